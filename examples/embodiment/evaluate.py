@@ -1,0 +1,8 @@
+"""Evaluate a policy: ``python evaluate.py checkpoint=outputs/quickstart/<time> evaluation.num_episodes=500``."""
+
+import sys
+
+from rlinf.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["evaluate", *sys.argv[1:]]))

@@ -1,0 +1,8 @@
+"""``python -m rlinf`` is the command ``rlinf``."""
+
+import sys
+
+from rlinf.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""What the training loop asks of an algorithm."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlinf.algorithms.config import AlgorithmConfig
+from rlinf.algorithms.losses import aggregate_logprobs, clipped_policy_loss, kl_penalty
+from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
+
+
+@dataclass
+class LossCounts:
+    """Numbers of valid elements in a minibatch, over all its micro-batches and ranks; what every mean divides by.
+
+    Attributes:
+        units: Importance ratios (tokens, actions or chunks).
+        actions: Executed actions.
+        calls: Policy calls.
+    """
+
+    units: float
+    actions: float
+    calls: float
+
+    @staticmethod
+    def of(batch: RolloutBatch, level: str) -> LossCounts:
+        """Count the valid elements of a flattened batch."""
+        action_mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
+        _, mask = aggregate_logprobs(batch.old_logprobs, action_mask, level)
+        return LossCounts(float(mask.sum()), float(action_mask.sum()), float(batch.loss_mask.sum()))
+
+
+class Algorithm(ABC):
+    """A policy-gradient algorithm: two methods, no distributed calls, no I/O.
+
+    Attributes:
+        config_class: Its configuration dataclass.
+        needs_values: The model must have a value head.
+    """
+
+    config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+    needs_values: ClassVar[bool] = False
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config = config
+
+    @property
+    def needs_reference(self) -> bool:
+        """Log-probabilities of the policy before RL are wanted in ``batch.ref_logprobs``."""
+        return self.config.kl_coef > 0
+
+    def policy_is_frozen(self, step: int) -> bool:
+        """In this iteration nothing but the value head may change."""
+        return False
+
+    @abstractmethod
+    def compute_advantages(self, batch: RolloutBatch) -> dict[str, float]:
+        """Fill ``advantages [T, B, C]`` and ``returns [T, B]`` of the whole time-major rollout (all ranks); may clear
+        ``loss_mask`` where a sample teaches nothing. Returns metrics."""
+
+    def loss(self, batch: RolloutBatch, evaluation: ActionEvaluation, counts: LossCounts, step: int) -> LossOutput:
+        """Loss of one micro-batch (flattened), already divided by the counts of the whole minibatch."""
+        config = self.config
+        action_mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
+        logprobs, mask = aggregate_logprobs(evaluation.logprobs, action_mask, config.logprob_level)
+        old_logprobs, _ = aggregate_logprobs(batch.old_logprobs, action_mask, config.logprob_level)
+        # Advantages are [N, C]; a chunk-level ratio has one per call, which is the first column (they are all equal then).
+        advantages = batch.advantages.unsqueeze(-1)[:, : logprobs.shape[1]]
+        total, sums = clipped_policy_loss(
+            logprobs, old_logprobs, advantages, mask, config.clip_range_low, config.clip_range_high, config.dual_clip
+        )
+        policy_loss = total / counts.units
+        metrics = {name: value / counts.units for name, value in sums.items()}
+
+        token_entropy = evaluation.entropy.reshape(*action_mask.shape, -1)
+        entropy = torch.where(action_mask.unsqueeze(-1), token_entropy, 0.0).sum() / (
+            counts.actions * token_entropy.shape[-1]
+        )
+        loss = policy_loss - config.entropy_coef * entropy
+        if self.needs_reference:
+            ref_logprobs, _ = aggregate_logprobs(batch.ref_logprobs, action_mask, config.logprob_level)
+            kl = kl_penalty(logprobs, ref_logprobs, mask, config.kl_estimator) / counts.units
+            loss = loss + config.kl_coef * kl
+            metrics["kl_to_reference"] = kl.detach()
+        metrics |= {"policy_loss": policy_loss.detach(), "entropy": entropy.detach(), "loss": loss.detach()}
+        return LossOutput(loss, metrics)
+
+
+def spread_over_actions(advantages: Tensor, num_actions: int) -> Tensor:
+    """Repeat ``[T, B]`` chunk advantages for each action: ``[T, B, C]``."""
+    return advantages.unsqueeze(-1).expand(*advantages.shape, num_actions).contiguous()

@@ -1,0 +1,48 @@
+"""Configuration of the algorithms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlinf.config.options import option
+
+LEVELS = ("token", "action", "chunk")
+
+
+@dataclass
+class AlgorithmConfig:
+    """What every policy-gradient algorithm here has."""
+
+    name: str = option("ppo", "Registered algorithm.")
+    gamma: float = option(0.97, "Discount per policy call.", minimum=0)
+    update_epochs: int = option(1, "Passes over each rollout.", minimum=1)
+    logprob_level: str = option("action", "Unit of the importance ratio: sum of log-probs over a token, an action or a chunk.", choices=LEVELS)
+    advantage_level: str = option("chunk", "chunk: one advantage per policy call; action: rewards before an action inside its chunk are left out.", choices=("action", "chunk"))
+    clip_range_low: float = option(0.2, "Ratio is clipped below 1 - this.", minimum=0)
+    clip_range_high: float = option(0.2, "Ratio is clipped above 1 + this.", minimum=0)
+    dual_clip: float | None = option(None, "For negative advantages the loss is at most this times |advantage| (Ye et al. 2020); null: off.")
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
+    kl_coef: float = option(0.0, "Weight of the KL penalty to the reference policy (the policy before RL).", minimum=0)
+    kl_estimator: str = option("k3", "Estimator of the KL penalty (Schulman 2020).", choices=("k1", "k2", "k3"))
+    normalize_advantages: bool = option(True, "Shift and scale advantages to mean 0, deviation 1 over the whole rollout.")
+
+
+@dataclass
+class PPOConfig(AlgorithmConfig):
+    """Proximal policy optimisation (Schulman et al. 2017) with generalised advantage estimation."""
+
+    gae_lambda: float = option(0.95, "GAE lambda.", minimum=0)
+    value_coef: float = option(0.5, "Weight of the value loss.", minimum=0)
+    value_clip_range: float | None = option(None, "Clip the value update to this distance from the old value; null: off.")
+    huber_delta: float | None = option(None, "Huber value loss with this threshold; null: squared error.")
+    critic_warmup_steps: int = option(3, "First iterations train the value head only.", minimum=0)
+
+
+@dataclass
+class GRPOConfig(AlgorithmConfig):
+    """Group relative policy optimisation (Shao et al. 2024) over episodes that share an EpisodeSpec."""
+
+    name: str = option("grpo", "Registered algorithm.")
+    normalize_advantages: bool = option(False, "Shift and scale advantages over the whole rollout, on top of the groups.")
+    scale_by_std: bool = option(True, "Divide by the group's standard deviation; false: as in Dr. GRPO (Liu et al. 2025).")
+    drop_zero_variance_groups: bool = option(True, "Leave groups in which all returns are equal out of the update.")

@@ -1,0 +1,57 @@
+"""Group relative policy optimisation: no value function, episodes of one initial state compared with each other."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from rlinf.algorithms.advantages import episode_returns, group_advantages, masked_normalize
+from rlinf.algorithms.base import Algorithm, spread_over_actions
+from rlinf.algorithms.config import GRPOConfig
+from rlinf.types import RolloutBatch
+
+
+class GRPO(Algorithm):
+    """GRPO (Shao et al. 2024) on episode returns; one episode per column of the rollout, grouped by ``EpisodeSpec``."""
+
+    config_class: ClassVar[type[GRPOConfig]] = GRPOConfig
+    config: GRPOConfig
+
+    def compute_advantages(self, batch: RolloutBatch) -> dict[str, float]:
+        check_groups(batch)
+        config = self.config
+        returns = episode_returns(batch.rewards, batch.loss_mask)
+        advantages, varied = group_advantages(returns, batch.group_ids[0], config.scale_by_std)
+        if config.drop_zero_variance_groups:
+            batch.loss_mask = batch.loss_mask & varied
+        batch.returns = returns.expand_as(batch.loss_mask).contiguous()
+        num_actions = batch.action_rewards.shape[-1]
+        batch.advantages = spread_over_actions(advantages.expand_as(batch.loss_mask), num_actions)
+        if config.normalize_advantages:
+            action_mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
+            batch.advantages = masked_normalize(batch.advantages, action_mask)
+        return {
+            "rollout/zero_variance_group_fraction": float((~varied).float().mean()),
+            "train/return_mean": float(returns.mean()),
+        }
+
+
+def check_groups(batch: RolloutBatch) -> None:
+    """Refuse a group whose episodes do not start from the same ``EpisodeSpec``, and columns of several episodes.
+
+    Raises:
+        ValueError: Names the group and its specs.
+    """
+    if (batch.episode_ids != batch.episode_ids[0]).any():
+        raise ValueError("GRPO needs one episode per env and rollout, but episodes change inside a column: "
+                         "use rollout.auto_reset=false.")  # fmt: skip
+    spec_of_group: dict[int, object] = {}
+    for group_id, episode_id in zip(batch.group_ids[0].tolist(), batch.episode_ids[0].tolist(), strict=True):
+        spec = batch.specs[episode_id]
+        first = spec_of_group.setdefault(group_id, spec)
+        if spec != first:
+            raise ValueError(f"Group {group_id} mixes episodes of {first} and {spec}; its returns cannot be compared.")
+    sizes = torch.unique(batch.group_ids[0], return_counts=True)[1]
+    if int(sizes.min()) < 2:
+        raise ValueError("A group of one episode has no advantage; use rollout.group_size=2 or more.")

@@ -1,0 +1,117 @@
+"""Policy-gradient and value losses: pure functions of tensors that return *sums over valid elements*.
+
+A caller divides by the number of valid elements of the whole minibatch, over all micro-batches and ranks, so results
+do not depend on how the minibatch was cut (``LossCounts``).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def aggregate_logprobs(logprobs: Tensor, action_mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
+    """Sum token log-probabilities to the unit whose probability ratio is clipped.
+
+    Args:
+        logprobs: ``[N, A]`` with ``A = C * D``.
+        action_mask: bool ``[N, C]``, executed actions.
+        level: ``token`` -> ``[N, C, D]``; ``action`` -> ``[N, C, 1]``; ``chunk`` -> ``[N, 1, 1]`` (executed actions only).
+
+    Returns:
+        Log-probabilities and their validity, both in the shape above.
+    """
+    num_rows, num_actions = action_mask.shape
+    tokens = logprobs.reshape(num_rows, num_actions, -1)
+    if level == "token":
+        return tokens, action_mask.unsqueeze(-1).expand_as(tokens)
+    actions = tokens.sum(-1, keepdim=True)
+    if level == "action":
+        return actions, action_mask.unsqueeze(-1)
+    # Sum only what was executed; torch.where keeps masked non-finite values out of the sum and of its gradient.
+    mask = action_mask.unsqueeze(-1)
+    return torch.where(mask, actions, 0.0).sum(1, keepdim=True), mask.any(1, keepdim=True)
+
+
+def clipped_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_range_low: float,
+    clip_range_high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped surrogate (Schulman et al. 2017, eq. 7), with asymmetric bounds (DAPO, Yu et al. 2025) and dual clip.
+
+    ``-min(r A, clip(r, 1 - low, 1 + high) A)`` with ``r = exp(logprobs - old_logprobs)``; with ``dual_clip = c`` the
+    loss of a negative advantage is at most ``c |A|`` (Ye et al. 2020, eq. 5).
+
+    Args:
+        logprobs, old_logprobs, mask: equal shapes.
+        advantages: broadcastable to them.
+
+    Returns:
+        The sum over valid elements, and sums of ``approx_kl`` (k3, Schulman 2020) and ``clip_fraction``.
+    """
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
+    ratio = log_ratio.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_range_low, 1 + clip_range_high)
+    losses = torch.maximum(unclipped, clipped)
+    if dual_clip is not None:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
+    with torch.no_grad():
+        metrics = {
+            "approx_kl": torch.where(mask, (ratio - 1) - log_ratio, 0.0).sum(),
+            "clip_fraction": ((clipped > unclipped) & mask).sum().float(),
+        }
+    return torch.where(mask, losses, 0.0).sum(), metrics
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str) -> Tensor:
+    """Sum over valid elements of an estimate of KL(policy || reference) (Schulman 2020, "Approximating KL divergence").
+
+    With ``d = logprobs - ref_logprobs``: k1 = ``d``, k2 = ``d^2 / 2``, k3 = ``exp(-d) - 1 + d``.
+    """
+    d = torch.where(mask, logprobs - ref_logprobs, 0.0)
+    if estimator == "k1":
+        return d.sum()
+    if estimator == "k2":
+        return (d**2 / 2).sum()
+    return (torch.exp(-d) - 1 + d).sum()
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    clip_range: float | None = None,
+    huber_delta: float | None = None,
+) -> Tensor:
+    """Sum of value losses ``[N]`` over valid rows: half squared error, or Huber; optionally clipped as in PPO.
+
+    With ``clip_range``, the larger of the loss at ``values`` and at ``old_values + clamp(values - old_values)``.
+    """
+
+    def error(prediction: Tensor) -> Tensor:
+        if huber_delta is None:
+            return 0.5 * (prediction - returns) ** 2
+        return F.huber_loss(prediction, returns, reduction="none", delta=huber_delta)
+
+    losses = error(values)
+    if clip_range is not None:
+        clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
+        losses = torch.maximum(losses, error(clipped))
+    return torch.where(mask, losses, 0.0).sum()
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """``1 - Var[returns - values] / Var[returns]`` over valid elements; 0 when the returns do not vary."""
+    returns, values = returns[mask], values[mask]
+    variance = returns.var(unbiased=False)
+    if returns.numel() == 0 or variance < 1e-12:
+        return 0.0
+    return float(1 - (returns - values).var(unbiased=False) / variance)

@@ -1,0 +1,53 @@
+"""Proximal policy optimisation with a learned value function."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rlinf.algorithms.advantages import action_advantages, gae, masked_normalize
+from rlinf.algorithms.base import Algorithm, LossCounts, spread_over_actions
+from rlinf.algorithms.config import PPOConfig
+from rlinf.algorithms.losses import explained_variance, value_loss
+from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
+
+
+class PPO(Algorithm):
+    """PPO (Schulman et al. 2017): GAE advantages, clipped surrogate, clipped or Huber value loss, critic warm-up."""
+
+    config_class: ClassVar[type[PPOConfig]] = PPOConfig
+    needs_values: ClassVar[bool] = True
+    config: PPOConfig
+
+    def policy_is_frozen(self, step: int) -> bool:
+        return step < self.config.critic_warmup_steps
+
+    def compute_advantages(self, batch: RolloutBatch) -> dict[str, float]:
+        config = self.config
+        advantages, batch.returns = gae(
+            batch.rewards, batch.values, batch.terminated, batch.truncated, batch.bootstrap_values,
+            config.gamma, config.gae_lambda,
+        )  # fmt: skip
+        mask = batch.loss_mask
+        if config.advantage_level == "action":
+            per_action = action_advantages(advantages, batch.action_rewards)
+        else:
+            per_action = spread_over_actions(advantages, batch.action_rewards.shape[-1])
+        action_mask = batch.action_mask & mask.unsqueeze(-1)
+        metrics = {
+            "train/explained_variance": explained_variance(batch.values, batch.returns, mask),
+            "train/advantage_mean": float(per_action[action_mask].mean()),
+            "train/return_mean": float(batch.returns[mask].mean()),
+        }
+        batch.advantages = masked_normalize(per_action, action_mask) if config.normalize_advantages else per_action
+        return metrics
+
+    def loss(self, batch: RolloutBatch, evaluation: ActionEvaluation, counts: LossCounts, step: int) -> LossOutput:
+        config = self.config
+        output = super().loss(batch, evaluation, counts, step)
+        critic = value_loss(
+            evaluation.values, batch.values, batch.returns, batch.loss_mask, config.value_clip_range, config.huber_delta
+        ) / counts.calls
+        policy = 0.0 if self.policy_is_frozen(step) else output.loss
+        total = policy + config.value_coef * critic
+        output.metrics |= {"value_loss": critic.detach(), "loss": total.detach()}
+        return LossOutput(total, output.metrics)

@@ -1,0 +1,78 @@
+"""The command ``rlinf``: ``train``, ``sft``, ``evaluate``, ``export``, ``doctor``, ``models``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from rlinf.errors import RLinfError, did_you_mean
+
+COMMANDS = {
+    "train": ("rlinf.cli.train:train", "behaviour cloning (if configured), then reinforcement learning"),
+    "sft": ("rlinf.cli.train:sft", "behaviour cloning only"),
+    "evaluate": ("rlinf.cli.evaluate:evaluate", "success rate of a checkpoint on held-out episodes, with videos"),
+    "export": ("rlinf.cli.export:export", "a checkpoint as a folder for from_pretrained, adapters merged if asked"),
+    "doctor": ("rlinf.cli.doctor:doctor", "what works on this machine, and the memory that an experiment needs"),
+    "models": ("rlinf.cli.listing:models", "registered models, envs, algorithms and experiments"),
+}
+
+EXAMPLES = """examples:
+  rlinf train experiment=quickstart                      a small VLA on a laptop: SFT, then PPO, in minutes
+  rlinf train experiment=quickstart seed=3 trainer.max_steps=20
+  rlinf train model=openvla_tiny env=tabletop algorithm=ppo
+  rlinf train experiment=quickstart --cfg job            print the configuration and stop
+  rlinf train -m experiment=quickstart seed=0,1,2        one run per value
+  rlinf evaluate checkpoint=outputs/quickstart/<time> evaluation.num_episodes=500
+  rlinf export checkpoint=outputs/quickstart/<time> output=my_policy merge_lora=true
+  rlinf doctor experiment=quickstart
+
+Configuration: docs/configuration.md. Your own YAML files: --config-dir <folder>."""
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def usage() -> str:
+    """Return the help text of the command."""
+    commands = "\n".join(f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items())
+    return f"usage: rlinf <command> [key=value ...]\n\ncommands:\n{commands}\n\n{EXAMPLES}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: Words after ``rlinf``; None: those of the process.
+
+    Returns:
+        Exit status: 0 success, 1 ``doctor`` found a fault, 2 an error that the user can mend, 130 interrupted. Other
+        errors are bugs and keep their traceback.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if words else EXIT_USER_ERROR
+    if words[0] in ("-V", "--version", "version"):
+        from rlinf import __version__
+
+        print(__version__)
+        return 0
+    if words[0] not in COMMANDS:
+        print(f"rlinf: there is no command '{words[0]}'.{did_you_mean(words[0], COMMANDS)}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    module, _, attribute = COMMANDS[words[0]][0].partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)(words[1:])
+    except RLinfError as error:
+        print_error(error)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def print_error(error: RLinfError) -> None:
+    """Print the name, the message and the notes of an error that the user can mend."""
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
+    print(f"{type(error).__name__}: {error}{notes}", file=sys.stderr, flush=True)

@@ -1,0 +1,202 @@
+"""``rlinf doctor``: what works on this machine, and the memory that an experiment needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from rlinf.cli.table import format_table
+from rlinf.errors import RLinfError
+
+YES, NO, OPTIONAL = "yes", "no", "-"
+MAIN_JOB = "quickstart"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table.
+
+    Attributes:
+        topic: What was looked at.
+        status: ``yes``, ``no`` (the main job cannot run), or ``-`` (an option that is not there).
+        detail: What was found, or the command that mends it.
+    """
+
+    topic: str
+    status: str
+    detail: str
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Print what works here; with ``experiment=...`` or other overrides also whether that experiment can run.
+
+    Returns:
+        0 if the main job (or the given experiment) can run, else 1.
+    """
+    findings = [
+        check_python(),
+        *check_packages(),
+        check_torch(),
+        check_rendering(),
+        *check_envs(),
+        *check_registered(),
+        *check_extras(),
+        check_disk(Path.cwd()),
+    ]
+    print(format_table(("what", "works", "detail"), [(f.topic, f.status, f.detail) for f in findings]))
+    print()
+    findings += check_experiment(list(arguments) or [f"experiment={MAIN_JOB}"])
+    faults = [finding for finding in findings if finding.status == NO]
+    what = " ".join(arguments) or "The main job"
+    if faults:
+        print(f"\n{what} cannot run here yet:")
+        print("\n".join(f"  {finding.topic}: {finding.detail}" for finding in faults))
+        return 1
+    print(f"\n{what} can run here.")
+    return 0
+
+
+def check_python() -> Finding:
+    """Python must be 3.11 or newer."""
+    status = YES if sys.version_info >= (3, 11) else NO
+    return Finding("python", status, f"{platform.python_version()}, {sys.executable}")
+
+
+def check_packages() -> list[Finding]:
+    """Every package that rlinf requires must be there in a version that it accepts."""
+    try:
+        from packaging.requirements import Requirement
+
+        named = [Requirement(text) for text in requires("rlinf") or []]
+        requirements = [item for item in named if item.marker is None or item.marker.evaluate({"extra": ""})]
+    except (PackageNotFoundError, ModuleNotFoundError):
+        return [Finding("rlinf", OPTIONAL, "runs from the source tree, not installed as a package: pip install -e .")]
+    wrong = []
+    for requirement in requirements:
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            wrong.append(f'{requirement.name} is missing: pip install "{requirement}"')
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            wrong.append(f'{requirement.name} is {found}: pip install "{requirement}"')
+    if wrong:
+        return [Finding("packages", NO, text) for text in wrong]
+    return [Finding("packages", YES, f"rlinf {version('rlinf')} and the {len(requirements)} packages that it names")]
+
+
+def check_torch() -> Finding:
+    """Import torch and look for GPUs; training on CPU is fine."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding("torch", NO, "missing: bash scripts/setup.sh")
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("torch", YES, f"{torch.__version__}, CPU with {os.cpu_count()} cores, no GPU")
+    names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    return Finding("torch", YES, f"{torch.__version__}, {torch.cuda.device_count()} GPUs: {', '.join(sorted(names))}")
+
+
+def check_rendering() -> Finding:
+    """Render one picture off screen, in a process of its own."""
+    from rlinf.envs.rendering import probe_rendering
+
+    try:
+        backend, message = probe_rendering()
+    except RLinfError as error:
+        return Finding("rendering", NO, str(error))
+    return Finding("rendering", YES if backend else NO, message)
+
+
+def check_envs() -> list[Finding]:
+    """Import every registered environment; only the one of the main job must work."""
+    from rlinf.config.schema import RunConfig
+    from rlinf.envs import ENVS
+
+    findings = []
+    for name in ENVS:
+        try:
+            ENVS.get(name)
+        except (ImportError, OSError) as error:
+            status = NO if name == RunConfig().env.name else OPTIONAL
+            findings.append(Finding(f"env {name}", status, f"{type(error).__name__}: {error}"))
+        else:
+            findings.append(Finding(f"env {name}", YES, f"from {ENVS.entries()[name].origin}"))
+    return findings
+
+
+def check_registered() -> list[Finding]:
+    """Models and algorithms by name, with the package that brings them where that is not rlinf."""
+    from rlinf.algorithms import ALGORITHMS
+    from rlinf.models import MODELS
+
+    findings = []
+    for topic, registry in (("models", MODELS), ("algorithms", ALGORITHMS)):
+        entries = sorted(registry.entries().items())
+        names = [name if entry.origin == "rlinf" else f"{name} (from {entry.origin})" for name, entry in entries]
+        findings.append(Finding(topic, YES, ", ".join(names)))
+    return findings
+
+
+def check_extras() -> list[Finding]:
+    """Optional packages and programs: there, or the command that installs them."""
+    findings = []
+    for module, purpose in (("wandb", "tracking"), ("vllm", "fast generation"), ("ray", "several machines")):
+        if importlib.util.find_spec(module) is None:
+            findings.append(Finding(module, OPTIONAL, f"not installed ({purpose}): pip install {module}"))
+        else:
+            findings.append(Finding(module, YES, version(module)))
+    if importlib.util.find_spec("flash_attn") is None:
+        findings.append(Finding("flash_attn", OPTIONAL, "not installed (GPU attention kernel; sdpa needs nothing): pip install flash-attn"))
+    else:
+        findings.append(Finding("flash_attn", YES, version("flash-attn")))
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    missing = "not installed (tests open reports in it): apt-get install chromium"
+    findings.append(Finding("browser", YES if browser else OPTIONAL, browser or missing))
+    return findings
+
+
+def check_disk(folder: Path) -> Finding:
+    """Runs are written under the present folder, which must be writable and have some space."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return Finding("disk", NO, f"no permission to write in {folder}; go to another folder, or set output_dir=<folder>")
+    free = shutil.disk_usage(folder).free / 1024**3
+    return Finding("disk", YES if free > 1 else NO, f"{free:.1f} GiB free in {folder}" + ("" if free > 1 else "; 1 GiB is needed"))
+
+
+def check_experiment(overrides: list[str]) -> list[Finding]:
+    """Compose and check an experiment, print its derived numbers and the memory that it needs."""
+    from rlinf.cli.hydra_app import parse
+    from rlinf.cli.memory import available_memory, estimate_memory, format_bytes
+    from rlinf.config.compose import compose_config
+    from rlinf.config.derived import format_derived
+    from rlinf.config.schema import build_config
+    from rlinf.config.validation import validate
+
+    label = " ".join(overrides)
+    try:
+        args = parse(overrides)
+        config = build_config(compose_config(args.overrides, args.config_dir, args.config_name))
+        validate(config, "train")
+    except (RLinfError, ImportError) as error:
+        return [Finding(label, NO, f"{type(error).__name__}: {error}")]
+    config.output_dir = None
+    print(f"{label}\n{format_derived(config)}\n")
+    if config.model.model_path is not None and not Path(config.model.model_path).is_dir():
+        print(f"memory: unknown until the weights of {config.model.model_path} are on this machine")
+        return []
+    estimate = estimate_memory(config)
+    print(format_table(("role", "memory", "size"), estimate.rows()))
+    free = available_memory()
+    if free is not None and estimate.total * config.cluster.num_processes > free:
+        needed = format_bytes(estimate.total * config.cluster.num_processes)
+        return [Finding(label, NO, f"needs {needed} without activations, {format_bytes(free)} are free; try model.is_lora=true")]
+    return []

@@ -1,0 +1,184 @@
+"""Runs a task under Hydra (one output folder per run, ``-m``, ``--cfg job``) after our own checks of its arguments."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from rlinf.config import search
+from rlinf.config.compose import ROOT, compose_config, compose_on_saved, explain, normalize_overrides, parse_overrides
+from rlinf.config.derived import format_derived
+from rlinf.config.schema import RunConfig, build_config
+from rlinf.config.validation import validate
+from rlinf.errors import CheckpointError, ConfigError, RLinfError, did_you_mean
+from rlinf.training.checkpoint import CHECKPOINTS_FOLDER, CONFIG_FILE, resolve_checkpoint
+
+
+def parse(arguments: Sequence[str]) -> Namespace:
+    """Parse the flags and overrides that Hydra knows; ``--config-name`` of an experiment becomes ``experiment=``.
+
+    Raises:
+        ConfigError: The named config, or the folder of ``--config-dir``, does not exist.
+    """
+    args = get_args_parser().parse_args(list(arguments))
+    search.register(args.config_dir)
+    args.overrides = normalize_overrides(args.overrides)
+    name = args.config_name
+    args.config_name = ROOT
+    if name is not None and name.removesuffix(".yaml") != ROOT:
+        path = search.find_experiment(name)
+        if path is None:
+            folders = ", ".join(map(str, search.experiment_folders()))
+            raise ConfigError(
+                f"--config-name is '{name}', but there is no {name.removesuffix('.yaml')}.yaml in {folders}."
+                f"{did_you_mean(name, search.experiment_names())} Type experiment=<name>, or --config-dir <folder>"
+            )
+        if search.is_complete(path):
+            args.config_name = path.stem
+        else:
+            args.overrides.insert(0, f"{search.GROUP}={path.stem}")
+    return args
+
+
+def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], object]) -> int:
+    """Compose, check and run.
+
+    Every run (of a sweep, too) is composed and checked before Hydra makes a folder, so that a refused configuration leaves
+    nothing.
+
+    Args:
+        arguments: Words after the command.
+        command: ``train`` or ``sft``.
+        task: Called with the configuration of each run; ``output_dir`` is set and exists.
+    """
+    args = parse(arguments)
+    resumed = given_value(args.overrides, "resume")
+    if resumed is not None and not (args.multirun or args.help or args.cfg or args.info):
+        config = build_config(compose_resumed(args, resumed))
+        start(config, command, task)
+        return 0
+    if not any((args.cfg, args.info, args.help, args.hydra_help, args.shell_completion)):
+        for overrides in sweep_jobs(args.overrides) if args.multirun else [args.overrides]:
+            validate(build_config(compose_config(overrides, args.config_dir, args.config_name)), command)
+
+    failures: list[RLinfError] = []
+
+    def execute(composed: DictConfig) -> None:
+        try:
+            config = build_config(composed)
+            config.output_dir = HydraConfig.get().runtime.output_dir
+            start(config, command, task)
+        except RLinfError as error:  # Hydra would print it its own way; the other runs of a sweep go on.
+            failures.append(error)
+
+    with _arguments(args):
+        try:
+            GlobalHydra.instance().clear()
+            hydra.main(version_base="1.3", config_path="pkg://rlinf.config", config_name=args.config_name)(execute)()
+        except (HydraException, OmegaConfBaseException) as error:
+            raise explain(error, args.overrides, args.config_name) from error
+    if failures:
+        raise failures[0]
+    return 0
+
+
+def start(config: RunConfig, command: str, task: Callable[[RunConfig], object]) -> None:
+    """Check a configuration, make its folder, print its numbers, and run."""
+    validate(config, command)
+    Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    print(format_derived(config), flush=True)
+    task(config)
+
+
+def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
+    """Compose the continuation of a run, which goes on in its own folder unless ``output_dir`` is given.
+
+    Its configuration is the one that lies in the checkpoint, with the overrides laid over it; a chosen experiment (or a
+    config of the user) is composed afresh instead.
+
+    Args:
+        args: Parsed arguments.
+        resumed: Value of ``resume``.
+    """
+    folder = resolve_checkpoint(Path(resumed).expanduser())
+    keys = [item.key_or_group for item in parse_overrides(args.overrides)]
+    if search.GROUP in keys or args.config_name != ROOT:
+        composed = compose_config(args.overrides, args.config_dir, args.config_name)
+    else:
+        composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir)
+    if "output_dir" not in keys:
+        run_folder = folder.parent.parent if folder.parent.name == CHECKPOINTS_FOLDER else folder.parent
+        composed.output_dir = str(run_folder)
+    return composed
+
+
+def given_value(overrides: Sequence[str], key: str) -> str | None:
+    """Return what the last override of ``key`` says, or None."""
+    values = [item.value() for item in parse_overrides(overrides) if item.key_or_group == key]
+    return str(values[-1]) if values and values[-1] is not None else None
+
+
+def read_saved_config(folder: Path) -> dict[str, Any]:
+    """Read the resolved configuration that a checkpoint holds.
+
+    Raises:
+        CheckpointError: It is missing or is no YAML mapping.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}). Use another checkpoint.") from error
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{path} holds no configuration. Use another checkpoint.")
+    return saved
+
+
+def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of every run that Hydra's own sweeper makes of ``overrides``; none for another sweeper."""
+    if any(override.startswith("hydra/sweeper=") for override in overrides):
+        return []
+    (jobs,) = BasicSweeper.split_arguments(parse_overrides(overrides), max_batch_size=None)
+    return jobs
+
+
+@contextmanager
+def _arguments(args: Namespace):
+    """Hand the normalised arguments to Hydra, which reads them from ``sys.argv``, and let it pass errors on."""
+    words = ["rlinf", *args.overrides]
+    for flag, value in (("--config-dir", args.config_dir), ("--package", args.package)):
+        words += [flag, value] if value is not None else []
+    for flag, value in (("--cfg", args.cfg), ("--info", args.info)):
+        words += [flag, value] if value is not None else []
+    for flag, wanted in (
+        ("--multirun", args.multirun), ("--resolve", args.resolve), ("--help", args.help), ("--hydra-help", args.hydra_help),
+        ("--shell-completion", args.shell_completion),
+    ):  # fmt: skip
+        words += [flag] if wanted else []
+    if args.config_name != ROOT:
+        words += ["--config-name", args.config_name]
+    previous_argv, previous_flag = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = words, "1"
+    try:
+        yield
+    finally:
+        sys.argv = previous_argv
+        if previous_flag is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = previous_flag

@@ -1,0 +1,185 @@
+"""Typed options: a dataclass field with its documentation, and the strict way from a mapping to the dataclass."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlinf.errors import ConfigError, did_you_mean
+
+
+def option(default: Any, help: str, choices: tuple | None = None, minimum: float | None = None) -> Any:
+    """Declare a documented configuration field.
+
+    Args:
+        default: Default value; lists and dicts are copied for each instance.
+        help: One sentence, with the unit; printed by the configuration reference.
+        choices: Accepted values, if they are few.
+        minimum: Smallest accepted number.
+    """
+    metadata = {"help": help, "choices": choices, "minimum": minimum}
+    if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
+        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def public_fields(cls: type) -> dict[str, dataclasses.Field]:
+    """Return the fields of a configuration dataclass by name, in the order of their declaration."""
+    return {field.name: field for field in dataclasses.fields(cls) if not field.name.startswith("_")}
+
+
+def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "") -> Any:
+    """Build a configuration dataclass from a mapping, strictly.
+
+    Keys that are missing take the dataclass default. Integers are accepted where a float is declared; nothing else is
+    converted.
+
+    Args:
+        cls: Dataclass whose fields were declared with ``option``.
+        mapping: Plain mapping or OmegaConf ``DictConfig``.
+        path: Dotted path of ``mapping`` in the whole configuration, for messages.
+
+    Raises:
+        ConfigError: A key is unknown, a value has the wrong type, is not among the choices or is below the minimum.
+    """
+    mapping = plain_container(mapping)
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(
+            f"{path or 'The configuration'} is {override_text(mapping)!r}; "
+            f"required: a section with the keys {', '.join(public_fields(cls))}."
+        )
+    known = public_fields(cls)
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in mapping.items():
+        dotted = f"{path}.{key}" if path else str(key)
+        if key not in known:
+            raise ConfigError(unknown_key_message(dotted, value, known))
+        values[key] = _convert(value, hints[key], dotted, known[key])
+    return cls(**values)
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """Return a configuration dataclass as nested plain dictionaries, ready for YAML."""
+    return {name: _plain(getattr(config, name)) for name in public_fields(type(config))}
+
+
+def unknown_key_message(dotted: str, value: Any, known: typing.Iterable[str]) -> str:
+    """Say that a key does not exist, which ones do, and what to type instead."""
+    section, _, key = dotted.rpartition(".")
+    names = list(known)
+    message = f"There is no key '{dotted}'.{did_you_mean(key, names)}"
+    close = closest(key, names)
+    if close:
+        message += f" Type {section + '.' if section else ''}{close}={override_text(value)}"
+    return message
+
+
+def closest(name: str, names: typing.Iterable[str]) -> str | None:
+    """Return the known name that looks most like ``name``, or None."""
+    found = difflib.get_close_matches(str(name), [str(known) for known in names], n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def override_text(value: Any) -> str:
+    """Write a value the way the command line takes it: ``null``, ``true``, ``[1,2]``; ``...`` for a section."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(override_text(item) for item in value)}]"
+    if isinstance(value, dict) or dataclasses.is_dataclass(value):
+        return "..."
+    return str(value)
+
+
+def type_name(hint: Any) -> str:
+    """Name a field type in the words of the configuration reference: ``int``, ``list of str``, ``float or null``."""
+    if hint is type(None):
+        return "null"
+    if hint is Any:
+        return "anything"
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return " or ".join(type_name(item) for item in typing.get_args(hint))
+    if typing.get_origin(hint) is list:
+        return f"list of {type_name(typing.get_args(hint)[0])}"
+    if typing.get_origin(hint) is dict or hint is dict:
+        return "section of any keys"
+    return hint.__name__
+
+
+def plain_container(mapping: Any) -> Any:
+    """Resolve an OmegaConf container to plain Python; return anything else as it is.
+
+    Raises:
+        ConfigError: An interpolation (``${...}``) refers to nothing, or a value is missing (``???``).
+    """
+    if not type(mapping).__module__.startswith("omegaconf"):
+        return mapping
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(mapping, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = error.full_key or "a value"
+        raise ConfigError(f"{key} cannot be resolved: {str(error).splitlines()[0]}. Type {key}=<value>") from error
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_mapping(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> Any:
+    """Check one value against its declared type, choices and minimum."""
+    if dataclasses.is_dataclass(hint):
+        return value if isinstance(value, hint) else from_mapping(hint, value, dotted)
+    accepted, converted = _match(value, hint)
+    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    example = f"{dotted}={override_text(default)}"
+    if not accepted:
+        raise ConfigError(
+            f"{dotted} is {override_text(value)!r} ({type(value).__name__}); required: {type_name(hint)}. Type e.g. {example}"
+        )
+    choices, minimum = field.metadata.get("choices"), field.metadata.get("minimum")
+    if choices and converted is not None and converted not in choices:
+        close = closest(str(converted), map(str, choices)) or override_text(choices[0])
+        raise ConfigError(
+            f"{dotted} is {override_text(converted)!r}; required: one of {', '.join(map(str, choices))}. Type {dotted}={close}"
+        )
+    if minimum is not None and isinstance(converted, (int, float)) and not converted >= minimum:
+        raise ConfigError(f"{dotted} is {converted}; required: at least {minimum}. Type e.g. {example}")
+    return converted
+
+
+def _match(value: Any, hint: Any) -> tuple[bool, Any]:
+    """Return whether ``value`` is of type ``hint``, and the value as that type."""
+    if hint is Any:
+        return True, value
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        matches = (_match(value, item) for item in typing.get_args(hint))
+        return next((match for match in matches if match[0]), (False, value))
+    if typing.get_origin(hint) is list:
+        if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+            return False, value
+        items = [_match(item, typing.get_args(hint)[0]) for item in value]
+        return all(ok for ok, _ in items), [item for _, item in items]
+    if typing.get_origin(hint) is dict:
+        return isinstance(value, Mapping), copy.deepcopy(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return True, float(value)
+    if isinstance(value, bool) and hint is not bool:
+        return False, value
+    return isinstance(value, hint), value

@@ -1,0 +1,138 @@
+"""Where Hydra looks for configuration: packaged groups, experiment files, users' folders, other packages.
+
+An experiment is a YAML that holds what differs from the defaults. It may be used as ``experiment=name``,
+``+experiment=name`` or ``--config-name name``; its keys are global (as with Hydra's ``# @package _global_``), and without
+an ``experiment_name`` of its own it gets the name of its file.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+import rlinf
+from rlinf.errors import ConfigError
+
+GROUP = "experiment"
+SCHEME = "rlinf-experiments"
+
+_user_folders: list[Path] = []
+
+
+def packaged_experiments() -> Path:
+    """Return the folder of the experiments that come with rlinf.
+
+    In the source tree this is ``examples/embodiment/config``; a wheel carries the same files as ``rlinf/experiments``.
+    """
+    package = Path(rlinf.__file__).parent
+    installed = package / "experiments"
+    return installed if installed.is_dir() else package.parent / "examples" / "embodiment" / "config"
+
+
+def experiment_folders() -> list[Path]:
+    """Return the folders whose YAML files are experiments: ``--config-dir`` first, then those of rlinf."""
+    return [*_user_folders, packaged_experiments()]
+
+
+def experiment_names() -> list[str]:
+    """Return the names of all experiments."""
+    return sorted({path.stem for folder in experiment_folders() if folder.is_dir() for path in folder.glob("*.yaml")})
+
+
+def find_experiment(name: str) -> Path | None:
+    """Return the file of an experiment, or None."""
+    stem = name.removesuffix(".yaml")
+    candidates = (folder / f"{stem}.yaml" for folder in experiment_folders())
+    return next((path for path in candidates if path.is_file()), None)
+
+
+class ExperimentSource(FileConfigSource):
+    """Shows the YAML files of one folder to Hydra as the group ``experiment``."""
+
+    @staticmethod
+    def scheme() -> str:
+        return SCHEME
+
+    def available(self) -> bool:
+        return Path(self.path).is_dir()
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.strip("/") in ("", GROUP)
+
+    def is_config(self, config_path: str) -> bool:
+        group, _, name = config_path.rpartition("/")
+        return group == GROUP and super().is_config(name)
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        inside = config_path.strip("/") == GROUP
+        if not inside:
+            return [] if results_filter == ObjectType.CONFIG else [GROUP]
+        return [] if results_filter == ObjectType.GROUP else sorted(path.stem for path in Path(self.path).glob("*.yaml"))
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        group, _, name = config_path.rpartition("/")
+        if group != GROUP:
+            raise ConfigLoadError(f"Config not found: {config_path}")
+        result = super().load_config(name)
+        result.header.setdefault("package", None)
+        result.header["package"] = result.header["package"] or "_global_"
+        if isinstance(result.config, DictConfig) and "experiment_name" not in result.config:
+            with open_dict(result.config):
+                result.config.experiment_name = Path(name).stem
+        return result
+
+
+class RLinfSearchPath(SearchPathPlugin):
+    """Adds rlinf's folders, the experiments, and the packages of the entry-point group ``rlinf.configs``."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if all(element.path != "pkg://rlinf.config" for element in search_path.get_path()):
+            search_path.append("rlinf", "pkg://rlinf.config")
+        for folder in _user_folders:
+            search_path.append("user", f"file://{folder}")
+            search_path.append("user experiments", f"{SCHEME}://{folder}")
+        search_path.append("rlinf experiments", f"{SCHEME}://{packaged_experiments()}")
+        for point in entry_points(group="rlinf.configs"):
+            search_path.append(point.name, f"pkg://{point.value}")
+
+
+def register(config_dir: str | None = None) -> Path | None:
+    """Make Hydra see the above.
+
+    Args:
+        config_dir: The user's ``--config-dir``, whose YAML files become experiments too.
+
+    Returns:
+        Its absolute path.
+
+    Raises:
+        ConfigError: It is no folder, or a file in it has the name of a packaged one, which Hydra would take instead.
+    """
+    folder = None if config_dir is None else Path(config_dir).expanduser().resolve()
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--config-dir is '{config_dir}', which is no folder. Type --config-dir <folder with YAML files>")
+    for path in sorted(folder.rglob("*.yaml")) if folder is not None else ():
+        if (Path(__file__).parent / path.relative_to(folder)).is_file():
+            raise ConfigError(
+                f"{path} has the name of a file that comes with rlinf, which would be taken instead. Rename it, e.g. "
+                f"{path.parent / f'my_{path.name}'}"
+            )
+    plugins = Plugins.instance()
+    plugins.register(ExperimentSource)
+    plugins.register(RLinfSearchPath)
+    _user_folders[:] = [] if folder is None else [folder]
+    return folder
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a YAML is a primary config of its own: its defaults list includes ``train``."""
+    defaults = OmegaConf.load(path).get("defaults", [])
+    return any(item in ("train", "/train") for item in defaults)

@@ -1,0 +1,350 @@
+"""All cross-checks of a configuration, before any process, model or simulator starts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+
+from rlinf.algorithms.config import GRPOConfig
+from rlinf.config.derived import DerivedNumbers, derive
+from rlinf.config.options import closest, override_text
+from rlinf.config.schema import RunConfig, section_class
+from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
+
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
+COMMANDS = ("train", "sft", "evaluate")
+
+
+def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
+    """Check that the parts of a configuration fit each other and this machine.
+
+    Args:
+        config: Typed configuration.
+        command: ``train``, ``sft`` or ``evaluate``; what a command does not use is not checked for it.
+
+    Returns:
+        The numbers that follow from the configuration.
+
+    Raises:
+        ConfigError: Values contradict each other, or name something that does not exist.
+        MissingDependencyError: An option needs a package that is not installed.
+        CheckpointError: A folder that is to be loaded is no checkpoint.
+    """
+    if command not in COMMANDS:
+        raise ValueError(f"command is {command!r}; required: one of {', '.join(COMMANDS)}")
+    check_names(config)
+    check_model(config)
+    check_devices(config)
+    check_sources(config)
+    check_evaluation(config)
+    if command != "evaluate":
+        check_phases(config, command)
+    if command == "train" and config.trainer.max_steps > 0:
+        check_batches(config)
+        check_algorithm(config)
+    if command != "evaluate" and config.sft.max_steps > 0:
+        check_sft(config)
+    if config.tracking.wandb:
+        require_package("wandb", "tracking.wandb=true", "wandb", "tracking.wandb=false")
+    if config.output_dir is not None:
+        check_writable(config.output_dir)
+    return derive(config)
+
+
+def check_names(config: RunConfig) -> None:
+    """Model, env, algorithm and tasks must exist."""
+    from rlinf.envs import ENVS
+
+    for section in ("env", "algorithm"):
+        chosen = getattr(config, section)
+        expected = section_class(section, chosen.name)
+        if not isinstance(chosen, expected):
+            raise ConfigError(
+                f"{section}.name is '{chosen.name}', whose settings are a {expected.__name__}, not a "
+                f"{type(chosen).__name__}. Choose the group instead of the name: {section}={chosen.name}"
+            )
+    known = ENVS.get(config.env.name).all_task_names(config.env)
+    wanted = config.env.tasks
+    if wanted is not None and not wanted:
+        raise ConfigError(f"env.tasks is []; required: at least one task, or null for all. Type env.tasks=[{known[0]}]")
+    for task in wanted or []:
+        if task not in known:
+            mended = [closest(task, known) or known[0] if name == task else name for name in wanted]
+            raise ConfigError(
+                f"env.tasks names '{task}', which {config.env.name} does not have.{did_you_mean(task, known)} "
+                f"Type env.tasks={override_text(mended)}"
+            )
+    if wanted is not None and len(set(wanted)) < len(wanted):
+        raise ConfigError(
+            f"env.tasks is {override_text(wanted)}, which names a task twice. Type env.tasks={override_text(list(dict.fromkeys(wanted)))}"
+        )
+
+
+def check_model(config: RunConfig) -> None:
+    """Model type, number format, attention kernel and adapters."""
+    from rlinf.models import MODELS, torch_dtype_from_precision
+
+    model = config.model
+    if model.model_type not in MODELS:
+        raise ConfigError(
+            f"model.model_type is '{model.model_type}', which is not registered.{did_you_mean(model.model_type, MODELS)} "
+            f"Type model.model_type={closest(model.model_type, MODELS) or 'openvla'}, or register it in a plugin: plugins=[module]"
+        )
+    torch_dtype_from_precision(model.precision)
+    if model.attn_implementation not in ATTENTION:
+        raise ConfigError(
+            f"model.attn_implementation is '{model.attn_implementation}'; required: one of {', '.join(ATTENTION)}. "
+            f"Type model.attn_implementation={closest(model.attn_implementation, ATTENTION) or ATTENTION[0]}"
+        )
+    if model.attn_implementation == "flash_attention_2":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "model.attn_implementation=flash_attention_2 needs an NVIDIA GPU, and torch sees none here. "
+                "Type model.attn_implementation=sdpa"
+            )
+        require_package("flash_attn", "model.attn_implementation=flash_attention_2", "flash-attn", "model.attn_implementation=sdpa")
+    if model.image_size is not None and (len(model.image_size) != 2 or min(model.image_size) < 1):
+        raise ConfigError(
+            f"model.image_size is {override_text(model.image_size)}; required: [height, width] in pixels. "
+            "Type 'model.image_size=[224,224]'"
+        )
+    if model.lora_path is not None and not model.is_lora:
+        raise ConfigError(f"model.lora_path={model.lora_path} is given, but model.is_lora=false. Type model.is_lora=true")
+    if model.is_lora and model.lora.dropout > 0 and config.trainer.max_steps > 0:
+        raise ConfigError(
+            f"model.lora.dropout={model.lora.dropout} would make the log-probs of rollout and training differ; RL needs 0. "
+            "Type model.lora.dropout=0"
+        )
+
+
+def check_devices(config: RunConfig) -> None:
+    """Processes and devices must be there."""
+    cluster = config.cluster
+    if config.trainer.sharding == "none" and cluster.num_processes > 1:
+        raise ConfigError(
+            f"trainer.sharding=none works in one process, but cluster.num_processes={cluster.num_processes}. "
+            "Type trainer.sharding=auto"
+        )
+    if cluster.device == "cuda":
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count < cluster.num_processes:
+            example = f"cluster.num_processes={count}" if count else "cluster.device=cpu"
+            raise ConfigError(
+                f"cluster.device=cuda with cluster.num_processes={cluster.num_processes} needs {cluster.num_processes} GPUs, "
+                f"but torch sees {count}. Type {example}"
+            )
+
+
+def check_sources(config: RunConfig) -> None:
+    """Folders that will be loaded must be there and be what they are taken for."""
+    from rlinf.training.checkpoint import resolve_checkpoint
+
+    if config.resume is not None and config.init_from is not None:
+        raise ConfigError(
+            f"resume={config.resume} and init_from={config.init_from} exclude each other: resume continues a run, init_from "
+            "starts a new one from its weights. Type resume=null or init_from=null"
+        )
+    for key in ("resume", "init_from", "checkpoint"):
+        folder = getattr(config, key)
+        if folder is not None:
+            resolve_checkpoint(folder)
+    if config.checkpoint is not None:
+        return  # Weights and processor come from there.
+    model = config.model
+    if (config.resume or config.init_from) is None and model.model_path is None and not model.init_config:
+        raise ConfigError(
+            "model.model_path is null and model.init_config is empty: there are no weights to load, and no sizes for random "
+            "ones. Type model.model_path=<folder or hub id>, or model=openvla_tiny"
+        )
+    for key, marker in (("model_path", "config.json"), ("lora_path", "adapter_config.json")):
+        path = getattr(model, key)
+        if path is not None:
+            check_hub_folder(f"model.{key}", path, marker)
+    if config.tokenizer.tokenizer_model is not None:
+        check_hub_folder("tokenizer.tokenizer_model", config.tokenizer.tokenizer_model, None)
+
+
+def check_hub_folder(key: str, path: str, marker: str | None) -> None:
+    """A folder must exist and hold ``marker``; ``organisation/name`` is left to the hub.
+
+    Raises:
+        ConfigError: Neither a folder nor a hub id, or a folder without ``marker``.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if marker is not None and not (folder / marker).is_file():
+            inside = [child for child in ("model", "adapter") if (folder / child / marker).is_file()]
+            hint = f" Type {key}={folder / inside[0]}" if inside else f" Type {key}=<folder with {marker}>"
+            raise ConfigError(f"{key} is '{path}', a folder without {marker}.{hint}")
+        return
+    looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1 or folder.exists()
+    if looks_local:
+        raise ConfigError(f"{key} is '{path}', which is no folder (and no hub id such as organisation/name). Type {key}=<folder>")
+
+
+def check_phases(config: RunConfig, command: str) -> None:
+    """There must be something to do."""
+    cloning = config.sft.max_steps > 0
+    if command == "sft" and not cloning:
+        raise ConfigError("`rlinf sft` with sft.max_steps=0 has nothing to do. Type sft.max_steps=700")
+    if command == "train" and not cloning and config.trainer.max_steps == 0:
+        raise ConfigError("trainer.max_steps=0 and sft.max_steps=0: there is nothing to train. Type trainer.max_steps=100")
+
+
+def check_batches(config: RunConfig) -> None:
+    """Envs, samples, minibatches and micro-batches must divide."""
+    rollout, trainer, ranks = config.rollout, config.trainer, config.cluster.num_processes
+    for number, reason in ((ranks, "cluster.num_processes"), (rollout.group_size, "rollout.group_size")):
+        if rollout.num_envs % number:
+            raise ConfigError(
+                f"rollout.num_envs={rollout.num_envs} does not divide by {reason}={number}. "
+                f"Type rollout.num_envs={nearest_multiple(rollout.num_envs, number)}"
+            )
+    if rollout.num_envs // ranks < rollout.num_pipelined_halves:
+        raise ConfigError(
+            f"{rollout.num_envs // ranks} env per rank (rollout.num_envs={rollout.num_envs} over {ranks} ranks) cannot be split "
+            f"into rollout.num_pipelined_halves={rollout.num_pipelined_halves}. Type rollout.num_pipelined_halves=1"
+        )
+    samples = rollout.num_envs * rollout.num_chunks
+    if trainer.minibatch_size % ranks:
+        raise ConfigError(
+            f"trainer.minibatch_size={trainer.minibatch_size} does not divide over cluster.num_processes={ranks}. "
+            f"Type trainer.minibatch_size={nearest_divisor(samples, trainer.minibatch_size, ranks)}"
+        )
+    if samples % trainer.minibatch_size:
+        best = nearest_divisor(samples, trainer.minibatch_size, ranks)
+        raise ConfigError(
+            f"{samples} samples per iteration (rollout.num_envs={rollout.num_envs} x rollout.num_chunks={rollout.num_chunks}) do "
+            f"not divide into minibatches of {trainer.minibatch_size}. "
+            f"Use one of {divisors_text(samples, ranks)}, e.g. trainer.minibatch_size={best}"
+        )
+    check_micro_batch(config, trainer.minibatch_size, "trainer.minibatch_size")
+
+
+def check_micro_batch(config: RunConfig, batch: int, key: str) -> None:
+    """Rows of a rank must divide into micro-batches, unless they all fit into one."""
+    rows, micro = batch // config.cluster.num_processes, config.model.micro_batch_size
+    if rows > micro and rows % micro:
+        raise ConfigError(
+            f"{rows} rows per rank ({key}={batch} over {config.cluster.num_processes} ranks) do not divide into micro-batches of "
+            f"{micro}. Use one of {divisors_text(rows, 1)}, e.g. model.micro_batch_size={nearest_divisor(rows, micro, 1)}"
+        )
+
+
+def check_algorithm(config: RunConfig) -> None:
+    """What the algorithm asks of model and rollout."""
+    from rlinf.algorithms import ALGORITHMS
+    from rlinf.envs import ENVS
+
+    algorithm, rollout = config.algorithm, config.rollout
+    algorithm_class = ALGORITHMS.get(algorithm.name)
+    if getattr(algorithm_class, "needs_values", False) and not config.model.value_head:
+        raise ConfigError(
+            f"algorithm.name={algorithm.name} learns values, but model.value_head=false. "
+            "Type model.value_head=true, or algorithm=grpo rollout=groups"
+        )
+    if algorithm.advantage_level == "action" and algorithm.logprob_level == "chunk":
+        raise ConfigError(
+            "algorithm.advantage_level=action gives each action of a chunk its own advantage, but "
+            "algorithm.logprob_level=chunk has one ratio per chunk. Type algorithm.logprob_level=action"
+        )
+    longest = ENVS.get(config.env.name).longest_horizon(config.env)
+    covered = rollout.num_chunks * config.model.action_chunks_len
+    if getattr(algorithm_class, "needs_groups", isinstance(algorithm, GRPOConfig)):
+        mending = ["rollout.group_size=8"] if rollout.group_size < 2 else []
+        mending += ["rollout.auto_reset=false"] if rollout.auto_reset else []
+        if mending:
+            raise ConfigError(
+                f"algorithm.name={algorithm.name} compares the episodes of a group, one per env and iteration, but "
+                f"rollout.group_size={rollout.group_size} and rollout.auto_reset={override_text(rollout.auto_reset)} "
+                f"(the group rollout=groups sets both). Type {' '.join(mending)}"
+            )
+    if not rollout.auto_reset and covered < longest:
+        needed = -(-longest // config.model.action_chunks_len)
+        raise ConfigError(
+            f"{covered} env steps per iteration (rollout.num_chunks={rollout.num_chunks} x model.action_chunks_len="
+            f"{config.model.action_chunks_len}) do not reach the end of an episode of {longest} steps, and with "
+            f"rollout.auto_reset=false it is not continued. Type rollout.num_chunks={needed}"
+        )
+
+
+def check_sft(config: RunConfig) -> None:
+    """Batch and demonstrator of behaviour cloning."""
+    sft, ranks = config.sft, config.cluster.num_processes
+    if sft.batch_size % ranks:
+        raise ConfigError(
+            f"sft.batch_size={sft.batch_size} does not divide over cluster.num_processes={ranks}. "
+            f"Type sft.batch_size={nearest_multiple(sft.batch_size, ranks)}"
+        )
+    check_micro_batch(config, sft.batch_size, "sft.batch_size")
+    if len(sft.expert.aim_offset_m) != 2:
+        raise ConfigError(
+            f"sft.expert.aim_offset_m is {override_text(sft.expert.aim_offset_m)}; required: [x, y] in metres. "
+            "Type 'sft.expert.aim_offset_m=[0.055,0.0]'"
+        )
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """There must be as many different episodes as are asked for."""
+    from rlinf.envs import ENVS
+
+    env, evaluation = config.env, config.evaluation
+    num_tasks = len(env.tasks or ENVS.get(env.name).all_task_names(env))
+    per_task = env.num_eval_init_states if evaluation.split == "eval" else env.num_train_init_states
+    if evaluation.num_episodes > num_tasks * per_task:
+        raise ConfigError(
+            f"evaluation.num_episodes={evaluation.num_episodes}, but the split '{evaluation.split}' has {num_tasks} tasks x "
+            f"{per_task} initial states = {num_tasks * per_task}. Type evaluation.num_episodes={num_tasks * per_task}"
+        )
+
+
+def check_writable(output_dir: str) -> None:
+    """The run folder, or the nearest folder above it that exists, must be a folder that this user may write to."""
+    folder = Path(output_dir).expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise ConfigError(f"output_dir is '{output_dir}', but '{existing}' is no folder. Type output_dir=<another folder>")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".rlinf-", dir=existing))
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir is '{output_dir}', but nothing can be written in '{existing}' ({error.strerror}). "
+            "Type output_dir=<another folder>"
+        ) from error
+
+
+def require_package(module: str, wanted_by: str, package: str, instead: str) -> None:
+    """Refuse an option whose optional package is not installed.
+
+    Raises:
+        MissingDependencyError: With the command that installs it and the override that does without.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise MissingDependencyError(f"{wanted_by} needs the package '{package}'. Install it: pip install {package}. Or type {instead}")
+
+
+def nearest_multiple(number: int, of: int) -> int:
+    """Return the positive multiple of ``of`` closest to ``number``."""
+    return max(1, round(number / of)) * of
+
+
+def nearest_divisor(number: int, wanted: int, multiple_of: int) -> int:
+    """Return the divisor of ``number`` that is a multiple of ``multiple_of`` and closest to ``wanted``."""
+    return min(_divisors(number, multiple_of), key=lambda divisor: (abs(divisor - wanted), divisor))
+
+
+def divisors_text(number: int, multiple_of: int) -> str:
+    """List the divisors of ``number`` that are multiples of ``multiple_of``, the six largest if there are many."""
+    return ", ".join(map(str, _divisors(number, multiple_of)[-6:]))
+
+
+def _divisors(number: int, multiple_of: int) -> list[int]:
+    found = [divisor for divisor in range(1, number + 1) if number % divisor == 0 and divisor % multiple_of == 0]
+    return found or [number]

@@ -1,0 +1,120 @@
+"""Ranks of one machine: starting them, and the few collectives that the training loop needs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import fields, replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rlinf.types import Observation, RolloutBatch
+
+
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def set_num_threads(num_threads: int | None, num_processes: int) -> None:
+    """Give each rank its share of the cores (or ``num_threads``)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(num_threads or max(1, cores // num_processes))
+
+
+def launch(function: Callable[[Any], None], argument: Any, num_processes: int, device: str) -> None:
+    """Run ``function(argument)`` on ``num_processes`` ranks with a process group; in this process when it is one.
+
+    A rank that fails ends the others; its traceback is raised here. No process outlives the call.
+    """
+    if num_processes == 1:
+        function(argument)
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.start_processes(
+        _run_rank, (function, argument, num_processes, port, device), nprocs=num_processes, join=False, start_method="spawn"
+    )
+    try:
+        while not context.join():
+            pass
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.terminate()
+            process.join()
+
+
+def _run_rank(rank: int, function: Callable, argument: Any, num_processes: int, port: int, device: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=num_processes, timeout=timedelta(minutes=30))
+    try:
+        function(argument)
+    finally:
+        dist.destroy_process_group()
+
+
+def sum_over_ranks(values: list[float]) -> list[float]:
+    """Add numbers over all ranks."""
+    if world_size() == 1:
+        return values
+    total = torch.tensor(values, dtype=torch.float64)
+    if dist.get_backend() == "nccl":
+        total = total.cuda()
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def any_rank(flag: bool) -> bool:
+    """True on every rank when ``flag`` is true on one."""
+    return sum_over_ranks([float(flag)])[0] > 0
+
+
+def gather_rollout(batch: RolloutBatch) -> RolloutBatch:
+    """Join the rollouts of all ranks along the env axis, in rank order, on every rank.
+
+    Every rank then computes advantages over, and draws minibatches from, the same global batch, which makes results
+    independent of the number of ranks. Images travel as uint8.
+    """
+    if world_size() == 1:
+        return batch
+    from rlinf.rollout.collector import concatenate_envs
+
+    parts = [None] * world_size()
+    dist.all_gather_object(parts, _without_large_arrays(batch))
+    images = {name: _gather_array(image) for name, image in batch.observation.images.items()}
+    state = None if batch.observation.state is None else _gather_array(batch.observation.state)
+    for index, part in enumerate(parts):
+        part.observation = Observation(
+            images={name: arrays[index] for name, arrays in images.items()},
+            state=None if state is None else state[index],
+            instruction=part.observation.instruction,
+        )
+    return concatenate_envs(parts)
+
+
+def _without_large_arrays(batch: RolloutBatch) -> RolloutBatch:
+    small = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    small["observation"] = Observation(images={}, state=None, instruction=batch.observation.instruction)
+    return replace(batch, **small)
+
+
+def _gather_array(array: np.ndarray) -> list[np.ndarray]:
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    mine = torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    parts = [torch.empty_like(mine) for _ in range(world_size())]
+    dist.all_gather(parts, mine)
+    return [part.cpu().numpy() for part in parts]

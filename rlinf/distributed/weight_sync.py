@@ -1,0 +1,57 @@
+"""From the trainer's weights to the rollout's: complete, versioned, verified."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from rlinf.errors import RLinfError
+from rlinf.training.fsdp import full_tensor
+
+
+class WeightSync:
+    """Keeps a rollout policy equal to a trained one.
+
+    In one process they are the same object and nothing is copied. When the trainer is sharded, every rank holds a full
+    copy for rollouts, which then need no collective calls while they play.
+
+    Args:
+        trainer_model: The trained model, sharded or not.
+        rollout_model: A full model of the same architecture, or ``trainer_model`` itself.
+    """
+
+    def __init__(self, trainer_model: nn.Module, rollout_model: nn.Module) -> None:
+        self.trainer_model = trainer_model
+        self.rollout_model = rollout_model
+        self.version = 0
+
+    @torch.no_grad()
+    def push(self, version: int) -> int:
+        """Copy all parameters and buffers (a collective call); returns the version that the rollout now holds.
+
+        Raises:
+            RLinfError: The two models do not have the same tensor names and shapes.
+        """
+        self.version = version
+        if self.rollout_model is self.trainer_model:
+            return version
+        source = dict(self.trainer_model.state_dict())
+        target = self.rollout_model.state_dict()
+        if source.keys() != target.keys():
+            raise RLinfError(f"Weight sync refused, names differ: {sorted(source.keys() ^ target.keys())[:8]}.")
+        # Gather everything first: collectives run in the same order on all ranks, whatever the copy below does.
+        for name, tensor in source.items():
+            full = full_tensor(tensor)
+            if full.shape != target[name].shape:
+                raise RLinfError(f"Weight sync refused, '{name}' is {list(full.shape)}, rollout has "
+                                 f"{list(target[name].shape)}.")  # fmt: skip
+            target[name].copy_(full)
+        return version
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a plain model that is never trained: the reference policy, or a rollout replica."""
+    twin = copy.deepcopy(model)
+    return twin.requires_grad_(False).eval()

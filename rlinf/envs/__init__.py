@@ -1,0 +1,39 @@
+"""Environments by name. ``import rlinf.envs`` is cheap: simulators are imported when one is made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlinf.registry import Registry
+
+if TYPE_CHECKING:
+    from rlinf.envs.base import VectorEnv
+    from rlinf.envs.config import EnvConfig
+
+ENVS: Registry[type[VectorEnv]] = Registry(
+    "env", "rlinf.envs", {"tabletop": "rlinf.envs.tabletop.env:TabletopVectorEnv"}
+)
+
+
+def register_env(name: str, cls: type[VectorEnv] | str) -> None:
+    """Register an environment under the name that ``env.name`` says.
+
+    Args:
+        name: Name in the configuration.
+        cls: Subclass of ``rlinf.envs.base.VectorEnv``, or ``"module:Class"``, imported at first use.
+    """
+    ENVS.register(name, cls)
+
+
+def make_env(config: EnvConfig, num_envs: int, *, auto_reset: bool) -> VectorEnv:
+    """Build ``num_envs`` parallel environments.
+
+    Args:
+        config: ``config.name`` is looked up in the registry.
+        num_envs: ``B``.
+        auto_reset: Start the next episode where one ends; False: rows freeze at their end.
+
+    Raises:
+        ConfigError: The name is not registered, or the config is not of the environment's ``config_class``.
+    """
+    return ENVS.get(config.name)(config, num_envs, auto_reset)

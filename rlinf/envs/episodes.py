@@ -1,0 +1,83 @@
+"""Lists of episodes: splits, and the order in which tasks take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlinf.envs.config import EnvConfig
+from rlinf.errors import ConfigError, did_you_mean
+from rlinf.types import EpisodeSpec
+
+EVAL_INIT_STATE_OFFSET = 1_000_000_000
+"""First ``init_state_id`` of the evaluation split of envs whose initial states are drawn by number."""
+
+SPLITS = ("train", "eval")
+
+
+class EpisodeList(Sequence[EpisodeSpec]):
+    """The episodes of a split, made on demand: round robin over the tasks, so that the first ``n`` are spread evenly.
+
+    Args:
+        suite: Name of the task suite.
+        num_tasks: Number of tasks.
+        num_init_states: Initial states per task.
+        first_init_state_id: Smallest ``init_state_id``.
+        seed: ``seed`` of every spec.
+    """
+
+    def __init__(self, suite: str, num_tasks: int, num_init_states: int, first_init_state_id: int, seed: int) -> None:
+        self.suite, self.num_tasks, self.num_init_states = suite, num_tasks, num_init_states
+        self.first_init_state_id, self.seed = first_init_state_id, seed
+
+    def __len__(self) -> int:
+        return self.num_tasks * self.num_init_states
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = int(index) + (len(self) if index < 0 else 0)
+        if not 0 <= position < len(self):
+            raise IndexError(f"Episode {index} of a split of {len(self)} episodes.")
+        init_state, task = divmod(position, self.num_tasks)
+        return EpisodeSpec(self.suite, task, self.first_init_state_id + init_state, self.seed)
+
+
+def drawn_episodes(suite: str, num_tasks: int, config: EnvConfig, split: str) -> EpisodeList:
+    """Return the episodes of a split of a suite whose initial states are drawn by number.
+
+    Args:
+        suite: Name of the task suite.
+        num_tasks: Number of tasks.
+        config: ``num_train_init_states`` and ``num_eval_init_states`` are read.
+        split: "train" or "eval"; the splits share no ``init_state_id`` and no ``seed``.
+
+    Raises:
+        ConfigError: Unknown split, or a training split that reaches into the evaluation split.
+    """
+    if split not in SPLITS:
+        raise ConfigError(f"Unknown split '{split}'.{did_you_mean(split, SPLITS)}")
+    if config.num_train_init_states > EVAL_INIT_STATE_OFFSET:
+        raise ConfigError(
+            f"env.num_train_init_states={config.num_train_init_states} reaches into the evaluation split. "
+            f"Type env.num_train_init_states={EVAL_INIT_STATE_OFFSET} or less."
+        )
+    if split == "train":
+        return EpisodeList(suite, num_tasks, config.num_train_init_states, 0, seed=0)
+    return EpisodeList(suite, num_tasks, config.num_eval_init_states, EVAL_INIT_STATE_OFFSET, seed=1)
+
+
+def select_tasks(names: list[str], wanted: list[str] | None) -> list[str]:
+    """Return the ``names`` that are ``wanted`` (None: all), in the suite's order.
+
+    Raises:
+        ConfigError: An unknown name, or an empty list.
+    """
+    if wanted is None:
+        return list(names)
+    for name in wanted:
+        if name not in names:
+            raise ConfigError(f"Unknown task '{name}' in env.tasks.{did_you_mean(name, names)}")
+    if not wanted:
+        raise ConfigError("env.tasks is an empty list; name at least one task, or null for all.")
+    return [name for name in names if name in wanted]

@@ -1,0 +1,176 @@
+"""The built-in simulator: language-conditioned tasks on a table, many states over one renderer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from rlinf.envs.base import SimulatorStep, VectorEnv
+from rlinf.envs.rendering import StateRenderer, choose_backend
+from rlinf.envs.tabletop.config import TabletopConfig
+from rlinf.envs.tabletop.scene import CAMERAS, WORKSPACE_M, TabletopSimulator
+from rlinf.envs.tabletop.tasks import FAMILIES, NUM_COLOURS, Family, Scene
+from rlinf.errors import ConfigError, did_you_mean
+from rlinf.seeding import derive_seed
+from rlinf.types import EpisodeSpec, Observation
+
+REWARD_PER_METRE = 3.0
+SPEED_SCALE_M_PER_S = 0.5
+
+
+class TabletopVectorEnv(VectorEnv):
+    """Coloured blocks and zones on a table, and a pusher that moves by ``(dx, dy)``; one action space for all tasks.
+
+    A task is a family (``rlinf.envs.tabletop.tasks``); colours, positions and the instruction follow from the
+    ``EpisodeSpec``. Dense reward: 3 per metre of progress towards the goal. The GL context is opened at the first
+    picture, in whichever thread asks for it; calls may come from any thread, one at a time.
+
+    Args:
+        config: Settings.
+        num_envs: ``B``.
+        auto_reset: See ``VectorEnv``.
+
+    Raises:
+        ConfigError: Unknown task or camera.
+        MissingDependencyError: MuJoCo or a GL for its pictures is missing.
+    """
+
+    config_class = TabletopConfig
+    suite: ClassVar[str] = "tabletop"
+    config: TabletopConfig
+
+    def __init__(self, config: TabletopConfig, num_envs: int, auto_reset: bool) -> None:
+        super().__init__(config, num_envs, auto_reset, action_low=-np.ones(2), action_high=np.ones(2))
+        for camera in config.cameras:
+            if camera not in CAMERAS:
+                raise ConfigError(f"Unknown camera '{camera}' in env.cameras.{did_you_mean(camera, CAMERAS)}")
+        if config.cameras:
+            choose_backend()
+        self._simulator = TabletopSimulator(num_envs)
+        self._renderers: dict[int, StateRenderer] = {}
+        self._families: list[Family] = [FAMILIES[name] for name in self.task_names]
+        self._family_ids = np.array([list(FAMILIES).index(name) for name in self.task_names])
+        self._tasks = np.zeros(num_envs, dtype=np.int64)
+        self._zones = np.zeros((num_envs, NUM_COLOURS, 2))
+        self._shown = np.zeros((num_envs, 2 * NUM_COLOURS), dtype=bool)
+        self._goals = np.zeros((num_envs, 2), dtype=np.int64)
+        self._stages = np.zeros(num_envs, dtype=np.int64)
+        self._to_go = np.zeros(num_envs)
+        self._instructions = [""] * num_envs
+
+    @classmethod
+    def all_task_names(cls, config: TabletopConfig) -> list[str]:
+        """Return the names of the task families, from easy to hard."""
+        return list(FAMILIES)
+
+    @property
+    def state_dim(self) -> int:
+        """31 numbers (full), 4 (proprio) or 0 (none); see ``_state``."""
+        return {"full": 31, "proprio": 4, "none": 0}[self.config.state]
+
+    @classmethod
+    def horizon_of(cls, config: TabletopConfig, task: str) -> int:
+        """Return ``config.max_episode_steps``, or the family's own horizon where that is null."""
+        return config.max_episode_steps or FAMILIES[task].horizon
+
+    def _reset_env(self, index: int, spec: EpisodeSpec) -> None:
+        family = self._families[spec.task_id]
+        generator = np.random.default_rng(derive_seed(spec.seed, self.suite, family.name, spec.init_state_id))
+        layout = family.sample(generator, self.config.distractors)
+        self._simulator.place(index, layout.pusher, family.height, layout.blocks, layout.zones)
+        self._tasks[index], self._stages[index] = spec.task_id, 0
+        self._goals[index] = layout.first, layout.second
+        self._zones[index] = layout.zones
+        self._shown[index] = ~np.isnan(np.concatenate([layout.blocks, layout.zones])[:, 0])
+        self._instructions[index] = family.instruction(layout)
+        self._to_go[index] = family.distance_to_go(self._scene(np.array([index])))[0]
+
+    def _step_envs(self, ids: np.ndarray, actions: np.ndarray) -> SimulatorStep:
+        self._simulator.step(ids, actions)
+        dense, success = np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=bool)
+        for rows, family in self._by_family(ids):
+            own = ids[rows]
+            scene = self._scene(own)
+            for row in np.flatnonzero(family.touched(scene)):
+                self._stages[own[row]] = scene.stage[row] = 1
+                self._simulator.mark(own[row], scene.block(scene.first)[row])
+            to_go = family.distance_to_go(scene)
+            dense[rows] = REWARD_PER_METRE * (self._to_go[own] - to_go)
+            success[rows] = family.success(scene)
+            self._to_go[own] = to_go
+        return SimulatorStep(dense, success)
+
+    def _observe(self, ids: np.ndarray) -> Observation:
+        names = self.config.cameras
+        images = {}
+        if names:
+            pictures = self._render(ids, [self._simulator.camera_ids[name] for name in names], self.config.image_size)
+            images = dict(zip(names, pictures, strict=True))
+        return Observation(images, self._state(ids), [self._instructions[index] for index in ids])
+
+    def expert_actions(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
+        """Return the scripted expert's actions, float32 ``[B, 2]``; it aims ``aim_offset_m`` beside the goal."""
+        self._check_reset()
+        actions = np.zeros((self.num_envs, 2), dtype=np.float32)
+        for rows, family in self._by_family(np.arange(self.num_envs)):
+            actions[rows] = family.expert(self._scene(rows), np.asarray(aim_offset_m, dtype=np.float64))
+        return actions
+
+    def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
+        """Return uint8 ``[K, size, size, 3]`` of the front camera."""
+        self._check_reset()
+        return self._render(np.asarray(ids, dtype=np.int64), [self._simulator.camera_ids["front"]], size)[0]
+
+    def close_extras(self, **kwargs: object) -> None:
+        """Free the GL contexts."""
+        for renderer in self._renderers.values():
+            renderer.close()
+        self._renderers.clear()
+
+    def _render(self, ids: np.ndarray, camera_ids: list[int], size: int) -> np.ndarray:
+        renderer = self._renderers.get(size)
+        if renderer is None:
+            renderer = self._renderers[size] = StateRenderer(self._simulator.model, size)
+        states = [self._simulator.states[index] for index in ids]
+        return renderer.render(states, camera_ids, self._simulator.shown(ids))
+
+    def _by_family(self, ids: np.ndarray) -> list[tuple[np.ndarray, Family]]:
+        """Return (positions in ``ids``, family) of every family that occurs."""
+        tasks = self._tasks[ids]
+        return [
+            (rows, family) for task, family in enumerate(self._families) if len(rows := np.flatnonzero(tasks == task))
+        ]
+
+    def _scene(self, ids: np.ndarray) -> Scene:
+        pusher, _, blocks = self._simulator.read(ids)
+        return Scene(pusher, blocks, self._zones[ids], self._goals[ids, 0], self._goals[ids, 1], self._stages[ids])
+
+    def _state(self, ids: np.ndarray) -> np.ndarray | None:
+        """Return float32 ``[K, S]``; positions in units of ``WORKSPACE_M``, objects that take no part are 0.
+
+        Columns of "full": pusher position 2 and velocity 2; way to the next target 2; displacement that the object
+        there needs 2; blocks 6 and zones 6 relative to the pusher; colours that the instruction names 3 + 3
+        (one-hot); family 4 (one-hot); stage 1.
+        """
+        if self.config.state == "none":
+            return None
+        pusher, velocity, blocks = self._simulator.read(ids)
+        proprio = np.concatenate([pusher / WORKSPACE_M, velocity / SPEED_SCALE_M_PER_S], axis=1)
+        if self.config.state == "proprio":
+            return proprio.astype(np.float32)
+        aim, carry = np.zeros((len(ids), 2)), np.zeros((len(ids), 2))
+        scene = self._scene(ids)
+        for rows, family in self._by_family(ids):
+            own = Scene(
+                *(getattr(scene, name)[rows] for name in ("pusher", "blocks", "zones", "first", "second", "stage"))
+            )
+            aim[rows], carry[rows] = family.aim(own) - own.pusher, family.carry(own)
+        objects = np.concatenate([blocks, self._zones[ids]], axis=1) - pusher[:, None]
+        objects = np.where(self._shown[ids][:, :, None], objects, 0.0).reshape(len(ids), -1)
+        one_hot = np.eye(NUM_COLOURS + 1)[:, :NUM_COLOURS]
+        goals = one_hot[self._goals[ids]].reshape(len(ids), -1)
+        families = np.eye(len(FAMILIES))[self._family_ids[self._tasks[ids]]]
+        metres = np.concatenate([aim, carry, objects], axis=1) / WORKSPACE_M
+        return np.concatenate([proprio, metres, goals, families, self._stages[ids, None]], axis=1).astype(np.float32)

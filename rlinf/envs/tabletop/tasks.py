@@ -1,0 +1,277 @@
+"""The task families of the tabletop: layouts, instructions, goals and scripted experts, vectorised over envs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from rlinf.envs.tabletop.scene import (
+    BLOCK_COLOURS,
+    BLOCK_HALF_SIZE_M,
+    HOVER_HEIGHT_M,
+    PUSH_HEIGHT_M,
+    PUSHER_RADIUS_M,
+    STEP_M,
+    WORKSPACE_M,
+    ZONE_COLOURS,
+)
+
+TOLERANCE_M = 0.045
+MIN_DISTANCE_M = 0.115
+"""Smallest distance between objects, and between the pusher's start and the objects."""
+NUM_COLOURS = 3
+
+
+@dataclass
+class Layout:
+    """First state of an episode, in metres; NaN rows take no part.
+
+    Attributes:
+        pusher: ``[2]``.
+        blocks, zones: ``[3, 2]``.
+        first, second: Colour indices that the instruction names (``second`` is -1 where it names one).
+    """
+
+    pusher: np.ndarray
+    blocks: np.ndarray
+    zones: np.ndarray
+    first: int
+    second: int
+
+
+@dataclass
+class Scene:
+    """``K`` present states: ``pusher [K, 2]``, ``blocks, zones [K, 3, 2]``, ``first, second, stage`` int ``[K]``."""
+
+    pusher: np.ndarray
+    blocks: np.ndarray
+    zones: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+    stage: np.ndarray
+
+    def block(self, colour: np.ndarray) -> np.ndarray:
+        return self.blocks[np.arange(len(colour)), colour]
+
+    def zone(self, colour: np.ndarray) -> np.ndarray:
+        return self.zones[np.arange(len(colour)), colour]
+
+
+class Family(ABC):
+    """One task family. ``K`` rows at once; distances in metres.
+
+    Attributes:
+        name: Task name.
+        horizon: Env steps of an episode.
+        height: Height of the pusher.
+        shows_blocks, shows_zones: What lies on the table (distractors aside).
+    """
+
+    name: ClassVar[str]
+    horizon: ClassVar[int]
+    height: ClassVar[float] = HOVER_HEIGHT_M
+    shows_blocks: ClassVar[bool] = True
+    shows_zones: ClassVar[bool] = False
+
+    @abstractmethod
+    def instruction(self, layout: Layout) -> str:
+        """Return the sentence that states the goal."""
+
+    @abstractmethod
+    def distance_to_go(self, scene: Scene) -> np.ndarray:
+        """Return ``[K]``, the remaining way; its decrease is the dense reward."""
+
+    @abstractmethod
+    def success(self, scene: Scene) -> np.ndarray:
+        """Return bool ``[K]``."""
+
+    @abstractmethod
+    def aim(self, scene: Scene) -> np.ndarray:
+        """Return ``[K, 2]``, the object that the pusher has to go to next."""
+
+    def carry(self, scene: Scene) -> np.ndarray:
+        """Return ``[K, 2]``, the displacement that the object at ``aim`` still needs (0 where it may stay)."""
+        return np.zeros_like(scene.pusher)
+
+    def touched(self, scene: Scene) -> np.ndarray:
+        """Return bool ``[K]``: the first of two stages is done."""
+        return np.zeros(len(scene.pusher), dtype=bool)
+
+    def expert(self, scene: Scene, aim_offset_m: np.ndarray) -> np.ndarray:
+        """Return actions ``[K, 2]`` in [-1, 1]: straight to ``aim`` plus the offset."""
+        return straight(self.aim(scene) + aim_offset_m - scene.pusher)
+
+    def sample(self, generator: np.random.Generator, distractors: bool) -> Layout:
+        """Draw a layout; rejected draws are repeated with the same generator."""
+        show_blocks, show_zones = self.shows_blocks or distractors, self.shows_zones or distractors
+        first, second = self.draw_goal(generator)
+        while True:
+            points = _spread(generator, 1 + NUM_COLOURS * (show_blocks + show_zones))
+            nothing = np.full((NUM_COLOURS, 2), np.nan)
+            blocks = points[1 : 1 + NUM_COLOURS] if show_blocks else nothing
+            zones = points[-NUM_COLOURS:] if show_zones else nothing
+            layout = Layout(points[0], blocks, zones, first, second)
+            if self.accepts(layout):
+                return layout
+
+    def draw_goal(self, generator: np.random.Generator) -> tuple[int, int]:
+        """Draw the colours of the instruction."""
+        return int(generator.integers(NUM_COLOURS)), -1
+
+    def accepts(self, layout: Layout) -> bool:
+        """Whether the layout can be solved within the horizon."""
+        return True
+
+
+class Reach(Family):
+    """Move the hovering pusher over a block."""
+
+    name, horizon = "reach", 16
+
+    def instruction(self, layout: Layout) -> str:
+        return f"reach the {BLOCK_COLOURS[layout.first]} block"
+
+    def aim(self, scene: Scene) -> np.ndarray:
+        return scene.block(scene.first)
+
+    def distance_to_go(self, scene: Scene) -> np.ndarray:
+        return norm(self.aim(scene) - scene.pusher)
+
+    def success(self, scene: Scene) -> np.ndarray:
+        return self.distance_to_go(scene) < TOLERANCE_M
+
+
+class ReachZone(Reach):
+    """Move the hovering pusher over a zone."""
+
+    name = "reach_zone"
+    shows_blocks, shows_zones = False, True
+
+    def instruction(self, layout: Layout) -> str:
+        return f"go to the {ZONE_COLOURS[layout.first]} zone"
+
+    def aim(self, scene: Scene) -> np.ndarray:
+        return scene.zone(scene.first)
+
+
+class TouchTwo(Family):
+    """Move the hovering pusher over one block, then over another; a black mark shows that the first is done."""
+
+    name, horizon = "touch_two", 28
+
+    def draw_goal(self, generator: np.random.Generator) -> tuple[int, int]:
+        first, second = generator.permutation(NUM_COLOURS)[:2]
+        return int(first), int(second)
+
+    def instruction(self, layout: Layout) -> str:
+        return f"touch the {BLOCK_COLOURS[layout.first]} block, then the {BLOCK_COLOURS[layout.second]} block"
+
+    def aim(self, scene: Scene) -> np.ndarray:
+        return np.where(scene.stage[:, None] == 0, scene.block(scene.first), scene.block(scene.second))
+
+    def distance_to_go(self, scene: Scene) -> np.ndarray:
+        between = norm(scene.block(scene.first) - scene.block(scene.second))
+        return norm(self.aim(scene) - scene.pusher) + np.where(scene.stage == 0, between, 0.0)
+
+    def touched(self, scene: Scene) -> np.ndarray:
+        return (scene.stage == 0) & (norm(scene.block(scene.first) - scene.pusher) < TOLERANCE_M)
+
+    def success(self, scene: Scene) -> np.ndarray:
+        return (scene.stage == 1) & (norm(scene.block(scene.second) - scene.pusher) < TOLERANCE_M)
+
+
+class Push(Family):
+    """Push a block into a zone with the lowered pusher."""
+
+    name, horizon, height = "push", 48, PUSH_HEIGHT_M
+    shows_zones = True
+    contact_m: ClassVar[float] = BLOCK_HALF_SIZE_M + PUSHER_RADIUS_M
+    behind_m: ClassVar[float] = 0.065
+
+    def draw_goal(self, generator: np.random.Generator) -> tuple[int, int]:
+        return int(generator.integers(NUM_COLOURS)), int(generator.integers(NUM_COLOURS))
+
+    def instruction(self, layout: Layout) -> str:
+        return f"push the {BLOCK_COLOURS[layout.first]} block to the {ZONE_COLOURS[layout.second]} zone"
+
+    def accepts(self, layout: Layout) -> bool:
+        """The way behind the block and from there to the zone is free of other blocks, and all of it on the table."""
+        block, zone = layout.blocks[layout.first], layout.zones[layout.second]
+        behind = block - self.behind_m * unit(zone - block)
+        others = np.delete(layout.blocks, layout.first, axis=0)
+        return bool(np.abs(behind).max() < WORKSPACE_M + 0.05 and _segment_distance(others, behind, zone).min() > 0.09)
+
+    def aim(self, scene: Scene) -> np.ndarray:
+        return scene.block(scene.first)
+
+    def carry(self, scene: Scene) -> np.ndarray:
+        return scene.zone(scene.second) - scene.block(scene.first)
+
+    def distance_to_go(self, scene: Scene) -> np.ndarray:
+        approach = np.maximum(norm(self.aim(scene) - scene.pusher) - self.contact_m, 0.0)
+        return norm(self.carry(scene)) + approach
+
+    def success(self, scene: Scene) -> np.ndarray:
+        return norm(self.carry(scene)) < TOLERANCE_M
+
+    def expert(self, scene: Scene, aim_offset_m: np.ndarray) -> np.ndarray:
+        """Go round the block to the point behind it, then push towards the zone, steering sideways errors out."""
+        block = self.aim(scene)
+        forward = unit(self.carry(scene) + aim_offset_m)
+        side = np.stack([-forward[:, 1], forward[:, 0]], axis=1)
+        relative = scene.pusher - block
+        along, across = (relative * forward).sum(1), (relative * side).sum(1)
+        turn = np.where(across >= 0, 1.0, -1.0)[:, None]
+        beside = block + 0.085 * turn * side - 0.02 * forward
+        behind = block - self.behind_m * forward
+        aligned = (along < -0.6 * self.contact_m) & (np.abs(across) < 0.035)
+        clear = (along < -self.contact_m) | ((np.abs(across) > 0.06) & (along < 0.0))
+        slower = np.clip(1.0 - np.abs(across) / 0.035, 0.0, 1.0)[:, None]
+        push = 0.5 * STEP_M * slower * forward - 1.5 * across[:, None] * side
+        way = np.where(aligned[:, None], push, np.where(clear[:, None], behind, beside) - scene.pusher)
+        return straight(way)
+
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (Reach(), ReachZone(), TouchTwo(), Push())}
+
+
+def norm(vectors: np.ndarray) -> np.ndarray:
+    """Return Euclidean lengths over the last axis."""
+    return np.sqrt((vectors * vectors).sum(-1))
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    """Return vectors of length 1 (0 stays 0)."""
+    return vectors / np.maximum(norm(vectors), 1e-9)[..., None]
+
+
+def straight(way: np.ndarray) -> np.ndarray:
+    """Return actions ``[K, 2]`` along ``way`` (metres): scaled, not clipped per axis, so that the path is straight."""
+    actions = way / STEP_M
+    return actions / np.maximum(np.abs(actions).max(-1, keepdims=True), 1.0)
+
+
+def _spread(generator: np.random.Generator, count: int) -> np.ndarray:
+    """Draw ``[count, 2]`` points in the workspace, each at least ``MIN_DISTANCE_M`` from the others."""
+    while True:
+        points = np.empty((count, 2))
+        for placed in range(count):
+            for _ in range(50):
+                point = generator.uniform(-WORKSPACE_M, WORKSPACE_M, 2)
+                if placed == 0 or norm(points[:placed] - point).min() >= MIN_DISTANCE_M:
+                    points[placed] = point
+                    break
+            else:
+                break
+        else:
+            return points
+
+
+def _segment_distance(points: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Return the distances of ``points [N, 2]`` from a segment."""
+    direction = end - start
+    fraction = np.clip((points - start) @ direction / (direction @ direction), 0.0, 1.0)
+    return norm(points - start - fraction[:, None] * direction)

@@ -1,0 +1,128 @@
+"""Videos of episodes that any browser plays, with instruction, step and outcome written on top."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlinf.errors import MissingDependencyError
+
+SUCCESS_COLOUR, FAILURE_COLOUR = (46, 160, 90), (205, 75, 75)
+BAND_COLOUR, TEXT_COLOUR = (24, 26, 31), (236, 238, 242)
+
+
+def wrap_text(text: str, font: Any, width: int) -> list[str]:
+    """Break ``text`` into lines of at most ``width`` pixels; a word that is longer is broken itself."""
+    lines = [""]
+    for word in text.split():
+        joined = f"{lines[-1]} {word}".strip()
+        if font.getlength(joined) <= width:
+            lines[-1] = joined
+            continue
+        if lines[-1]:
+            lines.append("")
+        for letter in word:
+            if lines[-1] and font.getlength(lines[-1] + letter) > width:
+                lines.append("")
+            lines[-1] += letter
+    return lines
+
+
+def overlay(frame: np.ndarray, instruction: str, step: int, num_steps: int, success: bool | None) -> np.ndarray:
+    """Put a band with the text above a frame; nothing of the frame is covered.
+
+    Args:
+        frame: uint8 ``[H, W, 3]``.
+        instruction: What the policy was told; long ones are wrapped.
+        step: Env step of the frame, from 0.
+        num_steps: Env steps of the episode.
+        success: Outcome, shown in words and by a coloured bar; None while the episode runs.
+
+    Returns:
+        uint8 ``[H + band, W, 3]``, both sides even, as H.264 wants them.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    height, width = frame.shape[:2]
+    width += width % 2
+    font_size = max(10, round(width / 16))
+    font = ImageFont.load_default(font_size)
+    margin, line_height = max(3, font_size // 3), round(font_size * 1.3)
+    lines = wrap_text(instruction, font, width - 2 * margin)
+    band = margin * 2 + line_height * (len(lines) + 1)
+    band += (height + band) % 2
+    canvas = Image.new("RGB", (width, height + band), BAND_COLOUR)
+    canvas.paste(Image.fromarray(frame), (0, band))
+    draw = ImageDraw.Draw(canvas)
+    for number, line in enumerate(lines):
+        draw.text((margin, margin + number * line_height), line, fill=TEXT_COLOUR, font=font)
+    bottom = margin + len(lines) * line_height
+    draw.text((margin, bottom), f"step {step}/{num_steps}", fill=TEXT_COLOUR, font=font)
+    if success is not None:
+        word, colour = ("success", SUCCESS_COLOUR) if success else ("failure", FAILURE_COLOUR)
+        draw.text((width - margin - font.getlength(word), bottom), word, fill=colour, font=font)
+        draw.rectangle((0, band - 2, width, band), fill=colour)
+    return np.asarray(canvas)
+
+
+def write_video(
+    path: str | os.PathLike,
+    frames: Sequence[np.ndarray],
+    instruction: str,
+    success: bool,
+    fps: int = 6,
+    hold_s: float = 1.0,
+) -> Path:
+    """Write an MP4 (H.264, yuv420p, index at the front), atomically.
+
+    Args:
+        path: Ends in ``.mp4``.
+        frames: uint8 ``[H, W, 3]``: the first observation and one frame after each env step.
+        instruction: Written above every frame.
+        success: Written above the last frame.
+        fps: Env steps shown per second.
+        hold_s: Seconds for which the last frame stays.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        MissingDependencyError: imageio-ffmpeg is not installed.
+    """
+    try:
+        import imageio_ffmpeg
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Videos need the package 'imageio-ffmpeg'. Install it with `pip install imageio-ffmpeg` or set "
+            "evaluation.num_videos_per_task=0."
+        ) from error
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    num_steps = len(frames) - 1
+    images = [overlay(f, instruction, i, num_steps, success if i == num_steps else None) for i, f in enumerate(frames)]
+    images += [images[-1]] * round(hold_s * fps)
+    height, width = images[0].shape[:2]
+    partial = path.with_name(f".{path.stem}.tmp.mp4")
+    writer = imageio_ffmpeg.write_frames(
+        str(partial),
+        (width, height),
+        fps=fps,
+        codec="libx264",
+        pix_fmt_in="rgb24",
+        pix_fmt_out="yuv420p",
+        macro_block_size=2,
+        output_params=["-movflags", "+faststart", "-crf", "20", "-threads", "1"],
+    )
+    try:
+        writer.send(None)
+        for image in images:
+            writer.send(np.ascontiguousarray(image))
+        writer.close()
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path

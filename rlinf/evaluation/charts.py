@@ -1,0 +1,256 @@
+"""Line charts as inline SVG: axes, ticks, labels, bands, and values on hover without a script."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+LARGE, SMALL = (520, 270), (400, 232)
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 44
+MAX_POINTS, MAX_HOVER_POINTS = 400, 120
+
+Interval = tuple[float, float]
+
+
+@dataclass
+class Series:
+    """One curve.
+
+    Attributes:
+        label: In the legend.
+        points: ``(x, y)``; a ``y`` that is None leaves a gap.
+        colour: Number of the palette's colour, 1 to 4.
+        bands: Interval per point, drawn as bars; empty: none.
+        markers: Draw a dot at every point.
+    """
+
+    label: str
+    points: list[tuple[float, float | None]]
+    colour: int = 1
+    bands: list[Interval | None] = field(default_factory=list)
+    markers: bool = False
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Return round numbers (1, 2, 2.5 or 5 times a power of ten apart) that enclose ``low`` and ``high``."""
+    if high <= low:
+        high = low + (abs(low) or 1.0)
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return powers of ten around ``low`` and ``high``, at most six, evenly spaced."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    last = max(last, first + 1)
+    step = math.ceil((last - first) / 5)
+    return [10.0**exponent for exponent in range(first, last + step, step)]
+
+
+def format_number(value: float, percent: bool = False) -> str:
+    """Format for an axis or a hover label: ``85%``, ``12.5k``, ``3.1e-05``."""
+    if percent:
+        return f"{100 * value:.3g}%"
+    size = abs(value)
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{value / {'G': 1e9, 'M': 1e6, 'k': 1e3}[suffix]:.4g}{suffix}"
+    if size and size < 1e-3:
+        return f"{value:.2g}"
+    return f"{value:.4g}"
+
+
+def _thin(points: Sequence, limit: int) -> list:
+    """Keep at most ``limit`` of the points, evenly, with the first and the last."""
+    if len(points) <= limit:
+        return list(points)
+    return [points[round(i * (len(points) - 1) / (limit - 1))] for i in range(limit)]
+
+
+class _Axis:
+    """Maps values to pixels; ticks round the range outward."""
+
+    def __init__(self, ticks: list[float], start: float, end: float, log: bool = False) -> None:
+        self.ticks, self.log = ticks, log
+        self._low, self._high = self._of(ticks[0]), self._of(ticks[-1])
+        self._start, self._end = start, end
+
+    def _of(self, value: float) -> float:
+        return math.log10(value) if self.log else value
+
+    def __call__(self, value: float) -> float:
+        share = (self._of(value) - self._low) / (self._high - self._low)
+        return round(self._start + share * (self._end - self._start), 1)
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_label: str,
+    percent: bool = False,
+    log: bool = False,
+    zero: bool = False,
+    size: tuple[int, int] = LARGE,
+) -> str:
+    """Draw curves.
+
+    Args:
+        series: Those without a finite point are left out; on a logarithmic axis, so are values that are not positive.
+        x_label, y_label: With units.
+        percent: The y axis shows fractions as 0 to 100 %.
+        log: Logarithmic y axis.
+        zero: The y axis begins at 0.
+        size: Width and height in units of the picture; text has a fixed size in them.
+
+    Returns:
+        An ``<svg>`` element, or "" when there is nothing to draw.
+    """
+    series = [_finite(one, log) for one in series]
+    series = [one for one in series if any(y is not None for _, y in one.points)]
+    if not series:
+        return ""
+    xs = sorted({x for one in series for x, _ in one.points})
+    ys = [y for one in series for _, y in one.points if y is not None]
+    ys += [end for one in series for band in one.bands if band for end in band]
+    width, height = size
+    right, bottom = width - RIGHT, height - BOTTOM
+    first = 0.0 if 0 < xs[0] <= xs[-1] / 2 else xs[0]
+    x_ticks = nice_ticks(first, xs[-1], 6)
+    if percent:
+        y_ticks = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    elif log:
+        y_ticks = log_ticks(min(ys), max(ys))
+    else:
+        y_ticks = nice_ticks(min(0.0, *ys) if zero else min(ys), max(ys))
+    # The x axis ends at the data, not at the next round number, so that no space is wasted.
+    x_axis = _Axis([first, xs[-1] if xs[-1] > first else x_ticks[-1]], LEFT, right)
+    y_axis = _Axis(y_ticks, bottom, TOP, log)
+    visible = [tick for tick in x_ticks if x_axis.ticks[0] <= tick <= x_axis.ticks[-1] * (1 + 1e-9)]
+    label = f"{y_label} against {x_label}: {', '.join(one.label for one in series)}"
+    parts = [f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label, quote=True)}">']
+    for tick in y_ticks:
+        y = y_axis(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y}" y2="{y}"/>')
+        parts.append(
+            f'<text class="tick" x="{LEFT - 7}" y="{y + 3.5}" text-anchor="end">{format_number(tick, percent)}</text>'
+        )
+    for tick in visible:
+        x = x_axis(tick)
+        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 4}"/>')
+        anchor = "end" if x > right - 12 else "middle"
+        parts.append(
+            f'<text class="tick" x="{x}" y="{bottom + 17}" text-anchor="{anchor}">{format_number(tick)}</text>'
+        )
+    middle = (TOP + bottom) / 2
+    parts.append(
+        f'<text class="label" x="{(LEFT + right) / 2}" y="{height - 7}" text-anchor="middle">{escape(x_label)}</text>'
+    )
+    parts.append(
+        f'<text class="label" transform="translate(13 {middle}) rotate(-90)" text-anchor="middle">'
+        f"{escape(y_label)}</text>"
+    )
+    for one in series:
+        parts += _curve(one, x_axis, y_axis)
+    parts += _hover(series, _thin(xs, MAX_HOVER_POINTS), x_axis, y_axis, (right, bottom), x_label, percent)
+    parts.append("</svg>")
+    return "".join(parts)
+
+
+def legend(series: Sequence[Series]) -> str:
+    """Return the legend of several curves as HTML; "" for one."""
+    drawn = [one for one in series if any(y is not None for _, y in one.points)]
+    if len(drawn) < 2:
+        return ""
+    items = "".join(f'<span><i class="c{one.colour}"></i>{escape(one.label)}</span>' for one in drawn)
+    return f'<div class="legend">{items}</div>'
+
+
+def _finite(one: Series, log: bool) -> Series:
+    usable = [y is not None and math.isfinite(y) and (y > 0 or not log) for _, y in one.points]
+    points = [(x, y if ok else None) for (x, y), ok in zip(one.points, usable, strict=True)]
+    return Series(one.label, points, one.colour, one.bands, one.markers)
+
+
+def _curve(one: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:
+    parts, pieces, piece = [], [], []
+    for x, y in _thin(one.points, MAX_POINTS):
+        if y is None:
+            pieces, piece = [*pieces, piece], []
+        else:
+            piece.append(f"{x_axis(x)},{y_axis(y)}")
+    for points in [*pieces, piece]:
+        if len(points) > 1:
+            parts.append(f'<polyline class="curve s{one.colour}" points="{" ".join(points)}"/>')
+        elif points:
+            x, y = points[0].split(",")
+            parts.append(f'<circle class="dot s{one.colour}" cx="{x}" cy="{y}" r="3"/>')
+    for (x, y), band in zip(one.points, one.bands or [None] * len(one.points), strict=True):
+        if band is not None:
+            px, low, high = x_axis(x), y_axis(band[0]), y_axis(band[1])
+            parts.append(f'<path class="bar s{one.colour}" d="M{px} {low}V{high}M{px - 4} {low}h8M{px - 4} {high}h8"/>')
+        if one.markers and y is not None:
+            parts.append(f'<circle class="dot s{one.colour}" cx="{x_axis(x)}" cy="{y_axis(y)}" r="3.5"/>')
+    return parts
+
+
+def _hover(
+    series: Sequence[Series],
+    xs: Sequence[float],
+    x_axis: _Axis,
+    y_axis: _Axis,
+    edges: tuple[int, int],
+    x_label: str,
+    percent: bool,
+) -> list[str]:
+    """One invisible strip per x value that shows a line, dots and a box of values while the pointer is on it."""
+    right, bottom = edges
+    lookup = [dict(one.points) for one in series]
+    bands = [dict(zip([x for x, _ in one.points], one.bands, strict=True)) if one.bands else {} for one in series]
+    pixels = [x_axis(x) for x in xs]
+    parts = []
+    for number, (x, px) in enumerate(zip(xs, pixels, strict=True)):
+        start = (pixels[number - 1] + px) / 2 if number else LEFT
+        end = (px + pixels[number + 1]) / 2 if number + 1 < len(xs) else right
+        lines, dots = [f"{x_label.split(' (')[0]} {format_number(x)}"], []
+        for one, values, intervals in zip(series, lookup, bands, strict=True):
+            y = values.get(x)
+            if y is None:
+                continue
+            text = f"{one.label.split(' (')[0]} {format_number(y, percent)}"
+            if intervals.get(x):
+                text += f" ({' to '.join(format_number(round(end_, 3), percent) for end_ in intervals[x])})"
+            lines.append(text)
+            dots.append(f'<circle class="dot s{one.colour}" cx="{px}" cy="{y_axis(y)}" r="3.5"/>')
+        if not dots:
+            continue
+        width = 6.1 * max(map(len, lines)) + 14
+        left = px + 8 if px + 8 + width < right else max(2, px - 8 - width)
+        rows = "".join(
+            f'<text x="{left + 7:.1f}" y="{TOP + 15 + 14 * row}">{escape(line)}</text>'
+            for row, line in enumerate(lines)
+        )
+        parts.append(
+            f'<g class="hit"><rect class="strip" x="{start:.1f}" y="{TOP}" width="{max(end - start, 0.5):.1f}" '
+            f'height="{bottom - TOP}"/><g class="tip"><line x1="{px}" x2="{px}" y1="{TOP}" y2="{bottom}"/>'
+            f'{"".join(dots)}<rect x="{left:.1f}" y="{TOP + 1}" width="{width:.1f}" height="{14 * len(lines) + 8}" '
+            f'rx="4"/>{rows}</g></g>'
+        )
+    return parts
+
+
+def interval_bar(rate: float, low: float, high: float, colour: int) -> str:
+    """Draw a success rate with its interval on a 0 to 100 % scale, as a small ``<svg>`` for a table."""
+    width, height = 160, 16
+    return (
+        f'<svg class="interval" viewBox="0 0 {width} {height}" role="img" aria-label="{low:.1%} to {high:.1%}">'
+        f'<rect class="track" x="0" y="6.5" width="{width}" height="3" rx="1.5"/>'
+        f'<rect class="range s{colour}" x="{low * width:.1f}" y="4" width="{max((high - low) * width, 1):.1f}" '
+        f'height="8" rx="3"/>'
+        f'<circle class="dot s{colour}" cx="{min(max(rate * width, 4), width - 4):.1f}" cy="8" r="4"/></svg>'
+    )

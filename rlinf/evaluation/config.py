@@ -1,0 +1,23 @@
+"""Configuration of evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlinf.config.options import option
+
+
+@dataclass
+class EvaluationConfig:
+    """A fixed list of held-out episodes, each run once."""
+
+    num_episodes: int = option(200, "Episodes, spread evenly over the tasks.", minimum=1)
+    num_envs: int = option(64, "Environments stepped together; does not change any result.", minimum=1)
+    greedy: bool = option(True, "Take the most likely action; false: sample.")
+    split: str = option("eval", "Which initial states: eval (held out) or train.", choices=("eval", "train"))
+    num_videos_per_task: int = option(2, "MP4s per task: the first success and the first failure; 0: none.", minimum=0)
+    video_size: int = option(224, "Pixels of a video frame's side.", minimum=32)
+    allow_mismatch: list[str] = option(
+        [],
+        "Manifest fields in which a checkpoint may differ from the present conditions, e.g. [env.max_episode_steps].",
+    )

@@ -1,0 +1,213 @@
+"""Success of a policy on a fixed list of episodes: each once, no auto-reset, greedy unless told otherwise.
+
+The result depends on the policy and the list only. Random draws come from one stream per episode, and every policy call
+runs on the same number of rows (the last are repeats), because a matrix product of another shape may round differently.
+So the number of environments, and which episodes happen to run side by side, change nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rlinf.envs.video import write_video
+from rlinf.errors import ConfigError
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.seeding import derive_seed
+from rlinf.types import EpisodeResult, EpisodeSpec, Observation
+
+if TYPE_CHECKING:
+    from rlinf.envs.base import VectorEnv
+    from rlinf.models.embodiment.base import ActionModel
+
+MAX_ROWS = 16  # rows of a policy call; larger calls gain little, and waste more when few episodes still run
+
+
+@contextmanager
+def _evaluation_mode(model: ActionModel) -> Iterator[None]:
+    """Switch dropout and the like off inside, and back to what it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+class _Policy:
+    """Acts for single rows, each with its own random numbers, in calls of one fixed shape."""
+
+    def __init__(self, model: ActionModel, num_rows: int, greedy: bool, temperature: float, seed: int) -> None:
+        self.model, self.num_rows = model, num_rows
+        self.greedy, self.temperature, self.seed = greedy, temperature, seed
+
+    def stream(self, spec: EpisodeSpec) -> np.random.Generator:
+        words = ("evaluation", spec.suite, spec.task_id, spec.init_state_id, spec.seed)
+        return np.random.default_rng(derive_seed(self.seed, *words))
+
+    def act(self, observation: Observation, streams: Sequence[np.random.Generator]) -> np.ndarray:
+        """Return float32 actions ``[K, C, D]`` for the ``K`` rows of ``observation``."""
+        num_rows = self.num_rows
+        uniforms = None
+        if not self.greedy:
+            tiny = np.finfo(np.float32).tiny
+            draws = [stream.random(self.model.num_logprobs, dtype=np.float32) for stream in streams]
+            uniforms = np.maximum(np.stack(draws), tiny)
+        parts = []
+        for first in range(0, len(observation), num_rows):
+            index = np.arange(first, min(first + num_rows, len(observation)))
+            padded = np.concatenate([index, np.full(num_rows - len(index), index[-1])])
+            inputs = self.model.preprocess(observation.select(padded))
+            prediction = self.model.predict_action_batch(
+                do_sample=not self.greedy,
+                temperature=self.temperature,
+                uniforms=None if uniforms is None else torch.from_numpy(uniforms[padded]),
+                **inputs,
+            )
+            parts.append(prediction.actions[: len(index)].float().cpu().numpy())
+        return np.concatenate(parts)
+
+
+def evaluate_policy(
+    model: ActionModel,
+    env: VectorEnv,
+    specs: Sequence[EpisodeSpec],
+    *,
+    greedy: bool = True,
+    temperature: float = 1.0,
+    seed: int = 0,
+    val_micro_batch_size: int = MAX_ROWS,
+    video_folder: str | os.PathLike | None = None,
+    num_videos_per_task: int = 2,
+    video_size: int = 224,
+) -> EvaluationResult:
+    """Run every episode of a list once.
+
+    Args:
+        model: The policy.
+        env: Made with ``auto_reset=False``; any number of environments.
+        specs: The episodes.
+        greedy: Take the most likely actions; False samples at ``temperature``.
+        temperature: Divides the logits.
+        seed: Of the sampling; an episode's draws depend on it and on its spec only.
+        val_micro_batch_size: Largest number of rows of a policy call; above ``MAX_ROWS`` it makes no difference.
+        video_folder: Where MP4s go; None: no videos.
+        num_videos_per_task: 1: the first success of each task; 2: also the first failure; more: further pairs.
+        video_size: Pixels of a frame's side.
+
+    Returns:
+        The results in the order of ``specs``.
+
+    Raises:
+        ConfigError: ``specs`` is empty, or an episode does not end.
+    """
+    if not specs:
+        raise ConfigError("The list of evaluation episodes is empty; use evaluation.num_episodes=200 or more.")
+    start = time.monotonic()
+    policy = _Policy(model, min(val_micro_batch_size, MAX_ROWS), greedy, temperature, seed)
+    results: list[EpisodeResult] = []
+    with _evaluation_mode(model):
+        for first in range(0, len(specs), env.num_envs):
+            results += _run(policy, env, specs[first : first + env.num_envs])
+        evaluation = EvaluationResult(results, greedy, temperature, seed)
+        if video_folder is not None:
+            evaluation.videos = _record(policy, env, results, Path(video_folder), num_videos_per_task, video_size)
+    evaluation.wall_s = time.monotonic() - start
+    return evaluation
+
+
+def _reset(env: VectorEnv, specs: Sequence[EpisodeSpec]) -> Observation:
+    """Start ``specs`` in the first rows; the other rows repeat the last one and are never read."""
+    padding = [specs[-1]] * (env.num_envs - len(specs))
+    observation, _ = env.reset(options={"episodes": [*specs, *padding]})
+    return observation
+
+
+def _step(policy: _Policy, env: VectorEnv, observation: Observation, running: np.ndarray, streams: list) -> np.ndarray:
+    """Return actions ``[B, C, D]``, zero where no episode of the list runs."""
+    chosen = policy.act(observation.select(running), [streams[row] for row in running])
+    actions = np.zeros((env.num_envs, *chosen.shape[1:]), np.float32)
+    actions[running] = chosen
+    return actions
+
+
+def _run(policy: _Policy, env: VectorEnv, specs: Sequence[EpisodeSpec]) -> list[EpisodeResult]:
+    """Run at most ``num_envs`` episodes side by side until all have ended."""
+    observation = _reset(env, specs)
+    streams = [policy.stream(spec) for spec in specs]
+    results: dict[int, EpisodeResult] = {}
+    horizon = max(env.horizon_of(env.config, task) for task in env.task_names)
+    for _ in range(horizon):
+        running = np.array([row for row in range(len(specs)) if row not in results])
+        step = env.chunk_step(_step(policy, env, observation, running, streams))
+        observation = step.observation
+        for row, result in zip(step.final_env_ids.tolist(), step.episodes, strict=True):
+            if row < len(specs):
+                results[row] = result
+        if len(results) == len(specs):
+            return [results[row] for row in range(len(specs))]
+    missing = [specs[row] for row in range(len(specs)) if row not in results]
+    raise ConfigError(
+        f"{len(missing)} episodes, the first of them {missing[0]}, were neither terminated nor truncated within "
+        f"their horizon of {horizon} env steps (env.max_episode_steps); the env must truncate them."
+    )
+
+
+def _record(
+    policy: _Policy, env: VectorEnv, results: Sequence[EpisodeResult], folder: Path, num_per_task: int, size: int
+) -> list[dict[str, Any]]:
+    """Replay the first success and the first failure of each task, and write what is seen as MP4s."""
+    chosen: dict[tuple[str, bool], list[EpisodeResult]] = {}
+    limits = {True: (num_per_task + 1) // 2, False: num_per_task // 2}
+    for result in results:
+        kept = chosen.setdefault((result.task, result.success), [])
+        if len(kept) < limits[result.success]:
+            kept.append(result)
+    queue = [result for key in sorted(chosen, key=lambda key: (key[0], not key[1])) for result in chosen[key]]
+    videos = []
+    for first in range(0, len(queue), env.num_envs):
+        wave = queue[first : first + env.num_envs]
+        for number, (result, instruction, frames) in enumerate(
+            _replay(policy, env, [r.spec for r in wave], size), first
+        ):
+            outcome = "success" if result.success else "failure"
+            slug = re.sub(r"[^a-z0-9]+", "_", result.task.lower()).strip("_")
+            path = write_video(folder / f"{slug}_{outcome}_{number:03d}.mp4", frames, instruction, result.success)
+            about = {"task": result.task, "instruction": instruction, "success": bool(result.success)}
+            videos.append({"path": f"{folder.name}/{path.name}", **about})
+    return videos
+
+
+def _replay(
+    policy: _Policy, env: VectorEnv, specs: Sequence[EpisodeSpec], size: int
+) -> list[tuple[EpisodeResult, str, list[np.ndarray]]]:
+    """Run the episodes again, chunks action by action, with one frame ``uint8 [size, size, 3]`` per env step."""
+    observation = _reset(env, specs)
+    instructions = observation.instruction[: len(specs)]
+    streams = [policy.stream(spec) for spec in specs]
+    frames = [[frame] for frame in env.render_frames(np.arange(len(specs)), size)]
+    results: dict[int, EpisodeResult] = {}
+    while len(results) < len(specs):
+        running = np.array([row for row in range(len(specs)) if row not in results])
+        actions = _step(policy, env, observation, running, streams)
+        for position in range(actions.shape[1]):
+            alive = np.array([row for row in running if row not in results])
+            if not len(alive):
+                break
+            step = env.chunk_step(actions[:, position : position + 1])
+            observation = step.observation
+            for row, frame in zip(alive, env.render_frames(alive, size), strict=True):
+                frames[row].append(frame)
+            for row, result in zip(step.final_env_ids.tolist(), step.episodes, strict=True):
+                if row < len(specs):
+                    results[row] = result
+    return [(results[row], instructions[row], frames[row]) for row in range(len(specs))]

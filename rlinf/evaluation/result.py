@@ -1,0 +1,166 @@
+"""What an evaluation found."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlinf.errors import CheckpointError
+from rlinf.evaluation.intervals import wilson_interval
+from rlinf.types import EpisodeResult, EpisodeSpec
+
+
+@dataclass(frozen=True)
+class Success:
+    """``successes`` of ``episodes``, as a rate with its 95 % Wilson interval."""
+
+    successes: int
+    episodes: int
+
+    @property
+    def success_rate(self) -> float:
+        """Share of successes; NaN without episodes."""
+        return self.successes / self.episodes if self.episodes else float("nan")
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Lower and upper end of the 95 % interval."""
+        return wilson_interval(self.successes, self.episodes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return ``success_rate``, ``successes``, ``episodes`` and ``interval``."""
+        rate = self.success_rate if self.episodes else None
+        return {
+            "success_rate": rate,
+            "successes": self.successes,
+            "episodes": self.episodes,
+            "interval": list(self.interval),
+        }
+
+
+@dataclass
+class EvaluationResult:
+    """Results of a fixed list of episodes, in the order of the list.
+
+    Attributes:
+        results: One per ``EpisodeSpec``.
+        greedy: Whether the most likely actions were taken.
+        temperature: Of the draw, if not greedy.
+        seed: Of the draw, if not greedy.
+        wall_s: Seconds that it took, videos included.
+        videos: ``{"path", "task", "instruction", "success"}`` per MP4; paths are relative to the folder of
+            ``result.json``.
+    """
+
+    results: list[EpisodeResult]
+    greedy: bool = True
+    temperature: float = 1.0
+    seed: int = 0
+    wall_s: float = 0.0
+    videos: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def total(self) -> Success:
+        """All tasks together."""
+        return _count(self.results)
+
+    @property
+    def per_task(self) -> dict[str, Success]:
+        """Task name to its successes, in order of first appearance."""
+        tasks: dict[str, list[EpisodeResult]] = {}
+        for result in self.results:
+            tasks.setdefault(result.task, []).append(result)
+        return {task: _count(results) for task, results in tasks.items()}
+
+    @property
+    def success_rate(self) -> float:
+        """Successes / episodes over all tasks."""
+        return self.total.success_rate
+
+    @property
+    def successes(self) -> int:
+        """Number of successful episodes."""
+        return self.total.successes
+
+    @property
+    def episodes(self) -> int:
+        """Number of episodes."""
+        return self.total.episodes
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % Wilson interval of ``success_rate``."""
+        return self.total.interval
+
+    def metrics(self) -> dict[str, float]:
+        """Return the ``eval/`` metrics of a tracker line, with the success rate of each task."""
+        low, high = self.interval
+        return {
+            "eval/success_rate": self.success_rate,
+            "eval/successes": self.successes,
+            "eval/episodes": self.episodes,
+            "eval/interval_low": low,
+            "eval/interval_high": high,
+            **{f"eval/success_rate/{task}": success.success_rate for task, success in self.per_task.items()},
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Return ``success_rate``, ``successes``, ``episodes`` and ``interval`` for ``summary.json``."""
+        return self.total.as_dict()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        return {
+            **self.summary(),
+            "per_task": {task: success.as_dict() for task, success in self.per_task.items()},
+            "greedy": self.greedy,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "wall_s": self.wall_s,
+            "videos": self.videos,
+            "results": [asdict(result) for result in self.results],
+        }
+
+    def to_json(self, path: str | os.PathLike) -> Path:
+        """Write ``as_dict()`` to ``path``, atomically."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.tmp")
+        partial.write_text(json.dumps(self.as_dict(), indent=1), encoding="utf-8")
+        os.replace(partial, path)
+        return path
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike) -> EvaluationResult:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            CheckpointError: The file is not such a file.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            results = [EpisodeResult(**{**row, "spec": EpisodeSpec(**row["spec"])}) for row in data["results"]]
+            names = ("greedy", "temperature", "seed", "wall_s", "videos")
+            return cls(results, **{name: data[name] for name in names})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is no evaluation result ({type(error).__name__}: {error}).") from error
+
+    def table(self) -> str:
+        """Return a text table: one line per task and the total, with intervals."""
+        rows = [(task, success) for task, success in self.per_task.items()]
+        rows.append(("total", self.total))
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{'task'.ljust(width)}  success     k/n  95 % interval"]
+        for name, success in rows:
+            low, high = success.interval
+            count = f"{success.successes}/{success.episodes}"
+            lines.append(f"{name.ljust(width)}  {success.success_rate:6.1%}  {count:>7}  {low:.1%} - {high:.1%}")
+        return "\n".join(lines)
+
+
+def _count(results: Sequence[EpisodeResult]) -> Success:
+    return Success(sum(bool(result.success) for result in results), len(results))

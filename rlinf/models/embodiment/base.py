@@ -1,0 +1,105 @@
+"""The contract of an action model, and the one function that computes its log-probabilities."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlinf.types import ActionEvaluation, ActionPrediction, Observation
+
+
+class ActionModel:
+    """Mixin of every policy that acts in an environment; the other base is a Hugging Face ``PreTrainedModel``.
+
+    Model code is single-device code. What distributed training and adapters need is declared:
+
+    Attributes:
+        fsdp_wrap_modules: Class names of the submodules that are sharded as units.
+        lora_target_modules: Default name suffixes (or a regular expression) of the linear layers to adapt.
+        num_logprobs: ``A``, log-probability columns of one policy call.
+    """
+
+    fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ()
+    lora_target_modules: ClassVar[tuple[str, ...] | str] = ()
+
+    @abstractmethod
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Turn an observation of ``B`` envs into tensors on the model's device, the keyword arguments of the two below."""
+
+    @abstractmethod
+    def predict_action_batch(self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs) -> ActionPrediction:
+        """Act, without gradients.
+
+        Args:
+            do_sample: False takes the most likely action.
+            temperature: Divides the logits.
+            uniforms: float32 ``[B, A]`` in (0, 1): the random numbers of the draw, by inverse transform sampling, so
+                that an action depends on its own row only and not on who shares the batch; None: drawn from torch's
+                global generator.
+            **inputs: What ``preprocess`` returned.
+        """
+
+    @abstractmethod
+    def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
+        """Log-probabilities float32 ``[B, A]`` of a prediction, from its own logits and sequences alone."""
+
+    @abstractmethod
+    def evaluate_actions(self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
+        """Score given actions, with gradients.
+
+        Args:
+            inputs: What ``preprocess`` returned.
+            sequences: As in ``ActionPrediction``; only the last ``A`` columns are read.
+            temperature: As in the rollout.
+        """
+
+    @abstractmethod
+    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor) -> Tensor:
+        """Behaviour-cloning loss of demonstrated ``actions [B, C, D]`` (env units), one value per row: float32 ``[B]``."""
+
+    @abstractmethod
+    def decode_actions(self, sequences: Tensor) -> Tensor:
+        """Decode the last ``A`` columns of ``sequences`` into actions in env units, float32 ``[B, C, D]``."""
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropy of categorical action tokens: the one function of rollout and training.
+
+    ``log softmax(logits / temperature)`` in float32, over the last axis, which holds the action bins only.
+
+    Args:
+        logits: ``[..., n_bins]``, action columns already sliced.
+        tokens: int64 ``[...]``, indices into the last axis.
+        temperature: Positive.
+
+    Returns:
+        float32 log-probabilities ``[...]`` and entropies ``[...]`` in nats.
+    """
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return chosen, entropy
+
+
+def sample_tokens(logits: Tensor, do_sample: bool, temperature: float = 1.0, uniforms: Tensor | None = None) -> Tensor:
+    """Choose tokens: argmax, or inverse transform sampling of ``softmax(logits / temperature)``.
+
+    Args:
+        logits: ``[B, ..., n_bins]``.
+        do_sample: False takes the argmax.
+        temperature: Positive.
+        uniforms: float32 in (0, 1), shape of ``logits`` without its last axis; None: torch's global generator.
+
+    Returns:
+        int64 indices into the last axis.
+    """
+    if not do_sample:
+        return logits.argmax(-1)
+    cumulative = torch.softmax(logits.float() / temperature, dim=-1).cumsum(-1)
+    if uniforms is None:
+        uniforms = torch.rand(cumulative.shape[:-1], device=cumulative.device)
+    threshold = (uniforms.to(cumulative) * cumulative[..., -1]).unsqueeze(-1)
+    return (cumulative <= threshold).sum(-1).clamp_max(logits.shape[-1] - 1)

@@ -1,0 +1,180 @@
+"""A small Gaussian policy on the state vector: the quickest way to debug an algorithm or an environment."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlinf.errors import ConfigError
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.types import ActionEvaluation, ActionPrediction, Observation
+
+
+class MLPConfig(PreTrainedConfig):
+    """Sizes of the state policy.
+
+    Args:
+        state_dim: Width of ``Observation.state``.
+        hidden_sizes: Widths of the hidden layers of policy and critic.
+        initial_log_std: Logarithm of the initial deviation, in normalised action units.
+        norm_stats: Data set name to action statistics.
+    """
+
+    model_type = "mlp"
+
+    def __init__(
+        self,
+        state_dim: int = 1,
+        hidden_sizes: list[int] | None = None,
+        initial_log_std: float = -0.5,
+        norm_stats: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.state_dim = state_dim
+        self.hidden_sizes = list(hidden_sizes or [256, 256])
+        self.initial_log_std = initial_log_std
+        self.norm_stats = norm_stats or {}
+        super().__init__(**kwargs)
+
+
+class MLPForRLActionPrediction(ActionModel, PreTrainedModel):
+    """Diagonal Gaussian with a deviation that does not depend on the state; policy and critic share no weights.
+
+    Actions are drawn in normalised units, where the action statistics span [-1, 1]; ``sequences`` holds them as drawn,
+    and what is executed is clipped to that range. ``temperature`` multiplies the variance, which is what dividing
+    log-densities by it means.
+
+    Args:
+        config: See ``MLPConfig``.
+        hidden_size: Must be None or the last hidden width.
+        unnorm_key: Data set whose statistics the actions are in; None: the only one there is.
+        action_dim: Numbers of one action.
+        action_chunks_len: Actions of one call.
+        value_head: Add the critic; without one, values are 0.
+    """
+
+    config_class = MLPConfig
+    base_model_prefix = "mlp"
+    main_input_name = "state"
+    _supports_sdpa = True  # there is no attention, so any kernel will do
+    _supports_flash_attn = True
+    lora_target_modules: ClassVar[str] = r"policy\.\d+"
+
+    def __init__(
+        self,
+        config: MLPConfig,
+        hidden_size: int | None = None,
+        unnorm_key: str | None = None,
+        action_dim: int = 2,
+        action_chunks_len: int = 1,
+        value_head: bool = True,
+    ) -> None:
+        super().__init__(config)
+        if hidden_size is not None and hidden_size != config.hidden_sizes[-1]:
+            raise ConfigError(f"model.hidden_size is {hidden_size}, but the last hidden layer has {config.hidden_sizes[-1]}.")
+        self.processor = None
+        self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
+        self.action_normalizer = ActionNormalizer(select_action_stats(config.norm_stats, unnorm_key))
+        if len(self.action_normalizer.low) != action_dim:
+            raise ConfigError(
+                f"model.action_token_len is {action_dim}, but the action statistics have {len(self.action_normalizer.low)} "
+                f"numbers. Type model.action_token_len={len(self.action_normalizer.low)}"
+            )
+        widths = [config.state_dim, *config.hidden_sizes]
+        self.policy = _perceptron([*widths, self.num_logprobs])
+        self.log_std = nn.Parameter(torch.full((self.num_logprobs,), float(config.initial_log_std)))
+        self.value_head = _perceptron([*widths, 1]) if value_head else None
+        self.post_init()
+
+    @property
+    def num_logprobs(self) -> int:
+        """Numbers of one call."""
+        return self.action_dim * self.action_chunks_len
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            small = module.out_features == self.num_logprobs and module is self.policy[-1]
+            nn.init.orthogonal_(module.weight, 0.01 if small else math.sqrt(2.0))
+            nn.init.zeros_(module.bias)
+        elif module is self:
+            nn.init.constant_(self.log_std, self.config.initial_log_std)
+
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Send the state to the model's device."""
+        if observation.state is None or observation.state.shape[1] != self.config.state_dim:
+            found = "no state" if observation.state is None else f"a state of width {observation.state.shape[1]}"
+            width = self.config.state_dim if observation.state is None else observation.state.shape[1]
+            raise ConfigError(
+                f"The policy reads a state of width {self.config.state_dim}, and the environment gives {found}. "
+                f"Type model.init_config.state_dim={width}, or use an image policy: model=openvla_tiny"
+            )
+        return {"state": torch.from_numpy(observation.state).to(self.device, self.dtype)}
+
+    def _distribution(self, state: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        mean = self.policy(state).float()
+        log_std = self.log_std.float() + 0.5 * math.log(temperature)
+        return mean, log_std.expand_as(mean)
+
+    def _values(self, state: Tensor) -> Tensor:
+        if self.value_head is None:
+            return state.new_zeros(len(state), dtype=torch.float32)
+        return self.value_head(state).squeeze(-1).float()
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self, state: Tensor | None = None, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None
+    ) -> ActionPrediction:
+        """Act on ``state [B, S]``; see ``ActionModel.predict_action_batch``."""
+        mean, log_std = self._distribution(state, temperature)
+        drawn = mean
+        if do_sample:
+            if uniforms is None:
+                uniforms = torch.rand(mean.shape, device=mean.device)
+            drawn = mean + log_std.exp() * torch.special.ndtri(uniforms.double()).to(mean)
+        return ActionPrediction(self.decode_actions(drawn), drawn, torch.stack([mean, log_std], dim=-1), self._values(state))
+
+    def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
+        """Log-densities float32 ``[B, A]``; the deviations in ``logits`` have the temperature in them already."""
+        mean, log_std = prediction.logits.unbind(-1)
+        return _gaussian_logprobs(prediction.sequences.float(), mean, log_std)
+
+    def evaluate_actions(self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
+        """Score ``sequences [B, A]``; see ``ActionModel.evaluate_actions``."""
+        state = inputs["state"]
+        mean, log_std = self._distribution(state, temperature)
+        logprobs = _gaussian_logprobs(sequences[:, -self.num_logprobs :].float(), mean, log_std)
+        entropy = log_std + 0.5 * math.log(2 * math.pi * math.e)
+        return ActionEvaluation(logprobs, entropy, self._values(state))
+
+    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor) -> Tensor:
+        """Mean negative log-density of ``actions [B, C, D]`` in normalised units; ``[B]``."""
+        mean, log_std = self._distribution(inputs["state"], 1.0)
+        target = self.action_normalizer.normalize(actions).flatten(1).to(mean)
+        return -_gaussian_logprobs(target, mean, log_std).mean(-1)
+
+    def decode_actions(self, sequences: Tensor) -> Tensor:
+        """Clip to the range of the statistics and return env units, float32 ``[B, C, D]``."""
+        normalized = sequences[:, -self.num_logprobs :].clamp(-1.0, 1.0)
+        normalized = normalized.unflatten(1, (self.action_chunks_len, self.action_dim))
+        return self.action_normalizer.unnormalize(normalized).float()
+
+
+def load_processor(tokenizer_config: Any, model_config: Any, path: str | None) -> None:
+    """A state needs no processor."""
+
+
+def _perceptron(widths: list[int]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for index, (fan_in, fan_out) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+        layers += [nn.Linear(fan_in, fan_out)] + ([nn.Tanh()] if index < len(widths) - 2 else [])
+    return nn.Sequential(*layers)
+
+
+def _gaussian_logprobs(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    return -0.5 * ((x - mean) * torch.exp(-log_std)).square() - log_std - 0.5 * math.log(2 * math.pi)

@@ -1,0 +1,377 @@
+"""OpenVLA (Kim et al. 2024) as a policy for reinforcement learning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import CausalLMOutput
+
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models.embodiment.base import ActionModel, sample_tokens, token_logprobs
+from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
+from rlinf.models.embodiment.modules.llama_layer import run_layers, use_action_layers
+from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.embodiment.modules.value_head import ValueHead
+from rlinf.models.embodiment.modules.vision_tower import Projector, VisionBackbone, VisionTower
+from rlinf.models.embodiment.openvla_config import OpenVLAConfig, checkpoint_folder
+from rlinf.models.embodiment.openvla_processing import PrismaticProcessor
+from rlinf.models.embodiment.openvla_weights import from_public, no_progress_bars, read_safetensors, to_public
+from rlinf.types import ActionEvaluation, ActionPrediction, Observation
+
+
+class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
+    """Image and instruction in, action tokens out, with a value head.
+
+    Sequence: BOS, image tokens, (padding,) prompt, then ``A = action_dim * action_chunks_len`` action tokens
+    (autoregressive) or placeholders (parallel). Only the columns of the action bins are ever computed, so that nothing
+    else can be sampled. The value is read at the last prompt position (autoregressive) or the last placeholder (parallel).
+
+    Args:
+        config: See ``OpenVLAConfig``.
+        hidden_size: Width of the language model; None: not checked.
+        unnorm_key: Data set whose statistics the actions are in; None: the only one there is.
+        action_dim: Numbers of one action.
+        action_chunks_len: Actions of one call.
+        value_head: Add a value head; without one, values are 0.
+        detach_value: Stop gradients at the value head's input.
+    """
+
+    config_class = OpenVLAConfig
+    base_model_prefix = "openvla"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+    _no_split_modules: ClassVar[list[str]] = ["LlamaActionLayer", "DinoBlock", "SiglipBlock"]
+    fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("LlamaActionLayer", "DinoBlock", "SiglipBlock")
+    lora_target_modules: ClassVar[str] = (
+        r"(vision_backbone\..*\.(q_proj|k_proj|v_proj|o_proj|out_proj|fc1|fc2)|projector\.fc\d"
+        r"|language_model\.model\.layers\..*_proj)"
+    )
+
+    def __init__(
+        self,
+        config: OpenVLAConfig,
+        hidden_size: int | None = None,
+        unnorm_key: str | None = None,
+        action_dim: int = 7,
+        action_chunks_len: int = 1,
+        value_head: bool = True,
+        detach_value: bool = True,
+    ) -> None:
+        super().__init__(config)
+        text_config = config.text_config
+        if hidden_size is not None and hidden_size != text_config.hidden_size:
+            raise ConfigError(
+                f"model.hidden_size is {hidden_size}, but the language model has {text_config.hidden_size}; "
+                f"set model.hidden_size={text_config.hidden_size} or null."
+            )
+        self.processor: PrismaticProcessor | None = None
+        self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
+        self.detach_value = detach_value
+        self.action_tokenizer = ActionTokenizer(config.n_action_bins, config.action_vocab_size, config.action_bin_rule)
+        self.unnorm_key = unnorm_key
+        self.action_normalizer = ActionNormalizer(self.get_action_stats(unnorm_key))
+        if len(self.action_normalizer.low) != action_dim:
+            raise ConfigError(
+                f"model.action_token_len is {action_dim}, but the action statistics have {len(self.action_normalizer.low)} "
+                f"numbers; set model.action_token_len={len(self.action_normalizer.low)} or another model.unnorm_key."
+            )
+        self.vision_backbone = VisionBackbone(config)
+        self.projector = Projector(config, self.vision_backbone.embed_dim, self.vision_backbone.grid_size)
+        self.language_model = LlamaForCausalLM(text_config)
+        use_action_layers(self.language_model)
+        learned = config.action_decoding == "parallel" and config.learned_placeholders
+        self.placeholders = nn.Parameter(torch.zeros(self.num_logprobs, text_config.hidden_size)) if learned else None
+        self.value_head = ValueHead(text_config.hidden_size) if value_head else None
+        self.post_init()
+
+    # -- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_logprobs(self) -> int:
+        """Action tokens of one call."""
+        return self.action_dim * self.action_chunks_len
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Positions that the images take in the sequence."""
+        return self.projector.tokens_per_image * self.config.num_images_in_input
+
+    @property
+    def min_action(self) -> Any:
+        """``q01`` of the action statistics, float64 ``[D]``."""
+        return self.action_normalizer.low
+
+    @property
+    def max_action(self) -> Any:
+        """``q99`` of the action statistics, float64 ``[D]``."""
+        return self.action_normalizer.high
+
+    def get_action_stats(self, unnorm_key: str | None) -> dict[str, Any]:
+        """Return ``q01``, ``q99`` and ``mask`` of a data set.
+
+        Raises:
+            ConfigError: The key is unknown, or None while there are several.
+        """
+        return dict(select_action_stats(self.config.norm_stats, unnorm_key))
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the token embedding."""
+        return self.language_model.get_input_embeddings()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        std = self.config.text_config.initializer_range
+        if isinstance(module, ValueHead):
+            module.reset_parameters()
+        elif isinstance(module, VisionTower):
+            for token in (module.pos_embed, getattr(module, "cls_token", None), getattr(module, "reg_token", None)):
+                if token is not None:
+                    init.normal_(token, std=std)
+        elif type(module).__name__ == "Dinov2WithRegistersLayerScale":
+            init.ones_(module.lambda1)
+        elif module is self:
+            if self.placeholders is not None:
+                init.normal_(self.placeholders, std=std)
+            if self.config.weight_init == "fan_in":
+                self._init_weights_by_fan_in()
+
+    def _init_weights_by_fan_in(self) -> None:
+        """Signals keep their size from layer to layer: what a small model needs to learn quickly from random weights."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear) and not name.startswith("value_head."):
+                init.normal_(module.weight, std=module.in_features**-0.5)
+            elif isinstance(module, nn.Embedding):
+                init.normal_(module.weight, std=1.0)
+            elif isinstance(module, VisionTower):
+                init.normal_(module.pos_embed, std=0.1)
+        if self.placeholders is not None:
+            init.normal_(self.placeholders, std=1.0)
+        lm_head = self.language_model.lm_head
+        init.normal_(lm_head.weight, std=0.2 * lm_head.in_features**-0.5)
+
+    # -- forward pass --------------------------------------------------------------------------------------------
+
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Tokenise instructions and send uint8 images to the model's device, where they are resized and normalised."""
+        if self.processor is None:
+            raise ConfigError("This model has no processor; build it with rlinf.models.build_policy, or set model.processor.")
+        wanted = self.config.num_images_in_input
+        if len(observation.images) < wanted:
+            raise ConfigError(
+                f"The model sees {wanted} cameras and the environment gives {len(observation.images)} "
+                f"({', '.join(observation.images)}); add cameras to env.cameras."
+            )
+        device = self.device
+        input_ids, attention_mask = self.processor.encode_instructions(observation.instruction)
+        pixels = []
+        for image in list(observation.images.values())[:wanted]:
+            frames = torch.from_numpy(image).to(device, non_blocking=True).permute(0, 3, 1, 2)
+            pixels.append(self.processor.image_processor.preprocess_tensors(frames))
+        return {
+            "input_ids": input_ids.to(device),
+            "attention_mask": attention_mask.to(device),
+            "pixel_values": pixels[0] if wanted == 1 else torch.cat(pixels, dim=1),
+        }
+
+    def _embed_prompt(self, input_ids: Tensor, attention_mask: Tensor | None, pixel_values: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return embeddings ``[B, 1 + P + L - 1, H]`` and their bool mask, None when nothing is padding."""
+        key_mask = None if attention_mask is None else attention_mask.bool()
+        if key_mask is not None and bool(key_mask.all()):
+            key_mask = None
+        text = self.get_input_embeddings()(input_ids)
+        language = None
+        if self.config.use_film:
+            weights = None if key_mask is None else key_mask.to(text.dtype)
+            language = text.mean(1) if weights is None else (text * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+        image = self.projector(self.vision_backbone(pixel_values.to(text.dtype), language))
+        if key_mask is not None:
+            image_mask = key_mask.new_ones(image.shape[:2])
+            key_mask = torch.cat([key_mask[:, :1], image_mask, key_mask[:, 1:]], dim=1)
+        return torch.cat([text[:, :1], image, text[:, 1:]], dim=1), key_mask
+
+    def _bin_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits of the action bins only, ``[..., n_action_bins]``."""
+        first, end = self.action_tokenizer.first_token, self.action_tokenizer.vocab_size
+        return nn.functional.linear(hidden_states, self.language_model.lm_head.weight[first:end])
+
+    def _values(self, hidden_states: Tensor) -> Tensor:
+        """Values float32 ``[B]`` of hidden states ``[B, H]``."""
+        if self.value_head is None:
+            return hidden_states.new_zeros(len(hidden_states), dtype=torch.float32)
+        return self.value_head(hidden_states.detach() if self.detach_value else hidden_states)
+
+    def _score(self, inputs: dict[str, Tensor], tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Bin logits ``[B, A, n_bins]`` in one pass, and the hidden state ``[B, H]`` of the value; ``tokens`` are needed
+        for autoregressive models only.
+        """
+        embeddings, key_mask = self._embed_prompt(**inputs)
+        num_tokens, parallel = self.num_logprobs, self.config.action_decoding == "parallel"
+        if parallel:
+            shape = (len(embeddings), num_tokens, embeddings.shape[-1])
+            extra = embeddings.new_zeros(shape) if self.placeholders is None else self.placeholders.expand(shape)
+        else:
+            extra = self.get_input_embeddings()(tokens[:, :-1])
+        if key_mask is not None:
+            key_mask = torch.cat([key_mask, key_mask.new_ones(extra.shape[:2])], dim=1)
+        sequence = torch.cat([embeddings, extra], dim=1)
+        hidden_states = run_layers(self.language_model.model, sequence, key_mask, num_tokens, is_causal=not parallel)
+        return self._bin_logits(hidden_states), hidden_states[:, -1 if parallel else 0]
+
+    # -- the contract --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        do_sample: bool = True,
+        temperature: float = 1.0,
+        uniforms: Tensor | None = None,
+    ) -> ActionPrediction:
+        """Act on ``input_ids [B, L]`` (BOS, padding, text); see ``ActionModel.predict_action_batch``."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}
+        if self.config.action_decoding == "parallel":
+            logits, value_state = self._score(inputs, None)
+            bins = sample_tokens(logits, do_sample, temperature, uniforms)
+        else:
+            bins, logits, value_state = self._decode(inputs, do_sample, temperature, uniforms)
+        sequences = torch.cat([input_ids, bins + self.action_tokenizer.first_token], dim=1)
+        return ActionPrediction(self.decode_actions(sequences), sequences, logits, self._values(value_state))
+
+    def _decode(
+        self, inputs: dict[str, Tensor], do_sample: bool, temperature: float, uniforms: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        embeddings, key_mask = self._embed_prompt(**inputs)
+        cache = DynamicCache(config=self.language_model.config)
+        bins, logits, value_state = [], [], None
+        for i in range(self.num_logprobs):
+            hidden_states = run_layers(self.language_model.model, embeddings, key_mask, 1, is_causal=True, cache=cache)[:, -1]
+            value_state = hidden_states if value_state is None else value_state
+            logits.append(self._bin_logits(hidden_states))
+            drawn = None if uniforms is None else uniforms[:, i]
+            bins.append(sample_tokens(logits[-1], do_sample, temperature, drawn))
+            embeddings = self.get_input_embeddings()(bins[-1][:, None] + self.action_tokenizer.first_token)
+            if key_mask is not None:
+                key_mask = torch.cat([key_mask, key_mask.new_ones(len(key_mask), 1)], dim=1)
+        return torch.stack(bins, 1), torch.stack(logits, 1), value_state
+
+    def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
+        """Log-probabilities float32 ``[B, A]`` of sampled tokens under the logits that they were drawn from."""
+        tokens = prediction.sequences[:, -self.num_logprobs :] - self.action_tokenizer.first_token
+        return token_logprobs(prediction.logits, tokens, temperature)[0]
+
+    def evaluate_actions(self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
+        """Score the last ``A`` tokens of ``sequences [B, L + A]``; see ``ActionModel.evaluate_actions``."""
+        tokens = sequences[:, -self.num_logprobs :]
+        logits, value_state = self._score(inputs, tokens)
+        logprobs, entropy = token_logprobs(logits, tokens - self.action_tokenizer.first_token, temperature)
+        return ActionEvaluation(logprobs, entropy, self._values(value_state))
+
+    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor) -> Tensor:
+        """Mean negative log-probability of the ``A`` tokens of ``actions [B, C, D]``, among the action bins; ``[B]``."""
+        tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1).to(self.device)
+        logits, _ = self._score(inputs, tokens)
+        logprobs, _ = token_logprobs(logits, tokens - self.action_tokenizer.first_token)
+        return -logprobs.mean(-1)
+
+    def decode_actions(self, sequences: Tensor) -> Tensor:
+        """Turn the last ``A`` tokens into actions in env units, float32 ``[B, C, D]``."""
+        tokens = sequences[:, -self.num_logprobs :].unflatten(1, (self.action_chunks_len, self.action_dim))
+        return self.action_normalizer.unnormalize(self.action_tokenizer.decode(tokens)).float()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        labels: Tensor | None = None,
+        **_: Any,
+    ) -> CausalLMOutput:
+        """Language-model pass over BOS, image tokens and text (padding on the right), as the public fine-tuning does.
+
+        Args:
+            input_ids: ``[B, L]``.
+            attention_mask: ``[B, L]``.
+            pixel_values: ``[B, channels, H, W]``.
+            labels: ``[B, L]``, -100 where not scored; the loss is the mean over all scored tokens of the batch.
+
+        Returns:
+            ``logits [B, P + L, vocab_size]``, ``hidden_states`` (the last layer's, after the norm), and ``loss``.
+        """
+        embeddings, key_mask = self._embed_prompt(input_ids, attention_mask, pixel_values)
+        hidden_states = run_layers(self.language_model.model, embeddings, key_mask, None, is_causal=True)
+        logits = self.language_model.lm_head(hidden_states)
+        loss = None
+        if labels is not None:
+            image = labels.new_full((len(labels), self.num_image_tokens), -100)
+            targets = torch.cat([labels[:, :1], image, labels[:, 1:]], dim=1)[:, 1:]
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
+        return CausalLMOutput(loss=loss, logits=logits, hidden_states=(hidden_states,))
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> OpenVLAForRLActionPrediction:
+        """Load a public OpenVLA folder, or one that we saved.
+
+        Args:
+            pretrained_model_name_or_path: Folder or hub id.
+            *args: Passed to the constructor.
+            **kwargs: As in transformers; arguments of the constructor among them.
+
+        Raises:
+            CheckpointError: A weight is missing, unexpected or of another shape (a value head that is not there is drawn anew).
+        """
+        folder = checkpoint_folder(pretrained_model_name_or_path)
+        config = kwargs.pop("config", None)
+        if not isinstance(config, OpenVLAConfig):
+            config = OpenVLAConfig.from_pretrained(config or folder)
+        state_dict = from_public(read_safetensors(folder), config)
+        if not kwargs.get("value_head", True):
+            state_dict = {name: tensor for name, tensor in state_dict.items() if not name.startswith("value_head.")}
+        elif not any(name.startswith("value_head.") for name in state_dict):
+            fresh = ValueHead(config.text_config.hidden_size).state_dict()
+            state_dict |= {f"value_head.{name}": tensor for name, tensor in fresh.items()}
+        wanted_info = kwargs.pop("output_loading_info", False)
+        with no_progress_bars():
+            model, info = super().from_pretrained(
+                None, *args, config=config, state_dict=state_dict, output_loading_info=True, **kwargs
+            )
+        missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        mismatched = [str(key) for key in info["mismatched_keys"]]
+        if missing or unexpected or mismatched:
+            raise CheckpointError(
+                f"The weights in '{folder}' do not fit its config.json: missing {missing[:5]} ({len(missing)}), "
+                f"unexpected {unexpected[:5]} ({len(unexpected)}), of another shape {mismatched[:5]} ({len(mismatched)})."
+            )
+        return (model, info) if wanted_info else model
+
+    def save_pretrained(self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
+        """Write a folder in the public layout (and the processor's files, where the model has one).
+
+        Args:
+            save_directory: Folder.
+            state_dict: Gathered weights under our names; None: the model's own.
+            **kwargs: As in transformers.
+        """
+        if any(".lora_" in name for name in (state_dict or self.state_dict())):
+            raise CheckpointError(
+                "The model has LoRA layers, which a public folder cannot hold; write them with rlinf.models.lora.save_adapter, "
+                "or merge them first with rlinf.models.lora.merge_lora."
+            )
+        public = to_public(self.state_dict() if state_dict is None else state_dict, self.config)
+        with no_progress_bars():
+            super().save_pretrained(save_directory, state_dict=public, **kwargs)
+        if self.processor is not None:
+            self.processor.save_pretrained(save_directory)

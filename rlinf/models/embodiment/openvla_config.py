@@ -1,0 +1,262 @@
+"""Configuration of OpenVLA: the fields of public ``config.json`` files, and switches for models trained from scratch."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig, PreTrainedConfig
+
+from rlinf.errors import CheckpointError, ConfigError
+
+OPENVLA_PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
+
+# (width, depth, heads, ratio of MLP width to width) of the vision transformers that public checkpoints name
+_VIT_SIZES = {
+    "tiny": (192, 12, 3, 4.0),
+    "small": (384, 12, 6, 4.0),
+    "base": (768, 12, 12, 4.0),
+    "large": (1024, 24, 16, 4.0),
+    "so400m": (1152, 27, 16, 3.7362),
+}
+
+
+@dataclass(frozen=True)
+class VisionTowerSpec:
+    """One vision transformer.
+
+    Attributes:
+        kind: ``dinov2`` (class and register tokens, LayerScale) or ``siglip``.
+        image_size, patch_size: Pixels.
+        embed_dim, depth, num_heads, mlp_dim: Sizes.
+        num_prefix_tokens: Class token and registers, cut off the output.
+        feature_layer: Index of the block whose output is the feature (negative: from the end), without the final norm.
+        hidden_act: Activation of the MLPs.
+        mlp_stem_dim: Hidden width of a two-layer patch embedding; None: one linear layer.
+        film_dim: Width of the text vector that modulates the blocks; None: no FiLM.
+    """
+
+    kind: str
+    image_size: int
+    patch_size: int
+    embed_dim: int
+    depth: int
+    num_heads: int
+    mlp_dim: int
+    num_prefix_tokens: int
+    feature_layer: int
+    hidden_act: str
+    mlp_stem_dim: int | None
+    film_dim: int | None
+
+    @property
+    def grid_size(self) -> int:
+        """Patches per side."""
+        return self.image_size // self.patch_size
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that are run; the others only lie in the file."""
+        return self.depth + self.feature_layer + 1 if self.feature_layer < 0 else self.feature_layer + 1
+
+
+def checkpoint_folder(path: str | Path) -> Path:
+    """Return a checkpoint's folder; a hub id (``owner/name``) is downloaded.
+
+    Raises:
+        CheckpointError: Neither a folder nor a hub id that can be reached.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    reason = "there is no such folder"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(str(path)))
+        except (OSError, ValueError) as error:
+            reason = f"there is no such folder, and as a hub id it cannot be downloaded: {error}"
+    raise CheckpointError(f"model.model_path is '{path}': {reason}. Type model.model_path=<checkpoint folder>")
+
+
+class OpenVLAConfig(PreTrainedConfig):
+    """OpenVLA (Kim et al. 2024). The first block of arguments are public fields, the second are ours.
+
+    Args:
+        timm_model_ids: Names of one or two vision transformers; kind, size and patch are read off the name.
+        image_sizes: Pixels per tower.
+        image_resize_strategy: ``resize-naive``, ``letterbox`` or ``resize-crop``.
+        use_fused_vision_backbone: Two towers, whose features are concatenated.
+        timm_override_act_layers: Activation per tower; None: erf GELU.
+        text_config: Differences from ``LlamaConfig`` defaults.
+        pad_to_multiple_of: Padding rows at the end of the vocabulary; action tokens lie right before them.
+        n_action_bins: Number of action tokens.
+        norm_stats: Data set name to action statistics.
+        vision_overrides: Per tower: ``embed_dim, depth, num_heads, mlp_ratio, patch_size, hidden_act``.
+        vision_feature_layer: Block whose output is used; -2 in public checkpoints.
+        action_decoding: ``autoregressive``, or ``parallel``: placeholder tokens behind the prompt, bidirectional
+            attention, every action token read off its own placeholder (Kim et al. 2025, OpenVLA-OFT, without chunks).
+        learned_placeholders: Train the placeholder embeddings; false: zeros, as in OpenVLA-OFT.
+        action_bin_rule: ``midpoints`` (public) or ``grid``; see ``ActionTokenizer``.
+        use_film: Modulate vision blocks by the mean text embedding (OpenVLA-OFT's form of Perez et al. 2018).
+        mlp_stem_dim: Hidden width of a two-layer patch embedding; None: one linear layer.
+        patches_per_token: Neighbouring patches that the projector joins into one token: a square block if this is a
+            square number, else a run within a row.
+        num_images_in_input: Cameras that the model sees, in the order of the observation.
+        prompt_template: Text around ``{instruction}``.
+        prompt_suffix_token_id: Appended to the prompt when not there yet; None: nothing.
+        weight_init: Random weights: ``normal`` (deviation ``text_config.initializer_range`` everywhere, as in public models) or
+            ``fan_in`` (deviation 1/sqrt(inputs), embeddings 1), with which small models learn faster.
+        max_prompt_len: Prompts are padded to this length; None: to the longest of the batch.
+    """
+
+    model_type = "openvla"
+    sub_configs = {"text_config": LlamaConfig}
+
+    def __init__(
+        self,
+        vision_backbone_id: str = "dinosiglip-vit-so-224px",
+        llm_backbone_id: str = "llama2-7b-pure",
+        arch_specifier: str = "no-align+fused-gelu-mlp",
+        hf_llm_id: str = "meta-llama/Llama-2-7b-hf",
+        timm_model_ids: list[str] | None = None,
+        timm_override_act_layers: list[str | None] | None = None,
+        image_sizes: list[int] | None = None,
+        image_resize_strategy: str = "resize-naive",
+        use_fused_vision_backbone: bool | None = None,
+        text_config: dict[str, Any] | LlamaConfig | None = None,
+        llm_max_length: int = 2048,
+        pad_token_id: int = 32000,
+        pad_to_multiple_of: int = 64,
+        output_projector_states: bool = False,
+        n_action_bins: int = 256,
+        norm_stats: dict[str, Any] | None = None,
+        vision_overrides: list[dict[str, Any]] | None = None,
+        vision_feature_layer: int = -2,
+        action_decoding: str = "autoregressive",
+        learned_placeholders: bool = False,
+        action_bin_rule: str = "midpoints",
+        use_film: bool = False,
+        mlp_stem_dim: int | None = None,
+        patches_per_token: int = 1,
+        num_images_in_input: int = 1,
+        prompt_template: str = OPENVLA_PROMPT,
+        prompt_suffix_token_id: int | None = 29871,
+        weight_init: str = "normal",
+        max_prompt_len: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.vision_backbone_id = vision_backbone_id
+        self.llm_backbone_id = llm_backbone_id
+        self.arch_specifier = arch_specifier
+        self.hf_llm_id = hf_llm_id
+        self.timm_model_ids = list(timm_model_ids or ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"])
+        towers = len(self.timm_model_ids)
+        self.timm_override_act_layers = list(timm_override_act_layers or [None] * towers)
+        self.image_sizes = list(image_sizes or [224] * towers)
+        self.image_resize_strategy = image_resize_strategy
+        self.use_fused_vision_backbone = towers == 2 if use_fused_vision_backbone is None else use_fused_vision_backbone
+        self.llm_max_length = llm_max_length
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.output_projector_states = output_projector_states
+        self.n_action_bins = n_action_bins
+        self.norm_stats = norm_stats or {}
+        self.vision_overrides = list(vision_overrides or [{} for _ in range(towers)])
+        self.vision_feature_layer = vision_feature_layer
+        self.action_decoding = action_decoding
+        self.learned_placeholders = learned_placeholders
+        self.action_bin_rule = action_bin_rule
+        self.use_film = use_film
+        self.mlp_stem_dim = mlp_stem_dim
+        self.patches_per_token = patches_per_token
+        self.num_images_in_input = num_images_in_input
+        self.prompt_template = prompt_template
+        self.prompt_suffix_token_id = prompt_suffix_token_id
+        self.weight_init = weight_init
+        self.max_prompt_len = max_prompt_len
+        if not isinstance(text_config, LlamaConfig):
+            text_config = LlamaConfig(**(text_config or {"vocab_size": 32064, "pad_token_id": pad_token_id}))
+        self.text_config = text_config
+        self.pad_token_id = pad_token_id
+        super().__init__(pad_token_id=pad_token_id, **kwargs)
+        self._check()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Any:
+        """Read ``config.json``; the data sets of ``dataset_statistics.json`` are added to ``norm_stats`` and win there."""
+        folder = checkpoint_folder(pretrained_model_name_or_path)
+        result = super().from_pretrained(folder, **kwargs)
+        config = result[0] if isinstance(result, tuple) else result
+        statistics = folder / "dataset_statistics.json"
+        if statistics.is_file():
+            config.norm_stats = {**config.norm_stats, **json.loads(statistics.read_text(encoding="utf-8"))}
+        return result
+
+    def _check(self) -> None:
+        towers = len(self.timm_model_ids)
+        if towers != (2 if self.use_fused_vision_backbone else 1):
+            raise ConfigError(
+                f"use_fused_vision_backbone is {self.use_fused_vision_backbone} and timm_model_ids has {towers} names; "
+                "two towers are fused, one is not."
+            )
+        for name in ("image_sizes", "timm_override_act_layers", "vision_overrides"):
+            if len(getattr(self, name)) != towers:
+                raise ConfigError(f"{name} has {len(getattr(self, name))} entries; it needs one per vision tower ({towers}).")
+        if self.action_decoding not in ("autoregressive", "parallel"):
+            raise ConfigError(f"action_decoding is '{self.action_decoding}'; it must be autoregressive or parallel.")
+        if self.weight_init not in ("normal", "fan_in"):
+            raise ConfigError(f"weight_init is '{self.weight_init}'; it must be normal or fan_in.")
+        if self.text_config.model_type != "llama":
+            raise ConfigError(f"text_config.model_type is '{self.text_config.model_type}'; only llama is supported.")
+
+    @property
+    def action_vocab_size(self) -> int:
+        """Vocabulary without padding rows; its last ``n_action_bins`` ids are the action tokens."""
+        return self.text_config.vocab_size - self.pad_to_multiple_of
+
+    def vision_towers(self) -> list[VisionTowerSpec]:
+        """Read the towers off their names, image sizes and overrides."""
+        return [self._tower(i) for i in range(len(self.timm_model_ids))]
+
+    def _tower(self, index: int) -> VisionTowerSpec:
+        name, override = self.timm_model_ids[index], dict(self.vision_overrides[index])
+        size = next((_VIT_SIZES[word] for word in name.split("_") if word in _VIT_SIZES), None)
+        patch = re.search(r"patch(\d+)", name)
+        kind = "dinov2" if "dinov2" in name else "siglip" if "siglip" in name else None
+        if kind is None or size is None or patch is None:
+            raise ConfigError(
+                f"Vision tower '{name}' is not supported; names look like vit_large_patch14_reg4_dinov2.lvd142m or "
+                f"vit_so400m_patch14_siglip_224 (sizes: {', '.join(_VIT_SIZES)})."
+            )
+        embed_dim = override.pop("embed_dim", size[0])
+        depth = override.pop("depth", size[1])
+        num_heads = override.pop("num_heads", size[2])
+        mlp_dim = int(embed_dim * override.pop("mlp_ratio", size[3]))
+        patch_size = override.pop("patch_size", int(patch[1]))
+        act = override.pop("hidden_act", None) or self.timm_override_act_layers[index] or "gelu"
+        if override:
+            raise ConfigError(f"vision_overrides[{index}] has unknown keys: {', '.join(sorted(override))}.")
+        registers = re.search(r"reg(\d+)", name)
+        spec = VisionTowerSpec(
+            kind=kind,
+            image_size=self.image_sizes[index],
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            mlp_dim=mlp_dim,
+            num_prefix_tokens=1 + int(registers[1] if registers else 0) if kind == "dinov2" else 0,
+            feature_layer=self.vision_feature_layer,
+            hidden_act=act,
+            mlp_stem_dim=self.mlp_stem_dim,
+            film_dim=self.text_config.hidden_size if self.use_film else None,
+        )
+        if not 1 <= spec.num_used_blocks <= depth:
+            raise ConfigError(f"vision_feature_layer={self.vision_feature_layer} does not exist in a tower of depth {depth}.")
+        if spec.image_size % patch_size:
+            raise ConfigError(f"Image size {spec.image_size} is not a multiple of the patch size {patch_size}.")
+        return spec

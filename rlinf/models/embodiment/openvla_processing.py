@@ -1,0 +1,322 @@
+"""Images and prompts of OpenVLA to tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoTokenizer, BatchFeature
+from transformers.image_processing_utils import BaseImageProcessor
+
+from rlinf.errors import ConfigError
+from rlinf.models.embodiment.openvla_config import OPENVLA_PROMPT, OpenVLAConfig
+
+TINY_TOKENIZER = Path(__file__).parent / "assets" / "tiny_tokenizer"
+STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
+
+
+class PrismaticImageProcessor(BaseImageProcessor):
+    """Resize to each tower's size and normalise, channels of the towers concatenated.
+
+    Public ``preprocessor_config.json`` files state mean and deviation twice; ``tvf_normalize_params`` (rounded to
+    bfloat16) are the ones that the checkpoints were trained with, and win over ``means``/``stds``; so do the other ``tvf_*`` entries over the strategy.
+
+    Args:
+        use_fused_vision_backbone: Two towers.
+        image_resize_strategy: ``resize-naive`` (ignore the aspect), ``letterbox`` (pad to a centred square with the last
+            tower's mean colour, then as the next) or ``resize-crop`` (shorter side to size, centre crop).
+        input_sizes: ``[3, H, W]`` per tower.
+        interpolations: Must be ``bicubic``.
+        means, stds: Per tower, used where ``tvf_normalize_params`` is absent.
+        **kwargs: ``tvf_normalize_params, tvf_resize_params, tvf_crop_params, tvf_do_letterbox, tvf_letterbox_fill`` are
+            read; other entries are kept for saving.
+    """
+
+    model_input_names = ["pixel_values"]
+
+    def __init__(
+        self,
+        use_fused_vision_backbone: bool = False,
+        image_resize_strategy: str = "resize-naive",
+        input_sizes: Sequence[Sequence[int]] | None = None,
+        interpolations: Sequence[str] | None = None,
+        means: Sequence[Sequence[float]] | None = None,
+        stds: Sequence[Sequence[float]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.use_fused_vision_backbone = use_fused_vision_backbone
+        self.image_resize_strategy = image_resize_strategy
+        self.input_sizes = [list(size) for size in input_sizes or [(3, 224, 224)]]
+        self.interpolations = list(interpolations or ["bicubic"] * len(self.input_sizes))
+        self.means = [list(mean) for mean in means or [[0.5] * 3] * len(self.input_sizes)]
+        self.stds = [list(std) for std in stds or [[0.5] * 3] * len(self.input_sizes)]
+        if image_resize_strategy not in STRATEGIES:
+            raise ConfigError(f"image_resize_strategy is '{image_resize_strategy}'; it must be one of {', '.join(STRATEGIES)}.")
+        if set(self.interpolations) != {"bicubic"}:
+            raise ConfigError(f"interpolations are {self.interpolations}; only bicubic is supported.")
+
+    @property
+    def normalization(self) -> list[tuple[list[float], list[float]]]:
+        """Effective (mean, std) per tower."""
+        params = getattr(self, "tvf_normalize_params", None)
+        if params is not None:
+            return [(list(tower["mean"]), list(tower["std"])) for tower in params]
+        return list(zip(self.means, self.stds, strict=True))
+
+    @classmethod
+    def for_config(cls, config: OpenVLAConfig) -> PrismaticImageProcessor:
+        """Build the processor of a model without a ``preprocessor_config.json``: mean and deviation 0.5 per SigLIP
+        tower, ImageNet's (rounded to bfloat16) per DINOv2 tower.
+        """
+        imagenet = {"mean": [0.484375, 0.455078125, 0.40625], "std": [0.228515625, 0.2236328125, 0.224609375]}
+        half = {"mean": [0.5] * 3, "std": [0.5] * 3}
+        params = [imagenet if spec.kind == "dinov2" else half for spec in config.vision_towers()]
+        return cls(
+            use_fused_vision_backbone=config.use_fused_vision_backbone,
+            image_resize_strategy=config.image_resize_strategy,
+            input_sizes=[[3, size, size] for size in config.image_sizes],
+            means=[tower["mean"] for tower in params],
+            stds=[tower["std"] for tower in params],
+            tvf_normalize_params=params,
+        )
+
+    def apply_transform(self, image: Image.Image) -> Tensor:
+        """Turn one PIL image into ``[3 * towers, H, W]`` float32 (the exact path of the public processor)."""
+        image = image.convert("RGB")
+        towers = []
+        for tower, (mean, std) in enumerate(self.normalization):
+            resized = np.array(self._resize_pil(image, tower), dtype=np.uint8)
+            towers.append(_normalize(torch.from_numpy(resized).permute(2, 0, 1), mean, std))
+        return torch.cat(towers)
+
+    def _geometry(self, tower: int) -> tuple[int | tuple[int, int], tuple[int, int]]:
+        """Size to resize to (one number: of the shorter side) and height and width to crop to, ``tvf_*`` first."""
+        _, height, width = self.input_sizes[tower]
+        size: Any = (height, width) if self.image_resize_strategy == "resize-naive" else height
+        crop: Any = (height, width)
+        if getattr(self, "tvf_resize_params", None) is not None:
+            size = self.tvf_resize_params[tower]["size"]
+        if getattr(self, "tvf_crop_params", None) is not None:
+            crop = self.tvf_crop_params[tower]["output_size"]
+        size = size if isinstance(size, int) else tuple(size)
+        size = size[0] if isinstance(size, tuple) and len(size) == 1 else size
+        return size, (crop, crop) if isinstance(crop, int) else tuple(crop)
+
+    @property
+    def _letterbox_fill(self) -> list[int] | None:
+        """Colour of the padding to a square; None: no padding."""
+        letterbox = getattr(self, "tvf_do_letterbox", None)
+        if not (self.image_resize_strategy == "letterbox" if letterbox is None else letterbox):
+            return None
+        fill = getattr(self, "tvf_letterbox_fill", None)
+        return list(fill) if fill is not None else [int(255 * value) for value in self.normalization[-1][0]]
+
+    def _resize_pil(self, image: Image.Image, tower: int) -> Image.Image:
+        size, (height, width) = self._geometry(tower)
+        if self._letterbox_fill is not None:
+            left, top = _square_padding(image.height, image.width)
+            square = Image.new("RGB", (image.width + 2 * left, image.height + 2 * top), tuple(self._letterbox_fill))
+            square.paste(image, (left, top))
+            image = square
+        target = size if isinstance(size, tuple) else _shorter_side(image.height, image.width, size)
+        if (image.height, image.width) != target:
+            image = image.resize(target[::-1], Image.Resampling.BICUBIC)
+        top, left = _centre(target, (height, width))
+        return image.crop((left, top, left + width, top + height))
+
+    def preprocess_tensors(self, images: Tensor) -> Tensor:
+        """Turn uint8 ``[B, 3, H, W]`` into ``[B, 3 * towers, H', W']`` float32 on its own device.
+
+        Bicubic with antialiasing, clamped and rounded to whole grey values. On resized images this differs from PIL by
+        up to a few grey values; images that have the size already give the same numbers.
+        """
+        towers = [
+            _normalize(self._resize_tensors(images, tower), mean, std) for tower, (mean, std) in enumerate(self.normalization)
+        ]
+        return towers[0] if len(towers) == 1 else torch.cat(towers, dim=1)
+
+    def _resize_tensors(self, images: Tensor, tower: int) -> Tensor:
+        size, (height, width) = self._geometry(tower)
+        if self._letterbox_fill is not None:
+            left, top = _square_padding(*images.shape[-2:])
+            colour = torch.tensor(self._letterbox_fill, dtype=images.dtype, device=images.device).view(1, 3, 1, 1)
+            square = colour.repeat(len(images), 1, images.shape[-2] + 2 * top, images.shape[-1] + 2 * left)
+            square[..., top : top + images.shape[-2], left : left + images.shape[-1]] = images
+            images = square
+        target = size if isinstance(size, tuple) else _shorter_side(images.shape[-2], images.shape[-1], size)
+        if tuple(images.shape[-2:]) != target:
+            resized = torch.nn.functional.interpolate(images.float(), size=target, mode="bicubic", antialias=True)
+            images = resized.clamp_(0, 255).round_()
+        top, left = _centre(target, (height, width))
+        return images[..., top : top + height, left : left + width]
+
+    def preprocess(self, images: Any, return_tensors: str | None = "pt", **_: Any) -> BatchFeature:
+        """Process one PIL image or array ``[H, W, 3]``, or a list of them, by the PIL path."""
+        batch = images if isinstance(images, (list, tuple)) else [images]
+        pixels = [self.apply_transform(i if isinstance(i, Image.Image) else Image.fromarray(np.asarray(i))) for i in batch]
+        return BatchFeature({"pixel_values": torch.stack(pixels).float().numpy()}, tensor_type=return_tensors)
+
+    def __call__(self, images: Any, **kwargs: Any) -> BatchFeature:
+        """See ``preprocess``."""
+        return self.preprocess(images, **kwargs)
+
+
+def _normalize(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    shape = (-1, 1, 1)
+    scaled = pixels.float() / 255.0
+    return scaled.sub_(scaled.new_tensor(mean).view(shape)).div_(scaled.new_tensor(std).view(shape))
+
+
+def _shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
+    """Return the size at which the shorter side is ``size`` and the aspect is kept (the longer one rounded down)."""
+    if height <= width:
+        return size, int(size * width / height)
+    return int(size * height / width), size
+
+
+def _square_padding(height: int, width: int) -> tuple[int, int]:
+    """Return the padding left and right, and above and below, of a centred square (one pixel short of it, if odd)."""
+    side = max(height, width)
+    return (side - width) // 2, (side - height) // 2
+
+
+def _centre(size: tuple[int, int], crop: tuple[int, int]) -> tuple[int, int]:
+    return round((size[0] - crop[0]) / 2.0), round((size[1] - crop[1]) / 2.0)
+
+
+class PrismaticProcessor:
+    """Image processor and tokenizer of one model; ``processor(text, images)`` gives the tensors of one forward pass.
+
+    Args:
+        image_processor: See ``PrismaticImageProcessor``.
+        tokenizer: Tokenizer with a padding and a BOS token; its padding side is set to the left.
+        prompt_template: Text around ``{instruction}``, for ``encode_instructions``.
+        prompt_suffix_token_id: Appended to prompts that do not end with it; None: nothing.
+        max_prompt_len: Fixed length of the padded prompts; None: the longest of the batch.
+    """
+
+    def __init__(
+        self,
+        image_processor: PrismaticImageProcessor,
+        tokenizer: Any,
+        prompt_template: str = OPENVLA_PROMPT,
+        prompt_suffix_token_id: int | None = None,
+        max_prompt_len: int | None = None,
+        **_: Any,
+    ) -> None:
+        tokenizer.padding_side = "left"
+        self.image_processor = image_processor
+        self.tokenizer = tokenizer
+        self.prompt_template = prompt_template
+        self.prompt_suffix_token_id = prompt_suffix_token_id
+        self.max_prompt_len = max_prompt_len
+        self._prompt_ids: dict[str, list[int]] = {}
+
+    @classmethod
+    def from_pretrained(cls, path: str, tokenizer: Any = None, image_processor: Any = None, **kwargs: Any) -> PrismaticProcessor:
+        """Build from a folder; parts that are given are not loaded."""
+        remote = {"trust_remote_code": kwargs.pop("trust_remote_code", False)}
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, padding_side="left", **remote)
+        return cls(image_processor or PrismaticImageProcessor.from_pretrained(path), tokenizer, **kwargs)
+
+    @classmethod
+    def for_config(cls, config: OpenVLAConfig, image_processor: Any, tokenizer: Any) -> PrismaticProcessor:
+        """Build with the prompt rules of a model."""
+        return cls(
+            image_processor,
+            tokenizer,
+            prompt_template=config.prompt_template,
+            prompt_suffix_token_id=config.prompt_suffix_token_id,
+            max_prompt_len=config.max_prompt_len,
+        )
+
+    def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
+        """Write tokenizer and image processor files into a folder."""
+        self.tokenizer.save_pretrained(str(save_directory))
+        self.image_processor.save_pretrained(str(save_directory))
+
+    def __call__(self, text: str | Sequence[str], images: Any, return_tensors: str | None = "pt", **_: Any) -> BatchFeature:
+        """Tokenise finished prompts (see ``encode``) and process images by the PIL path."""
+        input_ids, attention_mask = self.encode([text] if isinstance(text, str) else list(text))
+        pixel_values = self.image_processor.preprocess(images, return_tensors="pt")["pixel_values"]
+        data = {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}
+        return BatchFeature(data, tensor_type=return_tensors)
+
+    def encode_instructions(self, instructions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Put instructions (lower-cased) into the prompt and encode them."""
+        return self.encode([self.prompt_template.format(instruction=each.lower()) for each in instructions])
+
+    def encode(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return int64 ``input_ids`` and ``attention_mask`` ``[B, L]``: BOS, padding, then the text.
+
+        Raises:
+            ConfigError: A prompt is longer than ``max_prompt_len``.
+        """
+        rows = [self._ids(prompt) for prompt in prompts]
+        longest = max(len(row) for row in rows)
+        if self.max_prompt_len is not None:
+            if longest > self.max_prompt_len:
+                raise ConfigError(
+                    f"A prompt has {longest} tokens and max_prompt_len is {self.max_prompt_len}; "
+                    f"set model.init_config.max_prompt_len={longest} or shorten the instruction."
+                )
+            longest = self.max_prompt_len
+        pad = self.tokenizer.pad_token_id
+        pads = [longest - len(row) for row in rows]
+        ids = [row[:1] + [pad] * n + row[1:] for row, n in zip(rows, pads, strict=True)]
+        mask = [[1] + [0] * n + [1] * (longest - n - 1) for n in pads]
+        return torch.tensor(ids), torch.tensor(mask)
+
+    def _ids(self, prompt: str) -> list[int]:
+        ids = self._prompt_ids.get(prompt)
+        if ids is None:
+            ids = list(self.tokenizer(prompt, add_special_tokens=True)["input_ids"])
+            if not ids or ids[0] != self.tokenizer.bos_token_id:
+                ids = [self.tokenizer.bos_token_id, *ids]
+            if self.prompt_suffix_token_id is not None and ids[-1] != self.prompt_suffix_token_id:
+                ids.append(self.prompt_suffix_token_id)
+            if len(self._prompt_ids) >= 65536:
+                self._prompt_ids.clear()
+            self._prompt_ids[prompt] = ids
+        return ids
+
+
+def load_processor(tokenizer_config: Any, model_config: OpenVLAConfig, path: str | None) -> PrismaticProcessor:
+    """Load tokenizer and image processor from ``path``; without one, take the packaged tiny tokenizer.
+
+    Raises:
+        ConfigError: The folder holds no tokenizer.
+    """
+    folder = str(TINY_TOKENIZER) if path is None else path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"'{folder}' holds no tokenizer that can be loaded ({error}). Type tokenizer.tokenizer_model=<folder with one>"
+        ) from error
+    if len(tokenizer) > model_config.text_config.vocab_size:
+        raise ConfigError(
+            f"The tokenizer in '{folder}' has {len(tokenizer)} tokens and the model's vocabulary {model_config.text_config.vocab_size}. "
+            "Type tokenizer.tokenizer_model=<the model's own tokenizer>"
+        )
+    has_images = path is not None and (Path(path) / "preprocessor_config.json").is_file()
+    images = PrismaticImageProcessor.from_pretrained(path) if has_images else PrismaticImageProcessor.for_config(model_config)
+    return PrismaticProcessor.for_config(model_config, images, tokenizer)
+
+
+def move_bos_to_front(input_ids: Tensor, attention_mask: Tensor, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Turn left-padded prompts ``[pad.., BOS, text]`` into ``[BOS, pad.., text]`` (``[B, L]`` each)."""
+    input_ids, attention_mask = input_ids.clone(), attention_mask.clone()
+    first = attention_mask.long().argmax(dim=1, keepdim=True)
+    bos = input_ids.gather(1, first)
+    input_ids.scatter_(1, first, pad_token_id)
+    attention_mask.scatter_(1, first, 0)
+    input_ids[:, :1] = bos
+    attention_mask[:, 0] = 1
+    return input_ids, attention_mask

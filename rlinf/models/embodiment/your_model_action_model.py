@@ -1,0 +1,251 @@
+"""Template: a Hugging Face vision-language model as a policy. Copy this file, then rename and change what differs.
+
+It works as it stands: the base is transformers' LLaVA, an action is ``action_dim`` tokens out of the last
+``n_action_bins`` ids of the vocabulary, and ``generate`` decodes them. ``docs/adding_a_model.md`` goes through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import (
+    AutoTokenizer,
+    BatchFeature,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
+from transformers.image_processing_utils import BaseImageProcessor
+
+from rlinf.models.embodiment.base import ActionModel, sample_tokens, token_logprobs
+from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
+from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.embodiment.modules.value_head import ValueHead
+from rlinf.types import ActionEvaluation, ActionPrediction, Observation
+
+
+class YourModelConfig(LlavaConfig):
+    """The base's configuration, the number of action tokens and the action statistics."""
+
+    model_type = "your_model"
+    n_action_bins: int = 256
+    norm_stats: dict | None = None
+
+
+class YourImageProcessor(BaseImageProcessor):
+    """uint8 images to ``pixel_values``: bicubic resize to ``image_size`` pixels, then [-1, 1]."""
+
+    model_input_names = ["pixel_values"]
+
+    def __init__(self, image_size: int = 224, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.image_size = image_size
+
+    def __call__(self, images: Any, **kwargs: Any) -> BatchFeature:
+        """Process one array ``[H, W, 3]`` or PIL image, or a sequence of them."""
+        batch = [images] if isinstance(images, Image.Image) or np.ndim(images) == 3 else images
+        size = (self.image_size, self.image_size)
+        pixels = [np.asarray(Image.fromarray(np.asarray(image)).resize(size, Image.Resampling.BICUBIC)) for image in batch]
+        scaled = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 127.5 - 1.0
+        return BatchFeature({"pixel_values": scaled})
+
+
+class YourProcessor:
+    """Prompt and images to the keyword arguments of the model."""
+
+    def __init__(self, tokenizer: Any, image_processor: YourImageProcessor, **_: Any) -> None:
+        tokenizer.padding_side = "left"
+        self.tokenizer, self.image_processor = tokenizer, image_processor
+
+    @classmethod
+    def from_pretrained(cls, path: str, tokenizer: Any = None, image_processor: Any = None, **kwargs: Any) -> YourProcessor:
+        """Load what is not given from a folder."""
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, padding_side="left")
+        return cls(tokenizer, image_processor or YourImageProcessor.from_pretrained(path))
+
+    def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
+        """Write both parts into a folder."""
+        self.tokenizer.save_pretrained(str(save_directory))
+        self.image_processor.save_pretrained(str(save_directory))
+
+    def __call__(self, text: str | Sequence[str], images: Any, **_: Any) -> BatchFeature:
+        """Tokenise (padding on the left) and process images."""
+        prompts = [text] if isinstance(text, str) else list(text)
+        tokens = self.tokenizer(prompts, padding=True, return_tensors="pt")
+        data = {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
+        return BatchFeature({**data, **self.image_processor(images)})
+
+
+class YourLogitsProcessor(LogitsProcessor):
+    """Nothing but the last ``n_action_bins`` ids of the vocabulary can be sampled."""
+
+    def __init__(self, n_action_bins: int) -> None:
+        self.n_action_bins = n_action_bins
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Mask ``scores [B, V]``."""
+        masked = torch.full_like(scores, -torch.inf)
+        masked[:, -self.n_action_bins :] = scores[:, -self.n_action_bins :]
+        return masked
+
+
+class DrawLogitsProcessor(LogitsProcessor):
+    """Draw the token here, with ``sample_tokens`` like every other policy, so that ``generate`` has one choice left.
+
+    Sampling inside ``generate`` would follow the ``top_k`` and ``top_p`` of the checkpoint's ``generation_config.json``,
+    which the log-probabilities of training know nothing of.
+    """
+
+    def __init__(self, prompt_len: int, do_sample: bool, temperature: float, uniforms: Tensor | None) -> None:
+        self.prompt_len, self.do_sample, self.temperature, self.uniforms = prompt_len, do_sample, temperature, uniforms
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Leave one finite score per row of ``scores [B, V]``."""
+        uniforms = None if self.uniforms is None else self.uniforms[:, input_ids.shape[1] - self.prompt_len]
+        chosen = sample_tokens(scores, self.do_sample, self.temperature, uniforms)
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
+
+
+class YourModelForRLActionPrediction(ActionModel, LlavaForConditionalGeneration):
+    """The policy.
+
+    Args:
+        config: Configuration of the base, with ``n_action_bins`` and ``norm_stats``.
+        hidden_size: Width of the language model; None: as in ``config``.
+        unnorm_key: Data set whose statistics the actions are in; None: the only one there is.
+        action_dim: Numbers of one action.
+        value_head: Add a value head; without one, values are 0.
+        detach_value: Stop the gradient of the value loss at the value head's input.
+    """
+
+    config_class = YourModelConfig
+    fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("LlamaDecoderLayer", "CLIPEncoderLayer")
+    lora_target_modules: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+    def __init__(
+        self,
+        config: YourModelConfig,
+        hidden_size: int | None,
+        unnorm_key: str | None,
+        action_dim: int,
+        value_head: bool = True,
+        detach_value: bool = True,
+    ) -> None:
+        super().__init__(config)
+        self._init_logits_processor()
+        action_norm_stats = self.get_action_stats(unnorm_key)
+        self.action_normalizer = ActionNormalizer(action_norm_stats)
+        self.min_action = np.array(action_norm_stats["q01"])
+        self.max_action = np.array(action_norm_stats["q99"])
+        self.action_tokenizer = ActionTokenizer(config.n_action_bins, config.text_config.vocab_size)
+        if value_head:
+            self.value_head = ValueHead(hidden_size or config.text_config.hidden_size)
+        self.detach_value = detach_value
+        self.action_dim = action_dim
+        self.processor: YourProcessor | None = None
+        self.post_init()
+
+    def _init_logits_processor(self) -> None:
+        self.logits_processors = LogitsProcessorList()
+        self.logits_processors.append(YourLogitsProcessor(self.config.n_action_bins))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, ValueHead):
+            module.reset_parameters()
+
+    def get_action_stats(self, unnorm_key: str | None) -> dict[str, Any]:
+        """Return ``q01``, ``q99`` and ``mask`` of a data set; an unknown key raises and lists the known ones."""
+        return dict(select_action_stats(self.config.norm_stats or {}, unnorm_key))
+
+    @property
+    def num_logprobs(self) -> int:
+        """Action tokens of one call, ``A``."""
+        return self.action_dim
+
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Put the first camera's image tokens in front of the instruction."""
+        image_tokens = self.processor.tokenizer.convert_ids_to_tokens(self.config.image_token_id) * self.config.image_seq_length
+        prompts = [f"{image_tokens}{instruction.lower()}" for instruction in observation.instruction]
+        inputs = self.processor(prompts, next(iter(observation.images.values())))
+        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        do_sample: bool = True,
+        temperature: float = 1.0,
+        uniforms: Tensor | None = None,
+        **kwargs: Any,
+    ) -> ActionPrediction:
+        """Generate ``A`` action tokens; see ``ActionModel.predict_action_batch``. ``logits [B, A, V]`` are unprocessed."""
+        draw = DrawLogitsProcessor(input_ids.shape[1], do_sample, temperature, uniforms)
+        generated = self.generate(
+            input_ids,
+            attention_mask=attention_mask,
+            pixel_values=pixel_values.to(self.dtype),
+            output_scores=True,
+            output_logits=True,
+            output_hidden_states=True,
+            return_dict_in_generate=True,
+            do_sample=False,
+            logits_processor=LogitsProcessorList([*self.logits_processors, draw]),
+            min_new_tokens=self.num_logprobs,
+            max_new_tokens=self.num_logprobs,
+            **kwargs,
+        )
+        sequences = generated.sequences
+        actions = self.decode_actions(sequences)
+        logits = torch.stack(generated.logits, dim=1)
+        if hasattr(self, "value_head"):
+            values = self.value_head(generated.hidden_states[0][-1][:, -1])
+        else:
+            values = torch.zeros_like(logits[:, 0, 0], dtype=torch.float32)
+        return ActionPrediction(actions, sequences, logits, values)
+
+    def _score(self, inputs: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits ``[B, A, n_action_bins]`` of the action bins, and the last prompt position's hidden state ``[B, H]``."""
+        prompt_mask = inputs["attention_mask"]
+        mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(tokens), self.num_logprobs - 1)], dim=1)
+        outputs = self.model(
+            input_ids=torch.cat([inputs["input_ids"], tokens[:, :-1]], dim=1),
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp_min(0),
+            pixel_values=inputs["pixel_values"].to(self.dtype),
+            use_cache=False,
+        )
+        hidden_states = outputs.last_hidden_state[:, -self.num_logprobs :]
+        action_rows = self.lm_head.weight[-self.config.n_action_bins :]
+        return nn.functional.linear(hidden_states, action_rows), hidden_states[:, 0]
+
+    def evaluate_actions(self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
+        """Score the last ``A`` tokens of ``sequences``; see ``ActionModel.evaluate_actions``."""
+        tokens = sequences[:, -self.num_logprobs :]
+        logits, state = self._score(inputs, tokens)
+        logprobs, entropy = token_logprobs(logits, tokens - self.action_tokenizer.first_token, temperature)
+        if hasattr(self, "value_head"):
+            values = self.value_head(state.detach() if self.detach_value else state)
+        else:
+            values = torch.zeros_like(logprobs[:, 0])
+        return ActionEvaluation(logprobs, entropy, values)
+
+    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor) -> Tensor:
+        """Mean negative log-probability of the tokens of ``actions [B, 1, D]``; ``[B]``."""
+        tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1).to(self.device)
+        logits, _ = self._score(inputs, tokens)
+        return -token_logprobs(logits, tokens - self.action_tokenizer.first_token)[0].mean(-1)
+
+    def decode_actions(self, sequences: Tensor) -> Tensor:
+        """Turn the last ``A`` tokens into actions in env units, float32 ``[B, 1, D]``."""
+        tokens = sequences[:, None, -self.num_logprobs :]
+        return self.action_normalizer.unnormalize(self.action_tokenizer.decode(tokens)).float()

@@ -1,0 +1,206 @@
+"""Low-rank adaptation (Hu et al. 2021) of a policy, in place: the model keeps its class and its methods.
+
+An adapter folder has PEFT's own layout (``adapter_config.json``, ``adapter_model.safetensors``) and, beside it, what is
+trained in full (``trained_in_full.safetensors``: the value head).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models.config import LoraConfig
+
+TRAINED_IN_FULL = ("value_head", "log_std")
+"""First part of the names of parameters that are trained beside the adapters, without any of their own."""
+ADAPTER_FILE, FULL_FILE = "adapter_model.safetensors", "trained_in_full.safetensors"
+_PEFT_PREFIX = "base_model.model."
+
+
+def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> Any:
+    """Put adapters on ``model.lora_target_modules`` and freeze everything else but ``TRAINED_IN_FULL``.
+
+    Args:
+        model: Policy; changed in place and returned.
+        lora: Settings; ``target_modules`` replaces what the model declares.
+        lora_path: Adapter folder to continue from; its rank, scale and targets must be those of ``lora``.
+
+    Raises:
+        ConfigError: The model has adapters already, or no layer matches.
+        CheckpointError: The folder is no adapter of this model, or was merged into these weights before.
+    """
+    if has_adapters(model):
+        raise ConfigError("This model has LoRA adapters already; a second set is not supported.")
+    targets = lora.target_modules or model.lora_target_modules
+    config = PeftLoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=rf"(.*\.)?({'|'.join(TRAINED_IN_FULL)})(\..*)?",
+    )
+    if lora_path is not None:
+        _check_same_settings(Path(lora_path), config)
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise ConfigError(f"model.lora.target_modules={targets} matches no layer of {type(model).__name__}: {error}") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name or name.split(".")[0] in TRAINED_IN_FULL)
+    if lora_path is not None:
+        _load_adapter(model, Path(lora_path))
+    return model
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether any layer carries an adapter."""
+    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
+
+
+def adapter_state_dict(model: Any, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return the adapter tensors under PEFT's names (``base_model.model....lora_A.weight``).
+
+    Args:
+        model: Policy with adapters.
+        state_dict: Gathered weights of a sharded model; None: the model's own.
+    """
+    tensors = get_peft_model_state_dict(model, state_dict=None if state_dict is None else dict(state_dict))
+    return {f"{_PEFT_PREFIX}{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def save_adapter(model: Any, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
+    """Write an adapter folder, each file under a temporary name first.
+
+    Args:
+        model: Policy with adapters.
+        folder: Created if missing.
+        state_dict: Gathered weights of a sharded model; None: the model's own.
+
+    Raises:
+        ConfigError: The model has no adapters.
+    """
+    if not has_adapters(model):
+        raise ConfigError("There is no adapter to save: the model has no LoRA layers. Type model.is_lora=true")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = model.state_dict() if state_dict is None else state_dict
+    full = {name: tensor for name, tensor in state.items() if name.split(".")[0] in TRAINED_IN_FULL}
+    _write(folder / ADAPTER_FILE, adapter_state_dict(model, state_dict))
+    _write(folder / FULL_FILE, {name: tensor.detach().cpu().contiguous() for name, tensor in full.items()})
+    config = copy.copy(model.peft_config["default"])
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+
+
+def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float | None = None) -> Any:
+    """Return a copy of the policy in which the adapters are added to the weights; ``model`` stays as it is.
+
+    The copy's config names the adapter by its fingerprint (``merged_adapters``), so that it is never added twice.
+
+    Args:
+        model: Policy with adapters, not sharded.
+        inputs: What ``preprocess`` returned; if given, the logits before and after are compared.
+        atol: Largest accepted difference of these logits; None: 1e-4 of the largest logit in float32, 0.25 of it in 16 bits.
+
+    Raises:
+        ConfigError: The model has no adapters (merged already, or never had any).
+        CheckpointError: This adapter is part of the weights already, or the logits differ.
+    """
+    if not has_adapters(model):
+        done = getattr(model.config, "merged_adapters", [])
+        raise ConfigError(
+            f"There is nothing to merge: the model has no LoRA layers{' (its adapter was merged before)' if done else ''}."
+        )
+    fingerprint = adapter_fingerprint(adapter_state_dict(model))
+    _refuse_second_merge(model, fingerprint)
+    merged = copy.deepcopy(model)
+    for name, module in list(merged.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge(safe_merge=True)
+            parent, _, child = name.rpartition(".")
+            setattr(merged.get_submodule(parent), child, module.get_base_layer())
+    del merged.peft_config
+    merged.config.merged_adapters = [*getattr(merged.config, "merged_adapters", []), fingerprint]
+    for parameter in merged.parameters():
+        parameter.requires_grad_(False)
+    if inputs is not None:
+        before = model.predict_action_batch(**inputs, do_sample=False).logits
+        after = merged.predict_action_batch(**inputs, do_sample=False).logits
+        gap = (before.float() - after.float()).abs().max().item()
+        scale = max(1.0, before.abs().max().item())
+        accepted = atol if atol is not None else scale * (1e-4 if before.dtype == torch.float32 else 0.25)
+        if not gap <= accepted:
+            raise CheckpointError(
+                f"Merging changed the logits by {gap:.2e}, more than {accepted:.0e}. Type model.precision=fp32 for the merge."
+            )
+    return merged
+
+
+def adapter_fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """Return a SHA-256 over names, dtypes, shapes and bytes of adapter tensors."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _refuse_second_merge(model: Any, fingerprint: str) -> None:
+    if fingerprint in getattr(model.config, "merged_adapters", []):
+        raise CheckpointError(
+            f"The adapter {fingerprint[:12]} is part of these weights already; adding it again would count it twice. "
+            "Type model.lora_path=null, or load the weights from before the merge."
+        )
+
+
+def _check_same_settings(folder: Path, config: PeftLoraConfig) -> None:
+    if not (folder / "adapter_config.json").is_file() or not (folder / ADAPTER_FILE).is_file():
+        raise CheckpointError(f"model.lora_path='{folder}' is no adapter folder; it needs adapter_config.json and {ADAPTER_FILE}.")
+    saved = PeftLoraConfig.from_pretrained(str(folder))
+    for key, override in (("r", "rank"), ("lora_alpha", "alpha")):
+        if getattr(saved, key) != getattr(config, key):
+            raise CheckpointError(
+                f"The adapter in '{folder}' has {override} {getattr(saved, key)} and model.lora.{override} is "
+                f"{getattr(config, key)}. Type model.lora.{override}={getattr(saved, key)}"
+            )
+
+
+def _load_adapter(model: Any, folder: Path) -> None:
+    tensors = load_file(folder / ADAPTER_FILE)
+    _refuse_second_merge(model, adapter_fingerprint(tensors))
+    wanted = set(adapter_state_dict(model))
+    if set(tensors) != wanted:
+        missing, unexpected = sorted(wanted - set(tensors)), sorted(set(tensors) - wanted)
+        raise CheckpointError(
+            f"The adapter in '{folder}' does not fit the model: missing {missing[:3]} ({len(missing)}), unexpected "
+            f"{unexpected[:3]} ({len(unexpected)}). Type model.lora.target_modules=<those of the adapter>"
+        )
+    set_peft_model_state_dict(model, {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in tensors.items()})
+    full_file = folder / FULL_FILE
+    if full_file.is_file():
+        saved, own = load_file(full_file), dict(model.named_parameters())
+        unknown = sorted(set(saved) - set(own))
+        if unknown:
+            raise CheckpointError(f"'{full_file}' holds {unknown[:3]}, which the model does not have. Type model.value_head=true")
+        with torch.no_grad():
+            for name, tensor in saved.items():
+                own[name].copy_(tensor)
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    os.replace(temporary, path)

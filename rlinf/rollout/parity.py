@@ -1,0 +1,54 @@
+"""The parity gate: the rollout's log-probabilities against the trainer's, at every step."""
+
+from __future__ import annotations
+
+import torch
+
+from rlinf.errors import ParityError
+from rlinf.types import RolloutBatch
+
+
+def check_parity(batch: RolloutBatch, step: int, max_gap: float) -> dict[str, float]:
+    """Compare ``rollout_logprobs`` with ``old_logprobs`` of executed actions.
+
+    The two are computed by different code on the same weights, so in float32 they agree to about 1e-5. A larger gap
+    means that rollout and trainer saw different weights, images, prompts, masks or temperatures, and that every
+    importance ratio of the update would be wrong.
+
+    Args:
+        batch: Time-major, with ``old_logprobs``.
+        step: The gate stops the run at step 0 only; later the gap is logged.
+        max_gap: Largest accepted difference at step 0.
+
+    Returns:
+        ``rollout/logprob_gap_mean``, ``rollout/logprob_gap_max``, ``rollout/importance_ratio_max``.
+
+    Raises:
+        ParityError: At step 0, naming the worst sample, or at any step when a log-probability is not finite.
+    """
+    mask = (batch.action_mask & batch.loss_mask.unsqueeze(-1)).unsqueeze(-1)
+    num_chunks, num_envs, num_actions, _ = mask.shape
+    difference = (batch.old_logprobs - batch.rollout_logprobs).reshape(num_chunks, num_envs, num_actions, -1)
+    difference = torch.where(mask, difference, 0.0)
+    gap = difference.abs().flatten(2)
+    worst_of_call = gap.amax(-1)
+    # A NaN must count as the worst gap, so it is not compared but searched for.
+    worst = int(torch.nan_to_num(worst_of_call, nan=float("inf")).argmax())
+    chunk, env = divmod(worst, num_envs)
+    largest = float(worst_of_call[chunk, env])
+    if not largest < float("inf") or (step == 0 and largest > max_gap):
+        spec = batch.specs.get(int(batch.episode_ids[chunk, env]))
+        raise ParityError(
+            f"Rollout and trainer log-probabilities differ by {largest:.3g} at step {step}; at most {max_gap:g} is "
+            f"accepted. Worst sample: policy call {chunk} of env {env}, {spec}, "
+            f"instruction '{batch.observation.instruction[worst]}', rollout "
+            f"{[round(x, 4) for x in batch.rollout_logprobs[chunk, env].tolist()]}, trainer "
+            f"{[round(x, 4) for x in batch.old_logprobs[chunk, env].tolist()]}. The two see different weights, inputs or "
+            "temperatures. If this precision explains it, raise trainer.parity_max_gap."
+        )
+    count = mask.expand_as(difference).sum().clamp_min(1)
+    return {
+        "rollout/logprob_gap_mean": float(gap.sum() / count),
+        "rollout/logprob_gap_max": largest,
+        "rollout/importance_ratio_max": float(difference.sum(-1).exp().amax()),
+    }

@@ -1,0 +1,17 @@
+"""Configuration of metric tracking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlinf.config.options import option
+
+
+@dataclass
+class TrackingConfig:
+    """Where metrics go; `metrics.jsonl` is always written."""
+
+    tensorboard: bool = option(True, "Write TensorBoard event files.")
+    wandb: bool = option(False, "Log to Weights & Biases; offline when WANDB_API_KEY is not set.")
+    wandb_project: str = option("rlinf", "Weights & Biases project.")
+    progress: bool = option(True, "Show one live line with success, steps/s and time left.")

@@ -1,0 +1,90 @@
+"""Every metric name, with its meaning and unit. `docs/metrics.md` is tested against this table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from rlinf.errors import ConfigError, did_you_mean
+
+
+class Metric(NamedTuple):
+    """What a metric name stands for."""
+
+    meaning: str
+    unit: str
+
+
+METRICS: dict[str, Metric] = {
+    "rollout/success_rate": Metric(
+        "Share of the episodes finished in this rollout that succeeded (sampled actions).", "1"
+    ),
+    "rollout/return_mean": Metric("Mean undiscounted return of the finished episodes.", "reward"),
+    "rollout/episode_len": Metric("Mean length of the finished episodes.", "env steps"),
+    "rollout/num_episodes": Metric("Episodes finished in this rollout.", "episodes"),
+    "rollout/env_steps_total": Metric("Env steps executed since the run began, over all ranks.", "env steps"),
+    "rollout/zero_variance_group_fraction": Metric("Share of groups in which all returns are equal.", "1"),
+    "rollout/logprob_gap_mean": Metric("Mean |rollout log-prob - trainer log-prob| before the update.", "nat"),
+    "rollout/logprob_gap_max": Metric("Largest |rollout log-prob - trainer log-prob| before the update.", "nat"),
+    "rollout/importance_ratio_max": Metric(
+        "Largest trainer / rollout probability of a sampled token before the update.", "1"
+    ),
+    "train/loss": Metric("Total loss, mean over the minibatches of the iteration.", "1"),
+    "train/policy_loss": Metric("Clipped policy-gradient loss.", "1"),
+    "train/value_loss": Metric("Value loss before its coefficient.", "reward^2"),
+    "train/entropy": Metric("Mean entropy of one action token (or action number).", "nat"),
+    "train/approx_kl": Metric("KL(old || new) estimated as mean of ratio - 1 - log ratio (Schulman 2020, k3).", "nat"),
+    "train/clip_fraction": Metric("Share of importance ratios outside the clip range.", "1"),
+    "train/explained_variance": Metric("1 - Var[returns - values] / Var[returns]; 1 is a perfect critic.", "1"),
+    "train/grad_norm": Metric("Global gradient norm before clipping, mean over the optimiser steps.", "1"),
+    "train/learning_rate": Metric("Learning rate of the policy at the last optimiser step.", "1"),
+    "train/kl_to_reference": Metric("Estimated KL(policy || reference policy).", "nat"),
+    "train/advantage_mean": Metric("Mean advantage before normalisation.", "reward"),
+    "train/return_mean": Metric("Mean return target of the value head.", "reward"),
+    "sft/loss": Metric("Behaviour-cloning loss (cross-entropy of the demonstrated tokens).", "nat"),
+    "sft/accuracy": Metric("Share of demonstrated tokens that are the most likely ones.", "1"),
+    "sft/learning_rate": Metric("Learning rate of behaviour cloning.", "1"),
+    "sft/grad_norm": Metric("Global gradient norm before clipping.", "1"),
+    "eval/success_rate": Metric("successes / episodes on the fixed list of held-out episodes.", "1"),
+    "eval/successes": Metric("Successful evaluation episodes.", "episodes"),
+    "eval/episodes": Metric("Evaluation episodes.", "episodes"),
+    "eval/interval_low": Metric("Lower end of the 95 % Wilson interval of the success rate.", "1"),
+    "eval/interval_high": Metric("Upper end of the 95 % Wilson interval of the success rate.", "1"),
+    "time/rollout_s": Metric("Collecting the rollout.", "s"),
+    "time/logprob_s": Metric("The trainer's log-probs and values of the rollout.", "s"),
+    "time/update_s": Metric("Optimiser steps of the iteration.", "s"),
+    "time/sync_s": Metric("Bringing new weights to the rollout workers.", "s"),
+    "time/eval_s": Metric("Evaluation.", "s"),
+    "time/total_s": Metric(
+        "Training time since the run began: demonstrations, behaviour cloning and RL, without evaluation.", "s"
+    ),
+    "throughput/env_steps_per_s": Metric("Env steps of the rollout / time/rollout_s.", "env steps/s"),
+    "throughput/samples_per_s": Metric("Policy calls trained on / time/update_s.", "samples/s"),
+    "memory/rss_gib": Metric("Resident memory of the process of rank 0.", "GiB"),
+    "memory/cuda_gib": Metric("Peak GPU memory allocated by rank 0 since the run began.", "GiB"),
+}
+
+
+def register_metric(name: str, meaning: str, unit: str) -> None:
+    """Pin another metric name, e.g. one that an algorithm from outside the package logs.
+
+    Args:
+        name: ``"<section>/<name>"``.
+        meaning: One sentence.
+        unit: ``"1"`` for a pure number.
+    """
+    METRICS[name] = Metric(meaning, unit)
+
+
+def check_names(metrics: Mapping[str, float]) -> None:
+    """Refuse unknown metric names; ``<known name>/<part>`` (``eval/success_rate/reach``) is a known one's breakdown.
+
+    Raises:
+        ConfigError: A name is unknown; names the closest.
+    """
+    for name in metrics:
+        if name not in METRICS and "/".join(name.split("/")[:2]) not in METRICS:
+            raise ConfigError(
+                f"Unknown metric '{name}'.{did_you_mean(name, METRICS)} "
+                "A new one is declared with rlinf.tracking.register_metric(name, meaning, unit)."
+            )

@@ -1,0 +1,109 @@
+"""The live line of a run: phase, step, success, speed and time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds as ``45s``, ``3m20s`` or ``2h05m``."""
+    seconds = max(0, round(seconds))
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+
+
+class Progress:
+    """One line that is rewritten in place on a terminal, and printed every ``interval_s`` elsewhere.
+
+    Args:
+        enabled: False prints nothing.
+        stream: Where to; None: stderr.
+        interval_s: Least seconds between two lines when ``stream`` is no terminal.
+        clock: Seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        interval_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream or sys.stderr
+        self._enabled = enabled
+        self._interval_s = interval_s
+        self._clock = clock
+        self._live = enabled and self._stream.isatty()
+        self._phase: str | None = None
+        self._phase_start = (0.0, 0)  # time and step at which this process entered the phase
+        self._printed_at = float("-inf")
+        self._width = 0
+
+    def update(
+        self,
+        phase: str,
+        step: int,
+        num_steps: int,
+        success_rate: float | None = None,
+        env_steps_per_s: float | None = None,
+        **extra: float,
+    ) -> None:
+        """Show a new state.
+
+        Args:
+            phase: ``"sft"``, ``"rl"``, ``"eval"``, ...; the time left is that of the phase.
+            step: Steps done; in a resumed run the first call should pass the step at which it resumes.
+            num_steps: Steps in all.
+            success_rate: Latest success rate in [0, 1].
+            env_steps_per_s: Env steps per second.
+            **extra: More numbers to show, by name.
+        """
+        if not self._enabled:
+            return
+        now = self._clock()
+        if phase != self._phase:
+            self._finish_line()
+            self._phase, self._phase_start = phase, (now, step)
+        parts = [f"{phase} {step}/{num_steps}"]
+        if success_rate is not None:
+            parts.append(f"success {success_rate:.1%}")
+        if env_steps_per_s is not None:
+            parts.append(f"{env_steps_per_s:,.0f} env steps/s")
+        parts += [f"{name} {value:.4g}" for name, value in extra.items()]
+        start, first = self._phase_start
+        if step > first:
+            parts.append(f"{format_duration((now - start) / (step - first) * (num_steps - step))} left")
+        self._show(" | ".join(parts), now, last=step >= num_steps)
+
+    def _show(self, line: str, now: float, last: bool) -> None:
+        if self._live:
+            self._stream.write("\r" + line.ljust(self._width))
+            self._width = len(line)
+            if last:
+                self._finish_line()
+        elif last or now - self._printed_at >= self._interval_s:
+            self._printed_at = now
+            self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def _finish_line(self) -> None:
+        if self._width:
+            self._stream.write("\n")
+            self._width = 0
+
+    def note(self, text: str) -> None:
+        """Print a line of its own without tearing the live line."""
+        self._finish_line()
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """End the live line."""
+        self._finish_line()
+        self._stream.flush()

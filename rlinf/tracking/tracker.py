@@ -1,0 +1,164 @@
+"""Where metrics go: `metrics.jsonl` always, TensorBoard and Weights & Biases by choice."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from rlinf.errors import MissingDependencyError
+from rlinf.tracking.config import TrackingConfig
+from rlinf.tracking.metrics import check_names
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def _require(module: str, package: str, option: str) -> Any:
+    """Import an optional package.
+
+    Raises:
+        MissingDependencyError: It is not installed; says how to install it or to do without.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{option}=true needs the package '{package}', which cannot be imported ({error}). "
+            f"Install it with `pip install {package}` or set {option}=false."
+        ) from error
+
+
+def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
+    """Read the lines of a run's ``metrics.jsonl``; a last line cut by a crash is left out, a missing file is empty.
+
+    Args:
+        folder: The run folder.
+
+    Returns:
+        Dicts with ``step``, ``phase`` (``"sft"`` or ``"rl"``), ``time_s`` and metric names; null is NaN or infinite.
+    """
+    path = Path(folder) / METRICS_FILE
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    complete = lines[:-1]  # every line ends with a newline, so what follows the last one was cut
+    return [json.loads(line) for line in complete if line]
+
+
+class Tracker:
+    """Writes metrics of one run; on the first rank only.
+
+    A resumed run passes ``run_id`` and the step at which it goes on: lines of ``metrics.jsonl`` at or beyond it, which
+    the interrupted run wrote after its last checkpoint, are dropped, so that every step appears once.
+
+    Args:
+        folder: Run folder.
+        config: Which sinks.
+        run_config: Resolved configuration, for Weights & Biases.
+        run_id: Identity of the run that is continued; None starts a new one.
+        resume_step: First step that will be logged again; None keeps all lines.
+        resume_phase: Phase of ``resume_step``. Lines of ``"sft"`` survive a resume in ``"rl"``, not the reverse.
+
+    Raises:
+        MissingDependencyError: A chosen sink's package is not installed.
+    """
+
+    PHASES = ("sft", "rl")
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        config: TrackingConfig,
+        run_config: dict[str, Any],
+        run_id: str | None = None,
+        resume_step: int | None = None,
+        resume_phase: str = "rl",
+    ) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.run_id = run_id or secrets.token_hex(4)
+        kept = read_metrics(self.folder) if run_id is not None else []
+        if resume_step is not None:
+            point = (self.PHASES.index(resume_phase), resume_step)
+            kept = [line for line in kept if (self.PHASES.index(line["phase"]), line["step"]) < point]
+        partial = self.folder / f".{METRICS_FILE}.tmp"
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(partial, self.folder / METRICS_FILE)
+        self._start = time.monotonic() - (kept[-1]["time_s"] if kept else 0.0)
+        self._file = open(self.folder / METRICS_FILE, "a", encoding="utf-8")
+        self._tensorboard = self._open_tensorboard(resume_step) if config.tensorboard else None
+        self._wandb = self._open_wandb(config.wandb_project, run_config) if config.wandb else None
+
+    def _open_tensorboard(self, resume_step: int | None) -> Any:
+        module = _require("torch.utils.tensorboard", "tensorboard", "tracking.tensorboard")
+        return module.SummaryWriter(str(self.folder / "tensorboard"), purge_step=resume_step)
+
+    def _open_wandb(self, project: str, run_config: dict[str, Any]) -> Any:
+        wandb = _require("wandb", "wandb", "tracking.wandb")
+        online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE", "online") == "online"
+        run = wandb.init(
+            project=project,
+            dir=str(self.folder),
+            id=self.run_id,
+            name=self.folder.name,
+            config=run_config,
+            mode="online" if online else "offline",
+            resume="allow" if online else None,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        # Steps of a resumed run may be lower than those wandb saw last: they are an axis, not wandb's own counter.
+        run.define_metric("global_step")
+        run.define_metric("*", step_metric="global_step")
+        return run
+
+    def log(self, step: int, metrics: dict[str, float], phase: str | None = None) -> None:
+        """Write one line.
+
+        Args:
+            step: Optimiser iteration of RL, or optimiser step of SFT.
+            metrics: Names of ``METRICS``, or ``<name>/<task>``, to numbers.
+            phase: ``"sft"`` or ``"rl"``; None: ``"sft"`` if there is a metric under ``sft/``.
+
+        Raises:
+            ConfigError: A metric name is unknown.
+        """
+        check_names(metrics)
+        if phase is None:
+            phase = "sft" if any(name.startswith("sft/") for name in metrics) else "rl"
+        numbers = {name: float(value) for name, value in metrics.items()}
+        line = {"step": int(step), "phase": phase, "time_s": round(time.monotonic() - self._start, 3)}
+        line |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        if phase == "sft":  # both phases count from 0, so in the step-based sinks they have their own names
+            numbers = {name if name.startswith("sft/") else f"sft/{name}": value for name, value in numbers.items()}
+        if self._tensorboard is not None:
+            for name, value in numbers.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log({**numbers, "global_step": step})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, to be passed as ``run_id`` when the run is resumed."""
+        return {"run_id": self.run_id}
+
+    def close(self) -> None:
+        """Flush and close all sinks; a second call does nothing."""
+        if self._file.closed:
+            return
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish(quiet=True)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

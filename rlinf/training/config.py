@@ -1,0 +1,74 @@
+"""Configuration of rollouts, optimisation, behaviour cloning and processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlinf.config.options import option
+
+
+@dataclass
+class RolloutConfig:
+    """How experience is collected."""
+
+    backend: str = option("torch", "Generator: torch (in process).", choices=("torch",))
+    num_envs: int = option(64, "Parallel environments over all ranks.", minimum=1)
+    num_chunks: int = option(16, "Policy calls per environment and iteration.", minimum=1)
+    group_size: int = option(1, "Episodes that share an EpisodeSpec (GRPO and RLOO need 2 or more).", minimum=1)
+    auto_reset: bool = option(True, "Start a new episode where one ends; false: one episode per env and iteration.")
+    temperature: float = option(1.0, "Divides the logits in rollout and training alike.", minimum=1e-6)
+    num_pipelined_halves: int = option(2, "2: one half of the envs steps while the policy acts for the other; 1: in turn.", choices=(1, 2))
+
+
+@dataclass
+class TrainerConfig:
+    """The optimiser, the loop and what it writes."""
+
+    max_steps: int = option(100, "RL iterations (rollout + update).", minimum=0)
+    minibatch_size: int = option(128, "Samples of one optimiser step over all ranks.", minimum=1)
+    learning_rate: float = option(1e-4, "Peak learning rate of the policy.", minimum=0)
+    value_learning_rate: float = option(1e-3, "Learning rate of the value head.", minimum=0)
+    weight_decay: float = option(0.0, "AdamW weight decay of matrices.", minimum=0)
+    adam_beta1: float = option(0.9, "First AdamW coefficient.", minimum=0)
+    adam_beta2: float = option(0.95, "Second AdamW coefficient.", minimum=0)
+    adam_eps: float = option(1e-8, "AdamW epsilon.", minimum=0)
+    warmup_steps: int = option(0, "Optimiser steps of linear warm-up.", minimum=0)
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this global norm.", minimum=0)
+    parity_max_gap: float = option(1e-3, "Largest accepted |rollout - trainer| log-prob at step 0; above it the run stops.", minimum=0)
+    eval_every: int = option(0, "Iterations between evaluations; 0: only before and after training.", minimum=0)
+    save_every: int = option(0, "Iterations between checkpoints; 0: only at the end.", minimum=0)
+    max_keep: int = option(2, "Newest checkpoints kept; -1: all.", minimum=-1)
+    target_success_rate: float | None = option(None, "Stop when an evaluation during training reaches this rate; null: never.")
+    sharding: str = option("auto", "fsdp2: shard weights over ranks; none: one process; auto: fsdp2 when there is more than one rank.", choices=("auto", "fsdp2", "none"))
+
+
+@dataclass
+class ExpertConfig:
+    """The scripted demonstrator and its faults."""
+
+    aim_offset_m: list[float] = option([0.0, 0.0], "Metres (x, y) by which the demonstrator's aim is miscalibrated.")
+    jitter: float = option(0.0, "Standard deviation of noise on executed actions (labels stay clean), in units of the action range.", minimum=0)
+    keep_failures: bool = option(True, "Keep demonstrations that failed.")
+
+
+@dataclass
+class SFTConfig:
+    """Behaviour cloning of scripted demonstrations; runs before RL when `max_steps` > 0."""
+
+    max_steps: int = option(0, "Optimiser steps; 0: no behaviour cloning.", minimum=0)
+    num_demonstrations: int = option(1200, "Episodes of the scripted expert.", minimum=1)
+    expert: ExpertConfig = option(ExpertConfig(), "The demonstrator.")
+    batch_size: int = option(64, "Samples of one optimiser step over all ranks.", minimum=1)
+    learning_rate: float = option(5e-4, "Peak learning rate, constant after warm-up.", minimum=0)
+    warmup_steps: int = option(50, "Optimiser steps of linear warm-up.", minimum=0)
+    eval_every: int = option(0, "Optimiser steps between evaluations; 0: only at the end.", minimum=0)
+    time_limit_s: float | None = option(None, "Go on beyond max_steps until this many seconds have passed; null: stop at max_steps.")
+
+
+@dataclass
+class ClusterConfig:
+    """Processes and threads."""
+
+    num_processes: int = option(1, "Ranks on this machine (FSDP over gloo on CPU, nccl on GPUs).", minimum=1)
+    num_threads: int | None = option(None, "CPU threads per rank; null: all cores divided by the ranks.")
+    device: str = option("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))

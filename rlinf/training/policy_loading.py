@@ -1,0 +1,69 @@
+"""From a checkpoint or an export to a policy that acts."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlinf.config.options import from_mapping
+from rlinf.config.schema import RunConfig, build_config
+from rlinf.errors import CheckpointError
+from rlinf.models import build_policy
+from rlinf.models.config import TokenizerConfig
+from rlinf.training.checkpoint import CONFIG_FILE, is_checkpoint, load_weights, policy_folder
+from rlinf.training.model_files import STATISTICS_FILE
+
+
+def read_config(folder: str | os.PathLike) -> RunConfig:
+    """Return the configuration that lies in a checkpoint or an export.
+
+    Raises:
+        CheckpointError: It is missing or unreadable.
+        ConfigError: It is of another version of rlinf.
+    """
+    import yaml
+
+    path = Path(folder) / CONFIG_FILE
+    try:
+        return build_config(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {error}). Use another checkpoint."
+        ) from error
+
+
+def load_policy(folder: str | os.PathLike, config: RunConfig) -> Any:
+    """Build the policy of a checkpoint or an export, on the CPU, with its processor.
+
+    Weights, sizes, processor and action statistics come from the folder; how the policy is run (precision, attention,
+    ``unnorm_key``, ...) comes from ``config``. Adapters are put on the base weights that ``config.model`` names.
+
+    Args:
+        folder: Checkpoint or exported folder, already verified.
+        config: Configuration whose ``model`` section fits it.
+
+    Raises:
+        CheckpointError: The folder holds adapters and ``config`` does not expect any.
+        ConfigError: A size in ``config`` is not that of the folder.
+    """
+    source = policy_folder(folder)
+    if (source / "adapter_config.json").is_file():
+        return _load_adapter(Path(folder), source, config)
+    model = replace(config.model, model_path=str(source), init_config={})
+    return build_policy(replace(config, model=model, tokenizer=from_mapping(TokenizerConfig, {})))
+
+
+def _load_adapter(folder: Path, source: Path, config: RunConfig) -> Any:
+    if not config.model.is_lora:
+        raise CheckpointError(f"{source} holds LoRA adapters and no base weights. Type model.is_lora=true")
+    overrides = None
+    statistics = source / STATISTICS_FILE
+    if config.model.model_path is None and statistics.is_file():
+        overrides = {"norm_stats": json.loads(statistics.read_text(encoding="utf-8"))}
+    model = build_policy(replace(config, model=replace(config.model, lora_path=str(source))), overrides)
+    if is_checkpoint(folder):
+        load_weights(folder, model)  # the base weights too, which may have been random ones
+    return model

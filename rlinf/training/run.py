@@ -1,0 +1,316 @@
+"""From a configuration to a finished run folder: builds the parts, runs the phases, writes summary and report."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlinf.algorithms import ALGORITHMS
+from rlinf.config.options import to_mapping
+from rlinf.config.schema import RunConfig
+from rlinf.data.demonstrations import Demonstrations, collect_demonstrations
+from rlinf.distributed.process_group import launch, rank, set_num_threads, world_size
+from rlinf.distributed.weight_sync import WeightSync, frozen_copy
+from rlinf.envs import make_env
+from rlinf.errors import NonFiniteError
+from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.report import write_report
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.run import episode_list
+from rlinf.files import write_text
+from rlinf.manifest import Manifest, build_manifest, verify_files
+from rlinf.models import build_policy
+from rlinf.rollout.collector import RolloutCollector
+from rlinf.rollout.sampler import EpisodeSampler
+from rlinf.seeding import seed_everything
+from rlinf.tracking.progress import Progress
+from rlinf.tracking.tracker import Tracker
+from rlinf.training import checkpoint as checkpoints
+from rlinf.training.fsdp import shard
+from rlinf.training.policy_loading import load_policy
+from rlinf.training.train_worker import FailedBatch, TrainWorker, sft_trainer_config
+from rlinf.training.trainer import LoopState, StopRequested, Trainer
+
+
+class Run:
+    """One rank of one run. ``train`` and ``sft`` start it on every rank.
+
+    Args:
+        config: Validated configuration with ``output_dir`` set.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.folder = Path(config.output_dir)
+        self.is_writer = rank() == 0
+        device = config.cluster.device
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        if self.device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        set_num_threads(config.cluster.num_threads, config.cluster.num_processes)
+        seed_everything(config.seed)
+        self.stop_signal: int | None = None
+        self.eval_env = make_env(config.env, config.evaluation.num_envs, auto_reset=False)
+        self.model = self._build_model()
+        self.reference = frozen_copy(self.model) if config.algorithm.kl_coef > 0 else None
+        sharded = world_size() > 1 if config.trainer.sharding == "auto" else config.trainer.sharding == "fsdp2"
+        rollout_model = frozen_copy(self.model) if sharded else self.model
+        if sharded:
+            shard(self.model, self.device)
+        self.sync = WeightSync(self.model, rollout_model)
+        self.worker = TrainWorker(
+            self.model,
+            sft_trainer_config(config.trainer, config.sft),
+            temperature=config.rollout.temperature,
+            micro_batch_size=config.model.micro_batch_size,
+            val_micro_batch_size=config.model.val_micro_batch_size,
+            precision=config.model.precision,
+        )
+        self.state = self._initial_state()
+        self.tracker = self._open_tracker() if self.is_writer else None
+        self.progress = Progress(enabled=config.tracking.progress and self.is_writer)
+
+    def _build_model(self) -> torch.nn.Module:
+        config = self.config
+        if config.init_from is not None:
+            folder = checkpoints.resolve_checkpoint(config.init_from)
+            saved = Manifest.load(folder)
+            verify_files(folder, saved)
+            return load_policy(folder, config).to(self.device)
+        random_weights = config.model.model_path is None
+        overrides = {"norm_stats": {config.env.name: self.eval_env.action_statistics()}} if random_weights else None
+        return build_policy(config, overrides).to(self.device)
+
+    def _initial_state(self) -> LoopState:
+        if self.config.resume is None:
+            return LoopState(phase="sft" if self.config.sft.max_steps > 0 else "rl")
+        folder = checkpoints.resolve_checkpoint(self.config.resume)
+        phase = checkpoints.read_loop_state(folder)["phase"]
+        if phase == "rl":
+            self.worker.start_phase(self.config.trainer)
+        state = LoopState(**checkpoints.load_checkpoint(folder, model=self.model, optimizer=self.worker.optimizer))
+        self.worker.num_updates = state.sft_step if phase == "sft" else state.policy_version - state.sft_step
+        return state
+
+    def _open_tracker(self) -> Tracker:
+        state = self.state
+        resumed = self.config.resume is not None
+        tracker = Tracker(
+            self.folder,
+            self.config.tracking,
+            to_mapping(self.config),
+            run_id=state.tracker_run_id,
+            resume_step=(state.sft_step if state.phase == "sft" else state.step) if resumed else None,
+            resume_phase=state.phase,
+        )
+        state.tracker_run_id = tracker.run_id
+        return tracker
+
+    def evaluate(self, tag: str) -> EvaluationResult | None:
+        """Evaluate the rollout policy on the held-out episodes; on rank 0 only."""
+        if not self.is_writer:
+            return None
+        config = self.config.evaluation
+        final = tag in ("before_rl", "after_rl", "after_sft", "before_training")
+        folder = self.folder / "eval" / tag
+        with self.worker.autocast():
+            result = evaluate_policy(
+                self.sync.rollout_model,
+                self.eval_env,
+                episode_list(self.eval_env, config.split, config.num_episodes),
+                greedy=config.greedy,
+                temperature=self.config.rollout.temperature,
+                seed=self.config.seed,
+                val_micro_batch_size=self.config.model.val_micro_batch_size,
+                video_folder=folder / "videos" if final and config.num_videos_per_task else None,
+                num_videos_per_task=config.num_videos_per_task,
+                video_size=config.video_size,
+            )
+        result.to_json(folder / "result.json")
+        self.progress.note(f"eval {tag}: {result.successes}/{result.episodes} = {result.success_rate:.1%} "
+                           f"(95 % {result.interval[0]:.1%} - {result.interval[1]:.1%})")  # fmt: skip
+        return result
+
+    def execute(self) -> None:
+        """Run behaviour cloning and RL as configured, then write summary and report."""
+        config = self.config
+        trainer = Trainer(
+            config,
+            worker=self.worker,
+            collector=self._collector(),
+            algorithm=ALGORITHMS.get(config.algorithm.name)(config.algorithm),
+            sync=self.sync,
+            reference=self.reference,
+            evaluate=self.evaluate,
+            save=self.save,
+            log=self._log,
+            progress=self.progress.update,
+            should_stop=lambda: self.stop_signal is not None,
+            state=self.state,
+        )
+        try:
+            if self.state.phase == "sft":
+                trainer.run_sft(self.demonstrations)
+            trainer.evaluate_phase("before_rl")
+            if config.trainer.max_steps > 0:
+                trainer.run_rl()
+                trainer.evaluate_phase("after_rl")
+        except NonFiniteError as error:
+            error.add_note(f"Report of the batch: {self._write_failure(self.worker.failed_batch)}")
+            raise
+        finally:
+            trainer.collector.close()
+            self.eval_env.close()
+            if self.tracker is not None:
+                self.tracker.close()
+            self.progress.close()
+        if self.is_writer:
+            self.write_summary()
+
+    def _collector(self) -> RolloutCollector:
+        config = self.config
+        sampler = EpisodeSampler(
+            self.eval_env.episode_specs("train"), len(self.eval_env.task_names), config.rollout.group_size, config.seed
+        )
+        return RolloutCollector(
+            lambda num_envs: make_env(config.env, num_envs, auto_reset=config.rollout.auto_reset),
+            sampler,
+            num_envs=config.rollout.num_envs,
+            num_chunks=config.rollout.num_chunks,
+            temperature=config.rollout.temperature,
+            num_halves=config.rollout.num_pipelined_halves,
+            rank=rank(),
+            num_ranks=world_size(),
+        )
+
+    def demonstrations(self) -> Demonstrations:
+        """Collect the scripted expert's demonstrations (the same on every rank)."""
+        config = self.config
+        demonstrations = collect_demonstrations(
+            self.eval_env, config.sft.num_demonstrations, config.sft.expert, config.model.action_chunks_len, config.seed
+        )
+        self.progress.note(f"{len(demonstrations.episodes)} demonstrations, {len(demonstrations)} rows; the demonstrator "
+                           f"succeeds in {demonstrations.success_rate:.1%}")  # fmt: skip
+        return demonstrations
+
+    def save(self, state: LoopState) -> Path | None:
+        """Write a checkpoint of the present state (a collective call)."""
+        step = state.sft_step if state.phase == "sft" else state.step
+        return checkpoints.save_checkpoint(
+            self.folder / "checkpoints" / f"{state.phase}_{step:06d}",
+            model=self.model,
+            optimizer=self.worker.optimizer,
+            loop_state=asdict(state),
+            run_config=to_mapping(self.config),
+            manifest=build_manifest(self.config, self.sync.rollout_model, policy_version=state.policy_version),
+            max_keep=self.config.trainer.max_keep,
+        )
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        if self.tracker is not None:
+            self.tracker.log(step, metrics)
+
+    def _write_failure(self, failed: FailedBatch) -> Path:
+        folder = self.folder / "failed_batch"
+        if self.is_writer:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(failed.tensors, folder / "tensors.pt.tmp")
+            os.replace(folder / "tensors.pt.tmp", folder / "tensors.pt")
+            summary = {
+                "phase": failed.phase, "step": failed.step, "loss": str(failed.loss), "grad_norm": str(failed.grad_norm),
+                "parameters_with_bad_gradients": failed.bad_parameters, "instructions": failed.instructions,
+                "tensors": {
+                    name: {
+                        "shape": list(tensor.shape), "num_not_finite": int((~torch.isfinite(tensor.float())).sum()),
+                        "min": str(float(tensor.float().min())), "max": str(float(tensor.float().max())),
+                    }
+                    for name, tensor in failed.tensors.items()
+                },
+            }  # fmt: skip
+            write_text(folder / "report.json", json.dumps(summary, indent=1))
+        return folder
+
+    def write_summary(self) -> None:
+        """Write ``summary.json`` and the report, and print the closing table."""
+        state, evaluations = self.state, self.state.evaluations
+        summary: dict[str, Any] = {
+            "experiment": self.config.experiment_name,
+            "seed": self.config.seed,
+            "train_wall_s": round(state.train_wall_s, 1),
+            "env_steps": state.env_steps,
+        }
+        for key, tag in (("success_before_rl", "before_rl"), ("success_after_rl", "after_rl")):
+            if tag in evaluations:
+                names = ("success_rate", "successes", "episodes", "interval")
+                summary[key] = {name: evaluations[tag][name] for name in names}
+        write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
+        report = write_report(self.folder)
+        print(closing_table(summary), f"report: {report}", sep="\n", flush=True)
+
+
+def closing_table(summary: dict[str, Any]) -> str:
+    """Return the lines that end a run: success before and after RL with intervals, and the seconds of training."""
+    lines = [f"{'':12}  success     k/n  95 % interval"]
+    for label, key in (("before RL", "success_before_rl"), ("after RL", "success_after_rl")):
+        if key in summary:
+            row = summary[key]
+            low, high = row["interval"]
+            count = f"{row['successes']}/{row['episodes']}"
+            lines.append(f"{label:12}  {row['success_rate']:6.1%}  {count:>7}  {low:.1%} - {high:.1%}")
+    lines.append(f"training took {summary['train_wall_s']:.0f} s, {summary['env_steps']:,} env steps, seed {summary['seed']}")
+    return "\n".join(lines)
+
+
+def _execute_rank(config: RunConfig) -> None:
+    run = Run(config)
+    restore = _handle_signals(run)
+    try:
+        run.execute()
+    except StopRequested as stop:
+        if run.is_writer:
+            print(f"\n{stop}; continue with resume={config.output_dir}", file=sys.stderr, flush=True)
+        sys.exit(128 + run.stop_signal if run.stop_signal else 1)
+    finally:
+        restore()
+
+
+def _handle_signals(run: Run) -> Callable[[], None]:
+    """Let the first SIGINT or SIGTERM end the run after the present step, and a second SIGINT at once."""
+
+    def handle(number: int, _frame: object) -> None:
+        if run.stop_signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        run.stop_signal = number
+        if run.is_writer:
+            print("\nstopping after this step; the state is saved first", file=sys.stderr, flush=True)
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    return restore
+
+
+def train(config: RunConfig) -> Path:
+    """Run an experiment: cloning if ``sft.max_steps`` > 0, evaluation, RL, evaluation, report.
+
+    Returns:
+        The run folder.
+    """
+    launch(_execute_rank, config, config.cluster.num_processes, config.cluster.device)
+    return Path(config.output_dir)
+
+
+def sft(config: RunConfig) -> Path:
+    """Run the behaviour cloning of an experiment only."""
+    return train(replace(config, trainer=replace(config.trainer, max_steps=0)))

@@ -1,0 +1,257 @@
+"""One trainer rank: scores rollouts, takes optimiser steps. It knows nothing of envs, files or how ranks were started."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlinf.algorithms.base import Algorithm, LossCounts
+from rlinf.distributed.process_group import rank, sum_over_ranks, world_size
+from rlinf.errors import NonFiniteError
+from rlinf.training.config import SFTConfig, TrainerConfig
+from rlinf.training.fsdp import clip_grad_norm
+from rlinf.types import Observation, RolloutBatch
+
+VALUE_HEAD = "value_head"
+
+
+@dataclass
+class FailedBatch:
+    """What is kept of a minibatch whose loss or gradient was not finite, for the report."""
+
+    phase: str
+    step: int
+    loss: float
+    grad_norm: float
+    bad_parameters: list[str]
+    instructions: list[str]
+    tensors: dict[str, Tensor]
+
+
+class TrainWorker:
+    """Trains one policy.
+
+    Args:
+        model: The policy, sharded when there is more than one rank.
+        config: Optimiser settings.
+        temperature: Of the action distribution, as in the rollout.
+        micro_batch_size: Rows of a forward-backward pass.
+        val_micro_batch_size: Rows of a forward pass.
+        precision: ``bf16-mixed`` runs under autocast.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainerConfig,
+        *,
+        temperature: float,
+        micro_batch_size: int,
+        val_micro_batch_size: int,
+        precision: str,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.temperature = temperature
+        self.micro_batch_size = micro_batch_size
+        self.val_micro_batch_size = val_micro_batch_size
+        self.precision = precision
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.policy_parameters = [p for name, p in named if VALUE_HEAD not in name]
+        self.value_parameters = [p for name, p in named if VALUE_HEAD in name]
+        self.optimizer = self.new_optimizer()
+        self.num_updates = 0
+        self.failed_batch: FailedBatch | None = None
+
+    def new_optimizer(self) -> torch.optim.AdamW:
+        """AdamW over policy matrices (decayed), other policy parameters, and the value head."""
+        config = self.config
+        matrices = [p for p in self.policy_parameters if p.ndim >= 2]
+        others = [p for p in self.policy_parameters if p.ndim < 2]
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay, "base_lr": config.learning_rate},
+            {"params": others, "weight_decay": 0.0, "base_lr": config.learning_rate},
+            {"params": self.value_parameters, "weight_decay": 0.0, "base_lr": config.value_learning_rate},
+        ]
+        return torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            foreach=True,
+        )
+
+    def start_phase(self, config: TrainerConfig) -> None:
+        """Begin behaviour cloning or RL with a fresh optimiser."""
+        self.config = config
+        self.optimizer = self.new_optimizer()
+        self.num_updates = 0
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """bf16 autocast when the precision asks for it; rollout and training use the same context."""
+        if self.precision != "bf16-mixed":
+            return contextlib.nullcontext()
+        return torch.autocast(next(self.model.parameters()).device.type, torch.bfloat16)
+
+    @torch.no_grad()
+    def evaluate(self, batch: RolloutBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+        """Score a time-major rollout of this rank.
+
+        Args:
+            batch: Rollout.
+            model: Another policy (the reference); None: the trained one.
+
+        Returns:
+            Log-probabilities float32 ``[T, B, A]`` and values ``[T, B]``.
+        """
+        model = model or self.model
+        model.eval()
+        tokens = batch.action_tokens.flatten(0, 1)
+        logprobs, values = [], []
+        with self.autocast():
+            for start in range(0, len(tokens), self.val_micro_batch_size):
+                rows = np.arange(start, min(start + self.val_micro_batch_size, len(tokens)))
+                inputs = model.preprocess(batch.observation.select(rows))
+                device = next(iter(inputs.values())).device
+                scored = model.evaluate_actions(inputs, tokens[rows].to(device), self.temperature)
+                logprobs.append(scored.logprobs.cpu())
+                values.append(scored.values.cpu())
+        shape = batch.loss_mask.shape
+        return torch.cat(logprobs).unflatten(0, shape), torch.cat(values).unflatten(0, shape)
+
+    def update(self, batch: RolloutBatch, algorithm: Algorithm, step: int) -> dict[str, float]:
+        """Take one optimiser step on a flattened minibatch that all ranks hold; each computes its share.
+
+        The loss is divided by counts of the whole minibatch, so neither the micro-batch size nor the number of ranks
+        changes the gradient.
+
+        Returns:
+            Metrics of the minibatch, equal on all ranks.
+
+        Raises:
+            NonFiniteError: Loss or gradient is not finite; weights and optimiser stay as they were.
+        """
+        self.model.train()
+        counts = LossCounts.of(batch, algorithm.config.logprob_level)
+        totals: dict[str, float] = {}
+        frozen = algorithm.policy_is_frozen(step)
+        for index, valid in self._micro_batches(len(batch.loss_mask)):
+            micro = batch.select(index)
+            micro.loss_mask = micro.loss_mask & valid
+            with self.autocast():
+                inputs = self.model.preprocess(micro.observation)
+                device = next(iter(inputs.values())).device
+                tokens = micro.action_tokens.to(device)
+                evaluation = self.model.evaluate_actions(inputs, tokens, self.temperature)
+            evaluation = type(evaluation)(*(tensor.cpu() for tensor in evaluation))
+            output = algorithm.loss(micro, evaluation, counts, step)
+            self._backward(output.loss)
+            for name, value in output.metrics.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        metrics = dict(zip(totals, sum_over_ranks(list(totals.values())), strict=True))
+        metrics["grad_norm"] = self._step(metrics["loss"], frozen, "rl", step, batch)
+        metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        return metrics
+
+    def sft_update(self, observation: Observation, actions: Tensor, step: int) -> dict[str, float]:
+        """Take one behaviour-cloning step on rows that all ranks hold (``actions [N, C, D]`` in env units)."""
+        self.model.train()
+        loss = 0.0
+        for index, valid in self._micro_batches(len(actions)):
+            with self.autocast():
+                inputs = self.model.preprocess(observation.select(index.numpy()))
+                device = next(iter(inputs.values())).device
+                rows = self.model.sft_loss(inputs, actions[index].to(device))
+            part = torch.where(valid.to(device), rows.float(), 0.0).sum() / len(actions)
+            self._backward(part)
+            loss += float(part.detach())
+        loss = sum_over_ranks([loss])[0]
+        grad_norm = self._step(loss, False, "sft", step, None, observation)
+        return {"loss": loss, "grad_norm": grad_norm, "learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    def _micro_batches(self, num_rows: int) -> list[tuple[Tensor, Tensor]]:
+        """This rank's rows of a minibatch in equal numbers of micro-batches on every rank, and which rows count."""
+        per_rank = -(-num_rows // world_size())
+        padded = torch.arange(per_rank * world_size())
+        mine = padded[rank() :: world_size()]
+        valid = mine < num_rows
+        mine = mine.clamp_max(num_rows - 1)
+        return list(zip(mine.split(self.micro_batch_size), valid.split(self.micro_batch_size), strict=True))
+
+    def _backward(self, loss: Tensor) -> None:
+        # FSDP2 averages gradients over ranks; the loss is a share of a global mean, so they must be added.
+        (loss * world_size()).backward()
+
+    def _step(
+        self, loss: float, frozen: bool, phase: str, step: int,
+        batch: RolloutBatch | None, observation: Observation | None = None,
+    ) -> float:  # fmt: skip
+        """Clip, check and apply the gradient; returns its norm before clipping."""
+        if frozen:
+            # AdamW skips parameters without a gradient altogether: no decay, no momentum, no movement.
+            for parameter in self.policy_parameters:
+                parameter.grad = None
+        trained = [p for p in [*self.policy_parameters, *self.value_parameters] if p.grad is not None]
+        # The value head learns at its own pace: clipping it with the policy would let a large value error shrink
+        # the policy's step.
+        policy_norm = clip_grad_norm([p for p in self.policy_parameters if p.grad is not None], self.config.max_grad_norm)
+        value_norm = clip_grad_norm([p for p in self.value_parameters if p.grad is not None], self.config.max_grad_norm)
+        norm = float((policy_norm**2 + value_norm**2).sqrt())
+        if not (np.isfinite(loss) and np.isfinite(norm)):
+            self._fail(loss, norm, phase, step, batch, observation)
+        warmup = min(1.0, (self.num_updates + 1) / max(1, self.config.warmup_steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base_lr"] * warmup
+        if trained:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.num_updates += 1
+        return norm
+
+    def _fail(
+        self, loss: float, norm: float, phase: str, step: int, batch: RolloutBatch | None, observation: Observation | None
+    ) -> None:
+        bad = [
+            name for name, p in self.model.named_parameters()
+            if p.grad is not None and not bool(torch.isfinite(p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad).all())
+        ]  # fmt: skip
+        rows = batch.observation if batch is not None else observation
+        tensors = batch.tensors() if batch is not None else {}
+        self.failed_batch = FailedBatch(phase, step, loss, norm, bad, list(rows.instruction), tensors)
+        self.optimizer.zero_grad(set_to_none=True)
+        raise NonFiniteError(
+            f"{phase} step {step}: loss {loss}, gradient norm {norm}; gradients of {len(bad)} parameters are not finite"
+            f"{' (first: ' + bad[0] + ')' if bad else ''}. The optimiser step was not taken. Lower "
+            f"{phase if phase == 'sft' else 'trainer'}.learning_rate, or use model.precision=fp32."
+        )
+
+
+def minibatch_indices(valid: Tensor, minibatch_size: int, seed: int) -> list[Tensor]:
+    """Shuffle the valid rows of a rollout and cut them into minibatches of nearly equal size.
+
+    Args:
+        valid: bool ``[N]``.
+        minibatch_size: Largest size; the number of minibatches is ``ceil(valid / minibatch_size)``.
+        seed: Fixes the order.
+
+    Returns:
+        Index tensors, together a permutation of the valid rows.
+    """
+    rows = torch.nonzero(valid).flatten()
+    if len(rows) == 0:
+        return []
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    return list(rows[order].tensor_split(-(-len(rows) // minibatch_size)))
+
+
+def sft_trainer_config(trainer: TrainerConfig, sft: SFTConfig) -> TrainerConfig:
+    """The optimiser settings of behaviour cloning: those of the trainer with SFT's learning rate and warm-up."""
+    from dataclasses import replace
+
+    return replace(trainer, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps)
+
+

@@ -1,0 +1,264 @@
+"""The training loop: behaviour cloning, then reinforcement learning. Every rank runs it; rank 0 writes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlinf.algorithms.base import Algorithm
+from rlinf.config.schema import RunConfig
+from rlinf.data.demonstrations import Demonstrations
+from rlinf.distributed.process_group import any_rank, gather_rollout, sum_over_ranks
+from rlinf.distributed.weight_sync import WeightSync
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.rollout.collector import RolloutCollector
+from rlinf.rollout.parity import check_parity
+from rlinf.seeding import derive_seed
+from rlinf.training.memory import memory_metrics
+from rlinf.training.train_worker import TrainWorker, minibatch_indices
+from rlinf.types import RolloutBatch
+
+
+@dataclass
+class LoopState:
+    """Where a run is; saved with every checkpoint.
+
+    Attributes:
+        phase: ``sft`` or ``rl``.
+        sft_step, step: Next optimiser step of cloning, next iteration of RL.
+        env_steps: Env steps of RL so far.
+        policy_version: Weight updates so far.
+        train_wall_s: Seconds of training so far (demonstrations, cloning, RL; not evaluation).
+        tracker_run_id: Identity of the metric run.
+        evaluations: Tag to summary of each evaluation so far.
+    """
+
+    phase: str = "sft"
+    sft_step: int = 0
+    step: int = 0
+    env_steps: int = 0
+    policy_version: int = 0
+    train_wall_s: float = 0.0
+    tracker_run_id: str | None = None
+    evaluations: dict[str, Any] = field(default_factory=dict)
+
+
+class StopRequested(Exception):
+    """A signal asked for an orderly end; the loop has saved its state."""
+
+
+class Trainer:
+    """Runs the phases of one experiment.
+
+    Args:
+        config: The whole configuration.
+        worker: Scores and updates the policy.
+        collector: Plays it.
+        algorithm: Turns rollouts into losses.
+        sync: Brings new weights to the rollout policy.
+        reference: Frozen policy for the KL penalty, or None.
+        evaluate: ``evaluate(tag) -> EvaluationResult`` on rank 0 (None elsewhere).
+        save: ``save(state)`` writes a checkpoint; a collective call.
+        log: ``log(step, metrics)`` on rank 0.
+        progress: Live line on rank 0.
+        should_stop: True once a signal arrived.
+        state: Where to begin.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        worker: TrainWorker,
+        collector: RolloutCollector,
+        algorithm: Algorithm,
+        sync: WeightSync,
+        reference: nn.Module | None,
+        evaluate: Callable[[str], EvaluationResult | None],
+        save: Callable[[LoopState], Path | None],
+        log: Callable[[int, dict[str, float]], None],
+        progress: Callable[..., None],
+        should_stop: Callable[[], bool],
+        state: LoopState,
+    ) -> None:
+        self.config = config
+        self.worker = worker
+        self.collector = collector
+        self.algorithm = algorithm
+        self.sync = sync
+        self.reference = reference
+        self._evaluate = evaluate
+        self._save = save
+        self._log = log
+        self._progress = progress
+        self._should_stop = should_stop
+        self.state = state
+
+    def run_sft(self, collect: Callable[[], Demonstrations]) -> None:
+        """Clone demonstrations from ``state.sft_step`` on, then switch the state to RL with a fresh optimiser."""
+        config, state = self.config.sft, self.state
+        if self._sft_goes_on():
+            start = time.monotonic()
+            demonstrations = collect()
+            state.train_wall_s += time.monotonic() - start
+        while self._sft_goes_on():
+            start = time.monotonic()
+            step = state.sft_step
+            observation, actions = demonstrations.batch(step, config.batch_size, derive_seed(self.config.seed, "sft"))
+            metrics = self.worker.sft_update(observation, actions, step)
+            state.sft_step += 1
+            state.policy_version += 1
+            elapsed = time.monotonic() - start
+            state.train_wall_s += elapsed
+            last = not self._sft_goes_on()
+            if step % 10 == 0 or last:
+                named = {f"sft/{name}": value for name, value in metrics.items()}
+                named |= {"time/update_s": elapsed, "time/total_s": state.train_wall_s}
+                self._log(step, named | {"throughput/samples_per_s": config.batch_size / elapsed})
+            self._progress("sft", state.sft_step, max(config.max_steps, state.sft_step), loss=metrics["loss"])
+            if config.eval_every and state.sft_step % config.eval_every == 0 and not last:
+                self._evaluate_now(f"sft_{state.sft_step:06d}", state.sft_step, "sft")
+            self._checkpoint_if_due(state.sft_step, last)
+        state.phase = "rl"
+        self.worker.start_phase(self.config.trainer)
+
+    def _sft_goes_on(self) -> bool:
+        config, state = self.config.sft, self.state
+        within_time = config.time_limit_s is not None and state.train_wall_s < config.time_limit_s
+        return state.sft_step < config.max_steps or any_rank(within_time)
+
+    def run_rl(self) -> None:
+        """Iterate from ``state.step`` to ``trainer.max_steps``."""
+        config, state = self.config.trainer, self.state
+        while state.step < config.max_steps:
+            start = time.monotonic()
+            step = state.step
+            metrics = self.iteration(step)
+            elapsed = time.monotonic() - start
+            state.train_wall_s += elapsed
+            state.step += 1
+            metrics |= {"time/total_s": state.train_wall_s, **memory_metrics()}
+            last = state.step == config.max_steps
+            self._progress(
+                "rl", state.step, config.max_steps, success_rate=metrics["rollout/success_rate"],
+                env_steps_per_s=metrics["throughput/env_steps_per_s"],
+            )  # fmt: skip
+            if config.eval_every and state.step % config.eval_every == 0 and not last:
+                result = self._evaluate_now(f"step_{state.step:06d}", step, "rl", metrics)
+                target = config.target_success_rate
+                if target is not None and any_rank(result is not None and result.success_rate >= target):
+                    self._log(step, metrics)
+                    self._checkpoint_if_due(state.step, True)
+                    return
+            self._log(step, metrics)
+            self._checkpoint_if_due(state.step, last)
+
+    def iteration(self, step: int) -> dict[str, float]:
+        """One iteration of reinforcement learning; returns its metrics."""
+        config, state, algorithm = self.config, self.state, self.algorithm
+        clock = _Clock()
+        self.sync.push(state.policy_version)
+        clock.lap("sync")
+        model = self.sync.rollout_model.eval()
+        with self.worker.autocast():
+            batch = self.collector.collect(model, step, state.policy_version, algorithm.needs_values)
+        clock.lap("rollout")
+        batch.old_logprobs, batch.values = self.worker.evaluate(batch)
+        if algorithm.needs_reference:
+            batch.ref_logprobs, _ = self.worker.evaluate(batch, self.reference)
+        batch = gather_rollout(batch)
+        clock.lap("logprob")
+        metrics = check_parity(batch, step, config.trainer.parity_max_gap)
+        metrics |= rollout_metrics(batch)
+        metrics |= algorithm.compute_advantages(batch)
+        flat = batch.flatten()
+        updates: list[dict[str, float]] = []
+        for epoch in range(config.algorithm.update_epochs):
+            seed = derive_seed(config.seed, "minibatches", step, epoch)
+            for index in minibatch_indices(flat.loss_mask, config.trainer.minibatch_size, seed):
+                updates.append(self.worker.update(flat.select(index), algorithm, step))
+        state.policy_version += len(updates)
+        clock.lap("update")
+        env_steps = int(batch.action_mask.sum())
+        state.env_steps += env_steps
+        for name in updates[0] if updates else ():
+            metrics[f"train/{name}"] = sum(update[name] for update in updates) / len(updates)
+        metrics |= clock.metrics()
+        metrics["rollout/env_steps_total"] = state.env_steps
+        metrics["throughput/env_steps_per_s"] = env_steps / clock.total()
+        metrics["throughput/samples_per_s"] = int(flat.loss_mask.sum()) * config.algorithm.update_epochs / clock.seconds["update"]
+        return metrics
+
+    def evaluate_phase(self, tag: str) -> None:
+        """Evaluate between phases and remember the result under ``tag``; a resumed run does not repeat it."""
+        if tag not in self.state.evaluations:
+            metrics: dict[str, float] = {}
+            is_sft = tag == "after_sft"
+            self._evaluate_now(tag, self.state.sft_step if is_sft else self.state.step, "sft" if is_sft else "rl", metrics)
+            if metrics:
+                self._log(self.state.step, metrics)
+
+    def _evaluate_now(
+        self, tag: str, step: int, phase: str, metrics: dict[str, float] | None = None
+    ) -> EvaluationResult | None:
+        start = time.monotonic()
+        self.sync.push(self.state.policy_version)
+        result = self._evaluate(tag)
+        if result is not None:
+            summary = result.summary()
+            where = {"env_steps": self.state.env_steps, "train_wall_s": self.state.train_wall_s, "phase": phase}
+            self.state.evaluations[tag] = summary | where | {"step": step}
+            if metrics is not None:
+                metrics |= result.metrics() | {"time/eval_s": time.monotonic() - start}
+            else:
+                self._log(step, {**result.metrics(), "sft/loss": float("nan")})
+        sum_over_ranks([0.0])  # the other ranks wait here
+        return result
+
+    def _checkpoint_if_due(self, step: int, last: bool) -> None:
+        """Save at the end of a phase, every ``save_every`` steps, and before stopping on a signal."""
+        every = self.config.trainer.save_every
+        stop = any_rank(self._should_stop())
+        if last or stop or (every and step % every == 0):
+            self._save(self.state)
+        if stop:
+            raise StopRequested(f"stopped by a signal after step {step} of phase {self.state.phase}")
+
+
+class _Clock:
+    """Seconds of the parts of an iteration."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.monotonic()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def metrics(self) -> dict[str, float]:
+        return {f"time/{name}_s": value for name, value in self.seconds.items()}
+
+
+def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Success, return and length of the episodes that finished in a rollout (``rollout/*``)."""
+    episodes = batch.episodes
+    count = max(1, len(episodes))
+    return {
+        "rollout/success_rate": sum(e.success for e in episodes) / count,
+        "rollout/return_mean": sum(e.episode_return for e in episodes) / count,
+        "rollout/episode_len": sum(e.num_env_steps for e in episodes) / count,
+        "rollout/num_episodes": len(episodes),
+    }

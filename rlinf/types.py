@@ -1,0 +1,206 @@
+"""Every type that crosses a module boundary, with its shape.
+
+Axes: ``B`` parallel envs (or rows of a batch), ``T`` policy calls of a rollout (it counts chunks, not env steps),
+``C`` actions of one chunk, ``D`` numbers of one action, ``A`` log-probability columns of one policy call
+(``C * D`` for a token policy), ``H, W`` pixels, ``S`` state width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True, order=True)
+class EpisodeSpec:
+    """What fixes an episode before the policy acts: equal specs give bit-identical first observations.
+
+    Attributes:
+        suite: Name of the task suite (``"tabletop"``).
+        task_id: Index into the suite's tasks.
+        init_state_id: Index of the initial state within the task; train and evaluation ranges are disjoint.
+        seed: Seed of everything random inside the episode.
+    """
+
+    suite: str
+    task_id: int
+    init_state_id: int
+    seed: int
+
+
+@dataclass
+class Observation:
+    """What a policy sees of ``B`` envs.
+
+    Attributes:
+        images: Camera name to uint8 ``[B, H, W, 3]``.
+        state: float32 ``[B, S]`` or None.
+        instruction: ``B`` sentences.
+    """
+
+    images: dict[str, np.ndarray]
+    state: np.ndarray | None
+    instruction: list[str]
+
+    def __len__(self) -> int:
+        return len(self.instruction)
+
+    def select(self, index: Sequence[int] | np.ndarray) -> Observation:
+        """Return the rows ``index`` (integers) as a new observation."""
+        index = np.asarray(index, dtype=np.int64)
+        return Observation(
+            images={name: image[index] for name, image in self.images.items()},
+            state=None if self.state is None else self.state[index],
+            instruction=[self.instruction[i] for i in index],
+        )
+
+    @staticmethod
+    def concatenate(parts: Sequence[Observation]) -> Observation:
+        """Join observations along the row axis."""
+        first = parts[0]
+        return Observation(
+            images={name: np.concatenate([part.images[name] for part in parts]) for name in first.images},
+            state=None if first.state is None else np.concatenate([part.state for part in parts]),
+            instruction=[sentence for part in parts for sentence in part.instruction],
+        )
+
+
+class ActionPrediction(NamedTuple):
+    """What ``predict_action_batch`` returns, in this order.
+
+    Attributes:
+        actions: ``[B, C, D]`` float32 in env units.
+        sequences: Token policies: ``[B, L + A]`` prompt and action tokens. Other policies: ``[B, A]``, what
+            ``evaluate_actions`` needs to score the same actions again.
+        logits: Token policies: ``[B, A, n_bins or V]``. Gaussian policies: ``[B, A, 2]`` means and log-stds.
+        values: ``[B]`` float32.
+    """
+
+    actions: Tensor
+    sequences: Tensor
+    logits: Tensor
+    values: Tensor
+
+
+class ActionEvaluation(NamedTuple):
+    """What ``evaluate_actions`` returns: float32 ``logprobs [B, A]``, ``entropy [B, A]``, ``values [B]``."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor
+
+
+@dataclass
+class EpisodeResult:
+    """One finished episode."""
+
+    spec: EpisodeSpec
+    task: str
+    success: bool
+    episode_return: float
+    num_env_steps: int
+
+
+@dataclass
+class ChunkStep:
+    """What ``VectorEnv.chunk_step`` returns.
+
+    Attributes:
+        observation: What the policy sees next. Under auto-reset, rows of finished episodes show the new episode.
+        rewards: float32 ``[B, C]``; 0 where not executed.
+        executed: bool ``[B, C]``: the action was applied (false after the episode's end inside the chunk, and for
+            rows that had finished before, when auto-reset is disabled).
+        terminated: bool ``[B]``: the episode ended by its own rules during this chunk.
+        truncated: bool ``[B]``: the episode was cut by the time limit during this chunk (never both).
+        success: bool ``[B]``: success at the end of this chunk (of the ended episode, where one ended).
+        final_env_ids: int64 ``[K]``: rows whose episode ended during this chunk.
+        final_observation: True last observation of these K episodes, or None when K is 0.
+        episodes: The K results, in the order of ``final_env_ids``.
+    """
+
+    observation: Observation
+    rewards: np.ndarray
+    executed: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    success: np.ndarray
+    final_env_ids: np.ndarray
+    final_observation: Observation | None
+    episodes: list[EpisodeResult]
+
+
+@dataclass
+class RolloutBatch:
+    """A time-major rollout. Everything ``[T, B, ...]``; after ``flatten`` everything ``[N, ...]`` with ``N = T * B``.
+
+    Attributes:
+        observation: ``T * B`` rows, time-major.
+        action_tokens: ``[T, B, A]`` what was sampled (int64 tokens, or float32 for continuous policies).
+        rollout_logprobs: float32 ``[T, B, A]`` as the generator computed them.
+        action_rewards: float32 ``[T, B, C]``.
+        action_mask: bool ``[T, B, C]``: the action was executed.
+        loss_mask: bool ``[T, B]``: the policy call belongs to an episode (false after its end).
+        terminated, truncated: bool ``[T, B]``.
+        bootstrap_values: float32 ``[T, B]``: value of the true final observation where ``truncated``, of the
+            observation after the last chunk in the last row of a running episode, else 0.
+        group_ids: int64 ``[T, B]``: equal for episodes that share an ``EpisodeSpec``.
+        episode_ids: int64 ``[T, B]``.
+        policy_version: int64 ``[T, B]``: number of weight updates behind the sample.
+        values, old_logprobs, ref_logprobs: Filled by the trainer (``[T, B]``, ``[T, B, A]``, ``[T, B, A]``).
+        advantages: ``[T, B, C]``, returns ``[T, B]``: filled by ``Algorithm.compute_advantages``.
+        episodes: Episodes that finished during the rollout.
+        specs: ``episode_ids`` to ``EpisodeSpec``.
+    """
+
+    observation: Observation
+    action_tokens: Tensor
+    rollout_logprobs: Tensor
+    action_rewards: Tensor
+    action_mask: Tensor
+    loss_mask: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    bootstrap_values: Tensor
+    group_ids: Tensor
+    episode_ids: Tensor
+    policy_version: Tensor
+    values: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    episodes: list[EpisodeResult] = field(default_factory=list)
+    specs: dict[int, EpisodeSpec] = field(default_factory=dict)
+
+    @property
+    def rewards(self) -> Tensor:
+        """float32 ``[T, B]``: sum of the rewards of a chunk."""
+        return self.action_rewards.sum(-1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fields that are tensors and set."""
+        return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+
+    def flatten(self) -> RolloutBatch:
+        """Merge ``T`` and ``B`` into one row axis ``N``."""
+        return replace(self, **{name: value.flatten(0, 1) for name, value in self.tensors().items()})
+
+    def select(self, index: Tensor) -> RolloutBatch:
+        """Return the rows ``index`` of a flattened batch."""
+        return replace(
+            self,
+            observation=self.observation.select(index.cpu().numpy()),
+            **{name: value[index] for name, value in self.tensors().items()},
+        )
+
+
+@dataclass
+class LossOutput:
+    """A scalar loss to call ``backward`` on, and detached metrics whose sum over micro-batches is the value to log."""
+
+    loss: Tensor
+    metrics: dict[str, Any]

@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Sets this machine up: system libraries (as root), a virtual environment, and rlinf in it. Safe to run again: a second
+# run takes seconds.
+#
+#   bash scripts/setup.sh          what training needs
+#   bash scripts/setup.sh --dev    also what the tests need (pytest, ruff, a headless browser)
+#
+#   RLINF_VENV         folder of the virtual environment (default: .venv in the project)
+#   PYTHON             interpreter that makes it (default: python3)
+#   RLINF_TORCH_INDEX  package index for torch (default: PyTorch's CPU index on Linux without an NVIDIA GPU, else PyPI)
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${RLINF_VENV:-$ROOT/.venv}"
+PYTHON="${PYTHON:-python3}"
+EXTRAS="wandb"
+DEV=0
+for word in "$@"; do
+  case "$word" in
+    --dev) DEV=1; EXTRAS="dev,wandb" ;;
+    -h | --help) sed -n '2,10p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
+    *) echo "setup: unknown option '$word'; known: --dev" >&2; exit 2 ;;
+  esac
+done
+
+say() { echo "setup: $*"; }
+
+# 1. System packages. Looked for by what they provide, so that other distributions' packages count too.
+exists() { local pattern; for pattern in "$@"; do compgen -G "$pattern" >/dev/null && return 0; done; return 1; }
+has_library() { ldconfig -p 2>/dev/null | grep "$1" >/dev/null || exists "/usr/lib/*/$1*" "/usr/lib/$1*" "/usr/lib64/$1*"; }
+missing=()
+if [ "$(uname -s)" = Linux ]; then
+  command -v "$PYTHON" >/dev/null || missing+=(python3)
+  "$PYTHON" -c "import ensurepip, venv" 2>/dev/null || missing+=(python3-venv)
+  has_library libEGL.so.1 || missing+=(libegl1)
+  has_library libGL.so.1 || missing+=(libgl1)
+  exists "/usr/lib/*/dri/*_dri.so" "/usr/lib/dri/*_dri.so" "/usr/lib64/dri/*_dri.so" "/usr/lib/*/libgallium*" ||
+    command -v nvidia-smi >/dev/null || missing+=(libgl1-mesa-dri)
+  if [ "$DEV" = 1 ] && ! command -v chromium >/dev/null && ! command -v chromium-browser >/dev/null &&
+    ! command -v google-chrome >/dev/null; then
+    missing+=(chromium)
+  fi
+fi
+if [ "${#missing[@]}" -gt 0 ]; then
+  install="apt-get update && apt-get install -y --no-install-recommends ${missing[*]}"
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "installing system packages: ${missing[*]}"
+    export DEBIAN_FRONTEND=noninteractive
+    if ! { apt-get -qq update && apt-get -qq install -y --no-install-recommends "${missing[@]}" >/dev/null; }; then
+      say "could not install ${missing[*]}; going on without (the last line of this set-up says what works)" >&2
+    fi
+  else
+    say "missing on this machine: ${missing[*]}. With root rights, on Debian or Ubuntu, type:" >&2
+    say "  sudo sh -c '$install'" >&2
+  fi
+fi
+
+# 2. Python.
+if ! command -v "$PYTHON" >/dev/null; then
+  say "there is no '$PYTHON'. Install Python 3.11 or newer, or name it: PYTHON=/path/to/python3 bash scripts/setup.sh" >&2
+  exit 1
+fi
+if ! "$PYTHON" -c "import sys; sys.exit(sys.version_info < (3, 11))"; then
+  say "$("$PYTHON" --version) is too old; Python 3.11 or newer is needed: PYTHON=/path/to/python3 bash scripts/setup.sh" >&2
+  exit 1
+fi
+
+# 3. Virtual environment and packages, unless nothing has changed since the last time.
+hash_of() { "$PYTHON" -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())"; }
+stamp="$({ cat "$ROOT/pyproject.toml"; echo "$ROOT $EXTRAS ${RLINF_TORCH_INDEX:-} $("$PYTHON" --version)"; } | hash_of)"
+stamp_file="$VENV/.rlinf-setup-${EXTRAS//,/-}"
+if [ "$(cat "$stamp_file" 2>/dev/null)" = "$stamp" ] && "$VENV/bin/python" -c "import rlinf" 2>/dev/null; then
+  say "$VENV is up to date"
+else
+  if [ ! -x "$VENV/bin/python" ]; then
+    if ! "$PYTHON" -m venv "$VENV"; then
+      say "'$PYTHON -m venv' failed. On Debian or Ubuntu: sudo apt-get install -y python3-venv" >&2
+      exit 1
+    fi
+  fi
+  index="${RLINF_TORCH_INDEX:-}"
+  if [ -z "$index" ] && [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
+    index="https://download.pytorch.org/whl/cpu"
+    # Without a GPU the CUDA build would only cost gigabytes; where that index is out of reach, PyPI or a mirror serves.
+    "$PYTHON" -c "import urllib.request as u; u.urlopen('$index/torch/', timeout=5).read(1)" 2>/dev/null || index=""
+  fi
+  pip=("$VENV/bin/python" -m pip --disable-pip-version-check install -qq)
+  torch="$(sed -n 's/^ *"\(torch==[^"]*\)",*$/\1/p' "$ROOT/pyproject.toml")"
+  say "installing $torch${index:+ from $index}"
+  "${pip[@]}" ${index:+--extra-index-url "$index"} "$torch"
+  say "installing rlinf[$EXTRAS]"
+  "${pip[@]}" ${index:+--extra-index-url "$index"} -e "$ROOT[$EXTRAS]"
+  echo "$stamp" >"$stamp_file"
+fi
+
+say "done; activate with: source $VENV/bin/activate"
+"$VENV/bin/rlinf" doctor || say "the main job cannot run yet: see the lines marked 'no' above" >&2

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Sets the machine up and runs all tests. Arguments go to pytest:
+#   bash scripts/test.sh tests/unit -k config
+#   RLINF_TEST_WORKERS   parallel test processes (default: 2)
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+bash "$ROOT/scripts/setup.sh" --dev
+cd "$ROOT"
+# One thread per process: several test processes share the cores.
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline
+exec "${RLINF_VENV:-$ROOT/.venv}/bin/python" -m pytest -n "${RLINF_TEST_WORKERS:-2}" --dist worksteal "$@"

@@ -1,0 +1,220 @@
+"""The contract checker: accepts the built-in env and the documented example, and finds each planted fault."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rlinf.envs import ENVS, make_env
+from rlinf.envs.checker import check_env
+from rlinf.envs.tabletop.config import TabletopConfig
+from rlinf.errors import ConfigError
+
+GUIDE = Path(__file__).parents[2] / "docs" / "adding_an_env.md"
+
+
+@pytest.fixture(scope="module")
+def guide():
+    """What the code of the guide defines, run in the order in which it is printed."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    scope = {"__name__": "dot_env"}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{GUIDE.name}, block {number}", "exec", dont_inherit=True), scope)
+    yield SimpleNamespace(**{name: value for name, value in scope.items() if not name.startswith("__")})
+    ENVS._entries.pop("dot")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"image_size": 32, "max_episode_steps": 8},
+        {"tasks": ["push"], "max_episode_steps": 20, "image_size": 32, "state": "none"},
+        {
+            "terminate_on_success": False,
+            "reward_mode": "relative",
+            "cameras": ["front", "wrist"],
+            "image_size": 32,
+            "distractors": True,
+            "state": "proprio",
+            "max_episode_steps": 7,
+        },
+    ],
+)
+def test_tabletop_fulfils_the_contract(settings):
+    assert check_env(lambda num_envs, auto: make_env(TabletopConfig(**settings), num_envs, auto_reset=auto)) == []
+
+
+def test_the_example_of_the_guide_fulfils_the_contract(guide):
+    assert guide.report == []
+
+
+def test_the_yaml_of_the_guide_lists_every_field(guide):
+    text = re.search(r"```yaml\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL).group(1)
+    keys = [line.split(":")[0] for line in text.splitlines()]
+    assert keys == list(guide.DotConfig.__dataclass_fields__)
+
+
+def test_the_expert_of_the_guide_succeeds(guide):
+    env = make_env(guide.DotConfig(), 20, auto_reset=False)
+    env.reset(options={"episodes": env.episode_specs("eval")[:20]})
+    results = [result for _ in range(16) for result in env.chunk_step(env.expert_actions()[:, None]).episodes]
+    assert len(results) == 20 and all(result.success for result in results)
+
+
+FAULTS = {}
+
+
+def fault(words, method):
+    """Register ``change(base, self, *args)``, which replaces ``method``; the report must then hold ``words``."""
+
+    def register(change):
+        FAULTS[words] = (method, change)
+        return change
+
+    return register
+
+
+@fault("Not repeatable", "_reset_env")
+def count_resets(base, self, index, spec):
+    self.num_resets = getattr(self, "num_resets", 0) + 1
+    base(self, index, spec)
+    self._dots[index] += 1e-6 * self.num_resets
+
+
+@fault("depends on its row", "_reset_env")
+def shift_by_row(base, self, index, spec):
+    base(self, index, spec)
+    self._dots[index] += 0.01 * index
+
+
+@fault("depends on num_envs", "_reset_env")
+def shift_by_num_envs(base, self, index, spec):
+    base(self, index, spec)
+    self._dots[index] += 0.01 * self.num_envs
+
+
+@fault("must be uint8", "_observe")
+def show_float_images(base, self, ids):
+    observation = base(self, ids)
+    return replace(observation, images={name: image / 255 for name, image in observation.images.items()})
+
+
+@fault("cameras of the config", "_observe")
+def show_no_images(base, self, ids):
+    return replace(base(self, ids), images={})
+
+
+@fault("`state` is float64", "_observe")
+def show_float64_state(base, self, ids):
+    observation = base(self, ids)
+    return replace(observation, state=observation.state.astype(np.float64))
+
+
+@fault("non-empty sentences", "_observe")
+def say_nothing(base, self, ids):
+    return replace(base(self, ids), instruction=[""] * len(ids))
+
+
+@fault("writes into the observation", "_show")
+def reuse_arrays(base, self, ids):
+    before = self._observation
+    base(self, ids)
+    before.state[:] = self._observation.state
+
+
+@fault("not disjoint", "episode_specs")
+def one_split(base, self, split):
+    return base(self, "train")
+
+
+@fault("round robin", "episode_specs")
+def task_by_task(base, self, split):
+    return sorted(base(self, split)[:100])
+
+
+@fault("is empty", "episode_specs")
+def no_episodes(base, self, split):
+    return []
+
+
+@fault("expert_actions() is float64", "expert_actions")
+def float64_expert(base, self):
+    return base(self).astype(np.float64)
+
+
+@fault("within the action bounds", "expert_actions")
+def wild_expert(base, self):
+    return base(self) + 5
+
+
+@fault("render_frames([1], 48)", "render_frames")
+def large_frames(base, self, ids, size):
+    return base(self, ids, size + 1)
+
+
+@fault("instruction_of", "instruction_of")
+def another_instruction(base, self, task_id):
+    return "do nothing"
+
+
+@fault("must not both be true", "chunk_step")
+def end_twice(base, self, actions):
+    step = base(self, actions)
+    step.terminated[:] |= step.truncated
+    return step
+
+
+@fault("must freeze", "chunk_step")
+def execute_after_the_end(base, self, actions):
+    step = base(self, actions)
+    step.executed[~step.executed.any(1)] = True
+    return step
+
+
+@fault("must be the first one of the next episode", "chunk_step")
+def show_the_old_episode(base, self, actions):
+    step = base(self, actions)
+    if step.final_observation is not None:
+        step.observation.state[step.final_env_ids] = step.final_observation.state
+    return step
+
+
+@fault("true last observation", "chunk_step")
+def another_last_observation(base, self, actions):
+    step = base(self, actions)
+    if step.final_observation is not None:
+        step.final_observation.state[:] += 1
+    return step
+
+
+@fault("must raise ConfigError; they were accepted", "_checked_actions")
+def accept_nan(base, self, actions):
+    return base(self, np.nan_to_num(actions))
+
+
+@fault("must raise ConfigError, not IndexError", "_checked_actions")
+def accept_any_shape(base, self, actions):
+    return np.nan_to_num(np.clip(actions, -1, 1))[:, :, :2]
+
+
+@fault("clipped", "_checked_actions")
+def do_not_clip(base, self, actions):
+    base(self, actions)
+    return np.asarray(actions, np.float32)
+
+
+@pytest.mark.parametrize("words", list(FAULTS))
+def test_the_checker_finds_a_planted_fault(guide, words):
+    method, change = FAULTS[words]
+    base = getattr(guide.DotVectorEnv, method)
+    broken = type("Broken", (guide.DotVectorEnv,), {method: lambda self, *args: change(base, self, *args)})
+    report = check_env(lambda num_envs, auto: broken(guide.DotConfig(image_size=16), num_envs, auto))
+    assert any(words in sentence for sentence in report), report
+
+
+def test_the_checker_asks_for_short_episodes(guide):
+    with pytest.raises(ConfigError, match="max_episode_steps is 500"):
+        check_env(lambda num_envs, auto: guide.DotVectorEnv(guide.DotConfig(max_episode_steps=500), num_envs, auto))

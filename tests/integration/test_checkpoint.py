@@ -1,0 +1,397 @@
+"""Checkpoints: a run goes on bit for bit, on any number of ranks, and a damaged folder never passes for a good one."""
+
+import copy
+import json
+import logging
+import pickle
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlinf.distributed.process_group import launch, rank
+from rlinf.errors import CheckpointError
+from rlinf.manifest import Manifest
+from rlinf.training import checkpoint as checkpoints
+from rlinf.training.checkpoint import (
+    load_checkpoint,
+    load_weights,
+    read_loop_state,
+    resolve_checkpoint,
+    save_checkpoint,
+)
+from rlinf.training.fsdp import full_tensor, shard
+
+MANIFEST = Manifest({}, {}, {}, {}, {}, {"state": "none"}, "fp32", {}, None, policy_version=1, seed=0)
+CONFIG = {"seed": 0, "model": {"model_type": "tiny"}}
+
+
+class Tiny(LlamaForCausalLM):
+    """A causal language model with a second head, sharded by layers."""
+
+    fsdp_wrap_modules = ("LlamaDecoderLayer",)
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.value_head = torch.nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+
+def build(seed: int = 0, hidden_size: int = 16) -> tuple[Tiny, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = Tiny(
+        LlamaConfig(
+            vocab_size=32, hidden_size=hidden_size, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+        )
+    )
+    return model, optimizer_of(model)
+
+
+def optimizer_of(model) -> torch.optim.AdamW:
+    head = [p for name, p in model.named_parameters() if "value_head" in name]
+    body = [p for name, p in model.named_parameters() if "value_head" not in name]
+    return torch.optim.AdamW([{"params": body}, {"params": head, "weight_decay": 0.0}], lr=1e-2)
+
+
+def step(model, optimizer, head_only: bool = False) -> None:
+    """One step on random tokens, the same on every rank."""
+    tokens = torch.randint(0, 32, (4, 6))
+    output = model(tokens, labels=tokens, output_hidden_states=True)
+    values = output.hidden_states[-1].detach() @ full_tensor(model.value_head.weight).T if head_only else None
+    loss = ((values - 1) ** 2).mean() if head_only else output.loss + (output.logits**2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    return {name: full_tensor(tensor).detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def save(folder: Path, model, optimizer, step: int = 2, max_keep: int = -1) -> Path:
+    return save_checkpoint(
+        folder, model=model, optimizer=optimizer, loop_state={"step": step, "nested": {"env_steps": 7}},
+        run_config=CONFIG, manifest=MANIFEST, max_keep=max_keep,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A checkpoint after two steps; tests that damage it copy it."""
+    model, optimizer = build()
+    step(model, optimizer)
+    step(model, optimizer)
+    return save(tmp_path_factory.mktemp("run") / "checkpoints" / "rl_000002", model, optimizer)
+
+
+def test_two_and_two_steps_equal_four_bit_for_bit(tmp_path):
+    model, optimizer = build()
+    for _ in range(2):
+        step(model, optimizer)
+    folder = save(tmp_path / "rl_000002", model, optimizer)
+    for _ in range(2):
+        step(model, optimizer)
+    straight = weights_of(model)
+
+    resumed, resumed_optimizer = build(seed=5)
+    assert load_checkpoint(folder, model=resumed, optimizer=resumed_optimizer) == {
+        "step": 2,
+        "nested": {"env_steps": 7},
+    }
+    for _ in range(2):
+        step(resumed, resumed_optimizer)
+    assert equal(weights_of(resumed), straight)
+
+    forgetful, fresh_optimizer = build(seed=5)
+    load_checkpoint(folder, model=forgetful, optimizer=None)
+    for _ in range(2):
+        step(forgetful, fresh_optimizer)
+    assert not equal(weights_of(forgetful), straight), "a control: without the optimiser's state it must differ"
+
+
+def test_saving_changes_nothing(tmp_path):
+    results = []
+    for saves in (False, True):
+        model, optimizer = build()
+        for number in range(3):  # the first save finds an optimiser without any state
+            if saves:
+                save(tmp_path / f"rl_{number:06d}", model, optimizer)
+            step(model, optimizer)
+        results.append(weights_of(model))
+    assert equal(*results)
+
+
+def test_parameters_that_were_never_stepped_have_no_state_after_loading(tmp_path):
+    """As during the critic's warm-up, when only the value head has been stepped."""
+    model, optimizer = build()
+    step(model, optimizer, head_only=True)
+    folder = save(tmp_path / "rl_000001", model, optimizer)
+    step(model, optimizer)
+    resumed, resumed_optimizer = build(seed=1)
+    step(resumed, resumed_optimizer)  # the state that this makes must go
+    load_checkpoint(folder, model=resumed, optimizer=resumed_optimizer)
+    assert [len(resumed_optimizer.state), len(list(resumed.value_head.parameters()))] == [1, 2]
+    step(resumed, resumed_optimizer)
+    assert equal(weights_of(resumed), weights_of(model))
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    model, optimizer = build()
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    np.random.standard_normal(), random.gauss(0, 1)  # both keep a second number for the next call
+    folder = save(tmp_path / "rl_000000", model, optimizer)
+
+    def draw():
+        return [
+            random.random(),
+            random.gauss(0, 1),
+            np.random.standard_normal(),
+            np.random.rand(),
+            torch.rand(2).tolist(),
+        ]
+
+    expected = draw()
+    assert draw() != expected
+    load_checkpoint(folder, model=model, optimizer=optimizer)
+    assert draw() == expected
+
+
+def test_checkpoint_is_a_copy(tmp_path):
+    model, optimizer = build()
+    step(model, optimizer)
+    before = weights_of(model)
+    loop_state = {"list": [1]}
+    folder = save_checkpoint(
+        tmp_path / "rl_000001",
+        model=model,
+        optimizer=optimizer,
+        loop_state=loop_state,
+        run_config=CONFIG,
+        manifest=MANIFEST,
+    )
+    loop_state["list"].append(2)
+    step(model, optimizer)
+    assert not equal(weights_of(model), before)
+    load_weights(folder, model)
+    assert equal(weights_of(model), before)
+    assert read_loop_state(folder) == {"list": [1]}
+    assert MANIFEST.files == {}, "the caller's manifest must stay as it was"
+
+
+def test_folder_has_all_parts_and_loads_with_from_pretrained(saved):
+    names = {path.relative_to(saved).as_posix() for path in saved.rglob("*") if path.is_file()}
+    parts = {"state.json", "config.yaml", "manifest.json", "rng/rank_0.pt", "trainer_state/.metadata"}
+    assert parts | {"model/config.json", "model/model.safetensors"} <= names
+    manifest = Manifest.load(saved)
+    assert set(manifest.files) == names - {"manifest.json"}
+    assert all(re.fullmatch(r"[0-9a-f]{64}", digest) for digest in manifest.files.values())
+    model, _ = build(seed=9)
+    load_weights(saved, model)
+    assert equal(weights_of(Tiny.from_pretrained(saved / "model")), weights_of(model))
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name], "no temporary folder may stay"
+
+
+@pytest.mark.parametrize(
+    "name", ["model/model.safetensors", "trainer_state/__0_0.distcp", "state.json", "rng/rank_0.pt"]
+)
+@pytest.mark.parametrize("damage", ["flip", "remove"])
+def test_damage_is_noticed(saved, tmp_path, name, damage):
+    folder = copied(saved, tmp_path / "rl_000002")
+    path = folder / name
+    if damage == "flip":
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    else:
+        path.unlink()
+    model, optimizer = build()
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        load_checkpoint(folder, model=model, optimizer=optimizer)
+
+
+def copied(source: Path, target: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(source, target))
+
+
+def test_another_architecture_is_refused_by_name(saved):
+    model, optimizer = build(hidden_size=32)
+    with pytest.raises(CheckpointError, match=r"another model: '.*' is \[.*16.*\] there and \[.*32.*\] here"):
+        load_checkpoint(saved, model=model, optimizer=optimizer)
+    plain = LlamaForCausalLM(build()[0].config)
+    with pytest.raises(CheckpointError, match="it has 2 others .value_head"):
+        load_checkpoint(saved, model=plain)
+
+
+def test_run_folder_stands_for_its_newest_checkpoint(saved, tmp_path, caplog):
+    run = tmp_path / "run"
+    for name, saved_at in (("sft_000900", 10.0), ("rl_000001", 20.0), ("rl_000002", 30.0)):
+        folder = copied(saved, run / "checkpoints" / name)
+        state = json.loads((folder / "state.json").read_text())
+        (folder / "state.json").write_text(json.dumps(state | {"saved_at": saved_at}))
+        replace(Manifest.load(folder), files=checkpoints.hash_files(folder)).save(folder)
+    newest = run / "checkpoints" / "rl_000002"
+    (run / "checkpoints" / ".rl_000003.tmp").mkdir()
+    assert resolve_checkpoint(run) == resolve_checkpoint(run / "checkpoints") == resolve_checkpoint(newest) == newest
+    assert caplog.text == ""
+    (newest / "model" / "model.safetensors").write_bytes(b"short")
+    with caplog.at_level(logging.WARNING, "rlinf"):
+        assert resolve_checkpoint(run) == run / "checkpoints" / "rl_000001"
+    assert len(caplog.records) == 1 and "rl_000002 is skipped" in caplog.text
+    assert resolve_checkpoint(newest) == newest, "a folder that is named itself is not replaced by another"
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="There is no folder .*absent"):
+        resolve_checkpoint(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"no state.json in .*Give a checkpoint folder or a run folder"):
+        resolve_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="no manifest.json"):
+        load_checkpoint(tmp_path, model=build()[0])
+
+
+def test_oldest_checkpoints_of_a_phase_are_deleted(tmp_path):
+    model, optimizer = build()
+    (tmp_path / "notes").mkdir()
+    for name in ("sft_000100", "sft_000200", "rl_000001", "rl_000002", "rl_000003", "rl_000004"):
+        save(tmp_path / name, model, optimizer, max_keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "notes",
+        "rl_000003",
+        "rl_000004",
+        "sft_000100",
+        "sft_000200",
+    ]
+    save(tmp_path / "rl_000002", model, optimizer, max_keep=1)  # a run that went back keeps what it wrote last
+    assert sorted(path.name for path in tmp_path.glob("rl_*")) == ["rl_000002"]
+
+
+def test_saving_again_replaces(tmp_path):
+    model, optimizer = build()
+    for number in (1, 2):
+        folder = save(tmp_path / "rl_000001", model, optimizer, step=number)
+    assert read_loop_state(folder)["step"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["rl_000001"]
+
+
+def test_failed_save_leaves_the_former_checkpoint_and_no_rest(tmp_path, monkeypatch):
+    model, optimizer = build()
+    folder = save(tmp_path / "rl_000001", model, optimizer, step=1)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "save_model_files", full)
+    with pytest.raises(CheckpointError, match="No space left on device.*output_dir"):
+        save(folder, model, optimizer, step=2)
+    assert read_loop_state(folder)["step"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["rl_000001"]
+    resolve_checkpoint(tmp_path)
+
+
+class Exploit:
+    def __reduce__(self):
+        return (print, ("code from a file was run",))
+
+
+@pytest.mark.parametrize("name", ["trainer_state/.metadata", "rng/rank_0.pt"])
+def test_code_in_a_file_is_not_run(saved, tmp_path, name, capsys):
+    folder = copied(saved, tmp_path / "rl_000002")
+    if name.endswith(".pt"):
+        torch.save(Exploit(), folder / name)
+    else:
+        (folder / name).write_bytes(pickle.dumps(Exploit()))
+    replace(Manifest.load(folder), files=checkpoints.hash_files(folder)).save(folder)
+    model, optimizer = build()
+    with pytest.raises((CheckpointError, pickle.UnpicklingError)):
+        load_checkpoint(folder, model=model, optimizer=optimizer)
+    assert "was run" not in capsys.readouterr().out
+    pickle.loads(pickle.dumps(Exploit()))
+    assert "was run" in capsys.readouterr().out, "a control: an unrestricted pickle runs it"
+
+
+def train_on_two_ranks(folder: str) -> None:
+    """Two steps, save, two steps; then from the checkpoint the last two again."""
+    torch.set_num_threads(1)
+    run = Path(folder)
+    model, _ = build()
+    shard(model, "cpu")
+    optimizer = optimizer_of(model)
+    torch.manual_seed(1)
+    for _ in range(2):
+        step(model, optimizer)
+    torch.manual_seed(10)
+    random.seed(rank())
+    saved = save(run / "rl_000002", model, optimizer)
+    expected_random = random.random()
+    for _ in range(2):
+        step(model, optimizer)
+    straight = weights_of(model)
+    resumed, _ = build(seed=4)
+    shard(resumed, "cpu")
+    resumed_optimizer = optimizer_of(resumed)
+    load_checkpoint(saved, model=resumed, optimizer=resumed_optimizer)
+    assert random.random() == expected_random
+    for _ in range(2):
+        step(resumed, resumed_optimizer)
+    assert equal(weights_of(resumed), straight)
+    if rank() == 0:
+        torch.save(straight, run / "straight.pt")
+
+
+def test_two_sharded_ranks_save_what_one_process_resumes(tmp_path, caplog):
+    launch(train_on_two_ranks, str(tmp_path), 2, "cpu")
+    folder = tmp_path / "rl_000002"
+    assert {path.name for path in (folder / "rng").iterdir()} == {"rank_0.pt", "rank_1.pt"}
+    assert json.loads((folder / "model" / "config.json").read_text())["architectures"] == ["Tiny"]
+    model, optimizer = build(seed=7)
+    with caplog.at_level(logging.WARNING, "rlinf"):
+        load_checkpoint(folder, model=model, optimizer=optimizer)
+    assert "saved by 2 ranks and is loaded by 1" in caplog.text
+    assert equal(weights_of(model), {n: t for n, t in load_file(folder / "model" / "model.safetensors").items()})
+    torch.manual_seed(10)
+    for _ in range(2):
+        step(model, optimizer)
+    straight = torch.load(tmp_path / "straight.pt", weights_only=True)
+    difference = max(float((weights_of(model)[name] - straight[name]).abs().max()) for name in straight)
+    assert difference < 1e-5, f"one rank must go on as two would: {difference}"
+
+
+def load_on_two_ranks(folder: str) -> None:
+    model, _ = build(seed=3)
+    shard(model, "cpu")
+    optimizer = optimizer_of(model)
+    load_checkpoint(folder, model=model, optimizer=optimizer)
+    expected = load_file(Path(folder) / "model" / "model.safetensors")
+    assert equal(weights_of(model), expected)
+    moments = [full_tensor(state["exp_avg"]).abs().sum() for state in optimizer.state.values()]
+    assert len(moments) > 10 and all(float(moment) > 0 for moment in moments)
+    missing = Path(folder).parent / "missing"
+    try:
+        load_checkpoint(missing, model=model)
+        raise AssertionError("both ranks must raise")
+    except CheckpointError as error:
+        assert "no manifest.json" in str(error)
+
+
+def test_one_process_saves_what_two_sharded_ranks_load(saved):
+    launch(load_on_two_ranks, str(saved), 2, "cpu")
+
+
+def test_copies_are_independent():
+    model, _ = build()
+    weights = weights_of(model)
+    assert equal(weights, copy.deepcopy(weights))
+    weights["value_head.bias"] += 1
+    assert not equal(weights, weights_of(model)), "a control for the comparison used above"

@@ -1,0 +1,241 @@
+"""The report: complete, without requests to elsewhere, true to its sources, and shown by a real browser."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlinf.envs.video import write_video
+from rlinf.errors import CheckpointError
+from rlinf.evaluation.charts import Series, format_number, line_chart, log_ticks, nice_ticks
+from rlinf.evaluation.report import write_report
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.tracking import Tracker, TrackingConfig
+from rlinf.types import EpisodeResult, EpisodeSpec
+
+TASKS = ("reach", "reach_two", "push")
+INSTRUCTIONS = (
+    "reach the red block",
+    "reach the blue block, then the red one",
+    "push the green block to the yellow zone",
+)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def evaluation(rate: float, num_episodes: int = 200) -> EvaluationResult:
+    generator = np.random.default_rng(round(1000 * rate))
+    results = []
+    for i in range(num_episodes):
+        task = i % 3
+        success = bool(generator.random() < rate + (0.1, 0.0, -0.1)[task])
+        spec = EpisodeSpec("tabletop", task, 1_000_000_000 + i // 3, 1)
+        results.append(EpisodeResult(spec, TASKS[task], success, float(success), 9 if success else 16))
+    return EvaluationResult(results)
+
+
+def record_videos(folder: Path, result: EvaluationResult) -> None:
+    for number, (task, success) in enumerate((task, success) for task in TASKS for success in (True, False)):
+        frames = []
+        for step in range(10):
+            frame = np.full((128, 128, 3), (70, 90, 110), np.uint8)
+            frame[40:70, 80:110] = (200, 60, 60)
+            frame[90 - 4 * step : 104 - 4 * step, 10 + 7 * step : 24 + 7 * step] = (240, 240, 240)
+            frames.append(frame)
+        instruction = INSTRUCTIONS[TASKS.index(task)]
+        path = write_video(folder / "videos" / f"task_{number}_#1.mp4", frames, instruction, success)
+        result.videos.append(
+            {"path": f"videos/{path.name}", "task": task, "instruction": instruction, "success": success}
+        )
+
+
+def make_run(folder: Path, num_steps: int = 60) -> Path:
+    """Write a run folder such as a quickstart leaves."""
+    generator = np.random.default_rng(0)
+    seconds = 20.0
+    with Tracker(folder, TrackingConfig(tensorboard=False), {}) as tracker:
+        for step in range(0, 700, 10):
+            seconds += 1.4
+            loss = 1.1 + 1.9 * math.exp(-step / 150) + generator.normal(0, 0.05)
+            tracker.log(step, {"sft/loss": loss, "time/total_s": seconds})
+        for tag, rate, step in (("after_sft", 0.41, 700), ("before_rl", 0.41, 0)):
+            result = evaluation(rate)
+            if tag == "before_rl":
+                record_videos(folder / "eval" / tag, result)
+            result.to_json(folder / "eval" / tag / "result.json")
+            tracker.log(step, result.metrics(), phase="sft" if tag == "after_sft" else "rl")
+        for step in range(num_steps):
+            seconds += 3.1
+            rate = 0.35 + 0.55 * (1 - math.exp(-step / 15))
+            noise = generator.normal(0, 1, 12)
+            metrics = {
+                "rollout/success_rate": min(1, rate + 0.04 * noise[0]),
+                "rollout/return_mean": 1.2 * rate + 0.05 * noise[1],
+                "rollout/episode_len": 16 - 7 * rate + 0.2 * noise[11],
+                "rollout/env_steps_total": 1024 * (step + 1),
+                "rollout/logprob_gap_max": 2e-6 * math.exp(0.5 * noise[2]),
+                "rollout/logprob_gap_mean": 2e-7 * math.exp(0.3 * noise[3]),
+                "train/policy_loss": -0.02 + 0.01 * noise[4],
+                "train/value_loss": 0.1 * math.exp(-step / 30) + 0.02 * abs(noise[5]),
+                "train/entropy": 2.1 - 0.01 * step,
+                "train/approx_kl": 0.01 + 0.003 * abs(noise[6]),
+                "train/clip_fraction": 0.1 + 0.03 * abs(noise[7]),
+                "train/explained_variance": 1 - math.exp(-step / 20) + 0.03 * noise[8],
+                "train/grad_norm": 1.5 + 0.3 * noise[9],
+                "throughput/env_steps_per_s": 640 + 30 * noise[10],
+                "time/total_s": seconds,
+            }
+            if step == 5:
+                metrics["train/approx_kl"] = float("nan")
+            if step % 15 == 14:
+                result = evaluation(rate)
+                result.to_json(folder / "eval" / f"step_{step + 1:06d}" / "result.json")
+                metrics |= result.metrics()
+            tracker.log(step, metrics)
+        result = evaluation(0.91)
+        record_videos(folder / "eval" / "after_rl", result)
+        result.to_json(folder / "eval" / "after_rl" / "result.json")
+        tracker.log(num_steps, result.metrics())
+    summary = {
+        "experiment": "quickstart", "seed": 0, "train_wall_s": seconds, "env_steps": 1024 * num_steps,
+        "success_before_rl": evaluation(0.41).summary(), "success_after_rl": result.summary(),
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "config.yaml").write_text(
+        "seed: 0\nmodel:\n  model_type: openvla\nenv:\n  name: tabletop\nalgorithm:\n  name: ppo\nnote: <b>&</b>\n"
+    )
+    (folder / "manifest.json").write_text(json.dumps({"versions": {"torch": "2.13.0"}, "precision": "fp32"}, indent=1))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = make_run(tmp_path_factory.mktemp("outputs") / "quickstart run")
+    write_report(folder)
+    return folder
+
+
+class Tags(HTMLParser):
+    """Collects tags, and fails on one that is not closed."""
+
+    VOID = {"meta", "i-never", "br", "img", "link"}
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found, self.stack = [], []
+        self.feed(text)
+        assert self.stack == [], f"not closed: {self.stack}"
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.stack.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag
+
+    def handle_startendtag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+
+def test_report_is_one_well_formed_file_without_requests_to_elsewhere(run):
+    text = (run / "report.html").read_text()
+    tags = Tags(text).found
+    assert not re.search(r"https?://|//cdn|@import|url\(", text)
+    assert {tag for tag, _ in tags}.isdisjoint({"script", "link", "img", "iframe"})
+    assert len(text) < 3_000_000
+    assert "&lt;b&gt;&amp;&lt;/b&gt;" in text and "<b>&</b>" not in text
+    assert [path.name for path in run.glob(".*")] == [], "no temporary file may stay"
+
+
+def test_every_video_of_the_evaluations_is_linked_relatively_and_exists(run):
+    from urllib.parse import unquote
+
+    sources = [attrs["src"] for tag, attrs in Tags((run / "report.html").read_text()).found if tag == "video"]
+    assert len(sources) == len(set(sources)) == 12
+    assert all(not source.startswith("/") and (run / unquote(source)).is_file() for source in sources)
+
+
+def test_headline_holds_the_numbers_of_the_results(run):
+    text = re.sub(r"<[^>]+>", " ", (run / "report.html").read_text())
+    before = EvaluationResult.from_json(run / "eval" / "before_rl" / "result.json")
+    after = EvaluationResult.from_json(run / "eval" / "after_rl" / "result.json")
+    for result in (before, after):
+        assert f"{result.success_rate:.1%}" in text and f"{result.successes}/200 episodes" in text
+        assert f"{result.interval[0]:.1%} to {result.interval[1]:.1%}" in text
+        for success in result.per_task.values():
+            assert f"({success.successes}/{success.episodes}," in text
+    assert f"{100 * (after.success_rate - before.success_rate):+.1f}" in text
+    assert "the 95 % intervals do not overlap" in text
+
+
+def test_overlapping_intervals_are_said_to_overlap(tmp_path):
+    evaluation(0.5).to_json(tmp_path / "eval" / "before_rl" / "result.json")
+    evaluation(0.52).to_json(tmp_path / "eval" / "after_rl" / "result.json")
+    text = write_report(tmp_path).read_text()
+    assert "the 95 % intervals overlap" in text and "do not overlap" not in text
+
+
+def test_missing_parts_are_left_out(tmp_path):
+    evaluation(0.5).to_json(tmp_path / "result.json")
+    text = write_report(tmp_path).read_text()
+    assert (
+        "Success per task" in text
+        and "<h2>Training curves" not in text
+        and 'class="chart"' not in text
+        and "<video" not in text
+    )
+    with pytest.raises(CheckpointError, match="no run folder"):
+        write_report(tmp_path / "nothing")
+
+
+def test_curve_goes_through_its_points():
+    chart = line_chart([Series("a", [(0, 0.0), (10, 1.0), (20, 0.5)])], x_label="step", y_label="rate", percent=True)
+    points = [tuple(map(float, p.split(","))) for p in re.search(r'points="([^"]+)"', chart)[1].split()]
+    (x0, y0), (x1, y1), (x2, y2) = points
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2) and y0 > y2 > y1
+    assert y2 - y1 == pytest.approx((y0 - y1) / 2, abs=0.2)
+    assert chart.count('class="hit"') == 3 and "a 50%" in chart and ">100%<" in chart
+
+
+def test_gaps_and_values_that_are_no_numbers_are_not_drawn():
+    points = [(0, 1.0), (1, 2.0), (2, None), (3, float("nan")), (4, 1.0), (5, 3.0)]
+    chart = line_chart([Series("a", points)], x_label="x", y_label="y")
+    assert chart.count("<polyline") == 2 and "nan" not in chart.lower().replace("polyline", "")
+    assert line_chart([Series("a", [(0, None)])], x_label="x", y_label="y") == ""
+    assert line_chart([Series("a", [(0, 0.0), (1, -1.0)])], x_label="x", y_label="y", log=True) == ""
+
+
+@pytest.mark.parametrize(
+    "points", [[(0, 0.0)], [(3, 5.0), (4, 5.0)], [(0, -1e-9), (1, 1e-9)], [(0, 1e12), (1e7, -1e12)]]
+)
+def test_degenerate_ranges_are_drawn(points):
+    chart = line_chart([Series("a", points, markers=True)], x_label="x", y_label="y")
+    numbers = [float(n) for n in re.findall(r'c[xy]="([-\d.e+]+)"', chart)]
+    assert numbers and all(0 <= n <= 520 for n in numbers)
+
+
+def test_ticks_are_round_and_cover_the_range():
+    assert nice_ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert nice_ticks(0.13, 0.87) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert nice_ticks(-3, 12_000) == pytest.approx([-2500, 0, 2500, 5000, 7500, 10_000, 12_500])
+    assert log_ticks(3e-7, 2e-3) == pytest.approx([1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2])
+    assert [format_number(x) for x in (0, 0.25, 12_500, 3e6, 4e-5)] == ["0", "0.25", "12.5k", "3M", "4e-05"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)")
+def test_chromium_shows_curves_and_videos(run, tmp_path):
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
+    flags += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000"]
+    command = [CHROMIUM, *flags, (run / "report.html").as_uri()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-2000:]
+    dom = result.stdout
+    assert dom.count('<svg class="chart"') >= 14 and dom.count('class="curve s') >= 17
+    assert dom.count("<video") == 12 and dom.count("</video>") == 12
+    assert "<details" in dom and "quickstart" in dom

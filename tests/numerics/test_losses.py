@@ -1,0 +1,180 @@
+"""Losses against hand-computed numbers, and their independence of how a minibatch is cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlinf.algorithms.base import LossCounts
+from rlinf.algorithms.config import GRPOConfig, PPOConfig
+from rlinf.algorithms.grpo import GRPO
+from rlinf.algorithms.losses import aggregate_logprobs, clipped_policy_loss, explained_variance, kl_penalty, value_loss
+from rlinf.algorithms.ppo import PPO
+from rlinf.types import ActionEvaluation, EpisodeSpec, Observation, RolloutBatch
+
+YES = torch.tensor([True])
+
+
+def policy_loss(ratio, advantage, **kwargs):
+    total, metrics = clipped_policy_loss(
+        torch.tensor([math.log(ratio)]), torch.zeros(1), torch.tensor([advantage]), YES,
+        kwargs.pop("low", 0.2), kwargs.pop("high", 0.2), **kwargs,
+    )  # fmt: skip
+    return total.item(), metrics["clip_fraction"].item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [(1.1, 2.0, -2.2, 0), (1.5, 2.0, -2.4, 1), (0.5, 2.0, -1.0, 0), (1.5, -2.0, 3.0, 0), (0.5, -2.0, 1.6, 1)],
+)
+def test_clipped_surrogate_by_hand(ratio, advantage, loss, clipped):
+    assert policy_loss(ratio, advantage) == (pytest.approx(loss, rel=1e-5), clipped)
+
+
+def test_clip_bounds_are_asymmetric():
+    assert policy_loss(1.5, 1.0, low=0.1, high=0.4)[0] == pytest.approx(-1.4)
+    assert policy_loss(0.5, -1.0, low=0.1, high=0.4)[0] == pytest.approx(0.9)
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
+    assert policy_loss(10.0, -1.0, dual_clip=3.0)[0] == pytest.approx(3.0)
+    assert policy_loss(10.0, -1.0)[0] == pytest.approx(10.0)
+    assert policy_loss(1.1, 1.0, dual_clip=3.0)[0] == pytest.approx(-1.1)
+
+
+@pytest.mark.parametrize(("estimator", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)])
+def test_kl_estimators_by_hand(estimator, value):
+    assert kl_penalty(torch.tensor([0.5]), torch.zeros(1), YES, estimator).item() == pytest.approx(value)
+
+
+def test_value_loss_plain_clipped_and_huber_by_hand():
+    value, old, target = torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([4.0])
+    assert value_loss(value, old, target, YES).item() == pytest.approx(0.5)
+    assert value_loss(value, old, target, YES, clip_range=1.0).item() == pytest.approx(4.5)
+    assert value_loss(torch.tensor([0.0]), old, target, YES, huber_delta=1.0).item() == pytest.approx(3.5)
+
+
+def test_masked_elements_add_nothing_even_when_they_are_not_finite():
+    logprobs = torch.tensor([0.0, float("nan")], requires_grad=True)
+    mask = torch.tensor([True, False])
+    total, metrics = clipped_policy_loss(logprobs, torch.zeros(2), torch.ones(2), mask, 0.2, 0.2)
+    total.backward()
+    assert total.item() == -1.0
+    assert logprobs.grad.tolist() == [-1.0, 0.0]
+    assert metrics["approx_kl"].item() == 0.0
+
+
+def test_levels_sum_what_was_executed():
+    logprobs = torch.arange(6.0).reshape(1, 6)
+    mask = torch.tensor([[True, True, False]])
+    token, token_mask = aggregate_logprobs(logprobs, mask, "token")
+    assert token.shape == (1, 3, 2) and token_mask.sum() == 4
+    action, _ = aggregate_logprobs(logprobs, mask, "action")
+    assert action.flatten().tolist() == [1.0, 5.0, 9.0]
+    chunk, chunk_mask = aggregate_logprobs(logprobs, mask, "chunk")
+    assert chunk.flatten().tolist() == [6.0] and chunk_mask.all()
+
+
+def test_explained_variance_of_perfect_and_useless_values():
+    returns, mask = torch.tensor([1.0, 2.0, 3.0]), torch.ones(3, dtype=torch.bool)
+    assert explained_variance(returns, returns, mask) == pytest.approx(1.0)
+    assert explained_variance(torch.zeros(3), returns, mask) == pytest.approx(0.0)
+
+
+def make_batch(num_steps=4, num_envs=6, num_actions=3, width=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    shape = (num_steps, num_envs)
+    rows = num_steps * num_envs
+    mask = torch.rand(*shape, generator=generator) < 0.8
+    batch = RolloutBatch(
+        observation=Observation({}, None, ["go"] * rows),
+        action_tokens=torch.zeros(*shape, num_actions * width, dtype=torch.int64),
+        rollout_logprobs=normal(*shape, num_actions * width),
+        action_rewards=normal(*shape, num_actions),
+        action_mask=torch.rand(*shape, num_actions, generator=generator) < 0.9,
+        loss_mask=mask,
+        terminated=torch.zeros(shape, dtype=torch.bool),
+        truncated=torch.zeros(shape, dtype=torch.bool),
+        bootstrap_values=normal(*shape),
+        group_ids=(torch.arange(num_envs) // 2).expand(shape),
+        episode_ids=torch.arange(num_envs).expand(shape),
+        policy_version=torch.zeros(shape, dtype=torch.int64),
+        values=normal(*shape),
+        old_logprobs=normal(*shape, num_actions * width),
+        specs={i: EpisodeSpec("t", 0, i // 2, 0) for i in range(num_envs)},
+    )
+    return batch, ActionEvaluation(normal(rows, num_actions * width), normal(rows, num_actions * width), normal(rows))
+
+
+@pytest.mark.parametrize("level", ["token", "action", "chunk"])
+@pytest.mark.parametrize("algorithm", [PPO(PPOConfig(critic_warmup_steps=0)), GRPO(GRPOConfig())])
+def test_loss_and_metrics_do_not_depend_on_micro_batches(level, algorithm):
+    batch, evaluation = make_batch()
+    algorithm.config.logprob_level = level
+    algorithm.config.entropy_coef = 0.1
+    algorithm.compute_advantages(batch)
+    flat = batch.flatten()
+    counts = LossCounts.of(flat, level)
+    whole = algorithm.loss(flat, evaluation, counts, 0)
+    parts = []
+    for index in torch.arange(len(flat.loss_mask)).split(5):
+        part = ActionEvaluation(*(tensor[index] for tensor in evaluation))
+        parts.append(algorithm.loss(flat.select(index), part, counts, 0))
+    torch.testing.assert_close(sum(part.loss for part in parts), whole.loss, atol=1e-6, rtol=1e-6)
+    for name, value in whole.metrics.items():
+        torch.testing.assert_close(sum(part.metrics[name] for part in parts), value, atol=1e-6, rtol=1e-6)
+    # Control: a mean per micro-batch, the usual mistake, gives another number.
+    per_part = [
+        algorithm.loss(flat.select(i), ActionEvaluation(*(t[i] for t in evaluation)), LossCounts.of(flat.select(i), level), 0).loss
+        for i in torch.arange(len(flat.loss_mask)).split(5)
+    ]  # fmt: skip
+    assert abs(sum(per_part) / len(per_part) - whole.loss) > 1e-4
+
+
+def test_ppo_loss_means_do_not_grow_with_the_number_of_tokens():
+    batch, evaluation = make_batch(num_actions=1, width=1)
+    wide = ActionEvaluation(evaluation.logprobs.repeat(1, 8), evaluation.entropy.repeat(1, 8), evaluation.values)
+    algorithm = PPO(PPOConfig(logprob_level="token", entropy_coef=0.5, critic_warmup_steps=0))
+    algorithm.compute_advantages(batch)
+    flat = batch.flatten()
+    narrow_loss = algorithm.loss(flat, evaluation, LossCounts.of(flat, "token"), 0)
+    flat.old_logprobs = flat.old_logprobs.repeat(1, 8)
+    wide_loss = algorithm.loss(flat, wide, LossCounts.of(flat, "token"), 0)
+    for name, value in narrow_loss.metrics.items():
+        torch.testing.assert_close(wide_loss.metrics[name], value, atol=1e-5, rtol=1e-5)
+
+
+def test_critic_warmup_loss_has_no_policy_gradient():
+    batch, evaluation = make_batch()
+    evaluation = ActionEvaluation(*(tensor.clone().requires_grad_() for tensor in evaluation))
+    algorithm = PPO(PPOConfig(critic_warmup_steps=1))
+    algorithm.compute_advantages(batch)
+    flat = batch.flatten()
+    counts = LossCounts.of(flat, "action")
+    algorithm.loss(flat, evaluation, counts, 0).loss.backward()
+    assert evaluation.logprobs.grad is None and evaluation.values.grad.abs().sum() > 0
+    algorithm.loss(flat, evaluation, counts, 1).loss.backward()
+    assert evaluation.logprobs.grad.abs().sum() > 0
+
+
+def test_grpo_refuses_a_group_of_mixed_episodes():
+    batch, _ = make_batch()
+    GRPO(GRPOConfig()).compute_advantages(batch)
+    batch.specs[1] = EpisodeSpec("t", 0, 99, 0)
+    with pytest.raises(ValueError, match="Group 0 mixes"):
+        GRPO(GRPOConfig()).compute_advantages(batch)
+
+
+def test_grpo_drops_groups_without_variance():
+    batch, _ = make_batch()
+    batch.action_rewards[:, :2] = 0.0
+    before = batch.loss_mask.clone()
+    metrics = GRPO(GRPOConfig()).compute_advantages(batch)
+    assert not batch.loss_mask[:, :2].any() and (batch.loss_mask[:, 2:] == before[:, 2:]).all()
+    assert metrics["rollout/zero_variance_group_fraction"] == pytest.approx(1 / 3)

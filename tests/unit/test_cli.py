@@ -1,0 +1,210 @@
+"""The command line: exit status, one-line errors, folders, and Hydra's habits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlinf import cli
+from rlinf.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, main
+from rlinf.cli.hydra_app import sweep_jobs
+from rlinf.cli.table import format_table
+from rlinf.config.options import to_mapping
+from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty present folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The configurations with which training and cloning would have started."""
+    import rlinf.training.run as run
+
+    calls = []
+    for name in ("train", "sft"):
+        monkeypatch.setattr(run, name, lambda config, name=name: calls.append((name, config)))
+    return calls
+
+
+def test_help_lists_every_command_and_no_command_is_an_error(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name}" in text for name in cli.COMMANDS)
+    assert main([]) == EXIT_USER_ERROR
+
+
+def test_misspelt_command_gets_a_suggestion(capsys):
+    assert main(["trian"]) == EXIT_USER_ERROR
+    assert "Did you mean 'train'" in capsys.readouterr().err
+
+
+def test_train_runs_in_one_folder_below_the_present_one(here, started, capsys):
+    assert main(["train", *SMALL]) == 0
+    ((name, config),) = started
+    folder = Path(config.output_dir)
+    assert name == "train" and folder.is_dir() and folder.parent == here / "outputs" / "tabletop_ppo_mlp"
+    assert Path.cwd() == here
+    assert "samples" in capsys.readouterr().out
+
+
+def test_sft_starts_cloning(here, started):
+    assert main(["sft", "experiment=tabletop_sft_openvla_tiny"]) == 0
+    assert started[0][0] == "sft"
+
+
+def test_output_dir_is_the_run_folder(here, started):
+    assert main(["train", *SMALL, "output_dir=my runs/first"]) == 0
+    assert Path(started[0][1].output_dir) == here / "my runs" / "first"
+
+
+def test_config_name_of_an_experiment_is_the_same_as_experiment(here, started):
+    assert main(["train", "--config-name", "tabletop_ppo_mlp", "trainer.max_steps=1"]) == 0
+    assert main(["train", *SMALL]) == 0
+    first, second = (to_mapping(config) | {"output_dir": None} for _, config in started)
+    assert first == second
+
+
+def test_complete_config_of_the_user_is_taken_as_the_primary_one(here, started):
+    (here / "mine").mkdir()
+    (here / "mine" / "whole.yaml").write_text("defaults:\n  - train\n  - override model: mlp\n  - _self_\ntrainer: {max_steps: 2}\n")
+    assert main(["train", "--config-dir", "mine", "--config-name", "whole", "env.tasks=[reach]"]) == 0
+    config = started[0][1]
+    assert (config.model.model_type, config.trainer.max_steps) == ("mlp", 2)
+
+
+def test_multirun_starts_one_run_per_value_each_in_its_own_folder(here, started):
+    assert main(["train", "-m", *SMALL, "seed=1,2", "trainer.learning_rate=1e-4,1e-3"]) == 0
+    assert [(config.seed, config.trainer.learning_rate) for _, config in started] == [(1, 1e-4), (1, 1e-3), (2, 1e-4), (2, 1e-3)]
+    folders = [Path(config.output_dir) for _, config in started]
+    assert len(set(folders)) == 4 and all(here / "multirun" in folder.parents for folder in folders)
+
+
+def test_sweep_with_one_bad_run_starts_none_of_them(here, started, capsys):
+    assert main(["train", "-m", *SMALL, "trainer.minibatch_size=256,100"]) == EXIT_USER_ERROR
+    assert started == [] and list(here.iterdir()) == []
+    assert "minibatches of 100" in capsys.readouterr().err
+
+
+def test_sweep_jobs_are_the_product_of_the_values():
+    assert sweep_jobs(["seed=1,2", "a.b=x"]) == [["seed=1", "a.b=x"], ["seed=2", "a.b=x"]]
+
+
+def test_cfg_job_prints_the_configuration_and_starts_nothing(here, started, capsys):
+    assert main(["train", "experiment=quickstart", "seed=3", "--cfg", "job"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["seed"] == 3 and printed["experiment_name"] == "quickstart" and "hydra" not in printed
+    assert started == [] and list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train"],
+        ["train", "experiment=quickstrat"],
+        ["train", "experiment=quickstart", "trainer.minibatch_size=100"],
+        ["train", "experiment=quickstart", "env.tasks=[raech]"],
+        ["train", "-m", "experiment=quickstart", "trainer.max_stps=1,2"],
+        ["train", "--config-name", "quickstrat"],
+        ["train", "--config-dir", "nowhere", "experiment=quickstart"],
+        ["evaluate"],
+        ["evaluate", "checkpoint=nowhere"],
+        ["evaluate", "-m", "seed=1,2"],
+        ["export"],
+        ["export", "checkpoint=nowhere", "output=new"],
+        ["export", "chekpoint=nowhere"],
+        ["export", "nowhere"],
+        ["models", "x=1"],
+    ],
+)
+def test_user_errors_are_one_line_with_status_2_and_leave_nothing_behind(arguments, here, started, capsys):
+    assert main(arguments) == EXIT_USER_ERROR
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err + captured.out
+    assert len(captured.err.strip().splitlines()) == 1 and "Error: " in captured.err
+    assert started == [] and list(here.iterdir()) == []
+
+
+def test_error_of_the_run_is_printed_with_its_notes_and_a_bug_keeps_its_traceback(here, monkeypatch, capsys):
+    import rlinf.training.run as run
+
+    def diverge(config):
+        error = NonFiniteError("loss is nan")
+        error.add_note("Report of the batch: failed_batch")
+        raise error
+
+    monkeypatch.setattr(run, "train", diverge)
+    assert main(["train", *SMALL]) == EXIT_USER_ERROR
+    assert capsys.readouterr().err == "NonFiniteError: loss is nan\n  Report of the batch: failed_batch\n"
+
+    def bug(config):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(run, "train", bug)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", *SMALL])
+
+
+def test_interruption_exits_with_130_and_the_status_of_the_trainer_is_passed_on(here, monkeypatch):
+    import rlinf.training.run as run
+
+    def interrupt(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "train", interrupt)
+    assert main(["train", *SMALL]) == EXIT_INTERRUPTED
+    monkeypatch.setattr(run, "train", lambda config: sys.exit(143))
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *SMALL])
+    assert caught.value.code == 143
+
+
+def test_saved_configuration_that_is_damaged_is_a_checkpoint_error(tmp_path):
+    from rlinf.cli.hydra_app import read_saved_config
+
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_saved_config(tmp_path)
+    (tmp_path / "config.yaml").write_text("- a list")
+    with pytest.raises(CheckpointError, match="holds no configuration"):
+        read_saved_config(tmp_path)
+
+
+def test_export_refuses_to_write_into_a_folder_that_is_not_empty(here):
+    (here / "old").mkdir()
+    (here / "old" / "file").write_text("")
+    from rlinf.cli.export import export
+
+    with pytest.raises(ConfigError, match="not empty"):
+        export(["checkpoint=x", "output=old"])
+
+
+def test_models_lists_what_is_registered(capsys):
+    assert main(["models"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("openvla", "mlp", "tabletop", "ppo", "grpo", "quickstart"))
+
+
+def test_table_columns_are_aligned():
+    lines = format_table(("a", "long"), [("xxx", "1"), ("y", "22222")]).splitlines()
+    assert lines == ["a    long", "---  -----", "xxx  1", "y    22222"]
+
+
+@pytest.mark.parametrize("script", ["train.py", "evaluate.py"])
+def test_example_scripts_work_from_any_folder(script, here):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(ROOT / "examples" / "embodiment" / script), "model=mlp", "env=tabletop", "algorithm=pppo"]
+    result = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == EXIT_USER_ERROR, result.stderr
+    assert result.stderr.startswith("ConfigError: There is no algorithm 'pppo'. Did you mean 'ppo'?")

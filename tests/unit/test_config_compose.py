@@ -1,0 +1,269 @@
+"""Composition: groups, experiments, users' folders, plugins, and what is said about misspelt overrides."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from rlinf.algorithms.config import GRPOConfig, PPOConfig
+from rlinf.config.compose import compose_config, compose_on_saved, normalize_overrides
+from rlinf.config.options import from_mapping, public_fields, to_mapping
+from rlinf.config.schema import RunConfig, build_config, section_class
+from rlinf.config.search import find_experiment, packaged_experiments
+from rlinf.config.validation import validate
+from rlinf.errors import ConfigError
+from rlinf.models import MODELS, register_model
+from rlinf.models.config import ModelConfig
+
+SEED_KEYS = {
+    "model_type": "your_model_type",
+    "action_token_len": 7,
+    "action_chunks_len": 1,
+    "unnorm_key": "your_action_key",
+    "micro_batch_size": 1,
+    "val_micro_batch_size": 8,
+    "precision": "bf16",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "image_size": [224, 224],
+    "is_lora": False,
+    "attn_implementation": "flash_attention_2",
+    "low_cpu_mem_usage": True,
+    "trust_remote_code": True,
+}
+
+
+def build(*overrides, config_dir=None) -> RunConfig:
+    return build_config(compose_config(overrides, config_dir))
+
+
+def test_composition_without_overrides_equals_the_dataclass_defaults():
+    config = build()
+    config.output_dir = None
+    expected = RunConfig(env=section_class("env", "tabletop")())
+    assert to_mapping(config) == to_mapping(expected)
+
+
+def test_precedence_is_defaults_then_experiment_then_command_line():
+    assert build("algorithm=ppo").trainer.value_learning_rate == RunConfig().trainer.value_learning_rate
+    quickstart = yaml.safe_load((packaged_experiments() / "quickstart.yaml").read_text())
+    assert build("experiment=quickstart").sft.max_steps == quickstart["sft"]["max_steps"]
+    assert build("experiment=quickstart", "sft.max_steps=3").sft.max_steps == 3
+    assert build("experiment=quickstart", "model=mlp").model.model_type == "mlp"
+
+
+def test_plus_experiment_is_the_same_as_experiment():
+    first, second = build("experiment=quickstart"), build("+experiment=quickstart")
+    first.output_dir = second.output_dir = None
+    assert first == second
+
+
+def test_experiment_name_is_that_of_the_file_and_names_the_output_folder():
+    config = build("experiment=quickstart")
+    assert config.experiment_name == "quickstart"
+    assert re.fullmatch(r"outputs/quickstart/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", config.output_dir)
+    assert build("experiment=quickstart", "experiment_name=mine").output_dir.startswith("outputs/mine/")
+
+
+def test_choosing_an_algorithm_brings_its_dataclass_and_its_rollout():
+    ppo, grpo = build("algorithm=ppo"), build("algorithm=grpo")
+    assert type(ppo.algorithm) is PPOConfig and ppo.rollout.group_size == 1 and ppo.rollout.auto_reset
+    assert type(grpo.algorithm) is GRPOConfig and grpo.rollout.group_size >= 2 and not grpo.rollout.auto_reset
+    assert build("algorithm=grpo", "rollout=default").rollout.group_size == 1
+
+
+def test_seed_template_holds_the_fourteen_keys_as_they_stand():
+    text = find_experiment("your_config").read_text(encoding="utf-8")
+    assert yaml.safe_load(text) == {"model": SEED_KEYS}
+    assert OmegaConf.create(text) == {"model": SEED_KEYS}
+
+
+def test_seed_template_composes_and_every_key_arrives():
+    model = build("experiment=your_config").model
+    assert {key: getattr(model, key) for key in SEED_KEYS} == SEED_KEYS
+    defaults = {f.name for f in fields(ModelConfig)} - set(SEED_KEYS)
+    assert all(getattr(model, name) == getattr(ModelConfig(), name) for name in defaults)
+
+
+def test_seed_template_as_a_mapping_takes_defaults_for_all_other_sections():
+    config = build_config({"model": SEED_KEYS})
+    assert config.model.unnorm_key == "your_action_key" and config.trainer == RunConfig().trainer
+
+
+@pytest.mark.parametrize("key", sorted(SEED_KEYS))
+def test_typo_in_any_key_of_the_template_is_refused_with_the_key_that_was_meant(key):
+    typo = key[:-1] + ("x" if key[-1] != "x" else "y")
+    with pytest.raises(ConfigError, match=f"Did you mean '{key}'"):
+        from_mapping(ModelConfig, {typo: SEED_KEYS[key]}, "model")
+    with pytest.raises(ConfigError, match=f"Type model.{key}="):
+        build(f"model.{typo}=1")
+
+
+def test_seed_template_is_accepted_once_its_model_is_registered_and_given_weights(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="model.model_type is 'your_model_type'"):
+        validate(build("experiment=your_config"))
+    monkeypatch.setattr(MODELS, "_entries", dict(MODELS.entries()))
+    register_model("your_model_type", model=MODELS.get("mlp").model)
+    (tmp_path / "config.json").write_text("{}")
+    weights = ["model.attn_implementation=sdpa", f"model.model_path={tmp_path}"]
+    numbers = validate(build("experiment=your_config", *weights))
+    assert numbers.micro_batches_per_rank == RunConfig().trainer.minibatch_size
+    with pytest.raises(ConfigError, match=r"flash_attention_2 needs|flash-attn"):
+        validate(build("experiment=your_config", weights[1]))
+
+
+@pytest.mark.parametrize(
+    ("override", "fragments"),
+    [
+        ("trainer.learning_rte=1", ["'trainer.learning_rte'", "Type trainer.learning_rate=1"]),
+        ("trianer.max_steps=2", ["'trianer'", "Type trainer.max_steps=2"]),
+        ("experimnt=quickstart", ["Type experiment=quickstart"]),
+        ("experiment=quickstrat", ["no experiment 'quickstrat'", "Type experiment=quickstart"]),
+        ("model=openvla_tinny", ["no model 'openvla_tinny'", "Type model=openvla_tiny"]),
+        ("algorithm=gppo", ["Did you mean"]),
+        ("trainer.max_steps.x=2", ["'trainer.max_steps' is a value"]),
+        ("quickstart", ["is no override", "Type e.g. experiment=quickstart"]),
+        ("rollout.num_envs=[1", ["cannot be read"]),
+        ("seed=1,2", ["rlinf train -m seed=1,2", "'seed=[1,2]'"]),
+        ("+foo=1", ["no key 'foo'"]),
+        ("trainer.max_steps=ten", ["trainer.max_steps is 'ten'", "required: int"]),
+        ("env.name=tabeltop", ["env.name is 'tabeltop'", "Did you mean 'tabletop'"]),
+        ("algorithm.name=dppo", ["algorithm.name is 'dppo'", "Did you mean 'ppo'"]),
+        ("seed=${nope}", ["nope"]),
+    ],
+)
+def test_misspelt_overrides_are_answered_in_one_line_with_what_to_type(override, fragments):
+    with pytest.raises(ConfigError) as caught:
+        build(override)
+    message = str(caught.value)
+    assert "\n" not in message
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_free_form_section_takes_new_keys_without_a_plus():
+    assert build("model.init_config.depth=3").model.init_config == {"depth": 3}
+    assert normalize_overrides(["model.init_config.depth=3", "seed=1"]) == ["++model.init_config.depth=3", "seed=1"]
+
+
+def test_users_folder_adds_experiments_and_groups(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - override /trainer: long\ntrainer:\n  minibatch_size: 64\n")
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "long.yaml").write_text("max_steps: 12345\nlearning_rate: 1.0e-5\n")
+    config = build("experiment=mine", config_dir=str(tmp_path))
+    assert (config.trainer.max_steps, config.trainer.minibatch_size) == (12345, 64)
+    assert config.experiment_name == "mine"
+    assert build("experiment=quickstart", config_dir=str(tmp_path)).experiment_name == "quickstart"
+    with pytest.raises(ConfigError, match="no experiment 'mine'"):
+        build("experiment=mine")
+    with pytest.raises(ConfigError, match="is no folder"):
+        build(config_dir=str(tmp_path / "nowhere"))
+
+
+def test_users_file_that_would_be_shadowed_by_a_packaged_one_is_refused(tmp_path):
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "default.yaml").write_text("max_steps: 1\n")
+    with pytest.raises(ConfigError, match="Rename it.*my_default.yaml"):
+        build(config_dir=str(tmp_path))
+
+
+def test_unknown_key_inside_an_experiment_file_is_refused(tmp_path):
+    (tmp_path / "mine.yaml").write_text("trainer:\n  minibtach_size: 64\n")
+    with pytest.raises(ConfigError, match="Type trainer.minibatch_size=64"):
+        build("experiment=mine", config_dir=str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("trainer: [\n")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        build("experiment=mine", config_dir=str(tmp_path))
+
+
+def test_plugin_file_registers_an_env_with_its_own_keys(tmp_path, monkeypatch):
+    from rlinf.envs import ENVS
+
+    monkeypatch.setattr(ENVS, "_entries", dict(ENVS.entries()))
+    (tmp_path / "my_env.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from rlinf.config.options import option\n"
+        "from rlinf.envs import register_env\n"
+        "from rlinf.envs.config import EnvConfig\n"
+        "@dataclass\n"
+        "class MyConfig(EnvConfig):\n"
+        "    wind_m_s: float = option(0.0, 'Wind.')\n"
+        "class MyEnv:\n"
+        "    config_class = MyConfig\n"
+        "register_env('windy', MyEnv)\n"
+    )
+    (tmp_path / "configs" / "env").mkdir(parents=True)
+    (tmp_path / "configs" / "env" / "windy.yaml").write_text("name: windy\nwind_m_s: 2\n")
+    plugin = f"plugins=[{tmp_path / 'my_env.py'}]"
+    config = build("env=windy", plugin, config_dir=str(tmp_path / "configs"))
+    assert config.env.wind_m_s == 2.0 and config.env.image_size == 64
+    with pytest.raises(ConfigError, match="Type env.wind_m_s="):
+        build("env=windy", plugin, "+env.wind_ms=3", config_dir=str(tmp_path / "configs"))
+
+
+def test_plugin_that_does_not_exist_is_named():
+    with pytest.raises(ConfigError, match="no module 'no_such_module'"):
+        build("plugins=[no_such_module]")
+    with pytest.raises(ConfigError, match="does not exist"):
+        build("plugins=[no_such_file.py]")
+
+
+def test_error_inside_a_plugin_is_not_hidden(tmp_path):
+    (tmp_path / "broken.py").write_text("import a_package_that_is_not_there\n")
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        build(f"plugins=[{tmp_path / 'broken.py'}]")
+
+
+def saved_run() -> dict:
+    config = build("experiment=quickstart", "env.image_size=32", "trainer.max_steps=3", "seed=5")
+    return to_mapping(config) | {"resume": "outputs/earlier"}
+
+
+def test_saved_configuration_stays_except_for_what_is_overridden():
+    config = build_config(compose_on_saved(saved_run(), ["evaluation.num_episodes=7", "env.tasks=[push]"]))
+    assert (config.evaluation.num_episodes, config.env.tasks) == (7, ["push"])
+    assert (config.env.image_size, config.trainer.max_steps, config.seed) == (32, 3, 5)
+    assert config.resume is None
+    assert config.output_dir.startswith("outputs/quickstart/evaluate_")
+
+
+def test_group_choice_replaces_the_whole_saved_section():
+    config = build_config(compose_on_saved(saved_run(), ["env=tabletop", "env.success_bonus=2.0"]))
+    assert config.env.image_size == section_class("env", "tabletop")().image_size and config.env.success_bonus == 2.0
+
+
+@pytest.mark.parametrize("override", ["evaluation.num_epsodes=3", "experiment=quickstart", "seed=1,2", "evaluation.num_episodes=x"])
+def test_wrong_overrides_of_a_saved_configuration_are_refused(override):
+    with pytest.raises(ConfigError):
+        build_config(compose_on_saved(saved_run(), [override]))
+
+
+def packaged_groups() -> list:
+    import rlinf.config as package
+
+    root = __import__("pathlib").Path(package.__path__[0])
+    return sorted(path for path in root.glob("*/*.yaml"))
+
+
+@pytest.mark.parametrize("path", packaged_groups(), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_group_yaml_lists_every_public_field_and_defaults_equal_the_dataclass(path):
+    section = path.parent.name
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values.pop("defaults", None)
+    registered = section in ("env", "algorithm")
+    cls = section_class(section, values["name"]) if registered else type(getattr(RunConfig(), section))
+    expected = to_mapping(cls())
+
+    def keys(mapping: dict, cls: type) -> dict:
+        hints = __import__("typing").get_type_hints(cls)
+        nested = {name: keys(mapping[name], hints[name]) for name in public_fields(cls) if hasattr(hints[name], "__dataclass_fields__")}
+        return dict.fromkeys(mapping) | nested
+
+    assert keys(values, cls) == keys(expected, cls), f"{path} must list exactly the fields of {cls.__name__}, in their order"
+    assert list(values) == list(expected)
+    if path.stem == "default" or (registered and path.stem == values["name"]):
+        assert from_mapping(cls, values) == cls(), f"{path} differs from the defaults of {cls.__name__}"

@@ -1,0 +1,125 @@
+"""Typed options: what is accepted, what is refused, and whether the message says what to type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from rlinf.config.options import from_mapping, option, override_text, to_mapping, type_name
+from rlinf.config.schema import RunConfig, build_config
+from rlinf.config.yaml_text import yaml_text
+from rlinf.errors import ConfigError
+
+
+@dataclass
+class Inner:
+    rate: float = option(0.5, "A rate.", minimum=0)
+    mode: str = option("fast", "A mode.", choices=("fast", "slow"))
+
+
+@dataclass
+class Outer:
+    count: int = option(1, "A count.", minimum=1)
+    name: str | None = option(None, "A name.")
+    sizes: list[int] | None = option(None, "Sizes.")
+    scales: list[float] = option([1.0], "Scales.")
+    extra: dict[str, int] = option({}, "Anything.")
+    flag: bool = option(False, "A flag.")
+    inner: Inner = option(Inner(), "Inner.")
+
+
+def test_missing_keys_take_defaults_and_given_keys_are_kept():
+    config = from_mapping(Outer, {"count": 3, "inner": {"mode": "slow"}, "sizes": [1, 2], "extra": {"a": 1}})
+    assert config == Outer(count=3, inner=Inner(mode="slow"), sizes=[1, 2], extra={"a": 1})
+    assert from_mapping(Outer, {}) == Outer()
+
+
+def test_defaults_are_not_shared_between_instances():
+    first = from_mapping(Outer, {})
+    first.extra["a"] = 1
+    first.inner.rate = 9.0
+    first.scales.append(2.0)
+    assert from_mapping(Outer, {}) == Outer() and Outer().inner.rate == 0.5
+
+
+def test_integers_become_floats_and_nothing_else_is_converted():
+    config = from_mapping(Outer, {"inner": {"rate": 2}, "scales": [1, 2.5]})
+    assert isinstance(config.inner.rate, float) and config.scales == [1.0, 2.5]
+    assert all(isinstance(scale, float) for scale in config.scales)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "fragments"),
+    [
+        ({"cuont": 3}, ["cuont", "Did you mean 'count'", "Type count=3"]),
+        ({"inner": {"rat": 0.1}}, ["inner.rat", "Type inner.rate=0.1"]),
+        ({"count": "3"}, ["count is '3' (str)", "required: int", "count=1"]),
+        ({"count": 3.0}, ["required: int"]),
+        ({"count": True}, ["required: int"]),
+        ({"flag": 1}, ["required: bool"]),
+        ({"count": 0}, ["count is 0", "at least 1"]),
+        ({"inner": {"rate": -0.1}}, ["inner.rate is -0.1", "at least 0"]),
+        ({"inner": {"rate": float("nan")}}, ["inner.rate is nan"]),
+        ({"inner": {"mode": "fats"}}, ["one of fast, slow", "Type inner.mode=fast"]),
+        ({"inner": {"mode": None}}, ["inner.mode is 'null'"]),
+        ({"inner": 3}, ["inner is '3'", "section with the keys rate, mode"]),
+        ({"sizes": "12"}, ["sizes is '12'", "list of int or null"]),
+        ({"sizes": [1, "a"]}, ["sizes is '[1,a]'"]),
+        ({"scales": None}, ["required: list of float"]),
+    ],
+)
+def test_wrong_values_are_refused_with_value_requirement_and_override(mapping, fragments):
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(Outer, mapping)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_omegaconf_mappings_are_resolved():
+    config = from_mapping(Outer, OmegaConf.create({"count": 4, "name": "n${count}"}))
+    assert config.name == "n4"
+    with pytest.raises(ConfigError, match="nope"):
+        from_mapping(Outer, OmegaConf.create({"name": "${nope}"}))
+
+
+def test_whole_configuration_survives_mapping_and_yaml():
+    config = build_config({"model": {"init_config": {"a": [1, {"b": None}]}}, "env": {"name": "tabletop"}, "seed": 7})
+    text = yaml_text(to_mapping(config))
+    assert build_config(yaml.safe_load(text)) == config
+    assert build_config(to_mapping(config)) == config
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(allow_nan=False, allow_infinity=False), st.text(), st.integers())
+def test_yaml_text_is_read_back_exactly(number, text, integer):
+    mapping = {"number": number, "text": text, "nested": {"items": [integer, number, text, None, True]}, "empty": {}}
+    assert yaml.safe_load(yaml_text(mapping)) == mapping
+
+
+def test_override_text_is_what_the_command_line_reads():
+    assert [override_text(value) for value in (None, True, [1, 2], 0.5, "a")] == ["null", "true", "[1,2]", "0.5", "a"]
+
+
+def test_type_names_are_words():
+    assert type_name(list[int] | None) == "list of int or null"
+    assert type_name(dict[str, int]) == "section of any keys"
+
+
+def test_every_field_of_the_configuration_is_documented():
+    def undocumented(cls, path):
+        import dataclasses
+        import typing
+
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if not field.metadata.get("help", "").strip().endswith("."):
+                yield f"{path}.{field.name}"
+            if dataclasses.is_dataclass(hints[field.name]):
+                yield from undocumented(hints[field.name], f"{path}.{field.name}")
+
+    assert list(undocumented(RunConfig, "")) == []

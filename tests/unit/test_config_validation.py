@@ -1,0 +1,181 @@
+"""Cross-checks: each contradiction is refused, and the override that the message suggests mends it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from rlinf.algorithms import ALGORITHMS
+from rlinf.config import validation
+from rlinf.config.compose import compose_config
+from rlinf.config.derived import derive, format_derived
+from rlinf.config.schema import RunConfig, build_config
+from rlinf.config.validation import validate
+from rlinf.envs import ENVS
+from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
+
+BASE = ("model=openvla_tiny", "env=tabletop", "env.tasks=[reach]")
+
+
+def build(*overrides) -> RunConfig:
+    return build_config(compose_config([*BASE, *overrides]))
+
+
+def suggestions(message: str) -> list[list[str]]:
+    """The overrides after ``Type`` (or ``e.g.``), each alternative as a list of words."""
+    text = re.split(r"(?:Type(?: e\.g\.)?|, e\.g\.) ", message)[-1].rstrip(".")
+    return [[word.strip(",").strip("'") for word in part.split()] for part in re.split(r",? or ", text)]
+
+
+CASES = {
+    "envs over ranks": (["rollout.num_envs=63", "cluster.num_processes=2"], "63"),
+    "envs into groups": (["algorithm=grpo", "rollout.num_envs=60"], "rollout.group_size=8"),
+    "samples into minibatches": (["rollout.num_envs=12", "rollout.num_chunks=8", "trainer.minibatch_size=64"], "96 samples"),
+    "minibatch over ranks": (["trainer.minibatch_size=1", "cluster.num_processes=2"], "trainer.minibatch_size=1"),
+    "rows into micro-batches": (["model.micro_batch_size=48"], "128 rows per rank"),
+    "one env and two halves": (["rollout.num_envs=1", "trainer.minibatch_size=16"], "1 env per rank"),
+    "grpo without groups": (["algorithm=grpo", "rollout=default"], "rollout.group_size=1"),
+    "grpo with auto-reset": (["algorithm=grpo", "rollout.auto_reset=true"], "rollout.auto_reset=true"),
+    "ppo without values": (["model.value_head=false"], "model.value_head=false"),
+    "action advantages, chunk ratio": (["algorithm.advantage_level=action", "algorithm.logprob_level=chunk"], "logprob_level=chunk"),
+    "rollout ends inside an episode": (
+        ["algorithm=grpo", "env.max_episode_steps=16", "rollout.num_chunks=8"], "8 env steps per iteration"),
+    "rollout ends inside the longest task": (
+        ["algorithm=grpo", "env.tasks=[reach,push]"], "16 env steps per iteration"),
+    "unknown task": (["env.tasks=[reach,psuh]"], "'psuh'"),
+    "no task": (["env.tasks=[]"], "env.tasks is []"),
+    "task twice": (["env.tasks=[reach,reach]"], "twice"),
+    "unknown model": (["model.model_type=opnvla"], "'opnvla'"),
+    "unknown precision": (["model.precision=fp8"], "'fp8'"),
+    "unknown attention": (["model.attn_implementation=spda"], "'spda'"),
+    "flash attention without a GPU": (["model.attn_implementation=flash_attention_2"], "flash_attention_2"),
+    "three image sizes": (["model.image_size=[64,64,3]"], "[64,64,3]"),
+    "adapter without lora": (["model.lora_path=LORA"], "model.is_lora=false"),
+    "dropout in RL": (["model.is_lora=true", "model.lora.dropout=0.1"], "model.lora.dropout=0.1"),
+    "no sharding with two ranks": (["trainer.sharding=none", "cluster.num_processes=2"], "trainer.sharding=none"),
+    "too few GPUs": (["cluster.device=cuda"], "torch sees 0"),
+    "no weights at all": (["model=openvla"], "model.init_config is empty"),
+    "more episodes than there are": (["env.tasks=[reach]", "env.num_eval_init_states=50"], "1 tasks x 50"),
+    "nothing to train": (["trainer.max_steps=0"], "nothing to train"),
+    "offset with three numbers": (["sft.max_steps=5", "sft.expert.aim_offset_m=[0.1,0.1,0.1]"], "aim_offset_m"),
+    "sft batch over ranks": (["sft.max_steps=5", "sft.batch_size=63", "cluster.num_processes=2"], "sft.batch_size=63"),
+    "env of another class": (["~env.distractors", "~env.state"], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_contradiction_is_refused_and_the_suggested_override_mends_it(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    overrides, fragment = CASES[name]
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    overrides = [override.replace("LORA", str(tmp_path)) for override in overrides]
+    if fragment is None:  # the control: leaving keys out is no contradiction
+        validate(build(*overrides))
+        return
+    with pytest.raises(ConfigError) as caught:
+        validate(build(*overrides))
+    message = str(caught.value)
+    assert fragment in message and "\n" not in message
+    mending = [words for words in suggestions(message) if words and "=" in words[0]]
+    assert mending, message
+    for words in mending:
+        words = [re.sub(r"<folder.*", str(tmp_path), word) for word in words if "=" in word]
+        assert validate(build(*overrides, *words)), (message, words)
+
+
+def test_a_good_configuration_passes_for_every_command():
+    for command, algorithm in itertools.product(("train", "sft", "evaluate"), ("ppo", "grpo")):
+        validate(build(f"algorithm={algorithm}", "sft.max_steps=10"), command)
+
+
+def test_what_a_command_does_not_use_is_not_checked():
+    odd = ["rollout.num_envs=7", "trainer.minibatch_size=5"]
+    validate(build(*odd), "evaluate")
+    validate(build(*odd, "sft.max_steps=5"), "sft")
+    with pytest.raises(ConfigError):
+        validate(build(*odd), "train")
+    with pytest.raises(ConfigError, match="nothing to do"):
+        validate(build(), "sft")
+
+
+def test_nothing_is_built_before_the_checks_are_done(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("started something")
+
+    monkeypatch.setattr(ENVS.get("tabletop"), "__init__", refuse)
+    monkeypatch.setattr(ALGORITHMS.get("ppo"), "__init__", refuse)
+    monkeypatch.setattr("rlinf.models.get_model", refuse)
+    monkeypatch.setattr("multiprocessing.Process.start", refuse)
+    validate(build("sft.max_steps=5"))
+
+
+@pytest.mark.parametrize("key", ["resume", "init_from", "checkpoint"])
+def test_folder_that_is_no_checkpoint_is_refused(key, tmp_path):
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+        validate(build(f"{key}={tmp_path}"))
+    with pytest.raises(CheckpointError, match="There is no folder"):
+        validate(build(f"{key}={tmp_path / 'nowhere'}"))
+
+
+def test_resume_and_init_from_exclude_each_other():
+    with pytest.raises(ConfigError, match="exclude each other"):
+        validate(build("resume=a", "init_from=b"))
+
+
+def test_model_path_must_be_a_checkpoint_folder_or_look_like_a_hub_id(tmp_path):
+    def path(value):
+        return build("~model.init_config", f"model.model_path={value}")
+
+    with pytest.raises(ConfigError, match="without config.json"):
+        validate(path(tmp_path))
+    with pytest.raises(ConfigError, match="is no folder"):
+        validate(path(tmp_path / "nowhere"))
+    validate(path("organisation/name"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=re.escape(f"Type model.model_path={tmp_path / 'model'}")):
+        validate(path(tmp_path))
+    validate(path(tmp_path / "model"))
+
+
+def test_output_folder_must_be_writable_and_nothing_is_left_in_it(tmp_path):
+    validate(build(f"output_dir={tmp_path}/a/b"))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is no folder"):
+        validate(build(f"output_dir={tmp_path}/file/run"))
+    with pytest.raises(ConfigError, match="nothing can be written"):
+        validate(build("output_dir=/proc/run"))
+
+
+def test_missing_optional_package_is_reported_with_its_install_command(monkeypatch):
+    real = validation.importlib.util.find_spec
+    monkeypatch.setattr(validation.importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name))
+    with pytest.raises(MissingDependencyError, match="pip install wandb.*tracking.wandb=false"):
+        validate(build("tracking.wandb=true"))
+    validate(build("tracking.wandb=false"))
+
+
+def test_derived_numbers_by_hand():
+    config = build(
+        "algorithm=grpo", "rollout.num_envs=96", "rollout.num_chunks=20", "rollout.group_size=8", "cluster.num_processes=2",
+        "trainer.minibatch_size=240", "trainer.max_steps=5", "algorithm.update_epochs=3", "model.micro_batch_size=40",
+        "model.action_chunks_len=2", "sft.batch_size=160",
+    )  # fmt: skip
+    numbers = validate(config)
+    assert numbers == derive(config)
+    assert (numbers.num_samples, numbers.num_groups, numbers.envs_per_rank) == (1920, 12, 48)
+    assert (numbers.minibatches_per_epoch, numbers.rows_per_rank, numbers.micro_batches_per_rank) == (8, 120, 3)
+    assert (numbers.optimizer_steps_per_iteration, numbers.optimizer_steps) == (24, 120)
+    assert (numbers.max_env_steps, numbers.env_steps, numbers.sft_micro_batches_per_rank) == (3840, 19200, 2)
+    text = format_derived(config)
+    for fragment in ("96 envs = 12 groups of 8 x 20 chunks = 1920 samples", "8 of 240 x 3 epochs", "120 optimiser steps"):
+        assert fragment in text
+
+
+@pytest.mark.parametrize(("number", "wanted", "of", "best"), [(96, 64, 1, 48), (1024, 100, 1, 128), (96, 5, 2, 4), (7, 3, 2, 7)])
+def test_suggested_size_is_the_nearest_divisor(number, wanted, of, best):
+    assert validation.nearest_divisor(number, wanted, of) == best

@@ -1,0 +1,230 @@
+"""The base class of environments, on a simulator whose numbers are counted by hand."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from rlinf.envs import ENVS, make_env, register_env
+from rlinf.envs.base import SimulatorStep, VectorEnv
+from rlinf.envs.config import EnvConfig
+from rlinf.envs.episodes import EVAL_INIT_STATE_OFFSET, EpisodeList
+from rlinf.errors import ConfigError
+from rlinf.types import EpisodeSpec, Observation
+
+
+class CountingEnv(VectorEnv):
+    """The state counts up; dense reward = new count x 10; success at 3 + init_state_id; failure on actions above 0.9."""
+
+    suite = "counting"
+
+    def __init__(self, config, num_envs, auto_reset):
+        super().__init__(config, num_envs, auto_reset, action_low=[-1.0], action_high=[2.0])
+        self.counts = np.zeros(num_envs, dtype=np.int64)
+        self.goals = np.zeros(num_envs, dtype=np.int64)
+        self.num_observed = 0
+
+    @classmethod
+    def all_task_names(cls, config):
+        return ["one", "two", "three"]
+
+    @property
+    def state_dim(self):
+        return 1
+
+    def _reset_env(self, index, spec):
+        self.counts[index], self.goals[index] = 0, 3 + spec.init_state_id
+
+    def _step_envs(self, ids, actions):
+        self.counts[ids] += 1
+        dense = (10.0 * self.counts[ids]).astype(np.float32)
+        return SimulatorStep(dense, self.counts[ids] == self.goals[ids], actions[:, 0] > 0.9)
+
+    def _observe(self, ids):
+        self.num_observed += len(ids)
+        return Observation({}, self.counts[ids][:, None].astype(np.float32), ["count"] * len(ids))
+
+
+def spec(init_state_id, task_id=0):
+    return EpisodeSpec("counting", task_id, init_state_id, 0)
+
+
+def build(num_envs=2, auto_reset=False, **settings):
+    return CountingEnv(EnvConfig(cameras=[], max_episode_steps=5, **settings), num_envs, auto_reset)
+
+
+def test_chunk_stops_at_success_and_pays_the_bonus_once():
+    env = build(reward_mode="shaped", success_bonus=1.0)
+    env.reset(options={"episodes": [spec(0), spec(100)]})
+    step = env.chunk_step(np.zeros((2, 4, 1)))
+    assert step.rewards.tolist() == [[10, 20, 31, 0], [10, 20, 30, 40]]
+    assert step.executed.tolist() == [[True, True, True, False], [True] * 4]
+    assert step.terminated.tolist() == [True, False] and step.truncated.tolist() == [False, False]
+    assert step.final_env_ids.tolist() == [0] and step.final_observation.state.tolist() == [[3]]
+    result = step.episodes[0]
+    assert (result.task, result.success, result.episode_return, result.num_env_steps) == ("one", True, 61.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("sparse", [0, 0, 5, 0]), ("shaped", [10, 20, 35, 40]), ("relative", [10, 10, 15, 10])]
+)
+def test_reward_modes(mode, expected):
+    env = build(1, reward_mode=mode, success_bonus=5.0, terminate_on_success=False)
+    env.reset(options={"episodes": [spec(0)]})
+    assert env.chunk_step(np.zeros((1, 4, 1))).rewards.tolist() == [expected]
+
+
+def test_time_limit_truncates_and_does_not_terminate():
+    env = build(1)
+    env.reset(options={"episodes": [spec(100)]})
+    step = env.chunk_step(np.zeros((1, 7, 1)))
+    assert step.truncated.tolist() == [True] and step.terminated.tolist() == [False]
+    assert step.executed.sum() == 5 and not step.episodes[0].success
+
+
+def test_success_in_the_last_step_terminates_and_does_not_truncate():
+    env = build(1)
+    env.reset(options={"episodes": [spec(2)]})
+    step = env.chunk_step(np.zeros((1, 7, 1)))
+    assert step.terminated.tolist() == [True] and step.truncated.tolist() == [False]
+
+
+def test_failure_terminates_without_success():
+    env = build(1)
+    env.reset(options={"episodes": [spec(2)]})
+    step = env.chunk_step(np.array([[[0.0], [1.0], [0.0]]]))
+    assert step.terminated.tolist() == [True] and step.success.tolist() == [False] and step.executed.sum() == 2
+
+
+def test_without_termination_success_is_remembered_until_the_time_limit():
+    env = build(1, terminate_on_success=False)
+    env.reset(options={"episodes": [spec(0)]})
+    step = env.chunk_step(np.zeros((1, 7, 1)))
+    assert step.truncated.tolist() == [True] and step.episodes[0].success and step.episodes[0].num_env_steps == 5
+
+
+def test_finished_rows_freeze_and_are_not_observed_again():
+    env = build()
+    env.reset(options={"episodes": [spec(0), spec(100)]})
+    env.chunk_step(np.zeros((2, 4, 1)))
+    before = env.num_observed
+    step = env.chunk_step(np.zeros((2, 1, 1)))
+    assert env.num_observed - before == 1
+    assert step.rewards[0].tolist() == [0] and not step.executed[0].any() and not step.terminated[0]
+    assert step.observation.state.tolist() == [[3], [5]] and step.success.tolist() == [True, False]
+
+
+def test_auto_reset_shows_the_next_episode_and_keeps_the_last_observation():
+    env = build(auto_reset=True)
+    asked = []
+
+    def next_episode(row):
+        asked.append(row)
+        return spec(50)
+
+    env.reset(options={"episodes": [spec(0), spec(100)], "next_episode": next_episode})
+    step = env.chunk_step(np.zeros((2, 3, 1)))
+    assert asked == [0] and env.current_specs() == [spec(50), spec(100)]
+    assert step.observation.state.tolist() == [[0], [3]] and step.final_observation.state.tolist() == [[3]]
+    assert env.chunk_step(np.zeros((2, 1, 1))).observation.state.tolist() == [[1], [4]]
+
+
+def test_step_returns_gymnasiums_five():
+    env = build(auto_reset=True)
+    observation, infos = env.reset(options={"episodes": [spec(0), spec(1)], "next_episode": lambda row: spec(9)})
+    assert observation.state.tolist() == [[0], [0]] and infos == {}
+    for _ in range(2):
+        env.step(np.zeros((2, 1)))
+    observation, rewards, terminated, truncated, infos = env.step(np.zeros((2, 1)))
+    assert observation.state.tolist() == [[0], [3]] and rewards.tolist() == [31, 30]
+    assert terminated.tolist() == [True, False] and truncated.tolist() == [False, False]
+    assert infos["success"].tolist() == [True, False] and infos["_final_obs"].tolist() == [True, False]
+    assert infos["final_obs"][0].state.tolist() == [[3]] and infos["final_obs"][1] is None
+
+
+def test_reset_without_options_draws_training_episodes_by_seed():
+    env = build(8)
+    draws = []
+    for seed in (1, 1, 2):
+        env.reset(seed=seed)
+        draws.append(env.current_specs())
+    assert draws[0] == draws[1] != draws[2]
+    assert all(one.init_state_id < 100_000 for one in draws[0])
+
+
+def test_episode_list_is_round_robin_and_disjoint():
+    env = build(num_train_init_states=4, num_eval_init_states=2)
+    train, held_out = env.episode_specs("train"), env.episode_specs("eval")
+    assert (len(train), len(held_out)) == (12, 6)
+    assert [one.task_id for one in train[:6]] == [0, 1, 2, 0, 1, 2] and train[-1] == train[11]
+    assert len({*train, *held_out}) == 18
+    with pytest.raises(IndexError):
+        train[12]
+    assert len(EpisodeList("x", 10, 10**8, 0, 0)) == 10**9  # made on demand
+
+
+def test_task_filter_keeps_the_suites_order():
+    env = build(tasks=["three", "one"])
+    assert env.task_names == ["one", "three"]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: build(tasks=["thre"]), "Did you mean 'three'"),
+        (lambda: build(tasks=[]), "empty list"),
+        (lambda: build(0), "num_envs is 0"),
+        (lambda: build().episode_specs("test"), "Unknown split 'test'"),
+        (lambda: build(num_train_init_states=EVAL_INIT_STATE_OFFSET + 1).episode_specs("train"), "evaluation split"),
+        (lambda: build().reset(options={"episode": []}), "Did you mean 'episodes'"),
+        (lambda: build().reset(options={"episodes": [spec(0)]}), "1 episodes for 2 envs"),
+        (lambda: build(1).reset(options={"episodes": [EpisodeSpec("other", 0, 0, 0)]}), "no episode of 'counting'"),
+        (lambda: build(1).reset(options={"episodes": [spec(0, task_id=3)]}), "no episode of 'counting'"),
+        (lambda: build().step(np.zeros((2, 1))), "call reset"),
+        (lambda: build().expert_actions(), "no scripted expert"),
+        (lambda: build().render_frames([0], 64), "cannot draw"),
+        (lambda: make_env(EnvConfig(name="tabletpo"), 1, auto_reset=True), "Did you mean 'tabletop'"),
+        (lambda: make_env(EnvConfig(name="tabletop"), 1, auto_reset=True), "needs a TabletopConfig"),
+    ],
+)
+def test_mistakes_are_named(call, words):
+    with pytest.raises(ConfigError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("actions", "words"),
+    [
+        (np.zeros((2, 1, 2)), r"shape \(2, 1, 2\)"),
+        (np.zeros((3, 1, 1)), r"shape \(3, 1, 1\)"),
+        (np.zeros((2, 0, 1)), r"shape \(2, 0, 1\)"),
+        (np.zeros((2, 1)), r"shape \(2, 1\)"),
+        (np.array([[[0.0]], [[np.inf]]]), "env 1 is not finite"),
+    ],
+)
+def test_bad_actions_are_refused_before_anything_moves(actions, words):
+    env = build()
+    env.reset()
+    with pytest.raises(ConfigError, match=words):
+        env.chunk_step(actions)
+    assert env.counts.tolist() == [0, 0]
+
+
+def test_action_statistics_are_those_of_the_bounds():
+    statistics = build().action_statistics()["action"]
+    assert statistics["q01"] == [-1.0] and statistics["q99"] == [2.0] and statistics["mask"] == [True]
+    assert statistics["mean"] == [0.5] and statistics["std"] == pytest.approx([3 / 12**0.5])
+
+
+def test_registered_env_is_made_by_name():
+    register_env("counting", CountingEnv)
+    try:
+        assert isinstance(make_env(EnvConfig(name="counting", cameras=[]), 2, auto_reset=True), CountingEnv)
+    finally:
+        ENVS._entries.pop("counting")
+
+
+def test_importing_the_package_imports_no_simulator():
+    code = "import rlinf.envs, sys; print({'mujoco', 'torch', 'gymnasium'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

@@ -1,0 +1,249 @@
+"""Evaluation: intervals by hand, and results that depend on the policy and the list of episodes only."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.evaluation.evaluator import MAX_ROWS, evaluate_policy
+from rlinf.evaluation.intervals import wilson_interval
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.types import ActionPrediction, ChunkStep, EpisodeResult, EpisodeSpec, Observation
+
+TASKS = ("reach the red block", "push the blue block")
+
+
+class NumberLineEnv:
+    """Rows stand on a number line and must reach +3 within 12 steps; start and task come from the spec."""
+
+    max_episode_steps = 12
+    config = None
+    task_names = TASKS
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+        self.num_resets = 0
+
+    def horizon_of(self, config, task):
+        return self.max_episode_steps
+
+    def reset(self, options):
+        self.specs = options["episodes"]
+        assert len(self.specs) == self.num_envs
+        self.num_resets += 1
+        starts = [np.random.default_rng([s.task_id, s.init_state_id, s.seed]).uniform(-4, 1) for s in self.specs]
+        self.position = np.array(starts, np.float32)
+        self.steps = np.zeros(self.num_envs, int)
+        self.returns = np.zeros(self.num_envs)
+        self.finished = np.zeros(self.num_envs, bool)
+        return self._observe(), {}
+
+    def _observe(self):
+        tasks = [TASKS[spec.task_id] for spec in self.specs]
+        state = np.stack([self.position, self.steps.astype(np.float32)], 1)
+        return Observation({}, state.astype(np.float32), tasks)
+
+    def chunk_step(self, actions):
+        num_rows, chunk_len = actions.shape[:2]
+        executed = np.zeros((num_rows, chunk_len), bool)
+        ended = np.zeros(num_rows, bool)
+        for c in range(chunk_len):
+            alive = ~self.finished
+            executed[:, c] = alive
+            self.position[alive] += actions[alive, c, 0]
+            self.steps[alive] += 1
+            self.returns[alive] -= 0.1
+            done = alive & ((self.position >= 3) | (self.steps >= self.max_episode_steps))
+            self.finished |= done
+            ended |= done
+        success = self.position >= 3
+        rows = np.flatnonzero(ended)
+        episodes = [
+            EpisodeResult(
+                self.specs[i], TASKS[self.specs[i].task_id], bool(success[i]), self.returns[i], int(self.steps[i])
+            )
+            for i in rows
+        ]
+        observation = self._observe()
+        rewards = np.where(executed, -0.1, 0).astype(np.float32)
+        return ChunkStep(
+            observation,
+            rewards,
+            executed,
+            ended & success,
+            ended & ~success,
+            success,
+            rows,
+            observation.select(rows) if len(rows) else None,
+            episodes,
+        )
+
+    def render_frames(self, ids, size):
+        return np.stack([np.full((size, size, 3), 20 * self.steps[i], np.uint8) for i in ids])
+
+
+class BinPolicy(torch.nn.Module):
+    """A fixed random network that chooses one of five step widths; counts the rows of its calls."""
+
+    num_logprobs = 2
+
+    def __init__(self, chunk_len: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(2, 32), torch.nn.Tanh(), torch.nn.Dropout(0.5), torch.nn.Linear(32, 10)
+        )
+        self.chunk_len = chunk_len
+        self.row_counts: list[int] = []
+
+    def preprocess(self, observation):
+        assert not self.training and not torch.is_grad_enabled()
+        return {"state": torch.from_numpy(observation.state)}
+
+    def predict_action_batch(self, *, do_sample, temperature, uniforms, state):
+        from rlinf.models.embodiment.base import sample_tokens
+
+        self.row_counts.append(len(state))
+        logits = self.net(state).view(-1, 2, 5) * 4
+        tokens = sample_tokens(logits, do_sample, temperature, uniforms)
+        actions = (tokens.float() - 2).unsqueeze(-1)[:, : self.chunk_len]
+        return ActionPrediction(actions, tokens, logits, torch.zeros(len(state)))
+
+
+def specs_of(num_episodes: int) -> list[EpisodeSpec]:
+    return [EpisodeSpec("line", i % 2, i // 2, 7) for i in range(num_episodes)]
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    # Worked out by hand from Wilson's formula with z = 1.96; 81/263 is the example of Newcombe (1998).
+    [(81, 263, 0.2553, 0.3662), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (1, 2, 0.0945, 0.9055)],
+)
+def test_wilson_interval_equals_published_values(successes, trials, low, high):
+    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_wilson_interval_is_symmetric_and_shrinks():
+    low, high = wilson_interval(30, 200)
+    mirrored = wilson_interval(170, 200)
+    assert (1 - mirrored[1], 1 - mirrored[0]) == pytest.approx((low, high))
+    wide = wilson_interval(3, 20)
+    assert wide[1] - wide[0] > high - low
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="5 successes of 4"):
+        wilson_interval(5, 4)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_results_do_not_depend_on_the_number_of_envs(greedy):
+    specs = specs_of(45)
+    policy = BinPolicy()
+    results = [
+        evaluate_policy(policy, NumberLineEnv(num_envs), specs, greedy=greedy, seed=3).results
+        for num_envs in (1, 7, 45, 64)
+    ]
+    assert results[0] == results[1] == results[2] == results[3]
+    assert [result.spec for result in results[0]] == specs
+    assert 0 < sum(result.success for result in results[0]) < 45, "a control: the episodes must differ"
+
+
+def test_sampling_depends_on_seed_and_temperature_and_greedy_does_not():
+    specs, policy = specs_of(40), BinPolicy()
+    sampled = evaluate_policy(policy, NumberLineEnv(16), specs, greedy=False, seed=0).results
+    assert sampled == evaluate_policy(policy, NumberLineEnv(16), specs, greedy=False, seed=0).results
+    assert sampled != evaluate_policy(policy, NumberLineEnv(16), specs, greedy=False, seed=1).results
+    assert sampled != evaluate_policy(policy, NumberLineEnv(16), specs, greedy=False, seed=0, temperature=0.1).results
+    greedy = evaluate_policy(policy, NumberLineEnv(16), specs, seed=0).results
+    assert greedy == evaluate_policy(policy, NumberLineEnv(16), specs, seed=1).results
+
+
+def test_sampled_episode_does_not_depend_on_the_other_episodes():
+    specs, policy = specs_of(20), BinPolicy()
+    every = evaluate_policy(policy, NumberLineEnv(20), specs, greedy=False).results
+    alone = evaluate_policy(policy, NumberLineEnv(3), specs[5:6], greedy=False).results
+    assert alone == every[5:6]
+
+
+def test_every_policy_call_has_the_same_number_of_rows():
+    policy = BinPolicy()
+    evaluate_policy(policy, NumberLineEnv(40), specs_of(45), val_micro_batch_size=8)
+    assert set(policy.row_counts) == {8}
+    policy.row_counts.clear()
+    evaluate_policy(policy, NumberLineEnv(40), specs_of(45), val_micro_batch_size=256)
+    assert set(policy.row_counts) == {MAX_ROWS}
+
+
+@pytest.mark.parametrize("was_training", [True, False])
+def test_model_mode_is_restored(was_training):
+    policy = BinPolicy().train(was_training)
+    evaluate_policy(policy, NumberLineEnv(4), specs_of(4))
+    assert policy.training is was_training
+
+
+def test_counts_and_metrics_are_those_of_the_results():
+    result = evaluate_policy(BinPolicy(), NumberLineEnv(10), specs_of(41))
+    per_task = result.per_task
+    assert {task: success.episodes for task, success in per_task.items()} == {TASKS[0]: 21, TASKS[1]: 20}
+    assert sum(success.successes for success in per_task.values()) == result.successes
+    assert result.interval == wilson_interval(result.successes, 41)
+    metrics = result.metrics()
+    assert metrics["eval/success_rate"] == result.successes / 41
+    assert metrics[f"eval/success_rate/{TASKS[0]}"] == per_task[TASKS[0]].successes / 21
+    assert f"{result.successes}/41" in result.table().splitlines()[-1]
+
+
+def test_json_round_trip(tmp_path):
+    result = evaluate_policy(BinPolicy(), NumberLineEnv(10), specs_of(11), greedy=False, seed=2)
+    path = result.to_json(tmp_path / "eval" / "result.json")
+    assert EvaluationResult.from_json(path) == result
+    data = json.loads(path.read_text())
+    assert data["episodes"] == 11 and data["successes"] == result.successes
+    assert [p.name for p in path.parent.iterdir()] == ["result.json"], "no temporary file may stay"
+    path.write_text("{}")
+    with pytest.raises(CheckpointError, match="no evaluation result"):
+        EvaluationResult.from_json(path)
+
+
+def test_videos_show_the_first_success_and_failure_of_each_task(tmp_path):
+    specs = specs_of(30)
+    result = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs, video_folder=tmp_path / "videos", video_size=64)
+    expected = {(r.task, r.success) for r in result.results}
+    assert {(v["task"], v["success"]) for v in result.videos} == expected
+    assert all((tmp_path / v["path"]).stat().st_size > 500 for v in result.videos)
+    plain = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs)
+    assert plain.results == result.results and plain.videos == []
+
+
+def test_replayed_episode_is_the_evaluated_one_and_has_a_frame_per_env_step(tmp_path, monkeypatch):
+    recorded = []
+
+    def record(path, frames, instruction, success):
+        recorded.append((path.name, len(frames), instruction, success))
+        return path
+
+    monkeypatch.setattr("rlinf.evaluation.evaluator.write_video", record)
+    result = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs_of(30), greedy=False, video_folder=tmp_path)
+    for video, (_, num_frames, instruction, success) in zip(result.videos, recorded, strict=True):
+        first = next(r for r in result.results if (r.task, r.success) == (video["task"], video["success"]))
+        assert (num_frames, instruction, success) == (first.num_env_steps + 1, first.task, first.success)
+
+
+def test_no_failure_no_failure_video(tmp_path):
+    specs = [spec for spec in specs_of(60)]
+    policy = BinPolicy()
+    good = [r.spec for r in evaluate_policy(policy, NumberLineEnv(30), specs).results if r.success]
+    result = evaluate_policy(policy, NumberLineEnv(30), good, video_folder=tmp_path, video_size=32)
+    assert result.videos and all(video["success"] for video in result.videos)
+
+
+def test_endless_env_and_empty_list_are_errors():
+    env = NumberLineEnv(4)
+    env.chunk_step = lambda actions: ChunkStep(
+        env._observe(), None, None, None, None, None, np.array([], int), None, []
+    )
+    with pytest.raises(ConfigError, match="3 episodes.*horizon of 12 env steps"):
+        evaluate_policy(BinPolicy(), env, specs_of(3))
+    with pytest.raises(ConfigError, match="empty"):
+        evaluate_policy(BinPolicy(), NumberLineEnv(4), [])

@@ -1,0 +1,241 @@
+"""The built-in simulator: goals, rewards, experts, pictures."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from rlinf.envs import make_env, rendering
+from rlinf.envs.tabletop.config import TabletopConfig
+from rlinf.envs.tabletop.scene import BLOCK_COLOURS, WORKSPACE_M, ZONE_COLOURS
+from rlinf.envs.tabletop.tasks import FAMILIES, MIN_DISTANCE_M
+from rlinf.errors import ConfigError, MissingDependencyError
+
+
+def build(num_envs, auto_reset=False, **settings):
+    return make_env(TabletopConfig(**settings), num_envs, auto_reset=auto_reset)
+
+
+def start(env, split="eval", first=0):
+    """Reset to consecutive episodes of a split."""
+    return env.reset(options={"episodes": env.episode_specs(split)[first : first + env.num_envs]})[0]
+
+
+def run(env, act):
+    start(env)
+    results = []
+    for _ in range(env.max_episode_steps):
+        results += env.chunk_step(act()[:, None]).episodes
+    assert len(results) == env.num_envs
+    return np.mean([result.success for result in results])
+
+
+@pytest.mark.parametrize("distractors", [False, True])
+@pytest.mark.parametrize("task", list(FAMILIES))
+def test_expert_succeeds_and_idling_does_not(task, distractors):
+    env = build(200, tasks=[task], cameras=[], distractors=distractors)
+    assert run(env, env.expert_actions) >= 0.95
+    assert run(env, lambda: np.zeros((200, 2))) == 0.0
+
+
+def test_miscalibrated_expert_succeeds_sometimes():
+    env, generator = build(200, tasks=["reach"], cameras=[]), np.random.default_rng(0)
+    rates = [
+        run(env, lambda: env.expert_actions((offset, 0.0)) + 0.2 * generator.normal(size=(200, 2)))  # noqa: B023
+        for offset in (0.0, 0.055, 0.07)
+    ]
+    assert rates[0] >= 0.95 and 0.6 < rates[1] < 0.9 and 0.15 < rates[2] < 0.45
+
+
+def test_layouts_are_spread_over_the_workspace():
+    env = build(100, tasks=["push"], cameras=[])
+    start(env)
+    scene = env._scene(np.arange(100))
+    points = np.concatenate([scene.pusher[:, None], scene.blocks, scene.zones], axis=1)
+    gaps = np.linalg.norm(points[:, :, None] - points[:, None], axis=-1) + 9 * np.eye(7)
+    assert gaps.min() >= MIN_DISTANCE_M and np.abs(points).max() <= WORKSPACE_M
+    assert {*env._goals[:, 0]} == {0, 1, 2} and {*env._goals[:, 1]} == {0, 1, 2}
+
+
+def test_instructions_name_colours():
+    env = build(200, cameras=[])
+    sentences = set(start(env).instruction)
+    assert {f"reach the {colour} block" for colour in BLOCK_COLOURS} <= sentences
+    assert {f"go to the {colour} zone" for colour in ZONE_COLOURS} <= sentences
+    assert "touch the red block, then the blue block" in sentences
+    assert "push the red block to the yellow zone" in sentences and len(sentences) == 3 + 3 + 6 + 9
+
+
+def test_shaped_rewards_are_three_per_metre_of_progress():
+    env = build(32, tasks=["reach", "reach_zone"], cameras=[], success_bonus=1.0)
+    before = np.linalg.norm(start(env).state[:, 4:6], axis=1) * WORKSPACE_M
+    step = env.chunk_step(env.expert_actions()[:, None].repeat(3, axis=1))
+    after = np.linalg.norm(step.observation.state[:, 4:6], axis=1) * WORKSPACE_M
+    np.testing.assert_allclose(step.rewards.sum(1), 3 * (before - after) + step.success, atol=1e-5)
+    assert step.success.any() and not step.success.all()
+
+
+def test_moves_by_about_five_centimetres_in_the_direction_of_the_action():
+    env = build(1, tasks=["reach"], cameras=[])
+    first = start(env).state[0, :2]
+    signs = -np.sign(first)
+    moved = (env.chunk_step(signs[None, None]).observation.state[0, :2] - first) * WORKSPACE_M
+    np.testing.assert_allclose(moved, 0.05 * signs, atol=0.012)
+
+
+def test_a_wrong_block_does_not_end_the_episode():
+    env = build(1, tasks=["reach"], cameras=[])
+    start(env)
+    wrong = (env._goals[0, 0] + 1) % 3
+    for _ in range(10):
+        scene = env._scene(np.array([0]))
+        way = scene.blocks[0, wrong] - scene.pusher[0]
+        step = env.chunk_step(np.clip(way / 0.05, -1, 1)[None, None])
+    assert np.linalg.norm(way) < 0.03 and not step.terminated.any()
+
+
+def test_touching_in_the_wrong_order_does_not_succeed():
+    env = build(100, tasks=["touch_two"], cameras=[])
+    start(env)
+    env._goals = env._goals[:, ::-1].copy()  # the expert is told the wrong order
+    wrong = env.expert_actions()
+    env._goals = env._goals[:, ::-1].copy()
+    assert not np.allclose(wrong, env.expert_actions())
+    for _ in range(8):
+        env._goals = env._goals[:, ::-1].copy()
+        wrong = env.expert_actions()
+        env._goals = env._goals[:, ::-1].copy()
+        step = env.chunk_step(wrong[:, None])
+        touched = env._stages == 1
+        assert not (step.success & ~touched).any()
+
+
+def test_horizons_are_the_tasks_own_unless_set():
+    assert build(1).max_episode_steps == 48 and build(1, tasks=["reach"]).max_episode_steps == 16
+    assert build(1, max_episode_steps=9).max_episode_steps == 9
+    config = TabletopConfig(tasks=["touch_two", "reach"])
+    assert build(1).longest_horizon(config) == 28
+
+
+def test_an_episode_does_not_depend_on_the_task_filter():
+    everything, filtered = build(4), build(1, tasks=["push"])
+    position = everything.task_names.index("push")
+    first, second = start(everything).select([position]), start(filtered)
+    assert np.array_equal(first.images["front"], second.images["front"]) and first.instruction == second.instruction
+
+
+@pytest.mark.parametrize("camera", ["front", "side"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_every_named_colour_is_visible(camera, size):
+    env = build(64, tasks=["push"], cameras=[camera], image_size=size)
+    image = start(env).images[camera].astype(int)
+    assert image.shape == (64, size, size, 3)
+    hues = {
+        "red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0), "purple": (1, 0, 1), "cyan": (0, 1, 1),
+    }  # fmt: skip
+    for name, hue in hues.items():
+        high, low = image[..., np.array(hue) == 1].min(-1), image[..., np.array(hue) == 0].max(-1)
+        seen = (high > low + 50).sum((1, 2)) * (64 / size) ** 2
+        assert np.median(seen) > 8, name
+        if camera == "front":
+            assert seen.min() >= 8, name
+
+
+def test_pictures_are_upright_and_follow_the_pusher():
+    env = build(16, tasks=["reach_zone"], image_size=64)
+    first = start(env)
+    step = env.chunk_step(np.tile(np.array([0.0, 1.0], np.float32), (16, 1, 1)))
+
+    def centre(images):
+        white = (images.min(-1) > 180).astype(float)
+        rows, columns = np.mgrid[:64, :64]
+        return np.array([(white * axis).sum((1, 2)) / white.sum((1, 2)) for axis in (rows, columns)])
+
+    (rows, columns) = centre(step.observation.images["front"]) - centre(first.images["front"])
+    away = np.abs(first.state[:, 1]) < 0.8  # not at the rim
+    assert (rows[away] < -3).all() and (np.abs(columns[away]) < 1.5).all()
+
+
+def test_the_first_touch_is_marked_in_the_picture():
+    env = build(8, tasks=["touch_two"], image_size=64)
+
+    def num_black(images):
+        return (images["front"].max(-1) < 15).sum((1, 2))
+
+    before = num_black(start(env).images)
+    for _ in range(env.max_episode_steps):
+        step = env.chunk_step(env.expert_actions()[:, None])
+        marked = num_black(step.observation.images) > before + 3
+        touched = env._stages == 1
+        assert not marked[~touched].any()
+    assert touched.all() and marked.all()
+
+
+def test_state_modes():
+    assert start(build(2, state="none", cameras=[])).state is None
+    assert start(build(2, state="proprio", cameras=[])).state.shape == (2, 4)
+    state = start(build(40, state="full", cameras=[])).state
+    assert state.shape == (40, 31) and np.isfinite(state).all()
+    assert (state[0::4, 14:20] == 0).all() and (state[1::4, 8:14] == 0).all()  # reach: no zones; reach_zone: no blocks
+
+
+def test_threads_and_the_main_thread_see_the_same():
+    reference, envs = build(8, image_size=64), [build(8, image_size=64) for _ in range(2)]
+    expected = start(reference).images["front"]
+    with ThreadPoolExecutor(2) as pool:
+        for images in pool.map(lambda env: [start(env).images["front"] for _ in range(5)], envs):
+            assert all(np.array_equal(image, expected) for image in images)
+    assert np.array_equal(start(envs[0]).images["front"], expected)
+    for env in envs:
+        env.close()
+
+
+def test_frames_show_what_the_camera_shows():
+    env = build(3, image_size=64)
+    first = start(env).images["front"]
+    assert np.array_equal(env.render_frames([2, 0], 64), first[[2, 0]])
+    assert env.render_frames([1], 224).shape == (1, 224, 224, 3)
+    assert np.array_equal(start(env).images["front"], first)
+
+
+def test_leaving_envs_open_makes_no_noise_at_exit():
+    code = (
+        "from rlinf.envs import make_env; from rlinf.envs.tabletop.config import TabletopConfig as C\n"
+        "env = make_env(C(), 2, auto_reset=True); env.reset(); env.render_frames([0], 96)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"tasks": ["rech"]}, "Did you mean 'reach'"), ({"cameras": ["frnt"]}, "Did you mean 'front'")],
+)
+def test_misspelt_names_are_mended(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        build(1, **settings)
+
+
+def test_a_machine_without_gl_is_told_what_to_install(monkeypatch):
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    monkeypatch.setattr(rendering, "_PROBE", "raise OSError('libEGL is not here')")
+    backend, message = rendering.probe_rendering()
+    assert backend is None and "libEGL is not here" in message and "apt-get install libegl1 libgl1" in message
+    rendering.choose_backend.cache_clear()
+    try:
+        with pytest.raises(MissingDependencyError, match="libosmesa6"):
+            rendering.choose_backend()
+    finally:
+        rendering.choose_backend.cache_clear()
+
+
+def test_an_unknown_mujoco_gl_is_named(monkeypatch):
+    monkeypatch.setenv("MUJOCO_GL", "vulkan")
+    assert "MUJOCO_GL=vulkan" in rendering.probe_rendering()[1]
+
+
+def test_rendering_is_probed_in_another_process():
+    backend, message = rendering.probe_rendering()
+    assert backend in rendering.CONTEXT_MODULES and backend in message

@@ -1,0 +1,218 @@
+"""Tracking: pinned names, lines that appear once whatever is interrupted, and sinks that resume."""
+
+import builtins
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.tracking import METRICS, Progress, Tracker, TrackingConfig, read_metrics, register_metric
+from rlinf.tracking.progress import format_duration
+
+JSONL = TrackingConfig(tensorboard=False, wandb=False)
+
+PINNED = """
+rollout/success_rate rollout/return_mean rollout/episode_len rollout/zero_variance_group_fraction
+rollout/logprob_gap_mean rollout/logprob_gap_max rollout/importance_ratio_max rollout/num_episodes
+rollout/env_steps_total train/loss train/policy_loss train/value_loss train/entropy train/approx_kl
+train/clip_fraction train/explained_variance train/grad_norm train/learning_rate train/kl_to_reference
+train/advantage_mean train/return_mean sft/loss sft/accuracy sft/learning_rate sft/grad_norm eval/success_rate
+eval/successes eval/episodes eval/interval_low eval/interval_high time/rollout_s time/logprob_s time/update_s
+time/sync_s time/eval_s time/total_s throughput/env_steps_per_s throughput/samples_per_s memory/rss_gib
+memory/cuda_gib
+""".split()
+
+
+def test_metric_names_are_pinned():
+    assert sorted(METRICS) == sorted(PINNED)
+
+
+def test_documentation_lists_every_metric_with_its_meaning_and_unit():
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `([a-z_]+/[a-z_0-9]+)` \| (.*?) \| (.*) \|$", text, flags=re.M)
+    documented = {name: (meaning.replace("\\|", "|"), unit) for name, unit, meaning in rows}
+    assert documented == {name: tuple(metric) for name, metric in METRICS.items()}
+
+
+def test_unknown_metric_names_the_closest(tmp_path):
+    with Tracker(tmp_path, JSONL, {}) as tracker:
+        with pytest.raises(ConfigError, match="train/polcy_loss.*Did you mean 'train/policy_loss'"):
+            tracker.log(0, {"train/polcy_loss": 1.0})
+        with pytest.raises(ConfigError, match="Unknown metric"):
+            tracker.log(0, {"other/success_rate/reach": 1.0})
+        tracker.log(0, {"eval/success_rate/reach the red block": 1.0})
+    assert len(read_metrics(tmp_path)) == 1
+
+
+def test_an_algorithm_can_pin_its_own_metric(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlinf.tracking.metrics.METRICS", dict(METRICS))
+    register_metric("train/mine", "A test.", "1")
+    with Tracker(tmp_path, JSONL, {}) as tracker:
+        tracker.log(0, {"train/mine": 2})
+    assert read_metrics(tmp_path)[0]["train/mine"] == 2.0
+
+
+def test_lines_are_on_disk_at_once_and_valid_json(tmp_path):
+    tracker = Tracker(tmp_path, JSONL, {})
+    tracker.log(0, {"train/loss": float("nan"), "train/grad_norm": float("inf"), "train/entropy": 0.5})
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert line["train/loss"] is None and line["train/grad_norm"] is None and line["train/entropy"] == 0.5
+    assert line["step"] == 0 and line["phase"] == "rl" and line["time_s"] >= 0
+    tracker.close()
+    tracker.close()
+
+
+def steps_of(folder) -> list[tuple[str, int]]:
+    return [(line["phase"], line["step"]) for line in read_metrics(folder)]
+
+
+def test_resume_drops_lines_at_or_beyond_the_resumed_step(tmp_path):
+    with Tracker(tmp_path, JSONL, {}) as tracker:
+        for step in range(30):
+            tracker.log(step, {"sft/loss": 1.0})
+        for step in range(5):
+            tracker.log(step, {"train/loss": 1.0})
+    before = read_metrics(tmp_path)[32]["time_s"]
+    with Tracker(tmp_path, JSONL, {}, run_id=tracker.run_id, resume_step=3) as resumed:
+        assert resumed.state_dict() == tracker.state_dict()
+        assert steps_of(tmp_path) == [("sft", s) for s in range(30)] + [("rl", s) for s in range(3)]
+        resumed.log(3, {"train/loss": 2.0})
+    lines = read_metrics(tmp_path)
+    assert lines[-1]["train/loss"] == 2.0 and lines[-1]["time_s"] >= before
+    with Tracker(tmp_path, JSONL, {}, run_id=tracker.run_id, resume_step=10, resume_phase="sft"):
+        assert steps_of(tmp_path) == [("sft", s) for s in range(10)]
+    with Tracker(tmp_path, JSONL, {}):
+        assert steps_of(tmp_path) == [], "a new run starts an empty file"
+
+
+def test_a_line_cut_by_a_crash_is_left_out(tmp_path):
+    with Tracker(tmp_path, JSONL, {}) as tracker:
+        tracker.log(0, {"train/loss": 1.0})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1, "phase": "rl", "ti')
+    assert steps_of(tmp_path) == [("rl", 0)]
+    with Tracker(tmp_path, JSONL, {}, run_id=tracker.run_id, resume_step=1) as resumed:
+        resumed.log(1, {"train/loss": 1.0})
+    assert steps_of(tmp_path) == [("rl", 0), ("rl", 1)]
+
+
+def test_tensorboard_holds_the_same_numbers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Tracker(tmp_path, TrackingConfig(tensorboard=True), {}) as tracker:
+        tracker.log(0, {"train/loss": 1.5})
+        tracker.log(1, {"train/loss": 0.5})
+        tracker.log(7, {"sft/loss": 3.0, "time/update_s": 2.0}, phase="sft")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(0, 1.5), (1, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("sft/time/update_s")] == [(7, 2.0)]
+
+
+class FakeWandb:
+    """Stands for the wandb module: records what it is asked."""
+
+    def __init__(self):
+        self.calls, self.logged = [], []
+
+    Settings = dict
+
+    def init(self, **arguments):
+        self.calls.append(arguments)
+        return self
+
+    def define_metric(self, *_, **__):
+        pass
+
+    def log(self, metrics):
+        self.logged.append(metrics)
+
+    def finish(self, quiet):
+        self.calls.append("finish")
+
+
+@pytest.mark.parametrize(("key", "mode"), [(None, "offline"), ("secret", "online")])
+def test_wandb_is_offline_without_a_key_and_resumes_the_same_run(tmp_path, monkeypatch, key, mode):
+    fake = FakeWandb()
+    monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    config = TrackingConfig(tensorboard=False, wandb=True)
+    with Tracker(tmp_path, config, {"seed": 3}) as tracker:
+        tracker.log(4, {"train/loss": 1.0})
+    with Tracker(tmp_path, config, {"seed": 3}, run_id=tracker.run_id, resume_step=5):
+        pass
+    first, _, second, _ = fake.calls
+    assert first["mode"] == second["mode"] == mode
+    assert first["id"] == second["id"] == tracker.run_id and first["config"] == {"seed": 3}
+    assert fake.logged == [{"train/loss": 1.0, "global_step": 4}]
+
+
+def test_a_missing_sink_is_reported_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    real_import = builtins.__import__
+
+    def fail(name, *args, **kwargs):
+        if name.startswith(("wandb", "torch.utils.tensorboard")):
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr("importlib.import_module", lambda name: fail(name))
+    with pytest.raises(MissingDependencyError, match="pip install wandb.*tracking.wandb=false"):
+        Tracker(tmp_path, TrackingConfig(tensorboard=False, wandb=True), {})
+    with pytest.raises(MissingDependencyError, match="pip install tensorboard.*tracking.tensorboard=false"):
+        Tracker(tmp_path, TrackingConfig(tensorboard=True), {})
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_rewrites_one_line_on_a_terminal():
+    now = [0.0]
+    stream = Terminal()
+    progress = Progress(stream=stream, clock=lambda: now[0])
+    for step in range(3):
+        progress.update("rl", step, 10, success_rate=0.5, env_steps_per_s=1234)
+        now[0] += 30
+    progress.close()
+    written = stream.getvalue()
+    assert written.count("\n") == 1 and written.count("\r") == 3
+    assert "rl 2/10 | success 50.0% | 1,234 env steps/s | 4m00s left" in written
+
+
+def test_progress_prints_a_line_every_ten_seconds_elsewhere():
+    now = [0.0]
+    stream = io.StringIO()
+    progress = Progress(stream=stream, clock=lambda: now[0])
+    for step in range(100):
+        progress.update("sft", step, 100)
+        now[0] += 1
+    progress.update("sft", 100, 100)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 11 and lines[-1].startswith("sft 100/100") and "\r" not in stream.getvalue()
+    disabled = io.StringIO()
+    Progress(enabled=False, stream=disabled).update("sft", 1, 2)
+    assert disabled.getvalue() == ""
+
+
+def test_time_left_of_a_resumed_run_counts_its_own_steps_only():
+    now = [0.0]
+    stream = io.StringIO()
+    progress = Progress(stream=stream, interval_s=0, clock=lambda: now[0])
+    progress.update("rl", 50, 100)
+    now[0] = 10.0
+    progress.update("rl", 51, 100)
+    assert stream.getvalue().splitlines()[-1].endswith("8m10s left")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59.7, "1m00s"), (200, "3m20s"), (7500, "2h05m"), (-3, "0s")]
+)
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text

@@ -1,0 +1,56 @@
+"""Videos: what a browser needs, and a text that never covers the picture."""
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+from PIL import ImageFont
+
+from rlinf.envs.video import overlay, wrap_text, write_video
+
+
+def frames_of(num_frames: int, size: int = 64) -> list[np.ndarray]:
+    return [np.full((size, size, 3), 255 * i // num_frames, np.uint8) for i in range(num_frames)]
+
+
+def test_video_is_h264_yuv420p_with_the_index_first(tmp_path):
+    path = write_video(tmp_path / "a" / "episode.mp4", frames_of(9), "reach the red block", True, fps=8, hold_s=1)
+    reader = imageio_ffmpeg.read_frames(str(path))
+    meta = next(reader)
+    frames = list(reader)
+    assert meta["codec"] == "h264" and meta["pix_fmt"].startswith("yuv420p")
+    assert len(frames) == 9 + 8
+    data = path.read_bytes()
+    assert 0 < data.index(b"moov") < data.index(b"mdat")
+    assert [p.name for p in path.parent.iterdir()] == ["episode.mp4"], "no temporary file may stay"
+
+
+def test_picture_is_intact_below_the_band():
+    frame = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
+    image = overlay(frame, "push the green block to the yellow zone and then back to where it came from", 3, 16, False)
+    assert image.shape[1] == 64 and image.shape[0] > 64 and image.shape[0] % 2 == 0
+    assert np.array_equal(image[-63:], frame[-63:])
+    assert not np.array_equal(overlay(frame, "other", 3, 16, False)[:20], image[:20])
+
+
+def test_outcome_and_step_change_the_band_only():
+    frame = np.zeros((96, 96, 3), np.uint8)
+    running, success, failure = (overlay(frame, "reach", 4, 16, outcome) for outcome in (None, True, False))
+    later = overlay(frame, "reach", 5, 16, None)
+    images = [running, success, failure, later]
+    assert all(not np.array_equal(a, b) for i, a in enumerate(images) for b in images[:i])
+    assert all(np.array_equal(image[-94:], frame[-94:]) for image in images)
+
+
+@pytest.mark.parametrize("width", [40, 100, 300])
+def test_wrapped_lines_fit_and_keep_all_letters(width):
+    font = ImageFont.load_default(12)
+    text = "put the extraordinarilylongwordwithoutanyspaces on the red plate " * 2
+    lines = wrap_text(text, font, width)
+    assert all(font.getlength(line) <= width for line in lines)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+
+
+def test_odd_sizes_are_made_even(tmp_path):
+    path = write_video(tmp_path / "odd.mp4", frames_of(3, size=65), "x", False)
+    meta = next(imageio_ffmpeg.read_frames(str(path)))
+    assert meta["size"][0] % 2 == 0 and meta["size"][1] % 2 == 0

@@ -1,8 +1,9 @@
 """Our vector env against gymnasium's synchronous and asynchronous vector envs, on the same scene, in one run.
 
-Every side steps the tabletop task "reach" with the same random actions, resets where an episode ends (in the same step), and
-renders a 64 px picture of every env at every step. The peers get single envs that call the simulator directly, each with
-its own ``mujoco.Renderer`` and the same fast settings (no shadows, reflections, sky or antialiasing). Rounds of the sides alternate; the best round of each counts. The last line is one JSON object.
+Every side steps the tabletop task "reach" with random actions, resets where an episode ends (in the same step), and
+renders a 64 px picture of every env at every step. The peers get single envs that call the simulator directly, each
+with its own ``mujoco.Renderer`` and the same fast settings (no shadows, reflections, sky, antialiasing). Rounds of the
+sides alternate; the best round of each counts. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -3,5 +3,7 @@
 #   bash scripts/quickstart.sh seed=1
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${RLINF_VENV:-$ROOT/.venv}"
+case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
 bash "$ROOT/scripts/setup.sh"
-exec "${RLINF_VENV:-$ROOT/.venv}/bin/rlinf" train experiment=quickstart "$@"
+exec "$VENV/bin/rlinf" train experiment=quickstart "$@"

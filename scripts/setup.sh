@@ -12,6 +12,7 @@ set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${RLINF_VENV:-$ROOT/.venv}"
+case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
 PYTHON="${PYTHON:-python3}"
 EXTRAS="wandb"
 DEV=0
@@ -32,6 +33,7 @@ missing=()
 if [ "$(uname -s)" = Linux ]; then
   command -v "$PYTHON" >/dev/null || missing+=(python3)
   "$PYTHON" -c "import ensurepip, venv" 2>/dev/null || missing+=(python3-venv)
+  exists /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt || missing+=(ca-certificates)
   has_library libEGL.so.1 || missing+=(libegl1)
   has_library libGL.so.1 || missing+=(libgl1)
   exists "/usr/lib/*/dri/*_dri.so" "/usr/lib/dri/*_dri.so" "/usr/lib64/dri/*_dri.so" "/usr/lib/*/libgallium*" ||

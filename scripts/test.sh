@@ -4,8 +4,10 @@
 #   RLINF_TEST_WORKERS   parallel test processes (default: 2)
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${RLINF_VENV:-$ROOT/.venv}"
+case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
 bash "$ROOT/scripts/setup.sh" --dev
 cd "$ROOT"
 # One thread per process: several test processes share the cores.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline
-exec "${RLINF_VENV:-$ROOT/.venv}/bin/python" -m pytest -n "${RLINF_TEST_WORKERS:-2}" --dist worksteal "$@"
+exec "$VENV/bin/python" -m pytest -n "${RLINF_TEST_WORKERS:-2}" --dist worksteal "$@"

@@ -17,7 +17,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     """
     from omegaconf import OmegaConf
 
-    from rlinf.cli.hydra_app import given_value, parse, read_saved_config
+    from rlinf.cli.hydra_app import given_value, hide_progress_bars, parse, read_saved_config
     from rlinf.config.compose import compose_config, compose_on_saved
     from rlinf.config.schema import build_config
     from rlinf.config.validation import validate
@@ -45,7 +45,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         return 0
     config = build_config(composed)
     validate(config, "evaluate")
-    Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    hide_progress_bars()
     from rlinf.evaluation.run import evaluate as start
 
     start(config)

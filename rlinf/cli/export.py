@@ -30,11 +30,13 @@ def export(arguments: Sequence[str]) -> int:
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise ConfigError(f"output is '{config.output}', which exists and is not empty. Type output=<a new folder>")
 
+    from rlinf.cli.hydra_app import hide_progress_bars
     from rlinf.config.validation import check_writable
     from rlinf.training.checkpoint import resolve_checkpoint
     from rlinf.training.export import export as write
 
     check_writable(config.output)
+    hide_progress_bars()
     checkpoint = resolve_checkpoint(Path(config.checkpoint).expanduser())
     print(f"exported {checkpoint} to {write(checkpoint, output, config.merge_lora)}")
     return 0

@@ -102,7 +102,15 @@ def start(config: RunConfig, command: str, task: Callable[[RunConfig], object]) 
     validate(config, command)
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     print(format_derived(config), flush=True)
+    hide_progress_bars()
     task(config)
+
+
+def hide_progress_bars() -> None:
+    """Keep the bars of transformers, which tell of milliseconds, out of our one live line."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def compose_resumed(args: Namespace, resumed: str) -> DictConfig:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -37,16 +35,15 @@ def load_plugins(plugins: Iterable[str]) -> None:
 
 
 def _load_file(path: Path) -> None:
+    """Import a file as the module of its name, from its folder, so that worker processes can import it in turn."""
     if not path.is_file():
         raise ConfigError(f"plugins names the file '{path}', which does not exist. Type plugins=[path/to/file.py]")
-    name = f"rlinf_plugin_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-    if name in sys.modules:
-        return
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # Spawned processes inherit the list.
+    module = importlib.import_module(path.stem)
+    found = Path(module.__file__ or "").resolve()
+    if found != path:
+        raise ConfigError(
+            f"plugins names the file '{path}', but a module '{path.stem}' is already loaded from '{found}'. Rename your file, "
+            f"e.g. my_{path.name}"
+        )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import socket
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -36,7 +40,11 @@ def set_num_threads(num_threads: int | None, num_processes: int) -> None:
 def launch(function: Callable[[Any], None], argument: Any, num_processes: int, device: str) -> None:
     """Run ``function(argument)`` on ``num_processes`` ranks with a process group; in this process when it is one.
 
-    A rank that fails ends the others; its traceback is raised here. No process outlives the call.
+    A rank that fails ends the others, and its traceback is raised here. SIGINT and SIGTERM reach every rank as SIGTERM;
+    a second SIGINT kills them. No process outlives the call, nor this process.
+
+    Raises:
+        SystemExit: With 128 + signal number, after a signal and an orderly end of all ranks.
     """
     if num_processes == 1:
         function(argument)
@@ -47,10 +55,26 @@ def launch(function: Callable[[Any], None], argument: Any, num_processes: int, d
     context = mp.start_processes(
         _run_rank, (function, argument, num_processes, port, device), nprocs=num_processes, join=False, start_method="spawn"
     )
+    received: list[int] = []
+
+    def forward(number: int, _frame: object) -> None:
+        kill = bool(received) and number == signal.SIGINT
+        received.append(number)
+        for process in context.processes:
+            if process.is_alive():
+                process.kill() if kill else process.terminate()
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        for process in context.processes:
+            process.join()
+        if received:
+            sys.exit(128 + received[0])
         while not context.join():
             pass
     finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
         for process in context.processes:
             if process.is_alive():
                 process.terminate()
@@ -58,6 +82,9 @@ def launch(function: Callable[[Any], None], argument: Any, num_processes: int, d
 
 
 def _run_rank(rank: int, function: Callable, argument: Any, num_processes: int, port: int, device: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent passes it on
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=num_processes, timeout=timedelta(minutes=30))

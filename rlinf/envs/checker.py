@@ -123,7 +123,7 @@ def check_splits(env: VectorEnv, report: list[str]) -> None:
         _require(
             report,
             sorted(first) == list(range(num_tasks)),
-            f"The first {num_tasks} episodes of '{split}' have the tasks {first}; they must cover each task once (round robin).",
+            f"The first {num_tasks} episodes of '{split}' have the tasks {first}, not each task once (round robin).",
         )
         seen[split] = {(spec.task_id, spec.init_state_id, spec.seed) for spec in sample}
     common = seen["train"] & seen["eval"]
@@ -404,7 +404,7 @@ def _check_step(env: VectorEnv, step: ChunkStep, report: list[str]) -> None:
     _require(
         report,
         complete,
-        f"Rows {rows.tolist()} ended; the final fields must tell of them (final_env_ids={step.final_env_ids.tolist()}).",
+        f"Rows {rows.tolist()} ended; the final fields tell of {step.final_env_ids.tolist()}.",
     )
 
 

@@ -104,13 +104,14 @@ def line_chart(
         series: Those without a finite point are left out; on a logarithmic axis, so are values that are not positive.
         x_label, y_label: With units.
         percent: The y axis shows fractions as 0 to 100 %.
-        log: Logarithmic y axis.
+        log: Logarithmic y axis, unless all values are 0.
         zero: The y axis begins at 0.
         size: Width and height in units of the picture; text has a fixed size in them.
 
     Returns:
         An ``<svg>`` element, or "" when there is nothing to draw.
     """
+    log = log and any(y for one in series for _, y in one.points)
     series = [_finite(one, log) for one in series]
     series = [one for one in series if any(y is not None for _, y in one.points)]
     if not series:

@@ -58,7 +58,9 @@ METRICS: dict[str, Metric] = {
     "time/total_s": Metric(
         "Training time since the run began: demonstrations, behaviour cloning and RL, without evaluation.", "s"
     ),
-    "throughput/env_steps_per_s": Metric("Env steps of the rollout / time/rollout_s.", "env steps/s"),
+    "throughput/env_steps_per_s": Metric(
+        "Env steps of the iteration / its time (rollout, log-probs, update, sync).", "env steps/s"
+    ),
     "throughput/samples_per_s": Metric("Policy calls trained on / time/update_s.", "samples/s"),
     "memory/rss_gib": Metric("Resident memory of the process of rank 0.", "GiB"),
     "memory/cuda_gib": Metric("Peak GPU memory allocated by rank 0 since the run began.", "GiB"),

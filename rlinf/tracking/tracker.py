@@ -155,7 +155,7 @@ class Tracker:
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
 
     def __enter__(self) -> Tracker:
         return self

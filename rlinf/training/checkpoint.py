@@ -20,6 +20,7 @@ import functools
 import json
 import logging
 import os
+import pickle
 import random
 import re
 import shutil
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 from torch.optim import Optimizer
 
@@ -87,7 +89,7 @@ def save_checkpoint(
             save_model_files(partial, model, weights)
             state = {"format": FORMAT, "saved_at": time.time(), "world_size": world_size(), "loop_state": loop_state}
             write_text(partial / STATE_FILE, json.dumps(state, indent=1))
-            write_text(partial / CONFIG_FILE, _to_yaml(run_config))
+            write_text(partial / CONFIG_FILE, yaml.safe_dump(run_config, sort_keys=False))
             replace(manifest, files=hash_files(partial)).save(partial)
             _move(partial, folder)
             _prune(folder, max_keep)
@@ -129,7 +131,10 @@ def load_checkpoint(
         )  # fmt: skip
     random_file = folder / "rng" / f"rank_{rank()}.pt"
     if random_file.exists():
-        _set_rng_state(torch.load(random_file, weights_only=True))
+        try:
+            _set_rng_state(torch.load(random_file, weights_only=True))
+        except (pickle.UnpicklingError, KeyError, RuntimeError) as error:
+            raise CheckpointError(f"{random_file} holds no random states ({error}). Use another checkpoint.") from error
     return state["loop_state"]
 
 
@@ -333,12 +338,6 @@ def _read_state(folder: Path) -> dict[str, Any]:
     if not complete:
         raise CheckpointError(f"{path} is not of format {FORMAT}, which this version of rlinf reads.")
     return state
-
-
-def _to_yaml(run_config: dict[str, Any]) -> str:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(run_config))
 
 
 def _rng_state() -> dict[str, Any]:

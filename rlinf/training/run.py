@@ -66,15 +66,19 @@ class Run:
         if sharded:
             shard(self.model, self.device)
         self.sync = WeightSync(self.model, rollout_model)
+        self.resumed_from = checkpoints.resolve_checkpoint(config.resume) if config.resume else None
+        phase = "sft" if config.sft.max_steps > 0 else "rl"
+        if self.resumed_from is not None:
+            phase = checkpoints.read_loop_state(self.resumed_from)["phase"]
         self.worker = TrainWorker(
             self.model,
-            sft_trainer_config(config.trainer, config.sft),
+            sft_trainer_config(config.trainer, config.sft) if phase == "sft" else config.trainer,
             temperature=config.rollout.temperature,
             micro_batch_size=config.model.micro_batch_size,
             val_micro_batch_size=config.model.val_micro_batch_size,
             precision=config.model.precision,
         )
-        self.state = self._initial_state()
+        self.state = self._initial_state(phase)
         self.tracker = self._open_tracker() if self.is_writer else None
         self.progress = Progress(enabled=config.tracking.progress and self.is_writer)
 
@@ -89,20 +93,17 @@ class Run:
         overrides = {"norm_stats": {config.env.name: self.eval_env.action_statistics()}} if random_weights else None
         return build_policy(config, overrides).to(self.device)
 
-    def _initial_state(self) -> LoopState:
-        if self.config.resume is None:
-            return LoopState(phase="sft" if self.config.sft.max_steps > 0 else "rl")
-        folder = checkpoints.resolve_checkpoint(self.config.resume)
-        phase = checkpoints.read_loop_state(folder)["phase"]
-        if phase == "rl":
-            self.worker.start_phase(self.config.trainer)
-        state = LoopState(**checkpoints.load_checkpoint(folder, model=self.model, optimizer=self.worker.optimizer))
+    def _initial_state(self, phase: str) -> LoopState:
+        if self.resumed_from is None:
+            return LoopState(phase=phase)
+        loaded = checkpoints.load_checkpoint(self.resumed_from, model=self.model, optimizer=self.worker.optimizer)
+        state = LoopState(**loaded)
         self.worker.num_updates = state.sft_step if phase == "sft" else state.policy_version - state.sft_step
         return state
 
     def _open_tracker(self) -> Tracker:
         state = self.state
-        resumed = self.config.resume is not None
+        resumed = self.resumed_from is not None
         tracker = Tracker(
             self.folder,
             self.config.tracking,
@@ -292,7 +293,8 @@ def _handle_signals(run: Run) -> Callable[[], None]:
         if run.is_writer:
             print("\nstopping after this step; the state is saved first", file=sys.stderr, flush=True)
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM) if world_size() == 1 else (signal.SIGTERM,)
+    previous = {number: signal.signal(number, handle) for number in numbers}
 
     def restore() -> None:
         for number, handler in previous.items():

@@ -208,7 +208,12 @@ def test_gaps_and_values_that_are_no_numbers_are_not_drawn():
     chart = line_chart([Series("a", points)], x_label="x", y_label="y")
     assert chart.count("<polyline") == 2 and "nan" not in chart.lower().replace("polyline", "")
     assert line_chart([Series("a", [(0, None)])], x_label="x", y_label="y") == ""
-    assert line_chart([Series("a", [(0, 0.0), (1, -1.0)])], x_label="x", y_label="y", log=True) == ""
+    assert line_chart([Series("a", [(0, -2.0), (1, -1.0)])], x_label="x", y_label="y", log=True) == ""
+
+
+def test_zeros_are_drawn_on_what_would_be_a_logarithmic_axis():
+    zeros = line_chart([Series("gap", [(0, 0.0), (1, 0.0)])], x_label="x", y_label="y", log=True)
+    assert zeros.count("<polyline") == 1 and "gap 0<" in zeros
 
 
 @pytest.mark.parametrize(

@@ -208,3 +208,51 @@ def test_example_scripts_work_from_any_folder(script, here):
     result = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == EXIT_USER_ERROR, result.stderr
     assert result.stderr.startswith("ConfigError: There is no algorithm 'pppo'. Did you mean 'ppo'?")
+
+
+@pytest.fixture
+def saved_run(here):
+    """A run folder with one checkpoint, whose weights are never looked at."""
+    from rlinf.config.compose import compose_config
+    from rlinf.config.schema import build_config
+    from rlinf.config.yaml_text import yaml_text
+
+    config = build_config(compose_config(["experiment=tabletop_ppo_mlp", "seed=5", "output_dir=outputs/x/run"]))
+    folder = here / "outputs" / "x" / "run" / "checkpoints" / "rl_000001"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml_text(to_mapping(config)))
+    (folder / "state.json").write_text("{}")
+    return folder
+
+
+def test_resume_goes_on_in_the_same_folder_with_the_saved_configuration(saved_run, started):
+    assert main(["train", f"resume={saved_run}", "trainer.max_steps=7"]) == 0
+    ((_, config),) = started
+    assert (config.seed, config.trainer.max_steps, config.model.model_type) == (5, 7, "mlp")
+    assert Path(config.output_dir) == saved_run.parent.parent and config.resume == str(saved_run)
+
+
+def test_resume_with_an_experiment_composes_it_afresh_and_output_dir_is_free(saved_run, started, here):
+    assert main(["train", "experiment=quickstart", f"resume={saved_run}", "output_dir=elsewhere"]) == 0
+    ((_, config),) = started
+    assert (config.seed, config.experiment_name, config.output_dir) == (0, "quickstart", "elsewhere")
+
+
+def test_evaluate_takes_the_saved_configuration_and_the_overrides(saved_run, monkeypatch, here):
+    import rlinf.evaluation.run as run
+
+    calls = []
+    monkeypatch.setattr(run, "evaluate", calls.append)
+    assert main(["evaluate", f"checkpoint={saved_run}", "evaluation.num_episodes=7"]) == 0
+    (config,) = calls
+    assert (config.checkpoint, config.seed, config.model.model_type) == (str(saved_run), 5, "mlp")
+    assert config.evaluation.num_episodes == 7 and config.output_dir.startswith("outputs/tabletop_ppo_mlp/evaluate_")
+
+
+def test_export_passes_folders_and_choice_on(saved_run, monkeypatch, here):
+    import rlinf.training.export as module
+
+    calls = []
+    monkeypatch.setattr(module, "export", lambda *arguments: calls.append(arguments))
+    assert main(["export", f"checkpoint={saved_run}", "output=policy", "merge_lora=true"]) == 0
+    assert calls == [(saved_run, Path("policy"), True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 from dataclasses import fields
 
@@ -180,11 +181,23 @@ def test_unknown_key_inside_an_experiment_file_is_refused(tmp_path):
         build("experiment=mine", config_dir=str(tmp_path))
 
 
-def test_plugin_file_registers_an_env_with_its_own_keys(tmp_path, monkeypatch):
+@pytest.fixture
+def loaded_modules(monkeypatch):
+    """Forget what a test imported, and the folders from which it did."""
+    import sys
+
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_plugin_file_registers_an_env_with_its_own_keys(tmp_path, monkeypatch, loaded_modules):
     from rlinf.envs import ENVS
 
     monkeypatch.setattr(ENVS, "_entries", dict(ENVS.entries()))
-    (tmp_path / "my_env.py").write_text(
+    (tmp_path / "windy_env.py").write_text(
         "from dataclasses import dataclass\n"
         "from rlinf.config.options import option\n"
         "from rlinf.envs import register_env\n"
@@ -198,11 +211,21 @@ def test_plugin_file_registers_an_env_with_its_own_keys(tmp_path, monkeypatch):
     )
     (tmp_path / "configs" / "env").mkdir(parents=True)
     (tmp_path / "configs" / "env" / "windy.yaml").write_text("name: windy\nwind_m_s: 2\n")
-    plugin = f"plugins=[{tmp_path / 'my_env.py'}]"
+    plugin = f"plugins=[{tmp_path / 'windy_env.py'}]"
     config = build("env=windy", plugin, config_dir=str(tmp_path / "configs"))
     assert config.env.wind_m_s == 2.0 and config.env.image_size == 64
     with pytest.raises(ConfigError, match="Type env.wind_m_s="):
         build("env=windy", plugin, "+env.wind_ms=3", config_dir=str(tmp_path / "configs"))
+    # A spawned process, which knows nothing but what is pickled, gets the same configuration.
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        assert pool.apply(to_mapping, (config,))["env"]["wind_m_s"] == 2.0
+
+
+def test_plugin_file_named_like_another_module_is_refused(tmp_path, loaded_modules):
+    (tmp_path / "json.py").write_text("")
+    with pytest.raises(ConfigError, match="Rename your file, e.g. my_json.py"):
+        build(f"plugins=[{tmp_path / 'json.py'}]")
 
 
 def test_plugin_that_does_not_exist_is_named():
@@ -212,7 +235,7 @@ def test_plugin_that_does_not_exist_is_named():
         build("plugins=[no_such_file.py]")
 
 
-def test_error_inside_a_plugin_is_not_hidden(tmp_path):
+def test_error_inside_a_plugin_is_not_hidden(tmp_path, loaded_modules):
     (tmp_path / "broken.py").write_text("import a_package_that_is_not_there\n")
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
         build(f"plugins=[{tmp_path / 'broken.py'}]")

@@ -15,7 +15,7 @@ from rlinf.types import EpisodeSpec, Observation
 
 
 class CountingEnv(VectorEnv):
-    """The state counts up; dense reward = new count x 10; success at 3 + init_state_id; failure on actions above 0.9."""
+    """Counts up; dense reward = new count x 10; success at 3 + init_state_id; failure on actions above 0.9."""
 
     suite = "counting"
 

@@ -130,7 +130,7 @@ class FakeWandb:
     def log(self, metrics):
         self.logged.append(metrics)
 
-    def finish(self, quiet):
+    def finish(self):
         self.calls.append("finish")
 
 
@@ -216,3 +216,17 @@ def test_time_left_of_a_resumed_run_counts_its_own_steps_only():
 )
 def test_durations(seconds, text):
     assert format_duration(seconds) == text
+
+
+def test_real_wandb_writes_offline_runs_of_one_id(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is an optional extra (pip install wandb)")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    config = TrackingConfig(tensorboard=False, wandb=True)
+    with Tracker(tmp_path, config, {"seed": 3}) as tracker:
+        tracker.log(0, {"train/loss": 1.0})
+    with Tracker(tmp_path, config, {"seed": 3}, run_id=tracker.run_id, resume_step=1) as resumed:
+        resumed.log(1, {"train/loss": 0.5})
+    folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert folders and all(tracker.run_id in name for name in folders)
+    assert all(any(path.glob("*.wandb")) for path in (tmp_path / "wandb").glob("offline-run-*"))
+    assert steps_of(tmp_path) == [("rl", 0), ("rl", 1)]

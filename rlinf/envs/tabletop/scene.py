@@ -136,7 +136,7 @@ class TabletopSimulator:
         self._mujoco.mj_kinematics(self.model, self.states[index])
 
     def step(self, ids: np.ndarray, actions: np.ndarray) -> None:
-        """Command displacements ``actions [K, 2]`` (units of ``STEP_M``) from where the pushers are; one control step."""
+        """Command displacements ``actions [K, 2]`` (units of ``STEP_M``) from where the pushers are, for one step."""
         mujoco, model, first = self._mujoco, self.model, self._pusher
         hovers = self._hovers[ids].tolist()
         pushers = np.stack([self._positions[index][first : first + 2] for index in ids])

@@ -63,7 +63,7 @@ class MLPForRLActionPrediction(ActionModel, PreTrainedModel):
     main_input_name = "state"
     _supports_sdpa = True  # there is no attention, so any kernel will do
     _supports_flash_attn = True
-    lora_target_modules: ClassVar[str] = r"policy\.\d+"
+    lora_target_modules: ClassVar[str] = r"policy\.\d*[02468]"  # between them lie the activations
 
     def __init__(
         self,

@@ -346,7 +346,13 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         wanted_info = kwargs.pop("output_loading_info", False)
         with no_progress_bars():
             model, info = super().from_pretrained(
-                None, *args, config=config, state_dict=state_dict, output_loading_info=True, **kwargs
+                None,
+                *args,
+                config=config,
+                state_dict=state_dict,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, with everything else that does not fit
+                **kwargs,
             )
         missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
         mismatched = [str(key) for key in info["mismatched_keys"]]
@@ -355,6 +361,9 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
                 f"The weights in '{folder}' do not fit its config.json: missing {missing[:5]} ({len(missing)}), "
                 f"unexpected {unexpected[:5]} ({len(unexpected)}), of another shape {mismatched[:5]} ({len(mismatched)})."
             )
+        for module in model.modules():
+            if isinstance(module, VisionTower):
+                module.freeze_unused()  # loading made new parameters of them
         return (model, info) if wanted_info else model
 
     def save_pretrained(self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:

@@ -130,15 +130,18 @@ class VisionTower(nn.Module):
         else:
             self.blocks = nn.ModuleList(SiglipBlock(_siglip_config(spec, config), spec.film_dim) for _ in range(spec.depth))
         self.pos_embed = nn.Parameter(torch.zeros(1, num_patches, width))
-        unused: list[nn.Module] = list(self.blocks[spec.num_used_blocks :])
         if spec.feature_layer != -1:
             self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-            unused.append(self.norm)
             if spec.kind == "siglip":
                 self.attn_pool = AttentionPool(spec)
-                unused.append(self.attn_pool)
+        self.freeze_unused()
+
+    def freeze_unused(self) -> None:
+        """Take what lies behind the feature layer out of training."""
+        unused = [*self.blocks[self.spec.num_used_blocks :], getattr(self, "norm", None), getattr(self, "attn_pool", None)]
         for module in unused:
-            module.requires_grad_(False)
+            if module is not None:
+                module.requires_grad_(False)
 
     def forward(self, pixel_values: Tensor, text: Tensor | None = None) -> Tensor:
         """Map ``[B, 3, H, W]`` to patch features ``[B, N, embed_dim]``; ``text [B, film_dim]`` feeds FiLM."""

@@ -1,0 +1,156 @@
+"""docs/adding_a_model.md is executed, and the template that it walks through keeps the contract."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
+
+from rlinf.config.options import public_fields
+from rlinf.errors import ConfigError
+from rlinf.models import build_policy, get_model, get_model_config_and_processor
+from rlinf.models.config import ModelConfig
+from rlinf.models.embodiment import your_model_action_model as template
+from rlinf.models.embodiment.base import token_logprobs
+from rlinf.types import Observation
+
+PROJECT = Path(__file__).parents[2]
+PAGE = (PROJECT / "docs" / "adding_a_model.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"(<!-- excerpt -->\n)?```(python|yaml)\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Execute the page's Python in an empty folder; returns its variables and that folder."""
+    folder = tmp_path_factory.mktemp("page")
+    variables = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        torch.manual_seed(0)
+        for excerpt, language, code in BLOCKS:
+            if language == "python" and not excerpt:
+                exec(compile(code, "adding_a_model.md", "exec"), variables)
+    return variables, folder
+
+
+@pytest.fixture
+def policy(page):
+    variables, folder = page
+    return build_policy(config_of(variables, folder))
+
+
+def config_of(variables, folder):
+    path = str(folder / "your_checkpoint")
+    return {"model": variables["cfg"]["model"] | {"model_path": path}, "tokenizer": {"tokenizer_model": path}}
+
+
+def observe():
+    images = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 3), dtype=np.uint8)
+    return Observation({"front": images}, None, ["reach the red block", "go to the zone", "push the blue block to the left"])
+
+
+def test_the_page_runs(page):
+    assert page[0]["values"].shape == (2,)
+
+
+def test_excerpts_are_the_templates_own_lines():
+    source = Path(template.__file__).read_text(encoding="utf-8")
+    excerpts = [code for excerpt, _, code in BLOCKS if excerpt]
+    assert len(excerpts) == 3
+    assert all(code in source for code in excerpts)
+
+
+def test_the_pages_yaml_is_the_packaged_file_and_has_only_known_keys():
+    section = yaml.safe_load(next(code for _, language, code in BLOCKS if language == "yaml"))["model"]
+    packaged = yaml.safe_load((PROJECT / "examples/embodiment/config/your_config.yaml").read_text(encoding="utf-8"))
+    assert packaged["model"] == section
+    assert len(section) == 14 and set(section) <= set(public_fields(ModelConfig))
+
+
+def test_loading_arguments_of_the_page_reach_from_pretrained(page, monkeypatch):
+    variables, folder = page
+    seen = {}
+
+    def spy(path, **kwargs):
+        seen.update(kwargs)
+        raise InterruptedError
+
+    monkeypatch.setattr(template.YourModelForRLActionPrediction, "from_pretrained", spy)
+    with pytest.raises(InterruptedError):
+        get_model(config_of(variables, folder)["model"])
+    assert {key: seen[key] for key in variables["arguments"]} == variables["arguments"]
+
+
+def test_sizes_that_the_checkpoint_does_not_have_are_refused(page):
+    section = config_of(*page)["model"]
+    with pytest.raises(ConfigError, match="model.hidden_size=32"):
+        get_model(section | {"hidden_size": 64})
+    with pytest.raises(ConfigError, match="model.vocab_size=544"):
+        get_model(section | {"vocab_size": 32000})
+    with pytest.raises(ConfigError, match="action_chunks_len=1"):
+        get_model(section | {"action_chunks_len": 2})
+
+
+def test_auto_classes_know_the_model(page):
+    config, processor = get_model_config_and_processor(config_of(*page))
+    folder = str(page[1] / "your_checkpoint")
+    assert isinstance(AutoConfig.from_pretrained(folder), template.YourModelConfig)
+    assert isinstance(config, template.YourModelConfig) and isinstance(processor, template.YourProcessor)
+    assert AutoProcessor is not None and AutoImageProcessor is not None
+    assert processor.tokenizer.padding_side == "left"
+    out = processor(["<image><image><image><image>reach", "<image><image><image><image>go to the zone"], observe().images["front"][:2])
+    assert set(out) == {"input_ids", "attention_mask", "pixel_values"}
+    assert out["attention_mask"][0, 0] == 0 and out["attention_mask"][:, -1].all(), "padding is on the left"
+
+
+def test_template_sampled_logprobs_are_those_of_evaluate_actions(policy):
+    inputs = policy.preprocess(observe())
+    prediction = policy.predict_action_batch(**inputs, temperature=0.8)
+    bins = prediction.sequences[:, -7:] - policy.action_tokenizer.first_token
+    rollout, _ = token_logprobs(prediction.logits[..., -32:], bins, 0.8)
+    evaluation = policy.evaluate_actions(inputs, prediction.sequences, 0.8)
+    torch.testing.assert_close(evaluation.logprobs, rollout, atol=1e-5, rtol=0)
+    torch.testing.assert_close(evaluation.values, prediction.values, atol=1e-5, rtol=0)
+
+
+def test_template_keeps_the_tuple_and_samples_action_tokens_only(policy):
+    with torch.no_grad():
+        policy.lm_head.weight[:400] *= 100.0
+    inputs = policy.preprocess(observe())
+    prediction = policy.predict_action_batch(**inputs)
+    actions, sequences, logits, values = prediction
+    assert actions.shape == (3, 1, 7) and logits.shape == (3, 7, 544) and values.shape == (3,)
+    assert sequences.shape == (3, inputs["input_ids"].shape[1] + 7)
+    assert sequences[:, -7:].min() >= 512
+    assert (logits.argmax(-1) < 512).any(), "control: unmasked, other tokens would win"
+    assert not prediction.logits.requires_grad
+
+
+def test_template_row_does_not_depend_on_its_batch(policy):
+    observation, uniforms = observe(), torch.rand(3, 7)
+    batch = policy.predict_action_batch(**policy.preprocess(observation), uniforms=uniforms)
+    alone = policy.predict_action_batch(**policy.preprocess(observation.select([1])), uniforms=uniforms[1:2])
+    assert torch.equal(alone.sequences[0, -7:], batch.sequences[1, -7:])
+
+
+def test_template_sft_loss_is_the_logprob_of_the_tokens(policy):
+    inputs = policy.preprocess(observe())
+    prediction = policy.predict_action_batch(**inputs)
+    loss = policy.sft_loss(inputs, prediction.actions)
+    tokens = policy.action_tokenizer.encode(policy.action_normalizer.normalize(prediction.actions)).flatten(1)
+    torch.testing.assert_close(policy.decode_actions(tokens), prediction.actions)
+    again = -policy.evaluate_actions(inputs, tokens).logprobs.mean(-1)
+    torch.testing.assert_close(loss, again, atol=1e-5, rtol=0)
+
+
+def test_template_without_value_head_gives_zeros(page):
+    section = config_of(*page)
+    section["model"]["value_head"] = False
+    policy = build_policy(section)
+    inputs = policy.preprocess(observe())
+    prediction = policy.predict_action_batch(**inputs)
+    assert not hasattr(policy, "value_head") and not prediction.values.any()
+    assert not policy.evaluate_actions(inputs, prediction.sequences).values.any()

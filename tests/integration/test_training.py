@@ -1,0 +1,195 @@
+"""The loop as a whole: resume, independence of micro-batches and ranks, the parity gate, and what stops a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import RunConfig, build_config
+from rlinf.errors import NonFiniteError, ParityError
+from rlinf.training.run import Run, train
+
+SMALL = [
+    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
+    "rollout.num_envs=8", "rollout.num_chunks=8", "trainer.minibatch_size=32", "model.micro_batch_size=32",
+    "trainer.max_steps=4", "evaluation.num_episodes=8", "evaluation.num_envs=8", "evaluation.num_videos_per_task=0",
+    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "algorithm.critic_warmup_steps=1",
+]  # fmt: skip
+
+
+def config_of(folder: Path, *overrides: str) -> RunConfig:
+    config = build_config(compose_config([*SMALL, *overrides]))
+    config.output_dir = str(folder)
+    return config
+
+
+def weights_of(folder: Path, checkpoint: str) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / checkpoint / "model" / "model.safetensors")
+
+
+def assert_equal(left: dict, right: dict) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def lines_of(folder: Path, *drop: str) -> list[dict]:
+    """Metric lines without what depends on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = ("time", "throughput", "memory")
+    return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
+
+
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_two_and_two_steps_of_rl_equal_four_bit_for_bit(tmp_path, kind):
+    extra = [] if kind == "ppo" else ["algorithm=grpo", "rollout.group_size=4", "rollout.auto_reset=false"]
+    drop = [] if kind == "ppo" else ["algorithm.critic_warmup_steps=1"]  # not an option of GRPO
+    base = [item for item in SMALL if item not in drop]
+
+    def config(folder, *more):
+        made = build_config(compose_config([*base, *extra, "trainer.save_every=2", *more]))
+        made.output_dir = str(folder)
+        return made
+
+    train(config(tmp_path / "whole"))
+    train(config(tmp_path / "halves", "trainer.max_steps=2"))
+    train(config(tmp_path / "halves", f"resume={tmp_path / 'halves'}"))
+    assert_equal(weights_of(tmp_path / "whole", "rl_000004"), weights_of(tmp_path / "halves", "rl_000004"))
+    whole = [line for line in lines_of(tmp_path / "whole") if "rollout/return_mean" in line]
+    halves = [line for line in lines_of(tmp_path / "halves") if "rollout/return_mean" in line]
+    assert [line["step"] for line in halves] == [0, 1, 2, 3]
+    assert whole == halves
+    # Control: without resuming, the second half is another run.
+    train(config(tmp_path / "other", "seed=1"))
+    other = weights_of(tmp_path / "other", "rl_000004")
+    assert any(not torch.equal(tensor, other[name]) for name, tensor in weights_of(tmp_path / "whole", "rl_000004").items())
+
+
+def test_two_and_two_steps_of_cloning_equal_four_bit_for_bit(tmp_path):
+    sft = ["trainer.max_steps=0", "sft.num_demonstrations=8", "sft.batch_size=16", "trainer.save_every=2"]
+    train(config_of(tmp_path / "whole", *sft, "sft.max_steps=4"))
+    train(config_of(tmp_path / "halves", *sft, "sft.max_steps=2"))
+    train(config_of(tmp_path / "halves", *sft, "sft.max_steps=4", f"resume={tmp_path / 'halves'}"))
+    assert_equal(weights_of(tmp_path / "whole", "sft_000004"), weights_of(tmp_path / "halves", "sft_000004"))
+
+
+def rl_step(folder: Path, *overrides: str) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    run = Run(config_of(folder, "trainer.max_steps=1", "algorithm.critic_warmup_steps=0", *overrides))
+    run.execute()
+    line = next(line for line in lines_of(folder) if "train/loss" in line)
+    return line, {name: p.detach().clone() for name, p in run.model.named_parameters()}
+
+
+@pytest.mark.parametrize("overrides", [["model.micro_batch_size=5"], ["model.val_micro_batch_size=7"], ["rollout.num_pipelined_halves=1"]])
+def test_results_do_not_depend_on_how_work_is_cut(tmp_path, overrides):
+    line, weights = rl_step(tmp_path / "a")
+    other_line, other_weights = rl_step(tmp_path / "b", *overrides)
+    for name, value in line.items():
+        if name.startswith("train/"):
+            assert other_line[name] == pytest.approx(value, abs=1e-6, rel=1e-5), name
+    for name, tensor in weights.items():
+        torch.testing.assert_close(other_weights[name], tensor, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_two_ranks_equal_one(tmp_path):
+    shared = ["trainer.max_steps=2", "trainer.save_every=1", "trainer.max_keep=-1", "sft.max_steps=2",
+              "sft.num_demonstrations=8", "sft.batch_size=16"]  # fmt: skip
+    train(config_of(tmp_path / "one", *shared))
+    train(config_of(tmp_path / "two", *shared, "cluster.num_processes=2"))
+    for checkpoint in ("sft_000002", "rl_000001", "rl_000002"):
+        one, two = weights_of(tmp_path / "one", checkpoint), weights_of(tmp_path / "two", checkpoint)
+        for name, tensor in one.items():
+            torch.testing.assert_close(two[name], tensor, atol=1e-5, rtol=0, msg=f"{checkpoint} {name}")
+    for one, two in zip(lines_of(tmp_path / "one"), lines_of(tmp_path / "two"), strict=True):
+        for name, value in one.items():
+            if isinstance(value, float):
+                assert two[name] == pytest.approx(value, abs=1e-5, rel=1e-4), name
+
+
+def test_parity_gate_stops_at_step_zero_and_names_the_worst_sample(tmp_path):
+    run = Run(config_of(tmp_path))
+    original = run.model.rollout_logprobs
+
+    def drifted(prediction, temperature=1.0):
+        logprobs = original(prediction, temperature)
+        logprobs[3] += 0.25
+        return logprobs
+
+    run.model.rollout_logprobs = drifted
+    with pytest.raises(ParityError, match=r"differ by 0\.25 at step 0.*env (3|7).*EpisodeSpec.*reach the"):
+        run.execute()
+
+
+def test_parity_gate_sees_another_temperature(tmp_path):
+    run = Run(config_of(tmp_path))
+    run.worker.temperature = 1.5
+    with pytest.raises(ParityError, match="differ by"):
+        run.execute()
+
+
+def test_not_finite_gradient_stops_with_a_report_and_keeps_the_last_checkpoint(tmp_path):
+    run = Run(config_of(tmp_path, "trainer.save_every=1"))
+    update, calls = run.worker.update, []
+
+    def poisoned(batch, algorithm, step):
+        calls.append(step)
+        if step == 2:
+            batch.advantages[0] = float("nan")
+        return update(batch, algorithm, step)
+
+    run.worker.update = poisoned
+    with pytest.raises(NonFiniteError, match="rl step 2"):
+        run.execute()
+    report = json.loads((tmp_path / "failed_batch" / "report.json").read_text())
+    assert report["step"] == 2 and report["tensors"]["advantages"]["num_not_finite"] >= 1
+    assert report["parameters_with_bad_gradients"]
+    assert (tmp_path / "checkpoints" / "rl_000002" / "manifest.json").exists()
+    assert all(torch.isfinite(p).all() for p in run.model.parameters())
+
+
+def test_critic_warmup_moves_the_value_head_and_nothing_else(tmp_path):
+    run = Run(config_of(tmp_path, "trainer.max_steps=1", "trainer.weight_decay=0.1"))
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    run.execute()
+    for name, parameter in run.model.named_parameters():
+        assert torch.equal(parameter, before[name]) == ("value_head" not in name), name
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_saves_ends_and_leaves_no_process(tmp_path, number, processes):
+    overrides = [*SMALL, "trainer.max_steps=100000", f"output_dir={tmp_path}", f"cluster.num_processes={processes}"]
+    command = [sys.executable, "-m", "rlinf", "train", *overrides]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    metrics = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and "train/loss" in metrics.read_text()):
+        assert time.monotonic() < deadline and process.poll() is None, process.stdout.read()
+        time.sleep(0.2)
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + number, output
+    assert "resume=" in output
+    assert list((tmp_path / "checkpoints").glob("rl_*/manifest.json"))
+    deadline = time.monotonic() + 20
+    while process_group_lives(process.pid):
+        assert time.monotonic() < deadline, "processes of the run are still alive"
+        time.sleep(0.1)
+
+
+def process_group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

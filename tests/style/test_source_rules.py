@@ -1,0 +1,157 @@
+"""Rules of style that a machine can check. Each check is shown to catch a violation."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("rlinf", "examples", "benchmarks", "scripts", "tests", "docs", ".ci")
+MAX_LINES = 600
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
+# Built from pieces so that this file does not contain what it looks for.
+MACHINE_PATH = re.compile(r"(?<![\w./-])/(?:work|root|home|Users)/[\w.-]+|" + r"\b10\.\d+\.\d+\.\d+\b")
+DISPATCH_NAMES = {"model_type", "env_type", "env_name", "algorithm_name"}
+OWNERS = (ROOT / "rlinf" / "models" / "embodiment", *(ROOT / "rlinf" / "envs").glob("*/"))
+"""Folders of the files that own one model or one simulator, and may know its name."""
+
+
+def source_files(*suffixes: str, folders: tuple[str, ...] = FOLDERS) -> list[Path]:
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    found += [path for path in ROOT.iterdir() if path.is_file()]
+    return sorted(path for path in found if path.suffix in suffixes and "__pycache__" not in path.parts)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def python_files(*folders: str) -> list[Path]:
+    return source_files(".py", folders=folders or FOLDERS)
+
+
+def swallowing_handlers(code: str) -> list[int]:
+    """Lines of ``except`` clauses that catch everything and do nothing about it."""
+    lines = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ExceptHandler):
+            broad = node.type is None or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException"))
+            acts = any(
+                isinstance(inner, ast.Raise) or (isinstance(inner, ast.Name) and inner.id == node.name)
+                for inner in ast.walk(ast.Module(node.body, []))
+            )
+            if broad and not acts:
+                lines.append(node.lineno)
+    return lines
+
+
+def name_dispatch(code: str) -> list[int]:
+    """Lines that compare a model's, env's or algorithm's name with a literal, which the registry is for."""
+
+    def is_name(node: ast.AST) -> bool:
+        if isinstance(node, ast.Attribute):
+            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            return node.attr in DISPATCH_NAMES or (node.attr == "name" and owner in ("env", "algorithm", "model"))
+        return isinstance(node, ast.Name) and node.id in DISPATCH_NAMES
+
+    lines = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.NotEq, ast.In, ast.NotIn)):
+            sides = [node.left, *node.comparators]
+            if any(is_name(side) for side in sides) and any(holds_text(side) for side in sides):
+                lines.append(node.lineno)
+    return lines
+
+
+def holds_text(node: ast.AST) -> bool:
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        return any(holds_text(item) for item in node.elts)
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_no_file_is_longer_than_the_limit():
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in python_files()}
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_no_file_has_a_name_that_says_nothing():
+    assert [name_of(path) for path in python_files() if path.stem in FORBIDDEN_NAMES] == []
+
+
+def test_no_handler_swallows_everything():
+    found = {name_of(path): lines for path in python_files("rlinf", "scripts", "benchmarks", "examples")
+             if (lines := swallowing_handlers(path.read_text(encoding="utf-8")))}  # fmt: skip
+    assert found == {}
+
+
+def test_no_dispatch_on_names_of_models_envs_or_algorithms():
+    files = [path for path in python_files("rlinf", "examples") if not any(owner in path.parents for owner in OWNERS)]
+    found = {name_of(path): lines for path in files
+             if (lines := name_dispatch(path.read_text(encoding="utf-8")))}  # fmt: skip
+    assert found == {}
+
+
+def test_no_path_of_a_particular_machine():
+    found = {}
+    for path in source_files(".py", ".md", ".yaml", ".toml", ".sh", ".json", ".html"):
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if MACHINE_PATH.search(line)]
+        if lines:
+            found[name_of(path)] = lines
+    assert found == {}
+
+
+def test_the_checks_above_catch_what_they_look_for():
+    assert swallowing_handlers("try:\n    f()\nexcept Exception:\n    pass\n") == [3]
+    assert swallowing_handlers("try:\n    f()\nexcept:\n    x = 1\n") == [3]
+    assert swallowing_handlers("try:\n    f()\nexcept Exception as error:\n    log(error)\n") == []
+    assert swallowing_handlers("try:\n    f()\nexcept OSError:\n    pass\n") == []
+    assert name_dispatch("if cfg.model.model_type == 'openvla':\n    pass\n") == [1]
+    assert name_dispatch("if env.name in ('a', 'b'):\n    pass\n") == [1]
+    assert name_dispatch("if other.title == 'openvla':\n    pass\n") == []
+    assert MACHINE_PATH.search("open('/" + "home/someone/data')")
+    assert not MACHINE_PATH.search("docs/home/page.md")
+
+
+def test_scripts_are_executable_and_have_no_syntax_error():
+    scripts = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
+    assert len(scripts) >= 4
+    for script in scripts:
+        assert os.access(script, os.X_OK), f"{name_of(script)} is not executable: chmod +x"
+        subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
+
+
+def test_ruff_is_clean():
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise", "."]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    if "No module named ruff" in result.stderr:
+        pytest.skip("ruff is not installed: bash scripts/setup.sh --dev")
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(("command", "limit_s"), [("import rlinf", 2.0), ("import rlinf.envs, rlinf.models, rlinf.algorithms", 2.0)])
+def test_import_is_fast_and_pulls_in_nothing_heavy(command, limit_s):
+    code = (
+        "import time, sys; start = time.perf_counter()\n"
+        f"{command}\n"
+        "heavy = [m for m in ('torch', 'transformers', 'mujoco', 'hydra', 'wandb', 'tensorboard') if m in sys.modules]\n"
+        "print(time.perf_counter() - start, heavy)"
+    )
+    times = []
+    for _ in range(3):  # The best of three: other tests run beside this one.
+        result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+        seconds, _, heavy = result.stdout.strip().partition(" ")
+        assert heavy == "[]"
+        times.append(float(seconds))
+    assert min(times) <= limit_s
+
+
+def test_help_of_the_command_is_fast():
+    code = "import time; start = time.perf_counter()\nfrom rlinf.cli import main\nmain(['--help'])\nprint(time.perf_counter() - start)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert float(result.stdout.split()[-1]) <= 2.0

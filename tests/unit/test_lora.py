@@ -1,0 +1,180 @@
+"""LoRA on policies: what trains, what is saved, and that an adapter is never counted twice."""
+
+import pytest
+import torch
+
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models import build_policy, get_model
+from rlinf.models.config import LoraConfig
+from rlinf.models.lora import adapter_fingerprint, adapter_state_dict, apply_lora, has_adapters, merge_lora, save_adapter
+
+SECTION = {
+    "model_type": "openvla",
+    "action_token_len": 2,
+    "init_config": {
+        "timm_model_ids": ["vit_tiny_patch8_siglip_64"], "image_sizes": [32], "vision_feature_layer": -1,
+        "vision_overrides": [{"embed_dim": 16, "depth": 1, "num_heads": 2}], "patches_per_token": 4, "pad_token_id": 0,
+        "text_config": {"vocab_size": 544, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                        "num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0},
+        "pad_to_multiple_of": 0, "n_action_bins": 21, "prompt_template": "{instruction}", "prompt_suffix_token_id": None,
+        "weight_init": "fan_in",
+    },
+}  # fmt: skip
+LORA = {"rank": 4, "alpha": 8}
+
+
+def policy(**model):
+    torch.manual_seed(0)
+    return build_policy({"model": SECTION | model}).eval()
+
+
+def adapted(**model):
+    """A policy with adapters that do something."""
+    model = policy(is_lora=True, lora=LORA, **model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+@pytest.fixture
+def inputs():
+    torch.manual_seed(2)
+    ids = torch.randint(3, 400, (3, 6))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(3, 3, 32, 32)}
+
+
+def logits(model, inputs):
+    return model.predict_action_batch(**inputs, do_sample=False).logits
+
+
+def test_only_adapters_and_value_head_train(inputs):
+    model = adapted()
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trainable and all(".lora_" in name or name.startswith("value_head.") for name in trainable)
+    assert any(name.startswith("value_head.") for name in trainable)
+    assert not any(".lora_" in name and name.startswith("value_head.") for name in trainable)
+    for part in ("vision_backbone", "projector", "language_model"):
+        assert any(name.startswith(part) for name in trainable)
+    evaluation = model.evaluate_actions(inputs, torch.full((3, 2), 530))
+    (evaluation.logprobs.sum() + evaluation.values.sum()).backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == trainable
+
+
+def test_fresh_adapters_change_nothing(inputs):
+    assert torch.equal(logits(policy(), inputs), logits(policy(is_lora=True, lora=LORA), inputs))
+    assert not torch.equal(logits(policy(), inputs), logits(adapted(), inputs)), "control: trained ones do"
+
+
+def test_scale_is_alpha_over_rank(inputs):
+    model = adapted()
+    layer = model.projector.fc1
+    x = torch.randn(5, layer.in_features)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    torch.testing.assert_close(layer(x), layer.base_layer(x) + 8 / 4 * x @ a.T @ b.T, atol=1e-5, rtol=0)
+
+
+def test_save_and_continue(inputs, tmp_path):
+    model = adapted()
+    with torch.no_grad():
+        model.value_head.mlp[0].weight += 1.0
+    save_adapter(model, tmp_path)
+    again = policy(is_lora=True, lora=LORA, lora_path=str(tmp_path))
+    assert torch.equal(logits(model, inputs), logits(again, inputs))
+    assert torch.equal(model.value_head.mlp[0].weight, again.value_head.mlp[0].weight)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {n for n, p in again.named_parameters() if p.requires_grad}
+
+
+def test_adapter_folder_is_pefts_own(inputs, tmp_path):
+    from peft import PeftModel
+
+    model = adapted()
+    save_adapter(model, tmp_path)
+    wrapped = PeftModel.from_pretrained(policy(), str(tmp_path)).eval()
+    torch.testing.assert_close(logits(wrapped, inputs), logits(model, inputs), atol=1e-6, rtol=0)
+
+
+def test_a_gathered_state_dict_is_saved_in_place_of_the_models_own(tmp_path):
+    model = adapted()
+    save_adapter(model, tmp_path, {name: tensor * 2 for name, tensor in model.state_dict().items()})
+    again = policy(is_lora=True, lora=LORA, lora_path=str(tmp_path))
+    own, doubled = adapter_state_dict(model), adapter_state_dict(again)
+    assert all(torch.equal(own[name] * 2, doubled[name]) for name in own)
+    assert torch.equal(model.value_head.mlp[0].weight * 2, again.value_head.mlp[0].weight)
+
+
+def test_merge_keeps_the_logits_and_the_original(inputs):
+    model = adapted()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = logits(model, inputs)
+    merged = merge_lora(model, inputs)
+    torch.testing.assert_close(logits(merged, inputs), expected, atol=1e-5, rtol=0)
+    assert not has_adapters(merged) and has_adapters(model)
+    assert merged.state_dict().keys() == policy().state_dict().keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert (logits(policy(), inputs) - expected).abs().max() > 1e-2, "control: without the adapters the logits differ"
+
+
+def test_merge_that_changes_the_logits_is_refused(inputs):
+    with pytest.raises(CheckpointError, match="changed the logits"):
+        merge_lora(adapted(), inputs, atol=-1.0)
+
+
+def test_merged_folder_loads_as_a_plain_policy(inputs, tmp_path):
+    model = adapted()
+    merge_lora(model, inputs).save_pretrained(tmp_path)
+    section = {"model_type": "openvla", "model_path": str(tmp_path), "action_token_len": 2}
+    torch.testing.assert_close(logits(get_model(section).eval(), inputs), logits(model, inputs), atol=1e-5, rtol=0)
+
+
+def test_second_merge_is_refused(inputs, tmp_path):
+    model = adapted()
+    save_adapter(model, tmp_path / "adapter")
+    merged = merge_lora(model, inputs)
+    with pytest.raises(ConfigError, match="merged before"):
+        merge_lora(merged)
+    merged.save_pretrained(tmp_path / "merged")
+    section = {"model_type": "openvla", "model_path": str(tmp_path / "merged"), "action_token_len": 2, "is_lora": True, "lora": LORA}
+    with pytest.raises(CheckpointError, match="twice"):
+        get_model(section | {"lora_path": str(tmp_path / "adapter")})
+    assert has_adapters(get_model(section)), "control: another adapter on merged weights is fine"
+
+
+def test_fingerprint_follows_the_numbers():
+    model = adapted()
+    first = adapter_fingerprint(adapter_state_dict(model))
+    assert first == adapter_fingerprint(adapter_state_dict(adapted()))
+    with torch.no_grad():
+        model.projector.fc1.lora_A["default"].weight[0, 0] += 1e-6
+    assert first != adapter_fingerprint(adapter_state_dict(model))
+
+
+def test_wrong_adapters_are_refused(tmp_path):
+    model = adapted()
+    save_adapter(model, tmp_path)
+    with pytest.raises(CheckpointError, match="model.lora.rank=4"):
+        policy(is_lora=True, lora={"rank": 8, "alpha": 8}, lora_path=str(tmp_path))
+    with pytest.raises(CheckpointError, match="does not fit"):
+        policy(is_lora=True, lora=LORA | {"target_modules": ["q_proj"]}, lora_path=str(tmp_path))
+    with pytest.raises(CheckpointError, match="no adapter folder"):
+        policy(is_lora=True, lora=LORA, lora_path=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="matches no layer"):
+        policy(is_lora=True, lora=LORA | {"target_modules": ["no_such_layer"]})
+    with pytest.raises(ConfigError, match="already"):
+        apply_lora(model, LoraConfig())
+    with pytest.raises(ConfigError, match="no LoRA"):
+        save_adapter(policy(), tmp_path)
+
+
+def test_a_model_with_adapters_writes_no_public_folder(tmp_path):
+    with pytest.raises(CheckpointError, match="merge_lora"):
+        adapted().save_pretrained(tmp_path)
+
+
+def test_mlp_policy_takes_adapters(inputs):
+    model = get_model({"model_type": "mlp", "init_config": {"state_dim": 3}, "is_lora": True, "lora": LORA})
+    trainable = {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert trainable == {"policy", "value_head", "log_std"}
+    assert not any(p.requires_grad for name, p in model.named_parameters() if "base_layer" in name)

@@ -1,0 +1,249 @@
+"""Action tokens, normalisation, value head, images, prompts, and the state policy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rlinf.errors import ConfigError
+from rlinf.models import build_policy
+from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
+from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.embodiment.modules.value_head import ValueHead
+from rlinf.models.embodiment.openvla_processing import TINY_TOKENIZER, PrismaticImageProcessor, PrismaticProcessor
+from rlinf.types import Observation
+
+# -- action tokens -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule, bins", [("midpoints", 256), ("midpoints", 22), ("grid", 21), ("grid", 256)])
+def test_action_token_round_trip_and_range(rule, bins):
+    tokenizer = ActionTokenizer(bins, 1000, rule)
+    tokens = torch.arange(1000 - bins, 1000)
+    values = tokenizer.decode(tokens)
+    assert (values[:-1] >= values[1:]).all(), "the lowest action has the highest id"
+    assert (tokenizer.decode(tokenizer.encode(values)) - values).abs().max() < 1e-12
+    x = torch.linspace(-1.2, 1.2, 4001, dtype=torch.float64)
+    encoded = tokenizer.encode(x)
+    assert encoded.min() >= 1000 - bins and encoded.max() < 1000
+    step = 2 / (bins - 1)
+    assert (tokenizer.decode(encoded) - x.clamp(-1, 1)).abs().max() <= step / 2 + 1e-12
+
+
+def test_grid_represents_ends_and_zero_exactly_and_midpoints_do_not():
+    grid, midpoints = ActionTokenizer(21, 544, "grid"), ActionTokenizer(21, 544)
+    exact = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)
+    assert torch.equal(grid.decode(grid.encode(exact)), exact)
+    assert grid.encode(exact).tolist() == [543, 533, 523]
+    assert (midpoints.decode(midpoints.encode(exact)) - exact).abs().min() > 0.01
+
+
+def test_midpoints_by_hand():
+    tokenizer = ActionTokenizer(5, 100)  # edges -1 -.5 0 .5 1, middles -.75 -.25 .25 .75
+    assert tokenizer.encode(np.array([-1.0, -0.6, 0.1, 0.9, 1.0])).tolist() == [99, 99, 97, 96, 95]
+    assert tokenizer.decode(torch.tensor([99, 98, 97, 96, 95, 94, 200])).tolist() == [-0.75, -0.25, 0.25, 0.75, 0.75, 0.75, -0.75]
+
+
+def test_bad_bins_are_refused():
+    with pytest.raises(ConfigError, match="n_action_bins is 1"):
+        ActionTokenizer(1, 100)
+    with pytest.raises(ConfigError, match="midpoints, grid"):
+        ActionTokenizer(5, 100, "edges")
+
+
+# -- normalisation -----------------------------------------------------------------------------------------------
+
+STATS = {"q01": [-2.0, 0.0, 3.0], "q99": [2.0, 1.0, 3.0], "mask": [True, False, True]}
+
+
+def test_normaliser_by_hand_and_back():
+    normalizer = ActionNormalizer(STATS)
+    x = torch.tensor([[1.0, 0.7, 3.0], [-2.0, 0.0, 3.0]])
+    torch.testing.assert_close(normalizer.normalize(x).float(), torch.tensor([[0.5, 0.7, -1.0], [-1.0, 0.0, -1.0]]))
+    torch.testing.assert_close(normalizer.unnormalize(normalizer.normalize(x)).float(), x)
+    torch.testing.assert_close(ActionNormalizer(STATS | {"mask": None}).unnormalize(x)[0, 1].float(), torch.tensor(0.85))
+
+
+def test_statistics_are_chosen_by_key():
+    both = {"a": {"action": STATS}, "b": {"action": {**STATS, "q01": [-3.0, 0, 0]}}}
+    assert select_action_stats({"a": both["a"]}, None)["q01"][0] == -2.0
+    assert select_action_stats(both, "b")["q01"][0] == -3.0
+    with pytest.raises(ConfigError, match="model.unnorm_key=a"):
+        select_action_stats(both, None)
+    with pytest.raises(ConfigError, match="Known: a, b"):
+        select_action_stats(both, "c")
+    with pytest.raises(ConfigError, match="length"):
+        ActionNormalizer({"q01": [0.0], "q99": [1.0, 2.0]})
+    with pytest.raises(ConfigError, match="q99 < q01"):
+        ActionNormalizer({"q01": [1.0], "q99": [0.0]})
+
+
+# -- value head --------------------------------------------------------------------------------------------------
+
+
+def test_value_head_shapes_names_and_gradients():
+    head = ValueHead(32)
+    assert head(torch.randn(4, 32)).shape == (4,) and head(torch.randn(4, 7, 32)).shape == (4, 7)
+    names = {"mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias", "mlp.4.weight"}
+    assert set(head.state_dict()) == names
+    assert head(torch.randn(64, 32)).abs().max() < 0.5
+    hidden = torch.randn(4, 32, requires_grad=True)
+    head(hidden).sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in head.parameters()) and hidden.grad.abs().max() > 0
+    assert head.bfloat16()(torch.randn(4, 32)).dtype == torch.float32
+
+
+# -- images and prompts ------------------------------------------------------------------------------------------
+
+
+def test_both_image_paths_agree_exactly_when_the_size_fits():
+    processor = PrismaticImageProcessor(input_sizes=[[3, 32, 32]])
+    images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+    pil = processor(list(images))["pixel_values"]
+    assert torch.equal(pil, processor.preprocess_tensors(torch.from_numpy(images).permute(0, 3, 1, 2)))
+    assert torch.equal(pil[0], processor(Image.fromarray(images[0]))["pixel_values"][0])
+
+
+@pytest.mark.parametrize("strategy", ["resize-naive", "letterbox", "resize-crop"])
+@pytest.mark.parametrize("height, width", [(60, 100), (100, 60), (61, 100), (20, 33), (64, 64)])
+def test_tensor_path_follows_pil_in_every_strategy(strategy, height, width):
+    processor = PrismaticImageProcessor(input_sizes=[[3, 32, 32]], image_resize_strategy=strategy, means=[[0.2, 0.4, 0.6]])
+    rows = np.linspace(0, 255, height)[:, None] * np.linspace(0.3, 1, width)[None]
+    image = np.stack([rows, rows.T.reshape(height, width), 255 - rows], -1).astype(np.uint8)
+    pil = processor(image)["pixel_values"]
+    tensors = processor.preprocess_tensors(torch.from_numpy(image).permute(2, 0, 1)[None])
+    assert pil.shape == tensors.shape == (1, 3, 32, 32)
+    assert (pil - tensors).abs().mean() < 0.02
+    flipped = processor.preprocess_tensors(torch.from_numpy(image).permute(2, 0, 1)[None].flip(-1))
+    assert (pil - flipped).abs().mean() > 0.05, "control: the mirrored image is far away"
+
+
+def test_letterbox_pads_with_the_mean_and_resize_crop_cuts():
+    image = np.full((40, 80, 3), 255, np.uint8)
+    letterbox = PrismaticImageProcessor(input_sizes=[[3, 32, 32]], image_resize_strategy="letterbox", means=[[0.2] * 3], stds=[[1.0] * 3])
+    pixels = letterbox(image)["pixel_values"][0, 0]
+    assert (pixels[0] - (51 / 255 - 0.2)).abs().max() < 1e-6 and (pixels[16] - 0.8).abs().max() < 1e-6
+    crop = PrismaticImageProcessor(input_sizes=[[3, 32, 32]], image_resize_strategy="resize-crop", means=[[0.2] * 3], stds=[[1.0] * 3])
+    assert (crop(image)["pixel_values"] - 0.8).abs().max() < 1e-6
+
+
+def test_saved_image_processor_is_the_same(tmp_path):
+    processor = PrismaticImageProcessor(
+        input_sizes=[[3, 32, 32]], tvf_normalize_params=[{"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7]}]
+    )
+    processor.save_pretrained(tmp_path)
+    again = PrismaticImageProcessor.from_pretrained(tmp_path)
+    image = np.random.default_rng(0).integers(0, 256, (50, 40, 3), dtype=np.uint8)
+    assert torch.equal(processor(image)["pixel_values"], again(image)["pixel_values"])
+    assert again.normalization == [([0.1, 0.2, 0.3], [0.5, 0.6, 0.7])]
+
+
+def tiny_processor(**kwargs):
+    from transformers import AutoTokenizer
+
+    return PrismaticProcessor(PrismaticImageProcessor(), AutoTokenizer.from_pretrained(TINY_TOKENIZER), **kwargs)
+
+
+def test_prompts_are_bos_padding_text():
+    processor = tiny_processor(prompt_template="{instruction}")
+    ids, mask = processor.encode_instructions(["Reach the RED block", "push the blue block to the green zone"])
+    assert ids[:, 0].tolist() == [1, 1] and mask[:, 0].all() and mask[:, -1].all()
+    pads = (mask[0] == 0).nonzero().flatten().tolist()
+    assert pads == list(range(1, 1 + len(pads))) and len(pads) > 0 and not (ids[0, pads] != 0).any()
+    text = ids[0][mask[0].bool()].tolist()
+    assert processor.tokenizer.decode(text, skip_special_tokens=True).strip() == "reach the red block"
+    assert torch.equal(ids, processor.encode_instructions(["reach the red block", "push the blue block to the green zone"])[0])
+
+
+def test_prompt_suffix_is_added_once_and_length_is_checked():
+    processor = tiny_processor(prompt_suffix_token_id=7)
+    ids, _ = processor.encode(["reach"])
+    assert ids[0, -1] == 7 and (ids == 7).sum() == 1
+    with pytest.raises(ConfigError, match="max_prompt_len="):
+        tiny_processor(max_prompt_len=3).encode(["reach the red block"])
+
+
+@pytest.mark.parametrize("text", ["reach the red block", "ÄÖ 机器人 🙂 \t\n", "put both the alphabet soup and the tomato sauce", ""])
+def test_tiny_tokenizer_loses_no_text(text):
+    tokenizer = tiny_processor().tokenizer
+    ids = tokenizer(text)["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id and max(ids) < 512
+    assert tokenizer.decode(ids, skip_special_tokens=True).removeprefix(" ") == text.removeprefix(" ")
+
+
+def test_tiny_tokenizer_is_short_on_robot_sentences():
+    tokenizer = tiny_processor().tokenizer
+    assert len(tokenizer("reach the red block")["input_ids"]) == 5
+    assert len(tokenizer("push the blue block to the green zone")["input_ids"]) <= 9
+
+
+# -- the state policy --------------------------------------------------------------------------------------------
+
+
+def mlp(**init):
+    torch.manual_seed(0)
+    return build_policy({"model": {"model_type": "mlp", "action_token_len": 2, "init_config": {"state_dim": 5, **init}}})
+
+
+def state(rows=6):
+    return Observation({}, np.random.default_rng(0).normal(size=(rows, 5)).astype(np.float32), [""] * rows)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.25])
+def test_mlp_logprobs_are_those_of_a_normal_distribution(temperature):
+    model = mlp()
+    inputs = model.preprocess(state())
+    prediction = model.predict_action_batch(**inputs, temperature=temperature)
+    assert prediction.actions.shape == (6, 1, 2) and prediction.sequences.shape == (6, 2) and prediction.logits.shape == (6, 2, 2)
+    normal = torch.distributions.Normal(model.policy(inputs["state"]), math.exp(-0.5) * math.sqrt(temperature))
+    evaluation = model.evaluate_actions(inputs, prediction.sequences, temperature)
+    torch.testing.assert_close(evaluation.logprobs, normal.log_prob(prediction.sequences))
+    torch.testing.assert_close(evaluation.entropy, normal.entropy())
+    torch.testing.assert_close(evaluation.values, prediction.values)
+
+
+def test_mlp_draws_by_inverse_transform_and_clips_what_it_executes():
+    model = mlp(initial_log_std=0.0)
+    inputs = model.preprocess(state())
+    mean = model.predict_action_batch(**inputs, do_sample=False).sequences
+    high = torch.full((6, 2), 0.8413447)
+    drawn = model.predict_action_batch(**inputs, uniforms=high)
+    torch.testing.assert_close(drawn.sequences, mean + 1.0, atol=1e-4, rtol=0)
+    assert drawn.actions.max() <= 1.0
+
+
+def test_mlp_save_and_load(tmp_path):
+    model = mlp()
+    model.save_pretrained(tmp_path)
+    again = build_policy({"model": {"model_type": "mlp", "model_path": str(tmp_path), "action_token_len": 2}})
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_mlp_critic_and_policy_share_no_weights():
+    model = mlp()
+    inputs = model.preprocess(state())
+    model.evaluate_actions(inputs, torch.zeros(6, 2)).values.sum().backward()
+    assert all((p.grad is not None) == name.startswith("value_head.") for name, p in model.named_parameters())
+
+
+def test_mlp_names_the_width_that_it_needs():
+    model = mlp()
+    wrong = Observation({}, np.zeros((2, 7), np.float32), [""] * 2)
+    with pytest.raises(ConfigError, match="model.init_config.state_dim=7"):
+        model.preprocess(wrong)
+    with pytest.raises(ConfigError, match="no state"):
+        model.preprocess(Observation({}, None, [""]))
+
+
+def test_mlp_learns_by_cloning():
+    model = mlp()
+    inputs = model.preprocess(state(64))
+    target = torch.tanh(inputs["state"][:, :2]).unsqueeze(1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(150):
+        optimizer.zero_grad()
+        model.sft_loss(inputs, target).mean().backward()
+        optimizer.step()
+    assert (model.predict_action_batch(**inputs, do_sample=False).actions - target).abs().mean() < 0.1

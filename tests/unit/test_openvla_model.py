@@ -1,0 +1,332 @@
+"""Properties of OpenVLA that hold without reference arrays, for every way of decoding."""
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf.errors import ConfigError
+from rlinf.models import build_policy, get_model
+from rlinf.models.embodiment.base import token_logprobs
+from rlinf.types import Observation
+
+TEXT = {
+    "vocab_size": 544, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+TINY = {
+    "timm_model_ids": ["vit_tiny_patch8_siglip_64"], "image_sizes": [32], "vision_feature_layer": -1, "mlp_stem_dim": 16,
+    "vision_overrides": [{"embed_dim": 16, "depth": 1, "num_heads": 2}], "use_film": True, "patches_per_token": 4,
+    "text_config": TEXT, "pad_token_id": 0, "pad_to_multiple_of": 0, "n_action_bins": 21, "action_bin_rule": "grid",
+    "prompt_template": "{instruction}", "prompt_suffix_token_id": None, "weight_init": "fan_in",
+}  # fmt: skip
+PUBLIC = {
+    "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"], "image_sizes": [28, 28],
+    "vision_overrides": [{"embed_dim": 16, "depth": 3, "num_heads": 2}, {"embed_dim": 8, "depth": 2, "num_heads": 2}],
+    "text_config": TEXT, "pad_token_id": 0, "pad_to_multiple_of": 16, "n_action_bins": 32, "prompt_suffix_token_id": None,
+    "weight_init": "fan_in",
+}  # fmt: skip
+KINDS = {
+    "parallel": TINY | {"action_decoding": "parallel", "learned_placeholders": True},
+    "parallel_zeros": TINY | {"action_decoding": "parallel", "use_film": False, "mlp_stem_dim": None},
+    "autoregressive": TINY,
+    "fused_towers": PUBLIC,
+    "siglip_only": PUBLIC | {"timm_model_ids": PUBLIC["timm_model_ids"][1:], "image_sizes": [28],
+                             "vision_overrides": PUBLIC["vision_overrides"][1:]},
+    "dinov2_without_registers": PUBLIC | {"timm_model_ids": ["vit_base_patch14_dinov2"], "image_sizes": [28],
+                                          "vision_overrides": PUBLIC["vision_overrides"][:1]},
+    "two_cameras": TINY | {"num_images_in_input": 2, "action_decoding": "parallel"},
+}  # fmt: skip
+SENTENCES = ["reach the red block", "push the blue block to the green zone", "go to the zone", "open the left drawer ..."]
+
+
+def build(kind="parallel", chunks=2, **model):
+    torch.manual_seed(0)
+    section = {"model_type": "openvla", "init_config": KINDS[kind], "action_token_len": 3, "action_chunks_len": chunks, **model}
+    return build_policy({"model": section}).eval()
+
+
+def observe(kind="parallel", size=None):
+    rng = np.random.default_rng(0)
+    size = size or KINDS[kind]["image_sizes"][0]
+    images = {camera: rng.integers(0, 256, (len(SENTENCES), size, size, 3), dtype=np.uint8) for camera in ("front", "wrist")}
+    return Observation(images, None, list(SENTENCES))
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request):
+    return request.param
+
+
+def test_shapes_and_dtypes_of_the_contract(kind):
+    model = build(kind)
+    inputs = model.preprocess(observe(kind))
+    prediction = model.predict_action_batch(**inputs)
+    assert prediction._fields == ("actions", "sequences", "logits", "values")
+    assert prediction.actions.shape == (4, 2, 3) and prediction.actions.dtype == torch.float32
+    prompt_len = inputs["input_ids"].shape[1]
+    assert prediction.sequences.shape == (4, prompt_len + 6)
+    assert torch.equal(prediction.sequences[:, :prompt_len], inputs["input_ids"])
+    assert prediction.logits.shape == (4, 6, KINDS[kind]["n_action_bins"])
+    assert prediction.values.shape == (4,) and prediction.values.dtype == torch.float32
+    evaluation = model.evaluate_actions(inputs, prediction.sequences)
+    assert [tensor.shape for tensor in evaluation] == [(4, 6), (4, 6), (4,)]
+    assert {tensor.dtype for tensor in evaluation} == {torch.float32}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_sampled_logprobs_are_those_of_evaluate_actions(kind, temperature):
+    model = build(kind)
+    inputs = model.preprocess(observe(kind))
+    prediction = model.predict_action_batch(**inputs, temperature=temperature)
+    tokens = prediction.sequences[:, -6:] - model.action_tokenizer.first_token
+    rollout, _ = token_logprobs(prediction.logits, tokens, temperature)
+    evaluation = model.evaluate_actions(inputs, prediction.sequences, temperature)
+    torch.testing.assert_close(evaluation.logprobs, rollout, atol=1e-5, rtol=0)
+    torch.testing.assert_close(evaluation.values, prediction.values, atol=1e-5, rtol=0)
+    other = model.evaluate_actions(inputs, prediction.sequences, 2 * temperature)
+    assert (other.logprobs - rollout).abs().max() > 1e-3
+
+
+def test_a_row_does_not_depend_on_the_rest_of_the_batch(kind):
+    model = build(kind)
+    observation = observe(kind)
+    uniforms = torch.rand(4, 6)
+    batch = model.predict_action_batch(**model.preprocess(observation), uniforms=uniforms)
+    for row in range(4):
+        alone = model.predict_action_batch(**model.preprocess(observation.select([row])), uniforms=uniforms[row : row + 1])
+        assert torch.equal(alone.sequences[0, -6:], batch.sequences[row, -6:])
+        torch.testing.assert_close(alone.logits[0], batch.logits[row], atol=1e-5, rtol=0)
+        torch.testing.assert_close(alone.values[0], batch.values[row], atol=1e-5, rtol=0)
+
+
+def test_padding_changes_nothing(kind):
+    model = build(kind)
+    observation = observe(kind)
+    short = model.predict_action_batch(**model.preprocess(observation), do_sample=False)
+    model.processor.max_prompt_len = 60
+    long = model.predict_action_batch(**model.preprocess(observation), do_sample=False)
+    assert long.sequences.shape[1] == 66 > short.sequences.shape[1]
+    torch.testing.assert_close(long.logits, short.logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(long.values, short.values, atol=1e-5, rtol=0)
+
+
+def test_eager_and_sdpa_attention_agree(kind):
+    model, eager = build(kind), build(kind, attn_implementation="eager")
+    observation = observe(kind)
+    a, b = (m.predict_action_batch(**m.preprocess(observation), do_sample=False) for m in (model, eager))
+    torch.testing.assert_close(a.logits, b.logits, atol=1e-5, rtol=0)
+
+
+def test_every_input_matters(kind):
+    model = build(kind)
+    observation = observe(kind)
+    before = model.predict_action_batch(**model.preprocess(observation), do_sample=False)
+    dark = {name: image // 2 for name, image in observation.images.items()}
+    changed = model.predict_action_batch(**model.preprocess(Observation(dark, None, observation.instruction)), do_sample=False)
+    assert (changed.logits - before.logits).abs().amax((1, 2)).min() > 1e-4
+    reworded = Observation(observation.images, None, [f"{text} now" for text in observation.instruction])
+    changed = model.predict_action_batch(**model.preprocess(reworded), do_sample=False)
+    assert (changed.logits - before.logits).abs().amax((1, 2)).min() > 1e-5
+    assert (changed.values - before.values).abs().min() > 0
+
+
+def test_gradients_reach_exactly_what_trains(kind):
+    model = build(kind)
+    inputs = model.preprocess(observe(kind))
+    sequences = model.predict_action_batch(**inputs).sequences
+    evaluation = model.evaluate_actions(inputs, sequences)
+    evaluation.values.sum().backward(retain_graph=True)
+    touched = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert touched and all(name.startswith("value_head.") for name in touched), "the value loss must not move the policy"
+    evaluation.logprobs.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (parameter.grad is not None), name
+        if name == "language_model.model.layers.1.self_attn.q_proj.weight":
+            assert parameter.grad.abs().max() > 0
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert all("vision_backbone" in name for name in frozen)
+    assert bool(frozen) == (KINDS[kind].get("vision_feature_layer") != -1)
+
+
+def test_value_loss_reaches_the_trunk_when_not_detached():
+    model = build(detach_value=False)
+    inputs = model.preprocess(observe())
+    model.evaluate_actions(inputs, model.predict_action_batch(**inputs).sequences).values.sum().backward()
+    assert model.projector.fc1.weight.grad.abs().max() > 0
+
+
+def test_uniforms_draw_by_inverse_transform():
+    model = build()
+    inputs = model.preprocess(observe())
+    logits = model.predict_action_batch(**inputs).logits
+    uniforms = torch.rand(4, 6)
+    tokens = model.predict_action_batch(**inputs, uniforms=uniforms, temperature=0.7).sequences[:, -6:]
+    below = torch.softmax(logits / 0.7, -1).cumsum(-1)
+    for row in range(4):
+        for column in range(6):
+            expected = int(np.searchsorted(below[row, column].numpy(), float(uniforms[row, column]), side="right"))
+            assert tokens[row, column] - model.action_tokenizer.first_token == expected
+
+
+def test_sampling_follows_the_distribution():
+    model = build(chunks=1)
+    observation = observe().select([0] * 2000)
+    inputs = model.preprocess(observation)
+    torch.manual_seed(0)
+    prediction = model.predict_action_batch(**inputs, temperature=0.5)
+    bins = prediction.sequences[:, -3] - model.action_tokenizer.first_token
+    frequency = torch.bincount(bins, minlength=21) / 2000
+    expected = torch.softmax(prediction.logits[0, 0] / 0.5, -1)
+    assert (frequency - expected).abs().max() < 0.05
+    flat = torch.full_like(expected, 1 / 21)
+    assert (frequency - flat).abs().max() > 0.05, "control: a uniform draw would fail"
+
+
+def test_only_action_tokens_are_sampled_even_when_others_are_likelier():
+    model = build("autoregressive")
+    with torch.no_grad():
+        model.language_model.lm_head.weight[:500] *= 1000.0
+    inputs = model.preprocess(observe())
+    tokens = model.predict_action_batch(**inputs, temperature=100.0).sequences[:, -6:]
+    assert tokens.min() >= 544 - 21 and tokens.max() < 544
+    full = model(inputs["input_ids"], inputs["attention_mask"], inputs["pixel_values"]).logits[:, -1].argmax(-1)
+    assert (full < 500).any(), "control: the whole vocabulary prefers other tokens"
+
+
+def test_actions_lie_within_the_statistics_and_the_mask_passes_through():
+    stats = {"arm": {"action": {"q01": [-2.0, 5.0, 0.0], "q99": [4.0, 6.0, 1.0], "mask": [True, True, False]}}}
+    section = {"init_config": KINDS["parallel"] | {"norm_stats": stats}, "action_token_len": 3, "unnorm_key": "arm"}
+    model = build_policy({"model": section})
+    low, high = torch.tensor([-2.0, 5.0, -1.0]), torch.tensor([4.0, 6.0, 1.0])
+    actions = model.predict_action_batch(**model.preprocess(observe().select([0, 1] * 200)), temperature=50.0).actions
+    assert (actions >= low).all() and (actions <= high).all()
+    assert (actions.amax((0, 1)) - actions.amin((0, 1)) > 0.8 * (high - low)).all(), "control: the range is used"
+    assert model.min_action.tolist() == [-2.0, 5.0, 0.0]
+
+
+def test_sft_loss_by_hand():
+    model = build("parallel", chunks=1)
+    inputs = model.preprocess(observe())
+    actions = torch.tensor([[[0.0, 1.0, -1.0]], [[0.1, 0.2, 0.3]], [[-0.5, 0.04, 0.06]], [[2.0, -2.0, 0.0]]])
+    nearest = (actions[:, 0].clamp(-1, 1) * 10).round().long()
+    sequences = 543 - (nearest + 10)
+    expected = -model.evaluate_actions(inputs, sequences).logprobs.mean(-1)
+    loss = model.sft_loss(inputs, actions)
+    assert loss.shape == (4,) and loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
+    assert (model.sft_loss(inputs, -actions) - loss).abs().max() > 1e-3
+
+
+def test_random_weights_follow_the_torch_seed():
+    first, second = build(), build()
+    assert all(torch.equal(a, second.state_dict()[name]) for name, a in first.state_dict().items())
+    torch.manual_seed(1)
+    third = build_policy({"model": {"init_config": KINDS["parallel"], "action_token_len": 3, "action_chunks_len": 2}})
+    assert not torch.equal(first.projector.fc1.weight, third.projector.fc1.weight)
+
+
+def test_save_and_load_give_the_same_policy(kind, tmp_path):
+    model = build(kind)
+    model.save_pretrained(tmp_path)
+    section = {"model_type": "openvla", "model_path": str(tmp_path), "action_token_len": 3, "action_chunks_len": 2}
+    again = build_policy({"model": section}).eval()
+    assert model.state_dict().keys() == again.state_dict().keys()
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+    observation = observe(kind)
+    a, b = (m.predict_action_batch(**m.preprocess(observation), do_sample=False) for m in (model, again))
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {n for n, p in again.named_parameters() if p.requires_grad}
+
+
+def test_a_gathered_state_dict_is_written_in_place_of_the_models_own(tmp_path):
+    model = build()
+    doubled = {name: tensor * 2 for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=doubled)
+    section = {"model_type": "openvla", "model_path": str(tmp_path), "action_token_len": 3, "action_chunks_len": 2}
+    again = get_model(section)
+    assert all(torch.equal(tensor * 2, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_without_value_head_values_are_zero(kind):
+    model = build(kind, value_head=False)
+    inputs = model.preprocess(observe(kind))
+    prediction = model.predict_action_batch(**inputs)
+    assert model.value_head is None and not prediction.values.any()
+    assert not model.evaluate_actions(inputs, prediction.sequences).values.any()
+
+
+def test_bf16_weights_and_autocast_run_and_stay_close():
+    reference = build()
+    inputs = reference.preprocess(observe())
+    sequences = reference.predict_action_batch(**inputs).sequences
+    exact = reference.evaluate_actions(inputs, sequences)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = reference.evaluate_actions(inputs, sequences)
+    half = build(precision="bf16").evaluate_actions(inputs, sequences)
+    for other in (mixed, half):
+        assert other.logprobs.dtype == other.values.dtype == torch.float32
+        assert 0 < (other.logprobs - exact.logprobs).abs().max() < 0.1
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    grads = []
+    for checkpointing in (False, True):
+        model = build(gradient_checkpointing=checkpointing).train()
+        inputs = model.preprocess(observe())
+        sequences = torch.full((4, 6), 530)
+        model.evaluate_actions(inputs, sequences).logprobs.sum().backward()
+        grads.append(model.projector.fc1.weight.grad)
+        assert model.is_gradient_checkpointing == checkpointing
+    torch.testing.assert_close(grads[0], grads[1], atol=1e-6, rtol=0)
+
+
+def test_images_of_another_size_are_resized():
+    model = build()
+    inputs = model.preprocess(observe(size=80))
+    assert inputs["pixel_values"].shape == (4, 3, 32, 32)
+    assert inputs["pixel_values"].abs().max() <= 1.0
+
+
+def test_it_learns_a_sentence_dependent_action():
+    model = build(chunks=1).train()
+    inputs = model.preprocess(observe())
+    actions = torch.tensor([[[1.0, 0.0, -1.0]], [[-1.0, 0.5, 0.0]], [[0.3, 0.3, 0.3]], [[0.0, -0.7, 1.0]]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model.sft_loss(inputs, actions).mean().backward()
+        optimizer.step()
+    predicted = model.predict_action_batch(**inputs, do_sample=False).actions
+    assert (predicted - actions).abs().max() < 0.06
+
+
+@pytest.mark.parametrize(
+    "section, message",
+    [
+        ({"action_token_len": 2}, "action_token_len=3"),
+        ({"unnorm_key": "bridge"}, "unit_range"),
+        ({"hidden_size": 64}, "hidden_size=32"),
+        ({"image_size": [64, 64]}, "image_size"),
+        ({"vocab_size": 32000}, "vocab_size=544"),
+        ({"init_config": TINY | {"patches_per_token": 3}}, "patches_per_token"),
+        ({"init_config": TINY | {"action_decoding": "both"}}, "action_decoding"),
+        ({"init_config": TINY | {"n_action_bin": 3}}, "n_action_bins"),
+        ({"init_config": TINY | {"timm_model_ids": ["resnet50"]}}, "resnet50"),
+        ({"init_config": {}}, "model=openvla_tiny"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_value_to_type(section, message):
+    stats = {"unit_range": {"action": {"q01": [-1.0] * 3, "q99": [1.0] * 3}}}
+    base = {"model_type": "openvla", "init_config": TINY, "action_token_len": 3}
+    init = (base | section)["init_config"]
+    section = base | section | {"init_config": init | {"norm_stats": stats} if init else init}
+    with pytest.raises((ConfigError, ValueError), match=message.replace("=", ".*=?")):
+        get_model(section)
+
+
+def test_too_few_cameras_are_refused():
+    model = build("two_cameras")
+    observation = observe()
+    observation.images.pop("wrist")
+    with pytest.raises(ConfigError, match="cameras"):
+        model.preprocess(observation)

@@ -52,7 +52,9 @@ TEMPLATES = [
 
 def sentences() -> list[str]:
     """Return the training text, in a fixed order."""
-    words = zip(itertools.cycle(COLOURS), itertools.cycle(THINGS), itertools.cycle(PLACES), itertools.cycle(SIDES), strict=False)
+    words = zip(
+        itertools.cycle(COLOURS), itertools.cycle(THINGS), itertools.cycle(PLACES), itertools.cycle(SIDES), strict=False
+    )
     result = []
     for template in TEMPLATES:
         for index, (colour, thing, place, side) in enumerate(itertools.islice(words, 120)):
@@ -87,7 +89,11 @@ def main() -> None:
     )
     fast.save_pretrained(str(OUTPUT))
     print(f"{len(fast)} tokens in {OUTPUT.relative_to(Path.cwd())}")
-    for text in ("reach the red block", "push the blue block to the green zone", "touch the red block, then the blue block"):
+    for text in (
+        "reach the red block",
+        "push the blue block to the green zone",
+        "touch the red block, then the blue block",
+    ):
         print(fast.tokenize(text))
 
 

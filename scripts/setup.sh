@@ -7,7 +7,7 @@
 #
 #   RLINF_VENV         folder of the virtual environment (default: .venv in the project)
 #   PYTHON             interpreter that makes it (default: python3)
-#   RLINF_TORCH_INDEX  package index for torch (default: PyTorch's CPU index on Linux without an NVIDIA GPU, else PyPI)
+#   RLINF_TORCH_INDEX  package index for torch (default: pip's own). On Linux without a GPU, PyTorch's CPU index saves gigabytes
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -81,11 +81,6 @@ else
     fi
   fi
   index="${RLINF_TORCH_INDEX:-}"
-  if [ -z "$index" ] && [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
-    index="https://download.pytorch.org/whl/cpu"
-    # Without a GPU the CUDA build would only cost gigabytes; where that index is out of reach, PyPI or a mirror serves.
-    "$PYTHON" -c "import urllib.request as u; u.urlopen('$index/torch/', timeout=5).read(1)" 2>/dev/null || index=""
-  fi
   pip=("$VENV/bin/python" -m pip --disable-pip-version-check install -qq)
   torch="$(sed -n 's/^ *"\(torch==[^"]*\)",*$/\1/p' "$ROOT/pyproject.toml")"
   say "installing $torch${index:+ from $index}"

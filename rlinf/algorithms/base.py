@@ -42,10 +42,13 @@ class Algorithm(ABC):
     Attributes:
         config_class: Its configuration dataclass.
         needs_values: The model must have a value head.
+        needs_groups: Episodes are compared with others of the same ``EpisodeSpec`` (``rollout.group_size`` of 2 or more,
+            one episode per env and iteration).
     """
 
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     needs_values: ClassVar[bool] = False
+    needs_groups: ClassVar[bool] = False
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config

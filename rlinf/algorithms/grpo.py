@@ -16,6 +16,7 @@ class GRPO(Algorithm):
     """GRPO (Shao et al. 2024) on episode returns; one episode per column of the rollout, grouped by ``EpisodeSpec``."""
 
     config_class: ClassVar[type[GRPOConfig]] = GRPOConfig
+    needs_groups: ClassVar[bool] = True
     config: GRPOConfig
 
     def compute_advantages(self, batch: RolloutBatch) -> dict[str, float]:

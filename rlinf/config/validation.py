@@ -8,7 +8,6 @@ import os
 import tempfile
 from pathlib import Path
 
-from rlinf.algorithms.config import GRPOConfig
 from rlinf.config.derived import DerivedNumbers, derive
 from rlinf.config.options import closest, override_text
 from rlinf.config.schema import RunConfig, section_class
@@ -257,7 +256,7 @@ def check_algorithm(config: RunConfig) -> None:
         )
     longest = ENVS.get(config.env.name).longest_horizon(config.env)
     covered = rollout.num_chunks * config.model.action_chunks_len
-    if getattr(algorithm_class, "needs_groups", isinstance(algorithm, GRPOConfig)):
+    if algorithm_class.needs_groups:
         mending = ["rollout.group_size=8"] if rollout.group_size < 2 else []
         mending += ["rollout.auto_reset=false"] if rollout.auto_reset else []
         if mending:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import socket
@@ -18,7 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from rlinf.errors import RLinfError
 from rlinf.types import Observation, RolloutBatch
+
+GRACE_S = 5.0
+"""Seconds that the other ranks have to end by themselves once one has failed."""
 
 
 def rank() -> int:
@@ -40,7 +45,7 @@ def set_num_threads(num_threads: int | None, num_processes: int) -> None:
 def launch(function: Callable[[Any], None], argument: Any, num_processes: int, device: str) -> None:
     """Run ``function(argument)`` on ``num_processes`` ranks with a process group; in this process when it is one.
 
-    A rank that fails ends the others, and its traceback is raised here. SIGINT and SIGTERM reach every rank as SIGTERM;
+    A rank that fails ends the others; an ``RLinfError`` is raised here as it is, anything else with the rank's traceback. SIGINT and SIGTERM reach every rank as SIGTERM;
     a second SIGINT kills them. No process outlives the call, nor this process.
 
     Raises:
@@ -52,9 +57,9 @@ def launch(function: Callable[[Any], None], argument: Any, num_processes: int, d
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.start_processes(
-        _run_rank, (function, argument, num_processes, port, device), nprocs=num_processes, join=False, start_method="spawn"
-    )
+    user_errors = multiprocessing.get_context("spawn").SimpleQueue()
+    arguments = (function, argument, num_processes, port, device, user_errors)
+    context = mp.start_processes(_run_rank, arguments, nprocs=num_processes, join=False, start_method="spawn")
     received: list[int] = []
 
     def forward(number: int, _frame: object) -> None:
@@ -66,10 +71,17 @@ def launch(function: Callable[[Any], None], argument: Any, num_processes: int, d
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for process in context.processes:
-            process.join()
+        # A rank that fails leaves the others waiting for it, so its end ends them all.
+        while any(process.is_alive() for process in context.processes):
+            multiprocessing.connection.wait([process.sentinel for process in context.processes if process.is_alive()])
+            if any(process.exitcode for process in context.processes) and not received:
+                for process in context.processes:
+                    process.join(GRACE_S)
+                    process.terminate()
         if received:
             sys.exit(128 + received[0])
+        if not user_errors.empty():
+            raise user_errors.get()
         while not context.join():
             pass
     finally:
@@ -81,7 +93,9 @@ def launch(function: Callable[[Any], None], argument: Any, num_processes: int, d
             process.join()
 
 
-def _run_rank(rank: int, function: Callable, argument: Any, num_processes: int, port: int, device: str) -> None:
+def _run_rank(
+    rank: int, function: Callable, argument: Any, num_processes: int, port: int, device: str, user_errors: Any
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent passes it on
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -90,6 +104,11 @@ def _run_rank(rank: int, function: Callable, argument: Any, num_processes: int, 
     dist.init_process_group(backend, rank=rank, world_size=num_processes, timeout=timedelta(minutes=30))
     try:
         function(argument)
+        dist.barrier()  # gloo aborts when one rank closes its connections while another still uses them
+    except RLinfError as error:
+        if user_errors.empty():
+            user_errors.put(type(error)("\n".join([str(error), *getattr(error, "__notes__", [])])))
+        sys.exit(1)
     finally:
         dist.destroy_process_group()
 

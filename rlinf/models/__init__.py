@@ -9,6 +9,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlinf.config.options import from_mapping, plain_container, public_fields
@@ -33,8 +34,8 @@ class ModelEntry:
         config: ``PreTrainedConfig`` class; None: ``model.config_class``.
         processor: Class whose ``from_pretrained(path, tokenizer=..., image_processor=...)`` gives the input processor.
         image_processor: Class with ``from_pretrained(path)``.
-        load_processor: Instead of the two: ``(tokenizer_config, model_config, path) -> input processor``, where ``path``
-            is None for a model without a folder.
+        load_processor: Instead of the two: ``(tokenizer_config, model_config, path) -> input processor``, where
+            ``path`` is None for a model without a folder.
     """
 
     name: str
@@ -141,7 +142,7 @@ def get_model(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None)
     entry = MODELS.get(cfg.model_type).resolve()
     dtype = torch_dtype_from_precision(cfg.precision)
     _check_attention(cfg.attn_implementation)
-    config = _override(_load_config(entry, cfg, cfg.model_path), dict(override_config_kwargs or {}))
+    config = _override(_load_config(entry, cfg, cfg.model_path), plain_container(override_config_kwargs or {}))
     _check_declared_sizes(cfg, config)
     arguments = {"hidden_size": cfg.hidden_size, "unnorm_key": cfg.unnorm_key, "action_dim": cfg.action_token_len}
     arguments |= _optional_arguments(entry.model, cfg)
@@ -233,8 +234,8 @@ def _load_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> Any:
     if cfg.model_path is None and (cfg.init_config or path is None):
         if not cfg.init_config:
             raise ConfigError(
-                f"model.model_path is null and model.init_config is empty: there is nothing to build '{entry.name}' from. Type "
-                "model.model_path=<checkpoint folder>, or take a model that is drawn at random: model=openvla_tiny"
+                f"model.model_path is null and model.init_config is empty: nothing to build '{entry.name}' from. "
+                "Type model.model_path=<checkpoint folder>, or take a model that is drawn at random: model=openvla_tiny"
             )
         if entry.config is None:
             raise ConfigError(f"Model type '{entry.name}' has no config class; set model.model_path=<folder>.")
@@ -246,12 +247,16 @@ def _load_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> Any:
             "Type model.model_path=null or '~model.init_config'"
         )
     loader = AutoConfig if entry.config is None else entry.config
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise CheckpointError(
+            f"model.model_path is '{path}', a folder without a config.json. Type model.model_path=<checkpoint folder>"
+        )
     try:
         return loader.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
     except OSError as error:
         raise CheckpointError(
-            f"model.model_path is '{path}', which is neither a checkpoint folder with a config.json nor a reachable hub id "
-            f"({error}). Type model.model_path=<folder>"
+            f"model.model_path is '{path}', which is neither a checkpoint folder with a config.json nor a reachable "
+            f"hub id ({error}). Type model.model_path=<folder>"
         ) from error
 
 
@@ -284,7 +289,9 @@ def _check_declared_sizes(cfg: ModelConfig, config: Any) -> None:
         ("image_size", cfg.image_size, images[0] if images else None),
     ):
         if declared is not None and found is not None and declared != found:
-            raise ConfigError(f"model.{key} is {declared}, but the model has {found}. Type model.{key}={found} or model.{key}=null")
+            raise ConfigError(
+                f"model.{key} is {declared}, but the model has {found}. Type model.{key}={found} or model.{key}=null"
+            )
 
 
 def _check_attention(implementation: str) -> None:
@@ -293,17 +300,20 @@ def _check_attention(implementation: str) -> None:
 
         if not is_flash_attn_2_available():
             raise MissingDependencyError(
-                "model.attn_implementation is flash_attention_2, but the package flash-attn (or a CUDA GPU) is missing. "
+                "model.attn_implementation is flash_attention_2, but the package flash-attn (or a GPU) is missing. "
                 "Type model.attn_implementation=sdpa, or install it: pip install flash-attn"
             )
 
 
 def _optional_arguments(model_class: type, cfg: ModelConfig) -> dict[str, Any]:
     accepted = inspect.signature(model_class.__init__).parameters
-    if "action_chunks_len" not in accepted and cfg.action_chunks_len != public_fields(ModelConfig)["action_chunks_len"].default:
+    if (
+        "action_chunks_len" not in accepted
+        and cfg.action_chunks_len != public_fields(ModelConfig)["action_chunks_len"].default
+    ):
         raise ConfigError(
-            f"model.action_chunks_len is {cfg.action_chunks_len}, but {model_class.__name__} takes no action_chunks_len; it "
-            "predicts one action. Type model.action_chunks_len=1"
+            f"model.action_chunks_len is {cfg.action_chunks_len}, but {model_class.__name__} takes none "
+            "and predicts one action. Type model.action_chunks_len=1"
         )
     return {key: getattr(cfg, key) for key in OPTIONAL_ARGUMENTS if key in accepted}
 

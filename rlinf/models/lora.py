@@ -56,7 +56,9 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
-        raise ConfigError(f"model.lora.target_modules={targets} matches no layer of {type(model).__name__}: {error}") from error
+        raise ConfigError(
+            f"model.lora.target_modules={targets} matches no layer of {type(model).__name__}: {error}"
+        ) from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or name.split(".")[0] in TRAINED_IN_FULL)
     if lora_path is not None:
@@ -112,7 +114,8 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
     Args:
         model: Policy with adapters, not sharded.
         inputs: What ``preprocess`` returned; if given, the logits before and after are compared.
-        atol: Largest accepted difference of these logits; None: 1e-4 of the largest logit in float32, 0.25 of it in 16 bits.
+        atol: Largest accepted difference of these logits; None: 1e-4 of the largest logit in float32, 0.25 of it in
+            16 bits.
 
     Raises:
         ConfigError: The model has no adapters (merged already, or never had any).
@@ -121,7 +124,7 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
     if not has_adapters(model):
         done = getattr(model.config, "merged_adapters", [])
         raise ConfigError(
-            f"There is nothing to merge: the model has no LoRA layers{' (its adapter was merged before)' if done else ''}."
+            f"There is nothing to merge: the model has no LoRA layers{' (they were merged before)' if done else ''}."
         )
     fingerprint = adapter_fingerprint(adapter_state_dict(model))
     _refuse_second_merge(model, fingerprint)
@@ -143,7 +146,7 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
         accepted = atol if atol is not None else scale * (1e-4 if before.dtype == torch.float32 else 0.25)
         if not gap <= accepted:
             raise CheckpointError(
-                f"Merging changed the logits by {gap:.2e}, more than {accepted:.0e}. Type model.precision=fp32 for the merge."
+                f"Merging changed the logits by {gap:.2e}, more than {accepted:.0e}. Type model.precision=fp32"
             )
     return merged
 
@@ -168,7 +171,9 @@ def _refuse_second_merge(model: Any, fingerprint: str) -> None:
 
 def _check_same_settings(folder: Path, config: PeftLoraConfig) -> None:
     if not (folder / "adapter_config.json").is_file() or not (folder / ADAPTER_FILE).is_file():
-        raise CheckpointError(f"model.lora_path='{folder}' is no adapter folder; it needs adapter_config.json and {ADAPTER_FILE}.")
+        raise CheckpointError(
+            f"model.lora_path='{folder}' is no adapter folder; it needs adapter_config.json and {ADAPTER_FILE}."
+        )
     saved = PeftLoraConfig.from_pretrained(str(folder))
     for key, override in (("r", "rank"), ("lora_alpha", "alpha")):
         if getattr(saved, key) != getattr(config, key):
@@ -194,7 +199,9 @@ def _load_adapter(model: Any, folder: Path) -> None:
         saved, own = load_file(full_file), dict(model.named_parameters())
         unknown = sorted(set(saved) - set(own))
         if unknown:
-            raise CheckpointError(f"'{full_file}' holds {unknown[:3]}, which the model does not have. Type model.value_head=true")
+            raise CheckpointError(
+                f"'{full_file}' holds {unknown[:3]}, which the model does not have. Type model.value_head=true"
+            )
         with torch.no_grad():
             for name, tensor in saved.items():
                 own[name].copy_(tensor)

@@ -15,6 +15,7 @@ import torch
 
 from rlinf.algorithms import ALGORITHMS
 from rlinf.config.options import to_mapping
+from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
 from rlinf.data.demonstrations import Demonstrations, collect_demonstrations
 from rlinf.distributed.process_group import launch, rank, set_num_threads, world_size
@@ -27,7 +28,7 @@ from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.run import episode_list
 from rlinf.files import write_text
 from rlinf.manifest import Manifest, build_manifest, verify_files
-from rlinf.models import build_policy
+from rlinf.models import build_policy, get_model_config_and_processor
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import seed_everything
@@ -38,6 +39,9 @@ from rlinf.training.fsdp import shard
 from rlinf.training.policy_loading import load_policy
 from rlinf.training.train_worker import FailedBatch, TrainWorker, sft_trainer_config
 from rlinf.training.trainer import LoopState, StopRequested, Trainer
+
+SUMMARY_TAGS = {"success_after_sft": "after_sft", "success_before_rl": "before_rl", "success_after_rl": "after_rl"}
+"""Keys of ``summary.json`` and the evaluations that they show."""
 
 
 class Run:
@@ -89,9 +93,20 @@ class Run:
             saved = Manifest.load(folder)
             verify_files(folder, saved)
             return load_policy(folder, config).to(self.device)
-        random_weights = config.model.model_path is None
-        overrides = {"norm_stats": {config.env.name: self.eval_env.action_statistics()}} if random_weights else None
-        return build_policy(config, overrides).to(self.device)
+        return build_policy(config, self._statistics_of_env()).to(self.device)
+
+    def _statistics_of_env(self) -> dict | None:
+        """Action statistics of the env, where the checkpoint cannot have them: for random weights, and for a checkpoint of
+        other data that is adapted to this env (``model.unnorm_key`` is the env's name)."""
+        config = self.config
+        name = config.env.name
+        if config.model.model_path is not None:
+            if config.model.unnorm_key != name:
+                return None
+            settings, _ = get_model_config_and_processor(config)
+            if name in (getattr(settings, "norm_stats", None) or {}):
+                return None
+        return {"norm_stats": {name: self.eval_env.action_statistics()}}
 
     def _initial_state(self, phase: str) -> LoopState:
         if self.resumed_from is None:
@@ -120,7 +135,7 @@ class Run:
         if not self.is_writer:
             return None
         config = self.config.evaluation
-        final = tag in ("before_rl", "after_rl", "after_sft", "before_training")
+        final = tag in SUMMARY_TAGS.values()
         folder = self.folder / "eval" / tag
         with self.worker.autocast():
             result = evaluate_policy(
@@ -160,7 +175,7 @@ class Run:
         try:
             if self.state.phase == "sft":
                 trainer.run_sft(self.demonstrations)
-            trainer.evaluate_phase("before_rl")
+            trainer.evaluate_phase("before_rl" if config.trainer.max_steps > 0 else "after_sft")
             if config.trainer.max_steps > 0:
                 trainer.run_rl()
                 trainer.evaluate_phase("after_rl")
@@ -215,9 +230,9 @@ class Run:
             max_keep=self.config.trainer.max_keep,
         )
 
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
+    def _log(self, step: int, metrics: dict[str, float], phase: str) -> None:
         if self.tracker is not None:
-            self.tracker.log(step, metrics)
+            self.tracker.log(step, metrics, phase)
 
     def _write_failure(self, failed: FailedBatch) -> Path:
         folder = self.folder / "failed_batch"
@@ -248,7 +263,7 @@ class Run:
             "train_wall_s": round(state.train_wall_s, 1),
             "env_steps": state.env_steps,
         }
-        for key, tag in (("success_before_rl", "before_rl"), ("success_after_rl", "after_rl")):
+        for key, tag in SUMMARY_TAGS.items():
             if tag in evaluations:
                 names = ("success_rate", "successes", "episodes", "interval")
                 summary[key] = {name: evaluations[tag][name] for name in names}
@@ -260,9 +275,9 @@ class Run:
 def closing_table(summary: dict[str, Any]) -> str:
     """Return the lines that end a run: success before and after RL with intervals, and the seconds of training."""
     lines = [f"{'':12}  success     k/n  95 % interval"]
-    for label, key in (("before RL", "success_before_rl"), ("after RL", "success_after_rl")):
+    for key in SUMMARY_TAGS:
         if key in summary:
-            row = summary[key]
+            row, label = summary[key], key.removeprefix("success_").replace("_", " ").replace("rl", "RL").replace("sft", "SFT")
             low, high = row["interval"]
             count = f"{row['successes']}/{row['episodes']}"
             lines.append(f"{label:12}  {row['success_rate']:6.1%}  {count:>7}  {low:.1%} - {high:.1%}")
@@ -271,6 +286,7 @@ def closing_table(summary: dict[str, Any]) -> str:
 
 
 def _execute_rank(config: RunConfig) -> None:
+    load_plugins(config.plugins)
     run = Run(config)
     restore = _handle_signals(run)
     try:

@@ -65,7 +65,7 @@ class Trainer:
         reference: Frozen policy for the KL penalty, or None.
         evaluate: ``evaluate(tag) -> EvaluationResult`` on rank 0 (None elsewhere).
         save: ``save(state)`` writes a checkpoint; a collective call.
-        log: ``log(step, metrics)`` on rank 0.
+        log: ``log(step, metrics, phase)`` on rank 0.
         progress: Live line on rank 0.
         should_stop: True once a signal arrived.
         state: Where to begin.
@@ -82,7 +82,7 @@ class Trainer:
         reference: nn.Module | None,
         evaluate: Callable[[str], EvaluationResult | None],
         save: Callable[[LoopState], Path | None],
-        log: Callable[[int, dict[str, float]], None],
+        log: Callable[[int, dict[str, float], str], None],
         progress: Callable[..., None],
         should_stop: Callable[[], bool],
         state: LoopState,
@@ -120,10 +120,13 @@ class Trainer:
             if step % 10 == 0 or last:
                 named = {f"sft/{name}": value for name, value in metrics.items()}
                 named |= {"time/update_s": elapsed, "time/total_s": state.train_wall_s}
-                self._log(step, named | {"throughput/samples_per_s": config.batch_size / elapsed})
+                self._log(step, named | {"throughput/samples_per_s": config.batch_size / elapsed}, "sft")
             self._progress("sft", state.sft_step, max(config.max_steps, state.sft_step), loss=metrics["loss"])
             if config.eval_every and state.sft_step % config.eval_every == 0 and not last:
-                self._evaluate_now(f"sft_{state.sft_step:06d}", state.sft_step, "sft")
+                evaluation: dict[str, float] = {}
+                self._evaluate_now(f"sft_{state.sft_step:06d}", state.sft_step, "sft", evaluation)
+                if evaluation:
+                    self._log(state.sft_step, evaluation, "sft")
             self._checkpoint_if_due(state.sft_step, last)
         state.phase = "rl"
         self.worker.start_phase(self.config.trainer)
@@ -153,10 +156,10 @@ class Trainer:
                 result = self._evaluate_now(f"step_{state.step:06d}", step, "rl", metrics)
                 target = config.target_success_rate
                 if target is not None and any_rank(result is not None and result.success_rate >= target):
-                    self._log(step, metrics)
+                    self._log(step, metrics, "rl")
                     self._checkpoint_if_due(state.step, True)
                     return
-            self._log(step, metrics)
+            self._log(step, metrics, "rl")
             self._checkpoint_if_due(state.step, last)
 
     def iteration(self, step: int) -> dict[str, float]:
@@ -197,27 +200,25 @@ class Trainer:
 
     def evaluate_phase(self, tag: str) -> None:
         """Evaluate between phases and remember the result under ``tag``; a resumed run does not repeat it."""
-        if tag not in self.state.evaluations:
-            metrics: dict[str, float] = {}
-            is_sft = tag == "after_sft"
-            self._evaluate_now(tag, self.state.sft_step if is_sft else self.state.step, "sft" if is_sft else "rl", metrics)
-            if metrics:
-                self._log(self.state.step, metrics)
+        if tag in self.state.evaluations:
+            return
+        metrics: dict[str, float] = {}
+        is_sft = tag == "after_sft"
+        step = self.state.sft_step if is_sft else self.state.step
+        self._evaluate_now(tag, step, "sft" if is_sft else "rl", metrics)
+        if metrics:
+            self._log(step, metrics, "sft" if is_sft else "rl")
 
-    def _evaluate_now(
-        self, tag: str, step: int, phase: str, metrics: dict[str, float] | None = None
-    ) -> EvaluationResult | None:
+    def _evaluate_now(self, tag: str, step: int, phase: str, metrics: dict[str, float]) -> EvaluationResult | None:
+        """Evaluate on rank 0 while the others wait; adds the numbers to ``metrics`` and to the state."""
         start = time.monotonic()
         self.sync.push(self.state.policy_version)
         result = self._evaluate(tag)
         if result is not None:
-            summary = result.summary()
-            where = {"env_steps": self.state.env_steps, "train_wall_s": self.state.train_wall_s, "phase": phase}
-            self.state.evaluations[tag] = summary | where | {"step": step}
-            if metrics is not None:
-                metrics |= result.metrics() | {"time/eval_s": time.monotonic() - start}
-            else:
-                self._log(step, {**result.metrics(), "sft/loss": float("nan")})
+            where = {"env_steps": self.state.env_steps, "train_wall_s": self.state.train_wall_s, "phase": phase, "step": step}
+            self.state.evaluations[tag] = result.summary() | where
+            metrics |= result.metrics() | {"time/eval_s": time.monotonic() - start}
+            metrics |= {"time/total_s": self.state.train_wall_s, "rollout/env_steps_total": self.state.env_steps}
         sum_over_ranks([0.0])  # the other ranks wait here
         return result
 

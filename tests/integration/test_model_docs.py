@@ -49,7 +49,9 @@ def config_of(variables, folder):
 
 def observe():
     images = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 3), dtype=np.uint8)
-    return Observation({"front": images}, None, ["reach the red block", "go to the zone", "push the blue block to the left"])
+    return Observation(
+        {"front": images}, None, ["reach the red block", "go to the zone", "push the blue block to the left"]
+    )
 
 
 def test_the_page_runs(page):
@@ -101,7 +103,10 @@ def test_auto_classes_know_the_model(page):
     assert isinstance(config, template.YourModelConfig) and isinstance(processor, template.YourProcessor)
     assert AutoProcessor is not None and AutoImageProcessor is not None
     assert processor.tokenizer.padding_side == "left"
-    out = processor(["<image><image><image><image>reach", "<image><image><image><image>go to the zone"], observe().images["front"][:2])
+    out = processor(
+        ["<image><image><image><image>reach", "<image><image><image><image>go to the zone"],
+        observe().images["front"][:2],
+    )
     assert set(out) == {"input_ids", "attention_mask", "pixel_values"}
     assert out["attention_mask"][0, 0] == 0 and out["attention_mask"][:, -1].all(), "padding is on the left"
 

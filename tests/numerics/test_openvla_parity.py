@@ -35,7 +35,9 @@ def load(attn_implementation="sdpa", folder=None, unnorm_key="bridge_orig"):
         }
     )
     head = load_file(ROOT / "value_head.safetensors")
-    model.value_head.load_state_dict({name.removeprefix("value_head."): tensor.float() for name, tensor in head.items()})
+    model.value_head.load_state_dict(
+        {name.removeprefix("value_head."): tensor.float() for name, tensor in head.items()}
+    )
     return model.eval()
 
 
@@ -84,7 +86,9 @@ def test_control_unrounded_means_miss_the_pixel_values(plain):
 @pytest.mark.parametrize("strategy", ["letterbox", "resize-crop", "resize-naive"])
 def test_resize_strategies_with_unrounded_means(plain, strategy):
     settings = json.loads((ROOT / "checkpoint" / "preprocessor_config.json").read_text())
-    kept = {key: settings[key] for key in ("input_sizes", "interpolations", "means", "stds", "use_fused_vision_backbone")}
+    kept = {
+        key: settings[key] for key in ("input_sizes", "interpolations", "means", "stds", "use_fused_vision_backbone")
+    }
     processor = PrismaticImageProcessor(image_resize_strategy=strategy, **kept)
     pixels = processor(plain["image1"].numpy())["pixel_values"][:, :, ::8, ::8]
     assert gap(pixels, plain[f"f32mean_{strategy}_img1_sub8"]) <= 1e-5
@@ -261,7 +265,10 @@ def test_weights_that_do_not_fit_are_refused(tmp_path, change):
 
 def test_dataset_statistics_file_extends_and_overrides_the_config(tmp_path):
     shutil.copytree(ROOT / "checkpoint", tmp_path, dirs_exist_ok=True)
-    stats = {"mine": {"action": {"q01": [-2.0] * 7, "q99": [2.0] * 7}}, "bridge_orig": {"action": {"q01": [0.0] * 7, "q99": [9.0] * 7}}}
+    stats = {
+        "mine": {"action": {"q01": [-2.0] * 7, "q99": [2.0] * 7}},
+        "bridge_orig": {"action": {"q01": [0.0] * 7, "q99": [9.0] * 7}},
+    }
     (tmp_path / "dataset_statistics.json").write_text(json.dumps(stats))
     assert load(folder=tmp_path, unnorm_key="mine").max_action.tolist() == [2.0] * 7
     assert load(folder=tmp_path, unnorm_key="bridge_orig").max_action.tolist() == [9.0] * 7

@@ -6,7 +6,14 @@ import torch
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy, get_model
 from rlinf.models.config import LoraConfig
-from rlinf.models.lora import adapter_fingerprint, adapter_state_dict, apply_lora, has_adapters, merge_lora, save_adapter
+from rlinf.models.lora import (
+    adapter_fingerprint,
+    adapter_state_dict,
+    apply_lora,
+    has_adapters,
+    merge_lora,
+    save_adapter,
+)
 
 SECTION = {
     "model_type": "openvla",
@@ -84,7 +91,9 @@ def test_save_and_continue(inputs, tmp_path):
     again = policy(is_lora=True, lora=LORA, lora_path=str(tmp_path))
     assert torch.equal(logits(model, inputs), logits(again, inputs))
     assert torch.equal(model.value_head.mlp[0].weight, again.value_head.mlp[0].weight)
-    assert {n for n, p in model.named_parameters() if p.requires_grad} == {n for n, p in again.named_parameters() if p.requires_grad}
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        n for n, p in again.named_parameters() if p.requires_grad
+    }
 
 
 def test_adapter_folder_is_pefts_own(inputs, tmp_path):
@@ -136,7 +145,13 @@ def test_second_merge_is_refused(inputs, tmp_path):
     with pytest.raises(ConfigError, match="merged before"):
         merge_lora(merged)
     merged.save_pretrained(tmp_path / "merged")
-    section = {"model_type": "openvla", "model_path": str(tmp_path / "merged"), "action_token_len": 2, "is_lora": True, "lora": LORA}
+    section = {
+        "model_type": "openvla",
+        "model_path": str(tmp_path / "merged"),
+        "action_token_len": 2,
+        "is_lora": True,
+        "lora": LORA,
+    }
     with pytest.raises(CheckpointError, match="twice"):
         get_model(section | {"lora_path": str(tmp_path / "adapter")})
     assert has_adapters(get_model(section)), "control: another adapter on merged weights is fine"

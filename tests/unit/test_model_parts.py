@@ -43,7 +43,15 @@ def test_grid_represents_ends_and_zero_exactly_and_midpoints_do_not():
 def test_midpoints_by_hand():
     tokenizer = ActionTokenizer(5, 100)  # edges -1 -.5 0 .5 1, middles -.75 -.25 .25 .75
     assert tokenizer.encode(np.array([-1.0, -0.6, 0.1, 0.9, 1.0])).tolist() == [99, 99, 97, 96, 95]
-    assert tokenizer.decode(torch.tensor([99, 98, 97, 96, 95, 94, 200])).tolist() == [-0.75, -0.25, 0.25, 0.75, 0.75, 0.75, -0.75]
+    assert tokenizer.decode(torch.tensor([99, 98, 97, 96, 95, 94, 200])).tolist() == [
+        -0.75,
+        -0.25,
+        0.25,
+        0.75,
+        0.75,
+        0.75,
+        -0.75,
+    ]
 
 
 def test_bad_bins_are_refused():
@@ -63,7 +71,9 @@ def test_normaliser_by_hand_and_back():
     x = torch.tensor([[1.0, 0.7, 3.0], [-2.0, 0.0, 3.0]])
     torch.testing.assert_close(normalizer.normalize(x).float(), torch.tensor([[0.5, 0.7, -1.0], [-1.0, 0.0, -1.0]]))
     torch.testing.assert_close(normalizer.unnormalize(normalizer.normalize(x)).float(), x)
-    torch.testing.assert_close(ActionNormalizer(STATS | {"mask": None}).unnormalize(x)[0, 1].float(), torch.tensor(0.85))
+    torch.testing.assert_close(
+        ActionNormalizer(STATS | {"mask": None}).unnormalize(x)[0, 1].float(), torch.tensor(0.85)
+    )
 
 
 def test_statistics_are_chosen_by_key():
@@ -109,7 +119,9 @@ def test_both_image_paths_agree_exactly_when_the_size_fits():
 @pytest.mark.parametrize("strategy", ["resize-naive", "letterbox", "resize-crop"])
 @pytest.mark.parametrize("height, width", [(60, 100), (100, 60), (61, 100), (20, 33), (64, 64)])
 def test_tensor_path_follows_pil_in_every_strategy(strategy, height, width):
-    processor = PrismaticImageProcessor(input_sizes=[[3, 32, 32]], image_resize_strategy=strategy, means=[[0.2, 0.4, 0.6]])
+    processor = PrismaticImageProcessor(
+        input_sizes=[[3, 32, 32]], image_resize_strategy=strategy, means=[[0.2, 0.4, 0.6]]
+    )
     rows = np.linspace(0, 255, height)[:, None] * np.linspace(0.3, 1, width)[None]
     image = np.stack([rows, rows.T.reshape(height, width), 255 - rows], -1).astype(np.uint8)
     pil = processor(image)["pixel_values"]
@@ -122,10 +134,14 @@ def test_tensor_path_follows_pil_in_every_strategy(strategy, height, width):
 
 def test_letterbox_pads_with_the_mean_and_resize_crop_cuts():
     image = np.full((40, 80, 3), 255, np.uint8)
-    letterbox = PrismaticImageProcessor(input_sizes=[[3, 32, 32]], image_resize_strategy="letterbox", means=[[0.2] * 3], stds=[[1.0] * 3])
+    letterbox = PrismaticImageProcessor(
+        input_sizes=[[3, 32, 32]], image_resize_strategy="letterbox", means=[[0.2] * 3], stds=[[1.0] * 3]
+    )
     pixels = letterbox(image)["pixel_values"][0, 0]
     assert (pixels[0] - (51 / 255 - 0.2)).abs().max() < 1e-6 and (pixels[16] - 0.8).abs().max() < 1e-6
-    crop = PrismaticImageProcessor(input_sizes=[[3, 32, 32]], image_resize_strategy="resize-crop", means=[[0.2] * 3], stds=[[1.0] * 3])
+    crop = PrismaticImageProcessor(
+        input_sizes=[[3, 32, 32]], image_resize_strategy="resize-crop", means=[[0.2] * 3], stds=[[1.0] * 3]
+    )
     assert (crop(image)["pixel_values"] - 0.8).abs().max() < 1e-6
 
 
@@ -154,7 +170,9 @@ def test_prompts_are_bos_padding_text():
     assert pads == list(range(1, 1 + len(pads))) and len(pads) > 0 and not (ids[0, pads] != 0).any()
     text = ids[0][mask[0].bool()].tolist()
     assert processor.tokenizer.decode(text, skip_special_tokens=True).strip() == "reach the red block"
-    assert torch.equal(ids, processor.encode_instructions(["reach the red block", "push the blue block to the green zone"])[0])
+    assert torch.equal(
+        ids, processor.encode_instructions(["reach the red block", "push the blue block to the green zone"])[0]
+    )
 
 
 def test_prompt_suffix_is_added_once_and_length_is_checked():
@@ -165,7 +183,9 @@ def test_prompt_suffix_is_added_once_and_length_is_checked():
         tiny_processor(max_prompt_len=3).encode(["reach the red block"])
 
 
-@pytest.mark.parametrize("text", ["reach the red block", "ÄÖ 机器人 🙂 \t\n", "put both the alphabet soup and the tomato sauce", ""])
+@pytest.mark.parametrize(
+    "text", ["reach the red block", "ÄÖ 机器人 🙂 \t\n", "put both the alphabet soup and the tomato sauce", ""]
+)
 def test_tiny_tokenizer_loses_no_text(text):
     tokenizer = tiny_processor().tokenizer
     ids = tokenizer(text)["input_ids"]
@@ -184,7 +204,9 @@ def test_tiny_tokenizer_is_short_on_robot_sentences():
 
 def mlp(**init):
     torch.manual_seed(0)
-    return build_policy({"model": {"model_type": "mlp", "action_token_len": 2, "init_config": {"state_dim": 5, **init}}})
+    return build_policy(
+        {"model": {"model_type": "mlp", "action_token_len": 2, "init_config": {"state_dim": 5, **init}}}
+    )
 
 
 def state(rows=6):
@@ -196,7 +218,11 @@ def test_mlp_logprobs_are_those_of_a_normal_distribution(temperature):
     model = mlp()
     inputs = model.preprocess(state())
     prediction = model.predict_action_batch(**inputs, temperature=temperature)
-    assert prediction.actions.shape == (6, 1, 2) and prediction.sequences.shape == (6, 2) and prediction.logits.shape == (6, 2, 2)
+    assert (
+        prediction.actions.shape == (6, 1, 2)
+        and prediction.sequences.shape == (6, 2)
+        and prediction.logits.shape == (6, 2, 2)
+    )
     normal = torch.distributions.Normal(model.policy(inputs["state"]), math.exp(-0.5) * math.sqrt(temperature))
     evaluation = model.evaluate_actions(inputs, prediction.sequences, temperature)
     torch.testing.assert_close(evaluation.logprobs, normal.log_prob(prediction.sequences))

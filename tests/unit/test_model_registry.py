@@ -9,7 +9,14 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
-from rlinf.models import MODELS, build_policy, get_model, get_model_config_and_processor, register_model, torch_dtype_from_precision
+from rlinf.models import (
+    MODELS,
+    build_policy,
+    get_model,
+    get_model_config_and_processor,
+    register_model,
+    torch_dtype_from_precision,
+)
 from rlinf.models.config import ModelConfig
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.openvla_processing import TINY_TOKENIZER

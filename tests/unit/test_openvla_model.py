@@ -36,19 +36,32 @@ KINDS = {
                                           "vision_overrides": PUBLIC["vision_overrides"][:1]},
     "two_cameras": TINY | {"num_images_in_input": 2, "action_decoding": "parallel"},
 }  # fmt: skip
-SENTENCES = ["reach the red block", "push the blue block to the green zone", "go to the zone", "open the left drawer ..."]
+SENTENCES = [
+    "reach the red block",
+    "push the blue block to the green zone",
+    "go to the zone",
+    "open the left drawer ...",
+]
 
 
 def build(kind="parallel", chunks=2, **model):
     torch.manual_seed(0)
-    section = {"model_type": "openvla", "init_config": KINDS[kind], "action_token_len": 3, "action_chunks_len": chunks, **model}
+    section = {
+        "model_type": "openvla",
+        "init_config": KINDS[kind],
+        "action_token_len": 3,
+        "action_chunks_len": chunks,
+        **model,
+    }
     return build_policy({"model": section}).eval()
 
 
 def observe(kind="parallel", size=None):
     rng = np.random.default_rng(0)
     size = size or KINDS[kind]["image_sizes"][0]
-    images = {camera: rng.integers(0, 256, (len(SENTENCES), size, size, 3), dtype=np.uint8) for camera in ("front", "wrist")}
+    images = {
+        camera: rng.integers(0, 256, (len(SENTENCES), size, size, 3), dtype=np.uint8) for camera in ("front", "wrist")
+    }
     return Observation(images, None, list(SENTENCES))
 
 
@@ -93,7 +106,9 @@ def test_a_row_does_not_depend_on_the_rest_of_the_batch(kind):
     uniforms = torch.rand(4, 6)
     batch = model.predict_action_batch(**model.preprocess(observation), uniforms=uniforms)
     for row in range(4):
-        alone = model.predict_action_batch(**model.preprocess(observation.select([row])), uniforms=uniforms[row : row + 1])
+        alone = model.predict_action_batch(
+            **model.preprocess(observation.select([row])), uniforms=uniforms[row : row + 1]
+        )
         assert torch.equal(alone.sequences[0, -6:], batch.sequences[row, -6:])
         torch.testing.assert_close(alone.logits[0], batch.logits[row], atol=1e-5, rtol=0)
         torch.testing.assert_close(alone.values[0], batch.values[row], atol=1e-5, rtol=0)
@@ -122,7 +137,9 @@ def test_every_input_matters(kind):
     observation = observe(kind)
     before = model.predict_action_batch(**model.preprocess(observation), do_sample=False)
     dark = {name: image // 2 for name, image in observation.images.items()}
-    changed = model.predict_action_batch(**model.preprocess(Observation(dark, None, observation.instruction)), do_sample=False)
+    changed = model.predict_action_batch(
+        **model.preprocess(Observation(dark, None, observation.instruction)), do_sample=False
+    )
     assert (changed.logits - before.logits).abs().amax((1, 2)).min() > 1e-4
     reworded = Observation(observation.images, None, [f"{text} now" for text in observation.instruction])
     changed = model.predict_action_batch(**model.preprocess(reworded), do_sample=False)
@@ -137,7 +154,9 @@ def test_gradients_reach_exactly_what_trains(kind):
     evaluation = model.evaluate_actions(inputs, sequences)
     evaluation.values.sum().backward(retain_graph=True)
     touched = {name for name, p in model.named_parameters() if p.grad is not None}
-    assert touched and all(name.startswith("value_head.") for name in touched), "the value loss must not move the policy"
+    assert touched and all(name.startswith("value_head.") for name in touched), (
+        "the value loss must not move the policy"
+    )
     evaluation.logprobs.sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == (parameter.grad is not None), name
@@ -235,7 +254,9 @@ def test_save_and_load_give_the_same_policy(kind, tmp_path):
     observation = observe(kind)
     a, b = (m.predict_action_batch(**m.preprocess(observation), do_sample=False) for m in (model, again))
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    assert {n for n, p in model.named_parameters() if p.requires_grad} == {n for n, p in again.named_parameters() if p.requires_grad}
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        n for n, p in again.named_parameters() if p.requires_grad
+    }
 
 
 def test_a_gathered_state_dict_is_written_in_place_of_the_models_own(tmp_path):

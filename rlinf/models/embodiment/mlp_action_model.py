@@ -76,15 +76,12 @@ class MLPForRLActionPrediction(ActionModel, PreTrainedModel):
     ) -> None:
         super().__init__(config)
         if hidden_size is not None and hidden_size != config.hidden_sizes[-1]:
-            raise ConfigError(f"model.hidden_size is {hidden_size}, but the last hidden layer has {config.hidden_sizes[-1]}.")
+            raise ConfigError(
+                f"model.hidden_size is {hidden_size}, but the last hidden layer has {config.hidden_sizes[-1]}."
+            )
         self.processor = None
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
-        self.action_normalizer = ActionNormalizer(select_action_stats(config.norm_stats, unnorm_key))
-        if len(self.action_normalizer.low) != action_dim:
-            raise ConfigError(
-                f"model.action_token_len is {action_dim}, but the action statistics have {len(self.action_normalizer.low)} "
-                f"numbers. Type model.action_token_len={len(self.action_normalizer.low)}"
-            )
+        self.action_normalizer = ActionNormalizer(select_action_stats(config.norm_stats, unnorm_key), action_dim)
         widths = [config.state_dim, *config.hidden_sizes]
         self.policy = _perceptron([*widths, self.num_logprobs])
         self.log_std = nn.Parameter(torch.full((self.num_logprobs,), float(config.initial_log_std)))
@@ -128,7 +125,11 @@ class MLPForRLActionPrediction(ActionModel, PreTrainedModel):
 
     @torch.no_grad()
     def predict_action_batch(
-        self, state: Tensor | None = None, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None
+        self,
+        state: Tensor | None = None,
+        do_sample: bool = True,
+        temperature: float = 1.0,
+        uniforms: Tensor | None = None,
     ) -> ActionPrediction:
         """Act on ``state [B, S]``; see ``ActionModel.predict_action_batch``."""
         mean, log_std = self._distribution(state, temperature)
@@ -137,14 +138,18 @@ class MLPForRLActionPrediction(ActionModel, PreTrainedModel):
             if uniforms is None:
                 uniforms = torch.rand(mean.shape, device=mean.device)
             drawn = mean + log_std.exp() * torch.special.ndtri(uniforms.double()).to(mean)
-        return ActionPrediction(self.decode_actions(drawn), drawn, torch.stack([mean, log_std], dim=-1), self._values(state))
+        return ActionPrediction(
+            self.decode_actions(drawn), drawn, torch.stack([mean, log_std], dim=-1), self._values(state)
+        )
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         """Log-densities float32 ``[B, A]``; the deviations in ``logits`` have the temperature in them already."""
         mean, log_std = prediction.logits.unbind(-1)
         return _gaussian_logprobs(prediction.sequences.float(), mean, log_std)
 
-    def evaluate_actions(self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
+    def evaluate_actions(
+        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
+    ) -> ActionEvaluation:
         """Score ``sequences [B, A]``; see ``ActionModel.evaluate_actions``."""
         state = inputs["state"]
         mean, log_std = self._distribution(state, temperature)

@@ -30,7 +30,8 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
 
     Sequence: BOS, image tokens, (padding,) prompt, then ``A = action_dim * action_chunks_len`` action tokens
     (autoregressive) or placeholders (parallel). Only the columns of the action bins are ever computed, so that nothing
-    else can be sampled. The value is read at the last prompt position (autoregressive) or the last placeholder (parallel).
+    else can be sampled. The value is read at the last prompt position (autoregressive) or at the last placeholder
+    (parallel).
 
     Args:
         config: See ``OpenVLAConfig``.
@@ -78,12 +79,7 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         self.detach_value = detach_value
         self.action_tokenizer = ActionTokenizer(config.n_action_bins, config.action_vocab_size, config.action_bin_rule)
         self.unnorm_key = unnorm_key
-        self.action_normalizer = ActionNormalizer(self.get_action_stats(unnorm_key))
-        if len(self.action_normalizer.low) != action_dim:
-            raise ConfigError(
-                f"model.action_token_len is {action_dim}, but the action statistics have {len(self.action_normalizer.low)} "
-                f"numbers; set model.action_token_len={len(self.action_normalizer.low)} or another model.unnorm_key."
-            )
+        self.action_normalizer = ActionNormalizer(self.get_action_stats(unnorm_key), action_dim)
         self.vision_backbone = VisionBackbone(config)
         self.projector = Projector(config, self.vision_backbone.embed_dim, self.vision_backbone.grid_size)
         self.language_model = LlamaForCausalLM(text_config)
@@ -146,7 +142,7 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
                 self._init_weights_by_fan_in()
 
     def _init_weights_by_fan_in(self) -> None:
-        """Signals keep their size from layer to layer: what a small model needs to learn quickly from random weights."""
+        """Signals keep their size from layer to layer, which a small model needs to learn quickly."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and not name.startswith("value_head."):
                 init.normal_(module.weight, std=module.in_features**-0.5)
@@ -164,7 +160,9 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Tokenise instructions and send uint8 images to the model's device, where they are resized and normalised."""
         if self.processor is None:
-            raise ConfigError("This model has no processor; build it with rlinf.models.build_policy, or set model.processor.")
+            raise ConfigError(
+                "This model has no processor; build it with rlinf.models.build_policy, or set model.processor."
+            )
         wanted = self.config.num_images_in_input
         if len(observation.images) < wanted:
             raise ConfigError(
@@ -183,7 +181,9 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
             "pixel_values": pixels[0] if wanted == 1 else torch.cat(pixels, dim=1),
         }
 
-    def _embed_prompt(self, input_ids: Tensor, attention_mask: Tensor | None, pixel_values: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _embed_prompt(
+        self, input_ids: Tensor, attention_mask: Tensor | None, pixel_values: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Return embeddings ``[B, 1 + P + L - 1, H]`` and their bool mask, None when nothing is padding."""
         key_mask = None if attention_mask is None else attention_mask.bool()
         if key_mask is not None and bool(key_mask.all()):
@@ -192,7 +192,9 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         language = None
         if self.config.use_film:
             weights = None if key_mask is None else key_mask.to(text.dtype)
-            language = text.mean(1) if weights is None else (text * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+            language = (
+                text.mean(1) if weights is None else (text * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+            )
         image = self.projector(self.vision_backbone(pixel_values.to(text.dtype), language))
         if key_mask is not None:
             image_mask = key_mask.new_ones(image.shape[:2])
@@ -211,8 +213,8 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         return self.value_head(hidden_states.detach() if self.detach_value else hidden_states)
 
     def _score(self, inputs: dict[str, Tensor], tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Bin logits ``[B, A, n_bins]`` in one pass, and the hidden state ``[B, H]`` of the value; ``tokens`` are needed
-        for autoregressive models only.
+        """Bin logits ``[B, A, n_bins]`` in one pass, and the hidden state ``[B, H]`` of the value; ``tokens`` are
+        needed for autoregressive models only.
         """
         embeddings, key_mask = self._embed_prompt(**inputs)
         num_tokens, parallel = self.num_logprobs, self.config.action_decoding == "parallel"
@@ -256,7 +258,9 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         cache = DynamicCache(config=self.language_model.config)
         bins, logits, value_state = [], [], None
         for i in range(self.num_logprobs):
-            hidden_states = run_layers(self.language_model.model, embeddings, key_mask, 1, is_causal=True, cache=cache)[:, -1]
+            hidden_states = run_layers(self.language_model.model, embeddings, key_mask, 1, is_causal=True, cache=cache)[
+                :, -1
+            ]
             value_state = hidden_states if value_state is None else value_state
             logits.append(self._bin_logits(hidden_states))
             drawn = None if uniforms is None else uniforms[:, i]
@@ -271,7 +275,9 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         tokens = prediction.sequences[:, -self.num_logprobs :] - self.action_tokenizer.first_token
         return token_logprobs(prediction.logits, tokens, temperature)[0]
 
-    def evaluate_actions(self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
+    def evaluate_actions(
+        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
+    ) -> ActionEvaluation:
         """Score the last ``A`` tokens of ``sequences [B, L + A]``; see ``ActionModel.evaluate_actions``."""
         tokens = sequences[:, -self.num_logprobs :]
         logits, value_state = self._score(inputs, tokens)
@@ -279,7 +285,7 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         return ActionEvaluation(logprobs, entropy, self._values(value_state))
 
     def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor) -> Tensor:
-        """Mean negative log-probability of the ``A`` tokens of ``actions [B, C, D]``, among the action bins; ``[B]``."""
+        """Mean negative log-probability of the tokens of ``actions [B, C, D]``, among the action bins; ``[B]``."""
         tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1).to(self.device)
         logits, _ = self._score(inputs, tokens)
         logprobs, _ = token_logprobs(logits, tokens - self.action_tokenizer.first_token)
@@ -316,13 +322,17 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         if labels is not None:
             image = labels.new_full((len(labels), self.num_image_tokens), -100)
             targets = torch.cat([labels[:, :1], image, labels[:, 1:]], dim=1)[:, 1:]
-            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
+            loss = nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=-100
+            )
         return CausalLMOutput(loss=loss, logits=logits, hidden_states=(hidden_states,))
 
     # -- files ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> OpenVLAForRLActionPrediction:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any
+    ) -> OpenVLAForRLActionPrediction:
         """Load a public OpenVLA folder, or one that we saved.
 
         Args:
@@ -331,7 +341,8 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
             **kwargs: As in transformers; arguments of the constructor among them.
 
         Raises:
-            CheckpointError: A weight is missing, unexpected or of another shape (a value head that is not there is drawn anew).
+            CheckpointError: A weight is missing, unexpected or of another shape (only a value head may be
+                absent; it is drawn anew).
         """
         folder = checkpoint_folder(pretrained_model_name_or_path)
         config = kwargs.pop("config", None)
@@ -359,14 +370,17 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         if missing or unexpected or mismatched:
             raise CheckpointError(
                 f"The weights in '{folder}' do not fit its config.json: missing {missing[:5]} ({len(missing)}), "
-                f"unexpected {unexpected[:5]} ({len(unexpected)}), of another shape {mismatched[:5]} ({len(mismatched)})."
+                f"unexpected {unexpected[:5]} ({len(unexpected)}), of another shape {mismatched[:5]} "
+                f"({len(mismatched)}). Type model.model_path=<another folder>"
             )
         for module in model.modules():
             if isinstance(module, VisionTower):
                 module.freeze_unused()  # loading made new parameters of them
         return (model, info) if wanted_info else model
 
-    def save_pretrained(self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
+    ) -> None:
         """Write a folder in the public layout (and the processor's files, where the model has one).
 
         Args:
@@ -376,8 +390,8 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         """
         if any(".lora_" in name for name in (state_dict or self.state_dict())):
             raise CheckpointError(
-                "The model has LoRA layers, which a public folder cannot hold; write them with rlinf.models.lora.save_adapter, "
-                "or merge them first with rlinf.models.lora.merge_lora."
+                "The model has LoRA layers, which a public folder cannot hold; write them with "
+                "rlinf.models.lora.save_adapter, or merge them first with rlinf.models.lora.merge_lora."
             )
         public = to_public(self.state_dict() if state_dict is None else state_dict, self.config)
         with no_progress_bars():

@@ -1,4 +1,4 @@
-"""Configuration of OpenVLA: the fields of public ``config.json`` files, and switches for models trained from scratch."""
+"""Configuration of OpenVLA: the fields of public ``config.json`` files, and switches for models from scratch."""
 
 from __future__ import annotations
 
@@ -109,8 +109,11 @@ class OpenVLAConfig(PreTrainedConfig):
         num_images_in_input: Cameras that the model sees, in the order of the observation.
         prompt_template: Text around ``{instruction}``.
         prompt_suffix_token_id: Appended to the prompt when not there yet; None: nothing.
-        weight_init: Random weights: ``normal`` (deviation ``text_config.initializer_range`` everywhere, as in public models) or
-            ``fan_in`` (deviation 1/sqrt(inputs), embeddings 1), with which small models learn faster.
+        image_mean, image_std: Per channel, of images in [0, 1], for a processor that is made anew; None: the towers'
+            own. A mean near the background's colour makes small objects stand out, without which a small model does not
+            learn.
+        weight_init: Random weights: ``normal`` (deviation ``text_config.initializer_range`` everywhere, as in public
+            models) or ``fan_in`` (deviation 1/sqrt(inputs), embeddings 1), with which small models learn faster.
         max_prompt_len: Prompts are padded to this length; None: to the longest of the batch.
     """
 
@@ -147,6 +150,8 @@ class OpenVLAConfig(PreTrainedConfig):
         prompt_template: str = OPENVLA_PROMPT,
         prompt_suffix_token_id: int | None = 29871,
         weight_init: str = "normal",
+        image_mean: list[float] | None = None,
+        image_std: list[float] | None = None,
         max_prompt_len: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -154,7 +159,9 @@ class OpenVLAConfig(PreTrainedConfig):
         self.llm_backbone_id = llm_backbone_id
         self.arch_specifier = arch_specifier
         self.hf_llm_id = hf_llm_id
-        self.timm_model_ids = list(timm_model_ids or ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"])
+        self.timm_model_ids = list(
+            timm_model_ids or ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"]
+        )
         towers = len(self.timm_model_ids)
         self.timm_override_act_layers = list(timm_override_act_layers or [None] * towers)
         self.image_sizes = list(image_sizes or [224] * towers)
@@ -177,6 +184,8 @@ class OpenVLAConfig(PreTrainedConfig):
         self.prompt_template = prompt_template
         self.prompt_suffix_token_id = prompt_suffix_token_id
         self.weight_init = weight_init
+        self.image_mean = image_mean
+        self.image_std = image_std
         self.max_prompt_len = max_prompt_len
         if not isinstance(text_config, LlamaConfig):
             text_config = LlamaConfig(**(text_config or {"vocab_size": 32064, "pad_token_id": pad_token_id}))
@@ -187,7 +196,7 @@ class OpenVLAConfig(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Any:
-        """Read ``config.json``; the data sets of ``dataset_statistics.json`` are added to ``norm_stats`` and win there."""
+        """Read ``config.json``; data sets of ``dataset_statistics.json`` are added to ``norm_stats`` and win there."""
         folder = checkpoint_folder(pretrained_model_name_or_path)
         result = super().from_pretrained(folder, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
@@ -205,7 +214,9 @@ class OpenVLAConfig(PreTrainedConfig):
             )
         for name in ("image_sizes", "timm_override_act_layers", "vision_overrides"):
             if len(getattr(self, name)) != towers:
-                raise ConfigError(f"{name} has {len(getattr(self, name))} entries; it needs one per vision tower ({towers}).")
+                raise ConfigError(
+                    f"{name} has {len(getattr(self, name))} entries; it needs one per vision tower ({towers})."
+                )
         if self.action_decoding not in ("autoregressive", "parallel"):
             raise ConfigError(f"action_decoding is '{self.action_decoding}'; it must be autoregressive or parallel.")
         if self.weight_init not in ("normal", "fan_in"):
@@ -256,7 +267,9 @@ class OpenVLAConfig(PreTrainedConfig):
             film_dim=self.text_config.hidden_size if self.use_film else None,
         )
         if not 1 <= spec.num_used_blocks <= depth:
-            raise ConfigError(f"vision_feature_layer={self.vision_feature_layer} does not exist in a tower of depth {depth}.")
+            raise ConfigError(
+                f"vision_feature_layer={self.vision_feature_layer} does not exist in a tower of depth {depth}."
+            )
         if spec.image_size % patch_size:
             raise ConfigError(f"Image size {spec.image_size} is not a multiple of the patch size {patch_size}.")
         return spec

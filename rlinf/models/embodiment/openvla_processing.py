@@ -24,12 +24,13 @@ class PrismaticImageProcessor(BaseImageProcessor):
     """Resize to each tower's size and normalise, channels of the towers concatenated.
 
     Public ``preprocessor_config.json`` files state mean and deviation twice; ``tvf_normalize_params`` (rounded to
-    bfloat16) are the ones that the checkpoints were trained with, and win over ``means``/``stds``; so do the other ``tvf_*`` entries over the strategy.
+    bfloat16) are the ones that the checkpoints were trained with, and win over ``means``/``stds``; so do the other
+    ``tvf_*`` entries over the strategy.
 
     Args:
         use_fused_vision_backbone: Two towers.
-        image_resize_strategy: ``resize-naive`` (ignore the aspect), ``letterbox`` (pad to a centred square with the last
-            tower's mean colour, then as the next) or ``resize-crop`` (shorter side to size, centre crop).
+        image_resize_strategy: ``resize-naive`` (ignore the aspect), ``letterbox`` (pad to a centred square with the
+            last tower's mean colour, then as the next) or ``resize-crop`` (shorter side to size, centre crop).
         input_sizes: ``[3, H, W]`` per tower.
         interpolations: Must be ``bicubic``.
         means, stds: Per tower, used where ``tvf_normalize_params`` is absent.
@@ -57,7 +58,9 @@ class PrismaticImageProcessor(BaseImageProcessor):
         self.means = [list(mean) for mean in means or [[0.5] * 3] * len(self.input_sizes)]
         self.stds = [list(std) for std in stds or [[0.5] * 3] * len(self.input_sizes)]
         if image_resize_strategy not in STRATEGIES:
-            raise ConfigError(f"image_resize_strategy is '{image_resize_strategy}'; it must be one of {', '.join(STRATEGIES)}.")
+            raise ConfigError(
+                f"image_resize_strategy is '{image_resize_strategy}'; it must be one of {', '.join(STRATEGIES)}."
+            )
         if set(self.interpolations) != {"bicubic"}:
             raise ConfigError(f"interpolations are {self.interpolations}; only bicubic is supported.")
 
@@ -71,12 +74,15 @@ class PrismaticImageProcessor(BaseImageProcessor):
 
     @classmethod
     def for_config(cls, config: OpenVLAConfig) -> PrismaticImageProcessor:
-        """Build the processor of a model without a ``preprocessor_config.json``: mean and deviation 0.5 per SigLIP
-        tower, ImageNet's (rounded to bfloat16) per DINOv2 tower.
+        """Build the processor of a model without a ``preprocessor_config.json``.
+
+        Mean and deviation: those of ``config``, else 0.5 per SigLIP tower, ImageNet's (rounded to bfloat16) per DINOv2.
         """
         imagenet = {"mean": [0.484375, 0.455078125, 0.40625], "std": [0.228515625, 0.2236328125, 0.224609375]}
         half = {"mean": [0.5] * 3, "std": [0.5] * 3}
-        params = [imagenet if spec.kind == "dinov2" else half for spec in config.vision_towers()]
+        params = [dict(imagenet if spec.kind == "dinov2" else half) for spec in config.vision_towers()]
+        for tower in params:
+            tower["mean"], tower["std"] = config.image_mean or tower["mean"], config.image_std or tower["std"]
         return cls(
             use_fused_vision_backbone=config.use_fused_vision_backbone,
             image_resize_strategy=config.image_resize_strategy,
@@ -137,7 +143,8 @@ class PrismaticImageProcessor(BaseImageProcessor):
         up to a few grey values; images that have the size already give the same numbers.
         """
         towers = [
-            _normalize(self._resize_tensors(images, tower), mean, std) for tower, (mean, std) in enumerate(self.normalization)
+            _normalize(self._resize_tensors(images, tower), mean, std)
+            for tower, (mean, std) in enumerate(self.normalization)
         ]
         return towers[0] if len(towers) == 1 else torch.cat(towers, dim=1)
 
@@ -159,7 +166,9 @@ class PrismaticImageProcessor(BaseImageProcessor):
     def preprocess(self, images: Any, return_tensors: str | None = "pt", **_: Any) -> BatchFeature:
         """Process one PIL image or array ``[H, W, 3]``, or a list of them, by the PIL path."""
         batch = images if isinstance(images, (list, tuple)) else [images]
-        pixels = [self.apply_transform(i if isinstance(i, Image.Image) else Image.fromarray(np.asarray(i))) for i in batch]
+        pixels = [
+            self.apply_transform(i if isinstance(i, Image.Image) else Image.fromarray(np.asarray(i))) for i in batch
+        ]
         return BatchFeature({"pixel_values": torch.stack(pixels).float().numpy()}, tensor_type=return_tensors)
 
     def __call__(self, images: Any, **kwargs: Any) -> BatchFeature:
@@ -219,7 +228,9 @@ class PrismaticProcessor:
         self._prompt_ids: dict[str, list[int]] = {}
 
     @classmethod
-    def from_pretrained(cls, path: str, tokenizer: Any = None, image_processor: Any = None, **kwargs: Any) -> PrismaticProcessor:
+    def from_pretrained(
+        cls, path: str, tokenizer: Any = None, image_processor: Any = None, **kwargs: Any
+    ) -> PrismaticProcessor:
         """Build from a folder; parts that are given are not loaded."""
         remote = {"trust_remote_code": kwargs.pop("trust_remote_code", False)}
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, padding_side="left", **remote)
@@ -241,7 +252,9 @@ class PrismaticProcessor:
         self.tokenizer.save_pretrained(str(save_directory))
         self.image_processor.save_pretrained(str(save_directory))
 
-    def __call__(self, text: str | Sequence[str], images: Any, return_tensors: str | None = "pt", **_: Any) -> BatchFeature:
+    def __call__(
+        self, text: str | Sequence[str], images: Any, return_tensors: str | None = "pt", **_: Any
+    ) -> BatchFeature:
         """Tokenise finished prompts (see ``encode``) and process images by the PIL path."""
         input_ids, attention_mask = self.encode([text] if isinstance(text, str) else list(text))
         pixel_values = self.image_processor.preprocess(images, return_tensors="pt")["pixel_values"]
@@ -298,15 +311,21 @@ def load_processor(tokenizer_config: Any, model_config: OpenVLAConfig, path: str
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"'{folder}' holds no tokenizer that can be loaded ({error}). Type tokenizer.tokenizer_model=<folder with one>"
+            f"'{folder}' holds no tokenizer that can be loaded ({error}). "
+            "Type tokenizer.tokenizer_model=<folder with one>"
         ) from error
     if len(tokenizer) > model_config.text_config.vocab_size:
         raise ConfigError(
-            f"The tokenizer in '{folder}' has {len(tokenizer)} tokens and the model's vocabulary {model_config.text_config.vocab_size}. "
+            f"The tokenizer in '{folder}' has {len(tokenizer)} tokens and the model's vocabulary "
+            f"{model_config.text_config.vocab_size}. "
             "Type tokenizer.tokenizer_model=<the model's own tokenizer>"
         )
     has_images = path is not None and (Path(path) / "preprocessor_config.json").is_file()
-    images = PrismaticImageProcessor.from_pretrained(path) if has_images else PrismaticImageProcessor.for_config(model_config)
+    images = (
+        PrismaticImageProcessor.from_pretrained(path)
+        if has_images
+        else PrismaticImageProcessor.for_config(model_config)
+    )
     return PrismaticProcessor.for_config(model_config, images, tokenizer)
 
 

@@ -1,6 +1,7 @@
 """Weights between public OpenVLA files (timm names) and our modules (names of transformers' vision layers).
 
-Only the insides of vision blocks differ: timm joins queries, keys and values in one matrix, and names some layers otherwise.
+Only the insides of vision blocks differ: timm joins queries, keys and values in one matrix, and has other names for
+some layers.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def from_public(state_dict: Mapping[str, Tensor], config: OpenVLAConfig) -> dict
             continue
         targets, rest = table[public], match[3][len(public) :]
         for target, part in zip(targets, tensor.chunk(len(targets)), strict=True):
-            result[f"{match[1]}.blocks.{match[2]}.{target}{rest}"] = part
+            # parts of one tensor become parameters of their own, with memory of their own
+            result[f"{match[1]}.blocks.{match[2]}.{target}{rest}"] = part if len(targets) == 1 else part.clone()
     return result
 
 
@@ -101,7 +103,9 @@ def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
         wanted = set(json.loads(index.read_text())["weight_map"].values())
         missing = wanted - {file.name for file in files}
         if missing:
-            raise CheckpointError(f"'{folder}' is incomplete: {', '.join(sorted(missing))} named by its index is missing.")
+            raise CheckpointError(
+                f"'{folder}' is incomplete: {', '.join(sorted(missing))} named by its index is missing."
+            )
         files = [folder / name for name in sorted(wanted)]
     state_dict: dict[str, Tensor] = {}
     for file in files:

@@ -52,7 +52,9 @@ class YourImageProcessor(BaseImageProcessor):
         """Process one array ``[H, W, 3]`` or PIL image, or a sequence of them."""
         batch = [images] if isinstance(images, Image.Image) or np.ndim(images) == 3 else images
         size = (self.image_size, self.image_size)
-        pixels = [np.asarray(Image.fromarray(np.asarray(image)).resize(size, Image.Resampling.BICUBIC)) for image in batch]
+        pixels = [
+            np.asarray(Image.fromarray(np.asarray(image)).resize(size, Image.Resampling.BICUBIC)) for image in batch
+        ]
         scaled = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 127.5 - 1.0
         return BatchFeature({"pixel_values": scaled})
 
@@ -65,7 +67,9 @@ class YourProcessor:
         self.tokenizer, self.image_processor = tokenizer, image_processor
 
     @classmethod
-    def from_pretrained(cls, path: str, tokenizer: Any = None, image_processor: Any = None, **kwargs: Any) -> YourProcessor:
+    def from_pretrained(
+        cls, path: str, tokenizer: Any = None, image_processor: Any = None, **kwargs: Any
+    ) -> YourProcessor:
         """Load what is not given from a folder."""
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, padding_side="left")
         return cls(tokenizer, image_processor or YourImageProcessor.from_pretrained(path))
@@ -99,8 +103,8 @@ class YourLogitsProcessor(LogitsProcessor):
 class DrawLogitsProcessor(LogitsProcessor):
     """Draw the token here, with ``sample_tokens`` like every other policy, so that ``generate`` has one choice left.
 
-    Sampling inside ``generate`` would follow the ``top_k`` and ``top_p`` of the checkpoint's ``generation_config.json``,
-    which the log-probabilities of training know nothing of.
+    Sampling inside ``generate`` would follow ``top_k`` and ``top_p`` of the checkpoint's ``generation_config.json``, of
+    which the log-probabilities of training know nothing.
     """
 
     def __init__(self, prompt_len: int, do_sample: bool, temperature: float, uniforms: Tensor | None) -> None:
@@ -127,7 +131,15 @@ class YourModelForRLActionPrediction(ActionModel, LlavaForConditionalGeneration)
 
     config_class = YourModelConfig
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("LlamaDecoderLayer", "CLIPEncoderLayer")
-    lora_target_modules: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    lora_target_modules: ClassVar[tuple[str, ...]] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
 
     def __init__(
         self,
@@ -141,7 +153,7 @@ class YourModelForRLActionPrediction(ActionModel, LlavaForConditionalGeneration)
         super().__init__(config)
         self._init_logits_processor()
         action_norm_stats = self.get_action_stats(unnorm_key)
-        self.action_normalizer = ActionNormalizer(action_norm_stats)
+        self.action_normalizer = ActionNormalizer(action_norm_stats, action_dim)
         self.min_action = np.array(action_norm_stats["q01"])
         self.max_action = np.array(action_norm_stats["q99"])
         self.action_tokenizer = ActionTokenizer(config.n_action_bins, config.text_config.vocab_size)
@@ -172,7 +184,9 @@ class YourModelForRLActionPrediction(ActionModel, LlavaForConditionalGeneration)
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Put the first camera's image tokens in front of the instruction."""
-        image_tokens = self.processor.tokenizer.convert_ids_to_tokens(self.config.image_token_id) * self.config.image_seq_length
+        image_tokens = (
+            self.processor.tokenizer.convert_ids_to_tokens(self.config.image_token_id) * self.config.image_seq_length
+        )
         prompts = [f"{image_tokens}{instruction.lower()}" for instruction in observation.instruction]
         inputs = self.processor(prompts, next(iter(observation.images.values())))
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
@@ -188,7 +202,7 @@ class YourModelForRLActionPrediction(ActionModel, LlavaForConditionalGeneration)
         uniforms: Tensor | None = None,
         **kwargs: Any,
     ) -> ActionPrediction:
-        """Generate ``A`` action tokens; see ``ActionModel.predict_action_batch``. ``logits [B, A, V]`` are unprocessed."""
+        """Generate ``A`` action tokens (see ``ActionModel``); ``logits [B, A, V]`` are unprocessed."""
         draw = DrawLogitsProcessor(input_ids.shape[1], do_sample, temperature, uniforms)
         generated = self.generate(
             input_ids,
@@ -214,7 +228,7 @@ class YourModelForRLActionPrediction(ActionModel, LlavaForConditionalGeneration)
         return ActionPrediction(actions, sequences, logits, values)
 
     def _score(self, inputs: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[B, A, n_action_bins]`` of the action bins, and the last prompt position's hidden state ``[B, H]``."""
+        """Logits ``[B, A, n_action_bins]`` of the bins, and the hidden state ``[B, H]`` at the prompt's end."""
         prompt_mask = inputs["attention_mask"]
         mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(tokens), self.num_logprobs - 1)], dim=1)
         outputs = self.model(
@@ -228,7 +242,9 @@ class YourModelForRLActionPrediction(ActionModel, LlavaForConditionalGeneration)
         action_rows = self.lm_head.weight[-self.config.n_action_bins :]
         return nn.functional.linear(hidden_states, action_rows), hidden_states[:, 0]
 
-    def evaluate_actions(self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
+    def evaluate_actions(
+        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
+    ) -> ActionEvaluation:
         """Score the last ``A`` tokens of ``sequences``; see ``ActionModel.evaluate_actions``."""
         tokens = sequences[:, -self.num_logprobs :]
         logits, state = self._score(inputs, tokens)

@@ -20,8 +20,8 @@ class ActionTokenizer:
     ``digitize(x, edges)`` and decodes to the middle between two edges. There are ``num_bins - 1`` such middles; the two
     lowest ids share the last one. Neither -1 nor 1 can be represented, and 0 only if ``num_bins`` is even.
 
-    ``grid``: the bins *are* ``linspace(-1, 1, num_bins)`` and an action takes the nearest one, so that -1, 1 and, for odd
-    ``num_bins``, exactly 0 can be represented.
+    ``grid``: the bins *are* ``linspace(-1, 1, num_bins)`` and an action takes the nearest one, so that -1, 1 and, for
+    odd ``num_bins``, exactly 0 can be represented.
 
     Args:
         num_bins: Number of tokens.
@@ -33,7 +33,9 @@ class ActionTokenizer:
         if rule not in BIN_RULES:
             raise ConfigError(f"action_bin_rule is '{rule}'; it must be one of {', '.join(BIN_RULES)}.")
         if not 2 <= num_bins <= vocab_size:
-            raise ConfigError(f"n_action_bins is {num_bins}; it must be between 2 and the vocabulary size {vocab_size}.")
+            raise ConfigError(
+                f"n_action_bins is {num_bins}; it must be between 2 and the vocabulary size {vocab_size}."
+            )
         self.num_bins = num_bins
         self.rule = rule
         self.first_token = vocab_size - num_bins
@@ -42,10 +44,13 @@ class ActionTokenizer:
         middles = (self.edges[:-1] + self.edges[1:]) / 2.0
         ascending = self.edges if rule == "grid" else np.append(middles, middles[-1])
         self.values = np.ascontiguousarray(ascending[::-1])
+        self._by_device: dict[torch.device, Tensor] = {}
 
     def encode(self, actions: Tensor | np.ndarray) -> Tensor:
         """Return the int64 token ids of normalised actions (any shape; clipped to [-1, 1])."""
-        array = actions.detach().cpu().double().numpy() if isinstance(actions, Tensor) else np.asarray(actions, np.float64)
+        array = (
+            actions.detach().cpu().double().numpy() if isinstance(actions, Tensor) else np.asarray(actions, np.float64)
+        )
         clipped = np.clip(array, -1.0, 1.0)
         if self.rule == "grid":
             bins = np.rint((clipped + 1.0) / 2.0 * (self.num_bins - 1)).astype(np.int64) + 1
@@ -56,5 +61,6 @@ class ActionTokenizer:
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Return the float64 normalised actions of token ids; ids outside the bins give the nearest bin."""
-        values = torch.from_numpy(self.values).to(tokens.device)
-        return values[(tokens - self.first_token).clamp(0, self.num_bins - 1)]
+        if tokens.device not in self._by_device:
+            self._by_device[tokens.device] = torch.from_numpy(self.values).to(tokens.device)
+        return self._by_device[tokens.device][(tokens - self.first_token).clamp(0, self.num_bins - 1)]

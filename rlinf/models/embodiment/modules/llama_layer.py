@@ -65,7 +65,15 @@ class LlamaActionLayer(LlamaDecoderLayer):
             key, value = past_key_values.update(key, value, attention.layer_idx)
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager_attention_forward)
         attended, _ = kernel(
-            attention, query, key, value, attention_mask, dropout=0.0, scaling=attention.scaling, is_causal=is_causal, **kwargs
+            attention,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=0.0,
+            scaling=attention.scaling,
+            is_causal=is_causal,
+            **kwargs,
         )
         hidden_states = residual + attention.o_proj(attended.flatten(2))
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))

@@ -26,7 +26,8 @@ def select_action_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -
         if len(norm_stats) != 1:
             raise ConfigError(
                 f"The checkpoint holds action statistics of {len(norm_stats)} data sets and model.unnorm_key is null; "
-                f"choose one, e.g. model.unnorm_key={next(iter(norm_stats), '<name>')}. Known: {', '.join(norm_stats) or '(none)'}."
+                f"choose one, e.g. model.unnorm_key={next(iter(norm_stats), '<name>')}. "
+                f"Known: {', '.join(norm_stats) or '(none)'}."
             )
         unnorm_key = next(iter(norm_stats))
     if unnorm_key not in norm_stats:
@@ -45,16 +46,26 @@ class ActionNormalizer:
 
     Args:
         stats: ``q01`` and ``q99`` (lists of ``D`` numbers) and optionally ``mask`` (``D`` booleans; absent: all true).
+        action_dim: ``D`` that the model has; None: not checked.
+
+    Raises:
+        ConfigError: The lists disagree in length, with each other or with ``action_dim``, or in order.
     """
 
-    def __init__(self, stats: Mapping[str, Any]) -> None:
+    def __init__(self, stats: Mapping[str, Any], action_dim: int | None = None) -> None:
         self.low = np.array(stats["q01"], dtype=np.float64)
         self.high = np.array(stats["q99"], dtype=np.float64)
         self.mask = np.array(stats.get("mask") or [True] * len(self.low), dtype=bool)
         self._by_device: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         if not len(self.low) == len(self.high) == len(self.mask):
             raise ConfigError(
-                f"Action statistics disagree in length: q01 {len(self.low)}, q99 {len(self.high)}, mask {len(self.mask)}."
+                f"Action statistics disagree in length: q01 {len(self.low)}, q99 {len(self.high)}, "
+                f"mask {len(self.mask)}; all three need one number per action dimension."
+            )
+        if action_dim not in (None, len(self.low)):
+            raise ConfigError(
+                f"model.action_token_len is {action_dim}, but the action statistics have {len(self.low)} numbers. "
+                f"Type model.action_token_len={len(self.low)}, or another model.unnorm_key"
             )
         if (self.high < self.low).any():
             raise ConfigError(f"Action statistics have q99 < q01: q01={self.low.tolist()}, q99={self.high.tolist()}.")
@@ -72,7 +83,7 @@ class ActionNormalizer:
         return torch.where(mask, 0.5 * (normalized + 1.0) * (high - low) + low, normalized)
 
     def normalize(self, actions: Tensor) -> Tensor:
-        """Map ``[..., D]`` in env units to [-1, 1], float64, clipped; a dimension that never moved (q99 = q01) gives -1."""
+        """Map ``[..., D]`` in env units to [-1, 1], float64, clipped; a dimension with q99 = q01 gives -1."""
         low, high, mask = self._tensors(actions.device)
         actions = actions.double()
         scaled = 2.0 * (actions - low) / (high - low + 1e-8) - 1.0

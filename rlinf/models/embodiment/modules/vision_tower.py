@@ -32,7 +32,7 @@ class Film(nn.Module):
 
 
 class DinoBlock(Dinov2WithRegistersLayer):
-    """DINOv2 block with optional FiLM after the attention residual, and an MLP of any width (theirs: whole multiples)."""
+    """DINOv2 block with optional FiLM after the attention residual, and an MLP of any width (not only multiples)."""
 
     def __init__(self, config: Dinov2WithRegistersConfig, mlp_dim: int, film_dim: int | None) -> None:
         super().__init__(config)
@@ -126,9 +126,13 @@ class VisionTower(nn.Module):
             num_registers = spec.num_prefix_tokens - 1
             self.reg_token = nn.Parameter(torch.zeros(1, num_registers, width)) if num_registers else None
             num_patches += 0 if num_registers else 1
-            self.blocks = nn.ModuleList(DinoBlock(_dino_config(spec, config), spec.mlp_dim, spec.film_dim) for _ in range(spec.depth))
+            self.blocks = nn.ModuleList(
+                DinoBlock(_dino_config(spec, config), spec.mlp_dim, spec.film_dim) for _ in range(spec.depth)
+            )
         else:
-            self.blocks = nn.ModuleList(SiglipBlock(_siglip_config(spec, config), spec.film_dim) for _ in range(spec.depth))
+            self.blocks = nn.ModuleList(
+                SiglipBlock(_siglip_config(spec, config), spec.film_dim) for _ in range(spec.depth)
+            )
         self.pos_embed = nn.Parameter(torch.zeros(1, num_patches, width))
         if spec.feature_layer != -1:
             self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
@@ -138,7 +142,11 @@ class VisionTower(nn.Module):
 
     def freeze_unused(self) -> None:
         """Take what lies behind the feature layer out of training."""
-        unused = [*self.blocks[self.spec.num_used_blocks :], getattr(self, "norm", None), getattr(self, "attn_pool", None)]
+        unused = [
+            *self.blocks[self.spec.num_used_blocks :],
+            getattr(self, "norm", None),
+            getattr(self, "attn_pool", None),
+        ]
         for module in unused:
             if module is not None:
                 module.requires_grad_(False)
@@ -235,8 +243,8 @@ def _token_block(patches_per_token: int, grid_size: int) -> tuple[int, int]:
     if grid_size % patches_per_token == 0:
         return 1, patches_per_token
     raise ValueError(
-        f"patches_per_token={patches_per_token} does not divide a grid of {grid_size} x {grid_size} patches into square "
-        "blocks or into runs within a row."
+        f"patches_per_token={patches_per_token} does not divide a grid of {grid_size} x {grid_size} patches into "
+        "square blocks or into runs within a row."
     )
 
 

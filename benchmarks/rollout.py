@@ -1,0 +1,95 @@
+"""Rollout speed: env steps per second end to end, against the slower of its two parts alone.
+
+``ours`` is ``RolloutCollector`` (two halves of the envs, each stepped in its own thread while the policy acts for the
+other). ``peer`` is the slower of stepping and rendering the same envs with given actions, and of running the same policy
+on given observations. Doing one after the other reaches ``1 / (1/env + 1/policy)``, printed as ``in_turn``.
+
+    python benchmarks/rollout.py [--num-envs 64] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import numpy as np
+import torch
+
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.distributed.process_group import set_num_threads
+from rlinf.envs import make_env
+from rlinf.models import build_policy
+from rlinf.rollout.collector import RolloutCollector
+from rlinf.rollout.sampler import EpisodeSampler
+from rlinf.seeding import seed_everything
+
+
+def rate(function, num_steps: int, rounds: int) -> float:
+    """Median steps per second of ``function``, which makes ``num_steps`` steps; the first call is not counted."""
+    function()
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return num_steps / statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-envs", type=int, default=64)
+    parser.add_argument("--num-chunks", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    num_envs, num_chunks = arguments.num_envs, arguments.num_chunks
+    config = build_config(compose_config(["experiment=quickstart"]))
+    set_num_threads(None, 1)
+    seed_everything(0)
+
+    env = make_env(config.env, num_envs, auto_reset=True)
+    model = build_policy(config, {"norm_stats": {config.env.name: env.action_statistics()}}).eval()
+    observation, _ = env.reset(seed=0)
+    actions = np.random.default_rng(0).uniform(-1, 1, (num_chunks, num_envs, 1, env.action_dim)).astype(np.float32)
+
+    def env_only() -> None:
+        for t in range(num_chunks):
+            env.chunk_step(actions[t])
+
+    def policy_only() -> None:
+        for _ in range(num_chunks):
+            model.predict_action_batch(**model.preprocess(observation))
+
+    sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), 1, seed=0)
+
+    def collector(num_halves: int) -> RolloutCollector:
+        return RolloutCollector(
+            lambda count: make_env(config.env, count, auto_reset=True), sampler, num_envs=num_envs,
+            num_chunks=num_chunks, temperature=1.0, num_halves=num_halves,
+        )  # fmt: skip
+
+    steps = num_envs * num_chunks
+    pipelined, single = collector(2), collector(1)
+    rates = {
+        "env_only": rate(env_only, steps, arguments.rounds),
+        "policy_only": rate(policy_only, steps, arguments.rounds),
+        "one_batch": rate(lambda: single.collect(model, 0, 0, needs_values=False), steps, arguments.rounds),
+        "ours": rate(lambda: pipelined.collect(model, 0, 0, needs_values=False), steps, arguments.rounds),
+    }
+    pipelined.close(), single.close(), env.close()
+    rates["in_turn"] = 1 / (1 / rates["env_only"] + 1 / rates["policy_only"])
+    for name, value in rates.items():
+        print(f"{name:12} {value:8.0f} env steps/s")
+    slower = min(rates["env_only"], rates["policy_only"])
+    result = {
+        "name": "rollout", "ours": round(rates["ours"], 1), "peer": round(slower, 1), "ratio": round(rates["ours"] / slower, 3),
+        "unit": "env steps/s", "num_envs": num_envs, "num_chunks": num_chunks, "image_size": config.env.image_size,
+        "threads": torch.get_num_threads(), **{name: round(value, 1) for name, value in rates.items() if name != "ours"},
+    }  # fmt: skip
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

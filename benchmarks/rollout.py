@@ -1,7 +1,6 @@
 """Rollout speed: env steps per second end to end, against the slower of its two parts alone.
 
-``ours`` is ``RolloutCollector`` (two halves of the envs, each stepped in its own thread while the policy acts for the
-other). ``peer`` is the slower of stepping and rendering the same envs with given actions, and of running the same policy
+``ours`` is ``RolloutCollector`` with two lanes (threads that each act for, and step, one half of the envs). ``peer`` is the slower of stepping and rendering the same envs with given actions, and of running the same policy
 on given observations. Doing one after the other reaches ``1 / (1/env + 1/policy)``, printed as ``in_turn``.
 
     python benchmarks/rollout.py [--num-envs 64] [--rounds 5]
@@ -64,10 +63,10 @@ def main() -> None:
 
     sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), 1, seed=0)
 
-    def collector(num_halves: int) -> RolloutCollector:
+    def collector(num_lanes: int) -> RolloutCollector:
         return RolloutCollector(
             lambda count: make_env(config.env, count, auto_reset=True), sampler, num_envs=num_envs,
-            num_chunks=num_chunks, temperature=1.0, num_halves=num_halves,
+            num_chunks=num_chunks, temperature=1.0, num_lanes=num_lanes,
         )  # fmt: skip
 
     steps = num_envs * num_chunks

@@ -206,10 +206,10 @@ def check_batches(config: RunConfig) -> None:
                 f"rollout.num_envs={rollout.num_envs} does not divide by {reason}={number}. "
                 f"Type rollout.num_envs={nearest_multiple(rollout.num_envs, number)}"
             )
-    if rollout.num_envs // ranks < rollout.num_pipelined_halves:
+    if rollout.num_envs // ranks < rollout.num_lanes:
         raise ConfigError(
             f"{rollout.num_envs // ranks} env per rank (rollout.num_envs={rollout.num_envs} over {ranks} ranks) cannot be split "
-            f"into rollout.num_pipelined_halves={rollout.num_pipelined_halves}. Type rollout.num_pipelined_halves=1"
+            f"into rollout.num_lanes={rollout.num_lanes}. Type rollout.num_lanes=1"
         )
     samples = rollout.num_envs * rollout.num_chunks
     if trainer.minibatch_size % ranks:

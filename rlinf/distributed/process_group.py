@@ -72,8 +72,8 @@ def launch(function: Callable[[Any], None], argument: Any, num_processes: int, d
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         # A rank that fails leaves the others waiting for it, so its end ends them all.
-        while any(process.is_alive() for process in context.processes):
-            multiprocessing.connection.wait([process.sentinel for process in context.processes if process.is_alive()])
+        while alive := [process for process in context.processes if process.is_alive()]:
+            multiprocessing.connection.wait([process.sentinel for process in alive])
             if any(process.exitcode for process in context.processes) and not received:
                 for process in context.processes:
                     process.join(GRACE_S)

@@ -1,16 +1,17 @@
 """Plays a policy in vectorised environments and returns a ``RolloutBatch``.
 
-The envs are split into halves, each in its own thread: while one half steps and renders (MuJoCo releases the GIL), the
-policy acts for the other. An iteration starts from fresh episodes and draws its random numbers from the seed, the
-iteration and the global env index, so a rollout depends on the weights and the step alone, not on how the envs were
-split over halves or ranks.
+The envs are split into lanes, each a thread that acts and steps in turn: while one lane's simulator runs (MuJoCo and torch
+release the GIL), the other's policy does, so cores, or a core and a GPU, stay busy. An iteration starts from fresh
+episodes and draws its random numbers from the seed, the iteration and the global env index, so a rollout depends on the
+weights and the step alone, not on how the envs were split over lanes or ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,19 +25,44 @@ from rlinf.types import ChunkStep, EpisodeSpec, Observation, RolloutBatch
 
 
 @dataclass
-class _Half:
-    """One half of the envs, its thread, and what it has recorded in this rollout."""
+class _Lane:
+    """Some of the envs, and the thread that plays them and owns their graphics context."""
 
     env: VectorEnv
     env_ids: np.ndarray
     executor: ThreadPoolExecutor
-    pending: Future | None = None
-    observations: list[Observation] = field(default_factory=list)
-    tokens: list[Tensor] = field(default_factory=list)
-    logprobs: list[Tensor] = field(default_factory=list)
-    chunks: list[ChunkStep] = field(default_factory=list)
-    alive: list[np.ndarray] = field(default_factory=list)
-    episode_ids: list[np.ndarray] = field(default_factory=list)
+
+
+class _Recorder:
+    """Observations of a rollout, written by all lanes into arrays ``[T, B, ...]`` that are the batch's in the end."""
+
+    def __init__(self, num_chunks: int, num_envs: int) -> None:
+        self.shape = (num_chunks, num_envs)
+        self.images: dict[str, np.ndarray] = {}
+        self.state: np.ndarray | None = None
+        self.instruction = [[""] * num_envs for _ in range(num_chunks)]
+
+    def allocate(self, example: Observation) -> None:
+        """Make the arrays, for rows like those of ``example``."""
+        self.images = {name: np.empty((*self.shape, *x.shape[1:]), x.dtype) for name, x in example.images.items()}
+        if example.state is not None:
+            self.state = np.empty((*self.shape, *example.state.shape[1:]), example.state.dtype)
+
+    def write(self, t: int, columns: slice, observation: Observation) -> None:
+        for name, image in observation.images.items():
+            self.images[name][t, columns] = image
+        if self.state is not None:
+            self.state[t, columns] = observation.state
+        self.instruction[t][columns] = observation.instruction
+
+    def observation(self) -> Observation:
+        """The ``T * B`` rows, time-major."""
+        rows = self.shape[0] * self.shape[1]
+        return Observation(
+            images={name: image.reshape(rows, *image.shape[2:]) for name, image in self.images.items()},
+            state=None if self.state is None else self.state.reshape(rows, -1),
+            instruction=[sentence for chunk in self.instruction for sentence in chunk],
+        )
 
 
 class RolloutCollector:
@@ -48,8 +74,9 @@ class RolloutCollector:
         num_envs: Environments of all ranks.
         num_chunks: Policy calls per env.
         temperature: Of the action distribution.
-        num_halves: 1 or 2.
+        num_lanes: Threads that play; each gets its share of torch's threads.
         rank, num_ranks: This process plays the ``rank``-th block of envs.
+        autocast: Makes the context in which the policy runs.
     """
 
     def __init__(
@@ -60,34 +87,33 @@ class RolloutCollector:
         num_envs: int,
         num_chunks: int,
         temperature: float,
-        num_halves: int = 2,
+        num_lanes: int = 2,
         rank: int = 0,
         num_ranks: int = 1,
+        autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ) -> None:
         self.sampler = sampler
         self.num_envs = num_envs
         self.num_chunks = num_chunks
         self.temperature = temperature
-        block = np.arange(num_envs).reshape(num_ranks, -1)[rank]
-        self.halves = [
-            _Half(make_env(len(ids)), ids, ThreadPoolExecutor(1, thread_name_prefix="envs"))
-            for ids in np.array_split(block, num_halves)
+        self.autocast = autocast
+        self.block = np.arange(num_envs).reshape(num_ranks, -1)[rank]
+        self.lanes = [
+            _Lane(make_env(len(ids)), ids, ThreadPoolExecutor(1, thread_name_prefix="rollout"))
+            for ids in np.array_split(self.block, num_lanes)
         ]
-        self._positions: dict[int, int] = {}
-        self._specs: dict[int, EpisodeSpec] = {}
 
     def close(self) -> None:
         """Close the envs in the threads that own their graphics contexts."""
-        for half in self.halves:
-            half.executor.submit(half.env.close).result()
-            half.executor.shutdown()
+        for lane in self.lanes:
+            lane.executor.submit(lane.env.close).result()
+            lane.executor.shutdown()
 
-    @torch.no_grad()
     def collect(self, model: ActionModel, step: int, policy_version: int, needs_values: bool) -> RolloutBatch:
         """Play one rollout.
 
         Args:
-            model: An ``ActionModel`` in evaluation mode.
+            model: In evaluation mode.
             step: Iteration; fixes episodes and random numbers.
             policy_version: Recorded with every sample.
             needs_values: Compute ``bootstrap_values``.
@@ -95,124 +121,140 @@ class RolloutCollector:
         Returns:
             Time-major batch of this rank's envs, without the trainer's fields.
         """
-        self._specs = {}
         generator = torch.Generator().manual_seed(derive_seed(self.sampler.seed, "actions", step))
         uniforms = torch.rand(self.num_chunks, self.num_envs, model.num_logprobs, generator=generator)
-        for half in self.halves:
-            self._start(half, step)
-        for t in range(self.num_chunks):
-            for half in self.halves:
-                self._act(half, model, uniforms[t, half.env_ids])
-        for half in self.halves:
-            self._receive(half)
-        parts = [self._assemble(half, model, policy_version, needs_values) for half in self.halves]
-        return concatenate_envs(parts)
-
-    def _start(self, half: _Half, step: int) -> None:
-        """Reset every env of the half to the first episode of this iteration."""
-        for records in (half.observations, half.tokens, half.logprobs, half.chunks, half.alive, half.episode_ids):
-            records.clear()
-        self._positions.update({int(i): 0 for i in half.env_ids})
-        first = [self.sampler.spec(step, int(i), 0) for i in half.env_ids]
-
-        def reset() -> Observation:
-            return half.env.reset(options={"episodes": first, "next_episode": next_episode})[0]
-
-        def next_episode(row: int) -> EpisodeSpec:
-            env_id = int(half.env_ids[row])
-            self._positions[env_id] += 1
-            return self.sampler.spec(step, env_id, self._positions[env_id])
-
-        half.pending = half.executor.submit(reset)
-
-    def _receive(self, half: _Half) -> Observation:
-        """Wait for the half's envs and record what they returned."""
-        result = half.pending.result()
-        if isinstance(result, ChunkStep):
-            half.chunks.append(result)
-            result = result.observation
-        return result
-
-    def _act(self, half: _Half, model: ActionModel, uniforms: Tensor) -> None:
-        observation = self._receive(half)
-        inputs = model.preprocess(observation)
-        prediction = model.predict_action_batch(
-            do_sample=True, temperature=self.temperature, uniforms=uniforms, **inputs
+        recorder = _Recorder(self.num_chunks, len(self.block))
+        num_threads = torch.get_num_threads()
+        lanes = [
+            _Rollout(self, lane, model, recorder, uniforms[:, lane.env_ids], step, policy_version, num_threads)
+            for lane in self.lanes
+        ]
+        starts = [lane.executor.submit(rollout.start) for lane, rollout in zip(self.lanes, lanes, strict=True)]
+        recorder.allocate(starts[0].result())
+        futures = [lane.executor.submit(rollout.play, needs_values) for lane, rollout in zip(self.lanes, lanes, strict=True)]
+        parts = [future.result() for future in futures]
+        torch.set_num_threads(num_threads)
+        tensors = [part.tensors() for part in parts]
+        return replace(
+            parts[0],
+            observation=recorder.observation(),
+            episodes=[episode for part in parts for episode in part.episodes],
+            specs={key: spec for part in parts for key, spec in part.specs.items()},
+            **{name: torch.cat([each[name] for each in tensors], dim=1) for name in tensors[0]},
         )
-        tokens = prediction.sequences[:, -model.num_logprobs :]
-        half.observations.append(observation)
-        half.tokens.append(tokens.cpu())
-        half.logprobs.append(model.rollout_logprobs(prediction, self.temperature).cpu())
-        self._record_episodes(half)
-        actions = prediction.actions.cpu().numpy()
-        half.pending = half.executor.submit(half.env.chunk_step, actions)
 
-    def _record_episodes(self, half: _Half) -> None:
-        """Note which episode each env plays now, and whether it still runs."""
-        if not half.chunks or not half.alive:
-            alive = np.ones(len(half.env_ids), dtype=bool)
-        else:
-            ended = half.chunks[-1].terminated | half.chunks[-1].truncated
-            alive = half.alive[-1] & (~ended | half.env.auto_reset)
-        half.alive.append(alive)
-        positions = np.array([self._positions[int(i)] for i in half.env_ids])
-        episode_ids = positions * self.num_envs + half.env_ids
-        half.episode_ids.append(episode_ids)
-        for row, spec in enumerate(half.env.current_specs()):
-            self._specs.setdefault(int(episode_ids[row]), spec)
 
-    def _assemble(self, half: _Half, model: ActionModel, policy_version: int, needs_values: bool) -> RolloutBatch:
-        chunks = half.chunks
-        alive = torch.from_numpy(np.stack(half.alive))
-        terminated = torch.from_numpy(np.stack([chunk.terminated for chunk in chunks]))
-        truncated = torch.from_numpy(np.stack([chunk.truncated for chunk in chunks]))
-        bootstrap = torch.zeros(alive.shape)
-        if needs_values:
-            self._fill_bootstrap(half, model, alive, terminated, truncated, bootstrap)
-        episode_ids = torch.from_numpy(np.stack(half.episode_ids))
-        groups = torch.tensor([self.sampler.group_of(int(i)) for i in half.env_ids])
+class _Rollout:
+    """One lane's part of one rollout."""
+
+    def __init__(
+        self, collector: RolloutCollector, lane: _Lane, model: ActionModel, recorder: _Recorder, uniforms: Tensor,
+        step: int, policy_version: int, num_threads: int,
+    ) -> None:  # fmt: skip
+        self.collector, self.env, self.env_ids, self.model = collector, lane.env, lane.env_ids, model
+        self.recorder, self.uniforms, self.step, self.policy_version = recorder, uniforms, step, policy_version
+        self.num_threads = max(1, num_threads // len(collector.lanes))
+        first = int(lane.env_ids[0] - collector.block[0])
+        self.columns = slice(first, first + len(lane.env_ids))
+        self.positions = np.zeros(len(lane.env_ids), dtype=np.int64)
+        self.specs: dict[int, EpisodeSpec] = {}
+
+    def start(self) -> Observation:
+        """Reset every env to the first episode of this iteration."""
+        sampler = self.collector.sampler
+        episodes = [sampler.spec(self.step, int(i), 0) for i in self.env_ids]
+        options = {"episodes": episodes, "next_episode": self._next_episode}
+        self.observation, _ = self.env.reset(options=options)
+        return self.observation
+
+    def _next_episode(self, row: int) -> EpisodeSpec:
+        self.positions[row] += 1
+        return self.collector.sampler.spec(self.step, int(self.env_ids[row]), int(self.positions[row]))
+
+    @torch.no_grad()
+    def play(self, needs_values: bool) -> RolloutBatch:
+        """Act and step ``num_chunks`` times."""
+        torch.set_num_threads(self.num_threads)
+        model, temperature = self.model, self.collector.temperature
+        alive = np.ones(len(self.env_ids), dtype=bool)
+        chunks: list[ChunkStep] = []
+        tokens, logprobs, alives, episode_ids = [], [], [], []
+        with self.collector.autocast():
+            for t in range(self.collector.num_chunks):
+                self.recorder.write(t, self.columns, self.observation)
+                inputs = model.preprocess(self.observation)
+                prediction = model.predict_action_batch(
+                    do_sample=True, temperature=temperature, uniforms=self.uniforms[t], **inputs
+                )
+                tokens.append(prediction.sequences[:, -model.num_logprobs :].cpu())
+                logprobs.append(model.rollout_logprobs(prediction, temperature).cpu())
+                alives.append(alive)
+                episode_ids.append(self._episode_ids())
+                chunks.append(self.env.chunk_step(prediction.actions.cpu().numpy()))
+                self.observation = chunks[-1].observation
+                if not self.env.auto_reset:
+                    alive = alive & ~(chunks[-1].terminated | chunks[-1].truncated)
+            batch = self._batch(chunks, alives, episode_ids, tokens, logprobs)
+            if needs_values:
+                self._fill_bootstrap(chunks, batch)
+        return batch
+
+    def _episode_ids(self) -> np.ndarray:
+        """Number the present episodes uniquely within the rollout of all ranks, and remember their specs."""
+        ids = self.positions * self.collector.num_envs + self.env_ids
+        for row, spec in enumerate(self.env.current_specs()):
+            self.specs.setdefault(int(ids[row]), spec)
+        return ids
+
+    def _batch(
+        self, chunks: list[ChunkStep], alives: list[np.ndarray], episode_ids: list[np.ndarray],
+        tokens: list[Tensor], logprobs: list[Tensor],
+    ) -> RolloutBatch:  # fmt: skip
+        def stack(arrays: list[np.ndarray]) -> Tensor:
+            return torch.from_numpy(np.stack(arrays))
+
+        shape = (len(chunks), len(self.env_ids))
+        groups = torch.tensor([self.collector.sampler.group_of(int(i)) for i in self.env_ids])
         return RolloutBatch(
-            observation=Observation.concatenate(half.observations),
-            action_tokens=torch.stack(half.tokens),
-            rollout_logprobs=torch.stack(half.logprobs),
-            action_rewards=torch.from_numpy(np.stack([chunk.rewards for chunk in chunks])),
-            action_mask=torch.from_numpy(np.stack([chunk.executed for chunk in chunks])),
-            loss_mask=alive,
-            terminated=terminated,
-            truncated=truncated,
-            bootstrap_values=bootstrap,
-            group_ids=groups.expand(alive.shape).contiguous(),
-            episode_ids=episode_ids,
-            policy_version=torch.full(alive.shape, policy_version, dtype=torch.int64),
+            observation=self.observation,  # replaced by the rows of all lanes
+            action_tokens=torch.stack(tokens),
+            rollout_logprobs=torch.stack(logprobs),
+            action_rewards=stack([chunk.rewards for chunk in chunks]),
+            action_mask=stack([chunk.executed for chunk in chunks]),
+            loss_mask=stack(alives),
+            terminated=stack([chunk.terminated for chunk in chunks]),
+            truncated=stack([chunk.truncated for chunk in chunks]),
+            bootstrap_values=torch.zeros(shape),
+            group_ids=groups.expand(shape).contiguous(),
+            episode_ids=stack(episode_ids),
+            policy_version=torch.full(shape, self.policy_version, dtype=torch.int64),
             episodes=[episode for chunk in chunks for episode in chunk.episodes],
-            specs={int(i): self._specs[int(i)] for i in episode_ids.flatten().unique()},
+            specs=self.specs,
         )
 
-    def _fill_bootstrap(
-        self, half: _Half, model: ActionModel, alive: Tensor, terminated: Tensor, truncated: Tensor, bootstrap: Tensor
-    ) -> None:
+    def _fill_bootstrap(self, chunks: list[ChunkStep], batch: RolloutBatch) -> None:
         """Value the true final observation of every truncated episode, and what follows the last chunk."""
         where: list[tuple[int, int]] = []
         observations: list[Observation] = []
-        for t, chunk in enumerate(half.chunks):
+        for t, chunk in enumerate(chunks):
             rows = [k for k, env in enumerate(chunk.final_env_ids) if chunk.truncated[env]]
             if rows:
                 observations.append(chunk.final_observation.select(rows))
                 where += [(t, int(chunk.final_env_ids[k])) for k in rows]
-        last = len(half.chunks) - 1
-        running = torch.nonzero(alive[last] & ~terminated[last] & ~truncated[last]).flatten().tolist()
+        ended = batch.terminated[-1] | batch.truncated[-1]
+        running = torch.nonzero(batch.loss_mask[-1] & ~ended).flatten().tolist()
         if running:
-            observations.append(half.chunks[last].observation.select(running))
-            where += [(last, row) for row in running]
+            observations.append(self.observation.select(running))
+            where += [(len(chunks) - 1, row) for row in running]
         if not where:
             return
         final = Observation.concatenate(observations)
-        block = len(half.env_ids)
+        block = len(self.env_ids)
         for start in range(0, len(where), block):
             rows = where[start : start + block]
-            inputs = model.preprocess(final.select(np.arange(start, start + len(rows))))
-            values = model.predict_action_batch(do_sample=False, **inputs).values.cpu()
-            bootstrap[[t for t, _ in rows], [row for _, row in rows]] = values
+            inputs = self.model.preprocess(final.select(np.arange(start, start + len(rows))))
+            values = self.model.predict_action_batch(do_sample=False, **inputs).values.cpu()
+            batch.bootstrap_values[[t for t, _ in rows], [row for _, row in rows]] = values
 
 
 def concatenate_envs(parts: list[RolloutBatch]) -> RolloutBatch:

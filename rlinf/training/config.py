@@ -17,7 +17,7 @@ class RolloutConfig:
     group_size: int = option(1, "Episodes that share an EpisodeSpec (GRPO and RLOO need 2 or more).", minimum=1)
     auto_reset: bool = option(True, "Start a new episode where one ends; false: one episode per env and iteration.")
     temperature: float = option(1.0, "Divides the logits in rollout and training alike.", minimum=1e-6)
-    num_pipelined_halves: int = option(2, "2: one half of the envs steps while the policy acts for the other; 1: in turn.", choices=(1, 2))
+    num_lanes: int = option(2, "Threads that each play a share of the envs: while one steps, the policy acts for another.", minimum=1)
 
 
 @dataclass

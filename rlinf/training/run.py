@@ -202,7 +202,8 @@ class Run:
             num_envs=config.rollout.num_envs,
             num_chunks=config.rollout.num_chunks,
             temperature=config.rollout.temperature,
-            num_halves=config.rollout.num_pipelined_halves,
+            num_lanes=config.rollout.num_lanes,
+            autocast=self.worker.autocast,
             rank=rank(),
             num_ranks=world_size(),
         )

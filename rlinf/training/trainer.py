@@ -169,8 +169,7 @@ class Trainer:
         self.sync.push(state.policy_version)
         clock.lap("sync")
         model = self.sync.rollout_model.eval()
-        with self.worker.autocast():
-            batch = self.collector.collect(model, step, state.policy_version, algorithm.needs_values)
+        batch = self.collector.collect(model, step, state.policy_version, algorithm.needs_values)
         clock.lap("rollout")
         batch.old_logprobs, batch.values = self.worker.evaluate(batch)
         if algorithm.needs_reference:

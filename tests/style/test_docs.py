@@ -1,13 +1,40 @@
-"""The documentation is what its generator writes, and its links lead somewhere."""
+"""The documentation is true: generated pages, links, commands, printed errors, code excerpts, status rows."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
+import os
+import re
+import shlex
 import subprocess
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
+import pytest
+
+from rlinf.cli import COMMANDS, main
+from rlinf.cli.export import ExportConfig
+from rlinf.cli.hydra_app import parse
+from rlinf.config.compose import compose_config
+from rlinf.config.options import public_fields
+from rlinf.config.schema import RunConfig, build_config
+from rlinf.config.search import experiment_names
+
 ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+REQUIREMENTS = ROOT.parent / "shared" / "requirements.md"
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def load_generator():
@@ -15,6 +42,9 @@ def load_generator():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+# -- pages and links ---------------------------------------------------------------------------------------------
 
 
 def test_generated_pages_are_up_to_date_and_links_are_whole():
@@ -25,7 +55,6 @@ def test_generated_pages_are_up_to_date_and_links_are_whole():
 
 def test_reference_has_every_key_once():
     from rlinf.config.options import to_mapping
-    from rlinf.config.schema import build_config
 
     text = load_generator().configuration_page()
 
@@ -46,4 +75,213 @@ def test_broken_links_are_found(tmp_path):
     docs.mkdir()
     (docs / "a.md").write_text("# The Title\n[good](b.md) [anchor](#the-title) [web](https://example.org)\n```\n[code](x.md)\n```\n")
     (docs / "b.md").write_text("# B\n[bad](c.md) [worse](a.md#no-such-heading)\n")
-    assert load_generator().broken_links(docs) == ["docs/b.md: c.md", "docs/b.md: a.md#no-such-heading"]
+    (tmp_path / "README.md").write_text("[good](docs/a.md) [bad](docs/d.md)\n")
+    assert load_generator().broken_links(docs) == ["docs/b.md: c.md", "docs/b.md: a.md#no-such-heading", "README.md: docs/d.md"]
+
+
+def test_every_page_is_reachable_from_the_readme():
+    linked, queue = set(), [README]
+    while queue:
+        page = queue.pop()
+        linked.add(page)
+        targets = re.findall(r"\]\(([^)#\s]+\.md)", page.read_text(encoding="utf-8"))
+        queue += {(page.parent / target).resolve() for target in targets if ":" not in target} - linked
+    assert [page.name for page in PAGES if page not in linked] == []
+
+
+def test_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def missing_paths(text: str) -> list[str]:
+    """Files in backticks, such as ``rlinf/types.py``, that the project does not have."""
+    folders = "rlinf|tests|docs|examples|benchmarks|scripts"
+    named = re.findall(rf"`((?:{folders})/[\w./-]*)(?:::\w+)?`", text)
+    return [path for path in named if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page):
+    assert missing_paths(page.read_text(encoding="utf-8")) == []
+
+
+def test_missing_files_are_found():
+    assert missing_paths("`rlinf/types.py` `rlinf/no_such.py` `tests/unit/test_cli.py::test_x`") == ["rlinf/no_such.py"]
+
+
+# -- commands ----------------------------------------------------------------------------------------------------
+
+
+def shell_lines(text: str) -> list[str]:
+    """Command lines of the ``bash`` blocks: continuations joined, comments and empty lines left out."""
+    lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
+    return [stripped for line in lines if (stripped := re.sub(r"(^|\s)#.*", "", line).strip())]
+
+
+def check_command(line: str) -> None:
+    """Assert that a command line names things that exist, and that its overrides compose."""
+    words = shlex.split(line)
+    if words[0] == "export":
+        return
+    if words[0] == "bash":
+        assert os.access(ROOT / words[1], os.X_OK), line
+        return
+    if words[0] == "python":
+        assert (ROOT / words[1]).is_file(), line
+        scripts = {"examples/embodiment/train.py": "train", "examples/embodiment/evaluate.py": "evaluate"}
+        if words[1] not in scripts:
+            return
+        words[:2] = ["rlinf", scripts[words[1]]]
+    assert words[0] == "rlinf", line
+    command, arguments = words[1], words[2:]
+    assert command in COMMANDS, line
+    if "--config-dir" in arguments:
+        return  # The user's own folder: the guides that make one have tests of their own.
+    # Folders of the reader's are not there; that the key exists is what can be checked.
+    elsewhere = {"resume", "init_from", "checkpoint", "model.model_path"}
+    if command == "export":
+        keys = {word.partition("=")[0] for word in arguments}
+        assert keys <= set(public_fields(ExportConfig)), line
+        return
+    kept = [word for word in arguments if word.partition("=")[0] not in elsewhere]
+    assert not any("<" in word for word in kept), line
+    args = parse(kept)
+    if not args.multirun:
+        build_config(compose_config(args.overrides, args.config_dir, args.config_name))
+    for word in kept:
+        if word.startswith("experiment="):
+            assert word.removeprefix("experiment=") in experiment_names(), line
+
+
+COMMAND_LINES = [(page.name, line) for page in PAGES for line in shell_lines(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMAND_LINES, ids=[f"{page}: {line[:60]}" for page, line in COMMAND_LINES])
+def test_commands_name_what_exists_and_compose(page, line):
+    check_command(line)
+
+
+def test_readme_shows_the_main_commands():
+    lines = " ".join(shell_lines(text_of("README.md")))
+    for words in ("scripts/quickstart.sh", "scripts/test.sh", "examples/embodiment/train.py", "rlinf doctor", "resume=", "rlinf export"):
+        assert words in lines
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["bash scripts/no_such.sh", "python examples/no_such.py", "rlinf tran experiment=quickstart", "rlinf train experiment=nope",
+     "rlinf train experiment=quickstart trainer.learning_rte=1", "rlinf export chekpoint=x output=y", "pip install x"],
+)  # fmt: skip
+def test_wrong_commands_are_found(line):
+    with pytest.raises((AssertionError, ValueError)):
+        check_command(line)
+
+
+def sessions() -> list[tuple[str, str]]:
+    """``(command, what it prints)`` of the ``console`` blocks of the page on errors."""
+    text = "".join(blocks(text_of("docs/troubleshooting.md"), "console"))
+    return [tuple(part.split("\n", 1)) for part in re.split(r"^\$ ", text, flags=re.MULTILINE) if part]
+
+
+@pytest.mark.parametrize(("command", "printed"), sessions(), ids=[command for command, _ in sessions()])
+def test_errors_are_printed_as_the_page_says(command, printed, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)[1:]) == 2
+    assert capsys.readouterr().err == printed
+    assert list(tmp_path.iterdir()) == [], "a refused command leaves nothing behind"
+
+
+# -- code and keys -----------------------------------------------------------------------------------------------
+
+
+def test_the_loop_of_the_architecture_page_is_that_of_the_trainer():
+    from rlinf.training.trainer import Trainer
+
+    (excerpt,) = blocks(text_of("docs/architecture.md"), "python")
+    source = [line.strip() for line in inspect.getsource(Trainer.iteration).splitlines()]
+    position = -1
+    for line in excerpt.splitlines():
+        assert line.strip() in source[position + 1 :], f"Trainer.iteration has no line '{line.strip()}' at this place"
+        position = source.index(line.strip(), position + 1)
+
+
+def test_envs_and_models_know_nothing_of_each_other():
+    """As the architecture page says; algorithms' tensor functions import torch only."""
+
+    def imports(path: Path) -> set[str]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+        return found | {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+
+    for folder, forbidden in (("envs", ("rlinf.models", "rlinf.training")), ("models", ("rlinf.envs", "rlinf.training"))):
+        for path in (ROOT / "rlinf" / folder).rglob("*.py"):
+            assert not [name for name in imports(path) if name.startswith(forbidden)], path
+    for name in ("advantages", "losses"):
+        found = imports(ROOT / "rlinf" / "algorithms" / f"{name}.py")
+        assert found and all(module.partition(".")[0] in ("torch", "__future__") for module in found)
+
+
+def test_every_documented_key_is_read_somewhere():
+    """A key that nothing reads would be a promise; declarations, checks and keys with one choice only do not count."""
+    from rlinf.algorithms.config import GRPOConfig, PPOConfig
+    from rlinf.envs.tabletop.config import TabletopConfig
+
+    code = "\n".join(
+        path.read_text(encoding="utf-8")
+        for path in (ROOT / "rlinf").rglob("*.py")
+        if path.name != "config.py" and path.parent.name != "config"
+    )
+
+    def names(cls) -> set[str]:
+        found = set()
+        for name, field in public_fields(cls).items():
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            choices = field.metadata["choices"]
+            found |= names(type(default)) if is_dataclass(default) else {name} if choices is None or len(choices) > 1 else set()
+        return found
+
+    keys = names(RunConfig).union(*(names(cls) for cls in (PPOConfig, GRPOConfig, TabletopConfig)))
+    unread = [key for key in sorted(keys | {"no_such_key"}) if not re.search(rf"\.{key}\b(?!\s*=[^=])", code)]
+    assert unread == ["no_such_key"], "the only one is the control"
+
+
+# -- status ------------------------------------------------------------------------------------------------------
+
+STATUS_ROW = re.compile(r"^\| ((?:S\d|E|X)-\d+) \| (.+?) \| (done|not yet) \|(.*)\|$")
+
+
+def status_rows(text: str) -> list[tuple[str, str, str, str]]:
+    rows = [line for line in text.splitlines() if re.match(r"\| *(?:S\d|E|X)-", line)]
+    matches = [STATUS_ROW.match(line) for line in rows]
+    assert all(matches), [line for line, match in zip(rows, matches, strict=True) if not match]
+    return [match.groups() for match in matches]
+
+
+def unknown_tests(text: str) -> list[str]:
+    """``file::test`` names in backticks that do not exist."""
+    return [
+        f"{file}::{name}"
+        for file, name in re.findall(r"`(tests/[\w/.]+\.py)::(\w+)`", text)
+        if not (ROOT / file).is_file() or f"\ndef {name}(" not in text_of(file)
+    ]
+
+
+def test_tests_that_the_pages_name_exist():
+    assert [found for page in PAGES for found in unknown_tests(page.read_text(encoding="utf-8"))] == []
+    here = "tests/style/test_docs.py"
+    assert unknown_tests(f"`{here}::test_readme_is_short` `{here}::test_no_such`") == [f"{here}::test_no_such"]
+
+
+def test_every_done_row_names_its_test_or_command():
+    rows = status_rows(text_of("docs/status.md"))
+    assert len(rows) == len({row[0] for row in rows}) > 100
+    for row_id, _, state, shown_by in rows:
+        if state == "done":
+            assert re.search(r"`(tests/[\w/.]+::\w+|bash scripts/|rlinf |python benchmarks/)", shown_by), row_id
+
+
+def test_status_has_the_rows_of_the_requirements():
+    if not REQUIREMENTS.is_file():
+        pytest.skip("the requirements document does not lie beside the project")
+    wanted = re.findall(r"^\| *((?:S\d|E|X)-\d+) *\|", REQUIREMENTS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [row[0] for row in status_rows(text_of("docs/status.md"))] == wanted

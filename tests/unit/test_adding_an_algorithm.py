@@ -1,0 +1,164 @@
+"""docs/adding_an_algorithm.md is executed: its file and YAML are written to a folder, and the algorithm trains."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from rlinf.algorithms import ALGORITHMS
+from rlinf.algorithms.base import Algorithm, LossCounts
+from rlinf.config.compose import compose_config
+from rlinf.config.options import public_fields
+from rlinf.config.schema import build_config
+from rlinf.config.validation import validate
+from rlinf.errors import ConfigError
+from rlinf.tracking import METRICS
+from rlinf.training.run import Run, train
+from rlinf.types import ActionEvaluation, Observation, RolloutBatch
+
+PAGE = (Path(__file__).parents[2] / "docs" / "adding_an_algorithm.md").read_text(encoding="utf-8")
+FILE, PLAIN = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+YAML = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL).group(1)
+COMMAND = re.search(r"rlinf train (--config-dir.*?)\n```", PAGE, re.DOTALL).group(1)
+SMALL = [
+    "env.cameras=[]", "env.max_episode_steps=8", "rollout.num_envs=8", "rollout.num_chunks=8", "trainer.max_steps=2",
+    "trainer.minibatch_size=32", "model.micro_batch_size=32", "evaluation.num_episodes=4", "evaluation.num_envs=4",
+    "evaluation.num_videos_per_task=0", "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The page's files where the page says that they lie; what they register is forgotten afterwards."""
+    monkeypatch.setattr(ALGORITHMS, "_entries", dict(ALGORITHMS.entries()))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "path" / "to" / "my_reinforce.py").write_text(FILE, encoding="utf-8")
+    (tmp_path / "my_configs" / "algorithm").mkdir(parents=True)
+    (tmp_path / "my_configs" / "algorithm" / "my_reinforce.yaml").write_text(YAML, encoding="utf-8")
+    known = set(METRICS)
+    yield tmp_path
+    sys.modules.pop("my_reinforce", None)
+    for name in set(METRICS) - known:
+        del METRICS[name]
+
+
+@pytest.fixture
+def page(folder):
+    """What the page's two Python blocks define."""
+    scope: dict = {"__name__": "my_reinforce"}
+    for code in (FILE, PLAIN):
+        exec(compile(code, "adding_an_algorithm.md", "exec", dont_inherit=True), scope)
+    return SimpleNamespace(**{name: value for name, value in scope.items() if not name.startswith("__")})
+
+
+def composed(folder: Path, *more: str):
+    """The configuration of the page's command line, made small."""
+    words = COMMAND.replace("\\\n", " ").split()
+    flag, config_dir, *overrides = words
+    assert flag == "--config-dir"
+    config = build_config(compose_config([*overrides, *SMALL, *more], config_dir))
+    config.output_dir = str(folder / "run")
+    return config
+
+
+def test_the_command_of_the_page_trains_two_iterations(folder):
+    config = composed(folder)
+    validate(config)
+    assert config.algorithm.name == "my_reinforce" and config.model.model_type == "mlp"
+    run = Run(config)
+    before = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+    run.execute()
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "train/loss" in line]
+    assert [line["step"] for line in steps] == [0, 1]
+    assert all(line["train/baseline"] != 0 and line["train/grad_norm"] > 0 for line in steps)
+    for name, parameter in run.model.named_parameters():
+        assert torch.equal(parameter, before[name]) == ("value_head" in name), name
+
+
+def test_two_ranks_load_the_plugin_and_log_the_same_numbers(folder):
+    def baselines(name: str, *more: str) -> list[float]:
+        config = composed(folder, *more)
+        config.output_dir = str(folder / name)
+        train(config)
+        lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        return [line["train/baseline"] for line in lines if "train/baseline" in line]
+
+    one = baselines("one")
+    assert baselines("two", "cluster.num_processes=2") == pytest.approx(one, abs=1e-5)
+    assert len(one) == 2 and one[0] != one[1], "control: the number changes from one iteration to the next"
+
+
+def test_the_yaml_lists_every_field_with_its_default(folder, page):
+    section = yaml.safe_load(YAML)
+    assert list(section) == list(public_fields(page.MyReinforceConfig))
+    assert page.MyReinforceConfig(**section) == page.MyReinforceConfig()
+
+
+def test_its_options_are_checked_like_any_others(folder):
+    with pytest.raises(ConfigError, match="algorithm.baseline is 'median'"):
+        composed(folder, "algorithm.baseline=median")
+    with pytest.raises(ConfigError, match="'algorithm.gae_lambda'"):  # an option of PPO
+        composed(folder, "algorithm.gae_lambda=0.9")
+
+
+def rollout(**fields: torch.Tensor) -> RolloutBatch:
+    """Two envs, three policy calls of one action of two tokens: env 0 ends at the second call, and its third is no part."""
+    ended = torch.tensor([[False, False], [True, False], [False, False]])
+    batch = RolloutBatch(
+        observation=Observation({}, None, [""] * 6),
+        action_tokens=torch.zeros(3, 2, 2),
+        rollout_logprobs=torch.zeros(3, 2, 2),
+        action_rewards=torch.tensor([[[1.0], [0.0]], [[2.0], [0.0]], [[0.0], [4.0]]]),
+        action_mask=torch.tensor([[[True], [True]], [[True], [True]], [[False], [True]]]),
+        loss_mask=torch.tensor([[True, True], [True, True], [False, True]]),
+        terminated=ended,
+        truncated=torch.zeros_like(ended),
+        bootstrap_values=torch.zeros(3, 2),
+        group_ids=torch.zeros(3, 2, dtype=torch.int64),
+        episode_ids=torch.zeros(3, 2, dtype=torch.int64),
+        policy_version=torch.zeros(3, 2, dtype=torch.int64),
+        old_logprobs=torch.zeros(3, 2, 2),
+        values=torch.full((3, 2), 7.0),  # must not matter
+    )
+    return replace(batch, **fields)
+
+
+def test_returns_and_baseline_by_hand(page):
+    batch = rollout()
+    metrics = page.MyReinforce(page.MyReinforceConfig(gamma=0.5)).compute_advantages(batch)
+    assert batch.returns.tolist() == [[2.0, 1.0], [2.0, 2.0], [0.0, 4.0]]  # 1 + 0.5 * 2; 0.5^2 * 4, 0.5 * 4, 4
+    assert metrics == {"train/baseline": pytest.approx(11 / 5)}
+    assert batch.advantages[batch.action_mask].sum() == pytest.approx(0.0, abs=1e-6)
+    bare = rollout()
+    page.MyReinforce(page.MyReinforceConfig(gamma=0.5, baseline="none")).compute_advantages(bare)
+    assert bare.advantages[..., 0].tolist() == bare.returns.tolist(), "control: without a baseline the mean is not 0"
+
+
+def gradient(algorithm: Algorithm, shift: float) -> torch.Tensor:
+    """Gradient with respect to the log-probabilities of a policy that has moved by ``shift`` since the rollout."""
+    batch = rollout()
+    algorithm.compute_advantages(batch)
+    flat = batch.flatten()
+    logprobs = torch.full((6, 2), shift, requires_grad=True)
+    evaluation = ActionEvaluation(logprobs, torch.zeros(6, 2), torch.zeros(6))
+    algorithm.loss(flat, evaluation, LossCounts.of(flat, "action"), step=0).loss.backward()
+    return logprobs.grad
+
+
+def test_both_losses_agree_on_policy_and_differ_off_policy(page):
+    config = page.MyReinforceConfig()
+    clipped, plain = page.MyReinforce(config), page.PlainReinforce(config)
+    torch.testing.assert_close(gradient(plain, 0.0), gradient(clipped, 0.0))
+    assert gradient(plain, 0.0).abs().sum() > 0 and not gradient(plain, 0.0)[4].any(), "the masked call has no gradient"
+    assert not torch.allclose(gradient(plain, 0.05), gradient(clipped, 0.05)), "control"

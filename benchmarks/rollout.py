@@ -70,14 +70,13 @@ def main() -> None:
         )  # fmt: skip
 
     steps = num_envs * num_chunks
-    pipelined, single = collector(2), collector(1)
+    lanes = collector(2)
     rates = {
         "env_only": rate(env_only, steps, arguments.rounds),
         "policy_only": rate(policy_only, steps, arguments.rounds),
-        "one_batch": rate(lambda: single.collect(model, 0, 0, needs_values=False), steps, arguments.rounds),
-        "ours": rate(lambda: pipelined.collect(model, 0, 0, needs_values=False), steps, arguments.rounds),
+        "ours": rate(lambda: lanes.collect(model, 0, 0, needs_values=False), steps, arguments.rounds),
     }
-    pipelined.close(), single.close(), env.close()
+    lanes.close(), env.close()
     rates["in_turn"] = 1 / (1 / rates["env_only"] + 1 / rates["policy_only"])
     for name, value in rates.items():
         print(f"{name:12} {value:8.0f} env steps/s")

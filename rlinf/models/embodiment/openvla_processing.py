@@ -143,7 +143,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
         up to a few grey values; images that have the size already give the same numbers.
         """
         towers = [
-            _normalize(self._resize_tensors(images, tower), mean, std)
+            _normalize_grey_values(self._resize_tensors(images, tower), mean, std)
             for tower, (mean, std) in enumerate(self.normalization)
         ]
         return towers[0] if len(towers) == 1 else torch.cat(towers, dim=1)
@@ -180,6 +180,14 @@ def _normalize(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> T
     shape = (-1, 1, 1)
     scaled = pixels.float() / 255.0
     return scaled.sub_(scaled.new_tensor(mean).view(shape)).div_(scaled.new_tensor(std).view(shape))
+
+
+def _normalize_grey_values(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """``(x / 255 - mean) / std`` as ``x * scale - shift``: two passes over the data instead of four, equal to 1e-6."""
+    shape = (-1, 1, 1)
+    mean, std = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
+    scale = (1.0 / (255.0 * std)).float().to(images.device).view(shape)
+    return torch.mul(images, scale).sub_((mean / std).float().to(images.device).view(shape))
 
 
 def _shorter_side(height: int, width: int, size: int) -> tuple[int, int]:

@@ -1,0 +1,110 @@
+"""Speed of one PPO update of the quickstart, and how much of the machine's matrix-product speed it reaches.
+
+``ours`` is samples per second of ``TrainWorker.update`` (forward, loss, backward, clipping, AdamW) over a whole rollout.
+``peer`` is what these samples would take if the machine did nothing but the same number of multiplications at its measured
+matmul speed: the best over the sizes of the model's largest layers and a large square, in the same dtype and threads. Their
+ratio is the model FLOPs utilisation of the update.
+
+    python benchmarks/update.py [--precision fp32|bf16-mixed] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from rlinf.algorithms import ALGORITHMS
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.distributed.process_group import set_num_threads
+from rlinf.envs import make_env
+from rlinf.models import build_policy
+from rlinf.rollout.collector import RolloutCollector
+from rlinf.rollout.sampler import EpisodeSampler
+from rlinf.seeding import seed_everything
+from rlinf.training.train_worker import TrainWorker, minibatch_indices
+
+
+def matmul_flops_per_s(rows: int, inner: int, columns: int, dtype: torch.dtype, rounds: int = 20) -> float:
+    """Best measured FLOP/s of ``[rows, inner] @ [inner, columns]``."""
+    left, right = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - start)
+    return 2 * rows * inner * columns / best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16-mixed"))
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    overrides = ["experiment=quickstart", f"model.precision={arguments.precision}", "algorithm.critic_warmup_steps=0"]
+    config = build_config(compose_config(overrides))
+    set_num_threads(None, 1)
+    seed_everything(0)
+
+    env = make_env(config.env, 1, auto_reset=False)
+    model = build_policy(config, {"norm_stats": {config.env.name: env.action_statistics()}})
+    worker = TrainWorker(
+        model, replace(config.trainer, learning_rate=0.0), temperature=1.0, micro_batch_size=config.model.micro_batch_size,
+        val_micro_batch_size=config.model.val_micro_batch_size, precision=config.model.precision,
+    )  # fmt: skip
+    sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), 1, seed=0)
+    collector = RolloutCollector(
+        lambda count: make_env(config.env, count, auto_reset=True), sampler, num_envs=config.rollout.num_envs,
+        num_chunks=config.rollout.num_chunks, temperature=1.0, autocast=worker.autocast,
+    )  # fmt: skip
+    algorithm = ALGORITHMS.get("ppo")(config.algorithm)
+    batch = collector.collect(model.eval(), 0, 0, needs_values=True)
+    collector.close(), env.close()
+    batch.old_logprobs, batch.values = worker.evaluate(batch)
+    algorithm.compute_advantages(batch)
+    flat = batch.flatten()
+    minibatches = minibatch_indices(flat.loss_mask, config.trainer.minibatch_size, seed=0)
+
+    def update() -> None:
+        for index in minibatches:
+            worker.update(flat.select(index), algorithm, step=0)
+
+    with FlopCounterMode(display=False) as counter:
+        update()
+    flops_per_sample = counter.get_total_flops() / len(flat.loss_mask)
+    update()
+    seconds = []
+    for _ in range(arguments.rounds):
+        start = time.perf_counter()
+        update()
+        seconds.append(time.perf_counter() - start)
+    ours = len(flat.loss_mask) / statistics.median(seconds)
+
+    dtype = torch.float32 if arguments.precision == "fp32" else torch.bfloat16
+    rows = config.trainer.minibatch_size
+    tower = model.vision_backbone.featurizer
+    patches, (width, patch_dim) = tower.spec.grid_size**2, tower.patch_embed.stem.weight.shape
+    sizes = {(rows * patches, patch_dim, width), (rows * patches, tower.spec.embed_dim, tower.spec.mlp_dim), (1024, 1024, 1024)}
+    speeds = {size: matmul_flops_per_s(*size, dtype) for size in sorted(sizes)}
+    for size, speed in speeds.items():
+        print(f"matmul {' x '.join(map(str, size)):>20}: {speed / 1e9:7.0f} GFLOP/s")
+    peak = max(speeds.values())
+    print(f"update: {ours:.0f} samples/s, {flops_per_sample / 1e6:.1f} MFLOP a sample, {ours * flops_per_sample / 1e9:.0f} GFLOP/s")
+    result = {
+        "name": "update", "ours": round(ours, 1), "peer": round(peak / flops_per_sample, 1),
+        "ratio": round(ours * flops_per_sample / peak, 3), "unit": "samples/s", "precision": arguments.precision,
+        "minibatch_size": rows, "parameters": sum(p.numel() for p in model.parameters()),
+        "mflop_per_sample": round(flops_per_sample / 1e6, 2), "matmul_peak_gflops": round(peak / 1e9, 1),
+        "threads": torch.get_num_threads(),
+    }  # fmt: skip
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
 ``ours`` is ``RolloutCollector`` with two lanes (threads that each act for, and step, one half of the envs). ``peer`` is the slower of stepping and rendering the same envs with given actions, and of running the same policy
 on given observations. Doing one after the other reaches ``1 / (1/env + 1/policy)``, printed as ``in_turn``.
 
-    python benchmarks/rollout.py [--num-envs 64] [--rounds 5]
+    python benchmarks/rollout.py [--num-envs 256] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def rate(function, num_steps: int, rounds: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-envs", type=int, default=64)
+    parser.add_argument("--num-envs", type=int, default=256)
     parser.add_argument("--num-chunks", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
@@ -61,7 +61,7 @@ def main() -> None:
         for _ in range(num_chunks):
             model.predict_action_batch(**model.preprocess(observation))
 
-    sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), 1, seed=0)
+    sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), num_groups=num_envs)
 
     def collector(num_lanes: int) -> RolloutCollector:
         return RolloutCollector(

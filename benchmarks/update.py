@@ -58,7 +58,7 @@ def main() -> None:
         model, replace(config.trainer, learning_rate=0.0), temperature=1.0, micro_batch_size=config.model.micro_batch_size,
         val_micro_batch_size=config.model.val_micro_batch_size, precision=config.model.precision,
     )  # fmt: skip
-    sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), 1, seed=0)
+    sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), num_groups=config.rollout.num_envs)
     collector = RolloutCollector(
         lambda count: make_env(config.env, count, auto_reset=True), sampler, num_envs=config.rollout.num_envs,
         num_chunks=config.rollout.num_chunks, temperature=1.0, autocast=worker.autocast,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -184,6 +185,16 @@ class RolloutBatch:
     def tensors(self) -> dict[str, Tensor]:
         """Return the fields that are tensors and set."""
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+
+    def select_envs(self, columns: Tensor) -> RolloutBatch:
+        """Return the envs ``columns`` of a time-major batch; ``episodes`` are those of the whole batch still."""
+        num_chunks, num_envs = self.loss_mask.shape
+        rows = (torch.arange(num_chunks)[:, None] * num_envs + columns[None]).flatten()
+        return replace(
+            self,
+            observation=self.observation.select(rows.numpy()),
+            **{name: value[:, columns] for name, value in self.tensors().items()},
+        )
 
     def flatten(self) -> RolloutBatch:
         """Merge ``T`` and ``B`` into one row axis ``N``."""

@@ -20,20 +20,21 @@ class LossCounts:
 
     Attributes:
         units: Importance ratios (tokens, actions or chunks).
-        actions: Executed actions.
+        entropies: Units whose entropy is averaged.
         calls: Policy calls.
     """
 
     units: float
-    actions: float
+    entropies: float
     calls: float
 
     @staticmethod
-    def of(batch: RolloutBatch, level: str) -> LossCounts:
+    def of(batch: RolloutBatch, config: AlgorithmConfig) -> LossCounts:
         """Count the valid elements of a flattened batch."""
         action_mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
-        _, mask = aggregate_logprobs(batch.old_logprobs, action_mask, level)
-        return LossCounts(float(mask.sum()), float(action_mask.sum()), float(batch.loss_mask.sum()))
+        _, units = aggregate_logprobs(batch.old_logprobs, action_mask, config.logprob_level)
+        _, entropies = aggregate_logprobs(batch.old_logprobs, action_mask, config.entropy_level)
+        return LossCounts(float(units.sum()), float(entropies.sum()), float(batch.loss_mask.sum()))
 
 
 class Algorithm(ABC):
@@ -58,6 +59,10 @@ class Algorithm(ABC):
         """Log-probabilities of the policy before RL are wanted in ``batch.ref_logprobs``."""
         return self.config.kl_coef > 0
 
+    def wants_more(self, batch: RolloutBatch, attempts: int) -> Tensor | None:
+        """Which envs (bool ``[B]``) another rollout should replace, after ``attempts`` rollouts; None: go on."""
+        return None
+
     def policy_is_frozen(self, step: int) -> bool:
         """In this iteration nothing but the value head may change."""
         return False
@@ -81,10 +86,8 @@ class Algorithm(ABC):
         policy_loss = total / counts.units
         metrics = {name: value / counts.units for name, value in sums.items()}
 
-        token_entropy = evaluation.entropy.reshape(*action_mask.shape, -1)
-        entropy = torch.where(action_mask.unsqueeze(-1), token_entropy, 0.0).sum() / (
-            counts.actions * token_entropy.shape[-1]
-        )
+        unit_entropy, entropy_mask = aggregate_logprobs(evaluation.entropy, action_mask, config.entropy_level)
+        entropy = torch.where(entropy_mask, unit_entropy, 0.0).sum() / counts.entropies
         loss = policy_loss - config.entropy_coef * entropy
         if self.needs_reference:
             ref_logprobs, _ = aggregate_logprobs(batch.ref_logprobs, action_mask, config.logprob_level)

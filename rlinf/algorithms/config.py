@@ -21,6 +21,7 @@ class AlgorithmConfig:
     clip_range_low: float = option(0.2, "Ratio is clipped below 1 - this.", minimum=0)
     clip_range_high: float = option(0.2, "Ratio is clipped above 1 + this.", minimum=0)
     dual_clip: float | None = option(None, "For negative advantages the loss is at most this times |advantage| (Ye et al. 2020); null: off.")
+    entropy_level: str = option("token", "Unit whose entropy is averaged: a token, or the sum over an action or a chunk.", choices=LEVELS)
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
     kl_coef: float = option(0.0, "Weight of the KL penalty to the reference policy (the policy before RL).", minimum=0)
     kl_estimator: str = option("k3", "Estimator of the KL penalty (Schulman 2020).", choices=("k1", "k2", "k3"))
@@ -45,4 +46,5 @@ class GRPOConfig(AlgorithmConfig):
     name: str = option("grpo", "Registered algorithm.")
     normalize_advantages: bool = option(False, "Shift and scale advantages over the whole rollout, on top of the groups.")
     scale_by_std: bool = option(True, "Divide by the group's standard deviation; false: as in Dr. GRPO (Liu et al. 2025).")
+    max_resamples: int = option(0, "Further rollouts per iteration to replace groups of equal returns (DAPO, Yu et al. 2025).", minimum=0)
     drop_zero_variance_groups: bool = option(True, "Leave groups in which all returns are equal out of the update.")

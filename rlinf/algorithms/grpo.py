@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from rlinf.algorithms.advantages import episode_returns, group_advantages, masked_normalize
 from rlinf.algorithms.base import Algorithm, spread_over_actions
@@ -18,6 +19,14 @@ class GRPO(Algorithm):
     config_class: ClassVar[type[GRPOConfig]] = GRPOConfig
     needs_groups: ClassVar[bool] = True
     config: GRPOConfig
+
+    def wants_more(self, batch: RolloutBatch, attempts: int) -> Tensor | None:
+        """Dynamic sampling: groups whose returns are all equal teach nothing and are replaced by new ones."""
+        if attempts > self.config.max_resamples:
+            return None
+        returns = episode_returns(batch.rewards, batch.loss_mask)
+        _, varied = group_advantages(returns, batch.group_ids[0], self.config.scale_by_std)
+        return None if varied.all() else ~varied
 
     def compute_advantages(self, batch: RolloutBatch) -> dict[str, float]:
         check_groups(batch)

@@ -254,6 +254,11 @@ def check_algorithm(config: RunConfig) -> None:
             "algorithm.advantage_level=action gives each action of a chunk its own advantage, but "
             "algorithm.logprob_level=chunk has one ratio per chunk. Type algorithm.logprob_level=action"
         )
+    if algorithm.advantage_level == "action" and not algorithm_class.needs_values:
+        raise ConfigError(
+            f"algorithm.name={algorithm.name} has one advantage per episode; algorithm.advantage_level=action needs a value "
+            "function. Type algorithm.advantage_level=chunk, or algorithm=ppo"
+        )
     longest = ENVS.get(config.env.name).longest_horizon(config.env)
     covered = rollout.num_chunks * config.model.action_chunks_len
     if algorithm_class.needs_groups:
@@ -265,12 +270,12 @@ def check_algorithm(config: RunConfig) -> None:
                 f"rollout.group_size={rollout.group_size} and rollout.auto_reset={override_text(rollout.auto_reset)} "
                 f"(the group rollout=groups sets both). Type {' '.join(mending)}"
             )
-    if not rollout.auto_reset and covered < longest:
+    if covered < longest:
         needed = -(-longest // config.model.action_chunks_len)
         raise ConfigError(
             f"{covered} env steps per iteration (rollout.num_chunks={rollout.num_chunks} x model.action_chunks_len="
-            f"{config.model.action_chunks_len}) do not reach the end of an episode of {longest} steps, and with "
-            f"rollout.auto_reset=false it is not continued. Type rollout.num_chunks={needed}"
+            f"{config.model.action_chunks_len}) do not reach the end of an episode of {longest} steps, and an iteration begins "
+            f"with fresh episodes. Type rollout.num_chunks={needed}"
         )
 
 

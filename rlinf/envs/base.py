@@ -154,6 +154,9 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         """
         raise ConfigError(f"Environment '{self.suite}' cannot draw frames (asked for {len(ids)} of {size} pixels).")
 
+    def offload(self) -> None:
+        """Free what the next reset can rebuild (graphics contexts, GPU memory); nothing by default."""
+
     def instruction_of(self, task_id: int) -> str | None:
         """Return the instruction of a task where all its episodes share one, else None."""
         return None

@@ -23,6 +23,9 @@ from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeSpec, Observation, RolloutBatch
 
+ATTEMPT_STRIDE = 1 << 32
+"""Distance between the group and episode ids of two rollouts of one iteration."""
+
 
 @dataclass
 class _Lane:
@@ -77,6 +80,7 @@ class RolloutCollector:
         num_lanes: Threads that play; each gets its share of torch's threads.
         rank, num_ranks: This process plays the ``rank``-th block of envs.
         autocast: Makes the context in which the policy runs.
+        offload_envs: Free graphics memory after each rollout.
     """
 
     def __init__(
@@ -91,12 +95,14 @@ class RolloutCollector:
         rank: int = 0,
         num_ranks: int = 1,
         autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        offload_envs: bool = False,
     ) -> None:
         self.sampler = sampler
         self.num_envs = num_envs
         self.num_chunks = num_chunks
         self.temperature = temperature
         self.autocast = autocast
+        self.offload_envs = offload_envs
         self.block = np.arange(num_envs).reshape(num_ranks, -1)[rank]
         self.lanes = [
             _Lane(make_env(len(ids)), ids, ThreadPoolExecutor(1, thread_name_prefix="rollout"))
@@ -109,7 +115,9 @@ class RolloutCollector:
             lane.executor.submit(lane.env.close).result()
             lane.executor.shutdown()
 
-    def collect(self, model: ActionModel, step: int, policy_version: int, needs_values: bool) -> RolloutBatch:
+    def collect(
+        self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0
+    ) -> RolloutBatch:
         """Play one rollout.
 
         Args:
@@ -117,16 +125,17 @@ class RolloutCollector:
             step: Iteration; fixes episodes and random numbers.
             policy_version: Recorded with every sample.
             needs_values: Compute ``bootstrap_values``.
+            attempt: Number of the rollout within the iteration; group and episode ids of two attempts differ.
 
         Returns:
             Time-major batch of this rank's envs, without the trainer's fields.
         """
-        generator = torch.Generator().manual_seed(derive_seed(self.sampler.seed, "actions", step))
+        generator = torch.Generator().manual_seed(derive_seed(self.sampler.seed, "actions", step, attempt))
         uniforms = torch.rand(self.num_chunks, self.num_envs, model.num_logprobs, generator=generator)
         recorder = _Recorder(self.num_chunks, len(self.block))
         num_threads = torch.get_num_threads()
         lanes = [
-            _Rollout(self, lane, model, recorder, uniforms[:, lane.env_ids], step, policy_version, num_threads)
+            _Rollout(self, lane, model, recorder, uniforms[:, lane.env_ids], (step, attempt), policy_version, num_threads)
             for lane in self.lanes
         ]
         starts = [lane.executor.submit(rollout.start) for lane, rollout in zip(self.lanes, lanes, strict=True)]
@@ -149,10 +158,11 @@ class _Rollout:
 
     def __init__(
         self, collector: RolloutCollector, lane: _Lane, model: ActionModel, recorder: _Recorder, uniforms: Tensor,
-        step: int, policy_version: int, num_threads: int,
+        moment: tuple[int, int], policy_version: int, num_threads: int,
     ) -> None:  # fmt: skip
         self.collector, self.env, self.env_ids, self.model = collector, lane.env, lane.env_ids, model
-        self.recorder, self.uniforms, self.step, self.policy_version = recorder, uniforms, step, policy_version
+        self.recorder, self.uniforms, self.policy_version = recorder, uniforms, policy_version
+        self.step, self.attempt = moment
         self.num_threads = max(1, num_threads // len(collector.lanes))
         first = int(lane.env_ids[0] - collector.block[0])
         self.columns = slice(first, first + len(lane.env_ids))
@@ -162,14 +172,14 @@ class _Rollout:
     def start(self) -> Observation:
         """Reset every env to the first episode of this iteration."""
         sampler = self.collector.sampler
-        episodes = [sampler.spec(self.step, int(i), 0) for i in self.env_ids]
+        episodes = [sampler.spec(self.step, int(i), 0, self.attempt) for i in self.env_ids]
         options = {"episodes": episodes, "next_episode": self._next_episode}
         self.observation, _ = self.env.reset(options=options)
         return self.observation
 
     def _next_episode(self, row: int) -> EpisodeSpec:
         self.positions[row] += 1
-        return self.collector.sampler.spec(self.step, int(self.env_ids[row]), int(self.positions[row]))
+        return self.collector.sampler.spec(self.step, int(self.env_ids[row]), int(self.positions[row]), self.attempt)
 
     @torch.no_grad()
     def play(self, needs_values: bool) -> RolloutBatch:
@@ -197,11 +207,13 @@ class _Rollout:
             batch = self._batch(chunks, alives, episode_ids, tokens, logprobs)
             if needs_values:
                 self._fill_bootstrap(chunks, batch)
+        if self.collector.offload_envs:
+            self.env.offload()
         return batch
 
     def _episode_ids(self) -> np.ndarray:
-        """Number the present episodes uniquely within the rollout of all ranks, and remember their specs."""
-        ids = self.positions * self.collector.num_envs + self.env_ids
+        """Number the present episodes uniquely within the iteration, over all ranks, and remember their specs."""
+        ids = self.positions * self.collector.num_envs + self.env_ids + self.attempt * ATTEMPT_STRIDE
         for row, spec in enumerate(self.env.current_specs()):
             self.specs.setdefault(int(ids[row]), spec)
         return ids
@@ -214,7 +226,8 @@ class _Rollout:
             return torch.from_numpy(np.stack(arrays))
 
         shape = (len(chunks), len(self.env_ids))
-        groups = torch.tensor([self.collector.sampler.group_of(int(i)) for i in self.env_ids])
+        sampler = self.collector.sampler
+        groups = torch.tensor([sampler.group_of(int(i)) + self.attempt * ATTEMPT_STRIDE for i in self.env_ids])
         return RolloutBatch(
             observation=self.observation,  # replaced by the rows of all lanes
             action_tokens=torch.stack(tokens),

@@ -11,12 +11,16 @@ from rlinf.config.options import option
 class RolloutConfig:
     """How experience is collected."""
 
-    backend: str = option("torch", "Generator: torch (in process).", choices=("torch",))
     num_envs: int = option(64, "Parallel environments over all ranks.", minimum=1)
-    num_chunks: int = option(16, "Policy calls per environment and iteration.", minimum=1)
+    num_chunks: int = option(48, "Policy calls per environment and iteration; they must cover the longest episode.", minimum=1)
     group_size: int = option(1, "Episodes that share an EpisodeSpec (GRPO and RLOO need 2 or more).", minimum=1)
+    init_states: str = option(
+        "random", "random: drawn anew; ordered: one after the other, over tasks and initial states; fixed: the first ones, in "
+        "every iteration.", choices=("random", "ordered", "fixed"),
+    )
     auto_reset: bool = option(True, "Start a new episode where one ends; false: one episode per env and iteration.")
     temperature: float = option(1.0, "Divides the logits in rollout and training alike.", minimum=1e-6)
+    offload_envs: bool = option(False, "Free the simulators' graphics memory between rollouts.")
     num_lanes: int = option(2, "Threads that each play a share of the envs: while one steps, the policy acts for another.", minimum=1)
 
 

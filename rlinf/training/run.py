@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from rlinf.algorithms import ALGORITHMS
 from rlinf.config.options import to_mapping
@@ -21,7 +22,7 @@ from rlinf.data.demonstrations import Demonstrations, collect_demonstrations
 from rlinf.distributed.process_group import launch, rank, set_num_threads, world_size
 from rlinf.distributed.weight_sync import WeightSync, frozen_copy
 from rlinf.envs import make_env
-from rlinf.errors import NonFiniteError
+from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.result import EvaluationResult
@@ -91,6 +92,11 @@ class Run:
         if config.init_from is not None:
             folder = checkpoints.resolve_checkpoint(config.init_from)
             saved = Manifest.load(folder)
+            if saved.model["model_type"] != config.model.model_type:
+                raise CheckpointError(
+                    f"init_from={config.init_from} holds a '{saved.model['model_type']}' and model.model_type is "
+                    f"'{config.model.model_type}'. Type model.model_type={saved.model['model_type']} or another init_from"
+                )
             verify_files(folder, saved)
             return load_policy(folder, config).to(self.device)
         return build_policy(config, self._statistics_of_env()).to(self.device)
@@ -194,7 +200,12 @@ class Run:
     def _collector(self) -> RolloutCollector:
         config = self.config
         sampler = EpisodeSampler(
-            self.eval_env.episode_specs("train"), len(self.eval_env.task_names), config.rollout.group_size, config.seed
+            self.eval_env.episode_specs("train"),
+            len(self.eval_env.task_names),
+            num_groups=config.rollout.num_envs // config.rollout.group_size,
+            group_size=config.rollout.group_size,
+            seed=config.seed,
+            init_states=config.rollout.init_states,
         )
         return RolloutCollector(
             lambda num_envs: make_env(config.env, num_envs, auto_reset=config.rollout.auto_reset),
@@ -204,6 +215,7 @@ class Run:
             temperature=config.rollout.temperature,
             num_lanes=config.rollout.num_lanes,
             autocast=self.worker.autocast,
+            offload_envs=config.rollout.offload_envs,
             rank=rank(),
             num_ranks=world_size(),
         )
@@ -288,6 +300,7 @@ def closing_table(summary: dict[str, Any]) -> str:
 
 def _execute_rank(config: RunConfig) -> None:
     load_plugins(config.plugins)
+    transformers_logging.disable_progress_bar()
     run = Run(config)
     restore = _handle_signals(run)
     try:

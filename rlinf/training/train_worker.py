@@ -136,7 +136,7 @@ class TrainWorker:
             NonFiniteError: Loss or gradient is not finite; weights and optimiser stay as they were.
         """
         self.model.train()
-        counts = LossCounts.of(batch, algorithm.config.logprob_level)
+        counts = LossCounts.of(batch, algorithm.config)
         totals: dict[str, float] = {}
         frozen = algorithm.policy_is_frozen(step)
         for index, valid in self._micro_batches(len(batch.loss_mask)):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlinf.algorithms.base import Algorithm
 from rlinf.config.schema import RunConfig
@@ -17,7 +17,7 @@ from rlinf.data.demonstrations import Demonstrations
 from rlinf.distributed.process_group import any_rank, gather_rollout, sum_over_ranks
 from rlinf.distributed.weight_sync import WeightSync
 from rlinf.evaluation.result import EvaluationResult
-from rlinf.rollout.collector import RolloutCollector
+from rlinf.rollout.collector import RolloutCollector, concatenate_envs
 from rlinf.rollout.parity import check_parity
 from rlinf.seeding import derive_seed
 from rlinf.training.memory import memory_metrics
@@ -165,17 +165,14 @@ class Trainer:
     def iteration(self, step: int) -> dict[str, float]:
         """One iteration of reinforcement learning; returns its metrics."""
         config, state, algorithm = self.config, self.state, self.algorithm
-        clock = _Clock()
+        clock, env_steps_before = _Clock(), state.env_steps
         self.sync.push(state.policy_version)
         clock.lap("sync")
-        model = self.sync.rollout_model.eval()
-        batch = self.collector.collect(model, step, state.policy_version, algorithm.needs_values)
-        clock.lap("rollout")
-        batch.old_logprobs, batch.values = self.worker.evaluate(batch)
-        if algorithm.needs_reference:
-            batch.ref_logprobs, _ = self.worker.evaluate(batch, self.reference)
-        batch = gather_rollout(batch)
-        clock.lap("logprob")
+        batch = self._collect(step, 0, clock)
+        attempts = 1
+        while (unwanted := algorithm.wants_more(batch, attempts)) is not None:
+            batch = replace_envs(batch, unwanted, self._collect(step, attempts, clock))
+            attempts += 1
         metrics = check_parity(batch, step, config.trainer.parity_max_gap)
         metrics |= rollout_metrics(batch)
         metrics |= algorithm.compute_advantages(batch)
@@ -187,15 +184,27 @@ class Trainer:
                 updates.append(self.worker.update(flat.select(index), algorithm, step))
         state.policy_version += len(updates)
         clock.lap("update")
-        env_steps = int(batch.action_mask.sum())
-        state.env_steps += env_steps
         for name in updates[0] if updates else ():
             metrics[f"train/{name}"] = sum(update[name] for update in updates) / len(updates)
         metrics |= clock.metrics()
         metrics["rollout/env_steps_total"] = state.env_steps
-        metrics["throughput/env_steps_per_s"] = env_steps / clock.total()
+        metrics["throughput/env_steps_per_s"] = (state.env_steps - env_steps_before) / clock.total()
         metrics["throughput/samples_per_s"] = int(flat.loss_mask.sum()) * config.algorithm.update_epochs / clock.seconds["update"]
         return metrics
+
+    def _collect(self, step: int, attempt: int, clock: _Clock) -> RolloutBatch:
+        """Play one rollout, score it with the trained weights, and join what all ranks played."""
+        model = self.sync.rollout_model.eval()
+        needs_values = self.algorithm.needs_values
+        batch = self.collector.collect(model, step, self.state.policy_version, needs_values, attempt)
+        clock.lap("rollout")
+        batch.old_logprobs, batch.values = self.worker.evaluate(batch)
+        if self.algorithm.needs_reference:
+            batch.ref_logprobs, _ = self.worker.evaluate(batch, self.reference)
+        batch = gather_rollout(batch)
+        clock.lap("logprob")
+        self.state.env_steps += int(batch.action_mask.sum())
+        return batch
 
     def evaluate_phase(self, tag: str) -> None:
         """Evaluate between phases and remember the result under ``tag``; a resumed run does not repeat it."""
@@ -250,6 +259,13 @@ class _Clock:
 
     def metrics(self) -> dict[str, float]:
         return {f"time/{name}_s": value for name, value in self.seconds.items()}
+
+
+def replace_envs(batch: RolloutBatch, unwanted: Tensor, more: RolloutBatch) -> RolloutBatch:
+    """Put whole groups of ``more`` in the place of the envs ``unwanted`` (bool ``[B]``) of a time-major batch."""
+    kept = torch.nonzero(~unwanted).flatten()
+    new = torch.arange(int(unwanted.sum()))  # groups lie side by side and have one size, so these are whole ones
+    return concatenate_envs([batch.select_envs(kept), more.select_envs(new)])
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:

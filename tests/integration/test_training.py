@@ -128,6 +128,45 @@ def test_two_ranks_equal_one(tmp_path):
                 assert two[name] == pytest.approx(value, abs=1e-5, rel=1e-4), name
 
 
+def test_a_vla_on_two_ranks_equals_one(tmp_path):
+    vla = ["model=openvla_tiny", "env.cameras=[front]", "trainer.max_steps=1", "sft.max_steps=1", "rollout.num_envs=4",
+           "sft.num_demonstrations=4", "sft.batch_size=16", "algorithm.critic_warmup_steps=0", SMOOTH]  # fmt: skip
+    train(config_of(tmp_path / "one", *vla))
+    train(config_of(tmp_path / "two", *vla, "cluster.num_processes=2"))
+    before = weights_of(tmp_path / "one", "sft_000001")
+    one, two = weights_of(tmp_path / "one", "rl_000001"), weights_of(tmp_path / "two", "rl_000001")
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, atol=1e-5, rtol=0, msg=name)
+    assert max((tensor - before[name]).abs().max().item() for name, tensor in one.items()) > 1e-4
+
+
+def test_value_head_and_policy_have_their_own_learning_rates(tmp_path):
+    rates = ["trainer.learning_rate=1e-3", "trainer.value_learning_rate=1e-5", "trainer.max_steps=1"]
+    run = Run(config_of(tmp_path, *rates, "algorithm.critic_warmup_steps=0"))
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    run.execute()
+    moved = {name: (p.detach() - before[name]).abs().max().item() for name, p in run.model.named_parameters()}
+    value = max(size for name, size in moved.items() if "value_head" in name)
+    policy = max(size for name, size in moved.items() if "value_head" not in name)
+    # Two AdamW steps move a weight by at most about twice the learning rate.
+    assert 0 < value <= 2.1e-5 and 1e-4 < policy <= 2.1e-3
+
+
+def test_dynamic_sampling_replaces_groups_without_variance(tmp_path):
+    grpo = [item for item in SMALL if not item.startswith("algorithm.")]
+    grpo += ["algorithm=grpo", "rollout.group_size=4", "env.reward_mode=sparse", "trainer.max_steps=1"]
+
+    def env_steps(folder: Path, *more: str) -> float:
+        config = build_config(compose_config([*grpo, *more]))
+        config.output_dir = str(folder)
+        train(config)
+        return next(line for line in lines_of(folder) if "rollout/return_mean" in line)["rollout/env_steps_total"]
+
+    # A random policy never succeeds, so all returns are 0 and every group is replaced as often as is allowed.
+    once = env_steps(tmp_path / "once")
+    assert env_steps(tmp_path / "thrice", "algorithm.max_resamples=2") == 3 * once
+
+
 def test_parity_gate_stops_at_step_zero_and_names_the_worst_sample(tmp_path):
     run = Run(config_of(tmp_path))
     original = run.model.rollout_logprobs

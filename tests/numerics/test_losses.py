@@ -120,7 +120,7 @@ def test_loss_and_metrics_do_not_depend_on_micro_batches(level, algorithm):
     algorithm.config.entropy_coef = 0.1
     algorithm.compute_advantages(batch)
     flat = batch.flatten()
-    counts = LossCounts.of(flat, level)
+    counts = LossCounts.of(flat, algorithm.config)
     whole = algorithm.loss(flat, evaluation, counts, 0)
     parts = []
     for index in torch.arange(len(flat.loss_mask)).split(5):
@@ -131,7 +131,7 @@ def test_loss_and_metrics_do_not_depend_on_micro_batches(level, algorithm):
         torch.testing.assert_close(sum(part.metrics[name] for part in parts), value, atol=1e-6, rtol=1e-6)
     # Control: a mean per micro-batch, the usual mistake, gives another number.
     per_part = [
-        algorithm.loss(flat.select(i), ActionEvaluation(*(t[i] for t in evaluation)), LossCounts.of(flat.select(i), level), 0).loss
+        algorithm.loss(flat.select(i), ActionEvaluation(*(t[i] for t in evaluation)), LossCounts.of(flat.select(i), algorithm.config), 0).loss
         for i in torch.arange(len(flat.loss_mask)).split(5)
     ]  # fmt: skip
     assert abs(sum(per_part) / len(per_part) - whole.loss) > 1e-4
@@ -143,9 +143,9 @@ def test_ppo_loss_means_do_not_grow_with_the_number_of_tokens():
     algorithm = PPO(PPOConfig(logprob_level="token", entropy_coef=0.5, critic_warmup_steps=0))
     algorithm.compute_advantages(batch)
     flat = batch.flatten()
-    narrow_loss = algorithm.loss(flat, evaluation, LossCounts.of(flat, "token"), 0)
+    narrow_loss = algorithm.loss(flat, evaluation, LossCounts.of(flat, algorithm.config), 0)
     flat.old_logprobs = flat.old_logprobs.repeat(1, 8)
-    wide_loss = algorithm.loss(flat, wide, LossCounts.of(flat, "token"), 0)
+    wide_loss = algorithm.loss(flat, wide, LossCounts.of(flat, algorithm.config), 0)
     for name, value in narrow_loss.metrics.items():
         torch.testing.assert_close(wide_loss.metrics[name], value, atol=1e-5, rtol=1e-5)
 
@@ -156,7 +156,7 @@ def test_critic_warmup_loss_has_no_policy_gradient():
     algorithm = PPO(PPOConfig(critic_warmup_steps=1))
     algorithm.compute_advantages(batch)
     flat = batch.flatten()
-    counts = LossCounts.of(flat, "action")
+    counts = LossCounts.of(flat, algorithm.config)
     algorithm.loss(flat, evaluation, counts, 0).loss.backward()
     assert evaluation.logprobs.grad is None and evaluation.values.grad.abs().sum() > 0
     algorithm.loss(flat, evaluation, counts, 1).loss.backward()

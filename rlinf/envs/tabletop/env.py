@@ -123,6 +123,10 @@ class TabletopVectorEnv(VectorEnv):
         self._check_reset()
         return self._render(np.asarray(ids, dtype=np.int64), [self._simulator.camera_ids["front"]], size)[0]
 
+    def offload(self) -> None:
+        """Free the GL contexts; the next picture opens them again."""
+        self.close_extras()
+
     def close_extras(self, **kwargs: object) -> None:
         """Free the GL contexts."""
         for renderer in self._renderers.values():

@@ -5,13 +5,14 @@ state, cloning on until as much training time has passed as (a) took in all. Bot
 held-out episodes. ``ours`` and ``peer`` are the success rates of (a) and (b) over all seeds; ``figure.html`` in the output
 folder draws both against training time.
 
-    python benchmarks/rl_beats_imitation.py [--seeds 3 4] [--output outputs/rl_beats_imitation] [overrides ...]
+    python benchmarks/rl_beats_imitation.py [--seeds 3 4] [--output FOLDER] [overrides ...]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 from rlinf.config.compose import compose_config
@@ -54,7 +55,7 @@ def run_seed(folder: Path, seed: int, overrides: list[str]) -> tuple[dict, dict]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[3, 4])
-    parser.add_argument("--output", type=Path, default=Path("outputs/rl_beats_imitation"))
+    parser.add_argument("--output", type=Path, default=Path("outputs/rl_beats_imitation") / time.strftime("%Y-%m-%d_%H-%M-%S"))
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for both arms.")
     arguments = parser.parse_args()
     totals = {"rl": [0, 0], "imitation": [0, 0], "before": [0, 0]}

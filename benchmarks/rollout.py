@@ -1,9 +1,10 @@
 """Rollout speed: env steps per second end to end, against the slower of its two parts alone.
 
 ``ours`` is ``RolloutCollector`` with two lanes (threads that each act for, and step, one half of the envs). ``peer`` is the slower of stepping and rendering the same envs with given actions, and of running the same policy
-on given observations. Doing one after the other reaches ``1 / (1/env + 1/policy)``, printed as ``in_turn``.
+on given observations. Doing one after the other reaches ``1 / (1/env + 1/policy)``, printed as ``in_turn``. The first
+size is the quickstart's.
 
-    python benchmarks/rollout.py [--num-envs 256] [--rounds 5]
+    python benchmarks/rollout.py [--num-envs 64 128 256] [--rounds 7]
 """
 
 from __future__ import annotations
@@ -37,17 +38,11 @@ def rate(function, num_steps: int, rounds: int) -> float:
     return num_steps / statistics.median(seconds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-envs", type=int, default=256)
-    parser.add_argument("--num-chunks", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    num_envs, num_chunks = arguments.num_envs, arguments.num_chunks
+def measure(num_envs: int, num_chunks: int, rounds: int) -> dict[str, float]:
+    """Env steps per second of the parts and of the whole."""
     config = build_config(compose_config(["experiment=quickstart"]))
     set_num_threads(None, 1)
     seed_everything(0)
-
     env = make_env(config.env, num_envs, auto_reset=True)
     model = build_policy(config, {"norm_stats": {config.env.name: env.action_statistics()}}).eval()
     observation, _ = env.reset(seed=0)
@@ -62,29 +57,37 @@ def main() -> None:
             model.predict_action_batch(**model.preprocess(observation))
 
     sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), num_groups=num_envs)
-
-    def collector(num_lanes: int) -> RolloutCollector:
-        return RolloutCollector(
-            lambda count: make_env(config.env, count, auto_reset=True), sampler, num_envs=num_envs,
-            num_chunks=num_chunks, temperature=1.0, num_lanes=num_lanes,
-        )  # fmt: skip
-
+    lanes = RolloutCollector(
+        lambda count: make_env(config.env, count, auto_reset=True), sampler, num_envs=num_envs, num_chunks=num_chunks,
+        temperature=1.0, num_lanes=config.rollout.num_lanes,
+    )  # fmt: skip
     steps = num_envs * num_chunks
-    lanes = collector(2)
     rates = {
-        "env_only": rate(env_only, steps, arguments.rounds),
-        "policy_only": rate(policy_only, steps, arguments.rounds),
-        "ours": rate(lambda: lanes.collect(model, 0, 0, needs_values=False), steps, arguments.rounds),
+        "env_only": rate(env_only, steps, rounds),
+        "policy_only": rate(policy_only, steps, rounds),
+        "ours": rate(lambda: lanes.collect(model, 0, 0, needs_values=False), steps, rounds),
     }
-    lanes.close(), env.close()
+    lanes.close()
+    env.close()
     rates["in_turn"] = 1 / (1 / rates["env_only"] + 1 / rates["policy_only"])
-    for name, value in rates.items():
-        print(f"{name:12} {value:8.0f} env steps/s")
-    slower = min(rates["env_only"], rates["policy_only"])
+    rates["ratio"] = rates["ours"] / min(rates["env_only"], rates["policy_only"])
+    print(f"{num_envs:5} envs: " + "  ".join(f"{name} {value:.3g}" for name, value in rates.items()), flush=True)
+    return rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-envs", type=int, nargs="+", default=[64, 128, 256], help="the first one is reported as ratio")
+    parser.add_argument("--num-chunks", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    by_size = {size: measure(size, arguments.num_chunks, arguments.rounds) for size in arguments.num_envs}
+    first = by_size[arguments.num_envs[0]]
     result = {
-        "name": "rollout", "ours": round(rates["ours"], 1), "peer": round(slower, 1), "ratio": round(rates["ours"] / slower, 3),
-        "unit": "env steps/s", "num_envs": num_envs, "num_chunks": num_chunks, "image_size": config.env.image_size,
-        "threads": torch.get_num_threads(), **{name: round(value, 1) for name, value in rates.items() if name != "ours"},
+        "name": "rollout", "ours": round(first["ours"], 1), "peer": round(min(first["env_only"], first["policy_only"]), 1),
+        "ratio": round(first["ratio"], 3), "unit": "env steps/s", "num_envs": arguments.num_envs[0],
+        "num_chunks": arguments.num_chunks, "threads": torch.get_num_threads(),
+        "ratio_by_num_envs": {size: round(rates["ratio"], 3) for size, rates in by_size.items()},
     }  # fmt: skip
     print(json.dumps(result))
 

@@ -153,7 +153,8 @@ class RolloutBatch:
         policy_version: int64 ``[T, B]``: number of weight updates behind the sample.
         values, old_logprobs, ref_logprobs: Filled by the trainer (``[T, B]``, ``[T, B, A]``, ``[T, B, A]``).
         advantages: ``[T, B, C]``, returns ``[T, B]``: filled by ``Algorithm.compute_advantages``.
-        episodes: Episodes that finished during the rollout.
+        episodes: Results of the first episode of each env; the later ones of a rollout are left out, because the quick ones
+            among them, which are mostly successes, are more likely to have finished.
         specs: ``episode_ids`` to ``EpisodeSpec``.
     """
 

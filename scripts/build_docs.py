@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rlinf.algorithms import ALGORITHMS  # noqa: E402
-from rlinf.config.options import override_text, public_fields, type_name  # noqa: E402
+from rlinf.config.options import bounds_text, override_text, public_fields, type_name  # noqa: E402
 from rlinf.config.schema import RunConfig  # noqa: E402
 from rlinf.envs import ENVS  # noqa: E402
 from rlinf.files import write_text  # noqa: E402
@@ -73,9 +73,9 @@ def table(cls: type, path: str, skip: frozenset[str] = frozenset()) -> str:
         if dataclasses.is_dataclass(hints[name]) or name in skip:
             continue
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-        choices, minimum = field.metadata["choices"], field.metadata["minimum"]
+        choices, bounds = field.metadata["choices"], bounds_text(field.metadata)
         limits = [f"one of {', '.join(f'`{choice}`' for choice in choices)}"] if choices else []
-        limits += [f"at least {minimum}"] if minimum is not None else []
+        limits += [bounds] if bounds else []
         meaning = field.metadata["help"] + (f" ({'; '.join(limits)})" if limits else "")
         shown = "`{}`" if default == {} else f"`{override_text(default)}`"
         dotted = f"{path}.{name}" if path else name

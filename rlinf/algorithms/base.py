@@ -59,9 +59,14 @@ class Algorithm(ABC):
         """Log-probabilities of the policy before RL are wanted in ``batch.ref_logprobs``."""
         return self.config.kl_coef > 0
 
-    def wants_more(self, batch: RolloutBatch, attempts: int) -> Tensor | None:
-        """Which envs (bool ``[B]``) another rollout should replace, after ``attempts`` rollouts; None: go on."""
-        return None
+    @property
+    def max_resamples(self) -> int:
+        """Further rollouts that an iteration may take to replace ``unwanted_envs``."""
+        return 0
+
+    def unwanted_envs(self, batch: RolloutBatch) -> Tensor:
+        """bool ``[B]``: envs of a time-major rollout that teach nothing, in whole groups."""
+        return torch.zeros(batch.loss_mask.shape[1], dtype=torch.bool)
 
     def policy_is_frozen(self, step: int) -> bool:
         """In this iteration nothing but the value head may change."""

@@ -14,13 +14,12 @@ class AlgorithmConfig:
     """What every policy-gradient algorithm here has."""
 
     name: str = option("ppo", "Registered algorithm.")
-    gamma: float = option(0.97, "Discount per policy call.", minimum=0)
     update_epochs: int = option(1, "Passes over each rollout.", minimum=1)
     logprob_level: str = option("action", "Unit of the importance ratio: sum of log-probs over a token, an action or a chunk.", choices=LEVELS)
     advantage_level: str = option("chunk", "chunk: one advantage per policy call; action: rewards before an action inside its chunk are left out.", choices=("action", "chunk"))
     clip_range_low: float = option(0.2, "Ratio is clipped below 1 - this.", minimum=0)
     clip_range_high: float = option(0.2, "Ratio is clipped above 1 + this.", minimum=0)
-    dual_clip: float | None = option(None, "For negative advantages the loss is at most this times |advantage| (Ye et al. 2020); null: off.")
+    dual_clip: float | None = option(None, "For negative advantages the loss is at most this times |advantage| (Ye et al. 2020); null: off.", minimum=1)
     entropy_level: str = option("token", "Unit whose entropy is averaged: a token, or the sum over an action or a chunk.", choices=LEVELS)
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
     kl_coef: float = option(0.0, "Weight of the KL penalty to the reference policy (the policy before RL).", minimum=0)
@@ -32,10 +31,11 @@ class AlgorithmConfig:
 class PPOConfig(AlgorithmConfig):
     """Proximal policy optimisation (Schulman et al. 2017) with generalised advantage estimation."""
 
-    gae_lambda: float = option(0.95, "GAE lambda.", minimum=0)
+    gamma: float = option(0.97, "Discount per policy call.", minimum=0, maximum=1)
+    gae_lambda: float = option(0.95, "GAE lambda.", minimum=0, maximum=1)
     value_coef: float = option(0.5, "Weight of the value loss.", minimum=0)
-    value_clip_range: float | None = option(None, "Clip the value update to this distance from the old value; null: off.")
-    huber_delta: float | None = option(None, "Huber value loss with this threshold; null: squared error.")
+    value_clip_range: float | None = option(None, "Clip the value update to this distance from the old value; null: off.", minimum=0)
+    huber_delta: float | None = option(None, "Huber value loss with this threshold; null: squared error.", minimum=0)
     critic_warmup_steps: int = option(3, "First iterations train the value head only.", minimum=0)
 
 

@@ -20,13 +20,14 @@ class GRPO(Algorithm):
     needs_groups: ClassVar[bool] = True
     config: GRPOConfig
 
-    def wants_more(self, batch: RolloutBatch, attempts: int) -> Tensor | None:
-        """Dynamic sampling: groups whose returns are all equal teach nothing and are replaced by new ones."""
-        if attempts > self.config.max_resamples:
-            return None
+    @property
+    def max_resamples(self) -> int:
+        return self.config.max_resamples
+
+    def unwanted_envs(self, batch: RolloutBatch) -> Tensor:
+        """Groups whose returns are all equal."""
         returns = episode_returns(batch.rewards, batch.loss_mask)
-        _, varied = group_advantages(returns, batch.group_ids[0], self.config.scale_by_std)
-        return None if varied.all() else ~varied
+        return ~group_advantages(returns, batch.group_ids[0], self.config.scale_by_std)[1]
 
     def compute_advantages(self, batch: RolloutBatch) -> dict[str, float]:
         check_groups(batch)

@@ -13,16 +13,25 @@ from typing import Any
 from rlinf.errors import ConfigError, did_you_mean
 
 
-def option(default: Any, help: str, choices: tuple | None = None, minimum: float | None = None) -> Any:
+def option(
+    default: Any,
+    help: str,
+    choices: tuple | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+) -> Any:
     """Declare a documented configuration field.
 
     Args:
         default: Default value; lists and dicts are copied for each instance.
         help: One sentence, with the unit; printed by the configuration reference.
         choices: Accepted values, if they are few.
-        minimum: Smallest accepted number.
+        minimum: Smallest accepted number; null is accepted where the type says so.
+        maximum: Largest accepted number.
+        below: Every accepted number is smaller than this one.
     """
-    metadata = {"help": help, "choices": choices, "minimum": minimum}
+    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "below": below}
     if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -45,7 +54,7 @@ def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "") -> Any:
         path: Dotted path of ``mapping`` in the whole configuration, for messages.
 
     Raises:
-        ConfigError: A key is unknown, a value has the wrong type, is not among the choices or is below the minimum.
+        ConfigError: A key is unknown, a value has the wrong type, is not among the choices or is out of its bounds.
     """
     mapping = plain_container(mapping)
     if not isinstance(mapping, Mapping):
@@ -143,7 +152,7 @@ def _plain(value: Any) -> Any:
 
 
 def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> Any:
-    """Check one value against its declared type, choices and minimum."""
+    """Check one value against its declared type, choices and bounds."""
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else from_mapping(hint, value, dotted)
     accepted, converted = _match(value, hint)
@@ -153,15 +162,30 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
         raise ConfigError(
             f"{dotted} is {override_text(value)!r} ({type(value).__name__}); required: {type_name(hint)}. Type e.g. {example}"
         )
-    choices, minimum = field.metadata.get("choices"), field.metadata.get("minimum")
+    choices = field.metadata.get("choices")
     if choices and converted is not None and converted not in choices:
         close = closest(str(converted), map(str, choices)) or override_text(choices[0])
         raise ConfigError(
             f"{dotted} is {override_text(converted)!r}; required: one of {', '.join(map(str, choices))}. Type {dotted}={close}"
         )
-    if minimum is not None and isinstance(converted, (int, float)) and not converted >= minimum:
-        raise ConfigError(f"{dotted} is {converted}; required: at least {minimum}. Type e.g. {example}")
+    if isinstance(converted, (int, float)) and not _within(converted, field.metadata):
+        raise ConfigError(f"{dotted} is {converted}; required: {bounds_text(field.metadata)}. Type e.g. {example}")
     return converted
+
+
+def bounds_text(metadata: Mapping[str, Any]) -> str:
+    """Say which numbers a field accepts: ``at least 0 and below 1``; empty without bounds."""
+    words = (("minimum", "at least"), ("maximum", "at most"), ("below", "below"))
+    return " and ".join(f"{word} {metadata[key]}" for key, word in words if metadata.get(key) is not None)
+
+
+def _within(number: float, metadata: Mapping[str, Any]) -> bool:
+    minimum, maximum, below = (metadata.get(key) for key in ("minimum", "maximum", "below"))
+    return (
+        (minimum is None or number >= minimum)
+        and (maximum is None or number <= maximum)
+        and (below is None or number < below)
+    )
 
 
 def _match(value: Any, hint: Any) -> tuple[bool, Any]:

@@ -8,6 +8,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from rlinf.config.compatibility import check_demonstrator, check_inputs, check_new_folder, check_precision
 from rlinf.config.derived import DerivedNumbers, derive
 from rlinf.config.options import closest, override_text
 from rlinf.config.schema import RunConfig, section_class
@@ -38,18 +39,23 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     check_model(config)
     check_devices(config)
     check_sources(config)
+    check_inputs(config)
     check_evaluation(config)
     if command != "evaluate":
         check_phases(config, command)
+        check_precision(config)
     if command == "train" and config.trainer.max_steps > 0:
         check_batches(config)
         check_algorithm(config)
     if command != "evaluate" and config.sft.max_steps > 0:
         check_sft(config)
+        check_demonstrator(config)
     if config.tracking.wandb:
         require_package("wandb", "tracking.wandb=true", "wandb", "tracking.wandb=false")
     if config.output_dir is not None:
         check_writable(config.output_dir)
+        if command != "evaluate":
+            check_new_folder(config)
     return derive(config)
 
 

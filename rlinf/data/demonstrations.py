@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf.envs.base import VectorEnv
+from rlinf.errors import ConfigError
 from rlinf.seeding import derive_seed
 from rlinf.training.config import ExpertConfig
 from rlinf.types import EpisodeResult, Observation
@@ -60,10 +61,13 @@ def collect_demonstrations(
 
     Args:
         env: Without auto-reset.
-        num_episodes: Demonstrations, the first ones of the training split in a seeded order.
+        num_episodes: Demonstrations, drawn from the training split, tasks in equal shares.
         expert: The demonstrator.
         chunk_len: ``C``.
-        seed: Fixes episodes and noise.
+        seed: Fixes episodes and noise; each demonstration has its own noise, so ``env.num_envs`` changes nothing.
+
+    Raises:
+        ConfigError: No demonstration is kept.
     """
     all_specs = env.episode_specs("train")
     num_tasks = len(env.task_names)
@@ -77,7 +81,9 @@ def collect_demonstrations(
     for start in range(0, num_episodes, env.num_envs):
         wave = specs[start : start + env.num_envs]
         padded = wave + [wave[-1]] * (env.num_envs - len(wave))
-        seen, labels, alive, results = _play_wave(env, padded, expert, scale, rng)
+        numbers = range(start, start + env.num_envs)
+        streams = [np.random.default_rng(derive_seed(seed, "demonstration noise", number)) for number in numbers]
+        seen, labels, alive, results = _play_wave(env, padded, expert, scale, streams)
         kept = np.array([row < len(wave) and (r.success or expert.keep_failures) for row, r in enumerate(results)])
         episodes += [result for result, keep in zip(results, kept, strict=True) if keep]
         last = alive.sum(0) - 1
@@ -87,11 +93,16 @@ def collect_demonstrations(
                 following = np.minimum(t + np.arange(chunk_len), last[rows, None])
                 observations.append(seen[t].select(rows))
                 actions.append(labels[following, rows[:, None]])
+    if not episodes:
+        raise ConfigError(
+            f"None of {num_episodes} demonstrations succeeded and sft.expert.keep_failures=false. "
+            "Type sft.expert.keep_failures=true, or a smaller sft.expert.aim_offset_m"
+        )
     return Demonstrations(Observation.concatenate(observations), torch.from_numpy(np.concatenate(actions)), episodes)
 
 
 def _play_wave(
-    env: VectorEnv, specs: list, expert: ExpertConfig, scale: np.ndarray, rng: np.random.Generator
+    env: VectorEnv, specs: list, expert: ExpertConfig, scale: np.ndarray, streams: list
 ) -> tuple[list[Observation], np.ndarray, np.ndarray, list[EpisodeResult]]:
     """Play one episode in every env; returns observations, labels ``[T, B, D]``, running mask ``[T, B]``, results."""
     observation, _ = env.reset(options={"episodes": specs})
@@ -100,11 +111,11 @@ def _play_wave(
     results: list[EpisodeResult | None] = [None] * env.num_envs
     while running.any():
         wanted = env.expert_actions(aim_offset_m=tuple(expert.aim_offset_m))
-        noise = rng.normal(size=wanted.shape).astype(np.float32) * expert.jitter * scale
+        noise = np.stack([stream.normal(size=env.action_dim) for stream in streams]).astype(np.float32)
         seen.append(observation)
         labels.append(wanted)
         alive.append(running.copy())
-        step = env.chunk_step(np.clip(wanted + noise, env.action_low, env.action_high)[:, None])
+        step = env.chunk_step(np.clip(wanted + noise * expert.jitter * scale, env.action_low, env.action_high)[:, None])
         for row, result in zip(step.final_env_ids, step.episodes, strict=True):
             results[row] = result
         running &= ~(step.terminated | step.truncated)

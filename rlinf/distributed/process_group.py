@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rlinf.errors import RLinfError
+from rlinf.errors import ConfigError, RLinfError
 from rlinf.types import Observation, RolloutBatch
 
 GRACE_S = 5.0
@@ -42,8 +42,33 @@ def set_num_threads(num_threads: int | None, num_processes: int) -> None:
     torch.set_num_threads(num_threads or max(1, cores // num_processes))
 
 
-def launch(function: Callable[[Any], None], argument: Any, num_processes: int, device: str) -> None:
+def resolve_device(device: str, num_processes: int) -> str:
+    """Turn ``auto`` into ``cuda`` or ``cpu``, once for all ranks.
+
+    Raises:
+        ConfigError: There are fewer GPUs than ranks.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and torch.cuda.device_count() < num_processes:
+        raise ConfigError(
+            f"cluster.num_processes={num_processes} ranks need a GPU each, and torch sees {torch.cuda.device_count()}. "
+            "Type cluster.device=cpu, or fewer processes"
+        )
+    return device
+
+
+def backend_of(device: str) -> str:
+    """Name of the collective backend of a device."""
+    return "nccl" if device == "cuda" else "gloo"
+
+
+def launch(
+    function: Callable[[Any], None], argument: Any, num_processes: int, device: str, process_group: bool = False
+) -> None:
     """Run ``function(argument)`` on ``num_processes`` ranks with a process group; in this process when it is one.
+
+    One process has a process group only when ``process_group`` asks for it.
 
     A rank that fails ends the others; an ``RLinfError`` is raised here as it is, anything else with the rank's traceback. SIGINT and SIGTERM reach every rank as SIGTERM;
     a second SIGINT kills them. No process outlives the call, nor this process.
@@ -52,7 +77,13 @@ def launch(function: Callable[[Any], None], argument: Any, num_processes: int, d
         SystemExit: With 128 + signal number, after a signal and an orderly end of all ranks.
     """
     if num_processes == 1:
-        function(argument)
+        if process_group:
+            dist.init_process_group(backend_of(device), store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            function(argument)
+        finally:
+            if process_group:
+                dist.destroy_process_group()
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -75,13 +106,14 @@ def launch(function: Callable[[Any], None], argument: Any, num_processes: int, d
         while alive := [process for process in context.processes if process.is_alive()]:
             multiprocessing.connection.wait([process.sentinel for process in alive])
             if any(process.exitcode for process in context.processes) and not received:
+                # A rank inside a collective call cannot run its handler, so it is killed.
                 for process in context.processes:
                     process.join(GRACE_S)
-                    process.terminate()
-        if received:
-            sys.exit(128 + received[0])
+                    process.kill()
         if not user_errors.empty():
             raise user_errors.get()
+        if received:
+            sys.exit(128 + received[0])
         while not context.join():
             pass
     finally:
@@ -100,8 +132,8 @@ def _run_rank(
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=num_processes, timeout=timedelta(minutes=30))
+    # The parent ends the other ranks when one dies, so this only has to outlast the longest evaluation of rank 0.
+    dist.init_process_group(backend_of(device), rank=rank, world_size=num_processes, timeout=timedelta(hours=12))
     try:
         function(argument)
         dist.barrier()  # gloo aborts when one rank closes its connections while another still uses them

@@ -1,4 +1,4 @@
-"""From the trainer's weights to the rollout's: complete, versioned, verified."""
+"""From the trainer's weights to the rollout's: complete, or refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WeightSync:
         target = self.rollout_model.state_dict()
         if source.keys() != target.keys():
             raise RLinfError(f"Weight sync refused, names differ: {sorted(source.keys() ^ target.keys())[:8]}.")
-        # Gather everything first: collectives run in the same order on all ranks, whatever the copy below does.
+        # One gather a tensor, in the same order on all ranks.
         for name, tensor in source.items():
             full = full_tensor(tensor)
             if full.shape != target[name].shape:

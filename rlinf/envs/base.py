@@ -105,23 +105,28 @@ class VectorEnv(gymnasium.vector.VectorEnv):
     @abstractmethod
     def all_task_names(cls, config: EnvConfig) -> list[str]:
         """Return the names of all tasks of the suite, without the ``config.tasks`` filter."""
+        raise NotImplementedError(f"{cls.__name__} does not implement all_task_names")
 
     @abstractmethod
     def _reset_env(self, index: int, spec: EpisodeSpec) -> None:
         """Put env ``index`` into the first state of ``spec``, whatever state it is in."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement _reset_env")
 
     @abstractmethod
     def _step_envs(self, ids: np.ndarray, actions: np.ndarray) -> SimulatorStep:
         """Advance the envs ``ids`` (int64 ``[K]``) by one step with ``actions`` (float32 ``[K, D]``, within bounds)."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement _step_envs")
 
     @abstractmethod
     def _observe(self, ids: np.ndarray) -> Observation:
         """Return what the envs ``ids`` show now, in fresh arrays of ``K`` rows."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement _observe")
 
     @property
     @abstractmethod
     def state_dim(self) -> int:
         """``S``, width of ``Observation.state``, 0 when it is None; a function of ``self.config`` alone."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement state_dim")
 
     def expert_actions(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
         """Return what a scripted expert would do now.
@@ -159,6 +164,11 @@ class VectorEnv(gymnasium.vector.VectorEnv):
 
     def instruction_of(self, task_id: int) -> str | None:
         """Return the instruction of a task where all its episodes share one, else None."""
+        return None
+
+    @classmethod
+    def state_width(cls, config: EnvConfig) -> int | None:
+        """Return what ``state_dim`` will be under ``config``, so that it can be checked early; None: not known."""
         return None
 
     @classmethod

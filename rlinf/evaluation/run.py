@@ -24,7 +24,7 @@ from rlinf.manifest import Manifest, build_manifest, check, verify_files
 from rlinf.models import build_policy
 from rlinf.seeding import seed_everything
 from rlinf.training.checkpoint import CONFIG_FILE, resolve_checkpoint
-from rlinf.training.policy_loading import load_policy
+from rlinf.training.policy_loading import load_policy, statistics_of_env
 from rlinf.types import EpisodeSpec
 
 logger = logging.getLogger("rlinf")
@@ -96,10 +96,7 @@ def episode_list(env: VectorEnv, split: str, num_episodes: int) -> list[EpisodeS
 def _load(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest]:
     """Return the policy and the present manifest, which was compared with the checkpoint's."""
     if config.checkpoint is None:
-        random_weights = config.model.model_path is None
-        model = build_policy(
-            config, {"norm_stats": {config.env.name: env.action_statistics()}} if random_weights else None
-        )
+        model = build_policy(config, statistics_of_env(config, env))
         return model, build_manifest(config, model, policy_version=0)
     source = resolve_checkpoint(config.checkpoint)
     saved = Manifest.load(source)

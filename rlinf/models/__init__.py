@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -177,24 +178,52 @@ def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = No
 
 
 def torch_dtype_from_precision(precision: str | int | None) -> torch.dtype:
-    """Return the dtype of the weights: ``bf16``, ``fp16``, ``fp32``; ``...-mixed`` keeps float32 weights.
+    """Return the dtype of the weights: ``bf16``, ``fp16``, ``fp32``; ``bf16-mixed`` keeps float32 weights.
 
     Raises:
-        ConfigError: Not a precision.
+        ConfigError: Not a precision, in this spelling. ``bf16-mixed`` is the only one that runs under autocast.
     """
     import torch
 
     names = {
-        torch.float32: ("fp32", "float32", "32", "32-true", "bf16-mixed", "fp16-mixed", "16-mixed"),
+        torch.float32: ("fp32", "float32", "32", "32-true", "bf16-mixed"),
         torch.bfloat16: ("bf16", "bfloat16", "bf16-true"),
         torch.float16: ("fp16", "float16", "16", "16-true", "half"),
     }
     for dtype, known in names.items():
-        if str(precision).lower() in known:
+        if str(precision) in known:
             return dtype
+    close = "bf16-mixed" if str(precision).lower().endswith("mixed") else "bf16"
     raise ConfigError(
-        f"model.precision is '{precision}'; required: fp32, bf16, fp16, or bf16-mixed. Type e.g. model.precision=bf16"
+        f"model.precision is '{precision}'; required: fp32, bf16, fp16, or bf16-mixed. Type e.g. model.precision={close}"
     )
+
+
+def declared_value(cfg: ModelConfig, name: str, folder: str | Path | None = None) -> Any:
+    """Return a field of the model's own configuration, without loading weights.
+
+    Args:
+        cfg: The model section.
+        name: Field, e.g. ``num_images_in_input``.
+        folder: Checkpoint whose ``config.json`` is read; None: ``cfg.model_path``, else ``cfg.init_config``.
+
+    Returns:
+        The value, which may be the default of the config class; None if the model has no such field, or its
+        configuration is not on this machine.
+    """
+    entry = MODELS.get(cfg.model_type)
+    config_class = _import(entry.config) or getattr(_import(entry.model), "config_class", None)
+    if config_class is None:
+        return None
+    values, folder = plain_container(cfg.init_config), folder or cfg.model_path
+    if folder is not None:
+        path = Path(folder).expanduser() / "config.json"
+        if not path.is_file():
+            return None
+        values = json.loads(path.read_text(encoding="utf-8"))
+    parameter = inspect.signature(config_class.__init__).parameters.get(name)
+    default = None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
+    return values.get(name, default)
 
 
 def _import(target: Any) -> Any:

@@ -3,7 +3,8 @@
 The envs are split into lanes, each a thread that acts and steps in turn: while one lane's simulator runs (MuJoCo and torch
 release the GIL), the other's policy does, so cores, or a core and a GPU, stay busy. An iteration starts from fresh
 episodes and draws its random numbers from the seed, the iteration and the global env index, so a rollout depends on the
-weights and the step alone, not on how the envs were split over lanes or ranks.
+weights and the step alone, not (but for the rounding of matrix products of another shape) on how the envs were split over
+lanes or ranks.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ class RolloutCollector:
         """
         generator = torch.Generator().manual_seed(derive_seed(self.sampler.seed, "actions", step, attempt))
         uniforms = torch.rand(self.num_chunks, self.num_envs, model.num_logprobs, generator=generator)
+        uniforms.clamp_min_(torch.finfo(torch.float32).tiny)  # the open interval (0, 1)
         recorder = _Recorder(self.num_chunks, len(self.block))
         num_threads = torch.get_num_threads()
         lanes = [
@@ -139,7 +141,7 @@ class RolloutCollector:
             for lane in self.lanes
         ]
         starts = [lane.executor.submit(rollout.start) for lane, rollout in zip(self.lanes, lanes, strict=True)]
-        recorder.allocate(starts[0].result())
+        recorder.allocate([start.result() for start in starts][0])
         futures = [lane.executor.submit(rollout.play, needs_values) for lane, rollout in zip(self.lanes, lanes, strict=True)]
         parts = [future.result() for future in futures]
         torch.set_num_threads(num_threads)
@@ -188,7 +190,7 @@ class _Rollout:
         model, temperature = self.model, self.collector.temperature
         alive = np.ones(len(self.env_ids), dtype=bool)
         chunks: list[ChunkStep] = []
-        tokens, logprobs, alives, episode_ids = [], [], [], []
+        tokens, logprobs, alives, episode_ids, episodes = [], [], [], [], []
         with self.collector.autocast():
             for t in range(self.collector.num_chunks):
                 self.recorder.write(t, self.columns, self.observation)
@@ -200,11 +202,16 @@ class _Rollout:
                 logprobs.append(model.rollout_logprobs(prediction, temperature).cpu())
                 alives.append(alive)
                 episode_ids.append(self._episode_ids())
-                chunks.append(self.env.chunk_step(prediction.actions.cpu().numpy()))
-                self.observation = chunks[-1].observation
+                first = self.positions == 0
+                chunk = self.env.chunk_step(prediction.actions.cpu().numpy())
+                ended = zip(chunk.final_env_ids, chunk.episodes, strict=True)
+                episodes += [episode for row, episode in ended if first[row]]
+                chunks.append(chunk)
+                self.observation = chunk.observation
                 if not self.env.auto_reset:
                     alive = alive & ~(chunks[-1].terminated | chunks[-1].truncated)
             batch = self._batch(chunks, alives, episode_ids, tokens, logprobs)
+            batch.episodes = episodes
             if needs_values:
                 self._fill_bootstrap(chunks, batch)
         if self.collector.offload_envs:
@@ -241,7 +248,6 @@ class _Rollout:
             group_ids=groups.expand(shape).contiguous(),
             episode_ids=stack(episode_ids),
             policy_version=torch.full(shape, self.policy_version, dtype=torch.int64),
-            episodes=[episode for chunk in chunks for episode in chunk.episodes],
             specs=self.specs,
         )
 

@@ -39,7 +39,8 @@ class EpisodeSampler:
         """Return an episode.
 
         ``random``: group ``g`` plays task ``(g + position) mod num_tasks`` from an initial state drawn uniformly.
-        ``ordered``: the split in its order, ``num_groups`` further with every iteration and every next episode.
+        ``ordered``: the split in its order; first episodes go ``num_groups`` further with every iteration. A further episode of
+        the same env is the one that the next iteration begins with.
         ``fixed``: as ``ordered``, but each iteration begins at the first one again.
 
         Args:

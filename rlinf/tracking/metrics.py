@@ -17,17 +17,17 @@ class Metric(NamedTuple):
 
 METRICS: dict[str, Metric] = {
     "rollout/success_rate": Metric(
-        "Share of the episodes finished in this rollout that succeeded (sampled actions).", "1"
+        "Share of successes among the first episode of each env in the rollout (sampled actions).", "1"
     ),
-    "rollout/return_mean": Metric("Mean undiscounted return of the finished episodes.", "reward"),
-    "rollout/episode_len": Metric("Mean length of the finished episodes.", "env steps"),
-    "rollout/num_episodes": Metric("Episodes finished in this rollout.", "episodes"),
+    "rollout/return_mean": Metric("Mean undiscounted return of these episodes.", "reward"),
+    "rollout/episode_len": Metric("Mean length of these episodes.", "env steps"),
+    "rollout/num_episodes": Metric("First episodes of the envs in the rollout, which the three above are over.", "episodes"),
     "rollout/env_steps_total": Metric("Env steps executed since the run began, over all ranks.", "env steps"),
     "rollout/zero_variance_group_fraction": Metric("Share of groups in which all returns are equal.", "1"),
     "rollout/logprob_gap_mean": Metric("Mean |rollout log-prob - trainer log-prob| before the update.", "nat"),
     "rollout/logprob_gap_max": Metric("Largest |rollout log-prob - trainer log-prob| before the update.", "nat"),
     "rollout/importance_ratio_max": Metric(
-        "Largest trainer / rollout probability of a sampled token before the update.", "1"
+        "Largest trainer / rollout probability of a sampled action (all its tokens) before the update.", "1"
     ),
     "train/loss": Metric("Total loss, mean over the minibatches of the iteration.", "1"),
     "train/policy_loss": Metric("Clipped policy-gradient loss.", "1"),

@@ -99,6 +99,8 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print a line of its own without tearing the live line."""
+        if not self._enabled:
+            return
         self._finish_line()
         self._stream.write(text + "\n")
         self._stream.flush()

@@ -33,8 +33,8 @@ class TrainerConfig:
     learning_rate: float = option(1e-4, "Peak learning rate of the policy.", minimum=0)
     value_learning_rate: float = option(1e-3, "Learning rate of the value head.", minimum=0)
     weight_decay: float = option(0.0, "AdamW weight decay of matrices.", minimum=0)
-    adam_beta1: float = option(0.9, "First AdamW coefficient.", minimum=0)
-    adam_beta2: float = option(0.95, "Second AdamW coefficient.", minimum=0)
+    adam_beta1: float = option(0.9, "First AdamW coefficient.", minimum=0, below=1)
+    adam_beta2: float = option(0.95, "Second AdamW coefficient.", minimum=0, below=1)
     adam_eps: float = option(1e-8, "AdamW epsilon.", minimum=0)
     warmup_steps: int = option(0, "Optimiser steps of linear warm-up.", minimum=0)
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this global norm.", minimum=0)
@@ -42,7 +42,9 @@ class TrainerConfig:
     eval_every: int = option(0, "Iterations between evaluations; 0: only before and after training.", minimum=0)
     save_every: int = option(0, "Iterations between checkpoints; 0: only at the end.", minimum=0)
     max_keep: int = option(2, "Newest checkpoints kept; -1: all.", minimum=-1)
-    target_success_rate: float | None = option(None, "Stop when an evaluation during training reaches this rate; null: never.")
+    target_success_rate: float | None = option(
+        None, "Stop when an evaluation during training reaches this rate; null: never.", minimum=0, maximum=1
+    )
     sharding: str = option("auto", "fsdp2: shard weights over ranks; none: one process; auto: fsdp2 when there is more than one rank.", choices=("auto", "fsdp2", "none"))
 
 
@@ -66,7 +68,9 @@ class SFTConfig:
     learning_rate: float = option(5e-4, "Peak learning rate, constant after warm-up.", minimum=0)
     warmup_steps: int = option(50, "Optimiser steps of linear warm-up.", minimum=0)
     eval_every: int = option(0, "Optimiser steps between evaluations; 0: only at the end.", minimum=0)
-    time_limit_s: float | None = option(None, "Go on beyond max_steps until this many seconds have passed; null: stop at max_steps.")
+    time_limit_s: float | None = option(
+        None, "Go on beyond max_steps until this many seconds have passed; null: stop at max_steps.", minimum=0
+    )
 
 
 @dataclass

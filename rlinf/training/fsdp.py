@@ -18,14 +18,13 @@ def shard(model: nn.Module, device: str) -> nn.Module:
     """Shard ``model`` in place over all ranks: each module named in ``fsdp_wrap_modules``, then the rest.
 
     Raises:
-        ConfigError: A declared module class does not occur in the model, so it would silently not be sharded.
+        ConfigError: No declared module class occurs in the model, so nothing would be sharded as a unit.
     """
     mesh = init_device_mesh(device, (world_size(),))
     names = set(model.fsdp_wrap_modules)
     units = [module for module in model.modules() if type(module).__name__ in names]
-    missing = names - {type(module).__name__ for module in units}
     if names and not units:
-        raise ConfigError(f"None of the declared fsdp_wrap_modules {sorted(missing)} occurs in {type(model).__name__}.")
+        raise ConfigError(f"None of the declared fsdp_wrap_modules {sorted(names)} occurs in {type(model).__name__}.")
     for module in units:
         fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -40,7 +39,14 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    """Clip the global norm of sharded or plain gradients; returns the norm before clipping, float32 scalar."""
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else float("inf"), foreach=True)
-    return full_tensor(norm).float()
+def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """Global 2-norm of sharded or plain gradients, float32 scalar on the CPU; a collective call when sharded."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+    return full_tensor(norm).float().cpu()
+
+
+def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients of global norm ``norm`` down to ``max_norm``; 0 turns clipping off."""
+    if max_norm > 0 and parameters:
+        device = parameters[0].device
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.to(device), foreach=True)

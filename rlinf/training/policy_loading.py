@@ -10,8 +10,9 @@ from typing import Any
 
 from rlinf.config.options import from_mapping
 from rlinf.config.schema import RunConfig, build_config
+from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError
-from rlinf.models import build_policy
+from rlinf.models import build_policy, get_model_config_and_processor
 from rlinf.models.config import TokenizerConfig
 from rlinf.training.checkpoint import CONFIG_FILE, is_checkpoint, load_weights, policy_folder
 from rlinf.training.model_files import STATISTICS_FILE
@@ -54,6 +55,25 @@ def load_policy(folder: str | os.PathLike, config: RunConfig) -> Any:
         return _load_adapter(Path(folder), source, config)
     model = replace(config.model, model_path=str(source), init_config={})
     return build_policy(replace(config, model=model, tokenizer=from_mapping(TokenizerConfig, {})))
+
+
+def statistics_of_env(config: RunConfig, env: VectorEnv) -> dict[str, Any] | None:
+    """Action statistics of the env, where the weights cannot bring them.
+
+    That is so for random weights, and for a ``model.model_path`` of other data that is adapted to this env
+    (``model.unnorm_key`` is the env's name, and the folder has no statistics of that name).
+
+    Returns:
+        ``override_config_kwargs`` of ``build_policy``; None where the folder has its own statistics.
+    """
+    name = config.env.name
+    if config.model.model_path is not None:
+        if config.model.unnorm_key != name:
+            return None
+        settings, _ = get_model_config_and_processor(config)
+        if name in (getattr(settings, "norm_stats", None) or {}):
+            return None
+    return {"norm_stats": {name: env.action_statistics()}}
 
 
 def _load_adapter(folder: Path, source: Path, config: RunConfig) -> Any:

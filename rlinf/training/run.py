@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from rlinf.algorithms import ALGORITHMS
@@ -19,7 +20,7 @@ from rlinf.config.options import to_mapping
 from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
 from rlinf.data.demonstrations import Demonstrations, collect_demonstrations
-from rlinf.distributed.process_group import launch, rank, set_num_threads, world_size
+from rlinf.distributed.process_group import launch, rank, resolve_device, set_num_threads, world_size
 from rlinf.distributed.weight_sync import WeightSync, frozen_copy
 from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, NonFiniteError
@@ -28,8 +29,8 @@ from rlinf.evaluation.report import write_report
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.run import episode_list
 from rlinf.files import write_text
-from rlinf.manifest import Manifest, build_manifest, verify_files
-from rlinf.models import build_policy, get_model_config_and_processor
+from rlinf.manifest import Manifest, build_manifest, check, verify_files
+from rlinf.models import build_policy
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import seed_everything
@@ -37,9 +38,12 @@ from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
 from rlinf.training import checkpoint as checkpoints
 from rlinf.training.fsdp import shard
-from rlinf.training.policy_loading import load_policy
+from rlinf.training.policy_loading import load_policy, statistics_of_env
 from rlinf.training.train_worker import FailedBatch, TrainWorker, sft_trainer_config
 from rlinf.training.trainer import LoopState, StopRequested, Trainer
+
+REFERENCE_FILE = "reference.safetensors"
+"""The policy with which RL began, in the run folder of a run with a KL penalty."""
 
 SUMMARY_TAGS = {"success_after_sft": "after_sft", "success_before_rl": "before_rl", "success_after_rl": "after_rl"}
 """Keys of ``summary.json`` and the evaluations that they show."""
@@ -56,22 +60,20 @@ class Run:
         self.config = config
         self.folder = Path(config.output_dir)
         self.is_writer = rank() == 0
-        device = config.cluster.device
-        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        self.device = resolve_device(config.cluster.device, config.cluster.num_processes)
         if self.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         set_num_threads(config.cluster.num_threads, config.cluster.num_processes)
         seed_everything(config.seed)
         self.stop_signal: int | None = None
         self.eval_env = make_env(config.env, config.evaluation.num_envs, auto_reset=False)
+        self.resumed_from = checkpoints.resolve_checkpoint(config.resume) if config.resume else None
         self.model = self._build_model()
-        self.reference = frozen_copy(self.model) if config.algorithm.kl_coef > 0 else None
         sharded = world_size() > 1 if config.trainer.sharding == "auto" else config.trainer.sharding == "fsdp2"
         rollout_model = frozen_copy(self.model) if sharded else self.model
         if sharded:
             shard(self.model, self.device)
         self.sync = WeightSync(self.model, rollout_model)
-        self.resumed_from = checkpoints.resolve_checkpoint(config.resume) if config.resume else None
         phase = "sft" if config.sft.max_steps > 0 else "rl"
         if self.resumed_from is not None:
             phase = checkpoints.read_loop_state(self.resumed_from)["phase"]
@@ -88,31 +90,47 @@ class Run:
         self.progress = Progress(enabled=config.tracking.progress and self.is_writer)
 
     def _build_model(self) -> torch.nn.Module:
+        """Build the policy anew, or from the checkpoint that is resumed or started from, whose conditions must fit."""
         config = self.config
-        if config.init_from is not None:
-            folder = checkpoints.resolve_checkpoint(config.init_from)
-            saved = Manifest.load(folder)
-            if saved.model["model_type"] != config.model.model_type:
-                raise CheckpointError(
-                    f"init_from={config.init_from} holds a '{saved.model['model_type']}' and model.model_type is "
-                    f"'{config.model.model_type}'. Type model.model_type={saved.model['model_type']} or another init_from"
-                )
-            verify_files(folder, saved)
-            return load_policy(folder, config).to(self.device)
-        return build_policy(config, self._statistics_of_env()).to(self.device)
+        source = self.resumed_from
+        if source is None and config.init_from is not None:
+            source = checkpoints.resolve_checkpoint(config.init_from)
+        if source is None:
+            return build_policy(config, statistics_of_env(config, self.eval_env)).to(self.device)
+        saved = Manifest.load(source)
+        if saved.model["model_type"] != config.model.model_type:
+            raise CheckpointError(
+                f"{source} holds a '{saved.model['model_type']}' and model.model_type is '{config.model.model_type}'. "
+                f"Type model.model_type={saved.model['model_type']}, or name another checkpoint"
+            )
+        verify_files(source, saved)
+        model = load_policy(source, config)
+        # A new run may go on in another env or precision; a resumed one may not.
+        free = [] if self.resumed_from is not None else ["env", "precision", "lora", "renderer"]
+        present = build_manifest(config, model, policy_version=saved.policy_version)
+        check(saved, present, [*config.evaluation.allow_mismatch, *free])
+        return model.to(self.device)
 
-    def _statistics_of_env(self) -> dict | None:
-        """Action statistics of the env, where the checkpoint cannot have them: for random weights, and for a checkpoint of
-        other data that is adapted to this env (``model.unnorm_key`` is the env's name)."""
-        config = self.config
-        name = config.env.name
-        if config.model.model_path is not None:
-            if config.model.unnorm_key != name:
-                return None
-            settings, _ = get_model_config_and_processor(config)
-            if name in (getattr(settings, "norm_stats", None) or {}):
-                return None
-        return {"norm_stats": {name: self.eval_env.action_statistics()}}
+    def make_reference(self) -> torch.nn.Module | None:
+        """Return a frozen copy of the policy with which RL began, for the KL penalty; kept on disk for a resumed run.
+
+        Raises:
+            CheckpointError: A resumed run did not keep it, because it had no KL penalty.
+        """
+        if self.config.algorithm.kl_coef == 0:
+            return None
+        reference = frozen_copy(self.sync.rollout_model)
+        run_folder = self.folder if self.resumed_from is None else self.resumed_from.parent.parent
+        if self.state.step > 0:
+            path = run_folder / REFERENCE_FILE
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing: the run began without a KL penalty. Type algorithm.kl_coef=0")
+            reference.load_state_dict(load_file(path))
+        elif self.is_writer:
+            tensors = {name: tensor.detach().cpu().clone() for name, tensor in reference.state_dict().items()}
+            save_file(tensors, self.folder / f".{REFERENCE_FILE}.tmp")
+            os.replace(self.folder / f".{REFERENCE_FILE}.tmp", self.folder / REFERENCE_FILE)
+        return reference
 
     def _initial_state(self, phase: str) -> LoopState:
         if self.resumed_from is None:
@@ -170,7 +188,7 @@ class Run:
             collector=self._collector(),
             algorithm=ALGORITHMS.get(config.algorithm.name)(config.algorithm),
             sync=self.sync,
-            reference=self.reference,
+            make_reference=self.make_reference,
             evaluate=self.evaluate,
             save=self.save,
             log=self._log,
@@ -321,7 +339,8 @@ def _handle_signals(run: Run) -> Callable[[], None]:
             raise KeyboardInterrupt
         run.stop_signal = number
         if run.is_writer:
-            print("\nstopping after this step; the state is saved first", file=sys.stderr, flush=True)
+            # Not print: the handler may interrupt a write to the same buffered stream.
+            os.write(2, b"\nstopping after this step; the state is saved first\n")
 
     numbers = (signal.SIGINT, signal.SIGTERM) if world_size() == 1 else (signal.SIGTERM,)
     previous = {number: signal.signal(number, handle) for number in numbers}
@@ -339,7 +358,9 @@ def train(config: RunConfig) -> Path:
     Returns:
         The run folder.
     """
-    launch(_execute_rank, config, config.cluster.num_processes, config.cluster.device)
+    cluster = config.cluster
+    device = resolve_device(cluster.device, cluster.num_processes)
+    launch(_execute_rank, config, cluster.num_processes, device, process_group=config.trainer.sharding == "fsdp2")
     return Path(config.output_dir)
 
 

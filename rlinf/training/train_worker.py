@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.distributed.process_group import rank, sum_over_ranks, world_size
 from rlinf.errors import NonFiniteError
 from rlinf.training.config import SFTConfig, TrainerConfig
-from rlinf.training.fsdp import clip_grad_norm
+from rlinf.training.fsdp import clip_gradients, grad_norm
 from rlinf.types import Observation, RolloutBatch
 
 VALUE_HEAD = "value_head"
@@ -153,7 +153,7 @@ class TrainWorker:
             for name, value in output.metrics.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
         metrics = dict(zip(totals, sum_over_ranks(list(totals.values())), strict=True))
-        metrics["grad_norm"] = self._step(metrics["loss"], frozen, "rl", step, batch)
+        metrics["grad_norm"] = self._step(metrics["loss"], frozen, "rl", step, (batch.observation, batch.tensors()))
         metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         return metrics
 
@@ -170,8 +170,8 @@ class TrainWorker:
             self._backward(part)
             loss += float(part.detach())
         loss = sum_over_ranks([loss])[0]
-        grad_norm = self._step(loss, False, "sft", step, None, observation)
-        return {"loss": loss, "grad_norm": grad_norm, "learning_rate": self.optimizer.param_groups[0]["lr"]}
+        norm = self._step(loss, False, "sft", step, (observation, {"actions": actions}))
+        return {"loss": loss, "grad_norm": norm, "learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def _micro_batches(self, num_rows: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's rows of a minibatch in equal numbers of micro-batches on every rank, and which rows count."""
@@ -187,41 +187,45 @@ class TrainWorker:
         (loss * world_size()).backward()
 
     def _step(
-        self, loss: float, frozen: bool, phase: str, step: int,
-        batch: RolloutBatch | None, observation: Observation | None = None,
-    ) -> float:  # fmt: skip
-        """Clip, check and apply the gradient; returns its norm before clipping."""
+        self, loss: float, frozen: bool, phase: str, step: int, rows: tuple[Observation, dict[str, Tensor]]
+    ) -> float:
+        """Check, clip and apply the gradient; returns its norm before clipping."""
         if frozen:
             # AdamW skips parameters without a gradient altogether: no decay, no momentum, no movement.
             for parameter in self.policy_parameters:
                 parameter.grad = None
-        trained = [p for p in [*self.policy_parameters, *self.value_parameters] if p.grad is not None]
         # The value head learns at its own pace: clipping it with the policy would let a large value error shrink
         # the policy's step.
-        policy_norm = clip_grad_norm([p for p in self.policy_parameters if p.grad is not None], self.config.max_grad_norm)
-        value_norm = clip_grad_norm([p for p in self.value_parameters if p.grad is not None], self.config.max_grad_norm)
-        norm = float((policy_norm**2 + value_norm**2).sqrt())
+        parts = [
+            [p for p in group if p.grad is not None] for group in (self.policy_parameters, self.value_parameters)
+        ]
+        norms = [grad_norm(part) for part in parts]
+        norm = float(torch.stack([part**2 for part in norms]).sum().sqrt())
         if not (np.isfinite(loss) and np.isfinite(norm)):
-            self._fail(loss, norm, phase, step, batch, observation)
+            self._fail(loss, norm, phase, step, rows)
+        for part, part_norm in zip(parts, norms, strict=True):
+            clip_gradients(part, part_norm, self.config.max_grad_norm)
         warmup = min(1.0, (self.num_updates + 1) / max(1, self.config.warmup_steps))
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * warmup
-        if trained:
+        if any(parts):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.num_updates += 1
         return norm
 
     def _fail(
-        self, loss: float, norm: float, phase: str, step: int, batch: RolloutBatch | None, observation: Observation | None
+        self, loss: float, norm: float, phase: str, step: int, rows: tuple[Observation, dict[str, Tensor]]
     ) -> None:
         bad = [
             name for name, p in self.model.named_parameters()
             if p.grad is not None and not bool(torch.isfinite(p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad).all())
         ]  # fmt: skip
-        rows = batch.observation if batch is not None else observation
-        tensors = batch.tensors() if batch is not None else {}
-        self.failed_batch = FailedBatch(phase, step, loss, norm, bad, list(rows.instruction), tensors)
+        observation, tensors = rows
+        tensors = dict(tensors) | {f"image/{name}": torch.from_numpy(x) for name, x in observation.images.items()}
+        if observation.state is not None:
+            tensors["state"] = torch.from_numpy(observation.state)
+        self.failed_batch = FailedBatch(phase, step, loss, norm, bad, list(observation.instruction), tensors)
         self.optimizer.zero_grad(set_to_none=True)
         raise NonFiniteError(
             f"{phase} step {step}: loss {loss}, gradient norm {norm}; gradients of {len(bad)} parameters are not finite"
@@ -250,8 +254,6 @@ def minibatch_indices(valid: Tensor, minibatch_size: int, seed: int) -> list[Ten
 
 def sft_trainer_config(trainer: TrainerConfig, sft: SFTConfig) -> TrainerConfig:
     """The optimiser settings of behaviour cloning: those of the trainer with SFT's learning rate and warm-up."""
-    from dataclasses import replace
-
     return replace(trainer, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps)
 
 

@@ -62,7 +62,7 @@ class Trainer:
         collector: Plays it.
         algorithm: Turns rollouts into losses.
         sync: Brings new weights to the rollout policy.
-        reference: Frozen policy for the KL penalty, or None.
+        make_reference: Returns the frozen policy of the KL penalty, or None; called when RL begins.
         evaluate: ``evaluate(tag) -> EvaluationResult`` on rank 0 (None elsewhere).
         save: ``save(state)`` writes a checkpoint; a collective call.
         log: ``log(step, metrics, phase)`` on rank 0.
@@ -79,7 +79,7 @@ class Trainer:
         collector: RolloutCollector,
         algorithm: Algorithm,
         sync: WeightSync,
-        reference: nn.Module | None,
+        make_reference: Callable[[], nn.Module | None],
         evaluate: Callable[[str], EvaluationResult | None],
         save: Callable[[LoopState], Path | None],
         log: Callable[[int, dict[str, float], str], None],
@@ -92,7 +92,8 @@ class Trainer:
         self.collector = collector
         self.algorithm = algorithm
         self.sync = sync
-        self.reference = reference
+        self.make_reference = make_reference
+        self.reference: nn.Module | None = None
         self._evaluate = evaluate
         self._save = save
         self._log = log
@@ -106,7 +107,8 @@ class Trainer:
         if self._sft_goes_on():
             start = time.monotonic()
             demonstrations = collect()
-            state.train_wall_s += time.monotonic() - start
+            if state.sft_step == 0:  # a resumed run has paid for them before
+                state.train_wall_s += time.monotonic() - start
         while self._sft_goes_on():
             start = time.monotonic()
             step = state.sft_step
@@ -139,6 +141,8 @@ class Trainer:
     def run_rl(self) -> None:
         """Iterate from ``state.step`` to ``trainer.max_steps``."""
         config, state = self.config.trainer, self.state
+        self.sync.push(state.policy_version)
+        self.reference = self.make_reference()
         while state.step < config.max_steps:
             start = time.monotonic()
             step = state.step
@@ -149,7 +153,7 @@ class Trainer:
             metrics |= {"time/total_s": state.train_wall_s, **memory_metrics()}
             last = state.step == config.max_steps
             self._progress(
-                "rl", state.step, config.max_steps, success_rate=metrics["rollout/success_rate"],
+                "rl", state.step, config.max_steps, success_rate=metrics.get("rollout/success_rate"),
                 env_steps_per_s=metrics["throughput/env_steps_per_s"],
             )  # fmt: skip
             if config.eval_every and state.step % config.eval_every == 0 and not last:
@@ -169,10 +173,12 @@ class Trainer:
         self.sync.push(state.policy_version)
         clock.lap("sync")
         batch = self._collect(step, 0, clock)
-        attempts = 1
-        while (unwanted := algorithm.wants_more(batch, attempts)) is not None:
-            batch = replace_envs(batch, unwanted, self._collect(step, attempts, clock))
-            attempts += 1
+        for attempt in range(1, 1 + algorithm.max_resamples):
+            unwanted = algorithm.unwanted_envs(batch)
+            if not unwanted.any():
+                break
+            more = self._collect(step, attempt, clock)
+            batch = replace_envs(batch, unwanted, more, algorithm.unwanted_envs(more))
         metrics = check_parity(batch, step, config.trainer.parity_max_gap)
         metrics |= rollout_metrics(batch)
         metrics |= algorithm.compute_advantages(batch)
@@ -261,17 +267,25 @@ class _Clock:
         return {f"time/{name}_s": value for name, value in self.seconds.items()}
 
 
-def replace_envs(batch: RolloutBatch, unwanted: Tensor, more: RolloutBatch) -> RolloutBatch:
-    """Put whole groups of ``more`` in the place of the envs ``unwanted`` (bool ``[B]``) of a time-major batch."""
-    kept = torch.nonzero(~unwanted).flatten()
-    new = torch.arange(int(unwanted.sum()))  # groups lie side by side and have one size, so these are whole ones
+def replace_envs(
+    batch: RolloutBatch, unwanted: Tensor, more: RolloutBatch, unwanted_of_more: Tensor
+) -> RolloutBatch:
+    """Put what ``more`` has of wanted envs in the place of unwanted ones of ``batch`` (time-major; masks bool ``[B]``).
+
+    Both masks cover whole groups, which lie side by side and have one size, so whole groups are moved.
+    """
+    new = torch.nonzero(~unwanted_of_more).flatten()[: int(unwanted.sum())]
+    order = torch.cat([torch.nonzero(~unwanted).flatten(), torch.nonzero(unwanted).flatten()])
+    kept = order[: len(order) - len(new)]
     return concatenate_envs([batch.select_envs(kept), more.select_envs(new)])
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Success, return and length of the episodes that finished in a rollout (``rollout/*``)."""
+    """Success, return and length of the first episode of each env (``rollout/*``)."""
     episodes = batch.episodes
-    count = max(1, len(episodes))
+    count = len(episodes)
+    if not count:
+        return {"rollout/num_episodes": 0}
     return {
         "rollout/success_rate": sum(e.success for e in episodes) / count,
         "rollout/return_mean": sum(e.episode_return for e in episodes) / count,

@@ -14,9 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlinf import manifest
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
-from rlinf.errors import NonFiniteError, ParityError
+from rlinf.errors import ManifestMismatchError, NonFiniteError, ParityError
+from rlinf.training import train_worker
 from rlinf.training.run import Run, train
 
 SMALL = [
@@ -57,7 +59,7 @@ def test_two_and_two_steps_of_rl_equal_four_bit_for_bit(tmp_path, kind):
     base = [item for item in SMALL if item not in drop]
 
     def config(folder, *more):
-        made = build_config(compose_config([*base, *extra, "trainer.save_every=2", *more]))
+        made = build_config(compose_config([*base, *extra, "trainer.save_every=2", "trainer.max_keep=-1", *more]))
         made.output_dir = str(folder)
         return made
 
@@ -69,9 +71,9 @@ def test_two_and_two_steps_of_rl_equal_four_bit_for_bit(tmp_path, kind):
     halves = [line for line in lines_of(tmp_path / "halves") if "rollout/return_mean" in line]
     assert [line["step"] for line in halves] == [0, 1, 2, 3]
     assert whole == halves
-    # Control: without resuming, the second half is another run.
-    train(config(tmp_path / "other", "seed=1"))
-    other = weights_of(tmp_path / "other", "rl_000004")
+    # Control: two steps that start from the half-way weights alone, without its optimiser and counters, end elsewhere.
+    train(config(tmp_path / "other", "trainer.max_steps=2", f"init_from={tmp_path / 'whole' / 'checkpoints' / 'rl_000002'}"))
+    other = weights_of(tmp_path / "other", "rl_000002")
     assert any(not torch.equal(tensor, other[name]) for name, tensor in weights_of(tmp_path / "whole", "rl_000004").items())
 
 
@@ -126,6 +128,50 @@ def test_two_ranks_equal_one(tmp_path):
         for name, value in one.items():
             if isinstance(value, float):
                 assert two[name] == pytest.approx(value, abs=1e-5, rel=1e-4), name
+
+
+def test_fsdp2_on_one_process_equals_none(tmp_path):
+    short = ["trainer.max_steps=2", SMOOTH]
+    train(config_of(tmp_path / "plain", *short))
+    train(config_of(tmp_path / "fsdp2", *short, "trainer.sharding=fsdp2"))
+    sharded = weights_of(tmp_path / "fsdp2", "rl_000002")
+    for name, tensor in weights_of(tmp_path / "plain", "rl_000002").items():
+        torch.testing.assert_close(sharded[name], tensor, atol=1e-6, rtol=0, msg=name)
+
+
+def test_kl_penalty_refers_to_the_policy_before_rl_also_after_a_resume(tmp_path):
+    kl = ["algorithm.kl_coef=0.5", "sft.max_steps=3", "sft.num_demonstrations=8", "sft.batch_size=16",
+          "trainer.minibatch_size=64", "model.micro_batch_size=64", "algorithm.critic_warmup_steps=0"]  # fmt: skip
+
+    def divergences(folder: Path) -> list[float]:
+        return [line["train/kl_to_reference"] for line in lines_of(folder) if "train/kl_to_reference" in line]
+
+    train(config_of(tmp_path / "whole", *kl))
+    train(config_of(tmp_path / "halves", *kl, "trainer.max_steps=2"))
+    train(config_of(tmp_path / "halves", *kl, f"resume={tmp_path / 'halves'}"))
+    whole = divergences(tmp_path / "whole")
+    assert len(whole) == 4 and whole[0] == pytest.approx(0, abs=1e-7) and whole[1] > 1e-6
+    assert divergences(tmp_path / "halves") == whole
+
+
+def test_resume_keeps_the_action_statistics_of_the_checkpoint(tmp_path):
+    train(config_of(tmp_path / "first", "trainer.max_steps=1"))
+    source = Run(config_of(tmp_path / "probe")).model
+    halved = {"tabletop": {"action": {**source.config.norm_stats["tabletop"]["action"], "q99": [0.5, 0.5]}}}
+    run = Run(config_of(tmp_path / "second", "trainer.max_steps=1"))
+    run.model.config.norm_stats = halved
+    run.execute()
+    resumed = Run(config_of(tmp_path / "second", "trainer.max_steps=2", f"resume={tmp_path / 'second'}"))
+    assert resumed.model.config.norm_stats["tabletop"]["action"]["q99"] == [0.5, 0.5]
+    assert list(resumed.model.action_normalizer.high) == [0.5, 0.5]
+
+
+def test_resume_refuses_a_checkpoint_of_another_version(tmp_path, monkeypatch):
+    train(config_of(tmp_path, "trainer.max_steps=1"))
+    real = manifest.package_versions
+    monkeypatch.setattr(manifest, "package_versions", lambda *names: real(*names) | {"mujoco": "2.0.0"})
+    with pytest.raises(ManifestMismatchError, match="mujoco"):
+        Run(config_of(tmp_path, f"resume={tmp_path}"))
 
 
 def test_a_vla_on_two_ranks_equals_one(tmp_path):
@@ -188,22 +234,28 @@ def test_parity_gate_sees_another_temperature(tmp_path):
         run.execute()
 
 
-def test_not_finite_gradient_stops_with_a_report_and_keeps_the_last_checkpoint(tmp_path):
+def test_not_finite_gradient_stops_with_a_report_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     run = Run(config_of(tmp_path, "trainer.save_every=1"))
     update, calls = run.worker.update, []
 
     def poisoned(batch, algorithm, step):
         calls.append(step)
-        if step == 2:
-            batch.advantages[0] = float("nan")
         return update(batch, algorithm, step)
 
+    original_norm = train_worker.grad_norm
+
+    def one_bad_gradient(parameters):
+        if calls and calls[-1] == 2 and run.model.log_std in set(parameters):
+            run.model.policy[0].weight.grad[0, 0] = float("nan")
+        return original_norm(parameters)
+
     run.worker.update = poisoned
+    monkeypatch.setattr(train_worker, "grad_norm", one_bad_gradient)
     with pytest.raises(NonFiniteError, match="rl step 2"):
         run.execute()
     report = json.loads((tmp_path / "failed_batch" / "report.json").read_text())
-    assert report["step"] == 2 and report["tensors"]["advantages"]["num_not_finite"] >= 1
-    assert report["parameters_with_bad_gradients"]
+    assert report["step"] == 2 and report["parameters_with_bad_gradients"] == ["policy.0.weight"]
+    assert {"advantages", "action_tokens", "state"} <= report["tensors"].keys()
     assert (tmp_path / "checkpoints" / "rl_000002" / "manifest.json").exists()
     assert all(torch.isfinite(p).all() for p in run.model.parameters())
 

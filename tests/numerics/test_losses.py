@@ -137,6 +137,24 @@ def test_loss_and_metrics_do_not_depend_on_micro_batches(level, algorithm):
     assert abs(sum(per_part) / len(per_part) - whole.loss) > 1e-4
 
 
+def test_entropy_is_averaged_over_the_chosen_unit():
+    batch, evaluation = make_batch(num_actions=3, width=2)
+    batch.loss_mask, batch.action_mask = torch.ones_like(batch.loss_mask), torch.ones_like(batch.action_mask)
+    found = {}
+    for level in ("token", "action", "chunk"):
+        algorithm = PPO(PPOConfig(entropy_level=level, entropy_coef=0.5, critic_warmup_steps=0))
+        algorithm.compute_advantages(batch)
+        flat = batch.flatten()
+        output = algorithm.loss(flat, evaluation, LossCounts.of(flat, algorithm.config), step=0)
+        plain = PPO(PPOConfig(entropy_level=level, entropy_coef=0.0, critic_warmup_steps=0))
+        found[level] = float(plain.loss(flat, evaluation, LossCounts.of(flat, plain.config), step=0).loss - output.loss) / 0.5
+    tokens = evaluation.entropy  # rows x (3 actions x 2 tokens)
+    assert found["token"] == pytest.approx(float(tokens.mean()), abs=1e-5)
+    assert found["action"] == pytest.approx(float(tokens.view(-1, 3, 2).sum(-1).mean()), abs=1e-5)
+    assert found["chunk"] == pytest.approx(float(tokens.sum(-1).mean()), abs=1e-5)
+    assert abs(found["chunk"] - found["token"]) > 0.01, "control: the levels differ"
+
+
 def test_ppo_loss_means_do_not_grow_with_the_number_of_tokens():
     batch, evaluation = make_batch(num_actions=1, width=1)
     wide = ActionEvaluation(evaluation.logprobs.repeat(1, 8), evaluation.entropy.repeat(1, 8), evaluation.values)

@@ -109,7 +109,7 @@ def test_seed_template_is_accepted_once_its_model_is_registered_and_given_weight
         validate(build("experiment=your_config"))
     monkeypatch.setattr(MODELS, "_entries", dict(MODELS.entries()))
     register_model("your_model_type", model=MODELS.get("mlp").model)
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"state_dim": 31}')
     weights = ["model.attn_implementation=sdpa", f"model.model_path={tmp_path}"]
     numbers = validate(build("experiment=your_config", *weights))
     assert numbers.micro_batches_per_rank == RunConfig().trainer.minibatch_size

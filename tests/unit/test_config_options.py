@@ -20,6 +20,8 @@ from rlinf.errors import ConfigError
 class Inner:
     rate: float = option(0.5, "A rate.", minimum=0)
     mode: str = option("fast", "A mode.", choices=("fast", "slow"))
+    beta: float = option(0.9, "A coefficient.", minimum=0, below=1)
+    target: float | None = option(None, "A share.", minimum=0, maximum=1)
 
 
 @dataclass
@@ -65,9 +67,13 @@ def test_integers_become_floats_and_nothing_else_is_converted():
         ({"count": 0}, ["count is 0", "at least 1"]),
         ({"inner": {"rate": -0.1}}, ["inner.rate is -0.1", "at least 0"]),
         ({"inner": {"rate": float("nan")}}, ["inner.rate is nan"]),
+        ({"inner": {"beta": 1.0}}, ["inner.beta is 1.0", "at least 0 and below 1", "Type e.g. inner.beta=0.9"]),
+        ({"inner": {"target": 1.5}}, ["inner.target is 1.5", "at least 0 and at most 1", "inner.target=null"]),
+        ({"inner": {"target": -1}}, ["inner.target is -1.0"]),
+        ({"inner": {"target": float("nan")}}, ["inner.target is nan"]),
         ({"inner": {"mode": "fats"}}, ["one of fast, slow", "Type inner.mode=fast"]),
         ({"inner": {"mode": None}}, ["inner.mode is 'null'"]),
-        ({"inner": 3}, ["inner is '3'", "section with the keys rate, mode"]),
+        ({"inner": 3}, ["inner is '3'", "section with the keys rate, mode, beta, target"]),
         ({"sizes": "12"}, ["sizes is '12'", "list of int or null"]),
         ({"sizes": [1, "a"]}, ["sizes is '[1,a]'"]),
         ({"scales": None}, ["required: list of float"]),
@@ -78,6 +84,29 @@ def test_wrong_values_are_refused_with_value_requirement_and_override(mapping, f
         from_mapping(Outer, mapping)
     for fragment in fragments:
         assert fragment in str(caught.value)
+
+
+def test_bounds_are_accepted_where_they_include_the_number():
+    for values in ({"target": None}, {"target": 0}, {"target": 1}, {"beta": 0}, {"beta": 0.999}):
+        from_mapping(Outer, {"inner": values})
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["algorithm.gamma=1.01", "algorithm.gae_lambda=1.5", "algorithm.dual_clip=0.5", "algorithm.value_clip_range=-0.1",
+     "trainer.adam_beta1=1.0", "trainer.adam_beta2=1", "trainer.target_success_rate=80", "sft.time_limit_s=-1"],
+)  # fmt: skip
+def test_numbers_that_mean_nothing_are_refused(override):
+    dotted, value = override.split("=")
+    section, key = dotted.split(".")
+    with pytest.raises(ConfigError, match=dotted):
+        build_config({section: {key: float(value)}})
+
+
+def test_discount_belongs_to_ppo():
+    assert build_config({"algorithm": {"name": "ppo", "gamma": 1}}).algorithm.gamma == 1.0
+    with pytest.raises(ConfigError, match="algorithm.gamma"):
+        build_config({"algorithm": {"name": "grpo", "gamma": 1.0}})
 
 
 def test_omegaconf_mappings_are_resolved():

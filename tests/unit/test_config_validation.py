@@ -14,6 +14,7 @@ from rlinf.config.derived import derive, format_derived
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.config.validation import validate
 from rlinf.envs import ENVS
+from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 
 BASE = ("model=openvla_tiny", "env=tabletop", "env.tasks=[reach]")
@@ -32,7 +33,7 @@ def suggestions(message: str) -> list[list[str]]:
 CASES = {
     "envs over ranks": (["rollout.num_envs=63", "cluster.num_processes=2"], "63"),
     "envs into groups": (["algorithm=grpo", "rollout.num_envs=60"], "rollout.group_size=8"),
-    "samples into minibatches": (["rollout.num_envs=12", "rollout.num_chunks=8", "trainer.minibatch_size=64"], "96 samples"),
+    "samples into minibatches": (["rollout.num_envs=6", "rollout.num_chunks=16", "trainer.minibatch_size=64"], "96 samples"),
     "minibatch over ranks": (["trainer.minibatch_size=1", "cluster.num_processes=2"], "trainer.minibatch_size=1"),
     "rows into micro-batches": (["model.micro_batch_size=48"], "128 rows per rank"),
     "one env and two halves": (["rollout.num_envs=1", "trainer.minibatch_size=16"], "1 env per rank"),
@@ -40,15 +41,24 @@ CASES = {
     "grpo with auto-reset": (["algorithm=grpo", "rollout.auto_reset=true"], "rollout.auto_reset=true"),
     "ppo without values": (["model.value_head=false"], "model.value_head=false"),
     "action advantages, chunk ratio": (["algorithm.advantage_level=action", "algorithm.logprob_level=chunk"], "logprob_level=chunk"),
+    "action advantages without values": (["algorithm=grpo", "algorithm.advantage_level=action"], "one advantage per episode"),
     "rollout ends inside an episode": (
         ["algorithm=grpo", "env.max_episode_steps=16", "rollout.num_chunks=8"], "8 env steps per iteration"),
     "rollout ends inside the longest task": (
-        ["algorithm=grpo", "env.tasks=[reach,push]"], "16 env steps per iteration"),
+        ["algorithm=grpo", "env.tasks=[reach,push]", "rollout.num_chunks=16"], "16 env steps per iteration"),
     "unknown task": (["env.tasks=[reach,psuh]"], "'psuh'"),
     "no task": (["env.tasks=[]"], "env.tasks is []"),
     "task twice": (["env.tasks=[reach,reach]"], "twice"),
     "unknown model": (["model.model_type=opnvla"], "'opnvla'"),
     "unknown precision": (["model.precision=fp8"], "'fp8'"),
+    "precision without autocast": (["model.precision=fp16-mixed"], "'fp16-mixed'"),
+    "precision spelled otherwise": (["model.precision=BF16-mixed"], "'BF16-mixed'"),
+    "float16 in training": (["model.precision=fp16"], "model.precision=fp16"),
+    "a camera too many": (["env.cameras=[front,side]"], "(2 images)"),
+    "no camera": (["env.cameras=[]"], "(0 images)"),
+    "a camera too few": (["+model.init_config.num_images_in_input=2"], "reads 2"),
+    "state policy of another width": (["model=mlp", "env.state=proprio"], "width 31"),
+    "state policy without a state": (["model=mlp", "env.state=none"], "no state"),
     "unknown attention": (["model.attn_implementation=spda"], "'spda'"),
     "flash attention without a GPU": (["model.attn_implementation=flash_attention_2"], "flash_attention_2"),
     "three image sizes": (["model.image_size=[64,64,3]"], "[64,64,3]"),
@@ -149,6 +159,48 @@ def test_output_folder_must_be_writable_and_nothing_is_left_in_it(tmp_path):
         validate(build(f"output_dir={tmp_path}/file/run"))
     with pytest.raises(ConfigError, match="nothing can be written"):
         validate(build("output_dir=/proc/run"))
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A folder that a run has written to."""
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("")
+    return folder
+
+
+def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
+    with pytest.raises(ConfigError, match="already holds a run") as caught:
+        validate(build(f"output_dir={finished}"))
+    assert f"Type resume={finished} " in str(caught.value) and "output_dir=<another folder>" in str(caught.value)
+    validate(build(f"output_dir={finished}"), "evaluate")
+    validate(build(f"output_dir={finished}_2"))
+    checkpoint = finished / "checkpoints" / "rl_000002"
+    monkeypatch.setattr("rlinf.training.checkpoint.resolve_checkpoint", lambda folder: checkpoint)
+    validate(build(f"output_dir={finished}", f"resume={finished}"))
+    (finished.parent / "other" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        validate(build(f"output_dir={finished.parent / 'other'}", f"resume={finished}"))
+
+
+def test_float16_is_accepted_for_evaluation():
+    validate(build("model.precision=fp16"), "evaluate")
+
+
+def test_inputs_of_a_checkpoint_folder_are_read_from_its_config(tmp_path):
+    (tmp_path / "config.json").write_text('{"num_images_in_input": 2}')
+    overrides = ["~model.init_config", f"model.model_path={tmp_path}"]
+    with pytest.raises(ConfigError, match="reads 2"):
+        validate(build(*overrides))
+    validate(build(*overrides, "env.cameras=[front,side]"))
+
+
+def test_cloning_needs_a_scripted_expert(monkeypatch):
+    monkeypatch.setattr(ENVS.get("tabletop"), "expert_actions", VectorEnv.expert_actions)
+    with pytest.raises(ConfigError, match="env.name=tabletop has none.*Type sft.max_steps=0"):
+        validate(build("sft.max_steps=5"))
+    validate(build("sft.max_steps=0"))
 
 
 def test_missing_optional_package_is_reported_with_its_install_command(monkeypatch):

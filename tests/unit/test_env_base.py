@@ -217,6 +217,23 @@ def test_action_statistics_are_those_of_the_bounds():
     assert statistics["mean"] == [0.5] and statistics["std"] == pytest.approx([3 / 12**0.5])
 
 
+def test_a_method_that_is_missing_is_named():
+    class Half(CountingEnv):
+        _observe = VectorEnv._observe
+        all_task_names = classmethod(VectorEnv.all_task_names.__func__)
+
+    with pytest.raises(NotImplementedError, match="Half does not implement all_task_names"):
+        Half.all_task_names(EnvConfig())
+    with pytest.raises(NotImplementedError, match="Half does not implement all_task_names"):
+        Half(EnvConfig(cameras=[]), 2, False)
+    env = build()
+    for name, arguments in (("_reset_env", (0, spec(0))), ("_step_envs", (np.arange(2), None)), ("_observe", (np.arange(2),))):
+        with pytest.raises(NotImplementedError, match=f"CountingEnv does not implement {name}"):
+            getattr(VectorEnv, name)(env, *arguments)
+    with pytest.raises(NotImplementedError, match="CountingEnv does not implement state_dim"):
+        VectorEnv.state_dim.fget(env)
+
+
 def test_registered_env_is_made_by_name():
     register_env("counting", CountingEnv)
     try:

@@ -9,6 +9,7 @@ from PIL import Image
 
 from rlinf.errors import ConfigError
 from rlinf.models import build_policy
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.embodiment.modules.value_head import ValueHead
@@ -273,3 +274,16 @@ def test_mlp_learns_by_cloning():
         model.sft_loss(inputs, target).mean().backward()
         optimizer.step()
     assert (model.predict_action_batch(**inputs, do_sample=False).actions - target).abs().mean() < 0.1
+
+
+def test_a_method_that_a_policy_lacks_is_named():
+    class Half(ActionModel):
+        pass
+
+    calls = {
+        "preprocess": (None,), "predict_action_batch": (), "rollout_logprobs": (None,), "evaluate_actions": ({}, None),
+        "sft_loss": ({}, None), "decode_actions": (None,),
+    }  # fmt: skip
+    for name, arguments in calls.items():
+        with pytest.raises(NotImplementedError, match=f"Half does not implement {name}"):
+            getattr(Half(), name)(*arguments)

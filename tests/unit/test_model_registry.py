@@ -132,7 +132,7 @@ def test_precisions(precision, dtype):
     assert torch_dtype_from_precision(precision) is dtype
 
 
-@pytest.mark.parametrize("junk", ["fp8", "", None, "double"])
+@pytest.mark.parametrize("junk", ["fp8", "", None, "double", "fp16-mixed", "16-mixed", "BF16-mixed"])
 def test_junk_precision_is_refused(junk):
     with pytest.raises(ConfigError, match="model.precision=bf16"):
         torch_dtype_from_precision(junk)

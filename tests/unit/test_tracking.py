@@ -230,3 +230,10 @@ def test_real_wandb_writes_offline_runs_of_one_id(tmp_path, monkeypatch):
     assert folders and all(tracker.run_id in name for name in folders)
     assert all(any(path.glob("*.wandb")) for path in (tmp_path / "wandb").glob("offline-run-*"))
     assert steps_of(tmp_path) == [("rl", 0), ("rl", 1)]
+
+
+def test_notes_are_printed_only_when_progress_is():
+    shown, hidden = io.StringIO(), io.StringIO()
+    Progress(stream=shown).note("12 demonstrations")
+    Progress(enabled=False, stream=hidden).note("12 demonstrations")
+    assert (shown.getvalue(), hidden.getvalue()) == ("12 demonstrations\n", "")

@@ -68,7 +68,12 @@ class TabletopVectorEnv(VectorEnv):
     @property
     def state_dim(self) -> int:
         """31 numbers (full), 4 (proprio) or 0 (none); see ``_state``."""
-        return {"full": 31, "proprio": 4, "none": 0}[self.config.state]
+        return self.state_width(self.config)
+
+    @classmethod
+    def state_width(cls, config: TabletopConfig) -> int:
+        """Return ``state_dim`` under ``config``."""
+        return {"full": 31, "proprio": 4, "none": 0}[config.state]
 
     @classmethod
     def horizon_of(cls, config: TabletopConfig, task: str) -> int:

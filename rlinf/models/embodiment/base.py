@@ -28,6 +28,7 @@ class ActionModel:
     @abstractmethod
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Turn an observation of ``B`` envs into tensors on the model's device, the keyword arguments of the two below."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement preprocess")
 
     @abstractmethod
     def predict_action_batch(self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs) -> ActionPrediction:
@@ -41,10 +42,12 @@ class ActionModel:
                 global generator.
             **inputs: What ``preprocess`` returned.
         """
+        raise NotImplementedError(f"{type(self).__name__} does not implement predict_action_batch")
 
     @abstractmethod
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         """Log-probabilities float32 ``[B, A]`` of a prediction, from its own logits and sequences alone."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement rollout_logprobs")
 
     @abstractmethod
     def evaluate_actions(self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
@@ -55,14 +58,17 @@ class ActionModel:
             sequences: As in ``ActionPrediction``; only the last ``A`` columns are read.
             temperature: As in the rollout.
         """
+        raise NotImplementedError(f"{type(self).__name__} does not implement evaluate_actions")
 
     @abstractmethod
     def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor) -> Tensor:
         """Behaviour-cloning loss of demonstrated ``actions [B, C, D]`` (env units), one value per row: float32 ``[B]``."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement sft_loss")
 
     @abstractmethod
     def decode_actions(self, sequences: Tensor) -> Tensor:
         """Decode the last ``A`` columns of ``sequences`` into actions in env units, float32 ``[B, C, D]``."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement decode_actions")
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,97 @@
+"""Cross-checks between model, env and command: what the one gives must be what the other reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlinf.config.options import override_text
+from rlinf.config.schema import RunConfig
+from rlinf.errors import ConfigError
+
+
+def check_precision(config: RunConfig) -> None:
+    """Training needs a number format whose gradients do not vanish."""
+    import torch
+
+    from rlinf.models import torch_dtype_from_precision
+
+    precision = config.model.precision
+    if torch_dtype_from_precision(precision) is torch.float16:
+        raise ConfigError(
+            f"model.precision={precision} is for evaluation: in float16 small gradients become 0, and training scales no loss. "
+            "Required for training: fp32, bf16 or bf16-mixed. Type model.precision=bf16-mixed"
+        )
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Cameras and state of the env must be those that the model reads, where both are known without building them."""
+    from rlinf.envs import ENVS
+
+    env_class = ENVS.get(config.env.name)
+    cameras, wanted = config.env.cameras, _declared(config, "num_images_in_input")
+    if wanted is not None and len(cameras) != wanted:
+        raise ConfigError(
+            f"env.cameras is {override_text(cameras)} ({len(cameras)} images), and the model reads {wanted} "
+            f"(num_images_in_input); required: as many. Type {_mended_cameras(config, wanted)}"
+        )
+    given, wanted = env_class.state_width(config.env), _declared(config, "state_dim")
+    if wanted is not None and given is not None and given != wanted:
+        own = f"model.init_config.state_dim={given}" if config.model.model_path is None else "model.model_path=<another folder>"
+        raise ConfigError(
+            f"The model reads a state of width {wanted} (state_dim), and env.name={config.env.name} gives "
+            f"{f'one of width {given}' if given else 'no state'}; required: the same width. Type {own if given else 'model=openvla_tiny'}"
+        )
+
+
+def check_demonstrator(config: RunConfig) -> None:
+    """Behaviour cloning needs an env with a scripted expert."""
+    from rlinf.envs import ENVS
+    from rlinf.envs.base import VectorEnv
+
+    env_class = ENVS.get(config.env.name)
+    if env_class.expert_actions is VectorEnv.expert_actions:
+        raise ConfigError(
+            f"sft.max_steps={config.sft.max_steps} clones a scripted expert, and env.name={config.env.name} has none "
+            f"({env_class.__name__} does not override expert_actions). Type sft.max_steps=0"
+        )
+
+
+def check_new_folder(config: RunConfig) -> None:
+    """A run starts in a folder without another run, unless it continues that one."""
+    from rlinf.training.checkpoint import CHECKPOINTS_FOLDER, resolve_checkpoint
+
+    folder = Path(config.output_dir).expanduser().resolve()
+    found = [name for name in ("metrics.jsonl", CHECKPOINTS_FOLDER) if (folder / name).exists()]
+    if not found:
+        return
+    if config.resume is not None and folder in resolve_checkpoint(config.resume).resolve().parents:
+        return
+    raise ConfigError(
+        f"output_dir is '{config.output_dir}', which already holds a run ({', '.join(found)}), and a new one would mix with it. "
+        f"Type resume={config.output_dir} to continue it, or output_dir=<another folder>"
+    )
+
+
+def _declared(config: RunConfig, field: str) -> Any:
+    """A field of the model's own configuration: of the checkpoint whose weights are taken, else of the model section."""
+    from rlinf.models import declared_value
+    from rlinf.training.checkpoint import resolve_checkpoint
+
+    source = config.checkpoint or config.init_from
+    if source is not None:
+        checkpoint = resolve_checkpoint(source)
+        for folder in (checkpoint / "model", checkpoint):  # Adapters have none, and lie on the model of the section.
+            if (folder / "config.json").is_file():
+                return declared_value(config.model, field, folder)
+    return declared_value(config.model, field)
+
+
+def _mended_cameras(config: RunConfig, wanted: int) -> str:
+    """An override with which the numbers agree."""
+    cameras = config.env.cameras or type(config.env)().cameras
+    if len(cameras) >= wanted:
+        return f"env.cameras={override_text(cameras[:wanted])}"
+    if config.model.model_path is None and cameras:
+        return f"model.init_config.num_images_in_input={len(cameras)}"
+    return f"env.cameras=<list of {wanted} camera names>"

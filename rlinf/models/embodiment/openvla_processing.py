@@ -140,7 +140,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
         """Turn uint8 ``[B, 3, H, W]`` into ``[B, 3 * towers, H', W']`` float32 on its own device.
 
         Bicubic with antialiasing, clamped and rounded to whole grey values. On resized images this differs from PIL by
-        up to a few grey values; images that have the size already give the same numbers.
+        up to a few grey values; images that have the size already give the same numbers to 1e-6.
         """
         towers = [
             _normalize_grey_values(self._resize_tensors(images, tower), mean, std)

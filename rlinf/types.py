@@ -2,7 +2,8 @@
 
 Axes: ``B`` parallel envs (or rows of a batch), ``T`` policy calls of a rollout (it counts chunks, not env steps),
 ``C`` actions of one chunk, ``D`` numbers of one action, ``A`` log-probability columns of one policy call
-(``C * D`` for a token policy), ``H, W`` pixels, ``S`` state width.
+(``C * D`` for a token policy), ``K`` numbers that describe what one call sampled (``A`` tokens, or a whole denoising
+chain), ``H, W`` pixels, ``S`` state width.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class ActionPrediction(NamedTuple):
 
     Attributes:
         actions: ``[B, C, D]`` float32 in env units.
-        sequences: Token policies: ``[B, L + A]`` prompt and action tokens. Other policies: ``[B, A]``, what
-            ``evaluate_actions`` needs to score the same actions again.
+        sequences: Token policies: ``[B, L + A]`` prompt and action tokens. Other policies: ``[B, K]``, what
+            ``evaluate_actions`` needs to score the same actions again (flow policies: the denoising chain).
         logits: Token policies: ``[B, A, n_bins or V]``. Gaussian policies: ``[B, A, 2]`` means and log-stds.
         values: ``[B]`` float32.
     """
@@ -140,7 +141,7 @@ class RolloutBatch:
 
     Attributes:
         observation: ``T * B`` rows, time-major.
-        action_tokens: ``[T, B, A]`` what was sampled (int64 tokens, or float32 for continuous policies).
+        action_tokens: ``[T, B, K]`` what was sampled (int64 tokens, or float32 for continuous policies).
         rollout_logprobs: float32 ``[T, B, A]`` as the generator computed them.
         action_rewards: float32 ``[T, B, C]``.
         action_mask: bool ``[T, B, C]``: the action was executed.

@@ -168,26 +168,34 @@ def check_sources(config: RunConfig) -> None:
             "model.model_path is null and model.init_config is empty: there are no weights to load, and no sizes for random "
             "ones. Type model.model_path=<folder or hub id>, or model=openvla_tiny"
         )
-    for key, marker in (("model_path", "config.json"), ("lora_path", "adapter_config.json")):
+    from rlinf.models import MODELS, config_file_names
+
+    markers = config_file_names(MODELS.get(model.model_type))
+    for key, names in (("model_path", markers), ("lora_path", ("adapter_config.json",))):
         path = getattr(model, key)
         if path is not None:
-            check_hub_folder(f"model.{key}", path, marker)
+            check_hub_folder(f"model.{key}", path, names)
     if config.tokenizer.tokenizer_model is not None:
-        check_hub_folder("tokenizer.tokenizer_model", config.tokenizer.tokenizer_model, None)
+        check_hub_folder("tokenizer.tokenizer_model", config.tokenizer.tokenizer_model, ())
 
 
-def check_hub_folder(key: str, path: str, marker: str | None) -> None:
-    """A folder must exist and hold ``marker``; ``organisation/name`` is left to the hub.
+def check_hub_folder(key: str, path: str, markers: tuple[str, ...]) -> None:
+    """A folder must exist and hold one of ``markers``; ``organisation/name`` is left to the hub.
 
     Raises:
-        ConfigError: Neither a folder nor a hub id, or a folder without ``marker``.
+        ConfigError: Neither a folder nor a hub id, or a folder without any of ``markers``.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        if marker is not None and not (folder / marker).is_file():
-            inside = [child for child in ("model", "adapter") if (folder / child / marker).is_file()]
-            hint = f" Type {key}={folder / inside[0]}" if inside else f" Type {key}=<folder with {marker}>"
-            raise ConfigError(f"{key} is '{path}', a folder without {marker}.{hint}")
+
+        def fits(candidate: Path) -> bool:
+            return not markers or any((candidate / name).is_file() for name in markers)
+
+        if not fits(folder):
+            wanted = " or ".join(markers)
+            inside = [child for child in ("model", "adapter") if fits(folder / child)]
+            hint = f" Type {key}={folder / inside[0]}" if inside else f" Type {key}=<folder with {wanted}>"
+            raise ConfigError(f"{key} is '{path}', a folder without {wanted}.{hint}")
         return
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1 or folder.exists()
     if looks_local:

@@ -195,24 +195,21 @@ class VectorEnv(gymnasium.vector.VectorEnv):
     # What the base class owns.
 
     def action_statistics(self) -> dict[str, Any]:
-        """Return normalisation statistics that correspond to the action bounds, in OpenVLA's ``norm_stats`` format.
+        """Return normalisation statistics that correspond to the bounds, in OpenVLA's ``norm_stats`` format.
 
         Returns:
-            ``{"action": {"q01", "q99", "mask", "min", "max", "mean", "std"}}``, each a list of ``D`` numbers; mean
-            and std are those of a uniform distribution between the bounds.
+            ``{"action": {"q01", "q99", "mask", "min", "max", "mean", "std"}}``, each a list of ``D`` numbers, and the
+            same under ``"proprio"`` for the state, where ``state_bounds`` gives any; mean and std are those of a uniform
+            distribution between the bounds.
         """
-        low, high = self.action_low.astype(np.float64), self.action_high.astype(np.float64)
-        return {
-            "action": {
-                "q01": low.tolist(),
-                "q99": high.tolist(),
-                "mask": [True] * self.action_dim,
-                "min": low.tolist(),
-                "max": high.tolist(),
-                "mean": ((low + high) / 2).tolist(),
-                "std": ((high - low) / 12**0.5).tolist(),
-            }
-        }
+        statistics = {"action": _uniform_statistics(self.action_low, self.action_high)}
+        if self.state_bounds() is not None:
+            statistics["proprio"] = _uniform_statistics(*self.state_bounds())
+        return statistics
+
+    def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the usual lowest and highest values of ``Observation.state``, ``[S]`` each; None where unknown."""
+        return None
 
     def current_specs(self) -> list[EpisodeSpec]:
         """Return the episode of each row (of a frozen row: the one that ended)."""
@@ -414,3 +411,16 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         if self.state_dim:
             spaces["state"] = gymnasium.spaces.Box(-np.inf, np.inf, (self.state_dim,), np.float32)
         return gymnasium.spaces.Dict(spaces)
+
+
+def _uniform_statistics(low: np.ndarray, high: np.ndarray) -> dict[str, list]:
+    low, high = low.astype(np.float64), high.astype(np.float64)
+    return {
+        "q01": low.tolist(),
+        "q99": high.tolist(),
+        "mask": [True] * len(low),
+        "min": low.tolist(),
+        "max": high.tolist(),
+        "mean": ((low + high) / 2).tolist(),
+        "std": ((high - low) / 12**0.5).tolist(),
+    }

@@ -60,7 +60,7 @@ class _Policy:
         uniforms = None
         if not self.greedy:
             tiny = np.finfo(np.float32).tiny
-            draws = [stream.random(self.model.num_logprobs, dtype=np.float32) for stream in streams]
+            draws = [stream.random(self.model.num_uniforms, dtype=np.float32) for stream in streams]
             uniforms = np.maximum(np.stack(draws), tiny)
         parts = []
         for first in range(0, len(observation), num_rows):

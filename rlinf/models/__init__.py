@@ -69,6 +69,26 @@ MODELS: Registry[ModelEntry] = Registry(
             image_processor="rlinf.models.embodiment.openvla_processing:PrismaticImageProcessor",
             load_processor="rlinf.models.embodiment.openvla_processing:load_processor",
         ),
+        "openvla_oft": ModelEntry(
+            "openvla_oft",
+            model="rlinf.models.embodiment.openvla_oft_action_model:OpenVLAOFTForRLActionPrediction",
+            config="rlinf.models.embodiment.openvla_oft_config:OpenVLAOFTConfig",
+            processor="rlinf.models.embodiment.openvla_processing:PrismaticProcessor",
+            image_processor="rlinf.models.embodiment.openvla_processing:PrismaticImageProcessor",
+            load_processor="rlinf.models.embodiment.openvla_processing:load_processor",
+        ),
+        "pi0": ModelEntry(
+            "pi0",
+            model="rlinf.models.embodiment.pi0_action_model:Pi0ForRLActionPrediction",
+            config="rlinf.models.embodiment.pi0_config:Pi0Config",
+            load_processor="rlinf.models.embodiment.pi0_processing:load_processor",
+        ),
+        "hf_vla": ModelEntry(
+            "hf_vla",
+            model="rlinf.models.embodiment.hf_vla_action_model:HfVlaForRLActionPrediction",
+            config="rlinf.models.embodiment.hf_vla_config:HfVlaConfig",
+            load_processor="rlinf.models.embodiment.hf_vla_processing:load_processor",
+        ),
         "mlp": ModelEntry(
             "mlp",
             model="rlinf.models.embodiment.mlp_action_model:MLPForRLActionPrediction",
@@ -220,10 +240,15 @@ def declared_value(cfg: ModelConfig, name: str, folder: str | Path | None = None
         path = Path(folder).expanduser() / "config.json"
         if not path.is_file():
             return None
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8")) | plain_container(cfg.override_config)
     parameter = inspect.signature(config_class.__init__).parameters.get(name)
     default = None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
     return values.get(name, default)
+
+
+def config_file_names(entry: ModelEntry) -> tuple[str, ...]:
+    """Return the files of which a checkpoint folder holds one: ``config_files`` of the config class, else config.json."""
+    return getattr(_import(entry.config), "config_files", ("config.json",))
 
 
 def _import(target: Any) -> Any:
@@ -276,12 +301,14 @@ def _load_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> Any:
             "Type model.model_path=null or '~model.init_config'"
         )
     loader = AutoConfig if entry.config is None else entry.config
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+    files = config_file_names(entry)
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in files):
         raise CheckpointError(
-            f"model.model_path is '{path}', a folder without a config.json. Type model.model_path=<checkpoint folder>"
+            f"model.model_path is '{path}', a folder without a {' or '.join(files)}. Type model.model_path=<checkpoint folder>"
         )
     try:
-        return loader.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
+        config = loader.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
+        return _override(config, plain_container(cfg.override_config), "model.override_config")
     except OSError as error:
         raise CheckpointError(
             f"model.model_path is '{path}', which is neither a checkpoint folder with a config.json nor a reachable "
@@ -289,10 +316,10 @@ def _load_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> Any:
         ) from error
 
 
-def _override(config: Any, overrides: dict[str, Any]) -> Any:
+def _override(config: Any, overrides: dict[str, Any], where: str = "override_config_kwargs") -> Any:
     if not overrides:
         return config
-    _check_names(config, overrides, "override_config_kwargs")
+    _check_names(config, overrides, where)
     values = config.to_dict()
     for name, value in overrides.items():
         merge = isinstance(value, Mapping) and name in type(config).sub_configs

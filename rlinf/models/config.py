@@ -25,6 +25,7 @@ class ModelConfig:
     model_type: str = option("openvla", "Registered model type (`rlinf doctor` lists them).")
     model_path: str | None = option(None, "Checkpoint folder or hub id; null: random weights from `init_config`.")
     init_config: dict[str, Any] = option({}, "Model config fields for random weights (only without `model_path`).")
+    override_config: dict[str, Any] = option({}, "Fields of the checkpoint's config.json to replace (only with `model_path`).")
     action_token_len: int = option(2, "Numbers (tokens) of one action.", minimum=1)
     action_chunks_len: int = option(1, "Actions of one policy call.", minimum=1)
     unnorm_key: str | None = option(None, "Key of the action statistics; null: the only one there is.")

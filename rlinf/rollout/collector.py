@@ -132,7 +132,7 @@ class RolloutCollector:
             Time-major batch of this rank's envs, without the trainer's fields.
         """
         generator = torch.Generator().manual_seed(derive_seed(self.sampler.seed, "actions", step, attempt))
-        uniforms = torch.rand(self.num_chunks, self.num_envs, model.num_logprobs, generator=generator)
+        uniforms = torch.rand(self.num_chunks, self.num_envs, model.num_uniforms, generator=generator)
         uniforms.clamp_min_(torch.finfo(torch.float32).tiny)  # the open interval (0, 1)
         recorder = _Recorder(self.num_chunks, len(self.block))
         num_threads = torch.get_num_threads()
@@ -198,7 +198,7 @@ class _Rollout:
                 prediction = model.predict_action_batch(
                     do_sample=True, temperature=temperature, uniforms=self.uniforms[t], **inputs
                 )
-                tokens.append(prediction.sequences[:, -model.num_logprobs :].cpu())
+                tokens.append(prediction.sequences[:, -model.num_sampled :].cpu())
                 logprobs.append(model.rollout_logprobs(prediction, temperature).cpu())
                 alives.append(alive)
                 episode_ids.append(self._episode_ids())

@@ -242,7 +242,7 @@ class Run:
         """Collect the scripted expert's demonstrations (the same on every rank)."""
         config = self.config
         demonstrations = collect_demonstrations(
-            self.eval_env, config.sft.num_demonstrations, config.sft.expert, config.model.action_chunks_len, config.seed
+            self.eval_env, config.sft.num_demonstrations, config.sft.expert, self.model.sft_chunk_len, config.seed
         )
         self.progress.note(f"{len(demonstrations.episodes)} demonstrations, {len(demonstrations)} rows; the demonstrator "
                            f"succeeds in {demonstrations.success_rate:.1%}")  # fmt: skip

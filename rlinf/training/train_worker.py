@@ -157,15 +157,29 @@ class TrainWorker:
         metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         return metrics
 
-    def sft_update(self, observation: Observation, actions: Tensor, step: int) -> dict[str, float]:
-        """Take one behaviour-cloning step on rows that all ranks hold (``actions [N, C, D]`` in env units)."""
+    def sft_update(self, observation: Observation, actions: Tensor, step: int, seed: int = 0) -> dict[str, float]:
+        """Take one behaviour-cloning step on rows that all ranks hold.
+
+        Args:
+            observation: ``N`` rows.
+            actions: ``[N, sft_chunk_len, D]`` in env units.
+            step: For the report of a failure.
+            seed: Fixes the random numbers of the loss; they are drawn for all rows at once, so that neither the
+                micro-batch size nor the number of ranks changes them.
+        """
         self.model.train()
+        uniforms = None
+        if self.model.num_sft_uniforms:
+            shape = (len(actions), self.model.num_sft_uniforms)
+            uniforms = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+            uniforms.clamp_min_(torch.finfo(torch.float32).tiny)  # the open interval (0, 1)
         loss = 0.0
         for index, valid in self._micro_batches(len(actions)):
             with self.autocast():
                 inputs = self.model.preprocess(observation.select(index.numpy()))
                 device = next(iter(inputs.values())).device
-                rows = self.model.sft_loss(inputs, actions[index].to(device))
+                drawn = () if uniforms is None else (uniforms[index].to(device),)
+                rows = self.model.sft_loss(inputs, actions[index].to(device), *drawn)
             part = torch.where(valid.to(device), rows.float(), 0.0).sum() / len(actions)
             self._backward(part)
             loss += float(part.detach())

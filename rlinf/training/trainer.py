@@ -113,7 +113,7 @@ class Trainer:
             start = time.monotonic()
             step = state.sft_step
             observation, actions = demonstrations.batch(step, config.batch_size, derive_seed(self.config.seed, "sft"))
-            metrics = self.worker.sft_update(observation, actions, step)
+            metrics = self.worker.sft_update(observation, actions, step, derive_seed(self.config.seed, "sft noise", step))
             state.sft_step += 1
             state.policy_version += 1
             elapsed = time.monotonic() - start

@@ -105,9 +105,10 @@ def test_typo_in_any_key_of_the_template_is_refused_with_the_key_that_was_meant(
 
 
 def test_seed_template_is_accepted_once_its_model_is_registered_and_given_weights(tmp_path, monkeypatch):
+    others = {name: entry for name, entry in MODELS.entries().items() if name != "your_model_type"}
+    monkeypatch.setattr(MODELS, "_entries", others)
     with pytest.raises(ConfigError, match="model.model_type is 'your_model_type'"):
         validate(build("experiment=your_config"))
-    monkeypatch.setattr(MODELS, "_entries", dict(MODELS.entries()))
     register_model("your_model_type", model=MODELS.get("mlp").model)
     (tmp_path / "config.json").write_text('{"state_dim": 31}')
     weights = ["model.attn_implementation=sdpa", f"model.model_path={tmp_path}"]

@@ -10,6 +10,7 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.evaluator import MAX_ROWS, evaluate_policy
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.evaluation.result import EvaluationResult
+from rlinf.models.embodiment.base import ActionModel, sample_tokens
 from rlinf.types import ActionPrediction, ChunkStep, EpisodeResult, EpisodeSpec, Observation
 
 TASKS = ("reach the red block", "push the blue block")
@@ -84,7 +85,7 @@ class NumberLineEnv:
         return np.stack([np.full((size, size, 3), 20 * self.steps[i], np.uint8) for i in ids])
 
 
-class BinPolicy(torch.nn.Module):
+class BinPolicy(ActionModel, torch.nn.Module):
     """A fixed random network that chooses one of five step widths; counts the rows of its calls."""
 
     num_logprobs = 2
@@ -103,8 +104,6 @@ class BinPolicy(torch.nn.Module):
         return {"state": torch.from_numpy(observation.state)}
 
     def predict_action_batch(self, *, do_sample, temperature, uniforms, state):
-        from rlinf.models.embodiment.base import sample_tokens
-
         self.row_counts.append(len(state))
         logits = self.net(state).view(-1, 2, 5) * 4
         tokens = sample_tokens(logits, do_sample, temperature, uniforms)

@@ -75,6 +75,14 @@ class TabletopVectorEnv(VectorEnv):
         """Return ``state_dim`` under ``config``."""
         return {"full": 31, "proprio": 4, "none": 0}[config.state]
 
+    def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """[-1, 1] for the pusher's own numbers, [-2, 2] for differences of positions, [0, 1] for one-hot columns."""
+        if not self.state_dim:
+            return None
+        high = np.array([1.0] * 4 + [2.0] * 16 + [1.0] * 11)[: self.state_dim]
+        low = -np.where(np.arange(self.state_dim) < 20, high, 0.0)
+        return low, high
+
     @classmethod
     def horizon_of(cls, config: TabletopConfig, task: str) -> int:
         """Return ``config.max_episode_steps``, or the family's own horizon where that is null."""

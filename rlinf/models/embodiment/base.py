@@ -19,11 +19,36 @@ class ActionModel:
     Attributes:
         fsdp_wrap_modules: Class names of the submodules that are sharded as units.
         lora_target_modules: Default name suffixes (or a regular expression) of the linear layers to adapt.
+        trained_in_full: First parts of the names of parameters that are trained beside LoRA adapters, without any of
+            their own.
         num_logprobs: ``A``, log-probability columns of one policy call.
     """
 
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ()
     lora_target_modules: ClassVar[tuple[str, ...] | str] = ()
+    trained_in_full: ClassVar[tuple[str, ...]] = ("value_head",)
+    action_chunks_len: int = 1
+    num_logprobs: int
+
+    @property
+    def num_sampled(self) -> int:
+        """``K``, numbers that describe what was sampled in one call: the last columns of ``sequences``."""
+        return self.num_logprobs
+
+    @property
+    def num_uniforms(self) -> int:
+        """``U``, random numbers that one sampled call takes."""
+        return self.num_logprobs
+
+    @property
+    def num_sft_uniforms(self) -> int:
+        """Random numbers that ``sft_loss`` takes per row; 0 for a loss without any."""
+        return 0
+
+    @property
+    def sft_chunk_len(self) -> int:
+        """Actions per row of a demonstration that ``sft_loss`` wants; more than are executed for models with a horizon."""
+        return self.action_chunks_len
 
     @abstractmethod
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
@@ -37,7 +62,7 @@ class ActionModel:
         Args:
             do_sample: False takes the most likely action.
             temperature: Divides the logits.
-            uniforms: float32 ``[B, A]`` in (0, 1): the random numbers of the draw, by inverse transform sampling, so
+            uniforms: float32 ``[B, U]`` in (0, 1): the random numbers of the draw, by inverse transform sampling, so
                 that an action depends on its own row only and not on who shares the batch; None: drawn from torch's
                 global generator.
             **inputs: What ``preprocess`` returned.
@@ -55,19 +80,26 @@ class ActionModel:
 
         Args:
             inputs: What ``preprocess`` returned.
-            sequences: As in ``ActionPrediction``; only the last ``A`` columns are read.
+            sequences: As in ``ActionPrediction``; only the last ``K`` columns are read.
             temperature: As in the rollout.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement evaluate_actions")
 
     @abstractmethod
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor) -> Tensor:
-        """Behaviour-cloning loss of demonstrated ``actions [B, C, D]`` (env units), one value per row: float32 ``[B]``."""
+    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
+        """Behaviour-cloning loss of demonstrated actions, one value per row: float32 ``[B]``.
+
+        Args:
+            inputs: What ``preprocess`` returned.
+            actions: ``[B, sft_chunk_len, D]`` in env units.
+            uniforms: float32 ``[B, num_sft_uniforms]`` in (0, 1), the random numbers of the loss; None: drawn from
+                torch's global generator.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not implement sft_loss")
 
     @abstractmethod
     def decode_actions(self, sequences: Tensor) -> Tensor:
-        """Decode the last ``A`` columns of ``sequences`` into actions in env units, float32 ``[B, C, D]``."""
+        """Decode the last ``K`` columns of ``sequences`` into actions in env units, float32 ``[B, C, D]``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement decode_actions")
 
 

@@ -41,6 +41,9 @@ MUST_MATCH = (
 MUST_MATCH_MINOR = ("transformers", *SIMULATORS)
 """Packages whose major and minor version must match: other ones have changed numbers before."""
 
+ACTION_FIELDS = ("action_decoding", "action_bin_rule", "n_action_bins", "action_dim")
+"""Fields of a model's configuration that are recorded where it has them; its class may name more (``manifest_fields``)."""
+
 
 @dataclass
 class Manifest:
@@ -131,7 +134,7 @@ def build_manifest(config: RunConfig, model: nn.Module, *, policy_version: int) 
     lora: dict[str, Any] = {"state": "merged" if settings.get("merged_adapters") else "none"}
     if config.model.is_lora:
         lora = {"state": "adapter", **asdict(config.model.lora)}
-    names = ("action_decoding", "action_bin_rule", "n_action_bins", "action_dim")
+    names = (*ACTION_FIELDS, *getattr(type(model.config), "manifest_fields", ()))
     actions = {name: settings[name] for name in names if name in settings}
     return Manifest(
         versions=package_versions(_simulator_packages(config.env.name)),

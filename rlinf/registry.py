@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
@@ -11,6 +12,9 @@ from typing import Any, Generic, TypeVar
 from rlinf.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
+
+BUILTIN, USER_CODE = "rlinf", "user code"
+_origins = [USER_CODE]
 
 
 @dataclass(frozen=True)
@@ -20,12 +24,22 @@ class Entry:
     Attributes:
         name: What the configuration says.
         target: The object, or ``"module:attribute"`` that is imported at first use.
-        origin: Who registered it: ``rlinf``, the name of a distribution, or ``user code``.
+        origin: Who registered it: ``rlinf``, name and version of a distribution, the plugin, or ``user code``.
     """
 
     name: str
     target: Any
     origin: str
+
+
+@contextmanager
+def registering(origin: str) -> Iterator[None]:
+    """Names that are registered inside belong to ``origin``."""
+    _origins.append(origin)
+    try:
+        yield
+    finally:
+        _origins.pop()
 
 
 class Registry(Generic[T]):
@@ -35,25 +49,31 @@ class Registry(Generic[T]):
         kind: Word for messages (``"env"``).
         group: Entry-point group in which other packages announce theirs (``"rlinf.envs"``).
         builtin: Name to ``"module:attribute"``.
+
+    Attributes:
+        hidden: Entry points that are not used, because their name was taken.
     """
 
     def __init__(self, kind: str, group: str, builtin: dict[str, str]) -> None:
         self.kind = kind
         self.group = group
-        self._entries = {name: Entry(name, target, "rlinf") for name, target in builtin.items()}
+        self.hidden: list[Entry] = []
+        self._entries = {name: Entry(name, target, BUILTIN) for name, target in builtin.items()}
         self._scanned = False
 
-    def register(self, name: str, target: Any, origin: str = "user code") -> None:
-        """Add or replace a name; the same name twice keeps the last one."""
-        self._entries[name] = Entry(name, target, origin)
+    def register(self, name: str, target: Any, origin: str | None = None) -> None:
+        """Add or replace a name; the same name twice keeps the last one. ``origin`` None: see ``registering``."""
+        self._entries[name] = Entry(name, target, origin or _origins[-1])
 
     def entries(self) -> dict[str, Entry]:
         """Return all entries; entry points are read at the first call and never hide a registered name."""
         if not self._scanned:
             self._scanned = True
             for point in entry_points(group=self.group):
-                origin = point.dist.name if point.dist else "entry point"
-                self._entries.setdefault(point.name, Entry(point.name, point.value, origin))
+                origin = f"{point.dist.name} {point.dist.version}" if point.dist else "entry point"
+                entry = Entry(point.name, f"{point.module}:{point.attr}", origin)
+                if self._entries.setdefault(point.name, entry) is not entry:
+                    self.hidden.append(entry)
         return self._entries
 
     def __iter__(self) -> Iterator[str]:
@@ -66,13 +86,20 @@ class Registry(Generic[T]):
         """Import and return what ``name`` stands for.
 
         Raises:
-            ConfigError: ``name`` is not registered; lists what is.
+            ConfigError: ``name`` is not registered (lists what is), or its module has no such attribute.
         """
         entries = self.entries()
         if name not in entries:
             raise ConfigError(f"Unknown {self.kind} '{name}'.{did_you_mean(name, entries)}")
-        target = entries[name].target
-        if isinstance(target, str):
-            module, _, attribute = target.partition(":")
-            target = getattr(importlib.import_module(module), attribute)
-        return target
+        entry = entries[name]
+        if not isinstance(entry.target, str):
+            return entry.target
+        name_of_module, _, attribute = entry.target.partition(":")
+        module = importlib.import_module(name_of_module)
+        try:
+            return getattr(module, attribute)
+        except AttributeError as error:
+            raise ConfigError(
+                f"The {self.kind} '{name}' of {entry.origin} stands for '{entry.target}', which is not there: {error}. "
+                f"Required: module:attribute. Mend the registration, or type another {self.kind}"
+            ) from error

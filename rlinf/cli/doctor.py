@@ -125,7 +125,7 @@ def check_envs() -> list[Finding]:
     for name in ENVS:
         try:
             ENVS.get(name)
-        except (ImportError, OSError) as error:
+        except (RLinfError, ImportError, OSError) as error:
             status = NO if name == RunConfig().env.name else OPTIONAL
             findings.append(Finding(f"env {name}", status, f"{type(error).__name__}: {error}"))
         else:
@@ -175,7 +175,7 @@ def check_disk(folder: Path) -> Finding:
 def check_experiment(overrides: list[str]) -> list[Finding]:
     """Compose and check an experiment, print its derived numbers and the memory that it needs."""
     from rlinf.cli.hydra_app import parse
-    from rlinf.cli.memory import available_memory, estimate_memory, format_bytes
+    from rlinf.cli.memory import NOT_COUNTED, available_memory, estimate_memory, format_bytes
     from rlinf.config.compose import compose_config
     from rlinf.config.derived import format_derived
     from rlinf.config.schema import build_config
@@ -193,8 +193,12 @@ def check_experiment(overrides: list[str]) -> list[Finding]:
     if config.model.model_path is not None and not Path(config.model.model_path).is_dir():
         print(f"memory: unknown until the weights of {config.model.model_path} are on this machine")
         return []
-    estimate = estimate_memory(config)
+    try:
+        estimate = estimate_memory(config)
+    except RLinfError as error:
+        return [Finding(label, NO, f"{type(error).__name__}: {error}")]
     print(format_table(("role", "memory", "size"), estimate.rows()))
+    print(NOT_COUNTED)
     free = available_memory()
     if free is not None and estimate.total * config.cluster.num_processes > free:
         needed = format_bytes(estimate.total * config.cluster.num_processes)

@@ -1,4 +1,4 @@
-"""``rlinf models``: what is registered, and by whom."""
+"""``rlinf models``: what is registered, by whom, and which groups and experiments there are."""
 
 from __future__ import annotations
 
@@ -8,19 +8,33 @@ from rlinf.cli.table import format_table
 from rlinf.errors import ConfigError
 from rlinf.registry import Registry
 
+FALLBACK = (
+    "Any other model_type of transformers works without a registration, from model.model_path=<folder or hub id>: a text model\n"
+    "becomes an HFModel (SFT, GRPO and DPO on text), a vision-language model a policy of the type hf_vla."
+)
+
 
 def models(arguments: Sequence[str]) -> int:
-    """Print registered models, envs and algorithms with their origin, and the experiments."""
+    """Print registered models, envs and algorithms with their origin, config groups and experiments."""
+    from rlinf.cli.hydra_app import parse
+    from rlinf.config.compose import compose_config
     from rlinf.config.plugins import load_plugins
-    from rlinf.config.search import experiment_folders, experiment_names
+    from rlinf.config.search import group_options
 
-    plugins = [word.removeprefix("plugins=").strip("[]") for word in arguments if word.startswith("plugins=")]
-    if len(plugins) < len(arguments):
-        raise ConfigError("`rlinf models` takes plugins=[...] only. Type rlinf models")
-    load_plugins([plugin for text in plugins for plugin in text.split(",") if plugin])
-    rows = [(registry.kind, name, entry.origin) for registry in registries() for name, entry in sorted(registry.entries().items())]
+    args = parse(arguments)
+    if any(not override.startswith("plugins=") for override in args.overrides):
+        raise ConfigError("`rlinf models` takes plugins=[...] and --config-dir only. Type rlinf models")
+    load_plugins(compose_config(args.overrides, args.config_dir).plugins)
+    rows = []
+    for registry in registries():
+        rows += [(registry.kind, name, entry.origin) for name, entry in sorted(registry.entries().items())]
+        rows += [
+            (registry.kind, entry.name, f"{entry.origin}, not used: the name is taken") for entry in registry.hidden
+        ]
     print(format_table(("kind", "name", "from"), rows))
-    print(f"\nexperiments: {', '.join(experiment_names())}\n  in {', '.join(map(str, experiment_folders()))}")
+    print(f"\n{FALLBACK}\n")
+    for group in ("model", "env", "algorithm", "experiment"):
+        print(f"{group}=...  {', '.join(group_options(group))}")
     return 0
 
 

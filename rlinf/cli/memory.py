@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.config.schema import RunConfig
+from rlinf.models.config import ModelConfig
 
 GIB = 1024**3
+NOT_COUNTED = (
+    "not counted: activations (they grow with model.micro_batch_size, and shrink with model.gradient_checkpointing=true), one "
+    "gathered layer\nof a sharded model, copies while rollouts are exchanged, simulators and libraries"
+)
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank.
-
-    Activations and the simulators come on top; ``model.micro_batch_size`` governs the former.
+    """Bytes on one rank; ``NOT_COUNTED`` says what comes on top.
 
     Attributes:
         num_parameters: Of the policy.
@@ -27,7 +30,8 @@ class MemoryEstimate:
         optimizer: Two AdamW moments of the trainable ones.
         rollout_weights: The full copy that acts, where the trainer's weights are sharded.
         reference_weights: The frozen policy for the KL penalty.
-        rollout_buffer: Images, state and per-action numbers of one rollout.
+        rollout_buffer: Observations, what was sampled, and the numbers per action of one rollout. Every rank holds the
+            rollouts of all ranks.
     """
 
     num_parameters: int
@@ -64,7 +68,7 @@ class MemoryEstimate:
             ("trainer", "reference policy", self.reference_weights),
             ("rollout", "copy of the weights", self.rollout_weights),
             ("rollout", "rollout buffer", self.rollout_buffer),
-            ("sum", "one rank, without activations and simulators", self.total),
+            ("sum", "one rank", self.total),
         ]
         return [(role, part, format_bytes(size)) for role, part, size in parts if size]
 
@@ -75,17 +79,15 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
     Args:
         config: Checked configuration; ``model.model_path`` must be null or a folder.
     """
-    parameters = policy_parameters(config)
+    model = policy_on_meta_device(config)
+    parameters = [(p.numel(), p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
     ranks = config.cluster.num_processes
     sharding = config.trainer.sharding
     sharded = ranks > 1 if sharding == "auto" else sharding == "fsdp2"
-    all_bytes = sum(count * size for count, size, _ in parameters)
-    trained_bytes = sum(count * size for count, size, trained in parameters if trained)
+    all_bytes = sum(size for _, size, _ in parameters)
+    trained_bytes = sum(size for _, size, trained in parameters if trained)
     share = ranks if sharded else 1
-    samples = config.rollout.num_envs * config.rollout.num_chunks // ranks
-    columns = config.model.action_chunks_len * config.model.action_token_len
-    images = len(config.env.cameras) * config.env.image_size**2 * 3
-    per_sample = images + columns * (8 + 3 * 4) + 12 * 8  # int64 tokens, three float32 log-probs, twelve scalars
+    samples = config.rollout.num_envs * config.rollout.num_chunks
     return MemoryEstimate(
         num_parameters=sum(count for count, _, _ in parameters),
         num_trainable=sum(count for count, _, trained in parameters if trained),
@@ -94,22 +96,42 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         optimizer=2 * trained_bytes // share,
         rollout_weights=all_bytes if sharded else 0,
         reference_weights=all_bytes if config.algorithm.kl_coef > 0 else 0,
-        rollout_buffer=samples * per_sample if config.trainer.max_steps > 0 else 0,
+        rollout_buffer=samples * sample_bytes(config, model) if config.trainer.max_steps > 0 else 0,
     )
 
 
-def policy_parameters(config: RunConfig) -> list[tuple[int, int, bool]]:
-    """Return ``(elements, bytes of one, trained)`` of every parameter, from the model built on torch's meta device."""
+def sample_bytes(config: RunConfig, model: Any) -> int:
+    """Bytes of one policy call in a ``RolloutBatch`` whose trainer fields are filled.
+
+    What was sampled counts as int64; continuous policies keep float32 and take half of that.
+    """
+    from rlinf.envs import ENVS
+
+    env, chunk_len = config.env, model.action_chunks_len
+    images = len(env.cameras) * env.image_size**2 * 3
+    state = 4 * (ENVS.get(env.name).state_width(env) or 0)
+    logprobs = (3 if config.algorithm.kl_coef > 0 else 2) * 4 * model.num_logprobs
+    per_action = chunk_len * (4 + 4 + 1)  # reward, advantage, mask
+    per_call = 3 * 1 + 3 * 4 + 3 * 8  # masks; values, bootstrap values, returns; ids and version
+    return images + state + 8 * model.num_sampled + logprobs + per_action + per_call
+
+
+def policy_on_meta_device(config: RunConfig) -> Any:
+    """Build the policy on torch's meta device: all shapes and number formats, and no memory."""
     import torch
 
     from rlinf.models import get_model
 
-    model_config = replace(config.model, lora_path=None)
+    model_config, overrides = replace(config.model, lora_path=None), {}
     if model_config.model_path is not None:
-        model_config = replace(model_config, model_path=None, init_config=_architecture(model_config))
+        name, sizes = _architecture(model_config)
+        overrides, known = model_config.override_config, sizes.get("norm_stats") or {}
+        key = model_config.unnorm_key if model_config.unnorm_key in known else next(iter(known), None)
+        model_config = replace(
+            model_config, model_type=name, model_path=None, init_config=sizes, override_config={}, unnorm_key=key
+        )
     with torch.device("meta"):
-        model = get_model(model_config)
-    return [(p.numel(), p.element_size(), p.requires_grad) for p in model.parameters()]
+        return get_model(model_config, overrides)
 
 
 def checkpoint_parameters(folder: str | Path) -> int:
@@ -145,15 +167,17 @@ def format_bytes(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 1024**2:.1f} MiB"
 
 
-def _architecture(model_config: Any) -> dict[str, Any]:
-    """Read the sizes of a checkpoint from its ``config.json``, as fields for random weights."""
+def _architecture(model_config: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """Read from the configuration of a checkpoint the model type and its fields, as for random weights."""
     from transformers import AutoConfig
 
-    from rlinf.models import MODELS
+    from rlinf.models import entry_for
 
-    entry = MODELS.get(model_config.model_type).resolve()
+    entry = entry_for(model_config).resolve()
     loaded = (entry.config or AutoConfig).from_pretrained(
         model_config.model_path, trust_remote_code=model_config.trust_remote_code
     )
     unwanted = ("transformers_version", "model_type", "architectures", "dtype", "torch_dtype", "auto_map")
-    return {name: value for name, value in loaded.to_dict().items() if name in vars(loaded) and name not in unwanted}
+    return entry.name, {
+        name: value for name, value in loaded.to_dict().items() if name in vars(loaded) and name not in unwanted
+    }

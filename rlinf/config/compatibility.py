@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlinf.config.options import override_text
+from rlinf.config.options import override_text, public_fields
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 
@@ -35,6 +36,7 @@ def check_inputs(config: RunConfig) -> None:
             f"env.cameras is {override_text(cameras)} ({len(cameras)} images), and the model reads {wanted} "
             f"(num_images_in_input); required: as many. Type {_mended_cameras(config, wanted)}"
         )
+    _check_camera_names(config, _declared(config, "cameras"))
     given, wanted = env_class.state_width(config.env), _declared(config, "state_dim")
     if wanted is not None and given is not None and given != wanted:
         own = f"model.init_config.state_dim={given}" if config.model.model_path is None else "model.model_path=<another folder>"
@@ -42,6 +44,31 @@ def check_inputs(config: RunConfig) -> None:
             f"The model reads a state of width {wanted} (state_dim), and env.name={config.env.name} gives "
             f"{f'one of width {given}' if given else 'no state'}; required: the same width. Type {own if given else 'model=openvla_tiny'}"
         )
+    if given == 0 and _declared(config, "use_proprio"):
+        raise ConfigError(
+            f"The model reads the robot's state (use_proprio), and env.name={config.env.name} gives no state as it is set. "
+            f"Type model.{_section_of(config)}.use_proprio=false, or an option of env with which it gives one"
+        )
+    widest = _declared(config, "max_state_dim")
+    if widest and given is not None and not 0 < given <= widest:
+        raise ConfigError(
+            f"The model reads the robot's state, of width {widest} at most, and env.name={config.env.name} gives "
+            f"{f'one of width {given}' if given else 'none'} as it is set. Type {_mended_state(config, widest)}"
+        )
+
+
+def check_logprobs(config: RunConfig) -> None:
+    """RL needs log-probabilities, which a model may not have under some values of its own configuration."""
+    from rlinf.models import entry_for, values_refused_for_rl
+
+    for field, instead in values_refused_for_rl(entry_for(config.model)).items():
+        value = _declared(config, field)
+        if value in instead:
+            raise ConfigError(
+                f"The model's {field} is '{value}', which gives actions without log-probabilities: such a policy can be cloned and "
+                f"evaluated, but not trained by RL. Required: {field}={instead[value]}. "
+                f"Type model.{_section_of(config)}.{field}={instead[value]}, or trainer.max_steps=0"
+            )
 
 
 def check_demonstrator(config: RunConfig) -> None:
@@ -85,6 +112,34 @@ def _declared(config: RunConfig, field: str) -> Any:
             if (folder / "config.json").is_file():
                 return declared_value(config.model, field, folder)
     return declared_value(config.model, field)
+
+
+def _check_camera_names(config: RunConfig, wanted: list[str | None] | None) -> None:
+    """Cameras that the model names must be rendered; a null stands for one that is absent."""
+    given, names = config.env.cameras, [name for name in wanted or [] if name is not None]
+    if wanted is not None and (not names or not set(names) <= set(given)):
+        raise ConfigError(
+            f"The model reads the cameras {override_text(wanted)}, and env.cameras is {override_text(given)}; required: one or "
+            f"more, all of them rendered. Type model.{_section_of(config)}.cameras={override_text(given)}"
+            f"{f', or env.cameras={override_text(names)}' if names else ''}"
+        )
+
+
+def _mended_state(config: RunConfig, widest: int) -> str:
+    """An override with which the env gives a state that is not too wide."""
+    from rlinf.envs import ENVS
+
+    width_of = ENVS.get(config.env.name).state_width
+    for name, field in public_fields(type(config.env)).items():
+        for choice in field.metadata.get("choices") or ():
+            if 0 < (width_of(replace(config.env, **{name: choice})) or 0) <= widest:
+                return f"env.{name}={choice}"
+    return "another env.name=<one with such a state>"
+
+
+def _section_of(config: RunConfig) -> str:
+    """The key of the model section under which fields of the model's own configuration are set."""
+    return "init_config" if config.model.model_path is None else "override_config"
 
 
 def _mended_cameras(config: RunConfig, wanted: int) -> str:

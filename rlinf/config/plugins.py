@@ -8,38 +8,62 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rlinf.errors import ConfigError
+from rlinf.registry import registering
+
+user_folders: list[Path] = []
+"""Where plugins are looked up beside the present folder and Python's path: ``--config-dir``."""
 
 
-def load_plugins(plugins: Iterable[str]) -> None:
+def load_plugins(plugins: Iterable[str]) -> list[str]:
     """Import each plugin once per process; a worker process calls this before it builds anything.
 
     Args:
-        plugins: Module names (``my_package.my_env``) or paths that end in ``.py``.
+        plugins: Module names (``my_package.my_env``) or paths that end in ``.py``, relative to the present folder or to
+            ``--config-dir``.
+
+    Returns:
+        The same with absolute paths, which mean the same files to every process.
 
     Raises:
         ConfigError: There is no such module or file. Errors inside the plugin are passed on as they are.
     """
-    for plugin in plugins:
-        if plugin.endswith(".py"):
-            _load_file(Path(plugin).expanduser().resolve())
-            continue
-        try:
-            importlib.import_module(plugin)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (plugin + ".").startswith(error.name + "."):
-                raise  # The plugin is there; something that it imports is not.
-            raise ConfigError(
-                f"plugins names '{plugin}', but there is no module '{error.name}' in this Python environment. "
-                f"Install its package, or give the file: plugins=[path/to/{plugin.rpartition('.')[2]}.py]"
-            ) from None
+    found = [str(_find_file(plugin)) if plugin.endswith(".py") else plugin for plugin in plugins]
+    for plugin in found:
+        with registering(plugin):
+            _load_file(Path(plugin)) if plugin.endswith(".py") else _load_module(plugin)
+    return found
+
+
+def _load_module(plugin: str) -> None:
+    # Spawned processes inherit the list.
+    sys.path += [str(folder) for folder in user_folders if str(folder) not in sys.path]
+    try:
+        importlib.import_module(plugin)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (plugin + ".").startswith(error.name + "."):
+            raise  # The plugin is there; something that it imports is not.
+        raise ConfigError(
+            f"plugins names '{plugin}', but there is no module '{error.name}' in this Python environment. "
+            f"Install its package, or give the file: plugins=[path/to/{plugin.rpartition('.')[2]}.py]"
+        ) from None
+
+
+def _find_file(plugin: str) -> Path:
+    given = Path(plugin).expanduser()
+    candidates = list(dict.fromkeys(folder / given for folder in (Path.cwd(), *user_folders)))
+    path = next((path.resolve() for path in candidates if path.is_file()), None)
+    if path is None:
+        raise ConfigError(
+            f"plugins names the file '{plugin}', which does not exist (looked for {', '.join(map(str, candidates))}). "
+            "Type plugins=[path/to/file.py]"
+        )
+    return path
 
 
 def _load_file(path: Path) -> None:
     """Import a file as the module of its name, from its folder, so that worker processes can import it in turn."""
-    if not path.is_file():
-        raise ConfigError(f"plugins names the file '{path}', which does not exist. Type plugins=[path/to/file.py]")
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # Spawned processes inherit the list.
+        sys.path.insert(0, str(path.parent))
     module = importlib.import_module(path.stem)
     found = Path(module.__file__ or "").resolve()
     if found != path:

@@ -73,7 +73,7 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
         ConfigError: Unknown key, wrong type, value out of range, unknown env or algorithm.
     """
     values = dict(plain_container(mapping))
-    load_plugins(from_mapping(RunConfig, {"plugins": values.get("plugins", [])}).plugins)
+    values["plugins"] = load_plugins(from_mapping(RunConfig, {"plugins": values.get("plugins", [])}).plugins)
     for section in REGISTRIES:
         given = values.get(section)
         if isinstance(given, Mapping):

@@ -10,8 +10,10 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from hydra import initialize_config_module
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult
@@ -19,12 +21,11 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import rlinf
+from rlinf.config.plugins import user_folders
 from rlinf.errors import ConfigError
 
 GROUP = "experiment"
 SCHEME = "rlinf-experiments"
-
-_user_folders: list[Path] = []
 
 
 def packaged_experiments() -> Path:
@@ -39,7 +40,7 @@ def packaged_experiments() -> Path:
 
 def experiment_folders() -> list[Path]:
     """Return the folders whose YAML files are experiments: ``--config-dir`` first, then those of rlinf."""
-    return [*_user_folders, packaged_experiments()]
+    return [*user_folders, packaged_experiments()]
 
 
 def experiment_names() -> list[str]:
@@ -96,7 +97,7 @@ class RLinfSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if all(element.path != "pkg://rlinf.config" for element in search_path.get_path()):
             search_path.append("rlinf", "pkg://rlinf.config")
-        for folder in _user_folders:
+        for folder in user_folders:
             search_path.append("user", f"file://{folder}")
             search_path.append("user experiments", f"{SCHEME}://{folder}")
         search_path.append("rlinf experiments", f"{SCHEME}://{packaged_experiments()}")
@@ -128,8 +129,15 @@ def register(config_dir: str | None = None) -> Path | None:
     plugins = Plugins.instance()
     plugins.register(ExperimentSource)
     plugins.register(RLinfSearchPath)
-    _user_folders[:] = [] if folder is None else [folder]
+    user_folders[:] = [] if folder is None else [folder]
     return folder
+
+
+def group_options(group: str) -> list[str]:
+    """Return the names that ``group=`` accepts, those of other packages and of the registered user folder included."""
+    GlobalHydra.instance().clear()
+    with initialize_config_module("rlinf.config", version_base="1.3", job_name="rlinf"):
+        return GlobalHydra.instance().config_loader().get_group_options(group)
 
 
 def is_complete(path: Path) -> bool:

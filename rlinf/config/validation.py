@@ -8,7 +8,13 @@ import os
 import tempfile
 from pathlib import Path
 
-from rlinf.config.compatibility import check_demonstrator, check_inputs, check_new_folder, check_precision
+from rlinf.config.compatibility import (
+    check_demonstrator,
+    check_inputs,
+    check_logprobs,
+    check_new_folder,
+    check_precision,
+)
 from rlinf.config.derived import DerivedNumbers, derive
 from rlinf.config.options import closest, override_text
 from rlinf.config.schema import RunConfig, section_class
@@ -47,6 +53,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     if command == "train" and config.trainer.max_steps > 0:
         check_batches(config)
         check_algorithm(config)
+        check_logprobs(config)
     if command != "evaluate" and config.sft.max_steps > 0:
         check_sft(config)
         check_demonstrator(config)
@@ -90,13 +97,14 @@ def check_names(config: RunConfig) -> None:
 
 def check_model(config: RunConfig) -> None:
     """Model type, number format, attention kernel and adapters."""
-    from rlinf.models import MODELS, torch_dtype_from_precision
+    from rlinf.models import entry_for, torch_dtype_from_precision
 
     model = config.model
-    if model.model_type not in MODELS:
+    if not entry_for(model).acts:
         raise ConfigError(
-            f"model.model_type is '{model.model_type}', which is not registered.{did_you_mean(model.model_type, MODELS)} "
-            f"Type model.model_type={closest(model.model_type, MODELS) or 'openvla'}, or register it in a plugin: plugins=[module]"
+            f"model.model_type is '{model.model_type}', a language model, and env.name={config.env.name} shows images to a policy "
+            "that acts; required: a policy, or a vision-language model to make one of. Type model=hf_vla "
+            "model.model_path=<folder of an image-text-to-text model>"
         )
     torch_dtype_from_precision(model.precision)
     if model.attn_implementation not in ATTENTION:
@@ -168,9 +176,9 @@ def check_sources(config: RunConfig) -> None:
             "model.model_path is null and model.init_config is empty: there are no weights to load, and no sizes for random "
             "ones. Type model.model_path=<folder or hub id>, or model=openvla_tiny"
         )
-    from rlinf.models import MODELS, config_file_names
+    from rlinf.models import config_file_names, entry_for
 
-    markers = config_file_names(MODELS.get(model.model_type))
+    markers = config_file_names(entry_for(model))
     for key, names in (("model_path", markers), ("lora_path", ("adapter_config.json",))):
         path = getattr(model, key)
         if path is not None:

@@ -1,5 +1,6 @@
 """Policies by name: one registration makes a model type known to configuration, loading and training.
 
+A model type that nobody registered falls back to a generic class: ``HFModel`` for text, ``hf_vla`` for images and text.
 Importing this module imports neither torch nor transformers; they come with the first model.
 """
 
@@ -7,22 +8,47 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlinf.config.options import from_mapping, plain_container, public_fields
-from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
+from rlinf.config.options import from_mapping, plain_container
+from rlinf.errors import ConfigError
 from rlinf.models.config import ModelConfig, TokenizerConfig
+from rlinf.models.fallback import TEXT, folder_config, generic_kind
+from rlinf.models.loading import (
+    check_attention,
+    check_declared_sizes,
+    config_file_names,
+    import_target,
+    load_action_model,
+    load_generic_model,
+    load_model_config,
+    load_standard_processor,
+    override_fields,
+    read_json,
+    torch_dtype_from_precision,
+    values_refused_for_rl,
+)
 from rlinf.registry import Registry
 
-if TYPE_CHECKING:
-    import torch
+__all__ = [
+    "MODELS", "HFLLMModel", "HFModel", "ModelEntry", "build_policy", "config_file_names", "declared_value", "entry_for",
+    "get_model", "get_model_config_and_processor", "register_model", "torch_dtype_from_precision", "values_refused_for_rl",
+]  # fmt: skip
 
-OPTIONAL_ARGUMENTS = ("action_chunks_len", "value_head", "detach_value")
-"""Keys of the model section that are passed to a model's constructor only where it names them."""
+logger = logging.getLogger("rlinf")
+
+
+_LAZY = {"HFModel": "rlinf.models.hf_model", "HFLLMModel": "rlinf.models.hf_model"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 @dataclass(frozen=True)
@@ -37,6 +63,7 @@ class ModelEntry:
         image_processor: Class with ``from_pretrained(path)``.
         load_processor: Instead of the two: ``(tokenizer_config, model_config, path) -> input processor``, where
             ``path`` is None for a model without a folder.
+        acts: False for a language model, which does not act in an environment.
     """
 
     name: str
@@ -45,11 +72,12 @@ class ModelEntry:
     processor: Any = None
     image_processor: Any = None
     load_processor: Any = None
+    acts: bool = True
 
     def resolve(self) -> ModelEntry:
         """Import what is given by name, and tell the Auto classes of transformers (again and again does no harm)."""
-        values = {f.name: _import(getattr(self, f.name)) for f in fields(self) if f.name != "name"}
-        entry = replace(self, **values)
+        parts = ("model", "config", "processor", "image_processor", "load_processor")
+        entry = replace(self, **{part: import_target(getattr(self, part)) for part in parts})
         if entry.config is None:
             entry = replace(entry, config=getattr(entry.model, "config_class", None))
         if entry.config is not None:
@@ -89,6 +117,11 @@ MODELS: Registry[ModelEntry] = Registry(
             config="rlinf.models.embodiment.hf_vla_config:HfVlaConfig",
             load_processor="rlinf.models.embodiment.hf_vla_processing:load_processor",
         ),
+        "cnn": ModelEntry(
+            "cnn",
+            model="rlinf.models.embodiment.cnn_action_model:CNNForRLActionPrediction",
+            load_processor="rlinf.models.embodiment.mlp_action_model:load_processor",
+        ),
         "mlp": ModelEntry(
             "mlp",
             model="rlinf.models.embodiment.mlp_action_model:MLPForRLActionPrediction",
@@ -120,6 +153,15 @@ def register_model(
     MODELS.register(name, ModelEntry(name, model, config, processor, image_processor, load_processor))
 
 
+def entry_for(cfg: ModelConfig) -> ModelEntry:
+    """Return the registered entry of ``cfg.model_type``, else the generic one that takes it.
+
+    Raises:
+        ConfigError: Neither registered nor a language or vision-language model of transformers.
+    """
+    return MODELS.get(cfg.model_type) if cfg.model_type in MODELS else _generic_entry(cfg)
+
+
 def get_model_config_and_processor(cfg: Any) -> tuple[Any, Any]:
     """Load the model's configuration and its input processor.
 
@@ -134,18 +176,8 @@ def get_model_config_and_processor(cfg: Any) -> tuple[Any, Any]:
     Raises:
         ConfigError: The model type is unknown, or there is nothing to load a processor from.
     """
-    model, tokenizer = _model_section(_section(cfg, "model")), _tokenizer_section(_section(cfg, "tokenizer"))
-    entry = MODELS.get(model.model_type).resolve()
-    path = tokenizer.tokenizer_model or model.model_path
-    model_config = _load_config(entry, model, model.model_path or path)
-    if entry.load_processor is not None:
-        return model_config, entry.load_processor(tokenizer, model_config, path)
-    if path is None:
-        raise ConfigError(
-            f"Model type '{entry.name}' needs a folder to load its processor from, but tokenizer.tokenizer_model and "
-            "model.model_path are null; set tokenizer.tokenizer_model=<folder>."
-        )
-    return model_config, _load_standard_processor(entry, path, model.trust_remote_code)
+    section = _model_section(_section(cfg, "model"))
+    return _or_fall_back(section, lambda entry: _config_and_processor(entry.resolve(), cfg))
 
 
 def get_model(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -159,26 +191,71 @@ def get_model(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None)
         ConfigError: Unknown model type or field, or a declared size that the checkpoint does not have.
         MissingDependencyError: ``attn_implementation=flash_attention_2`` without the package.
     """
-    cfg = _model_section(cfg)
-    entry = MODELS.get(cfg.model_type).resolve()
-    dtype = torch_dtype_from_precision(cfg.precision)
-    _check_attention(cfg.attn_implementation)
-    config = _override(_load_config(entry, cfg, cfg.model_path), plain_container(override_config_kwargs or {}))
-    _check_declared_sizes(cfg, config)
-    arguments = {"hidden_size": cfg.hidden_size, "unnorm_key": cfg.unnorm_key, "action_dim": cfg.action_token_len}
-    arguments |= _optional_arguments(entry.model, cfg)
-    if cfg.model_path is None:
-        model = _draw_model(entry, config, dtype, cfg, arguments)
+    section = _model_section(cfg)
+    _say_what_takes_it(section)
+    return _or_fall_back(section, lambda entry: _load(entry, section, override_config_kwargs))
+
+
+def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Return ``get_model(cfg.model)`` with ``model.processor`` set, ready to act on observations."""
+    section = _model_section(_section(cfg, "model"))
+    _say_what_takes_it(section)
+
+    def load(entry: ModelEntry) -> Any:
+        _, processor = _config_and_processor(entry.resolve(), cfg)
+        model = _load(entry, section, override_config_kwargs)
+        model.processor = processor
+        return model
+
+    return _or_fall_back(section, load)
+
+
+def _generic_entry(cfg: ModelConfig) -> ModelEntry:
+    if generic_kind(cfg, MODELS) != TEXT:
+        return MODELS.get("hf_vla")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+    config = CONFIG_MAPPING[cfg.model_type] if cfg.model_type in CONFIG_MAPPING_NAMES else None
+    return ModelEntry(cfg.model_type, model="rlinf.models.hf_model:HFModel", config=config, acts=False)
+
+
+def _say_what_takes_it(cfg: ModelConfig) -> None:
+    """Log which generic class takes a model type that is not registered."""
+    if cfg.model_type not in MODELS:
+        entry = entry_for(cfg)
+        chosen = entry.name if entry.acts else "HFModel"
+        logger.warning("Model type '%s' is not registered; falling back to %s.", cfg.model_type, chosen)
+
+
+def _or_fall_back(cfg: ModelConfig, load: Callable[[ModelEntry], Any]) -> Any:
+    """Load by the model type's own entry; what a registered one raises is raised, unless ``cfg.strict`` is false."""
+    entry = entry_for(cfg)
+    try:
+        return load(entry)
+    except Exception:
+        found = folder_config(cfg.model_path).get("model_type")
+        if cfg.strict or found is None or cfg.model_type not in MODELS:
+            raise
+        generic = _generic_entry(replace(cfg, model_type=found))
+        logger.exception(
+            "The class of model type '%s' cannot load '%s'; model.strict=false: the generic class of '%s' takes it.",
+            cfg.model_type, cfg.model_path, generic.name,
+        )  # fmt: skip
+    return load(generic)
+
+
+def _load(entry: ModelEntry, cfg: ModelConfig, overrides: Mapping[str, Any] | None) -> Any:
+    entry = entry.resolve()
+    torch_dtype_from_precision(cfg.precision)
+    check_attention(cfg.attn_implementation)
+    config = override_fields(load_model_config(entry, cfg, cfg.model_path), plain_container(overrides or {}))
+    check_declared_sizes(cfg, config)
+    if entry.acts:
+        from rlinf.models.dropout import switch_off_dropout
+
+        model = switch_off_dropout(load_action_model(entry, cfg, config))
     else:
-        model = entry.model.from_pretrained(
-            cfg.model_path,
-            config=config,
-            torch_dtype=dtype,
-            attn_implementation=cfg.attn_implementation,
-            low_cpu_mem_usage=cfg.low_cpu_mem_usage,
-            trust_remote_code=cfg.trust_remote_code,
-            **arguments,
-        )
+        model = load_generic_model(entry, cfg, config)
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if cfg.is_lora:
@@ -188,35 +265,18 @@ def get_model(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None)
     return model
 
 
-def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Return ``get_model(cfg.model)`` with ``model.processor`` set, ready to act on observations."""
-    section = _model_section(_section(cfg, "model"))
-    _, processor = get_model_config_and_processor(cfg)
-    model = get_model(section, override_config_kwargs)
-    model.processor = processor
-    return model
-
-
-def torch_dtype_from_precision(precision: str | int | None) -> torch.dtype:
-    """Return the dtype of the weights: ``bf16``, ``fp16``, ``fp32``; ``bf16-mixed`` keeps float32 weights.
-
-    Raises:
-        ConfigError: Not a precision, in this spelling. ``bf16-mixed`` is the only one that runs under autocast.
-    """
-    import torch
-
-    names = {
-        torch.float32: ("fp32", "float32", "32", "32-true", "bf16-mixed"),
-        torch.bfloat16: ("bf16", "bfloat16", "bf16-true"),
-        torch.float16: ("fp16", "float16", "16", "16-true", "half"),
-    }
-    for dtype, known in names.items():
-        if str(precision) in known:
-            return dtype
-    close = "bf16-mixed" if str(precision).lower().endswith("mixed") else "bf16"
-    raise ConfigError(
-        f"model.precision is '{precision}'; required: fp32, bf16, fp16, or bf16-mixed. Type e.g. model.precision={close}"
-    )
+def _config_and_processor(entry: ModelEntry, cfg: Any) -> tuple[Any, Any]:
+    model, tokenizer = _model_section(_section(cfg, "model")), _tokenizer_section(_section(cfg, "tokenizer"))
+    path = tokenizer.tokenizer_model or model.model_path
+    model_config = load_model_config(entry, model, model.model_path or path)
+    if entry.load_processor is not None:
+        return model_config, entry.load_processor(tokenizer, model_config, path)
+    if path is None:
+        raise ConfigError(
+            f"Model type '{entry.name}' needs a folder to load its processor from, but tokenizer.tokenizer_model and "
+            "model.model_path are null; set tokenizer.tokenizer_model=<folder>."
+        )
+    return model_config, load_standard_processor(entry, path, model.trust_remote_code)
 
 
 def declared_value(cfg: ModelConfig, name: str, folder: str | Path | None = None) -> Any:
@@ -224,38 +284,31 @@ def declared_value(cfg: ModelConfig, name: str, folder: str | Path | None = None
 
     Args:
         cfg: The model section.
-        name: Field, e.g. ``num_images_in_input``.
-        folder: Checkpoint whose ``config.json`` is read; None: ``cfg.model_path``, else ``cfg.init_config``.
+        name: Field, e.g. ``num_images_in_input``, or a property of the config class, which follows from several fields.
+        folder: Checkpoint whose configuration is read; None: ``cfg.model_path``, else ``cfg.init_config``.
 
     Returns:
         The value, which may be the default of the config class; None if the model has no such field, or its
         configuration is not on this machine.
     """
-    entry = MODELS.get(cfg.model_type)
-    config_class = _import(entry.config) or getattr(_import(entry.model), "config_class", None)
+    entry = entry_for(cfg)
+    config_class = import_target(entry.config) or getattr(import_target(entry.model), "config_class", None)
     if config_class is None:
         return None
     values, folder = plain_container(cfg.init_config), folder or cfg.model_path
     if folder is not None:
-        path = Path(folder).expanduser() / "config.json"
-        if not path.is_file():
+        paths = [Path(folder).expanduser() / file for file in config_file_names(entry)]
+        path = next((path for path in paths if path.is_file()), None)
+        if path is None:
             return None
-        values = json.loads(path.read_text(encoding="utf-8")) | plain_container(cfg.override_config)
+        values = read_json(path) | plain_container(cfg.override_config)
+    if isinstance(getattr(config_class, name, None), property):
+        source = {} if folder is None else {"model_path": str(path.parent), "init_config": {}}
+        settings = load_model_config(entry.resolve(), replace(cfg, **source), source.get("model_path"))
+        return getattr(settings, name)
     parameter = inspect.signature(config_class.__init__).parameters.get(name)
     default = None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
     return values.get(name, default)
-
-
-def config_file_names(entry: ModelEntry) -> tuple[str, ...]:
-    """Return the files of which a checkpoint folder holds one: ``config_files`` of the config class, else config.json."""
-    return getattr(_import(entry.config), "config_files", ("config.json",))
-
-
-def _import(target: Any) -> Any:
-    if not isinstance(target, str):
-        return target
-    module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _register_auto_classes(entry: ModelEntry) -> None:
@@ -280,116 +333,3 @@ def _model_section(cfg: Any) -> ModelConfig:
 
 def _tokenizer_section(cfg: Any) -> TokenizerConfig:
     return cfg if isinstance(cfg, TokenizerConfig) else from_mapping(TokenizerConfig, cfg or {}, "tokenizer")
-
-
-def _load_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> Any:
-    from transformers import AutoConfig
-
-    if cfg.model_path is None and (cfg.init_config or path is None):
-        if not cfg.init_config:
-            raise ConfigError(
-                f"model.model_path is null and model.init_config is empty: nothing to build '{entry.name}' from. "
-                "Type model.model_path=<checkpoint folder>, or take a model that is drawn at random: model=openvla_tiny"
-            )
-        if entry.config is None:
-            raise ConfigError(f"Model type '{entry.name}' has no config class; set model.model_path=<folder>.")
-        _check_names(entry.config(), cfg.init_config, "model.init_config")
-        return entry.config(**plain_container(cfg.init_config))
-    if cfg.model_path is not None and cfg.init_config:
-        raise ConfigError(
-            f"model.init_config describes random weights, but model.model_path={cfg.model_path} names weights to load. "
-            "Type model.model_path=null or '~model.init_config'"
-        )
-    loader = AutoConfig if entry.config is None else entry.config
-    files = config_file_names(entry)
-    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in files):
-        raise CheckpointError(
-            f"model.model_path is '{path}', a folder without a {' or '.join(files)}. Type model.model_path=<checkpoint folder>"
-        )
-    try:
-        config = loader.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
-        return _override(config, plain_container(cfg.override_config), "model.override_config")
-    except OSError as error:
-        raise CheckpointError(
-            f"model.model_path is '{path}', which is neither a checkpoint folder with a config.json nor a reachable "
-            f"hub id ({error}). Type model.model_path=<folder>"
-        ) from error
-
-
-def _override(config: Any, overrides: dict[str, Any], where: str = "override_config_kwargs") -> Any:
-    if not overrides:
-        return config
-    _check_names(config, overrides, where)
-    values = config.to_dict()
-    for name, value in overrides.items():
-        merge = isinstance(value, Mapping) and name in type(config).sub_configs
-        values[name] = {**values[name], **value} if merge else value
-    return type(config).from_dict(values)
-
-
-def _check_names(config: Any, values: Mapping[str, Any], where: str) -> None:
-    known = set(vars(config)) | set(inspect.signature(type(config).__init__).parameters) - {"self", "kwargs"}
-    for name in values:
-        if name not in known:
-            names = [each for each in known if not each.startswith("_")]
-            raise ConfigError(f"{where} has the unknown key '{name}'.{did_you_mean(name, names)}")
-
-
-def _check_declared_sizes(cfg: ModelConfig, config: Any) -> None:
-    text = getattr(config, "text_config", config)
-    vocab = getattr(config, "action_vocab_size", getattr(text, "vocab_size", None))
-    images = [[size, size] for size in getattr(config, "image_sizes", [])]
-    for key, declared, found in (
-        ("hidden_size", cfg.hidden_size, getattr(text, "hidden_size", None)),
-        ("vocab_size", cfg.vocab_size, vocab),
-        ("image_size", cfg.image_size, images[0] if images else None),
-    ):
-        if declared is not None and found is not None and declared != found:
-            raise ConfigError(
-                f"model.{key} is {declared}, but the model has {found}. Type model.{key}={found} or model.{key}=null"
-            )
-
-
-def _check_attention(implementation: str) -> None:
-    if implementation == "flash_attention_2":
-        from transformers.utils import is_flash_attn_2_available
-
-        if not is_flash_attn_2_available():
-            raise MissingDependencyError(
-                "model.attn_implementation is flash_attention_2, but the package flash-attn (or a GPU) is missing. "
-                "Type model.attn_implementation=sdpa, or install it: pip install flash-attn"
-            )
-
-
-def _optional_arguments(model_class: type, cfg: ModelConfig) -> dict[str, Any]:
-    accepted = inspect.signature(model_class.__init__).parameters
-    if (
-        "action_chunks_len" not in accepted
-        and cfg.action_chunks_len != public_fields(ModelConfig)["action_chunks_len"].default
-    ):
-        raise ConfigError(
-            f"model.action_chunks_len is {cfg.action_chunks_len}, but {model_class.__name__} takes none "
-            "and predicts one action. Type model.action_chunks_len=1"
-        )
-    return {key: getattr(cfg, key) for key in OPTIONAL_ARGUMENTS if key in accepted}
-
-
-def _draw_model(entry: ModelEntry, config: Any, dtype: torch.dtype, cfg: ModelConfig, arguments: dict[str, Any]) -> Any:
-    if getattr(config, "norm_stats", None) == {}:
-        from rlinf.models.embodiment.modules.normalizer import unit_range_stats
-
-        config.norm_stats = unit_range_stats(cfg.action_token_len)
-    return entry.model._from_config(config, dtype=dtype, attn_implementation=cfg.attn_implementation, **arguments)
-
-
-def _load_standard_processor(entry: ModelEntry, path: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoProcessor, AutoTokenizer
-
-    remote = {"trust_remote_code": trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **remote)
-    parts = {"tokenizer": tokenizer}
-    if entry.image_processor is not None:
-        parts["image_processor"] = entry.image_processor.from_pretrained(path, **remote)
-    if entry.processor is None:
-        return AutoProcessor.from_pretrained(path, padding_side="left", **remote)
-    return entry.processor.from_pretrained(path, **parts, **remote)

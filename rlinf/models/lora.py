@@ -1,7 +1,7 @@
 """Low-rank adaptation (Hu et al. 2021) of a policy, in place: the model keeps its class and its methods.
 
 An adapter folder has PEFT's own layout (``adapter_config.json``, ``adapter_model.safetensors``) and, beside it, what is
-trained in full (``trained_in_full.safetensors``: the value head).
+trained in full (``trained_in_full.safetensors``: the value head, and what else ``ActionModel.trained_in_full`` names).
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from torch import Tensor, nn
 
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.config import LoraConfig
+from rlinf.models.embodiment.base import ActionModel
 
-TRAINED_IN_FULL = ("value_head", "log_std")
-"""First part of the names of parameters that are trained beside the adapters, without any of their own."""
 ADAPTER_FILE, FULL_FILE = "adapter_model.safetensors", "trained_in_full.safetensors"
 _PEFT_PREFIX = "base_model.model."
 
 
 def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> Any:
-    """Put adapters on ``model.lora_target_modules`` and freeze everything else but ``TRAINED_IN_FULL``.
+    """Put adapters on ``model.lora_target_modules`` and freeze everything else but ``model.trained_in_full``.
 
     Args:
         model: Policy; changed in place and returned.
@@ -44,12 +43,14 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
     if has_adapters(model):
         raise ConfigError("This model has LoRA adapters already; a second set is not supported.")
     targets = lora.target_modules or model.lora_target_modules
+    in_full = rf"({'|'.join(model.trained_in_full)})(\..*)?" if model.trained_in_full else None
+    excluded = [each for each in (in_full, getattr(model, "lora_exclude_modules", None)) if each]
     config = PeftLoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules=rf"(.*\.)?({'|'.join(TRAINED_IN_FULL)})(\..*)?",
+        exclude_modules="|".join(excluded) or None,
     )
     if lora_path is not None:
         _check_same_settings(Path(lora_path), config)
@@ -60,7 +61,7 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
             f"model.lora.target_modules={targets} matches no layer of {type(model).__name__}: {error}"
         ) from error
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".lora_" in name or name.split(".")[0] in TRAINED_IN_FULL)
+        parameter.requires_grad_(".lora_" in name or is_trained_in_full(model, name))
     if lora_path is not None:
         _load_adapter(model, Path(lora_path))
     return model
@@ -69,6 +70,11 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
 def has_adapters(model: nn.Module) -> bool:
     """Return whether any layer carries an adapter."""
     return any(isinstance(module, BaseTunerLayer) for module in model.modules())
+
+
+def is_trained_in_full(model: Any, name: str) -> bool:
+    """Return whether the parameter ``name`` is trained beside the adapters, without any of its own."""
+    return name.split(".")[0] in model.trained_in_full
 
 
 def adapter_state_dict(model: Any, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -98,7 +104,7 @@ def save_adapter(model: Any, folder: str | Path, state_dict: Mapping[str, Tensor
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = model.state_dict() if state_dict is None else state_dict
-    full = {name: tensor for name, tensor in state.items() if name.split(".")[0] in TRAINED_IN_FULL}
+    full = {name: state[name] for name, _ in model.named_parameters() if is_trained_in_full(model, name)}
     _write(folder / ADAPTER_FILE, adapter_state_dict(model, state_dict))
     _write(folder / FULL_FILE, {name: tensor.detach().cpu().contiguous() for name, tensor in full.items()})
     config = copy.copy(model.peft_config["default"])
@@ -113,13 +119,14 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
 
     Args:
         model: Policy with adapters, not sharded.
-        inputs: What ``preprocess`` returned; if given, the logits before and after are compared.
-        atol: Largest accepted difference of these logits; None: 1e-4 of the largest logit in float32, 0.25 of it in
-            16 bits.
+        inputs: What ``preprocess`` returned (for a language model: what ``forward`` takes); if given, what both models
+            predict from it is compared: logits, values and, where they are not tokens, sequences.
+        atol: Largest accepted difference; None: 1e-4 of the largest number (at least of 1) in float32, 0.25 of it
+            in 16 bits.
 
     Raises:
         ConfigError: The model has no adapters (merged already, or never had any).
-        CheckpointError: This adapter is part of the weights already, or the logits differ.
+        CheckpointError: This adapter is part of the weights already, or the predictions differ.
     """
     if not has_adapters(model):
         done = getattr(model.config, "merged_adapters", [])
@@ -139,15 +146,7 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
     for parameter in merged.parameters():
         parameter.requires_grad_(False)
     if inputs is not None:
-        before = model.predict_action_batch(**inputs, do_sample=False).logits
-        after = merged.predict_action_batch(**inputs, do_sample=False).logits
-        gap = (before.float() - after.float()).abs().max().item()
-        scale = max(1.0, before.abs().max().item())
-        accepted = atol if atol is not None else scale * (1e-4 if before.dtype == torch.float32 else 0.25)
-        if not gap <= accepted:
-            raise CheckpointError(
-                f"Merging changed the logits by {gap:.2e}, more than {accepted:.0e}. Type model.precision=fp32"
-            )
+        _check_same_predictions(model, merged, inputs, atol)
     return merged
 
 
@@ -159,6 +158,34 @@ def adapter_fingerprint(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _check_same_predictions(model: Any, merged: Any, inputs: dict[str, Tensor], atol: float | None) -> None:
+    is_float32 = all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    for name, old, new in _predictions(model, merged, inputs):
+        gap = (old.float() - new.float()).abs().max().item()
+        scale = max(1.0, old.abs().max().item())
+        accepted = atol if atol is not None else scale * (1e-4 if is_float32 else 0.25)
+        if not gap <= accepted:
+            raise CheckpointError(
+                f"Merging changed the {name} by {gap:.2e}, more than {accepted:.0e}. Type model.precision=fp32"
+            )
+
+
+@torch.no_grad()
+def _predictions(model: Any, merged: Any, inputs: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
+    """What an adapter changes smoothly, before and after: not the tokens, which may flip where two are almost as likely."""
+    if not isinstance(model, ActionModel):
+        return [("logits", model(**inputs).logits, merged(**inputs).logits)]
+    before, after = (policy.predict_action_batch(**inputs, do_sample=False) for policy in (model, merged))
+    pairs = [("logits", before.logits, after.logits), ("values", before.values, after.values)]
+    if before.sequences.is_floating_point():
+        pairs.append(("sequences", before.sequences, after.sequences))
+    else:  # logits behind a token that flipped are those of another prefix
+        same = (before.sequences == after.sequences)[:, -model.num_sampled :].long()
+        reached = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], dim=1).cumprod(1).bool()
+        pairs[0] = ("logits", before.logits[reached], after.logits[reached])
+    return [pair for pair in pairs if pair[1].numel()]
 
 
 def _refuse_second_merge(model: Any, fingerprint: str) -> None:
@@ -200,7 +227,8 @@ def _load_adapter(model: Any, folder: Path) -> None:
         unknown = sorted(set(saved) - set(own))
         if unknown:
             raise CheckpointError(
-                f"'{full_file}' holds {unknown[:3]}, which the model does not have. Type model.value_head=true"
+                f"'{full_file}' holds {unknown[:3]}, which the model does not have. Type model.value_head=true, or the "
+                "other settings with which the adapter was trained"
             )
         with torch.no_grad():
             for name, tensor in saved.items():

@@ -80,3 +80,6 @@ class ClusterConfig:
     num_processes: int = option(1, "Ranks on this machine (FSDP over gloo on CPU, nccl on GPUs).", minimum=1)
     num_threads: int | None = option(None, "CPU threads per rank; null: all cores divided by the ranks.")
     device: str = option("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))
+    tp_size: int = option(1, "Tensor parallel ranks of the trainer, which shards by FSDP only.", choices=(1,))
+    pp_size: int = option(1, "Pipeline parallel ranks of the trainer, which shards by FSDP only.", choices=(1,))
+    cp_size: int = option(1, "Context parallel ranks of the trainer, which shards by FSDP only.", choices=(1,))

@@ -15,6 +15,7 @@ import yaml
 
 from rlinf.config.options import to_mapping
 from rlinf.config.schema import RunConfig
+from rlinf.envs import ENVS
 from rlinf.errors import CheckpointError
 from rlinf.files import write_text
 from rlinf.manifest import Manifest, hash_files, verify_files
@@ -87,7 +88,9 @@ def random_observation(config: RunConfig, model: Any, num_rows: int = 2, seed: i
     generator = np.random.default_rng(seed)
     size = config.env.image_size
     images = {name: generator.integers(0, 256, (num_rows, size, size, 3), np.uint8) for name in config.env.cameras}
-    state_dim = getattr(model.config, "state_dim", None)
+    state_dim = ENVS.get(config.env.name).state_width(config.env)
+    if state_dim is None:  # not known without building the env
+        state_dim = getattr(model.config, "state_dim", None)
     state = generator.standard_normal((num_rows, state_dim), np.float32) if state_dim else None
     return Observation(images, state, ["pick up the red block"] * num_rows)
 

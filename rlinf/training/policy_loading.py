@@ -81,7 +81,7 @@ def _load_adapter(folder: Path, source: Path, config: RunConfig) -> Any:
         raise CheckpointError(f"{source} holds LoRA adapters and no base weights. Type model.is_lora=true")
     overrides = None
     statistics = source / STATISTICS_FILE
-    if config.model.model_path is None and statistics.is_file():
+    if statistics.is_file():  # those of the env, where the base weights had none
         overrides = {"norm_stats": json.loads(statistics.read_text(encoding="utf-8"))}
     model = build_policy(replace(config, model=replace(config.model, lora_path=str(source))), overrides)
     if is_checkpoint(folder):

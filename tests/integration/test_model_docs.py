@@ -1,6 +1,7 @@
 """docs/adding_a_model.md is executed, and the template that it walks through keeps the contract."""
 
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from rlinf.types import Observation
 
 PROJECT = Path(__file__).parents[2]
 PAGE = (PROJECT / "docs" / "adding_a_model.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"(<!-- excerpt -->\n)?```(python|yaml)\n(.*?)```", PAGE, re.DOTALL)
+BLOCKS = re.findall(r"(<!-- excerpt -->\n)?```(python|yaml|toml)\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +61,33 @@ def test_the_page_runs(page):
 
 def test_excerpts_are_the_templates_own_lines():
     source = Path(template.__file__).read_text(encoding="utf-8")
-    excerpts = [code for excerpt, _, code in BLOCKS if excerpt]
-    assert len(excerpts) == 3
+    excerpts = [code for excerpt, language, code in BLOCKS if excerpt and language == "python"]
+    assert len(excerpts) == 4
     assert all(code in source for code in excerpts)
+
+
+def test_the_pages_entry_points_are_those_of_the_sample_package():
+    (entry_points,) = (code for _, language, code in BLOCKS if language == "toml")
+    package = (PROJECT / "tests/fixtures/rlinf_sample_plugin/pyproject.toml").read_text(encoding="utf-8")
+    assert entry_points in package
+
+
+def test_a_yaml_of_ones_own_names_its_plugin_beside_it(tmp_path, monkeypatch):
+    from rlinf.config.compose import compose_config
+    from rlinf.config.schema import build_config
+    from rlinf.models import MODELS
+
+    others = {name: entry for name, entry in MODELS.entries().items() if name != "your_model_type"}
+    monkeypatch.setattr(MODELS, "_entries", others)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    registration = next(code for _, language, code in BLOCKS if language == "python")
+    (tmp_path / "your_file.py").write_text(registration, encoding="utf-8")
+    (_, experiment) = (code for _, language, code in BLOCKS if language == "yaml")
+    (tmp_path / "your_experiment.yaml").write_text(experiment, encoding="utf-8")
+    config = build_config(compose_config(["experiment=your_experiment"], config_dir=str(tmp_path)))
+    assert config.plugins == [str(tmp_path / "your_file.py")] and config.model.init_config == {"n_action_bins": 32}
+    assert MODELS.entries()["your_model_type"].origin == config.plugins[0]
 
 
 def test_the_pages_yaml_is_the_packaged_file_and_has_only_known_keys():

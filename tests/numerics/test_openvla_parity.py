@@ -94,17 +94,19 @@ def test_resize_strategies_with_unrounded_means(plain, strategy):
     assert gap(pixels, plain[f"f32mean_{strategy}_img1_sub8"]) <= 1e-5
 
 
-def test_tensor_path(rl, plain):
+def test_batched_tensors_reproduce_pixel_values_exactly(rl, plain):
     processor = PrismaticImageProcessor.from_pretrained(ROOT / "checkpoint")
     assert gap(processor.preprocess_tensors(rl["images"]), rl["pixel_values"]) <= 1e-5
-    resized = processor.preprocess_tensors(plain["image1"].permute(2, 0, 1)[None])[:, :, ::8, ::8]
-    assert gap(resized, rl["pixel_values_tensor_path_img1_sub8"]) <= 1e-5
+    for index in (0, 1):
+        pixels = processor.preprocess_tensors(plain[f"image{index}"].permute(2, 0, 1)[None])
+        assert gap(pixels, plain[f"pixel_values{index}"]) == 0.0
 
 
-def test_control_tensor_path_is_not_the_pil_path_on_resized_images(plain):
+def test_control_the_tensor_path_of_the_rl_variant_is_not_pillow_on_resized_images(rl, plain):
+    """The RL variant resizes with torch's interpolation, which is not what the checkpoints were trained with."""
     processor = PrismaticImageProcessor.from_pretrained(ROOT / "checkpoint")
-    tensors = processor.preprocess_tensors(plain["image1"].permute(2, 0, 1)[None])
-    assert gap(tensors, plain["pixel_values1"]) > 1e-3
+    pixels = processor.preprocess_tensors(plain["image1"].permute(2, 0, 1)[None])[:, :, ::8, ::8]
+    assert gap(pixels, rl["pixel_values_tensor_path_img1_sub8"]) > 1e-3
 
 
 # -- features and logits -----------------------------------------------------------------------------------------
@@ -201,14 +203,16 @@ def test_greedy_generation_with_cache(model, rl):
     assert gap(logprobs, rl["greedy_logprobs"]) <= 1e-4
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.6])
-def test_teacher_forced_logprobs_entropy_and_values(model, rl, temperature):
+def test_teacher_forced_logprobs_entropy_and_values_at_every_temperature(model, rl):
     sequences = torch.cat([rl["input_ids"], rl["greedy_tokens"][:, 0]], dim=1)
-    with torch.no_grad():
-        evaluation = model.evaluate_actions(rl_inputs(rl), sequences, temperature)
-    assert gap(evaluation.logprobs, rl[f"train_logprobs_T{temperature}"]) <= 1e-4
-    assert gap(evaluation.entropy, rl[f"train_entropy_T{temperature}"]) <= 1e-4
-    assert gap(evaluation.values, rl["train_values"][:, 0]) <= 1e-5
+    found = [name.removeprefix("train_logprobs_T") for name in rl if name.startswith("train_logprobs_T")]
+    assert found
+    for temperature in found:
+        with torch.no_grad():
+            evaluation = model.evaluate_actions(rl_inputs(rl), sequences, float(temperature))
+        assert gap(evaluation.logprobs, rl[f"train_logprobs_T{temperature}"]) <= 1e-4
+        assert gap(evaluation.entropy, rl[f"train_entropy_T{temperature}"]) <= 1e-4
+        assert gap(evaluation.values, rl["train_values"][:, 0]) <= 1e-5
 
 
 def test_control_another_temperature_misses_the_logprobs(model, rl):

@@ -190,10 +190,30 @@ def test_export_refuses_to_write_into_a_folder_that_is_not_empty(here):
         export(["checkpoint=x", "output=old"])
 
 
-def test_models_lists_what_is_registered(capsys):
+def test_models_lists_what_is_registered_and_which_groups_there_are(capsys):
     assert main(["models"]) == 0
+    table, fallback, groups = capsys.readouterr().out.split("\n\n")
+    assert all(name in table for name in ("openvla", "mlp", "pi0", "hf_vla", "tabletop", "ppo", "grpo"))
+    assert "HFModel" in fallback and "hf_vla" in fallback
+    options = dict(line.split("=...  ") for line in groups.strip().splitlines())
+    assert list(options) == ["model", "env", "algorithm", "experiment"]
+    assert "openvla_tiny" in options["model"] and "quickstart" in options["experiment"]
+
+
+def test_models_shows_plugins_and_the_folder_of_the_user(here, capsys, monkeypatch):
+    from rlinf.models import MODELS
+
+    monkeypatch.setattr(MODELS, "_entries", dict(MODELS.entries()))
+    for name in ("path", "modules"):
+        monkeypatch.setattr(sys, name, type(getattr(sys, name))(getattr(sys, name)))
+    (here / "mine" / "model").mkdir(parents=True)
+    (here / "mine" / "model" / "arm.yaml").write_text("model_type: arm_policy\n")
+    (here / "mine" / "arm_plugin.py").write_text("from rlinf.models import register_model\nregister_model('arm_policy', model='arm:Arm')\n")
+    assert main(["models", "--config-dir", "mine", "plugins=[arm_plugin.py]"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("openvla", "mlp", "tabletop", "ppo", "grpo", "quickstart"))
+    row = next(line for line in text.splitlines() if "arm_policy" in line)
+    assert row.endswith(str(here / "mine" / "arm_plugin.py"))
+    assert "arm" in next(line for line in text.splitlines() if line.startswith("model=...")).split("  ")[1].split(", ")
 
 
 def test_table_columns_are_aligned():

@@ -8,7 +8,7 @@ import torch
 from rlinf.cli import doctor as module
 from rlinf.cli import main
 from rlinf.cli.doctor import NO, OPTIONAL, YES, Finding
-from rlinf.cli.memory import checkpoint_parameters, estimate_memory, format_bytes, policy_parameters
+from rlinf.cli.memory import checkpoint_parameters, estimate_memory, format_bytes, policy_on_meta_device, sample_bytes
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import ENVS
@@ -31,7 +31,8 @@ def renders(monkeypatch):
 def test_a_machine_on_which_everything_works_exits_with_0(renders, capsys):
     assert main(["doctor", EXPERIMENT]) == 0
     text = capsys.readouterr().out
-    for word in ("python", "torch", "rendering", "env tabletop", "openvla", "ppo", "wandb", "vllm", "ray", "disk", "samples", "weights"):
+    for word in ("python", "torch", "rendering", "env tabletop", "openvla", "ppo", "wandb", "vllm", "ray", "disk", "samples", "weights",
+                 "AdamW moments", "rollout buffer", "not counted: activations"):  # fmt: skip
         assert word in text
     assert "can run here" in text and "cannot" not in text
 
@@ -83,8 +84,13 @@ def test_estimate_too_large_for_the_machine_is_a_fault(renders, monkeypatch, cap
     assert "1024" not in capsys.readouterr().err
 
 
-def test_memory_estimate_counts_what_torch_allocates():
-    config = build("experiment=quickstart")
+def size(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("how", [[], ["model.is_lora=true", "model.lora.rank=2"], ["model.precision=bf16"]])
+def test_memory_estimate_counts_what_torch_allocates(how):
+    config = build("experiment=quickstart", *how)
     estimate = estimate_memory(config)
     model = get_model(config.model)
     parameters = list(model.parameters())
@@ -93,10 +99,6 @@ def test_memory_estimate_counts_what_torch_allocates():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     optimizer.step()
     moments = [tensor for state in optimizer.state.values() for name, tensor in state.items() if name != "step"]
-
-    def size(tensors):
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
     assert estimate.num_parameters == sum(p.numel() for p in parameters)
     assert estimate.weights == size(parameters)
     assert estimate.gradients == size(p.grad for p in parameters if p.grad is not None)
@@ -104,20 +106,86 @@ def test_memory_estimate_counts_what_torch_allocates():
     assert estimate.rollout_weights == estimate.reference_weights == 0
 
 
+@pytest.mark.parametrize("penalty", [0, 0.1])
+def test_rollout_buffer_is_as_large_as_the_batch_of_an_iteration(penalty):
+    from rlinf.algorithms import ALGORITHMS
+    from rlinf.envs import make_env
+    from rlinf.models import build_policy
+    from rlinf.rollout.collector import RolloutCollector
+    from rlinf.rollout.sampler import EpisodeSampler
+    from rlinf.training.policy_loading import statistics_of_env
+
+    sizes = ["rollout.num_envs=2", "rollout.num_chunks=3", "trainer.minibatch_size=6", "model.action_chunks_len=2", "env.image_size=16"]
+    config = build("model=openvla_tiny", "env=tabletop", "algorithm=ppo", *sizes, f"algorithm.kl_coef={penalty}")
+    env = make_env(config.env, 2, auto_reset=True)
+    model = build_policy(config, statistics_of_env(config, env)).eval()
+    sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), num_groups=2, group_size=1, seed=0)
+    collector = RolloutCollector(lambda _: env, sampler, num_envs=2, num_chunks=3, temperature=1.0, num_lanes=1)
+    batch = collector.collect(model, 0, 0, needs_values=True)
+    collector.close()
+    batch.old_logprobs, batch.values = torch.zeros_like(batch.rollout_logprobs), torch.zeros(3, 2)
+    batch.ref_logprobs = torch.zeros_like(batch.rollout_logprobs) if penalty else None
+    ALGORITHMS.get("ppo")(config.algorithm).compute_advantages(batch)
+    arrays = [*batch.observation.images.values(), batch.observation.state]
+    measured = size(batch.tensors().values()) + sum(array.nbytes for array in arrays)
+    assert estimate_memory(config).rollout_buffer == measured == 6 * sample_bytes(config, model)
+
+
+def test_rollout_buffer_counts_all_that_a_call_samples(monkeypatch):
+    config = build("experiment=quickstart")
+    model = policy_on_meta_device(config)
+    before = sample_bytes(config, model)
+    monkeypatch.setattr(type(model), "num_sampled", 100)
+    assert sample_bytes(config, model) - before == 8 * (100 - model.num_logprobs)
+
+
 def test_memory_estimate_follows_sharding_reference_and_lora():
     base = estimate_memory(build("experiment=quickstart"))
     sharded = estimate_memory(build("experiment=quickstart", "cluster.num_processes=2"))
     assert (sharded.weights, sharded.rollout_weights) == (base.weights // 2, base.weights)
-    assert sharded.rollout_buffer == base.rollout_buffer // 2
+    assert sharded.rollout_buffer == base.rollout_buffer, "every rank holds the rollouts of all"
     assert estimate_memory(build("experiment=quickstart", "algorithm.kl_coef=0.1")).reference_weights == base.weights
     adapted = estimate_memory(build("experiment=quickstart", "model.is_lora=true", "model.lora.rank=2"))
     assert adapted.num_parameters > base.num_parameters and adapted.num_trainable < base.num_trainable / 2
     assert adapted.optimizer < base.optimizer / 2
 
 
-def test_a_seven_billion_parameter_model_is_counted_without_being_built():
-    parameters = policy_parameters(build("model=openvla", "model.init_config.n_action_bins=256"))
-    assert 7.4e9 < sum(count for count, _, _ in parameters) < 7.7e9
+@pytest.fixture
+def public_openvla(tmp_path):
+    """A folder with the config.json of the public 7B model, and no weights."""
+    from rlinf.models.embodiment.modules.normalizer import unit_range_stats
+    from rlinf.models.embodiment.openvla_config import OpenVLAConfig
+
+    OpenVLAConfig(norm_stats={"tabletop": unit_range_stats(2)["unit_range"]}).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_seven_billion_parameter_model_is_counted_without_being_built(public_openvla):
+    source = ["experiment=openvla_tabletop_lora", f"model.model_path={public_openvla}"]
+    full, adapted = (estimate_memory(build(*source, f"model.is_lora={lora}")) for lora in ("false", "true"))
+    assert 7.4e9 < full.num_parameters < 7.7e9
+    assert full.weights == 2 * full.num_parameters, "bfloat16"
+    assert full.gradients == full.optimizer / 2 == 2 * full.num_trainable
+    hidden, inner, layers, rank = 4096, 11008, 32, 32
+    language = layers * rank * (4 * 2 * hidden + 3 * (hidden + inner))
+    assert language < adapted.num_trainable < 2 * language, "the rest: vision towers, projector, value head"
+    assert adapted.num_parameters - full.num_parameters < adapted.num_trainable
+    shallower = estimate_memory(build(*source, "model.is_lora=false", "model.override_config.text_config.num_hidden_layers=31"))
+    layer = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden
+    assert full.num_parameters - shallower.num_parameters == layer
+
+
+def test_a_folder_without_statistics_of_the_env_is_counted_too(tmp_path):
+    from rlinf.models.embodiment.openvla_config import OpenVLAConfig
+
+    text = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    counts = []
+    for name, statistics in (("none", {}), ("others", {"bridge": {"action": {"q01": [0.0] * 2, "q99": [1.0] * 2}}})):
+        OpenVLAConfig(norm_stats=statistics, text_config=text).save_pretrained(tmp_path / name)
+        config = build("experiment=openvla_tabletop_lora", f"model.model_path={tmp_path / name}", "model.hidden_size=null", "model.vocab_size=null")
+        config.model.unnorm_key = "tabletop"  # statistics_of_env brings them when the run starts
+        counts.append(estimate_memory(config).num_parameters)
+    assert counts[0] == counts[1] > 0
 
 
 def test_parameters_of_a_checkpoint_folder_are_those_of_its_files(tmp_path):
@@ -125,7 +193,7 @@ def test_parameters_of_a_checkpoint_folder_are_those_of_its_files(tmp_path):
     model = get_model(config.model)
     model.save_pretrained(tmp_path)
     config.model.model_path, config.model.init_config = str(tmp_path), {}
-    counted = sum(count for count, _, _ in policy_parameters(config))
+    counted = sum(p.numel() for p in policy_on_meta_device(config).parameters())
     assert counted == checkpoint_parameters(tmp_path) == sum(p.numel() for p in model.parameters())
 
 

@@ -2,15 +2,18 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy, get_model
 from rlinf.models.config import LoraConfig
 from rlinf.models.lora import (
+    FULL_FILE,
     adapter_fingerprint,
     adapter_state_dict,
     apply_lora,
     has_adapters,
+    is_trained_in_full,
     merge_lora,
     save_adapter,
 )
@@ -71,8 +74,9 @@ def test_only_adapters_and_value_head_train(inputs):
 
 
 def test_fresh_adapters_change_nothing(inputs):
-    assert torch.equal(logits(policy(), inputs), logits(policy(is_lora=True, lora=LORA), inputs))
-    assert not torch.equal(logits(policy(), inputs), logits(adapted(), inputs)), "control: trained ones do"
+    before = logits(policy(), inputs)
+    torch.testing.assert_close(logits(policy(is_lora=True, lora=LORA), inputs), before, atol=1e-6, rtol=0)
+    assert (logits(adapted(), inputs) - before).abs().max() > 1e-2, "control: trained ones do"
 
 
 def test_scale_is_alpha_over_rank(inputs):
@@ -129,6 +133,29 @@ def test_merge_keeps_the_logits_and_the_original(inputs):
 def test_merge_that_changes_the_logits_is_refused(inputs):
     with pytest.raises(CheckpointError, match="changed the logits"):
         merge_lora(adapted(), inputs, atol=-1.0)
+
+
+def test_a_token_that_flips_where_two_are_almost_as_likely_is_no_fault_of_the_merge(inputs, monkeypatch):
+    model = adapted(action_token_len=3)
+    predict = type(model).predict_action_batch
+
+    def flipped(self, **arguments):
+        prediction = predict(self, **arguments)
+        if not has_adapters(self):
+            prediction.sequences[0, -2] += 1
+            prediction.logits[0, -1] += 1.0  # of another prefix
+        return prediction
+
+    monkeypatch.setattr(type(model), "predict_action_batch", flipped)
+    merge_lora(model, inputs)
+    monkeypatch.setattr(type(model), "predict_action_batch", lambda self, **arguments: shifted(predict(self, **arguments), self))
+    with pytest.raises(CheckpointError, match="changed the logits by 1.00e"):
+        merge_lora(model, inputs)
+
+
+def shifted(prediction, model):
+    """The same tokens from other logits, after a merge."""
+    return prediction if has_adapters(model) else prediction._replace(logits=prediction.logits + 1.0)
 
 
 def test_merged_folder_loads_as_a_plain_policy(inputs, tmp_path):
@@ -188,8 +215,68 @@ def test_a_model_with_adapters_writes_no_public_folder(tmp_path):
         adapted().save_pretrained(tmp_path)
 
 
-def test_mlp_policy_takes_adapters(inputs):
-    model = get_model({"model_type": "mlp", "init_config": {"state_dim": 3}, "is_lora": True, "lora": LORA})
+def mlp(**model):
+    section = {"model_type": "mlp", "init_config": {"state_dim": 3, "hidden_sizes": [8]}, "is_lora": True, "lora": LORA}
+    torch.manual_seed(0)
+    return get_model(section | model).eval()
+
+
+def test_a_model_names_what_is_trained_beside_its_adapters(tmp_path):
+    model = mlp()
     trainable = {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad}
-    assert trainable == {"policy", "value_head", "log_std"}
+    assert trainable == {"policy", "value_head", "log_std"} and type(model).trained_in_full == ("value_head", "log_std")
     assert not any(p.requires_grad for name, p in model.named_parameters() if "base_layer" in name)
+    assert not any(".lora_" in name for name in model.state_dict() if is_trained_in_full(model, name))
+    with torch.no_grad():
+        model.log_std += 1.0
+    save_adapter(model, tmp_path)
+    assert torch.equal(mlp(lora_path=str(tmp_path)).log_std, model.log_std)
+    assert not torch.equal(mlp().log_std, model.log_std), "control: a fresh one differs"
+
+
+def test_buffers_of_what_is_trained_in_full_are_not_part_of_an_adapter(tmp_path):
+    model = mlp()
+    model.value_head.register_buffer("counts", torch.ones(3))
+    save_adapter(model, tmp_path)
+    assert set(load_file(tmp_path / FULL_FILE)) == {n for n, _ in model.named_parameters() if is_trained_in_full(model, n)}
+    mlp(lora_path=str(tmp_path))
+
+
+def test_merge_check_reads_what_a_continuous_policy_predicts(monkeypatch):
+    model = mlp()
+    with torch.no_grad():
+        model.policy[0].lora_B["default"].weight.normal_()
+    inputs = {"state": torch.randn(4, 3)}
+    predict = type(model).predict_action_batch
+
+    def without_logits(self, **arguments):
+        prediction = predict(self, **arguments)
+        drift = 0.0 if has_adapters(self) else 0.01  # what a merge that goes wrong would leave
+        return prediction._replace(sequences=prediction.sequences + drift, logits=prediction.logits[..., :0])
+
+    merge_lora(model, inputs)
+    monkeypatch.setattr(type(model), "predict_action_batch", without_logits)
+    with pytest.raises(CheckpointError, match="changed the sequences by 1.00e-02"):
+        merge_lora(model, inputs)
+
+
+def test_a_language_model_takes_adapters_and_merges_them():
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    section = {"model_type": "llama", "init_config": sizes, "is_lora": True, "lora": LORA}
+    torch.manual_seed(0)
+    model = get_model(section).eval()
+    assert {name.rpartition(".lora_")[1] for name, p in model.named_parameters() if p.requires_grad} == {".lora_"}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    tokens = {"input_ids": torch.randint(0, 40, (2, 5))}
+    with torch.no_grad():
+        expected = model(**tokens).logits
+        merged = merge_lora(model, tokens)
+        torch.testing.assert_close(merged(**tokens).logits, expected, atol=1e-5, rtol=0)
+        assert (get_model(section | {"is_lora": False})(**tokens).logits - expected).abs().max() > 1e-3
+    with pytest.raises(CheckpointError, match="changed the logits"):
+        merge_lora(model, tokens, atol=-1.0)
+    with pytest.raises(ConfigError, match="merged before"):
+        merge_lora(merged)

@@ -11,7 +11,7 @@ from rlinf.errors import ConfigError
 from rlinf.models import build_policy
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
-from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats, unit_range_stats
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.openvla_processing import TINY_TOKENIZER, PrismaticImageProcessor, PrismaticProcessor
 from rlinf.types import Observation
@@ -109,29 +109,45 @@ def test_value_head_shapes_names_and_gradients():
 # -- images and prompts ------------------------------------------------------------------------------------------
 
 
-def test_both_image_paths_agree_when_the_size_fits():
+def test_an_image_alone_and_a_batch_of_tensors_give_the_same_numbers():
     processor = PrismaticImageProcessor(input_sizes=[[3, 32, 32]])
-    images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+    images = np.random.default_rng(0).integers(0, 256, (3, 40, 32, 3), dtype=np.uint8)
     pil = processor(list(images))["pixel_values"]
-    tensors = processor.preprocess_tensors(torch.from_numpy(images).permute(0, 3, 1, 2))
-    torch.testing.assert_close(pil, tensors, atol=1e-6, rtol=0)
+    assert torch.equal(pil, processor.preprocess_tensors(torch.from_numpy(images).permute(0, 3, 1, 2)))
     assert torch.equal(pil[0], processor(Image.fromarray(images[0]))["pixel_values"][0])
 
 
+def with_pillow(image, strategy, size, fill, mean, std):
+    """What the public processor does, with Pillow alone."""
+    image = Image.fromarray(image)
+    width, height = image.size
+    if strategy == "letterbox":
+        left, top = ((max(image.size) - side) // 2 for side in image.size)
+        square = Image.new("RGB", (width + 2 * left, height + 2 * top), fill)
+        square.paste(image, (left, top))
+        image, (width, height) = square, square.size
+    target = (size, size)
+    if strategy != "resize-naive":
+        target = (size, int(size * height / width)) if width <= height else (int(size * width / height), size)
+    image = image.resize((target[0], height), Image.Resampling.BICUBIC).resize(target, Image.Resampling.BICUBIC)
+    left, top = (round((side - size) / 2) for side in target)
+    pixels = np.asarray(image.crop((left, top, left + size, top + size)), dtype=np.float32).transpose(2, 0, 1)
+    mean, std = (np.float32(values)[:, None, None] for values in (mean, std))
+    return (pixels / np.float32(255) - mean) / std
+
+
 @pytest.mark.parametrize("strategy", ["resize-naive", "letterbox", "resize-crop"])
-@pytest.mark.parametrize("height, width", [(60, 100), (100, 60), (61, 100), (20, 33), (64, 64)])
-def test_tensor_path_follows_pil_in_every_strategy(strategy, height, width):
+@pytest.mark.parametrize("height, width", [(60, 100), (100, 60), (61, 100), (20, 33), (64, 64), (32, 32)])
+def test_every_strategy_gives_the_numbers_of_pillow(strategy, height, width):
+    mean, std = [0.2, 0.4, 0.6], [0.5, 0.25, 0.3]
     processor = PrismaticImageProcessor(
-        input_sizes=[[3, 32, 32]], image_resize_strategy=strategy, means=[[0.2, 0.4, 0.6]]
+        input_sizes=[[3, 32, 32]], image_resize_strategy=strategy, means=[mean], stds=[std]
     )
-    rows = np.linspace(0, 255, height)[:, None] * np.linspace(0.3, 1, width)[None]
-    image = np.stack([rows, rows.T.reshape(height, width), 255 - rows], -1).astype(np.uint8)
-    pil = processor(image)["pixel_values"]
-    tensors = processor.preprocess_tensors(torch.from_numpy(image).permute(2, 0, 1)[None])
-    assert pil.shape == tensors.shape == (1, 3, 32, 32)
-    assert (pil - tensors).abs().mean() < 0.02
-    flipped = processor.preprocess_tensors(torch.from_numpy(image).permute(2, 0, 1)[None].flip(-1))
-    assert (pil - flipped).abs().mean() > 0.05, "control: the mirrored image is far away"
+    image = np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    pixels = processor(image)["pixel_values"][0]
+    expected = torch.from_numpy(with_pillow(image, strategy, 32, (51, 102, 153), mean, std))
+    assert torch.equal(pixels, expected)
+    assert not torch.equal(pixels, processor(image[:, ::-1])["pixel_values"][0]), "control: the mirrored image"
 
 
 def test_letterbox_pads_with_the_mean_and_resize_crop_cuts():
@@ -288,3 +304,51 @@ def test_a_method_that_a_policy_lacks_is_named():
     for name, arguments in calls.items():
         with pytest.raises(NotImplementedError, match=f"Half does not implement {name}"):
             getattr(Half(), name)(*arguments)
+
+
+# -- the CNN policy --------------------------------------------------------------------------------------------------
+
+
+def cnn(**init):
+    torch.manual_seed(0)
+    init = {"image_size": 36, "feature_dim": 8, "hidden_sizes": [8], "norm_stats": unit_range_stats(2)} | init
+    return build_policy({"model": {"model_type": "cnn", "action_token_len": 2, "init_config": init}})
+
+
+def seen(sentences, seed=0, size=36):
+    images = np.random.default_rng(seed).integers(0, 256, (len(sentences), size, size, 3), dtype=np.uint8)
+    return Observation({"front": images}, None, list(sentences))
+
+
+def greedy(model, observation):
+    return model.predict_action_batch(**model.preprocess(observation), do_sample=False).sequences
+
+
+def test_cnn_reads_the_image_and_the_words_but_not_their_order():
+    model = cnn()
+    with torch.no_grad():
+        model.policy[-1].weight.normal_()
+    usual = greedy(model, seen(["reach the red block"]))
+    assert torch.equal(usual, greedy(model, seen(["block red  the REACH"])))
+    assert (usual - greedy(model, seen(["reach the blue block"]))).abs().max() > 1e-3
+    assert (usual - greedy(model, seen(["reach the red block"], seed=1))).abs().max() > 1e-3
+    in_a_batch = greedy(model, seen(["reach the red block", "touch the green block, then the red block"]))
+    alone = greedy(model, seen(["reach the red block", "touch the green block, then the red block"]).select([0]))
+    assert torch.allclose(in_a_batch[:1], alone, atol=1e-6)
+
+
+def test_cnn_features_by_hand():
+    model = cnn(image_mean=0.25, image_std=0.125)
+    inputs = model.preprocess(seen(["go"]))
+    pixels = (inputs["images"].permute(0, 3, 1, 2).float() / 255 - 0.25) / 0.125
+    expected = model.encoder(pixels) * (1 + model.words.weight[inputs["words"][0, 0]])
+    assert torch.allclose(model._features(**inputs), expected)
+
+
+def test_cnn_names_the_size_and_the_cameras_that_it_needs():
+    with pytest.raises(ConfigError, match="env.image_size=36"):
+        cnn().preprocess(seen(["go"], size=40))
+    with pytest.raises(ConfigError, match="sees 2 cameras and the environment gives 1"):
+        cnn(num_images_in_input=2).preprocess(seen(["go"]))
+    with pytest.raises(ConfigError, match="image_size is 20; required: at least 36"):
+        cnn(image_size=20)

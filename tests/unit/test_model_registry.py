@@ -12,6 +12,7 @@ from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.models import (
     MODELS,
     build_policy,
+    declared_value,
     get_model,
     get_model_config_and_processor,
     register_model,
@@ -20,6 +21,7 @@ from rlinf.models import (
 from rlinf.models.config import ModelConfig
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.openvla_processing import TINY_TOKENIZER
+from rlinf.models.loading import check_model_type
 from rlinf.registry import Registry
 
 SIZES = {
@@ -161,6 +163,33 @@ def test_a_folder_that_is_no_checkpoint_is_refused(path, tmp_path, monkeypatch):
             get_model({"model_type": model_type, "model_path": path})
 
 
+@pytest.mark.parametrize("name", ["config.json", "dataset_statistics.json"])
+@pytest.mark.parametrize("text, found", [('{"a": ', "line 1"), ("[1]", "holds a list"), ("\xff", "utf-8")])
+def test_a_file_that_is_no_json_is_refused_by_its_path(tmp_path, name, text, found):
+    from rlinf.models.embodiment.openvla_config import OpenVLAConfig
+
+    OpenVLAConfig().save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    for model_type in ("openvla", "openvla_oft"):
+        section = ModelConfig(model_type=model_type, model_path=str(tmp_path))
+        with pytest.raises(CheckpointError, match=f"{name}' is no JSON object.*{found}.*Type model.model_path="):
+            get_model(section)
+        if name == "config.json":
+            with pytest.raises(CheckpointError, match="config.json' is no JSON object"):
+                declared_value(section, "num_images_in_input")
+
+
+def test_a_type_that_is_not_accepted_is_refused_and_one_without_a_declaration_is_not():
+    class Config:
+        accepted_model_types = ("a", None)
+
+    for values in ({"model_type": "a"}, {"type": "a"}, {}):
+        check_model_type(Config, values, "folder")
+    check_model_type(PatternConfig, {"model_type": "other"}, "folder")
+    with pytest.raises(CheckpointError, match="'folder' is of model type 'pi0'.*reads 'a'. Type model.model_type=pi0"):
+        check_model_type(Config, {"type": "pi0"}, "folder")
+
+
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
     from rlinf.models.embodiment.openvla_config import OpenVLAConfig
 
@@ -189,3 +218,34 @@ def test_packaged_model_files_list_every_field_and_build():
             policy = build_policy({"model": section})
             assert policy.num_logprobs == config.action_token_len * config.action_chunks_len
             assert (policy.processor is None) == (name == "mlp")
+
+
+def test_an_override_of_one_nested_field_leaves_the_others():
+    from transformers import LlavaConfig
+
+    from rlinf.models.loading import override_fields
+
+    text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    config = LlavaConfig(text_config=text)
+    changed = override_fields(config, {"text_config": {"rope_parameters": {"rope_theta": 9.0}}}).text_config
+    assert (changed.hidden_size, changed.num_hidden_layers) == (32, 2)
+    assert changed.rope_parameters == {"rope_type": "default", "rope_theta": 9.0}
+    config.norm_stats = {"a": {"action": {"q01": [0.0]}}}
+    other = {"b": {"action": {"q01": [1.0]}}}
+    assert override_fields(config, {"norm_stats": other}).norm_stats == other
+
+
+def test_dropout_of_a_policy_is_off_wherever_a_model_keeps_its_rates():
+    init = {"text_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+                            "vocab_size": 64, "attention_dropout": 0.3}}  # fmt: skip
+    tiny = {"timm_model_ids": ["vit_tiny_patch8_siglip_64"], "image_sizes": [16], "vision_feature_layer": -1,
+            "vision_overrides": [{"embed_dim": 16, "depth": 1, "num_heads": 2}], "n_action_bins": 8, "pad_to_multiple_of": 0,
+            "use_fused_vision_backbone": False, "timm_override_act_layers": [None]}  # fmt: skip
+    model = get_model({"model_type": "openvla", "init_config": tiny | init, "action_token_len": 2}).train()
+    rates = [getattr(module, "attention_dropout", 0.0) for module in model.modules()]
+    assert rates == [0.0] * len(rates) and model.config.text_config.attention_dropout == 0.0
+    inputs = {"input_ids": torch.tensor([[1, 5, 6, 7]]), "attention_mask": torch.ones(1, 4, dtype=torch.long),
+              "pixel_values": torch.randn(1, 3, 16, 16)}  # fmt: skip
+    tokens = torch.tensor([[1, 5, 6, 7, 60, 61]])
+    first, second = (model.evaluate_actions(inputs, tokens).logprobs for _ in range(2))
+    assert torch.equal(first, second)

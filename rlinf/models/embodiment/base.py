@@ -21,12 +21,14 @@ class ActionModel:
         lora_target_modules: Default name suffixes (or a regular expression) of the linear layers to adapt.
         trained_in_full: First parts of the names of parameters that are trained beside LoRA adapters, without any of
             their own.
+        lora_exclude_modules: Regular expression of modules that never get an adapter, because no gradient reaches them.
         num_logprobs: ``A``, log-probability columns of one policy call.
     """
 
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ()
     lora_target_modules: ClassVar[tuple[str, ...] | str] = ()
     trained_in_full: ClassVar[tuple[str, ...]] = ("value_head",)
+    lora_exclude_modules: ClassVar[str | None] = None
     action_chunks_len: int = 1
     num_logprobs: int
 

@@ -64,6 +64,7 @@ class MLPForRLActionPrediction(ActionModel, PreTrainedModel):
     _supports_sdpa = True  # there is no attention, so any kernel will do
     _supports_flash_attn = True
     lora_target_modules: ClassVar[str] = r"policy\.\d*[02468]"  # between them lie the activations
+    trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "log_std")
 
     def __init__(
         self,
@@ -82,11 +83,19 @@ class MLPForRLActionPrediction(ActionModel, PreTrainedModel):
         self.processor = None
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
         self.action_normalizer = ActionNormalizer(select_action_stats(config.norm_stats, unnorm_key), action_dim)
-        widths = [config.state_dim, *config.hidden_sizes]
+        widths = [self._add_encoder(config), *config.hidden_sizes]
         self.policy = _perceptron([*widths, self.num_logprobs])
         self.log_std = nn.Parameter(torch.full((self.num_logprobs,), float(config.initial_log_std)))
         self.value_head = _perceptron([*widths, 1]) if value_head else None
         self.post_init()
+
+    def _add_encoder(self, config: MLPConfig) -> int:
+        """Add what turns inputs into features, if anything; returns the number of features."""
+        return config.state_dim
+
+    def _features(self, state: Tensor) -> Tensor:
+        """Features ``[B, F]`` of what ``preprocess`` returned."""
+        return state
 
     @property
     def num_logprobs(self) -> int:
@@ -113,33 +122,34 @@ class MLPForRLActionPrediction(ActionModel, PreTrainedModel):
             )
         return {"state": torch.from_numpy(observation.state).to(self.device, self.dtype)}
 
-    def _distribution(self, state: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        mean = self.policy(state).float()
+    def _distribution(self, features: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        mean = self.policy(features).float()
         log_std = self.log_std.float() + 0.5 * math.log(temperature)
         return mean, log_std.expand_as(mean)
 
-    def _values(self, state: Tensor) -> Tensor:
+    def _values(self, features: Tensor) -> Tensor:
         if self.value_head is None:
-            return state.new_zeros(len(state), dtype=torch.float32)
-        return self.value_head(state).squeeze(-1).float()
+            return features.new_zeros(len(features), dtype=torch.float32)
+        return self.value_head(features).squeeze(-1).float()
 
     @torch.no_grad()
     def predict_action_batch(
         self,
-        state: Tensor | None = None,
         do_sample: bool = True,
         temperature: float = 1.0,
         uniforms: Tensor | None = None,
+        **inputs: Tensor,
     ) -> ActionPrediction:
-        """Act on ``state [B, S]``; see ``ActionModel.predict_action_batch``."""
-        mean, log_std = self._distribution(state, temperature)
+        """Act; see ``ActionModel.predict_action_batch``."""
+        features = self._features(**inputs)
+        mean, log_std = self._distribution(features, temperature)
         drawn = mean
         if do_sample:
             if uniforms is None:
                 uniforms = torch.rand(mean.shape, device=mean.device)
             drawn = mean + log_std.exp() * torch.special.ndtri(uniforms.double()).to(mean)
         return ActionPrediction(
-            self.decode_actions(drawn), drawn, torch.stack([mean, log_std], dim=-1), self._values(state)
+            self.decode_actions(drawn), drawn, torch.stack([mean, log_std], dim=-1), self._values(features)
         )
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
@@ -151,15 +161,15 @@ class MLPForRLActionPrediction(ActionModel, PreTrainedModel):
         self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
     ) -> ActionEvaluation:
         """Score ``sequences [B, A]``; see ``ActionModel.evaluate_actions``."""
-        state = inputs["state"]
-        mean, log_std = self._distribution(state, temperature)
+        features = self._features(**inputs)
+        mean, log_std = self._distribution(features, temperature)
         logprobs = _gaussian_logprobs(sequences[:, -self.num_logprobs :].float(), mean, log_std)
         entropy = log_std + 0.5 * math.log(2 * math.pi * math.e)
-        return ActionEvaluation(logprobs, entropy, self._values(state))
+        return ActionEvaluation(logprobs, entropy, self._values(features))
 
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor) -> Tensor:
+    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Mean negative log-density of ``actions [B, C, D]`` in normalised units; ``[B]``."""
-        mean, log_std = self._distribution(inputs["state"], 1.0)
+        mean, log_std = self._distribution(self._features(**inputs), 1.0)
         target = self.action_normalizer.normalize(actions).flatten(1).to(mean)
         return -_gaussian_logprobs(target, mean, log_std).mean(-1)
 

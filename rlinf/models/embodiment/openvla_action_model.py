@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,19 +10,26 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutput
 
-from rlinf.errors import CheckpointError, ConfigError
+from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import ActionModel, sample_tokens, token_logprobs
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
+from rlinf.models.embodiment.modules.kv_cache import KVCache
 from rlinf.models.embodiment.modules.llama_layer import run_layers, use_action_layers
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.modules.vision_tower import Projector, VisionBackbone, VisionTower
 from rlinf.models.embodiment.openvla_config import OpenVLAConfig, checkpoint_folder
 from rlinf.models.embodiment.openvla_processing import PrismaticProcessor
-from rlinf.models.embodiment.openvla_weights import from_public, no_progress_bars, read_safetensors, to_public
+from rlinf.models.embodiment.openvla_weights import (
+    check_fit,
+    from_public,
+    no_progress_bars,
+    read_safetensors,
+    refuse_adapters,
+    to_public,
+)
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
 
@@ -68,18 +76,13 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         detach_value: bool = True,
     ) -> None:
         super().__init__(config)
+        self._check_arguments(config, hidden_size, unnorm_key, action_dim)
         text_config = config.text_config
-        if hidden_size is not None and hidden_size != text_config.hidden_size:
-            raise ConfigError(
-                f"model.hidden_size is {hidden_size}, but the language model has {text_config.hidden_size}; "
-                f"set model.hidden_size={text_config.hidden_size} or null."
-            )
         self.processor: PrismaticProcessor | None = None
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
         self.detach_value = detach_value
-        self.action_tokenizer = ActionTokenizer(config.n_action_bins, config.action_vocab_size, config.action_bin_rule)
         self.unnorm_key = unnorm_key
-        self.action_normalizer = ActionNormalizer(self.get_action_stats(unnorm_key), action_dim)
+        self.action_tokenizer, self.action_normalizer = _action_units(config, unnorm_key, action_dim)
         self.vision_backbone = VisionBackbone(config)
         self.projector = Projector(config, self.vision_backbone.embed_dim, self.vision_backbone.grid_size)
         self.language_model = LlamaForCausalLM(text_config)
@@ -87,7 +90,29 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         learned = config.action_decoding == "parallel" and config.learned_placeholders
         self.placeholders = nn.Parameter(torch.zeros(self.num_logprobs, text_config.hidden_size)) if learned else None
         self.value_head = ValueHead(text_config.hidden_size) if value_head else None
+        self._add_modules()
         self.post_init()
+
+    @classmethod
+    def _check_arguments(
+        cls, config: OpenVLAConfig, hidden_size: int | None, unnorm_key: str | None, action_dim: int, **_: Any
+    ) -> None:
+        """Refuse what can be seen to be wrong without weights; arguments as those of the constructor.
+
+        Raises:
+            ConfigError: With the override to type.
+        """
+        found = config.text_config.hidden_size
+        if hidden_size not in (None, found):
+            raise ConfigError(
+                f"model.hidden_size is {hidden_size}, but the language model has {found}. "
+                f"Type model.hidden_size={found} or model.hidden_size=null"
+            )
+        config.vision_towers()
+        _action_units(config, unnorm_key, action_dim)
+
+    def _add_modules(self) -> None:
+        """Build what a subclass has beside these modules, before random weights are drawn."""
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -103,16 +128,16 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
 
     @property
     def min_action(self) -> Any:
-        """``q01`` of the action statistics, float64 ``[D]``."""
+        """Lower bound of the action statistics, float64 ``[D]``."""
         return self.action_normalizer.low
 
     @property
     def max_action(self) -> Any:
-        """``q99`` of the action statistics, float64 ``[D]``."""
+        """Upper bound of the action statistics, float64 ``[D]``."""
         return self.action_normalizer.high
 
     def get_action_stats(self, unnorm_key: str | None) -> dict[str, Any]:
-        """Return ``q01``, ``q99`` and ``mask`` of a data set.
+        """Return the action statistics of a data set (``q01``, ``q99``, ``mask``, ...).
 
         Raises:
             ConfigError: The key is unknown, or None while there are several.
@@ -182,24 +207,34 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         }
 
     def _embed_prompt(
-        self, input_ids: Tensor, attention_mask: Tensor | None, pixel_values: Tensor
+        self, input_ids: Tensor, attention_mask: Tensor | None, **observed: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return embeddings ``[B, 1 + P + L - 1, H]`` and their bool mask, None when nothing is padding."""
         key_mask = None if attention_mask is None else attention_mask.bool()
         if key_mask is not None and bool(key_mask.all()):
             key_mask = None
         text = self.get_input_embeddings()(input_ids)
-        language = None
-        if self.config.use_film:
-            weights = None if key_mask is None else key_mask.to(text.dtype)
-            language = (
-                text.mean(1) if weights is None else (text * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
-            )
-        image = self.projector(self.vision_backbone(pixel_values.to(text.dtype), language))
+        tokens = self._observation_tokens(text, key_mask, **observed)
         if key_mask is not None:
-            image_mask = key_mask.new_ones(image.shape[:2])
-            key_mask = torch.cat([key_mask[:, :1], image_mask, key_mask[:, 1:]], dim=1)
-        return torch.cat([text[:, :1], image, text[:, 1:]], dim=1), key_mask
+            key_mask = torch.cat([key_mask[:, :1], key_mask.new_ones(tokens.shape[:2]), key_mask[:, 1:]], dim=1)
+        return torch.cat([text[:, :1], tokens, text[:, 1:]], dim=1), key_mask
+
+    def _observation_tokens(self, text: Tensor, key_mask: Tensor | None, pixel_values: Tensor) -> Tensor:
+        """Return what stands between BOS and the text, ``[B, P, H]``: the image tokens."""
+        language = self._language_vector(text, key_mask) if self.config.use_film else None
+        return self.projector(self.vision_backbone(pixel_values.to(text.dtype), language))
+
+    def _language_vector(self, text: Tensor, key_mask: Tensor | None) -> Tensor:
+        """Return the mean text embedding ``[B, H]``, with which FiLM modulates the vision blocks."""
+        if key_mask is None:
+            return text.mean(1)
+        weights = key_mask.to(text.dtype)
+        return (text * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+
+    def _placeholder_embeddings(self, embeddings: Tensor) -> Tensor:
+        """Return what stands behind the prompt in parallel decoding, ``[B, A, H]``."""
+        shape = (len(embeddings), self.num_logprobs, embeddings.shape[-1])
+        return embeddings.new_zeros(shape) if self.placeholders is None else self.placeholders.expand(shape)
 
     def _bin_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits of the action bins only, ``[..., n_action_bins]``."""
@@ -219,8 +254,7 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         embeddings, key_mask = self._embed_prompt(**inputs)
         num_tokens, parallel = self.num_logprobs, self.config.action_decoding == "parallel"
         if parallel:
-            shape = (len(embeddings), num_tokens, embeddings.shape[-1])
-            extra = embeddings.new_zeros(shape) if self.placeholders is None else self.placeholders.expand(shape)
+            extra = self._placeholder_embeddings(embeddings)
         else:
             extra = self.get_input_embeddings()(tokens[:, :-1])
         if key_mask is not None:
@@ -255,7 +289,9 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         self, inputs: dict[str, Tensor], do_sample: bool, temperature: float, uniforms: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         embeddings, key_mask = self._embed_prompt(**inputs)
-        cache = DynamicCache(config=self.language_model.config)
+        num_later = self.num_logprobs - 1
+        cache = KVCache(embeddings.shape[1] + num_later)
+        key_mask = None if key_mask is None else nn.functional.pad(key_mask, (0, num_later), value=True)
         bins, logits, value_state = [], [], None
         for i in range(self.num_logprobs):
             hidden_states = run_layers(self.language_model.model, embeddings, key_mask, 1, is_causal=True, cache=cache)[
@@ -266,8 +302,6 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
             drawn = None if uniforms is None else uniforms[:, i]
             bins.append(sample_tokens(logits[-1], do_sample, temperature, drawn))
             embeddings = self.get_input_embeddings()(bins[-1][:, None] + self.action_tokenizer.first_token)
-            if key_mask is not None:
-                key_mask = torch.cat([key_mask, key_mask.new_ones(len(key_mask), 1)], dim=1)
         return torch.stack(bins, 1), torch.stack(logits, 1), value_state
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
@@ -284,7 +318,7 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         logprobs, entropy = token_logprobs(logits, tokens - self.action_tokenizer.first_token, temperature)
         return ActionEvaluation(logprobs, entropy, self._values(value_state))
 
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor) -> Tensor:
+    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Mean negative log-probability of the tokens of ``actions [B, C, D]``, among the action bins; ``[B]``."""
         tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1).to(self.device)
         logits, _ = self._score(inputs, tokens)
@@ -315,7 +349,7 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         Returns:
             ``logits [B, P + L, vocab_size]``, ``hidden_states`` (the last layer's, after the norm), and ``loss``.
         """
-        embeddings, key_mask = self._embed_prompt(input_ids, attention_mask, pixel_values)
+        embeddings, key_mask = self._embed_prompt(input_ids, attention_mask, pixel_values=pixel_values)
         hidden_states = run_layers(self.language_model.model, embeddings, key_mask, None, is_causal=True)
         logits = self.language_model.lm_head(hidden_states)
         loss = None
@@ -328,6 +362,21 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         return CausalLMOutput(loss=loss, logits=logits, hidden_states=(hidden_states,))
 
     # -- files ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _read_weights(cls, folder: Path, config: OpenVLAConfig) -> dict[str, Tensor]:
+        """Return all tensors of a checkpoint folder, blocks of the vision towers under timm's names or ours."""
+        return read_safetensors(folder)
+
+    @classmethod
+    def _draw_absent_parts(
+        cls, folder: Path, config: OpenVLAConfig, state_dict: dict[str, Tensor], arguments: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """Return random tensors of the parts that a folder need not have; ``arguments`` are the constructor's."""
+        if not arguments["value_head"] or any(name.startswith("value_head.") for name in state_dict):
+            return {}
+        fresh = ValueHead(config.text_config.hidden_size).state_dict()
+        return {f"value_head.{name}": tensor for name, tensor in fresh.items()}
 
     @classmethod
     def from_pretrained(
@@ -343,17 +392,20 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         Raises:
             CheckpointError: A weight is missing, unexpected or of another shape (only a value head may be
                 absent; it is drawn anew).
+            ConfigError: Arguments and configuration do not fit; found before weights are read.
         """
         folder = checkpoint_folder(pretrained_model_name_or_path)
         config = kwargs.pop("config", None)
-        if not isinstance(config, OpenVLAConfig):
-            config = OpenVLAConfig.from_pretrained(config or folder)
-        state_dict = from_public(read_safetensors(folder), config)
-        if not kwargs.get("value_head", True):
+        if not isinstance(config, cls.config_class):
+            config = cls.config_class.from_pretrained(config or folder)
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]  # without self and config
+        arguments = {each.name: kwargs.get(each.name, each.default) for each in parameters}
+        arguments |= dict(zip(arguments, args, strict=False))
+        cls._check_arguments(config, **arguments)
+        state_dict = from_public(cls._read_weights(folder, config), config)
+        if not arguments["value_head"]:
             state_dict = {name: tensor for name, tensor in state_dict.items() if not name.startswith("value_head.")}
-        elif not any(name.startswith("value_head.") for name in state_dict):
-            fresh = ValueHead(config.text_config.hidden_size).state_dict()
-            state_dict |= {f"value_head.{name}": tensor for name, tensor in fresh.items()}
+        state_dict |= cls._draw_absent_parts(folder, config, state_dict, arguments)
         wanted_info = kwargs.pop("output_loading_info", False)
         with no_progress_bars():
             model, info = super().from_pretrained(
@@ -365,14 +417,7 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
                 ignore_mismatched_sizes=True,  # reported below, with everything else that does not fit
                 **kwargs,
             )
-        missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-        mismatched = [str(key) for key in info["mismatched_keys"]]
-        if missing or unexpected or mismatched:
-            raise CheckpointError(
-                f"The weights in '{folder}' do not fit its config.json: missing {missing[:5]} ({len(missing)}), "
-                f"unexpected {unexpected[:5]} ({len(unexpected)}), of another shape {mismatched[:5]} "
-                f"({len(mismatched)}). Type model.model_path=<another folder>"
-            )
+        check_fit(folder, info)
         for module in model.modules():
             if isinstance(module, VisionTower):
                 module.freeze_unused()  # loading made new parameters of them
@@ -388,13 +433,20 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
             state_dict: Gathered weights under our names; None: the model's own.
             **kwargs: As in transformers.
         """
-        if any(".lora_" in name for name in (state_dict or self.state_dict())):
-            raise CheckpointError(
-                "The model has LoRA layers, which a public folder cannot hold; write them with "
-                "rlinf.models.lora.save_adapter, or merge them first with rlinf.models.lora.merge_lora."
-            )
-        public = to_public(self.state_dict() if state_dict is None else state_dict, self.config)
+        state_dict = self.state_dict() if state_dict is None else state_dict
+        refuse_adapters(state_dict)
+        public = to_public(state_dict, self.config)
         with no_progress_bars():
             super().save_pretrained(save_directory, state_dict=public, **kwargs)
         if self.processor is not None:
             self.processor.save_pretrained(save_directory)
+
+
+def _action_units(
+    config: OpenVLAConfig, unnorm_key: str | None, action_dim: int
+) -> tuple[ActionTokenizer, ActionNormalizer]:
+    stats = select_action_stats(config.norm_stats, unnorm_key)
+    return (
+        ActionTokenizer(config.n_action_bins, config.action_vocab_size, config.action_bin_rule),
+        ActionNormalizer(stats, action_dim, config.action_bounds, config.unnormalize_epsilon),
+    )

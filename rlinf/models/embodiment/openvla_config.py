@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import LlamaConfig, PreTrainedConfig
 
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models.loading import read_json
 
 OPENVLA_PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
 
@@ -119,6 +119,7 @@ class OpenVLAConfig(PreTrainedConfig):
 
     model_type = "openvla"
     sub_configs = {"text_config": LlamaConfig}
+    accepted_model_types: ClassVar[tuple[str, ...]] = ("openvla",)
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class OpenVLAConfig(PreTrainedConfig):
         config = result[0] if isinstance(result, tuple) else result
         statistics = folder / "dataset_statistics.json"
         if statistics.is_file():
-            config.norm_stats = {**config.norm_stats, **json.loads(statistics.read_text(encoding="utf-8"))}
+            config.norm_stats = {**config.norm_stats, **read_json(statistics)}
         return result
 
     def _check(self) -> None:
@@ -223,6 +224,16 @@ class OpenVLAConfig(PreTrainedConfig):
             raise ConfigError(f"weight_init is '{self.weight_init}'; it must be normal or fan_in.")
         if self.text_config.model_type != "llama":
             raise ConfigError(f"text_config.model_type is '{self.text_config.model_type}'; only llama is supported.")
+
+    @property
+    def action_bounds(self) -> tuple[str, str]:
+        """Names of the statistics that actions are normalised by."""
+        return "q01", "q99"
+
+    @property
+    def unnormalize_epsilon(self) -> float:
+        """Added to the range of the statistics when actions are unnormalised."""
+        return 0.0
 
     @property
     def action_vocab_size(self) -> int:

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoTokenizer, BatchFeature
 from transformers.image_processing_utils import BaseImageProcessor
 
 from rlinf.errors import ConfigError
+from rlinf.models.embodiment.modules.image_resize import resize_bicubic
 from rlinf.models.embodiment.openvla_config import OPENVLA_PROMPT, OpenVLAConfig
 
 TINY_TOKENIZER = Path(__file__).parent / "assets" / "tiny_tokenizer"
@@ -93,13 +95,9 @@ class PrismaticImageProcessor(BaseImageProcessor):
         )
 
     def apply_transform(self, image: Image.Image) -> Tensor:
-        """Turn one PIL image into ``[3 * towers, H, W]`` float32 (the exact path of the public processor)."""
-        image = image.convert("RGB")
-        towers = []
-        for tower, (mean, std) in enumerate(self.normalization):
-            resized = np.array(self._resize_pil(image, tower), dtype=np.uint8)
-            towers.append(_normalize(torch.from_numpy(resized).permute(2, 0, 1), mean, std))
-        return torch.cat(towers)
+        """Turn one PIL image into ``[3 * towers, H, W]`` float32."""
+        pixels = torch.from_numpy(np.array(image.convert("RGB"), dtype=np.uint8))
+        return self.preprocess_tensors(pixels.permute(2, 0, 1)[None])[0]
 
     def _geometry(self, tower: int) -> tuple[int | tuple[int, int], tuple[int, int]]:
         """Size to resize to (one number: of the shorter side) and height and width to crop to, ``tvf_*`` first."""
@@ -123,33 +121,20 @@ class PrismaticImageProcessor(BaseImageProcessor):
         fill = getattr(self, "tvf_letterbox_fill", None)
         return list(fill) if fill is not None else [int(255 * value) for value in self.normalization[-1][0]]
 
-    def _resize_pil(self, image: Image.Image, tower: int) -> Image.Image:
-        size, (height, width) = self._geometry(tower)
-        if self._letterbox_fill is not None:
-            left, top = _square_padding(image.height, image.width)
-            square = Image.new("RGB", (image.width + 2 * left, image.height + 2 * top), tuple(self._letterbox_fill))
-            square.paste(image, (left, top))
-            image = square
-        target = size if isinstance(size, tuple) else _shorter_side(image.height, image.width, size)
-        if (image.height, image.width) != target:
-            image = image.resize(target[::-1], Image.Resampling.BICUBIC)
-        top, left = _centre(target, (height, width))
-        return image.crop((left, top, left + width, top + height))
-
     def preprocess_tensors(self, images: Tensor) -> Tensor:
         """Turn uint8 ``[B, 3, H, W]`` into ``[B, 3 * towers, H', W']`` float32 on its own device.
 
-        Bicubic with antialiasing, clamped and rounded to whole grey values. On resized images this differs from PIL by
-        up to a few grey values; images that have the size already give the same numbers to 1e-6.
+        The numbers are those of the public processor, which resizes with Pillow: see ``resize_bicubic``.
         """
+        geometries = [self._geometry(tower) for tower in range(len(self.normalization))]
+        resized = {geometry: self._resize(images, *geometry) for geometry in dict.fromkeys(geometries)}
         towers = [
-            _normalize_grey_values(self._resize_tensors(images, tower), mean, std)
-            for tower, (mean, std) in enumerate(self.normalization)
+            _normalize(resized[geometry], *statistics)
+            for geometry, statistics in zip(geometries, self.normalization, strict=True)
         ]
         return towers[0] if len(towers) == 1 else torch.cat(towers, dim=1)
 
-    def _resize_tensors(self, images: Tensor, tower: int) -> Tensor:
-        size, (height, width) = self._geometry(tower)
+    def _resize(self, images: Tensor, size: int | tuple[int, int], crop: tuple[int, int]) -> Tensor:
         if self._letterbox_fill is not None:
             left, top = _square_padding(*images.shape[-2:])
             colour = torch.tensor(self._letterbox_fill, dtype=images.dtype, device=images.device).view(1, 3, 1, 1)
@@ -157,14 +142,13 @@ class PrismaticImageProcessor(BaseImageProcessor):
             square[..., top : top + images.shape[-2], left : left + images.shape[-1]] = images
             images = square
         target = size if isinstance(size, tuple) else _shorter_side(images.shape[-2], images.shape[-1], size)
-        if tuple(images.shape[-2:]) != target:
-            resized = torch.nn.functional.interpolate(images.float(), size=target, mode="bicubic", antialias=True)
-            images = resized.clamp_(0, 255).round_()
-        top, left = _centre(target, (height, width))
-        return images[..., top : top + height, left : left + width]
+        images = resize_bicubic(images, target)
+        top, left = _centre(target, crop)
+        # negative numbers cut; a crop that is larger than the image is filled up with black
+        return pad(images, (-left, left + crop[1] - target[1], -top, top + crop[0] - target[0]))
 
     def preprocess(self, images: Any, return_tensors: str | None = "pt", **_: Any) -> BatchFeature:
-        """Process one PIL image or array ``[H, W, 3]``, or a list of them, by the PIL path."""
+        """Process one PIL image or array ``[H, W, 3]``, or a list of them."""
         batch = images if isinstance(images, (list, tuple)) else [images]
         pixels = [
             self.apply_transform(i if isinstance(i, Image.Image) else Image.fromarray(np.asarray(i))) for i in batch
@@ -176,18 +160,14 @@ class PrismaticImageProcessor(BaseImageProcessor):
         return self.preprocess(images, **kwargs)
 
 
-def _normalize(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    shape = (-1, 1, 1)
-    scaled = pixels.float() / 255.0
-    return scaled.sub_(scaled.new_tensor(mean).view(shape)).div_(scaled.new_tensor(std).view(shape))
+def _normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """``(x / 255 - mean) / std``; divided by a tensor, because CUDA multiplies by the inverse of a plain number."""
+    images = images.float()
+    return images.div_(images.new_tensor(255.0)).sub_(_channels(images, mean)).div_(_channels(images, std))
 
 
-def _normalize_grey_values(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """``(x / 255 - mean) / std`` as ``x * scale - shift``: two passes over the data instead of four, equal to 1e-6."""
-    shape = (-1, 1, 1)
-    mean, std = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
-    scale = (1.0 / (255.0 * std)).float().to(images.device).view(shape)
-    return torch.mul(images, scale).sub_((mean / std).float().to(images.device).view(shape))
+def _channels(images: Tensor, values: Sequence[float]) -> Tensor:
+    return images.new_tensor(values).view(-1, 1, 1)
 
 
 def _shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
@@ -263,7 +243,7 @@ class PrismaticProcessor:
     def __call__(
         self, text: str | Sequence[str], images: Any, return_tensors: str | None = "pt", **_: Any
     ) -> BatchFeature:
-        """Tokenise finished prompts (see ``encode``) and process images by the PIL path."""
+        """Tokenise finished prompts (see ``encode``) and process images."""
         input_ids, attention_mask = self.encode([text] if isinstance(text, str) else list(text))
         pixel_values = self.image_processor.preprocess(images, return_tensors="pt")["pixel_values"]
         data = {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}

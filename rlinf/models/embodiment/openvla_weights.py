@@ -6,19 +6,21 @@ some layers.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import logging
 
 from rlinf.errors import CheckpointError
 from rlinf.models.embodiment.openvla_config import OpenVLAConfig
+from rlinf.models.loading import read_json
 
 _BLOCK = re.compile(r"(vision_backbone\.(?:fused_)?featurizer)\.blocks\.(\d+)\.(.+)")
 # public name inside a block -> ours; three targets: rows are split into queries, keys and values
@@ -92,7 +94,7 @@ def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
     """Read all ``*.safetensors`` of a checkpoint folder.
 
     Raises:
-        CheckpointError: There is no such file, or a shard named by the index is missing.
+        CheckpointError: There is no such file, one cannot be read, or a shard named by the index is missing.
     """
     folder = Path(folder)
     files = sorted(folder.glob("model*.safetensors"))
@@ -100,7 +102,7 @@ def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
         raise CheckpointError(f"'{folder}' holds no model*.safetensors; model.model_path needs a checkpoint folder.")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        wanted = set(json.loads(index.read_text())["weight_map"].values())
+        wanted = set(read_json(index)["weight_map"].values())
         missing = wanted - {file.name for file in files}
         if missing:
             raise CheckpointError(
@@ -109,8 +111,50 @@ def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
         files = [folder / name for name in sorted(wanted)]
     state_dict: dict[str, Tensor] = {}
     for file in files:
-        state_dict.update(load_file(file))
+        try:
+            state_dict.update(load_file(file))
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"'{file}' cannot be read as safetensors ({error}). Type model.model_path=<another folder>"
+            ) from error
     return state_dict
+
+
+def check_fit(folder: Path, loading_info: Mapping[str, Any], hint: str = "") -> None:
+    """Refuse weights that are not exactly those of the model.
+
+    Args:
+        folder: Where they came from.
+        loading_info: ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys``, as transformers reports them.
+        hint: What else the user may type, behind "Type model.model_path=<another folder>".
+
+    Raises:
+        CheckpointError: One of the three is not empty.
+    """
+    missing, unexpected = sorted(loading_info["missing_keys"]), sorted(loading_info["unexpected_keys"])
+    mismatched = [str(key) for key in loading_info["mismatched_keys"]]
+    if missing or unexpected or mismatched:
+        raise CheckpointError(
+            f"The weights in '{folder}' do not fit its config.json: missing {missing[:5]} ({len(missing)}), "
+            f"unexpected {unexpected[:5]} ({len(unexpected)}), of another shape {mismatched[:5]} "
+            f"({len(mismatched)}). Type model.model_path=<another folder>{hint}"
+        )
+
+
+def refuse_adapters(names: Iterable[str]) -> None:
+    """Refuse to write LoRA layers into a folder of another format.
+
+    Args:
+        names: Of the tensors to write.
+
+    Raises:
+        CheckpointError: One belongs to an adapter.
+    """
+    if any(".lora_" in name for name in names):
+        raise CheckpointError(
+            "The model has LoRA layers, which a public folder cannot hold; write them with "
+            "rlinf.models.lora.save_adapter, or merge them first with rlinf.models.lora.merge_lora."
+        )
 
 
 @contextmanager

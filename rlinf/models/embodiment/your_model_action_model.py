@@ -227,6 +227,11 @@ class YourModelForRLActionPrediction(ActionModel, LlavaForConditionalGeneration)
             values = torch.zeros_like(logits[:, 0, 0], dtype=torch.float32)
         return ActionPrediction(actions, sequences, logits, values)
 
+    def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
+        """Log-probabilities float32 ``[B, A]`` of the drawn tokens, among the action tokens."""
+        tokens = prediction.sequences[:, -self.num_logprobs :] - self.action_tokenizer.first_token
+        return token_logprobs(prediction.logits[..., -self.config.n_action_bins :], tokens, temperature)[0]
+
     def _score(self, inputs: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``[B, A, n_action_bins]`` of the bins, and the hidden state ``[B, H]`` at the prompt's end."""
         prompt_mask = inputs["attention_mask"]
@@ -255,7 +260,7 @@ class YourModelForRLActionPrediction(ActionModel, LlavaForConditionalGeneration)
             values = torch.zeros_like(logprobs[:, 0])
         return ActionEvaluation(logprobs, entropy, values)
 
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor) -> Tensor:
+    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Mean negative log-probability of the tokens of ``actions [B, 1, D]``; ``[B]``."""
         tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1).to(self.device)
         logits, _ = self._score(inputs, tokens)

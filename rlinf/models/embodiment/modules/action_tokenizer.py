@@ -34,7 +34,8 @@ class ActionTokenizer:
             raise ConfigError(f"action_bin_rule is '{rule}'; it must be one of {', '.join(BIN_RULES)}.")
         if not 2 <= num_bins <= vocab_size:
             raise ConfigError(
-                f"n_action_bins is {num_bins}; it must be between 2 and the vocabulary size {vocab_size}."
+                f"n_action_bins is {num_bins}; it must be between 2 and the vocabulary size {vocab_size}. "
+                f"Type model.override_config.n_action_bins={min(256, vocab_size)} (random weights: model.init_config)"
             )
         self.num_bins = num_bins
         self.rule = rule

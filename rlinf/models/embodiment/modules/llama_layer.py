@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
-from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel, eager_attention_forward
 
+from rlinf.models.embodiment.modules.kv_cache import KVCache
+
 
 class LlamaActionLayer(LlamaDecoderLayer):
-    """``LlamaDecoderLayer`` with the same parameters and numbers, and two more arguments.
+    """``LlamaDecoderLayer`` with the same parameters and numbers, for calls by ``run_layers``.
 
     ``num_queries`` returns the last positions only: keys and values are computed for all of them, queries, output
     projection and MLP are not. In the last layer nothing else is read, so most of its work is left out.
@@ -22,14 +21,11 @@ class LlamaActionLayer(LlamaDecoderLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        cache: KVCache | None = None,
         num_queries: int | None = None,
         is_causal: bool = True,
-        **kwargs: Any,
     ) -> Tensor:
         """Transform ``[B, S, H]`` into ``[B, num_queries or S, H]``.
 
@@ -37,44 +33,42 @@ class LlamaActionLayer(LlamaDecoderLayer):
             hidden_states: Input.
             attention_mask: ``[B or 1, 1, queries, keys]``, bool (sdpa) or additive (eager); ``[B, keys]`` for flash
                 attention; None: all keys (up to the query if causal).
-            position_ids: Unused (part of the signature of transformers).
-            past_key_values: Cache, extended in place.
-            use_cache: Unused (part of the signature of transformers).
-            position_embeddings: Cosines and sines ``[B or 1, S, head_dim]``.
+            rotary: Of ``rotary_tables``, for these positions.
+            cache: Keys and values of earlier positions, extended in place. (Under transformers' name of this argument,
+                gradient checkpointing would leave the cache out.)
             num_queries: Positions to return, counted from the end; None: all.
             is_causal: Used where ``attention_mask`` is None.
-            **kwargs: Passed to the attention kernel.
         """
         attention, residual = self.self_attn, hidden_states
         keys_from = queries_from = self.input_layernorm(hidden_states)
-        cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        query_cos, query_sin = cos, sin
+        query_rotary = rotary
         if num_queries is not None:
             residual, queries_from = residual[:, -num_queries:], queries_from[:, -num_queries:]
-            query_cos, query_sin = cos[:, :, -num_queries:], sin[:, :, -num_queries:]
+            query_rotary = tuple(table[:, -num_queries:] for table in rotary)
 
         def heads(projected: Tensor) -> Tensor:
-            return projected.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+            return projected.unflatten(-1, (-1, attention.head_dim))
 
-        query = heads(attention.q_proj(queries_from))
-        key = heads(attention.k_proj(keys_from))
-        value = heads(attention.v_proj(keys_from))
-        query = _rotate(query, query_cos, query_sin)
-        key = _rotate(key, cos, sin)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, attention.layer_idx)
-        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager_attention_forward)
-        attended, _ = kernel(
-            attention,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=0.0,
-            scaling=attention.scaling,
-            is_causal=is_causal,
-            **kwargs,
-        )
+        query = _rotate(heads(attention.q_proj(queries_from)), *query_rotary).transpose(1, 2)
+        key = _rotate(heads(attention.k_proj(keys_from)), *rotary).transpose(1, 2)
+        value = heads(attention.v_proj(keys_from)).transpose(1, 2)
+        if cache is not None:
+            key, value = cache.update(key, value, attention.layer_idx)
+        implementation = attention.config._attn_implementation
+        if implementation == "sdpa" and query.shape[2] == 1:
+            attended = _attend_once(query, key, value, attention_mask, attention.scaling)
+        else:
+            kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+            attended, _ = kernel(
+                attention,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=0.0,
+                scaling=attention.scaling,
+                is_causal=is_causal,
+            )
         hidden_states = residual + attention.o_proj(attended.flatten(2))
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -85,10 +79,42 @@ def use_action_layers(language_model: LlamaForCausalLM) -> None:
         layer.__class__ = LlamaActionLayer
 
 
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) of ``[B, heads, S, head_dim]``, halves of a head being the pairs."""
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat((-second, first), dim=-1) * sin
+def _rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) of ``[B, S, heads, head_dim]``, halves of a head being the pairs."""
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), signed_sin)
+
+
+def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Attention of one query per head, where heads that share keys are the queries of one: no key is repeated.
+
+    Args:
+        query: ``[B, heads, 1, head_dim]``.
+        key, value: ``[B, key_heads, keys, head_dim]``.
+        mask: bool ``[B or 1, 1, 1, keys]``; None: all keys.
+        scaling: Of the scores.
+
+    Returns:
+        ``[B, 1, heads, head_dim]``.
+    """
+    grouped = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
+    attended = nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    return attended.flatten(1, 2).unsqueeze(1)
+
+
+def rotary_tables(
+    decoder: LlamaModel, embeddings: Tensor, key_mask: Tensor | None, length: int
+) -> tuple[Tensor, Tensor]:
+    """Cosines, and sines with the first half of a head negated, of all positions: ``[B or 1, length, 1, head_dim]``.
+
+    Positions count what is not padding (``key_mask`` bool ``[B, length]``; None: no padding).
+    """
+    if key_mask is None:
+        positions = torch.arange(length, device=embeddings.device)[None]
+    else:
+        positions = key_mask.long().cumsum(1) - 1
+    cos, sin = (table.unsqueeze(2) for table in decoder.rotary_emb(embeddings, position_ids=positions))
+    first, second = sin.chunk(2, dim=-1)
+    return cos, torch.cat((-first, second), dim=-1)
 
 
 def run_layers(
@@ -97,14 +123,15 @@ def run_layers(
     key_mask: Tensor | None,
     num_queries: int | None,
     is_causal: bool,
-    cache: DynamicCache | None = None,
+    cache: KVCache | None = None,
 ) -> Tensor:
     """Run a model of ``LlamaActionLayer`` on embeddings and return the last positions after the final norm.
 
     Args:
         decoder: Layers, rotary embedding and norm.
         embeddings: ``[B, S, H]``, the last ``S`` positions of the sequence; those before it are in the cache.
-        key_mask: bool ``[B, keys]``, false on padding; None: no padding. Positions count what is not padding.
+        key_mask: bool ``[B, keys]``, false on padding; None: no padding. With a cache ``[B, cache.max_len]``: positions to
+            come included.
         num_queries: Positions to return, counted from the end; None: all.
         is_causal: No position sees one behind itself.
         cache: Keys and values of earlier positions, extended in place.
@@ -112,13 +139,15 @@ def run_layers(
     Returns:
         ``[B, num_queries or S, H]``.
     """
-    past = 0 if cache is None else cache.get_seq_length()
-    length, num_keys = embeddings.shape[1], past + embeddings.shape[1]
-    if key_mask is None:
-        positions = torch.arange(past, num_keys, device=embeddings.device)[None]
+    length = num_keys = embeddings.shape[1]
+    if cache is None:
+        rotary = rotary_tables(decoder, embeddings, key_mask, num_keys)
     else:
-        positions = key_mask.long().cumsum(1)[:, past:] - 1
-    rotary = decoder.rotary_emb(embeddings, position_ids=positions)
+        num_keys += cache.length
+        if cache.rotary is None:
+            cache.rotary = rotary_tables(decoder, embeddings, key_mask, cache.max_len)
+        rotary = tuple(table[:, cache.length : num_keys] for table in cache.rotary)
+        key_mask = None if key_mask is None else key_mask[:, :num_keys]
     implementation = decoder.config._attn_implementation
 
     def mask(queries: int) -> Tensor | None:
@@ -136,11 +165,13 @@ def run_layers(
         hidden_states = layer(
             hidden_states,
             attention_mask=mask(num_queries) if last else full_mask,
-            position_embeddings=rotary,
-            past_key_values=cache,
+            rotary=rotary,
+            cache=cache,
             num_queries=num_queries if last else None,
             is_causal=is_causal,
         )
+    if cache is not None:
+        cache.length = num_keys
     return decoder.norm(hidden_states)
 
 

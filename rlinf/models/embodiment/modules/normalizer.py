@@ -1,4 +1,4 @@
-"""Actions between the units of the environment and [-1, 1], by quantiles of the training data."""
+"""Actions and states between the units of the environment and [-1, 1], by bounds of the training data."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.config.options import closest
 from rlinf.errors import ConfigError, did_you_mean
 
 
-def select_action_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mapping[str, Any]:
-    """Return the ``action`` statistics of one data set.
+def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mapping[str, Any]:
+    """Return the statistics of one data set: ``action``, and ``proprio`` where it has states.
 
     Args:
         norm_stats: Data set name to statistics, as in a public ``dataset_statistics.json``.
@@ -31,36 +32,60 @@ def select_action_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -
             )
         unnorm_key = next(iter(norm_stats))
     if unnorm_key not in norm_stats:
-        raise ConfigError(f"Unknown model.unnorm_key '{unnorm_key}'.{did_you_mean(unnorm_key, norm_stats)}")
-    return norm_stats[unnorm_key]["action"]
+        known = closest(unnorm_key, norm_stats) or next(iter(norm_stats), "<name>")
+        raise ConfigError(
+            f"Unknown model.unnorm_key '{unnorm_key}'.{did_you_mean(unnorm_key, norm_stats)} Type model.unnorm_key={known}"
+        )
+    return norm_stats[unnorm_key]
 
 
-def unit_range_stats(action_dim: int) -> dict[str, Any]:
-    """Return the statistics, under the key ``unit_range``, of actions whose env units are [-1, 1] already."""
-    action = {"q01": [-1.0] * action_dim, "q99": [1.0] * action_dim, "mask": [True] * action_dim}
-    return {"unit_range": {"action": action}}
+def select_action_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mapping[str, Any]:
+    """Return the ``action`` statistics of one data set; see ``select_stats``."""
+    return select_stats(norm_stats, unnorm_key)["action"]
+
+
+def unit_range_stats(action_dim: int, state_dim: int | None = None) -> dict[str, Any]:
+    """Return the statistics, under the key ``unit_range``, of actions (and states) whose units are [-1, 1] already."""
+    widths = {"action": action_dim} | ({"proprio": state_dim} if state_dim else {})
+    bounds = {"q01": -1.0, "q99": 1.0, "min": -1.0, "max": 1.0, "mask": True}
+    return {"unit_range": {part: {name: [x] * dim for name, x in bounds.items()} for part, dim in widths.items()}}
 
 
 class ActionNormalizer:
-    """``x = 0.5 * (n + 1) * (q99 - q01) + q01`` where ``mask``; elsewhere ``x = n``. Computed in float64.
+    """``x = 0.5 * (n + 1) * (high - low) + low`` where ``mask``; elsewhere ``x = n``. Computed in float64.
 
     Args:
-        stats: ``q01`` and ``q99`` (lists of ``D`` numbers) and optionally ``mask`` (``D`` booleans; absent: all true).
+        stats: Two lists of ``D`` numbers and optionally ``mask`` (``D`` booleans; absent: all true).
         action_dim: ``D`` that the model has; None: not checked.
+        bounds: Names of the two lists.
+        unnormalize_epsilon: Added to ``high - low`` when unnormalising (OpenVLA-OFT: 1e-8); normalising always adds 1e-8.
 
     Raises:
-        ConfigError: The lists disagree in length, with each other or with ``action_dim``, or in order.
+        ConfigError: A list is missing, or they disagree in length, with each other or with ``action_dim``, or in order.
     """
 
-    def __init__(self, stats: Mapping[str, Any], action_dim: int | None = None) -> None:
-        self.low = np.array(stats["q01"], dtype=np.float64)
-        self.high = np.array(stats["q99"], dtype=np.float64)
+    def __init__(
+        self,
+        stats: Mapping[str, Any],
+        action_dim: int | None = None,
+        bounds: tuple[str, str] = ("q01", "q99"),
+        unnormalize_epsilon: float = 0.0,
+    ) -> None:
+        low, high = bounds
+        if low not in stats or high not in stats:
+            raise ConfigError(
+                f"The statistics hold {', '.join(stats)}; normalising by {low} and {high} needs both. "
+                "Type another model.unnorm_key"
+            )
+        self.low = np.array(stats[low], dtype=np.float64)
+        self.high = np.array(stats[high], dtype=np.float64)
         self.mask = np.array(stats.get("mask") or [True] * len(self.low), dtype=bool)
+        self.unnormalize_epsilon = unnormalize_epsilon
         self._by_device: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         if not len(self.low) == len(self.high) == len(self.mask):
             raise ConfigError(
-                f"Action statistics disagree in length: q01 {len(self.low)}, q99 {len(self.high)}, "
-                f"mask {len(self.mask)}; all three need one number per action dimension."
+                f"Statistics disagree in length: {low} {len(self.low)}, {high} {len(self.high)}, "
+                f"mask {len(self.mask)}; all three need one number per dimension."
             )
         if action_dim not in (None, len(self.low)):
             raise ConfigError(
@@ -68,7 +93,9 @@ class ActionNormalizer:
                 f"Type model.action_token_len={len(self.low)}, or another model.unnorm_key"
             )
         if (self.high < self.low).any():
-            raise ConfigError(f"Action statistics have q99 < q01: q01={self.low.tolist()}, q99={self.high.tolist()}.")
+            raise ConfigError(
+                f"Statistics have {high} < {low}: {low}={self.low.tolist()}, {high}={self.high.tolist()}."
+            )
 
     def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         if device not in self._by_device:
@@ -80,10 +107,11 @@ class ActionNormalizer:
         """Map ``[..., D]`` in [-1, 1] to env units, float64."""
         low, high, mask = self._tensors(normalized.device)
         normalized = normalized.double()
-        return torch.where(mask, 0.5 * (normalized + 1.0) * (high - low) + low, normalized)
+        span = high - low + self.unnormalize_epsilon
+        return torch.where(mask, 0.5 * (normalized + 1.0) * span + low, normalized)
 
     def normalize(self, actions: Tensor) -> Tensor:
-        """Map ``[..., D]`` in env units to [-1, 1], float64, clipped; a dimension with q99 = q01 gives -1."""
+        """Map ``[..., D]`` in env units to [-1, 1], float64, clipped; a dimension with high = low gives -1 at it."""
         low, high, mask = self._tensors(actions.device)
         actions = actions.double()
         scaled = 2.0 * (actions - low) / (high - low + 1e-8) - 1.0

@@ -1,0 +1,143 @@
+"""A small Gaussian policy on images and the words of the instruction: the baseline that a VLA has to beat."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.errors import ConfigError
+from rlinf.models.embodiment.mlp_action_model import MLPConfig, MLPForRLActionPrediction
+from rlinf.types import Observation
+
+LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
+"""Channels, kernel size and stride of the convolutions (Mnih et al. 2015)."""
+
+
+class CNNConfig(MLPConfig):
+    """Sizes of the image policy.
+
+    Args:
+        image_size: Side of the square images in pixels, at least 36.
+        num_images_in_input: Cameras that the policy sees, in the order of the observation.
+        feature_dim: Width of the image features.
+        num_words: Rows of the table of word vectors; a word's row is its CRC-32 modulo this number.
+        state_dim: Width of ``Observation.state``, which is read beside the images; 0: not read.
+        image_mean, image_std: Of images in [0, 1].
+        **kwargs: See ``MLPConfig``.
+    """
+
+    model_type = "cnn"
+    manifest_fields: ClassVar[tuple[str, ...]] = ("image_mean", "image_std")
+
+    def __init__(
+        self,
+        image_size: int = 64,
+        num_images_in_input: int = 1,
+        feature_dim: int = 256,
+        num_words: int = 1024,
+        state_dim: int = 0,
+        image_mean: float = 0.5,
+        image_std: float = 0.5,
+        **kwargs: Any,
+    ) -> None:
+        self.image_size = image_size
+        self.num_images_in_input = num_images_in_input
+        self.feature_dim = feature_dim
+        self.num_words = num_words
+        self.image_mean = image_mean
+        self.image_std = image_std
+        super().__init__(state_dim=state_dim, **kwargs)
+
+
+class CNNForRLActionPrediction(MLPForRLActionPrediction):
+    """Three convolutions and a linear layer in front of policy and critic, scaled by the instruction.
+
+    The image features are multiplied by ``1 + w``, the mean vector ``w`` of the instruction's words (the scale of Perez et
+    al. 2018, FiLM); their order is not read.
+
+    Args:
+        config: See ``CNNConfig``.
+        hidden_size: Must be None or the last hidden width.
+        unnorm_key: Data set whose statistics the actions are in; None: the only one there is.
+        action_dim: Numbers of one action.
+        action_chunks_len: Actions of one call.
+        value_head: Add the critic; without one, values are 0.
+        detach_value: Stop the gradient of the value loss at the features, which the policy then has to itself.
+    """
+
+    config_class = CNNConfig
+    base_model_prefix = "cnn"
+    main_input_name = "images"
+
+    def __init__(
+        self,
+        config: CNNConfig,
+        hidden_size: int | None = None,
+        unnorm_key: str | None = None,
+        action_dim: int = 2,
+        action_chunks_len: int = 1,
+        value_head: bool = True,
+        detach_value: bool = True,
+    ) -> None:
+        super().__init__(config, hidden_size, unnorm_key, action_dim, action_chunks_len, value_head)
+        self.detach_value = detach_value
+
+    def _add_encoder(self, config: CNNConfig) -> int:
+        channels, side, layers = 3 * config.num_images_in_input, config.image_size, []
+        for width, kernel, stride in LAYERS:
+            layers += [nn.Conv2d(channels, width, kernel, stride), nn.ReLU()]
+            channels, side = width, (side - kernel) // stride + 1
+        if side < 1:
+            raise ConfigError(
+                f"image_size is {config.image_size}; required: at least 36 pixels. Type model.init_config.image_size=64"
+            )
+        self.encoder = nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side**2, config.feature_dim), nn.ReLU())
+        self.words = nn.EmbeddingBag(config.num_words, config.feature_dim, mode="mean", padding_idx=0)
+        return config.feature_dim + config.state_dim
+
+    def _values(self, features: Tensor) -> Tensor:
+        return super()._values(features.detach() if self.detach_value else features)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.Conv2d):
+            nn.init.orthogonal_(module.weight, math.sqrt(2.0))
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.EmbeddingBag):
+            nn.init.normal_(module.weight)
+            nn.init.zeros_(module.weight[0])
+
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Send uint8 images, rows of the word table (and the state, where it is read) to the model's device."""
+        config, names = self.config, list(observation.images)[: self.config.num_images_in_input]
+        if len(names) < config.num_images_in_input:
+            raise ConfigError(
+                f"The policy sees {config.num_images_in_input} cameras and the environment gives {len(names)} "
+                f"({', '.join(names)}); add cameras to env.cameras."
+            )
+        images = torch.cat([torch.from_numpy(observation.images[name]) for name in names], dim=-1)
+        if images.shape[1:3] != (config.image_size, config.image_size):
+            raise ConfigError(
+                f"The policy sees images of {config.image_size} x {config.image_size} pixels, and the environment gives "
+                f"{images.shape[1]} x {images.shape[2]}. Type env.image_size={config.image_size}"
+            )
+        words = [[self._row(word) for word in each.lower().split()] for each in observation.instruction]
+        longest = max(1, *(len(each) for each in words))
+        words = torch.tensor([each + [0] * (longest - len(each)) for each in words])
+        inputs = {"images": images.to(self.device, non_blocking=True), "words": words.to(self.device)}
+        return inputs | (super().preprocess(observation) if config.state_dim else {})
+
+    def _row(self, word: str) -> int:
+        """Row of a word; row 0 is padding."""
+        return 1 + zlib.crc32(word.encode()) % (self.config.num_words - 1)
+
+    def _features(self, images: Tensor, words: Tensor, state: Tensor | None = None) -> Tensor:
+        pixels = images.permute(0, 3, 1, 2).to(self.dtype).contiguous()
+        features = self.encoder((pixels / 255.0 - self.config.image_mean) / self.config.image_std)
+        features = features * (1.0 + self.words(words))
+        return features if state is None else torch.cat([features, state.to(features)], dim=1)

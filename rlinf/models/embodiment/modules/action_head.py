@@ -1,0 +1,72 @@
+"""The continuous action head and the state input of OpenVLA-OFT, under the names of its public files."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+NUM_BLOCKS = 2
+
+
+class _ResidualBlock(nn.Module):
+    """``x + ReLU(Linear(LayerNorm(x)))``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ffn = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ffn(x)
+
+
+class _ResidualMLP(nn.Module):
+    def __init__(self, input_dim: int, width: int, output_dim: int) -> None:
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(input_dim)
+        self.fc1 = nn.Linear(input_dim, width)
+        self.mlp_resnet_blocks = nn.ModuleList(_ResidualBlock(width) for _ in range(NUM_BLOCKS))
+        self.layer_norm2 = nn.LayerNorm(width)
+        self.fc2 = nn.Linear(width, output_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.fc1(self.layer_norm1(x)))
+        for block in self.mlp_resnet_blocks:
+            x = block(x)
+        return self.fc2(self.layer_norm2(x))
+
+
+class L1ActionHead(nn.Module):
+    """Hidden states of a step's action tokens, concatenated, to its normalised action (Kim et al. 2025, OpenVLA-OFT).
+
+    Args:
+        hidden_size: Width ``H`` of the hidden states.
+        action_dim: ``D``, numbers (and tokens) of one action.
+    """
+
+    def __init__(self, hidden_size: int, action_dim: int) -> None:
+        super().__init__()
+        self.action_dim = action_dim
+        self.model = _ResidualMLP(action_dim * hidden_size, hidden_size, action_dim)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Map ``[B, C * D, H]`` to normalised actions float32 ``[B, C, D]``."""
+        steps = hidden_states.unflatten(1, (-1, self.action_dim)).flatten(2)
+        return self.model(steps).float()
+
+
+class ProprioProjector(nn.Module):
+    """The normalised state as one token of the language model: Linear, GELU, Linear.
+
+    Args:
+        state_dim: Numbers ``S`` of the state.
+        hidden_size: Width ``H`` of the language model.
+    """
+
+    def __init__(self, state_dim: int, hidden_size: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(state_dim, hidden_size)
+        self.fc2 = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Map ``[B, S]`` to ``[B, H]``."""
+        return self.fc2(nn.functional.gelu(self.fc1(state)))

@@ -1,0 +1,116 @@
+"""Flow matching as a policy: denoising steps, their Gaussian densities, and the supervised pair. Pure functions.
+
+Convention of pi0 (Black et al. 2024): ``t = 1`` is noise and ``t = 0`` is the action,
+``x_t = t * noise + (1 - t) * action``, and the network predicts the velocity ``v = noise - action``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+NOISE_METHODS = ("flow_ode", "flow_sde", "flow_cps", "flow_noise")
+MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
+
+
+def denoising_times(num_steps: int, device: torch.device | None = None) -> Tensor:
+    """Return the grid ``1, 1 - 1/n, ..., 1/n, 0`` as float32 ``[n + 1]``."""
+    times = torch.linspace(1.0, 1.0 / num_steps, num_steps, device=device)
+    return torch.cat([times, times.new_zeros(1)])
+
+
+def time_embedding(t: Tensor, width: int) -> Tensor:
+    """Sines, then cosines of ``2 pi t / period`` with periods from 0.004 to 4 in geometric steps.
+
+    Args:
+        t: ``[B]`` in [0, 1].
+        width: Even width ``W`` of the embedding.
+
+    Returns:
+        float64 ``[B, W]``.
+    """
+    fraction = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=t.device)
+    period = MIN_PERIOD * (MAX_PERIOD / MIN_PERIOD) ** fraction
+    angle = 2.0 * math.pi * t.double()[:, None] / period
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+def step_moments(
+    method: str,
+    x: Tensor,
+    velocity: Tensor,
+    t: Tensor,
+    t_next: Tensor,
+    t_second: Tensor,
+    noise_level: float,
+    noise_std: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of ``x`` at ``t_next``, given ``x`` at ``t``.
+
+    With ``d = t - t_next``, the predicted action ``x0 = x - v t`` and the predicted noise ``x1 = x + v (1 - t)``, the mean
+    is ``w0 x0 + w1 x1`` with ``w0 = 1 - t_next`` and
+
+    * ``flow_ode``: ``w1 = t_next``, deviation 0. This is the Euler step ``x - v d``.
+    * ``flow_sde`` (the SDE of Liu et al. 2025, Flow-GRPO: mean ``x - v d - s^2 d / (2 t) (x + (1 - t) v)``):
+      ``w1 = t_next - s^2 d / (2 t)``, deviation ``s sqrt(d)``, with ``s = a sqrt(t / (1 - t))``. Where ``t = 1``, the
+      denominator of ``s`` is that of the second grid point, because it would be 0.
+    * ``flow_cps`` (Wang et al. 2025, Coefficients-Preserving Sampling): ``w1 = t_next cos(pi a / 2)``, deviation
+      ``t_next sin(pi a / 2)``.
+    * ``flow_noise`` (Zhang et al. 2025, ReinFlow): the mean of ``flow_ode``, deviation given by a trained head.
+
+    Args:
+        method: One of ``NOISE_METHODS``.
+        x: ``[B, H, D]``.
+        velocity: ``[B, H, D]``.
+        t: Times of ``x``, broadcastable to it.
+        t_next: Times to step to.
+        t_second: Second point of the grid.
+        noise_level: ``a``.
+        noise_std: Deviations ``[B, H, D]`` for ``flow_noise``.
+    """
+    d = t - t_next
+    action, noise = x - velocity * t, x + velocity * (1.0 - t)
+    noise_weight, std = t_next, torch.zeros_like(t)
+    if method == "flow_sde":
+        s = noise_level * torch.sqrt(t / (1.0 - torch.where(t == 1.0, t_second, t)))
+        noise_weight, std = t_next - s.square() * d / (2.0 * t), d.sqrt() * s
+    elif method == "flow_cps":
+        noise_weight = t_next * math.cos(0.5 * math.pi * noise_level)
+        std = t_next * math.sin(0.5 * math.pi * noise_level)
+    elif method == "flow_noise":
+        std = noise_std
+    return action * (1.0 - t_next) + noise * noise_weight, std.expand_as(x)
+
+
+def gaussian_logprobs(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Elementwise ``log N(x; mean, std)``; 0 where ``std`` is 0, which marks a step without a choice."""
+    fixed = std == 0.0
+    std = std.masked_fill(fixed, 1.0)
+    logprobs = -0.5 * ((x - mean) / std).square() - std.log() - 0.5 * math.log(2.0 * math.pi)
+    return logprobs.masked_fill(fixed, 0.0)
+
+
+def gaussian_entropy(std: Tensor) -> Tensor:
+    """Elementwise ``0.5 log(2 pi e std^2)`` in nats; 0 where ``std`` is 0."""
+    fixed = std == 0.0
+    return (std.masked_fill(fixed, 1.0).log() + 0.5 * math.log(2.0 * math.pi * math.e)).masked_fill(fixed, 0.0)
+
+
+def standard_normal(uniforms: Tensor) -> Tensor:
+    """Turn numbers in (0, 1) into float32 standard normal ones by inverse transform."""
+    return torch.special.ndtri(uniforms.double()).float()
+
+
+def training_times(uniforms: Tensor) -> Tensor:
+    """Times of the flow-matching loss, ``0.999 b + 0.001`` with ``b ~ Beta(1.5, 1)``: many near 1, where noise rules.
+
+    The distribution function of Beta(1.5, 1) is ``b^1.5``, so ``b = u^(2/3)`` for ``u`` in (0, 1); shapes are kept.
+    """
+    return uniforms.float() ** (2.0 / 3.0) * 0.999 + 0.001
+
+
+def noisy_actions(actions: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``x_t = t noise + (1 - t) actions`` and its velocity ``noise - actions`` (``t`` broadcastable)."""
+    return t * noise + (1.0 - t) * actions, noise - actions

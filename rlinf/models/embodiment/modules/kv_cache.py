@@ -1,0 +1,43 @@
+"""Keys and values of a sequence whose final length is known."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of every layer, written into buffers of the final length, so that a new token copies nothing else.
+
+    The buffers are made at the first update, in the dtype that comes. For decoding without gradients.
+
+    Args:
+        max_len: Positions of the whole sequence, those to come included.
+
+    Attributes:
+        length: Positions that are there; ``run_layers`` counts them, once all layers have written.
+        rotary: Rotary tables of all positions; ``run_layers`` computes them at the first call.
+    """
+
+    def __init__(self, max_len: int) -> None:
+        self.max_len = max_len
+        self.length = 0
+        self.rotary: tuple[Tensor, Tensor] | None = None
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Append ``[B, heads, S, head_dim]`` and return all keys and values so far (views of the buffers).
+
+        Raises:
+            ValueError: More positions than ``max_len``.
+        """
+        end = self.length + key.shape[2]
+        if end > self.max_len:
+            raise ValueError(f"The cache holds {self.max_len} positions, and {end} are wanted.")
+        if layer_idx not in self._buffers:
+            self._buffers[layer_idx] = tuple(
+                part.new_empty(*part.shape[:2], self.max_len, part.shape[3]) for part in (key, value)
+            )
+        keys, values = self._buffers[layer_idx]
+        keys[:, :, self.length : end] = key
+        values[:, :, self.length : end] = value
+        return keys[:, :, :end], values[:, :, :end]

@@ -1,0 +1,73 @@
+"""Model types that nobody registered: what transformers knows of them decides which generic class takes them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rlinf.config.options import closest
+from rlinf.errors import ConfigError, did_you_mean
+from rlinf.models.config import ModelConfig
+from rlinf.models.loading import read_json
+
+TEXT, IMAGE_TEXT = "text", "image-text"
+
+
+def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
+    """Return ``TEXT`` or ``IMAGE_TEXT``, by ``architectures`` or code of the folder, else by the model type.
+
+    Args:
+        cfg: The model section; only ``config.json`` of a local ``model_path`` is read.
+        registered: Known model types, for the message.
+
+    Raises:
+        ConfigError: Neither kind; or the folder is of another type than ``model_type`` says, or its own code is needed
+            and not trusted.
+    """
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    by_kind = {
+        IMAGE_TEXT: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        TEXT: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    }
+    name, values = cfg.model_type, folder_config(cfg.model_path)
+    found = values.get("model_type", name)
+    code = values.get("auto_map") or {} if found == name else {}
+    if found != name and any(found in types for types in by_kind.values()):
+        raise ConfigError(
+            f"model.model_type is '{name}', but the config.json in '{cfg.model_path}' is of type '{found}'. "
+            f"Type model.model_type={found}"
+        )
+    if code and name not in CONFIG_MAPPING_NAMES and not cfg.trust_remote_code:
+        raise ConfigError(
+            f"model.model_type '{name}' is known only to the Python code in '{cfg.model_path}', and "
+            "model.trust_remote_code=false. Read that code, then type model.trust_remote_code=true"
+        )
+    architectures = values.get("architectures") or []
+    if len(architectures) == 1:
+        for kind, types in by_kind.items():
+            if architectures[0] in types.values():
+                return kind
+    for kind, auto_class in ((IMAGE_TEXT, "AutoModelForImageTextToText"), (TEXT, "AutoModelForCausalLM")):
+        if name in by_kind[kind] or auto_class in code:
+            return kind
+    if name in CONFIG_MAPPING_NAMES:
+        raise ConfigError(
+            f"model.model_type '{name}' is of transformers, but neither a causal nor an image-text-to-text model, which is "
+            "required of a type that is not registered. Type model.model_type=<one that is>, or register it: plugins=[module]"
+        )
+    alike = difflib.get_close_matches(name, [*by_kind[TEXT], *by_kind[IMAGE_TEXT]], n=1, cutoff=0.8)
+    raise ConfigError(
+        f"model.model_type is '{name}', which is neither registered nor a causal or image-text-to-text type of "
+        f"transformers.{did_you_mean(name, registered)} Type model.model_type={(alike or [closest(name, registered)])[0] or 'openvla'}"
+        ", or register it in a plugin: plugins=[module]"
+    )
+
+
+def folder_config(path: str | None) -> dict[str, Any]:
+    """Return ``config.json`` of a local folder; empty where there is none."""
+    file = Path(path or "").expanduser() / "config.json"
+    return read_json(file) if path is not None and file.is_file() else {}

@@ -1,0 +1,425 @@
+"""What every policy promises (``rlinf/models/embodiment/base.py``), checked for each registered model on what an env gives.
+
+Random weights, moved away from zeros and ones, so that no part of a model is idle.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from rlinf.cli.memory import policy_on_meta_device
+from rlinf.config.compose import compose_config
+from rlinf.config.options import from_mapping
+from rlinf.config.schema import RunConfig, build_config
+from rlinf.envs import make_env
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models import MODELS, build_policy, register_model
+from rlinf.models.config import TokenizerConfig
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.lora import apply_lora, is_trained_in_full, merge_lora, save_adapter
+from rlinf.registry import BUILTIN
+from rlinf.training.model_files import write_policy
+from rlinf.training.policy_loading import statistics_of_env
+from rlinf.types import Observation
+
+CASES = {
+    "mlp": ["model=mlp", "model.action_chunks_len=2"],
+    "cnn": ["model=cnn", "model.action_chunks_len=2"],
+    "openvla": ["model=openvla_tiny", "model.action_chunks_len=2"],
+    "openvla, autoregressive": [
+        "model=openvla_tiny",
+        "model.init_config.action_decoding=autoregressive",
+        "model.init_config.learned_placeholders=false",
+    ],
+    "openvla_oft": ["model=openvla_oft_tiny", "env.state=proprio"],
+    "hf_vla": ["model=hf_vla_tiny"],
+    "pi0": ["model=pi0_tiny", "env.state=proprio"],
+    "pi0, all steps": ["model=pi0_tiny", "env.state=proprio", "model.init_config.joint_logprob=true"],
+    "your_model_type": ["model=default"],
+}
+"""Name to overrides; of the packaged groups, the smallest of each family."""
+
+YOUR_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+YOUR_CONFIG = {
+    "text_config": YOUR_SIZES
+    | {"num_key_value_heads": 2, "vocab_size": 544, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "vision_config": YOUR_SIZES | {"image_size": 32, "patch_size": 16},
+    "image_seq_length": 4,
+    "n_action_bins": 32,
+}
+IDLE = {
+    "hf_vla": r"vlm\.model\.vision_tower\.post_layernorm\.",
+    "your_model_type": r"model\.vision_tower\.(encoder\.layers\.1|post_layernorm)\.",
+}
+"""Parameters that may stay without a gradient: LLaVA reads inner layers of its vision tower."""
+
+VALUES_OF_ONE_STEP = ("pi0",)
+"""Policies whose ``evaluate_actions`` values the denoising step that it scores, and whose rollout averages over steps."""
+
+BF16_BOUNDS = {"logprobs": 0.02, "entropy": 0.01, "values": 0.02}
+"""Largest accepted distance of bfloat16 weights from float32, in nats and in units of the value."""
+
+BF16_LOGPROBS = {"pi0": 0.2, "pi0, all steps": 0.05}
+"""The same, where a log-density divides the rounding of a mean by a small deviation (the last denoising steps)."""
+
+
+@dataclass
+class Case:
+    """A policy, its configuration, and rows of the env that it acts on."""
+
+    name: str
+    config: RunConfig
+    overrides: dict | None
+    observation: Observation
+    policy: ActionModel
+    actions: torch.Tensor
+
+    def build(self, **model):
+        """Build the policy anew, with other settings and the same weights (adapters keep their own)."""
+        config = replace(self.config, model=replace(self.config.model, **model))
+        torch.manual_seed(1)
+        policy = build_policy(config, self.overrides).eval()
+        move(policy, self.policy.state_dict())
+        return policy
+
+    def load(self, folder):
+        """The policy that lies in a folder."""
+        model = replace(self.config.model, model_path=str(folder), init_config={})
+        return build_policy(replace(self.config, model=model, tokenizer=TokenizerConfig())).eval()
+
+    def is_idle(self, name):
+        """Whether a parameter may stay without a gradient."""
+        return self.name in IDLE and re.match(IDLE[self.name], name) is not None
+
+    def copy(self):
+        """A copy of the policy that may be changed."""
+        return copy.deepcopy(self.policy)
+
+    def uniforms(self, seed=0):
+        return torch.rand(
+            len(self.observation), self.policy.num_uniforms, generator=torch.Generator().manual_seed(seed)
+        )
+
+    def sft_uniforms(self):
+        shape = (len(self.observation), self.policy.num_sft_uniforms)
+        return torch.rand(shape, generator=torch.Generator().manual_seed(2)) if shape[1] else None
+
+
+def move(policy, weights):
+    """Give a policy the weights of another; what only it has (adapters, which begin at zero) is drawn."""
+    own = {name.replace(".base_layer.", "."): parameter for name, parameter in policy.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(weights[name]) if name in weights else parameter.normal_(std=0.1)
+
+
+def act(policy, observation, **arguments):
+    return policy.predict_action_batch(**policy.preprocess(observation), **arguments)
+
+
+@pytest.fixture(scope="module")
+def your_processor(tmp_path_factory):
+    """Registers the template under its name; returns a folder with its tokenizer, and the id of ``<image>``."""
+    from transformers import AutoTokenizer
+
+    from rlinf.models.embodiment.openvla_processing import TINY_TOKENIZER
+    from rlinf.models.embodiment.your_model_action_model import YourImageProcessor, YourProcessor
+
+    folder = tmp_path_factory.mktemp("your_model")
+    tokenizer = AutoTokenizer.from_pretrained(TINY_TOKENIZER)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    YourProcessor(tokenizer, YourImageProcessor(image_size=32)).save_pretrained(folder)
+    module = "rlinf.models.embodiment.your_model_action_model"
+    before = dict(MODELS.entries())
+    register_model(
+        "your_model_type",
+        config=f"{module}:YourModelConfig",
+        image_processor=f"{module}:YourImageProcessor",
+        processor=f"{module}:YourProcessor",
+        model=f"{module}:YourModelForRLActionPrediction",
+    )
+    yield str(folder), tokenizer.convert_tokens_to_ids("<image>")
+    MODELS.entries().clear()
+    MODELS.entries().update(before)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, your_processor):
+    config = build_config(compose_config([*CASES[request.param], "env=tabletop"]))
+    if request.param == "your_model_type":
+        folder, image_token = your_processor
+        init_config = YOUR_CONFIG | {"image_token_index": image_token}
+        config = replace(
+            config,
+            model=replace(config.model, model_type="your_model_type", init_config=init_config),
+            tokenizer=from_mapping(TokenizerConfig, {"tokenizer_model": folder}),
+        )
+    env = make_env(config.env, 4, auto_reset=False)
+    specs = env.episode_specs("train")
+    observation, _ = env.reset(options={"episodes": [specs[index] for index in range(4)]})
+    overrides = statistics_of_env(config, env)
+    low, high = torch.from_numpy(env.action_low), torch.from_numpy(env.action_high)
+    env.close()
+    torch.manual_seed(0)
+    policy = build_policy(config, overrides).eval()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    actions = low + (high - low) * torch.rand(4, policy.sft_chunk_len, len(low))
+    return Case(request.param, config, overrides, observation, policy, actions.float())
+
+
+@pytest.fixture
+def policy(case):
+    return case.policy
+
+
+@pytest.fixture
+def observation(case):
+    return case.observation
+
+
+def test_no_registered_model_is_left_out():
+    ours = {name for name, entry in MODELS.entries().items() if entry.origin == BUILTIN}
+    composed = {compose_config([*overrides, "env=tabletop"]).model.model_type for overrides in CASES.values()}
+    assert ours <= composed
+
+
+def test_shapes_and_dtypes(case, policy, observation):
+    num_rows, num_columns = len(observation), policy.num_logprobs
+    inputs = policy.preprocess(observation)
+    prediction = policy.predict_action_batch(**inputs, uniforms=case.uniforms())
+    assert prediction._fields == ("actions", "sequences", "logits", "values")
+    chunk = (case.config.model.action_chunks_len, case.config.model.action_token_len)
+    assert policy.action_chunks_len == chunk[0] <= policy.sft_chunk_len
+    assert prediction.actions.shape == (num_rows, *chunk) and prediction.actions.dtype == torch.float32
+    assert len(prediction.sequences) == num_rows and prediction.sequences.shape[1] >= policy.num_sampled >= 1
+    assert prediction.sequences.dtype in (torch.int64, torch.float32)
+    assert len(prediction.logits) == num_rows
+    assert prediction.values.shape == (num_rows,) and prediction.values.dtype == torch.float32
+    evaluation = policy.evaluate_actions(inputs, prediction.sequences)
+    assert [tensor.shape for tensor in evaluation] == [(num_rows, num_columns), (num_rows, num_columns), (num_rows,)]
+    assert {tensor.dtype for tensor in evaluation} == {torch.float32}
+    assert all(torch.isfinite(tensor).all() for tensor in (*prediction, *evaluation))
+    assert not any(tensor.requires_grad for tensor in prediction) and evaluation.logprobs.requires_grad
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.6])
+def test_rollout_logprobs_are_those_of_evaluate_actions(case, policy, observation, temperature):
+    inputs = policy.preprocess(observation)
+    prediction = policy.predict_action_batch(**inputs, temperature=temperature, uniforms=case.uniforms())
+    rollout = policy.rollout_logprobs(prediction, temperature)
+    sampled = prediction.sequences[:, -policy.num_sampled :]  # all that a rollout keeps
+    with torch.no_grad():
+        evaluation = policy.evaluate_actions(inputs, sampled, temperature)
+        other = policy.evaluate_actions(inputs, sampled, temperature * 1.5)
+    assert rollout.shape == evaluation.logprobs.shape and rollout.dtype == torch.float32
+    torch.testing.assert_close(evaluation.logprobs, rollout, atol=1e-5, rtol=1e-5)
+    if case.name not in VALUES_OF_ONE_STEP:
+        torch.testing.assert_close(evaluation.values, prediction.values, atol=1e-5, rtol=0)
+    assert (other.logprobs - rollout).abs().max() > 1e-3, "control: another temperature gives other numbers"
+
+
+def test_a_row_does_not_depend_on_its_batch_nor_on_its_padding(case, policy, observation):
+    assert len({len(sentence) for sentence in observation.instruction}) > 1, (
+        "rows of different lengths, so some are padded"
+    )
+    uniforms, num_sampled = case.uniforms(), policy.num_sampled
+    batch = act(policy, observation, uniforms=uniforms)
+    scored = policy.evaluate_actions(policy.preprocess(observation), batch.sequences)
+    for row in range(len(observation)):
+        single = observation.select([row])
+        alone = act(policy, single, uniforms=uniforms[row : row + 1])
+        sampled = batch.sequences[row, -num_sampled:]
+        torch.testing.assert_close(alone.sequences[0, -num_sampled:], sampled, atol=1e-5, rtol=0)
+        torch.testing.assert_close(alone.actions[0], batch.actions[row], atol=1e-5, rtol=0)
+        torch.testing.assert_close(alone.logits[0], batch.logits[row], atol=1e-5, rtol=1e-5)
+        rescored = policy.evaluate_actions(policy.preprocess(single), sampled[None])
+        for name in rescored._fields:
+            torch.testing.assert_close(getattr(rescored, name)[0], getattr(scored, name)[row], atol=1e-5, rtol=1e-5)
+    other = act(policy, observation, uniforms=case.uniforms(seed=1))
+    assert not torch.equal(other.sequences, batch.sequences), "control: other uniforms give other actions"
+
+
+def test_what_stands_in_padding_does_not_matter(policy, observation):
+    inputs = policy.preprocess(observation)
+    if "attention_mask" not in inputs:
+        assert "input_ids" not in inputs
+        return
+    before = policy.predict_action_batch(**inputs, do_sample=False)
+    padding = inputs["attention_mask"] == 0
+    assert padding.any()
+    noise = torch.where(padding, inputs["input_ids"] + 5, inputs["input_ids"])
+    after = policy.predict_action_batch(**inputs | {"input_ids": noise}, do_sample=False)
+    torch.testing.assert_close(after.logits, before.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(after.values, before.values, atol=1e-5, rtol=0)
+    changed = inputs["input_ids"].clone()
+    changed[:, -1] += 1
+    control = policy.predict_action_batch(**inputs | {"input_ids": changed}, do_sample=False)
+    assert (control.logits - before.logits).abs().max() > 1e-4, "control: a word that is no padding matters"
+
+
+def test_without_sampling_the_action_is_a_function_of_the_observation(policy, observation):
+    torch.manual_seed(1)
+    first = act(policy, observation, do_sample=False)
+    torch.manual_seed(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, act(policy, observation, do_sample=False), strict=True))
+    sampled = act(policy, observation)
+    assert not torch.equal(sampled.sequences, first.sequences), "control: sampling draws from the global generator"
+
+
+def test_decoding_the_sequences_gives_the_actions(case, policy, observation):
+    prediction = act(policy, observation, uniforms=case.uniforms())
+    assert torch.equal(policy.decode_actions(prediction.sequences), prediction.actions)
+    assert torch.equal(policy.decode_actions(prediction.sequences[:, -policy.num_sampled :]), prediction.actions)
+
+
+def test_actions_of_token_policies_lie_within_the_statistics(case, policy, observation):
+    settings = {"temperature": 20.0, "uniforms": case.uniforms()}
+    wide = act(policy, observation, **settings)
+    if wide.sequences.is_floating_point():
+        return
+    overrides = copy.deepcopy(case.overrides)
+    (statistics,) = (entry["action"] for entry in overrides["norm_stats"].values())
+    statistics["q01"], statistics["q99"] = [-0.25] * wide.actions.shape[-1], [0.5] * wide.actions.shape[-1]
+    narrow = act(replace(case, overrides=overrides).build(), observation, **settings)
+    assert torch.equal(narrow.sequences, wide.sequences)
+    assert (narrow.actions >= -0.25 - 1e-6).all() and (narrow.actions <= 0.5 + 1e-6).all()
+    assert narrow.actions.max() > 0.25, "control: the range is used"
+    assert (wide.actions < -0.25).any() and (wide.actions > 0.5).any(), (
+        "control: the bounds are those of the statistics"
+    )
+
+
+def test_cloning_loss_is_one_number_per_row_and_falls(case, observation):
+    policy = case.copy()
+    inputs, uniforms = policy.preprocess(observation), case.sft_uniforms()
+
+    def loss_of(actions, rows=slice(None)):
+        picked = policy.preprocess(observation.select(range(len(observation))[rows]))
+        drawn = () if uniforms is None else (uniforms[rows],)
+        return policy.sft_loss(picked, actions[rows], *drawn)
+
+    before = loss_of(case.actions)
+    assert before.shape == (len(observation),) and before.dtype == torch.float32 and torch.isfinite(before).all()
+    torch.testing.assert_close(loss_of(case.actions, slice(1, 2))[0], before[1], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(loss_of(case.actions.flip(0)), before), "control: other actions, another loss"
+    optimizer = torch.optim.Adam([p for p in policy.parameters() if p.requires_grad], lr=1e-3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        policy.sft_loss(inputs, case.actions, *(() if uniforms is None else (uniforms,))).mean().backward()
+        optimizer.step()
+    assert loss_of(case.actions).mean() < 0.9 * before.mean() - 0.01
+
+
+def with_gradient(policy):
+    return {name for name, p in policy.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+
+
+@pytest.mark.parametrize("detach_value", [True, False])
+def test_gradients_reach_exactly_what_they_should(case, observation, detach_value):
+    policy = case.build(detach_value=detach_value)
+    trainable = {name for name, p in policy.named_parameters() if p.requires_grad}
+    value_head = {name for name in trainable if name.startswith("value_head.")}
+    assert value_head
+    frozen_layer = next(iter(sorted(trainable - value_head)))
+    policy.get_parameter(frozen_layer).requires_grad_(False)
+    inputs = policy.preprocess(observation)
+    evaluation = policy.evaluate_actions(inputs, act(policy, observation, uniforms=case.uniforms()).sequences)
+    evaluation.values.sum().backward(retain_graph=True)
+    reached = with_gradient(policy)
+    assert reached >= value_head
+    trunk_is_shared = "detach_value" in inspect.signature(type(policy)).parameters
+    assert (reached == value_head) == (detach_value or not trunk_is_shared)
+    policy.zero_grad()
+    (evaluation.logprobs.sum() + 0.1 * evaluation.entropy.sum()).backward()
+    expected = trainable - value_head - {frozen_layer}
+    assert {name for name in expected if not case.is_idle(name)} <= with_gradient(policy) <= expected
+
+
+def test_saved_and_loaded_policy_is_the_same(case, observation, tmp_path):
+    policy = case.policy
+    write_policy(tmp_path, policy, policy.state_dict())
+    again = case.load(tmp_path)
+    assert policy.state_dict().keys() == again.state_dict().keys()
+    uniforms = case.uniforms()
+    first, second = (act(each, observation, uniforms=uniforms) for each in (policy, again))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    trained, loaded = ({name for name, p in each.named_parameters() if p.requires_grad} for each in (policy, again))
+    assert trained == loaded
+
+
+def test_parameters_are_counted_on_the_meta_device(case, policy, tmp_path):
+    write_policy(tmp_path, policy, policy.state_dict())
+    model = replace(case.config.model, model_path=str(tmp_path), init_config={})
+    expected = {name: (p.shape, p.dtype, p.requires_grad) for name, p in policy.named_parameters()}
+    for config in (case.config, replace(case.config, model=model)):
+        counted = policy_on_meta_device(config)
+        assert {name: (p.shape, p.dtype, p.requires_grad) for name, p in counted.named_parameters()} == expected
+        assert {p.device.type for p in counted.parameters()} == {"meta"}
+
+
+def test_bfloat16_stays_close_to_float32(case, policy, observation):
+    half = case.build(precision="bf16")
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    sequences = act(policy, observation, uniforms=case.uniforms()).sequences
+    with torch.no_grad():
+        exact, rounded = (each.evaluate_actions(each.preprocess(observation), sequences) for each in (policy, half))
+    gaps = {name: float((getattr(exact, name) - getattr(rounded, name)).abs().max()) for name in BF16_BOUNDS}
+    bounds = BF16_BOUNDS | {"logprobs": BF16_LOGPROBS.get(case.name, BF16_BOUNDS["logprobs"])}
+    assert all(gaps[name] <= bound for name, bound in bounds.items()), gaps
+    assert max(gaps.values()) > 0, "control: the weights are rounded"
+
+
+def test_lora_trains_adapters_and_what_is_trained_in_full(case, observation):
+    policy = case.build(is_lora=True, lora=replace(case.config.model.lora, rank=2, alpha=2))
+    trainable = {name for name, p in policy.named_parameters() if p.requires_grad}
+    adapters = {name for name in trainable if ".lora_" in name}
+    assert adapters and trainable - adapters == {n for n in policy.state_dict() if is_trained_in_full(policy, n)}
+    assert not any(is_trained_in_full(policy, name) for name in adapters)
+    inputs = policy.preprocess(observation)
+    evaluation = policy.evaluate_actions(inputs, act(policy, observation, uniforms=case.uniforms()).sequences)
+    (evaluation.logprobs.sum() + evaluation.values.sum()).backward()
+    reached = with_gradient(policy)
+    assert {name for name in adapters if not case.is_idle(name)} <= reached <= trainable
+
+
+def test_adapters_are_saved_and_go_on_where_they_stopped(case, observation, tmp_path):
+    lora = replace(case.config.model.lora, rank=2, alpha=2)
+    policy, uniforms = case.build(is_lora=True, lora=lora), case.uniforms()
+    save_adapter(policy, tmp_path)
+    again = apply_lora(case.copy(), lora, str(tmp_path)).eval()
+    first, second, base = (act(each, observation, uniforms=uniforms) for each in (policy, again, case.policy))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first.logits, base.logits), "control: the adapters change the logits"
+    trained, going_on = ({name for name, p in each.named_parameters() if p.requires_grad} for each in (policy, again))
+    assert trained == going_on
+
+
+def test_adapters_merge_into_a_copy_and_only_once(case, observation, tmp_path):
+    lora = replace(case.config.model.lora, rank=2, alpha=2)
+    policy = case.build(is_lora=True, lora=lora)
+    inputs = policy.preprocess(observation)
+    expected = act(policy, observation, do_sample=False)
+    merged = merge_lora(policy, inputs)
+    found = act(merged, observation, do_sample=False)
+    torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    base = act(case.policy, observation, do_sample=False)
+    assert (base.logits - expected.logits).abs().max() > 1e-3, "control: the adapters change the logits"
+    assert merged.state_dict().keys() == case.policy.state_dict().keys()
+    with pytest.raises(CheckpointError, match="changed the"):
+        merge_lora(policy, inputs, atol=-1.0)
+    with pytest.raises(ConfigError, match="merged before"):
+        merge_lora(merged, inputs)
+    save_adapter(policy, tmp_path / "adapter")
+    write_policy(tmp_path / "merged", merged, merged.state_dict())
+    again = case.load(tmp_path / "merged")
+    torch.testing.assert_close(act(again, observation, do_sample=False).logits, found.logits, atol=1e-5, rtol=1e-5)
+    with pytest.raises(CheckpointError, match="twice"):
+        apply_lora(again, lora, str(tmp_path / "adapter"))

@@ -1,0 +1,104 @@
+"""Models, envs and algorithms from outside of the package: an installed one, and a folder of one's own.
+
+Each is trained on two processes, because a name that only the parent knows is of no use.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "tests" / "fixtures" / "rlinf_sample_plugin"
+PROCESSES = {"MainProcess", "SpawnProcess-1", "SpawnProcess-2"}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The folder into which pip has installed the sample package."""
+    for module in ("pip", "setuptools"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not in this Python environment, so no package can be built and installed")
+    folder = tmp_path_factory.mktemp("plugin")
+    shutil.copytree(PACKAGE, folder / "source")  # setuptools leaves its build files there
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder / "site"), str(folder / "source")]
+    subprocess.run(command, check=True, timeout=120, cwd=folder)
+    return folder / "site"
+
+
+def rlinf(folder, *arguments, site=None, **environment):
+    """Run the command in ``folder``; returns the finished process."""
+    path = os.pathsep.join([str(ROOT), *([str(site)] if site else [])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-m", "rlinf", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def rows_of(text):
+    """Return ``(kind, name) -> from`` of the table that `rlinf models` prints."""
+    cells = [re.split(r" {2,}", line.strip()) for line in text.split("\n\n")[0].splitlines()[2:]]
+    return {(kind, name): origin for kind, name, origin in cells}
+
+
+def losses_of(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+def saved_config(run):
+    (path,) = run.glob("checkpoints/rl_000001/config.yaml")
+    return path.read_text(encoding="utf-8")
+
+
+def test_installed_package_is_listed_with_its_name_and_version(installed, tmp_path):
+    result = rlinf(tmp_path, "models", site=installed)
+    rows = rows_of(result.stdout)
+    for key in (("model type", "sample_policy"), ("env", "sample_line"), ("algorithm", "sample_reinforce")):
+        assert rows[key] == "rlinf-sample-plugin 0.3"
+    assert rows["model type", "openvla"] == rows["env", "tabletop"] == rows["algorithm", "ppo"] == "rlinf"
+    assert "sample" in next(line for line in result.stdout.splitlines() if line.startswith("model=")).split(", ")
+    without = rlinf(tmp_path, "models")
+    assert without.returncode == 0 and "sample" not in without.stdout, "control: not installed, not listed"
+
+
+def test_installed_package_trains_and_every_process_sees_it(installed, tmp_path):
+    (tmp_path / "log").mkdir()
+    arguments = ["train", "experiment=sample", "cluster.num_processes=2", "cluster.num_threads=1", "output_dir=run"]
+    result = rlinf(tmp_path, *arguments, site=installed, SAMPLE_PLUGIN_LOG=str(tmp_path / "log"))
+    assert result.returncode == 0, result.stderr
+    assert {path.name for path in (tmp_path / "log").iterdir()} == PROCESSES
+    assert len(losses_of(tmp_path / "run")) == 1
+    config = saved_config(tmp_path / "run")
+    assert all(line in config for line in ("num_bins: 3", "stride: 0.25", "gamma: 0.8")), "keys of the package's own YAML files"
+
+
+def test_folder_of_ones_own_trains_and_every_process_sees_it(tmp_path):
+    """``--config-dir`` with an experiment, its groups, and the files that it names in ``plugins``, beside it."""
+    mine, source = tmp_path / "mine", PACKAGE / "rlinf_sample"
+    shutil.copytree(source / "config", mine)
+    for name, registration in {
+        "policy": "from rlinf.models import register_model\nregister_model('sample_policy', model=SamplePolicy, load_processor=load_processor)",
+        "line_env": "from rlinf.envs import register_env\nregister_env('sample_line', LineVectorEnv)",
+        "reinforce": "from rlinf.algorithms import register_algorithm\nregister_algorithm('sample_reinforce', Reinforce)",
+    }.items():
+        text = (source / f"{name}.py").read_text(encoding="utf-8")
+        (mine / f"my_{name}.py").write_text(f"{text}\n{registration}\n", encoding="utf-8")
+    experiment = (mine / "experiment" / "sample.yaml").read_text(encoding="utf-8")
+    (mine / "own.yaml").write_text(f"{experiment}\nplugins: [my_policy.py, my_line_env, my_reinforce.py]\n", encoding="utf-8")
+    (tmp_path / "log").mkdir()
+    arguments = ["experiment=own", "cluster.num_processes=2", "cluster.num_threads=1", "output_dir=run"]
+    result = rlinf(tmp_path, "train", "--config-dir", "mine", *arguments, SAMPLE_PLUGIN_LOG=str(tmp_path / "log"))
+    assert result.returncode == 0, result.stderr
+    assert {path.name for path in (tmp_path / "log").iterdir()} == PROCESSES
+    assert len(losses_of(tmp_path / "run")) == 1
+    saved = saved_config(tmp_path / "run")
+    assert str(mine / "my_policy.py") in saved, "the file is found again from any folder"

@@ -1,0 +1,474 @@
+"""A VLA out of any Hugging Face image-text-to-text model, for every family of ``scripts/make_tiny_vlm.py``."""
+
+import copy
+import json
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
+
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models import build_policy, get_model
+from rlinf.models.config import LoraConfig
+from rlinf.models.embodiment.hf_vla_config import HfVlaConfig
+from rlinf.models.embodiment.hf_vla_processing import load_vlm_processor
+from rlinf.models.lora import apply_lora
+from rlinf.types import Observation
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from make_tiny_vlm import FAMILIES, IMAGE_SIZE, make_tiny_vlm
+
+SENTENCES = ["reach the red block", "push the blue block to the green zone", "go to the zone"]
+NUM_BINS, NUM_TOKENS = 21, 6
+STATS = {"arm": {"action": {"q01": [-1.0, -2.0, 0.0], "q99": [1.0, 2.0, 1.0], "mask": [True, True, False]}}}
+SETTINGS = {"n_action_bins": NUM_BINS, "norm_stats": STATS}
+
+
+class Zoo:
+    """One folder and one policy per family, made at first use."""
+
+    def __init__(self, root):
+        self.root, self.folders, self.policies = root, {}, {}
+
+    def folder(self, family):
+        if family not in self.folders:
+            self.folders[family] = make_tiny_vlm(family, self.root / family)
+        return self.folders[family]
+
+    def policy(self, family):
+        """The shared policy, in evaluation mode; tests that change weights or modules take ``copy``."""
+        if family not in self.policies:
+            self.policies[family] = build(self.folder(family))
+        return self.policies[family]
+
+    def copy(self, family):
+        return copy.deepcopy(self.policy(family))
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    return Zoo(tmp_path_factory.mktemp("vlms"))
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request):
+    return request.param
+
+
+def section(path, **model):
+    return {
+        "model_type": "hf_vla", "model_path": str(path), "override_config": SETTINGS, "action_token_len": 3,
+        "action_chunks_len": 2, **model,
+    }  # fmt: skip
+
+
+def build(path, **model):
+    torch.manual_seed(0)
+    return build_policy({"model": section(path, **model)})
+
+
+def observe(num_cameras=2, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (len(SENTENCES), IMAGE_SIZE, IMAGE_SIZE, 3)
+    images = {f"camera{i}": rng.integers(0, 256, shape, dtype=np.uint8) for i in range(num_cameras)}
+    return Observation(images, None, list(SENTENCES))
+
+
+def largest_gap(a, b):
+    return (a.float() - b.float()).abs().max().item()
+
+
+def test_rollout_and_training_agree_on_every_action_token(zoo, family):
+    model = zoo.policy(family)
+    inputs = model.preprocess(observe())
+    prediction = model.predict_action_batch(**inputs, temperature=0.7)
+    assert prediction.actions.shape == (3, 2, 3) and prediction.actions.dtype == torch.float32
+    assert prediction.logits.shape == (3, NUM_TOKENS, NUM_BINS) and prediction.values.dtype == torch.float32
+    assert torch.equal(prediction.sequences[:, :-NUM_TOKENS], inputs["input_ids"])
+    tokens = prediction.sequences[:, -NUM_TOKENS:] - model.action_tokenizer.first_token
+    assert tokens.min() >= 0 and tokens.max() < NUM_BINS and len(tokens.unique()) > 3
+    evaluation = model.evaluate_actions(inputs, prediction.sequences, temperature=0.7)
+    assert [tensor.shape for tensor in evaluation] == [(3, NUM_TOKENS), (3, NUM_TOKENS), (3,)]
+    rollout = model.rollout_logprobs(prediction, temperature=0.7)
+    assert largest_gap(rollout, evaluation.logprobs) < 1e-5 and largest_gap(prediction.values, evaluation.values) < 1e-5
+    swapped = prediction.sequences.clone()
+    swapped[:, -NUM_TOKENS] = model.action_tokenizer.first_token + (tokens[:, 0] + 1) % NUM_BINS
+    other = model.evaluate_actions(inputs, swapped, temperature=0.7).logprobs
+    assert largest_gap(other[:, 1:], rollout[:, 1:]) > 1e-3, "later tokens do not see the first one"
+
+
+def test_greedy_actions_are_those_of_the_vlms_own_generate(zoo, family):
+    model = zoo.policy(family)
+    observation = observe()
+    prediction = model.predict_action_batch(**model.preprocess(observation), do_sample=False)
+    vlm = AutoModelForImageTextToText.from_pretrained(zoo.folder(family)).eval()
+    end = model.action_tokenizer.vocab_size
+    allowed = list(range(end - NUM_BINS, end))
+    for row in range(len(SENTENCES)):  # alone, without padding
+        inputs = model.processor(observation.select([row]))
+        inputs.pop("labels", None)
+        generated = vlm.generate(
+            **inputs, do_sample=False, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS, output_logits=True,
+            return_dict_in_generate=True, prefix_allowed_tokens_fn=lambda *_: allowed,
+        )  # fmt: skip
+        assert torch.equal(generated.sequences[0, -NUM_TOKENS:], prediction.sequences[row, -NUM_TOKENS:])
+        logits = torch.stack(generated.logits, 1)[0, :, end - NUM_BINS : end]
+        assert largest_gap(logits, prediction.logits[row]) < 1e-5
+
+
+def test_a_row_does_not_depend_on_the_rest_of_the_batch(zoo, family):
+    model = zoo.policy(family)
+    observation, uniforms = observe(), torch.rand(3, NUM_TOKENS, generator=torch.Generator().manual_seed(0))
+    inputs = model.preprocess(observation)
+    assert inputs["attention_mask"][:, 0].tolist() == [0, 1, 0], "the rows need padding on the left"
+    batch = model.predict_action_batch(**inputs, uniforms=uniforms)
+    for row in range(3):
+        alone_inputs = model.preprocess(observation.select([row]))
+        alone = model.predict_action_batch(**alone_inputs, uniforms=uniforms[row : row + 1])
+        assert torch.equal(alone.sequences[0, -NUM_TOKENS:], batch.sequences[row, -NUM_TOKENS:])
+        assert largest_gap(alone.logits[0], batch.logits[row]) < 1e-5
+        assert largest_gap(alone.values[0], batch.values[row]) < 1e-5
+        scored = model.evaluate_actions(alone_inputs, alone.sequences).logprobs[0]
+        assert largest_gap(scored, model.evaluate_actions(inputs, batch.sequences).logprobs[row]) < 1e-5
+
+
+def test_every_camera_and_the_instruction_matter(zoo, family):
+    model = zoo.policy(family)
+    observation = observe()
+    before = model.predict_action_batch(**model.preprocess(observation), do_sample=False).logits
+    for camera, image in observation.images.items():
+        changed = Observation({**observation.images, camera: image[::-1].copy()}, None, observation.instruction)
+        after = model.predict_action_batch(**model.preprocess(changed), do_sample=False).logits
+        assert (after - before).abs().amax((1, 2))[[0, 2]].min() > 1e-3  # the middle row keeps its image
+    reworded = Observation(observation.images, None, ["reach the blue block", *SENTENCES[1:]])
+    after = model.predict_action_batch(**model.preprocess(reworded), do_sample=False).logits
+    assert largest_gap(after[0], before[0]) > 1e-3 and largest_gap(after[1:], before[1:]) < 1e-5
+
+
+@pytest.mark.parametrize("detach_value", [True, False])
+def test_gradients_reach_the_vlm_and_the_value_loss_stays_in_its_head(zoo, family, detach_value):
+    model = zoo.copy(family).train()
+    model.detach_value = detach_value
+    inputs = model.preprocess(observe())
+    actions = torch.rand(3, 2, 3)
+    model.sft_loss(inputs, actions).mean().backward()
+    moved = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    assert {name.split(".")[0] for name in moved} == {"vlm"}
+    assert any("vision" in name or "visual" in name for name in moved) and any("layers.0" in name for name in moved)
+    model.zero_grad()
+    tokens = model.action_tokenizer.encode(actions).flatten(1)
+    model.evaluate_actions(inputs, tokens).values.sum().backward()
+    moved = {
+        name.split(".")[0] for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0
+    }
+    assert moved == ({"value_head"} if detach_value else {"value_head", "vlm"})
+
+
+def test_a_saved_folder_loads_again_and_stays_a_folder_of_the_vlm(zoo, family, tmp_path):
+    model = zoo.copy(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    model.save_pretrained(tmp_path)
+    again = build_policy({"model": section(tmp_path, override_config={})})
+    assert again.config.norm_stats == STATS and again.config.n_action_bins == NUM_BINS
+    observation = observe()
+    a, b = (m.predict_action_batch(**m.preprocess(observation), do_sample=False) for m in (model, again))
+    assert torch.equal(a.sequences, b.sequences) and torch.equal(a.logits, b.logits) and torch.equal(a.values, b.values)
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert {name: p.shape for name, p in plain.named_parameters()} == {
+        n: p.shape for n, p in model.vlm.named_parameters()
+    }
+    assert torch.equal(plain.get_output_embeddings().weight, model.vlm.get_output_embeddings().weight)
+    tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
+    assert tied == (again.vlm.get_output_embeddings().weight is again.vlm.get_input_embeddings().weight)
+
+
+def test_lora_trains_adapters_on_all_linear_layers_and_the_value_head(zoo, family):
+    plain, model = zoo.policy(family), apply_lora(zoo.copy(family), LoraConfig(rank=2, alpha=4)).train()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(".lora_" in name or name.startswith("value_head.") for name in trained)
+    adapted = {name.split(".lora_A")[0] for name in trained if ".lora_A" in name}
+    head = plain.vlm.get_output_embeddings()
+    linear = {name for name, m in plain.vlm.named_modules() if isinstance(m, torch.nn.Linear) and m is not head}
+    assert adapted == {f"vlm.{name}" for name in linear} and linear
+    model.sft_loss(model.preprocess(observe()), torch.rand(3, 2, 3)).mean().backward()
+    assert all(p.grad is None for name, p in model.named_parameters() if name not in trained)
+
+
+def test_the_shards_are_the_layers_of_both_towers(zoo, family):
+    model = zoo.policy(family)
+    sharded = [module for module in model.modules() if type(module).__name__ in model.fsdp_wrap_modules]
+    assert len(sharded) == 4  # two layers of each
+    held = sum(p.numel() for module in sharded for p in module.parameters())
+    embeddings = model.get_input_embeddings().weight.numel() * 2
+    total = sum(p.numel() for p in model.vlm.parameters())
+    assert held > 0.5 * (total - embeddings)
+
+
+def test_gradient_checkpointing_changes_memory_only(zoo, family):
+    actions, gradients = torch.rand(3, 2, 3, generator=torch.Generator().manual_seed(0)), []
+    model, checkpointed = zoo.copy(family).train(), zoo.copy(family).train()
+    checkpointed.gradient_checkpointing_enable()
+    assert (
+        sum(
+            module.gradient_checkpointing
+            for module in checkpointed.modules()
+            if hasattr(module, "gradient_checkpointing")
+        )
+        >= 4
+    )
+    for policy in (model, checkpointed):
+        loss = policy.sft_loss(policy.preprocess(observe()), actions).mean()
+        loss.backward()
+        gradients.append([loss.detach(), *(p.grad for p in policy.parameters() if p.grad is not None)])
+    assert len(gradients[0]) == len(gradients[1]) > 10
+    assert max(largest_gap(a, b) for a, b in zip(*gradients, strict=True)) < 1e-5
+
+
+def test_half_precision_changes_rounding_only(zoo):
+    model, half = zoo.policy("llava"), build(zoo.folder("llava"), precision="bf16")
+    prediction = half.predict_action_batch(**half.preprocess(observe()), do_sample=False)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16} and prediction.values.dtype == torch.float32
+    exact = model.evaluate_actions(model.preprocess(observe()), prediction.sequences).logprobs
+    scored = half.evaluate_actions(half.preprocess(observe()), prediction.sequences)
+    assert scored.logprobs.dtype == torch.float32 and 1e-5 < largest_gap(scored.logprobs, exact) < 0.3
+
+
+def test_two_rollout_threads_do_not_disturb_each_other(zoo):
+    """Qwen-VL keeps position offsets in the module, and a rollout plays in lanes."""
+    model = zoo.policy("qwen2_5_vl")
+    observations = [observe(1), observe(2, seed=1)]
+    alone = [model.predict_action_batch(**model.preprocess(each), do_sample=False).logits for each in observations]
+    found = [[], []]
+
+    def play(lane):
+        for _ in range(8):
+            inputs = model.preprocess(observations[lane])
+            found[lane].append(model.predict_action_batch(**inputs, do_sample=False).logits)
+
+    threads = [threading.Thread(target=play, args=(lane,)) for lane in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(each) for each in found] == [8, 8]
+    for lane in (0, 1):
+        assert max(largest_gap(each, alone[lane]) for each in found[lane]) < 1e-5
+
+
+def test_paligemma_action_tokens_are_a_causal_suffix(zoo):
+    """The control of the agreement above: with the prompt's token type, action tokens would see later ones."""
+    model = zoo.policy("paligemma")
+    inputs = model.preprocess(observe())
+    prediction = model.predict_action_batch(**inputs)
+    prefix = torch.zeros_like(prediction.sequences[:, :-1])
+    vlm = AutoModelForImageTextToText.from_pretrained(zoo.folder("paligemma")).eval()
+    first, end = model.action_tokenizer.first_token, model.action_tokenizer.vocab_size
+    arguments = {"input_ids": prediction.sequences[:, :-1], "pixel_values": inputs["pixel_values"]}
+    arguments["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(prefix[:, 1 - NUM_TOKENS :])], 1)
+    suffix = prefix.clone()
+    suffix[:, 1 - NUM_TOKENS :] = 1
+    row = int(inputs["attention_mask"].sum(1).argmax())  # without padding, whose positions this plain call ignores
+    with torch.no_grad():
+        wrong, right = (
+            vlm(**arguments, token_type_ids=types).logits[row, -NUM_TOKENS:, first:end] for types in (prefix, suffix)
+        )
+    assert largest_gap(right, prediction.logits[row]) < 1e-5 < 1e-3 < largest_gap(wrong, prediction.logits[row])
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "num_bins", "reserved", "end"),
+    [
+        (544, 21, [[0, 3], [484, 488]], 544),  # padded rows above the tokenizer
+        (500, 21, [[0, 3], [484, 488]], 484),  # too few of them: below the image tokens
+        (488, 21, [[0, 3], [484, 500]], 484),
+        (500, 21, [[0, 3], [450, 452], [484, 500]], 484),
+        (500, 40, [[0, 3], [450, 452], [484, 500]], 450),
+        (40, 37, [[0, 3]], 40),
+    ],
+)  # fmt: skip
+def test_action_tokens_are_the_highest_ids_free_of_special_tokens(vocab_size, num_bins, reserved, end):
+    vlm = {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": vocab_size}}
+    config = HfVlaConfig(vlm, n_action_bins=num_bins, reserved_tokens=reserved)
+    assert config.action_tokens_end == end
+    taken = {token for first, past in reserved for token in range(first, past)}
+    assert not taken & set(range(end - num_bins, end))
+
+
+def test_prompt_template_replaces_the_chat_template(zoo):
+    model = build(zoo.folder("idefics3"), override_config={**SETTINGS, "prompt_template": "{instruction}?{image}"})
+    assert model.processor.prompt("reach", 2) == "reach?<image><image>"
+    assert zoo.policy("idefics3").processor.prompt("reach", 1) == "User: <image>reach\nAssistant:"
+    assert zoo.policy("llava").processor.prompt("reach", 1) == "<image>reach"
+
+
+def test_a_model_from_random_weights_needs_no_folder(tmp_path):
+    from rlinf.config.compose import compose_config
+    from rlinf.config.schema import build_config
+
+    config = build_config(compose_config(["model=hf_vla_tiny", "env=tabletop"]))
+    torch.manual_seed(0)
+    model = build_policy(config)
+    size = config.env.image_size
+    rng = np.random.default_rng(0)
+    images = {"front": rng.integers(0, 256, (3, size, size, 3), dtype=np.uint8)}
+    observation = Observation(images, None, list(SENTENCES))
+    inputs = model.preprocess(observation)
+    prediction = model.predict_action_batch(**inputs)
+    assert (
+        largest_gap(model.evaluate_actions(inputs, prediction.sequences).logprobs, model.rollout_logprobs(prediction))
+        < 1e-5
+    )
+    assert prediction.logits.std() > 0.1, "random weights should tell observations apart"
+    model.save_pretrained(tmp_path)
+    again = build_policy({"model": {"model_type": "hf_vla", "model_path": str(tmp_path), "action_token_len": 2}})
+    loaded = again.predict_action_batch(**again.preprocess(observation), do_sample=False)
+    assert torch.equal(loaded.logits[:, 0], prediction.logits[:, 0])
+
+
+def expect(error, *parts, **model):
+    with pytest.raises(error) as caught:
+        get_model(model)
+    for part in parts:
+        assert part in str(caught.value), (part, str(caught.value))
+
+
+def test_errors_name_the_value_and_the_override(zoo, tmp_path, monkeypatch):
+    def loads(*_, **__):
+        raise RuntimeError("weights were loaded before the error")
+
+    path = zoo.folder("llava")
+    text_only = tmp_path / "text"
+    LlamaForCausalLM(
+        LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=40)
+    ).save_pretrained(text_only)
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loads)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    expect(CheckpointError, str(empty), "config.json", "Type model.model_path=", **section(empty))
+    expect(CheckpointError, "nowhere", "Type model.model_path=", **section(tmp_path / "nowhere"))
+    expect(
+        ConfigError,
+        "'llama'",
+        "LlamaForCausalLM",
+        "AutoModelForImageTextToText",
+        "Type model.model_path=",
+        **section(text_only),
+    )
+    expect(ConfigError, "n_action_bins is 2000", "Type model.override_config.n_action_bins=481",
+           **section(path, override_config={**SETTINGS, "n_action_bins": 2000}))  # fmt: skip
+    expect(
+        ConfigError, "model.action_token_len is 5", "Type model.action_token_len=3", **section(path, action_token_len=5)
+    )
+    expect(ConfigError, "'arn'", "arm", **section(path, unnorm_key="arn"))
+    expect(
+        ConfigError,
+        "no action statistics",
+        "Type e.g. model.unnorm_key=tabletop",
+        **section(path, override_config={"n_action_bins": 21}),
+    )
+    no_processor = tmp_path / "no_processor"
+    shutil.copytree(path, no_processor)
+    (no_processor / "processor_config.json").unlink()
+    (no_processor / "tokenizer.json").unlink()
+    expect(ConfigError, str(no_processor), "LlavaProcessor", "tokenizer.tokenizer_model=", **section(no_processor))
+    unknown = tmp_path / "unknown"
+    shutil.copytree(path, unknown)
+    (unknown / "config.json").write_text(json.dumps({"model_type": "vlm9000"}))
+    expect(CheckpointError, "vlm9000", "Type model.model_path=", **section(unknown))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", b"{bad", ("config.json", "no JSON object")),
+        ("config.json", b"[1]", ("config.json", "it holds a list")),
+        ("model.safetensors", b"12345678 no weights", ("cannot be read",)),
+        ("model.safetensors", None, ("cannot be read", "model.safetensors")),
+        ("tokenizer.json", None, ("tokenizer.tokenizer_model=",)),
+    ],
+)
+def test_a_damaged_folder_is_one_error(zoo, tmp_path, file, content, words):
+    folder = tmp_path / "damaged"
+    shutil.copytree(zoo.folder("llava"), folder)
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_bytes(content)
+    expect((CheckpointError, ConfigError), str(folder), *words, **section(folder))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"prompt_template": "{pic}{instruction}"}, ("'{pic}{instruction}'", "model.override_config.prompt_template=")),
+        ({"prompt_template": "do {instruction}"}, ("'do {instruction}'", "{image}")),
+        ({"prompt_template": "{image"}, ("'{image'", "{instruction}")),
+        ({"n_action_bins": "abc"}, ("'abc'", "model.override_config.n_action_bins=256")),
+        ({"n_action_bins": 1}, ("n_action_bins is 1", "at least 2")),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(zoo, settings, words):
+    expect(ConfigError, *words, **section(zoo.folder("llava"), override_config={**SETTINGS, **settings}))
+
+
+def test_weights_that_do_not_fit_are_an_error(zoo, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = zoo.policy("llava")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if "projector" in name and name.endswith("weight"))
+    for change, word in (
+        ({n: w for n, w in weights.items() if n != name}, "missing"),
+        ({**weights, "extra.weight": torch.zeros(2)}, "unexpected"),
+        ({**weights, name: torch.zeros(2, 2)}, "of another shape"),
+    ):
+        save_file(change, file, metadata={"format": "pt"})
+        expect(CheckpointError, word, "Type model.model_path=", **section(tmp_path, override_config={}))
+    save_file(weights, file, metadata={"format": "pt"})
+    save_file({"mlp.0.weight": torch.zeros(2)}, tmp_path / "value_head.safetensors")
+    expect(CheckpointError, "mlp.0.weight", "missing", **section(tmp_path, override_config={}))
+
+
+def test_errors_of_a_model_from_random_weights(zoo, monkeypatch):
+    from rlinf.config.compose import compose_config
+    from rlinf.config.schema import build_config
+
+    def refused(error, *parts, **changes):
+        config = build_config(compose_config(["model=hf_vla_tiny", "env=tabletop"]))
+        config.model.init_config = {**config.model.init_config, **changes}
+        with pytest.raises(error) as caught:
+            build_policy(config)
+        assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+    refused(ConfigError, "weight_init is 'fan'", "Type model.init_config.weight_init=fan_in", weight_init="fan")
+    refused(ConfigError, "no processor_config", "tokenizer.tokenizer_model=", processor_config=None)
+    refused(ConfigError, "no vlm_config", "Type model=hf_vla_tiny", vlm_config=None, processor_config=None)
+    refused(ConfigError, "model.init_config.n_action_bins=481", "n_action_bins is 512", n_action_bins=512)
+    config = build_config(compose_config(["model=hf_vla_tiny", "env=tabletop"]))
+    vlm = config.model.init_config["vlm_config"]
+    small = {**vlm, "text_config": {**vlm["text_config"], "vocab_size": 486}}
+    refused(ConfigError, "488 tokens", "vocabulary 486", "tokenizer.tokenizer_model=", vlm_config=small)
+
+
+def test_a_processor_whose_special_tokens_are_action_tokens_is_an_error(zoo, tmp_path):
+    model = zoo.policy("llava")
+    model.save_pretrained(tmp_path)
+    processor = load_vlm_processor(tmp_path, model.config.vlm_config)
+    processor.tokenizer.add_tokens([f"<new{i}>" for i in range(50)])
+    processor.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"action tokens are 523\.\.543.*tokenizer\.tokenizer_model"):
+        build_policy({"model": section(tmp_path, override_config={})})
+
+
+def test_lora_weights_are_not_written_as_a_vlm(zoo, tmp_path):
+    model = apply_lora(zoo.copy("llava"), LoraConfig(rank=2, alpha=4))
+    with pytest.raises(CheckpointError, match="merge_lora"):
+        model.save_pretrained(tmp_path)

@@ -1,0 +1,233 @@
+"""Decoding with the cache and ``LlamaActionLayer``, against transformers' own Llama on the same weights."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rlinf.models.embodiment.modules.kv_cache import KVCache
+from rlinf.models.embodiment.modules.llama_layer import run_layers, use_action_layers
+
+PROMPT_LEN, NUM_TOKENS = 9, 5
+LENGTH = PROMPT_LEN + NUM_TOKENS
+
+
+def flash_by_loops(module, query, key, value, attention_mask, dropout, scaling, is_causal):
+    """What flash attention computes from a mask ``[B, keys]``, query by query; nothing for queries that are padding."""
+    batch, num_heads, num_queries, _ = query.shape
+    num_keys, groups = key.shape[2], num_heads // key.shape[1]
+    seen = torch.ones(batch, num_keys, dtype=torch.bool) if attention_mask is None else attention_mask
+    assert seen.shape == (batch, num_keys)
+    output = torch.zeros(batch, num_queries, num_heads, query.shape[-1])
+    for row in range(batch):
+        for i in range(num_queries):
+            position = num_keys - num_queries + i
+            allowed = seen[row].clone()
+            if is_causal:
+                allowed[position + 1 :] = False
+            if not seen[row, position]:
+                continue
+            for head in range(num_heads):
+                keys, values = key[row, head // groups, allowed], value[row, head // groups, allowed]
+                output[row, i, head] = torch.softmax(keys @ query[row, head, i] * scaling, 0) @ values
+    return output, None
+
+
+@pytest.fixture(params=["sdpa", "eager", "flash_by_loops"])
+def implementation(request, monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_by_loops", flash_by_loops)
+    return request.param
+
+
+def build(num_key_heads=2, implementation="sdpa"):
+    """Return ours and transformers' Llama with the same weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=num_key_heads, initializer_range=0.4, attn_implementation="eager",
+    )  # fmt: skip
+    reference = LlamaForCausalLM(config).eval()
+    ours = copy.deepcopy(reference)
+    use_action_layers(ours)
+    ours.model.config._attn_implementation = implementation
+    return ours, reference
+
+
+def sequence(padded):
+    """Embeddings ``[3, LENGTH, 32]`` and a mask with padding in the middle of the prompt, rows unlike each other."""
+    torch.manual_seed(1)
+    key_mask = None
+    if padded:
+        key_mask = torch.ones(3, LENGTH, dtype=torch.bool)
+        key_mask[0, 3:6] = False
+        key_mask[2, 4] = False
+    return torch.randn(3, LENGTH, 32), key_mask
+
+
+def expected(reference, embeddings, key_mask):
+    """Last ``NUM_TOKENS + 1`` hidden states of one causal pass of transformers' model, padding left out row by row."""
+    rows = []
+    for row in range(len(embeddings)):
+        kept = embeddings[row] if key_mask is None else embeddings[row, key_mask[row]]
+        rows.append(reference.model(inputs_embeds=kept[None]).last_hidden_state[0, -NUM_TOKENS - 1 :])
+    return torch.stack(rows)
+
+
+def decode(ours, embeddings, key_mask, cache):
+    """Prompt in one call, then token by token: the hidden states of the prompt's end and of every token."""
+    states, start = [], 0
+    for end in range(PROMPT_LEN, LENGTH + 1):
+        states.append(run_layers(ours.model, embeddings[:, start:end], key_mask, 1, is_causal=True, cache=cache))
+        start = end
+    return torch.cat(states, dim=1)
+
+
+@pytest.mark.parametrize("num_key_heads", [4, 2, 1])
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_decoding_with_the_cache_gives_transformers_numbers(implementation, num_key_heads, padded):
+    ours, reference = build(num_key_heads, implementation)
+    embeddings, key_mask = sequence(padded)
+    wanted = expected(reference, embeddings, key_mask)
+    actual = decode(ours, embeddings, key_mask, KVCache(LENGTH))
+    torch.testing.assert_close(actual, wanted, atol=3e-5, rtol=0)
+    at_once = run_layers(ours.model, embeddings, key_mask, NUM_TOKENS + 1, is_causal=True)
+    torch.testing.assert_close(at_once, wanted, atol=3e-5, rtol=0)
+    if padded:
+        ignoring = decode(ours, embeddings, None, KVCache(LENGTH))
+        assert (ignoring - wanted)[[0, 2]].abs().amax((1, 2)).min() > 1e-2, "control: the padding matters"
+
+
+@torch.no_grad()
+def test_heads_that_share_keys_keep_their_order():
+    ours, reference = build(num_key_heads=2)
+    embeddings, _ = sequence(padded=False)
+    for layer in ours.model.layers:  # groups (0, 1), (2, 3) become (0, 2), (1, 3)
+        weight = layer.self_attn.q_proj.weight
+        weight.copy_(weight.unflatten(0, (4, 8))[[0, 2, 1, 3]].flatten(0, 1))
+    actual = decode(ours, embeddings, None, KVCache(LENGTH))
+    assert (actual - expected(reference, embeddings, None)).abs().max() > 1e-2, "control: another grouping differs"
+
+
+class LargestCopy(TorchDispatchMode):
+    """Counts elements of the largest tensor that is made, as opposed to seen through a view."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            known = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+            if result.untyped_storage().data_ptr() not in known:
+                self.largest = max(self.largest, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("num_key_heads", [4, 1])
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_a_step_copies_no_earlier_keys(num_key_heads, padded):
+    ours, reference = build(num_key_heads)
+    embeddings, key_mask = sequence(padded)
+    # so long a prompt that its keys are larger than anything else in a step
+    embeddings = torch.cat([embeddings[:, :1].expand(-1, 50, -1), embeddings], dim=1)
+    key_mask = None if key_mask is None else torch.cat([key_mask.new_ones(3, 50), key_mask], dim=1)
+    cache = KVCache(50 + LENGTH)
+    run_layers(ours.model, embeddings[:, :-1], key_mask, 1, is_causal=True, cache=cache)
+    num_keys = 3 * num_key_heads * 8 * (50 + LENGTH)
+    with LargestCopy() as copies:
+        run_layers(ours.model, embeddings[:, -1:], key_mask, 1, is_causal=True, cache=cache)
+    assert 0 < copies.largest < num_keys
+    grown = DynamicCache(config=reference.config)
+    reference.model(inputs_embeds=embeddings[:, :-1], past_key_values=grown)
+    with LargestCopy() as copies:
+        reference.model(inputs_embeds=embeddings[:, -1:], past_key_values=grown)
+    assert copies.largest >= num_keys, "control: a cache that grows copies its keys"
+
+
+@torch.no_grad()
+def test_rotary_tables_are_computed_once(monkeypatch):
+    ours, _ = build()
+    embeddings, key_mask = sequence(padded=True)
+    calls = []
+    ours.model.rotary_emb.register_forward_hook(lambda *_: calls.append(1))
+    decode(ours, embeddings, key_mask, KVCache(LENGTH))
+    assert len(calls) == 1
+
+
+@torch.no_grad()
+def test_the_cache_appends_in_place_and_knows_its_end():
+    cache = KVCache(max_len=4)
+    first, second = torch.randn(2, 3, 2, 5), torch.randn(2, 3, 1, 5)
+    keys, values = cache.update(first, -first, layer_idx=0)
+    assert torch.equal(keys, first) and torch.equal(values, -first)
+    cache.length = 2
+    more, _ = cache.update(second, second, layer_idx=0)
+    assert torch.equal(more, torch.cat([first, second], dim=2)) and more.data_ptr() == keys.data_ptr()
+    other, _ = cache.update(second, second, layer_idx=1)
+    assert other.data_ptr() != keys.data_ptr()
+    with pytest.raises(ValueError, match="holds 4 positions, and 5"):
+        cache.update(torch.randn(2, 3, 3, 5), torch.randn(2, 3, 3, 5), layer_idx=0)
+
+
+@torch.no_grad()
+def test_gradient_checkpointing_in_training_mode_keeps_the_cache():
+    ours, reference = build()
+    embeddings, _ = sequence(padded=False)
+    ours.gradient_checkpointing_enable()
+    ours.train()
+    actual = decode(ours, embeddings, None, KVCache(LENGTH))
+    torch.testing.assert_close(actual, expected(reference, embeddings, None), atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("num_queries", [None, 1, 4])
+def test_gradients_are_those_of_transformers(num_queries):
+    ours, reference = build()
+    embeddings, _ = sequence(padded=False)
+    last = slice(None) if num_queries is None else slice(-num_queries, None)
+    run_layers(ours.model, embeddings, None, num_queries, is_causal=True).sin().sum().backward()
+    reference.model(inputs_embeds=embeddings).last_hidden_state[:, last].sin().sum().backward()
+    for (name, actual), wanted in zip(
+        ours.model.layers.named_parameters(), reference.model.layers.parameters(), strict=True
+    ):
+        assert actual.grad.abs().max() > 0, name
+        torch.testing.assert_close(actual.grad, wanted.grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+@torch.no_grad()
+def test_bidirectional_attention_sees_what_follows():
+    ours, _ = build()
+    embeddings, key_mask = sequence(padded=True)
+    changed = embeddings.clone()
+    changed[:, -1] += 1.0
+    for is_causal in (False, True):
+        before, after = (
+            run_layers(ours.model, x, key_mask, 2, is_causal=is_causal)[:, 0] for x in (embeddings, changed)
+        )
+        gap = (after - before).abs().max()
+        assert gap == 0 if is_causal else gap > 1e-3
+
+
+@torch.no_grad()
+def test_rotary_turns_pairs_by_position_times_frequency():
+    """By hand: components ``i`` and ``i + d/2`` of a key are a complex number times ``exp(1j * position * theta^(-2i/d))``."""
+    ours, _ = build(num_key_heads=4)
+    embeddings, _ = sequence(padded=False)
+    cache, (attention, norm) = KVCache(LENGTH), (ours.model.layers[0].self_attn, ours.model.layers[0].input_layernorm)
+    run_layers(ours.model, embeddings, None, 1, is_causal=True, cache=cache)
+    cache.length = 0
+    keys, _ = cache._buffers[0]
+    plain = attention.k_proj(norm(embeddings)).unflatten(-1, (4, 8)).transpose(1, 2)
+    for position in (0, 1, LENGTH - 1):
+        for i in range(4):
+            angle = position * 10000.0 ** (-2 * i / 8)
+            turned = torch.complex(plain[:, :, position, i], plain[:, :, position, i + 4]) * complex(
+                math.cos(angle), math.sin(angle)
+            )
+            torch.testing.assert_close(keys[:, :, position, i], turned.real, atol=3e-5, rtol=0)
+            torch.testing.assert_close(keys[:, :, position, i + 4], turned.imag, atol=3e-5, rtol=0)

@@ -1,0 +1,584 @@
+"""pi0 and pi0.5 from random weights: the contract of an action model, inputs, files and refusals."""
+
+import copy
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models import build_policy, get_model, get_model_config_and_processor
+from rlinf.models.embodiment.pi0_action_model import Pi0ForRLActionPrediction
+from rlinf.models.embodiment.pi0_config import Pi0Config
+from rlinf.models.embodiment.pi0_processing import StatisticsNormalizer, discretize_state, resize_with_pad
+from rlinf.models.lora import apply_lora
+from rlinf.types import Observation
+
+CHUNK_LEN, ENV_DIM, STATE_DIM = 2, 3, 4
+STATS = {
+    "arm": {
+        "action": {
+            "q01": [-1, -2, 0],
+            "q99": [1, 2, 4],
+            "mean": [0, 0, 2],
+            "std": [1, 2, 3],
+            "mask": [True, True, True],
+        },
+        "proprio": {"q01": [-1.0] * 4, "q99": [1.0] * 4, "mean": [0.0] * 4, "std": [1.0] * 4},
+    }
+}
+SIZES = {"width": 16, "depth": 2, "mlp_dim": 24, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+INIT = {
+    "vocab_size": 544,
+    "action_dim": 5,
+    "action_horizon": 3,
+    "vlm": SIZES | {"width": 24},
+    "expert": SIZES,
+    "vision": {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "image_size": 16,
+        "patch_size": 8,
+    },
+    "use_quantile_norm": True,
+    "norm_stats": STATS,
+    "num_steps": 4,
+    "value_hidden_sizes": [16],
+    "noise_hidden_sizes": [8],
+}
+kinds = pytest.mark.parametrize("pi05", [False, True], ids=["pi0", "pi05"])
+
+
+def section(pi05=False, **changes):
+    return {
+        "model_type": "pi0",
+        "init_config": copy.deepcopy(INIT) | {"pi05": pi05} | changes,
+        "action_token_len": ENV_DIM,
+        "action_chunks_len": CHUNK_LEN,
+    }
+
+
+def make(pi05=False, move=True, **changes):
+    """A policy whose adaptive norms, which begin at zero, have moved, so that all of it takes part."""
+    torch.manual_seed(0)
+    model = build_policy({"model": section(pi05, **changes)})
+    if move:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model.eval()
+
+
+def observe(num_rows=4, seed=0, size=16):
+    rng = np.random.default_rng(seed)
+    return Observation(
+        images={name: rng.integers(0, 256, (num_rows, size, size, 3), dtype=np.uint8) for name in ("front", "wrist")},
+        state=rng.uniform(-1, 1, (num_rows, STATE_DIM)).astype(np.float32),
+        instruction=[("reach the red block", "push it")[row % 2] for row in range(num_rows)],
+    )
+
+
+def uniforms_for(model, num_rows=4, seed=1):
+    return torch.rand(num_rows, model.num_uniforms, generator=torch.Generator().manual_seed(seed)).clamp_min(1e-6)
+
+
+# -- acting and scoring ------------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("method", ["flow_sde", "flow_cps", "flow_noise"])
+@torch.no_grad()
+def test_rollout_and_training_agree_on_logprobs(pi05, method, joint):
+    model = make(pi05, noise_method=method, joint_logprob=joint)
+    inputs = model.preprocess(observe())
+    for temperature in (1.0, 1.6):
+        prediction = model.predict_action_batch(**inputs, temperature=temperature, uniforms=uniforms_for(model))
+        rollout = model.rollout_logprobs(prediction, temperature)
+        tokens = prediction.sequences[:, -model.num_sampled :]
+        evaluation = model.evaluate_actions(inputs, tokens, temperature)
+        assert rollout.shape == evaluation.logprobs.shape == evaluation.entropy.shape == (4, model.num_logprobs)
+        assert rollout.dtype == evaluation.logprobs.dtype == evaluation.values.dtype == torch.float32
+        torch.testing.assert_close(evaluation.logprobs, rollout, rtol=0, atol=1e-5)
+        assert torch.equal(model.decode_actions(tokens), prediction.actions)
+        if joint:
+            torch.testing.assert_close(evaluation.values, prediction.values)
+
+
+@torch.no_grad()
+def test_control_other_weights_or_temperatures_change_the_logprobs():
+    model = make()
+    inputs = model.preprocess(observe())
+    prediction = model.predict_action_batch(**inputs, uniforms=uniforms_for(model))
+    rollout = model.rollout_logprobs(prediction)
+    warmer = model.evaluate_actions(inputs, prediction.sequences, 1.1).logprobs
+    model.action_out_proj.bias.add_(0.1)
+    moved = model.evaluate_actions(inputs, prediction.sequences).logprobs
+    assert (warmer - rollout).abs().max() > 1e-2 and (moved - rollout).abs().max() > 1e-2
+
+
+@kinds
+@torch.no_grad()
+def test_a_row_does_not_depend_on_who_shares_the_batch(pi05):
+    model = make(pi05)
+    observation, uniforms = observe(), uniforms_for(model)
+    together = model.predict_action_batch(**model.preprocess(observation), uniforms=uniforms)
+    for row in range(4):
+        alone = model.predict_action_batch(**model.preprocess(observation.select([row])), uniforms=uniforms[[row]])
+        torch.testing.assert_close(alone.sequences[0], together.sequences[row], rtol=0, atol=1e-5)
+        torch.testing.assert_close(alone.values[0], together.values[row], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_one_step_of_a_chain_is_sampled_and_the_others_are_euler_steps():
+    model = make()
+    inputs, uniforms = model.preprocess(observe()), uniforms_for(model)
+    uniforms[:, -1] = torch.tensor([0.0, 0.3, 0.6, 0.99])
+    prediction = model.predict_action_batch(**inputs, uniforms=uniforms)
+    assert prediction.sequences[:, -1].tolist() == [0, 1, 2, 3]
+    deviations = prediction.logits[..., 1].amax((2, 3))
+    assert torch.equal(deviations > 0, torch.eye(4, dtype=torch.bool))
+    chain = prediction.sequences[:, :-1].unflatten(1, (5, 3, 5))
+    prefix = model.encode_prefix(**inputs)
+    for i in range(4):
+        velocity, _ = model.velocity(prefix, inputs["state"], chain[:, i], torch.full((4,), 1 - i / 4))
+        difference = (chain[:, i + 1] - (chain[:, i] - velocity / 4)).abs().amax((1, 2))
+        assert (difference[torch.arange(4) != i] < 1e-5).all() and difference[i] > 1e-2
+
+
+@torch.no_grad()
+def test_joint_logprobs_are_the_mean_over_initial_noise_and_all_steps():
+    model = make(joint_logprob=True)
+    prediction = model.predict_action_batch(**model.preprocess(observe()), uniforms=uniforms_for(model))
+    chain = prediction.sequences[:, :-1].unflatten(1, (5, 3, 5))
+    mean, std = prediction.logits.unbind(-1)
+    terms = [torch.distributions.Normal(0.0, 1.0).log_prob(chain[:, 0])]
+    terms += [torch.distributions.Normal(mean[:, i], std[:, i]).log_prob(chain[:, i + 1]) for i in range(4)]
+    expected = torch.stack(terms).mean(0)[:, :CHUNK_LEN, :ENV_DIM].flatten(1)
+    torch.testing.assert_close(model.rollout_logprobs(prediction), expected)
+
+
+@kinds
+@torch.no_grad()
+def test_greedy_actions_are_equal_in_every_call_and_batch(pi05):
+    model, observation = make(pi05), observe()
+    first = model.predict_action_batch(**model.preprocess(observation), do_sample=False)
+    torch.manual_seed(99)
+    second = model.predict_action_batch(**model.preprocess(observation), do_sample=False)
+    alone = model.predict_action_batch(**model.preprocess(observation.select([2])), do_sample=False)
+    assert torch.equal(first.actions, second.actions)
+    torch.testing.assert_close(alone.actions[0], first.actions[2], rtol=0, atol=1e-5)
+    assert not first.logits[..., 1].any()
+
+
+@pytest.mark.parametrize("method", ["flow_sde", "flow_noise"])
+def test_a_greedy_chain_has_no_density_in_training_as_in_the_rollout(method):
+    model = make(noise_method=method)
+    inputs = model.preprocess(observe())
+    prediction = model.predict_action_batch(**inputs, do_sample=False)
+    evaluation = model.evaluate_actions(inputs, prediction.sequences)
+    assert not model.rollout_logprobs(prediction).any()
+    assert not evaluation.logprobs.any() and not evaluation.entropy.any() and torch.isfinite(evaluation.values).all()
+    (evaluation.logprobs + evaluation.entropy).sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    sampled = model.predict_action_batch(**inputs, uniforms=uniforms_for(model)).sequences
+    assert model.evaluate_actions(inputs, sampled).logprobs.all(), "control: a sampled step has a density"
+
+
+@torch.no_grad()
+def test_entropy_is_that_of_learned_deviations_only():
+    inputs = make().preprocess(observe())
+    for method in ("flow_sde", "flow_noise"):
+        model = make(noise_method=method)
+        prediction = model.predict_action_batch(**inputs, temperature=2.0, uniforms=uniforms_for(model))
+        entropy = model.evaluate_actions(inputs, prediction.sequences, 2.0).entropy
+        if method == "flow_sde":
+            assert not entropy.any()
+        else:
+            std = prediction.logits[..., 1].sum(1)[:, :CHUNK_LEN, :ENV_DIM].flatten(1)
+            torch.testing.assert_close(entropy, torch.distributions.Normal(0.0, std).entropy())
+
+
+# -- training ----------------------------------------------------------------------------------------------------
+
+
+def gradients(model, loss):
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+
+
+@kinds
+@pytest.mark.parametrize("freeze", [False, True])
+def test_frozen_vlm_gets_no_gradients(pi05, freeze):
+    model = make(pi05, freeze_vlm=freeze)
+    inputs = model.preprocess(observe())
+    prediction = model.predict_action_batch(**inputs, uniforms=uniforms_for(model))
+    found = gradients(model, model.evaluate_actions(inputs, prediction.sequences).logprobs.sum())
+    found |= gradients(model, model.sft_loss(inputs, torch.zeros(4, 3, ENV_DIM)).sum())
+    vlm = {name for name in found if name.startswith(("vision_tower", "projector", "language_model"))}
+    assert bool(vlm) != freeze
+    assert any(name.startswith("expert.layers.0") for name in found) and "action_in_proj.weight" in found
+    assert not any(name.startswith(("expert_lm_head", "value_head")) for name in found)
+
+
+def test_value_gradients_stop_at_the_head_when_detached():
+    for detach in (True, False):
+        torch.manual_seed(0)
+        model = build_policy({"model": section() | {"detach_value": detach}})
+        inputs = model.preprocess(observe())
+        prediction = model.predict_action_batch(**inputs, uniforms=uniforms_for(model))
+        found = gradients(model, model.evaluate_actions(inputs, prediction.sequences).values.sum())
+        assert all(name.startswith("value_head.") for name in found) == detach
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    model, found = make().train(), []
+    inputs = model.preprocess(observe())
+    uniforms = torch.rand(4, model.num_sft_uniforms).clamp_min(1e-6)
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad(set_to_none=True)
+        model.sft_loss(inputs, torch.zeros(4, 3, ENV_DIM), uniforms).sum().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name in found[0]:
+        torch.testing.assert_close(found[0][name], found[1][name])
+
+
+@kinds
+def test_sft_learns_to_reproduce_an_action(pi05):
+    model = make(pi05, move=False).train()
+    inputs, actions = model.preprocess(observe(32)), torch.tensor([0.5, -1.0, 3.0]).expand(32, 3, ENV_DIM)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(80):
+        uniforms = torch.rand(32, model.num_sft_uniforms, generator=generator).clamp_min(1e-6)
+        optimizer.zero_grad()
+        loss = model.sft_loss(inputs, actions, uniforms)
+        loss.mean().backward()
+        optimizer.step()
+    assert loss.shape == (32,) and loss.mean() < 0.2
+    predicted = model.eval().predict_action_batch(**inputs, do_sample=False).actions
+    assert (predicted - actions[:, :CHUNK_LEN]).abs().mean() < 0.3
+
+
+def test_sft_loss_is_a_function_of_its_random_numbers():
+    model = make()
+    inputs, actions = model.preprocess(observe()), torch.rand(4, model.sft_chunk_len, ENV_DIM)
+    uniforms = torch.rand(4, model.num_sft_uniforms).clamp_min(1e-6)
+    loss = model.sft_loss(inputs, actions, uniforms)
+    assert torch.equal(model.sft_loss(inputs, actions, uniforms), loss)
+    assert not torch.allclose(model.sft_loss(inputs, actions, uniforms.flip(0)), loss)
+
+
+@kinds
+def test_what_no_output_depends_on_is_frozen_and_nothing_else(pi05):
+    model = make(pi05)
+    inputs = model.preprocess(observe())
+    found = gradients(model, model.sft_loss(inputs, torch.zeros(4, 3, ENV_DIM)).sum())
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad and not name.startswith("value_head.")}
+    assert found == trainable
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    layer = "language_model.layers.1"
+    used = {f"{layer}.{name}.weight" for name in ("self_attn.k_proj", "self_attn.v_proj", "input_layernorm")}
+    unused = {name for name in model.state_dict() if name.startswith(layer)} - used
+    assert unused and frozen == unused | {"language_model.norm.weight", "expert_lm_head.weight"}
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "k_proj", "fc1"]])
+def test_lora_adapts_the_expert_and_the_vlm_unless_frozen(targets):
+    from rlinf.models.config import LoraConfig
+
+    for freeze in (False, True):
+        model = apply_lora(make(freeze_vlm=freeze), LoraConfig(rank=2, alpha=2, target_modules=targets))
+        names = {name for name, _ in model.named_parameters() if ".lora_" in name}
+        assert {name.split(".")[0] for name in names} == (
+            {"expert"} if freeze else {"expert", "vision_tower", "language_model"}
+        )
+        assert not any("language_model.layers.1.self_attn.q_proj" in name for name in names)
+        assert any("language_model.layers.1.self_attn.k_proj" in name for name in names) != freeze
+        inputs = model.preprocess(observe())
+        assert torch.isfinite(model.sft_loss(inputs, torch.zeros(4, 3, ENV_DIM))).all()
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------
+
+
+def test_normalisation_by_hand():
+    x = torch.tensor([[0.5, 1.0, 3.0]])
+    quantiles = StatisticsNormalizer(STATS["arm"]["action"], 3, True, "action")
+    expected = torch.tensor([[2 * 1.5 / 2.000001 - 1, 2 * 3 / 4.000001 - 1, 2 * 3 / 4.000001 - 1]], dtype=torch.float64)
+    torch.testing.assert_close(quantiles.normalize(x), expected, rtol=0, atol=1e-12)
+    moments = StatisticsNormalizer(STATS["arm"]["action"], 3, False, "action")
+    expected = torch.tensor([[0.5 / 1.000001, 1 / 2.000001, 1 / 3.000001]], dtype=torch.float64)
+    torch.testing.assert_close(moments.normalize(x), expected, rtol=0, atol=1e-12)
+    masked = StatisticsNormalizer(STATS["arm"]["action"] | {"mask": [True, False, True]}, 3, False, "action")
+    assert masked.normalize(x)[0, 1] == 1.0
+    padded = {key: [*values, 0] for key, values in STATS["arm"]["action"].items() if key != "mask"}
+    assert torch.equal(StatisticsNormalizer(padded, 3, True, "action").normalize(x), quantiles.normalize(x))
+    for each in (quantiles, moments, masked):
+        torch.testing.assert_close(each.unnormalize(each.normalize(x)).float(), x)
+
+
+def test_images_keep_their_aspect_between_black_borders():
+    images = torch.full((1, 3, 10, 20), 200, dtype=torch.uint8)
+    resized = resize_with_pad(images, 16)
+    assert resized.shape == (1, 3, 16, 16)
+    assert (resized[:, :, 4:12] == 200).all() and not resized[:, :, :4].any() and not resized[:, :, 12:].any()
+    assert resize_with_pad(resized, 16) is resized
+
+
+def test_prompts_of_both_kinds():
+    processor = make().processor
+    ids, mask = processor.encode(["reach the_red\nblock ", "push"])
+    text = processor.tokenizer.encode("reach the red block", add_special_tokens=False)
+    newline = processor.tokenizer.encode("\n", add_special_tokens=False)
+    assert ids[0].tolist() == [processor.tokenizer.bos_token_id, *text, *newline]
+    assert mask[0].all() and not mask[1].all() and mask[1, 0]
+    assert discretize_state(np.array([-1.5, -1.0, 0.0, 0.999, 2.0])).tolist() == [-1, 0, 128, 255, 255]
+    ids, _ = processor.encode(["push"], np.array([[0.0, -1.0]]))
+    text = processor.tokenizer.encode("Task: push, State: 128 0;\nAction: ", add_special_tokens=False)
+    assert ids[0].tolist() == [processor.tokenizer.bos_token_id, *text]
+
+
+@torch.no_grad()
+def test_state_reaches_the_policy_in_both_kinds():
+    for pi05, key in ((False, "state"), (True, "input_ids")):
+        model, observation = make(pi05), observe()
+        before = model.predict_action_batch(**model.preprocess(observation), do_sample=False).actions
+        observation.state = -observation.state
+        inputs = model.preprocess(observation)
+        assert ("state" in inputs) == (not pi05) and key in inputs
+        assert (model.predict_action_batch(**inputs, do_sample=False).actions - before).abs().max() > 1e-4
+
+
+def test_pi05_without_a_state_in_the_prompt_needs_none():
+    model, observation = make(True, discrete_state_input=False), observe()
+    observation.state = None
+    assert torch.isfinite(model.predict_action_batch(**model.preprocess(observation)).actions).all()
+
+
+def test_cameras_are_taken_by_name():
+    observation = observe()
+    both, wrist = make().preprocess(observation), make(cameras=["wrist", None]).preprocess(observation)
+    assert both["pixel_values"].shape[1] == 2 and wrist["pixel_values"].shape[1] == 1
+    assert torch.equal(both["pixel_values"][:, 1], wrist["pixel_values"][:, 0])
+    expected = torch.from_numpy(observation.images["front"]).permute(0, 3, 1, 2) / 255 * 2 - 1
+    assert torch.equal(both["pixel_values"][:, 0], expected)
+
+
+def without(observation, **changes):
+    for name, value in changes.items():
+        setattr(observation, name, value)
+    return observation
+
+
+@pytest.mark.parametrize(
+    "changes, observation, message",
+    [
+        ({"cameras": ["top"]}, {}, r"cameras \['top'\].*\['front', 'wrist'\].*cameras=\[front,wrist\]"),
+        ({}, {"state": None}, r"gives none\. Type env\.state=proprio"),
+        ({}, {"state": np.zeros((4, 31), np.float32)}, r"31 numbers and the policy takes 5.*Type env\.state=proprio"),
+        (
+            {"norm_stats": {"arm": {"action": STATS["arm"]["action"]}}},
+            {},
+            r"'arm' are about actions only.*model\.unnorm_key=",
+        ),
+        ({}, {"state": np.zeros((4, 3), np.float32)}, r"'proprio' describe 4 numbers.*has 3\. Type env\.state=proprio"),
+        ({"max_token_len": 3}, {}, r"max_token_len is 3\. Type model\.override_config\.max_token_len=\d+"),
+    ],
+)
+def test_observations_that_do_not_fit_are_refused(changes, observation, message):
+    model = make(**changes)
+    with pytest.raises(ConfigError, match=message):
+        model.preprocess(without(observe(), **observation))
+
+
+# -- configuration and files -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"noise_method": "sde"}, r"'sde'; required: one of flow_ode.*noise_method=flow_sde"),
+        ({"noise_std_range": [0.2, 0.1]}, r"\[0\.2, 0\.1\].*noise_std_range=\[0\.08,0\.16\]"),
+        ({"num_steps": 0}, r"num_steps is 0.*num_steps=4"),
+        ({"paligemma_variant": "gemma_2b_lora", "vlm": None}, r"'gemma_2b_lora'.*Merge the LoRA weights.*model\.model_path="),
+        ({"vlm": SIZES | {"depth": 5}}, r"differ in depth \(\[5\] and \[2\]\).*expert\.depth=5"),
+        ({"pi05": True, "use_quantile_norm": False}, r"use_quantile_norm=False.*use_quantile_norm=true"),
+        ({"norm_stats": {"arm": {"action": {"q01": [0, 0, 0], "q99": [1, 1, 1]}}}, "use_quantile_norm": False},
+         r"needs mean and std of 'action'.*use_quantile_norm=true"),
+        ({"norm_stats": {"arm": {"action": {"q01": [0], "q99": [1]}}}}, r"describe 1 numbers.*has 3.*model\.action_token_len=1"),
+        ({"action_dim": 2}, r"model\.action_token_len is 3.*2 numbers.*model\.action_token_len=2"),
+        ({"action_horizon": 1}, r"model\.action_chunks_len is 2.*predicts 1.*model\.action_chunks_len=1"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        get_model(section(**changes))
+
+
+def test_attention_without_masks_is_refused():
+    config = Pi0Config(**copy.deepcopy(INIT))
+    config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ConfigError, match=r"flash_attention_2.*model\.attn_implementation=sdpa"):
+        Pi0ForRLActionPrediction(config, action_dim=ENV_DIM)
+
+
+def test_sizes_of_public_checkpoints():
+    config = Pi0Config()
+    assert (config.hidden_size, config.expert["width"], config.vlm["depth"], config.longest_prompt) == (
+        2048,
+        1024,
+        18,
+        48,
+    )
+    assert Pi0Config(pi05=True).longest_prompt == 200 and Pi0Config(pi05=True).by_quantiles
+
+
+def test_an_override_of_the_kind_takes_its_defaults_along(tmp_path):
+    Pi0Config(**copy.deepcopy(INIT) | {"use_quantile_norm": None}).save_pretrained(tmp_path)
+    config = Pi0Config.from_dict(Pi0Config.from_pretrained(tmp_path).to_dict() | {"pi05": True})
+    assert (config.longest_prompt, config.state_in_prompt, config.by_quantiles) == (200, True, True)
+
+
+def test_a_saved_folder_gives_the_same_policy(tmp_path):
+    model = make(noise_method="flow_noise")
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["noise_method"] == "flow_noise"
+    reloaded = build_policy({"model": section() | {"init_config": {}, "model_path": str(tmp_path)}})
+    inputs, uniforms = model.preprocess(observe()), uniforms_for(model)
+    assert all(torch.equal(tensor, inputs[name]) for name, tensor in reloaded.preprocess(observe()).items())
+    before = model.predict_action_batch(**inputs, uniforms=uniforms)
+    after = reloaded.eval().predict_action_batch(**inputs, uniforms=uniforms)
+    assert torch.equal(before.sequences, after.sequences) and torch.equal(before.values, after.values)
+    assert not reloaded.expert_lm_head.weight.requires_grad
+    frozen = get_model(
+        section() | {"init_config": {}, "model_path": str(tmp_path), "override_config": {"freeze_vlm": True}}
+    )
+    assert not any(parameter.requires_grad for parameter in frozen.language_model.parameters())
+
+
+def saved(folder, **changes):
+    """A folder, and the model section that names it."""
+    make(**changes).save_pretrained(folder)
+    return section() | {"init_config": {}, "model_path": str(folder)}
+
+
+def rewrite_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "changes, config, message",
+    [
+        ({"unnorm_key": "leg"}, {}, r"model\.unnorm_key 'leg'"),
+        ({"action_token_len": 6}, {}, r"model\.action_token_len is 6.*5 numbers.*Type model\.action_token_len=5"),
+        ({"action_token_len": 2}, {}, r"'action' describe 3 numbers.*has 2\. Type model\.action_token_len=3"),
+        ({"action_chunks_len": 9}, {}, r"model\.action_chunks_len is 9.*Type model\.action_chunks_len=3"),
+        ({}, {"norm_stats": {}}, r"no statistics.*Type model\.unnorm_key=<env\.name>.*model\.unnorm_key=tabletop"),
+    ],
+)
+def test_settings_are_refused_before_weights_are_read(tmp_path, changes, config, message):
+    cfg = saved(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    if config:
+        rewrite_config(tmp_path, **config)
+        (tmp_path / "assets" / "arm" / "norm_stats.json").unlink()
+    with pytest.raises(ConfigError, match=message) as caught:
+        get_model(cfg | changes)
+    assert "safetensors" not in str(caught.value)
+    if not config:
+        with pytest.raises(Exception, match=r"(?i)header|safetensors"):  # the control: nothing but the weights is wrong
+            get_model(cfg)
+
+
+def test_statistics_of_the_env_stand_in_for_those_of_the_folder(tmp_path):
+    cfg = saved(tmp_path)
+    rewrite_config(tmp_path, norm_stats={})
+    (tmp_path / "assets" / "arm" / "norm_stats.json").unlink()
+    assert (
+        get_model(cfg | {"unnorm_key": "tabletop"}, {"norm_stats": {"tabletop": STATS["arm"]}}).unnorm_key == "tabletop"
+    )
+
+
+def test_bounds_of_the_deviation_are_those_of_the_weights_unless_they_are_set(tmp_path):
+    cfg = saved(tmp_path, noise_method="flow_noise")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["noise_head.logvar_min"], tensors["noise_head.logvar_max"] = torch.tensor([-4.0]), torch.tensor([-2.0])
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    head = get_model(cfg).noise_head
+    assert (head.logvar_min.item(), head.logvar_max.item()) == (-4.0, -2.0)
+    other = get_model(cfg | {"override_config": {"noise_std_range": [0.1, 0.5]}})
+    found = [other.noise_head.logvar_min.item(), other.noise_head.logvar_max.item()]
+    assert found == pytest.approx([2 * math.log(0.1), 2 * math.log(0.5)])
+    other.save_pretrained(tmp_path / "again")
+    again = get_model(cfg | {"model_path": str(tmp_path / "again")}).noise_head
+    assert [again.logvar_min.item(), again.logvar_max.item()] == found
+    assert all(
+        torch.equal(x, other.noise_head.state_dict()[key]) or "logvar_m" in key for key, x in head.state_dict().items()
+    )
+
+
+@kinds
+def test_folder_of_the_public_converter(tmp_path, pi05):
+    """Only what the converter writes: no kind, no statistics in config.json, no heads, no tokenizer."""
+    make(pi05).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {name: x for name, x in tensors.items() if not name.startswith("value_head.")}, tmp_path / "model.safetensors"
+    )
+    written = {"action_dim": 5, "action_horizon": 3, "precision": "bfloat16", "vlm": INIT["vlm"], "expert": SIZES}
+    (tmp_path / "config.json").write_text(json.dumps(written | {"vision": INIT["vision"], "vocab_size": 544}))
+    for path in tmp_path.glob("token*"):
+        path.unlink()
+    cfg = section() | {"init_config": {}, "model_path": str(tmp_path)}
+    model = get_model(cfg)
+    assert model.config.pi05 == pi05 and list(model.config.norm_stats) == ["arm"] and model.value_head is not None
+    with pytest.raises(ConfigError, match=r"holds no tokenizer.*tokenizer\.tokenizer_model="):
+        get_model_config_and_processor({"model": cfg})
+
+
+def test_statistics_files_of_another_form_are_refused(tmp_path):
+    Pi0Config(**copy.deepcopy(INIT)).save_pretrained(tmp_path)
+    (tmp_path / "assets" / "arm").mkdir(parents=True)
+    (tmp_path / "assets" / "arm" / "norm_stats.json").write_text(json.dumps({"norm_stats": {"actions": {}}}))
+    with pytest.raises(CheckpointError, match=r"statistics of \['actions'\].*Type model\.model_path="):
+        Pi0Config.from_pretrained(tmp_path)
+
+
+def test_settings_of_a_lerobot_folder(tmp_path):
+    values = {
+        "type": "pi05",
+        "chunk_size": 7,
+        "max_action_dim": 9,
+        "num_inference_steps": 3,
+        "tokenizer_max_length": 60,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values | {"n_obs_steps": 1, "device": "cpu"}))
+    config = Pi0Config.from_pretrained(tmp_path)
+    assert (config.pi05, config.action_horizon, config.action_dim, config.num_steps, config.max_token_len) == (
+        True,
+        7,
+        9,
+        3,
+        60,
+    )
+    assert not hasattr(config, "device")
+
+
+def test_bfloat16_weights_give_float32_results():
+    model = build_policy({"model": section() | {"precision": "bf16"}})
+    inputs = model.preprocess(observe())
+    prediction = model.predict_action_batch(**inputs, uniforms=uniforms_for(model))
+    evaluation = model.evaluate_actions(inputs, prediction.sequences)
+    assert prediction.actions.dtype == evaluation.logprobs.dtype == evaluation.values.dtype == torch.float32
+    assert torch.isfinite(evaluation.logprobs).all()

@@ -1,0 +1,66 @@
+"""Folders that hold no pi0, and envs that do not give what it reads: refused by their files and settings alone."""
+
+import dataclasses
+import json
+
+import pytest
+
+from rlinf.config.compatibility import check_inputs
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models import get_model
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"model_type": "openvla"}, r"model type 'openvla'.*Type model\.model_type=openvla"),
+        ({"type": "smolvla"}, r"model type 'smolvla'.*Type model\.model_path=<another folder>"),
+        ({"vlm": {"text_config": {"hidden_size": 8}}}, r"vlm lacks width, depth.*Type model\.model_path="),
+        ({"vision": {"image_size": 16}}, r"vision lacks hidden_size.*required: hidden_size.*Type model\.model_path="),
+        ({"expert": "gemma_300m"}, r"expert lacks width.*Type model\.model_path="),
+    ],
+)
+@pytest.mark.parametrize("file", ["config.json", "tiny_config.json"])
+def test_folders_of_another_architecture_are_refused(tmp_path, file, values, message):
+    (tmp_path / file).write_text(json.dumps({"pi05": False} | values))
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        get_model({"model_type": "pi0", "model_path": str(tmp_path)})
+
+
+@pytest.mark.parametrize("file", ["config.json", "tiny_config.json", "assets/arm/norm_stats.json"])
+@pytest.mark.parametrize("text", ['{"pi05": tr', "[1]"])
+def test_files_without_a_json_object_are_refused(tmp_path, file, text):
+    if file.startswith("assets"):
+        (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(CheckpointError, match=rf"{file}' is no JSON object.*Type model\.model_path="):
+        get_model({"model_type": "pi0", "model_path": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["env.state=none"], r"width 4 at most.*tabletop gives none.*Type env\.state=proprio"),
+        (["env.state=full"], r"width 4 at most.*one of width 31.*Type env\.state=proprio"),
+        (["env.state=proprio", "+model.init_config.cameras=[front,nose]"],
+         r"cameras \[front,nose\], and env\.cameras is \[front\].*Type model\.init_config\.cameras=\[front\]"),
+        (["env.state=proprio", "+model.init_config.cameras=[]"], r"Type model\.init_config\.cameras=\[front\]"),
+        (["env.state=proprio"], None),
+        (["env.state=none", "model.init_config.pi05=true", "+model.init_config.discrete_state_input=false"], None),
+        (["env.state=proprio", "+model.init_config.cameras=[front,null]"], None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("from_folder", [False, True])
+def test_inputs_that_the_env_does_not_give_are_refused_before_anything_runs(tmp_path, overrides, message, from_folder):
+    config = build_config(compose_config(["model=pi0_tiny", "env=tabletop", *overrides]))
+    if from_folder:
+        (tmp_path / "tiny_config.json").write_text(json.dumps(config.model.init_config))
+        model = dataclasses.replace(config.model, init_config={}, model_path=str(tmp_path))
+        config, message = dataclasses.replace(config, model=model), message and message.replace("init_", "override_")
+    if message is None:
+        return check_inputs(config)
+    with pytest.raises(ConfigError, match=message):
+        check_inputs(config)

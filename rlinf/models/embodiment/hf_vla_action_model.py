@@ -27,7 +27,7 @@ from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.openvla_config import checkpoint_folder
-from rlinf.models.embodiment.openvla_weights import no_progress_bars
+from rlinf.models.embodiment.openvla_weights import check_fit, no_progress_bars, refuse_adapters
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -290,7 +290,7 @@ class HfVlaForRLActionPrediction(ActionModel, PreTrainedModel):
                 f"The weights of '{folder}' cannot be read: {error}. Type model.model_path=<complete checkpoint folder>"
             ) from error
         unused = set(info["unexpected_keys"]) - {name for name, _ in vlm.named_buffers()}
-        _check_complete(folder, info["missing_keys"], unused, info["mismatched_keys"])
+        check_fit(folder, {**info, "unexpected_keys": unused})
         with init.no_init_weights():
             model = cls(config, *args, vlm=vlm, **kwargs)
         if model.value_head is not None:
@@ -312,11 +312,7 @@ class HfVlaForRLActionPrediction(ActionModel, PreTrainedModel):
             **kwargs: As in transformers.
         """
         state = self.state_dict() if state_dict is None else state_dict
-        if any(".lora_" in name for name in state):
-            raise CheckpointError(
-                "The model has LoRA layers, which the VLM's format cannot hold; write them with rlinf.models.lora.save_adapter, "
-                "or merge them first with rlinf.models.lora.merge_lora."
-            )
+        refuse_adapters(state)
         folder = Path(save_directory)
         tied = getattr(self.vlm, "all_tied_weights_keys", {})
         weights = {name: tensor for name, tensor in _part(state, "vlm.").items() if name not in tied}
@@ -349,15 +345,6 @@ def _check_before_loading(folder: Path, config: HfVlaConfig, arguments: dict[str
 def _load_value_head(file: Path, value_head: ValueHead) -> None:
     saved, own = load_file(file), value_head.state_dict()
     wrong = [name for name in own if name in saved and saved[name].shape != own[name].shape]
-    _check_complete(file.parent, set(own) - set(saved), set(saved) - set(own), wrong)
+    missing, unexpected = set(own) - set(saved), set(saved) - set(own)
+    check_fit(file.parent, {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": wrong})
     value_head.load_state_dict(saved)
-
-
-def _check_complete(folder: Path, missing: Any, unexpected: Any, mismatched: Any) -> None:
-    lists = [sorted(str(name) for name in names) for names in (missing, unexpected, mismatched)]
-    if any(lists):
-        words = ("missing", "unexpected", "of another shape")
-        found = ", ".join(f"{word} {names[:5]} ({len(names)})" for word, names in zip(words, lists, strict=True))
-        raise CheckpointError(
-            f"The weights in '{folder}' do not fit its config.json: {found}. Type model.model_path=<another folder>"
-        )

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from rlinf.errors import CheckpointError
 from rlinf.files import write_text
 from rlinf.models.embodiment.modules.flow import time_embedding
 from rlinf.models.embodiment.modules.flow_heads import FlowValueHead, NoiseHead
 from rlinf.models.embodiment.modules.gemma_expert import AdaRMSNorm, GemmaStack, SiglipTower
 from rlinf.models.embodiment.openvla_config import checkpoint_folder
-from rlinf.models.embodiment.openvla_weights import no_progress_bars, read_safetensors
+from rlinf.models.embodiment.openvla_weights import check_fit, no_progress_bars, read_safetensors, refuse_adapters
 from rlinf.models.embodiment.pi0_config import Pi0Config
 from rlinf.models.embodiment.pi0_processing import Pi0Processor
 from rlinf.models.embodiment.pi0_weights import from_public, to_public
@@ -215,15 +214,7 @@ class Pi0Network(PreTrainedModel):
                 ignore_mismatched_sizes=True,  # reported below, with everything else that does not fit
                 **kwargs,
             )
-        missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-        mismatched = [str(key) for key in info["mismatched_keys"]]
-        if missing or unexpected or mismatched:
-            raise CheckpointError(
-                f"The weights in '{folder}' do not fit its config.json: missing {missing[:5]} ({len(missing)}), "
-                f"unexpected {unexpected[:5]} ({len(unexpected)}), of another shape {mismatched[:5]} "
-                f"({len(mismatched)}). Type model.model_path=<another folder>, or change what differs, e.g. "
-                f"model.override_config.pi05={str(not config.pi05).lower()}"
-            )
+        check_fit(folder, info, f", or what differs, e.g. model.override_config.pi05={str(not config.pi05).lower()}")
         model._freeze()  # loading made new parameters
         return (model, info) if wanted_info else model
 
@@ -238,11 +229,7 @@ class Pi0Network(PreTrainedModel):
             **kwargs: As in transformers.
         """
         state_dict = self.state_dict() if state_dict is None else state_dict
-        if any(".lora_" in name for name in state_dict):
-            raise CheckpointError(
-                "The model has LoRA layers, which a public folder cannot hold; write them with "
-                "rlinf.models.lora.save_adapter, or merge them first with rlinf.models.lora.merge_lora."
-            )
+        refuse_adapters(state_dict)
         with no_progress_bars():
             super().save_pretrained(save_directory, state_dict=to_public(state_dict), **kwargs)
         for name, stats in self.config.norm_stats.items():

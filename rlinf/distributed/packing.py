@@ -81,6 +81,31 @@ def token_budget_runs(lengths: Sequence[int], max_tokens: int, length_multiple: 
     return runs
 
 
+def micro_batch_rows(
+    lengths: Sequence[int], max_tokens: int, packed: bool, rows_per_sample: int = 1
+) -> list[list[int]]:
+    """Group the rows of one process into micro-batches by tokens.
+
+    Args:
+        lengths: Tokens of each row.
+        max_tokens: Largest padded size of a micro-batch; of a packed one, the largest sum of lengths.
+        packed: Bins by first-fit decreasing; else runs of rows of like length.
+        rows_per_sample: This many neighbouring rows stay together.
+
+    Returns:
+        Row numbers of each micro-batch.
+    """
+    samples = [lengths[start : start + rows_per_sample] for start in range(0, len(lengths), rows_per_sample)]
+    if packed:
+        groups = first_fit_decreasing([sum(sample) for sample in samples], max_tokens)
+    else:
+        order = sorted(range(len(samples)), key=lambda index: -max(samples[index]))
+        runs = token_budget_runs([rows_per_sample * max(samples[index]) for index in order], max_tokens)
+        ends = [sum(runs[: index + 1]) for index in range(len(runs))]
+        groups = [order[end - run : end] for run, end in zip(runs, ends, strict=True)]
+    return [[sample * rows_per_sample + row for sample in group for row in range(rows_per_sample)] for group in groups]
+
+
 def check_fits(lengths: Sequence[int], max_tokens: int) -> None:
     """Refuse sequences that no micro-batch can hold.
 

@@ -393,3 +393,12 @@ def _load_standard_processor(entry: ModelEntry, path: str, trust_remote_code: bo
     if entry.processor is None:
         return AutoProcessor.from_pretrained(path, padding_side="left", **remote)
     return entry.processor.from_pretrained(path, **parts, **remote)
+
+
+_EXPORTS = {"HuggingFacePolicy": "rlinf.models.hf_policy", "MegatronPolicy": "rlinf.models.megatron_policy"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -13,6 +13,7 @@ from torch import nn
 
 from rlinf.config.options import option
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
+from rlinf.models.hf_model import HFModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,32 +46,21 @@ def load_causal_lm(model_name: str, config: CausalLMConfig) -> Any:
         CheckpointError: Nothing can be loaded from there, or weights are missing.
     """
     dtype = torch_dtype_of(config.torch_dtype)
-    arguments = _quantization(config)
+    quantization = _quantization(config)
     num_accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    # A model on one device stays an ordinary module, which can be moved; only a spread one needs the map.
-    spread = config.device_map is not None and (config.device_map != "auto" or num_accelerators > 1 or arguments)
-    if spread:
-        arguments["device_map"] = config.device_map
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            model_name,
-            dtype=dtype,
-            trust_remote_code=config.trust_remote_code,
-            attn_implementation=config.attn_implementation,
-            output_loading_info=True,
-            **arguments,
-        )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"model_name is '{model_name}', which is neither a checkpoint folder of a causal language model nor a reachable "
-            f"hub id ({error}). Type model_name=<folder>"
-        ) from error
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise CheckpointError(f"'{model_name}' lacks {len(missing)} weights of {type(model).__name__}: {missing[:4]}.")
-    if config.device_map == "auto" and not spread and num_accelerators:
+    arguments = {
+        "dtype": dtype,
+        "attn_implementation": config.attn_implementation,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if (
+        quantization
+        or config.device_map not in (None, "auto")
+        or (config.device_map == "auto" and num_accelerators > 1)
+    ):
+        return _load_spread(model_name, device_map=config.device_map, **arguments, **quantization)
+    model = HFModel.from_pretrained(model_name, **arguments).model
+    if config.device_map == "auto" and num_accelerators:
         model.to(torch.accelerator.current_accelerator())
     return model.eval()
 
@@ -119,6 +109,22 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+def _load_spread(model_name: str, **arguments: Any) -> Any:
+    """Load a model over several devices, or quantised, which transformers does while loading."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(model_name, output_loading_info=True, **arguments)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"'{model_name}' cannot be loaded with device_map={arguments['device_map']} ({error}). Type device_map='auto'"
+        ) from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise CheckpointError(f"'{model_name}' lacks {len(missing)} weights of {type(model).__name__}: {missing[:4]}.")
+    return model.eval()
 
 
 def _quantization(config: CausalLMConfig) -> dict[str, Any]:

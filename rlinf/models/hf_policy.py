@@ -29,6 +29,7 @@ from rlinf.models.generation.interfaces import (
     tokens_and_mask,
     verify_right_padding,
 )
+from rlinf.models.hf_model import HFModel
 from rlinf.models.interfaces import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
 from rlinf.models.logprobs import sequence_logprobs
 
@@ -264,10 +265,10 @@ def _probe_tokens(model: Any) -> Tensor:
 
 
 def _add_adapters(model: Any, lora: LoraConfig) -> None:
+    """Put adapters into the layers; ``HFModel`` knows which of any family."""
     from rlinf.models.lora import apply_lora
 
-    model.lora_target_modules = "all-linear"
-    apply_lora(model, lora)
+    apply_lora(HFModel(model), lora)
 
 
 @contextmanager

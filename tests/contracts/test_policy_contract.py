@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from rlinf.algorithms import NLLLossFn
 from rlinf.distributed import BatchedDataDict, RayVirtualCluster
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.models import HuggingFacePolicy, MegatronPolicy
-from rlinf.models.generation import HuggingFaceGeneration, verify_right_padding
+from rlinf.models.checker import check_generation, check_policy
+from rlinf.models.generation import HuggingFaceGeneration
 from rlinf.models.generation.interfaces import GenerationInterface
 from rlinf.models.interfaces import PolicyInterface
 
@@ -31,31 +31,11 @@ def build(make, folder):
         pytest.skip(str(error))
 
 
-def check_generation(backend, prompts) -> None:
-    """What every backend's ``generate`` keeps; takes any ``PolicyInterface`` or ``GenerationInterface``."""
-    greedy = backend.generate(prompts, greedy=True)
-    for output in (greedy, backend.generate(prompts, greedy=False)):
-        totals = prompts["attention_mask"].sum(-1) + output["generation_lengths"]
-        assert output["unpadded_sequence_lengths"].equal(totals)
-        assert output["output_ids"].shape == output["logprobs"].shape == (prompts.size, int(totals.max()))
-        assert output["logprobs"].dtype == torch.float32 and (output["logprobs"] <= 0).all()
-        assert verify_right_padding(output) and (output["generation_lengths"] >= 1).all()
-    assert backend.generate(prompts, greedy=True)["output_ids"].equal(greedy["output_ids"])
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_generates_scores_and_learns(name, tiny_lm, prompts):
     policy = build(POLICIES[name], tiny_lm())
     assert isinstance(policy, PolicyInterface)
-    check_generation(policy, prompts)
-    for data in (prompts, policy.generate(prompts, greedy=False)):
-        first = policy.get_logprobs(data)["logprobs"]
-        assert first.equal(policy.get_reference_logprobs(data)["logprobs"])
-        assert first.dtype == torch.float32 and not first[:, 0].any()
-    metrics = policy.train(prompts, NLLLossFn())
-    assert metrics["loss"] > 0 and metrics["grad_norm"] > 0
-    assert not policy.get_logprobs(data)["logprobs"].equal(first)
-    assert policy.get_reference_logprobs(data)["logprobs"].equal(first)
+    assert check_policy(policy, prompts) == []
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -63,19 +43,71 @@ def test_an_engine_generates(name, tiny_lm, prompts):
     engine = build(ENGINES[name], tiny_lm())
     assert isinstance(engine, GenerationInterface)
     engine.prepare_for_generation()
-    check_generation(engine, prompts)
+    assert check_generation(engine, prompts) == []
     engine.finish_generation()
 
 
-def test_the_contract_finds_a_wrong_length(tiny_lm, prompts):
-    class Wrong(HuggingFaceGeneration):
+def changed(key, change):
+    """A policy whose ``generate`` returns something else under one key."""
+
+    class Changed(HuggingFacePolicy):
         def generate(self, data, greedy=False):
             output = super().generate(data, greedy)
-            output["generation_lengths"] = output["generation_lengths"] + 1
+            output[key] = change(output[key])
             return output
 
-    with pytest.raises(AssertionError):
-        check_generation(Wrong(tiny_lm(), max_new_tokens=4), prompts)
+    return Changed
+
+
+def scored(change):
+    class Scored(HuggingFacePolicy):
+        def get_logprobs(self, data):
+            return BatchedDataDict({"logprobs": change(super().get_logprobs(data)["logprobs"])})
+
+    return Scored
+
+
+class Untrained(HuggingFacePolicy):
+    def train(self, data, loss_fn):
+        return {"nll": 0.0}
+
+
+class MovingReference(HuggingFacePolicy):
+    def get_reference_logprobs(self, data):
+        return self.get_logprobs(data)
+
+
+class OtherReference(HuggingFacePolicy):
+    def get_reference_logprobs(self, data):
+        return BatchedDataDict({"logprobs": self.get_logprobs(data)["logprobs"] - 1})
+
+
+class Restless(HuggingFacePolicy):
+    def generate(self, data, greedy=False):
+        return super().generate(data, greedy=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (changed("generation_lengths", lambda lengths: lengths + 1), "unpadded_sequence_lengths are"),
+        (changed("output_ids", lambda ids: ids[:, :-1]), "too narrow"),
+        (changed("output_ids", lambda ids: ids.roll(1, 1)), "the prompt, then the response"),
+        (changed("logprobs", lambda logprobs: logprobs[:, 1:]), "required: float32"),
+        (changed("logprobs", lambda logprobs: logprobs - 1), "not 0 outside the response"),
+        (changed("logprobs", lambda logprobs: 0.5 * logprobs), "generate and get_logprobs disagree"),
+        (scored(lambda logprobs: logprobs.double()), "get_logprobs returned torch.float64"),
+        (scored(lambda logprobs: logprobs - 1), "0 for the first token"),
+        (Untrained, "without 'loss'"),
+        (Untrained, "changed no log-probability"),
+        (MovingReference, "changed the reference"),
+        (OtherReference, "Before training"),
+        (Restless, "the second time"),
+    ],
+)
+def test_each_violation_of_the_contract_is_named(wrong, sentence, tiny_lm, prompts):
+    report = check_policy(wrong(tiny_lm(), max_new_tokens=4, learning_rate=1e-2), prompts)
+    assert any(sentence in line for line in report), report
 
 
 @pytest.mark.parametrize("interface", [PolicyInterface, GenerationInterface])

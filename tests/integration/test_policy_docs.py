@@ -43,8 +43,9 @@ class GenerationByTransformers(HuggingFaceGeneration):
     def __init__(self, cluster, config):
         print("vLLM is not installed: HuggingFaceGeneration in its place")
         engine = {"vllm_cfg", "tensor_parallel_size", "gpu_memory_utilization", "backend"}
-        nested = {"max_model_len": value for key, value in config.get("vllm_cfg", {}).items() if key == "max_model_len"}
-        super().__init__(**{key: value for key, value in config.items() if key not in engine} | nested)
+        flat = {key: value for key, value in config.items() if key not in engine}
+        flat.setdefault("max_model_len", config.get("vllm_cfg", {}).get("max_model_len"))
+        super().__init__(**flat)
 
 
 @pytest.fixture

@@ -209,13 +209,26 @@ def test_bad_settings_name_the_value_and_what_to_type(tiny_lm, settings, error, 
 
 
 def test_a_folder_without_a_model_or_with_missing_weights_is_refused(tiny_lm, tmp_path):
-    with pytest.raises(CheckpointError, match="neither a checkpoint folder.*model_name="):
-        HuggingFaceGeneration(str(tmp_path))
+    for device_map in ("auto", {"": "cpu"}):
+        with pytest.raises((CheckpointError, ConfigError), match=str(tmp_path)):
+            HuggingFaceGeneration(str(tmp_path / "no_such"), device_map=device_map)
+        with pytest.raises((CheckpointError, ConfigError), match=str(tmp_path)):
+            HuggingFaceGeneration(str(tmp_path), device_map=device_map)
     model = AutoModelForCausalLM.from_pretrained(tiny_lm())
     state = {name: tensor for name, tensor in model.state_dict().items() if "q_proj" not in name}
     model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(CheckpointError, match="lacks 2 weights.*q_proj"):
-        HuggingFaceGeneration(str(tmp_path))
+    for device_map in ("auto", {"": "cpu"}):
+        with pytest.raises(CheckpointError, match="q_proj"):
+            HuggingFaceGeneration(str(tmp_path), device_map=device_map)
+
+
+@pytest.mark.parametrize("device_map", [None, "auto", {"": "cpu"}])
+def test_placement_does_not_change_the_output(tiny_lm, prompts, device_map):
+    outputs = [
+        HuggingFaceGeneration(tiny_lm(), max_new_tokens=4, device_map=where).generate(prompts, greedy=True)["output_ids"]
+        for where in (None, device_map)
+    ]
+    assert outputs[0].equal(outputs[1])
 
 
 def test_padding_on_the_left_and_empty_prompts_are_refused(tiny_lm, prompts):

@@ -1,0 +1,387 @@
+"""Any Hugging Face language or vision-language model as a module to train, without code for its family."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mxfp4Config, PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.modeling_utils import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rlinf.errors import CheckpointError, ConfigError
+
+AUTO_CLASSES = (AutoModelForImageTextToText, AutoModelForCausalLM)
+"""What makes a class usable: one of them knows it. The first one wins where ``architectures`` leaves the choice."""
+
+
+class HFModel(nn.Module):
+    """A causal or image-text-to-text model of transformers, as training, FSDP and weight sync want it.
+
+    The class inside is the one that ``architectures`` of ``config.json`` names; ``forward``, logits and names of the
+    weights are its own. Buffers that no checkpoint holds (rotary frequencies) keep their values and number format,
+    whatever the weights are converted to: 16-bit frequencies give wrong positions.
+
+    Args:
+        model: The model to wrap; ``from_pretrained`` and ``from_config`` make one.
+
+    Attributes:
+        model: The wrapped model.
+        trained_in_full: Nothing is trained beside LoRA adapters.
+        base_model_prefix: Where the wrapped model is, for PEFT.
+    """
+
+    trained_in_full: ClassVar[tuple[str, ...]] = ()
+    base_model_prefix: ClassVar[str] = "model"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        config: PreTrainedConfig | None = None,
+        dtype: torch.dtype = torch.float32,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> HFModel:
+        """Load a checkpoint; weights are read one by one into an empty model, so there is never a second copy.
+
+        Args:
+            path: Folder with safetensors (one file, or shards and an index), or hub id.
+            config: The folder's configuration, perhaps changed; None: as it is.
+            dtype: Number format of the weights. Mxfp4 experts (GPT-OSS) are dequantised, which is exact in 16 bits too.
+            attn_implementation: Attention kernel; None, and ``sdpa`` for a class that has none: transformers' choice.
+            trust_remote_code: Run the Python code of the folder.
+
+        Raises:
+            CheckpointError: ``path`` cannot be read, or a weight is missing, unexpected or of another shape.
+            ConfigError: See ``model_class_of``; or the weights are quantised, or the attention kernel does not exist.
+        """
+        config = config or load_config(path, trust_remote_code)
+        model_class = model_class_of(config, path, trust_remote_code)
+        arguments = {"dtype": dtype, **_attention(model_class, attn_implementation)}
+        quantization = _dequantization(config)
+        try:
+            model, info = model_class.from_pretrained(
+                path,
+                config=config,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, with everything else that does not fit
+                trust_remote_code=trust_remote_code,
+                **arguments,
+                **quantization,
+            )
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"The weights of '{path}' cannot be read: {error}. Type model.model_path=<complete checkpoint folder>"
+            ) from error
+        _check_complete(path, info)
+        # For classes outside transformers, loading leaves these buffers without values.
+        computed = _unsaved_buffers(_without_weights(model_class, config, **arguments))
+        for key, (buffers, name) in _unsaved_buffers(model).items():
+            buffers[name] = computed[key][0][name]
+        if not quantization:
+            return cls(model)
+        model._weight_conversions = None  # these would write packed weights, and save_pretrained would follow them
+        return cls(model).to(dtype)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: PreTrainedConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        attn_implementation: str | None = None,
+        meta: bool = False,
+    ) -> HFModel:
+        """Make a model with random weights, or with weights on torch's meta device, which take no memory.
+
+        Args:
+            config: Configuration of any causal or image-text-to-text model.
+            dtype: Number format of the weights.
+            attn_implementation: As in ``from_pretrained``.
+            meta: Leave the weights on the meta device, for ``materialize``; buffers are real.
+        """
+        model_class = model_class_of(config)
+        arguments = {"dtype": dtype, **_attention(model_class, attn_implementation)}
+        if meta:
+            return cls(_without_weights(model_class, config, **arguments))
+        return cls(model_class._from_config(copy.deepcopy(config), **arguments))
+
+    @property
+    def model_class(self) -> type[PreTrainedModel]:
+        """Class of the wrapped model."""
+        return type(self.model)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Configuration of the wrapped model."""
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the first weight."""
+        return next(self.parameters()).device
+
+    @property
+    def fsdp_wrap_modules(self) -> tuple[str, ...]:
+        """Classes that are sharded as units: the layers that the model itself says must not be split."""
+        present = {type(module).__name__ for module in self.model.modules()}
+        return tuple(sorted(set(self.model._no_split_modules or ()) & present))
+
+    @property
+    def lora_target_modules(self) -> tuple[str, ...]:
+        """Last parts of the names of all linear layers inside the units of ``fsdp_wrap_modules``."""
+        units = [module for module in self.model.modules() if type(module).__name__ in self.fsdp_wrap_modules]
+        layers = [item for unit in units for item in unit.named_modules() if isinstance(item[1], (nn.Linear, Conv1D))]
+        return tuple(sorted({name.rpartition(".")[2] for name, _ in layers}))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> Any:
+        """Run the wrapped model.
+
+        Args:
+            input_ids: int64 ``[B, S]``.
+            attention_mask: ``[B, S]``, 0 at padding.
+            **inputs: What else its ``forward`` takes: ``pixel_values``, ``labels``, ``position_ids``, ...
+
+        Returns:
+            Its output, with ``logits [B, S, V]``.
+        """
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute activations in the backward pass."""
+        self.model.gradient_checkpointing_enable()
+
+    def materialize(self, device: str | torch.device) -> HFModel:
+        """Give weights of the meta device memory, without values, and tie again what is tied."""
+        self.to_empty(device=device)
+        self.model.tie_weights()
+        return self
+
+    def public_state_dict(self, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return the weights under the names, and in the pieces, of a public checkpoint; tied ones once.
+
+        These differ from the model's own where transformers renames or joins weights while loading (VLMs, experts).
+
+        Args:
+            state_dict: Gathered weights under the names of ``self.state_dict()``; None: the model's own.
+        """
+        own = self._inner_names(self.state_dict() if state_dict is None else state_dict)
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        return revert_weight_conversion(self.model, {name: own[name] for name in own if name not in tied})
+
+    def save_pretrained(
+        self, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None, **options: Any
+    ) -> None:
+        """Write a folder that transformers loads.
+
+        Args:
+            folder: Created if missing.
+            state_dict: Gathered weights under the names of ``self.state_dict()``; None: the model's own.
+            **options: As in transformers (``max_shard_size``).
+        """
+        own = self._inner_names(self.state_dict() if state_dict is None else state_dict)
+        self.model.save_pretrained(folder, state_dict=own, **options)
+
+    def _inner_names(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name.removeprefix("model."): tensor for name, tensor in state_dict.items()}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HFModel:
+        """Convert or move weights; of buffers outside the state dict only the device changes."""
+        kept = [(buffers, name, buffers[name]) for buffers, name in _unsaved_buffers(self).values()]
+        super()._apply(fn, recurse)
+        for buffers, name, buffer in kept:
+            device = buffers[name].device
+            buffers[name] = buffer if device.type == "meta" else buffer.to(device)
+        return self
+
+
+def load_sharded(
+    path: str | Path,
+    device: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> HFModel:
+    """Load a checkpoint over all ranks (a collective call): rank 0 holds it once, every rank its shards.
+
+    Args:
+        path: As in ``HFModel.from_pretrained``.
+        device: ``cpu`` or ``cuda``.
+        dtype: Number format of the weights.
+        attn_implementation: Attention kernel.
+        trust_remote_code: Run the Python code of the folder.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    from rlinf.distributed.process_group import rank
+    from rlinf.training.fsdp import shard
+
+    arguments = {"dtype": dtype, "attn_implementation": attn_implementation}
+    full = {}
+    if rank() == 0:
+        whole = HFModel.from_pretrained(path, trust_remote_code=trust_remote_code, **arguments)
+        full = whole.state_dict()
+    config = load_config(path, trust_remote_code)
+    model = HFModel.from_config(config, meta=True, **arguments)
+    shard(model, device)
+    model.materialize(device)
+    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return model
+
+
+def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Read the configuration of a folder or hub id.
+
+    Raises:
+        CheckpointError: There is none to read.
+        ConfigError: Its model type is unknown to transformers, and its code is not trusted.
+    """
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise CheckpointError(
+            f"model.model_path is '{path}', which is neither a checkpoint folder with a config.json nor a reachable "
+            f"hub id ({error}). Type model.model_path=<folder>"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"The config.json of '{path}' is of no model type that transformers knows ({error}). Type "
+            "model.trust_remote_code=true if the folder brings its own code, or model.model_path=<another folder>"
+        ) from error
+
+
+def model_class_of(
+    config: PreTrainedConfig, path: str | Path | None = None, trust_remote_code: bool = False
+) -> type[PreTrainedModel]:
+    """Return the class that ``config.architectures`` names.
+
+    One entry: that class, from transformers, registered with an Auto class, or from the folder's own code. No entry:
+    what the Auto classes choose for the configuration, a vision-language model first.
+
+    Args:
+        config: Model configuration.
+        path: Folder or hub id that the code of ``config.auto_map`` lies in.
+        trust_remote_code: Run that code.
+
+    Raises:
+        ConfigError: Two entries or more, or a class that is no causal or image-text-to-text model.
+    """
+    names = list(config.architectures or ())
+    if len(names) > 1:
+        raise ConfigError(
+            f"architectures in the config.json of '{path or type(config).__name__}' names {len(names)} classes ({', '.join(names)}); "
+            f"required: one. Type 'model.override_config.architectures=[{names[0]}]'"
+        )
+    code = getattr(config, "auto_map", None) or {}
+    for auto_class in AUTO_CLASSES:
+        found = auto_class._model_mapping[type(config)] if type(config) in auto_class._model_mapping else None
+        if found is None and trust_remote_code and path is not None and auto_class.__name__ in code:
+            found = get_class_from_dynamic_module(code[auto_class.__name__], str(path))
+        if found is not None and names in ([], [found.__name__]):
+            return found
+    raise ConfigError(
+        f"'{path or type(config).__name__}' has the model type '{config.model_type}' and architectures {names}; required: a "
+        f"class of {' or '.join(each.__name__ for each in AUTO_CLASSES)}, in transformers or (with "
+        "model.trust_remote_code=true) in the folder. Type model.model_path=<another folder>"
+    )
+
+
+def check_tensor_parallel(config: PreTrainedConfig, tp_size: int, key: str) -> None:
+    """Refuse a tensor parallel size that does not divide the attention heads, before anything is allocated.
+
+    Args:
+        config: Model configuration.
+        tp_size: Ranks that share each layer (of a rollout engine; the trainer shards by FSDP only).
+        key: Configuration key, for the message.
+
+    Raises:
+        ConfigError: ``num_attention_heads`` or ``num_key_value_heads`` does not divide; fewer key-value heads than
+            ranks may be copied, if they divide the ranks.
+    """
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    for name, number in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+        copied = name == "num_key_value_heads" and tp_size % number == 0
+        if number % tp_size and not copied:
+            fitting = max(
+                size
+                for size in range(1, tp_size)
+                if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+            )
+            raise ConfigError(
+                f"{key}={tp_size} does not divide {name}={number} of '{config.model_type}'. Type {key}={fitting}"
+            )
+
+
+def _without_weights(model_class: type[PreTrainedModel], config: PreTrainedConfig, **arguments: Any) -> PreTrainedModel:
+    """Build a model whose weights are on the meta device, and whose buffers have their values."""
+    with init_empty_weights(include_buffers=False):
+        model = model_class._from_config(copy.deepcopy(config), **arguments)
+    model.tie_weights()  # moving the weights to the meta device one by one has separated them
+    return model
+
+
+def _unsaved_buffers(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
+    """Return, by full name, where to find the buffers outside the state dict: a module's dict, and the name in it."""
+    return {
+        f"{prefix}.{name}": (module._buffers, name)
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+        if module._buffers.get(name) is not None
+    }
+
+
+def _attention(model_class: type[PreTrainedModel], implementation: str | None) -> dict[str, str]:
+    if implementation is None or (implementation == "sdpa" and not model_class._supports_sdpa):
+        return {}
+    if implementation == "flash_attention_2" and not model_class._supports_flash_attn:
+        raise ConfigError(
+            f"model.attn_implementation=flash_attention_2 does not exist for {model_class.__name__}. "
+            "Type model.attn_implementation=sdpa"
+        )
+    return {"attn_implementation": implementation}
+
+
+def _dequantization(config: PreTrainedConfig) -> dict[str, Any]:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return {}
+    values = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+    method = str(values.get("quant_method"))
+    if method == "mxfp4":
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    raise ConfigError(
+        f"The checkpoint is quantised by '{method}', and its weights cannot be trained; required: weights in 16 or 32 bits, or "
+        "mxfp4, which is dequantised. Type model.model_path=<folder of the unquantised model>"
+    )
+
+
+def _check_complete(path: str | Path, info: Mapping[str, Any]) -> None:
+    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    mismatched = sorted(str(key) for key in info["mismatched_keys"])
+    if missing or unexpected or mismatched:
+        raise CheckpointError(
+            f"The weights in '{path}' do not fit its config.json: missing {missing[:5]} ({len(missing)}), unexpected "
+            f"{unexpected[:5]} ({len(unexpected)}), of another shape {mismatched[:5]} ({len(mismatched)}). "
+            "Type model.model_path=<another folder>"
+        )
+
+
+HFLLMModel = HFModel
+"""Name of ``HFModel`` when it wrapped language models only."""

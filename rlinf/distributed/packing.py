@@ -4,7 +4,8 @@ A packed row holds sequences one after another, and position ids that begin at 0
 block-diagonal. Models of transformers that build their masks with ``create_causal_mask`` do that by themselves from the
 position ids when they get no attention mask and no cache, for the kernels ``eager``, ``sdpa``, ``flex_attention`` and
 ``flash_attention_2``, sliding windows included. Models with another memory than attention (state-space or convolution layers)
-do not; ``keeps_sequences_apart`` tells.
+do not, nor do a few whose attention is their own; ``keeps_sequences_apart`` tells. Of the kernels, ``eager`` and ``sdpa`` are
+tested here.
 """
 
 from __future__ import annotations
@@ -136,16 +137,15 @@ def pack_rows(input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def keeps_sequences_apart(model: nn.Module, input_ids: Tensor, tolerance: float = 1e-2) -> bool:
+def keeps_sequences_apart(model: nn.Module, input_ids: Tensor) -> bool:
     """Whether a packed row gives the logits of its sequences alone, tried on two short ones.
 
     Args:
         model: Causal language model in evaluation mode.
         input_ids: ``[2, S]`` tokens without padding.
-        tolerance: Largest accepted difference, relative to the largest logit.
     """
-    lengths = torch.full((2,), input_ids.shape[1])
-    packed_ids, positions = pack_rows(input_ids, lengths)
-    alone = model(input_ids=input_ids, use_cache=False).logits.float().flatten(0, 1)
-    packed = model(input_ids=packed_ids, position_ids=positions, use_cache=False).logits.float()[0]
-    return bool((alone - packed).abs().max() <= tolerance * alone.abs().max())
+    packed_ids, positions = pack_rows(input_ids, torch.full((2,), input_ids.shape[1]))
+    alone = model(input_ids=input_ids, use_cache=False).logits.flatten(0, 1)
+    packed = model(input_ids=packed_ids, position_ids=positions, use_cache=False).logits[0]
+    tolerance = 1e-3 if alone.dtype == torch.float32 else 5e-2  # of the largest logit; 16 bits round in another order
+    return bool((alone.float() - packed.float()).abs().max() <= tolerance * alone.float().abs().max())

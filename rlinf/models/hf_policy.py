@@ -75,6 +75,7 @@ class HuggingFacePolicy(PolicyInterface):
     def __init__(self, model_name: str, **kwargs: Any) -> None:
         self.config = from_mapping(HuggingFacePolicyConfig, kwargs)
         _check(self.config)
+        lora = None if self.config.lora is None else from_mapping(LoraConfig, self.config.lora, "lora")
         self.model_name = model_name
         self.temperature = self.config.temperature
         self.model = load_causal_lm(model_name, self.config)
@@ -83,8 +84,8 @@ class HuggingFacePolicy(PolicyInterface):
                 f"sequence_packing=True, but {type(self.model).__name__} lets packed sequences see each other. "
                 "Type sequence_packing=False"
             )
-        if self.config.lora is not None:
-            _add_adapters(self.model, from_mapping(LoraConfig, self.config.lora, "lora"))
+        if lora is not None:
+            _add_adapters(self.model, lora)
         if self.config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._optimizer = _MasterAdamW(self.model, self.config.learning_rate, self.config.weight_decay)
@@ -120,7 +121,7 @@ class HuggingFacePolicy(PolicyInterface):
         """Take one optimiser step.
 
         Args:
-            data: Rows of this rank. A ``TokenLoss`` that needs ``reference_logprobs`` gets them here if they are missing.
+            data: Rows of this rank, one or more. A ``TokenLoss`` that needs ``reference_logprobs`` gets them here if they are missing.
             loss_fn: A ``TokenLoss`` is evaluated in micro-batches; any other ``loss_fn(model, data)`` gets the whole batch
                 at once, since how it averages is not known.
 

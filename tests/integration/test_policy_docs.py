@@ -216,6 +216,14 @@ def test_the_validation_example_prints_its_warning_only_where_it_should(names, c
     assert run(text, dict(names))["is_consistent"] is False and "Warning" in capsys.readouterr().out
 
 
+def test_the_page_of_the_project_runs(tiny_lm):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    done = run("\n".join(blocks), {"model_name": tiny_lm()})
+    assert {"loss", "grad_norm", "kl_to_reference", "clip_fraction"} <= done["metrics"].keys()
+
+
 def test_a_pipeline_of_generation_scores_and_preferences(tiny_lm, prompts):
     """What the document's complete example does, where the document is not at hand."""
     policy = models.HuggingFacePolicy(tiny_lm(), learning_rate=1e-3)

@@ -61,23 +61,27 @@ def test_logprobs_of_a_generation_are_those_it_reported(tiny_lm, batch):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
-@pytest.mark.parametrize("packing", [False, True])
-def test_micro_batches_by_tokens_change_nothing(tiny_lm, batch, family, packing):
+@pytest.mark.parametrize(("packing", "kernel"), [(False, "sdpa"), (True, "sdpa"), (True, "eager")])
+def test_micro_batches_by_tokens_change_nothing(tiny_lm, batch, family, packing, kernel):
     folder = tiny_lm(family, **({"sliding_window": 3} if family == "mistral" else {}))
     plain = HuggingFacePolicy(folder).get_logprobs(batch)["logprobs"]
-    policy = HuggingFacePolicy(folder, max_tokens_per_microbatch=11, sequence_packing=packing)
+    policy = HuggingFacePolicy(
+        folder, max_tokens_per_microbatch=11, sequence_packing=packing, attn_implementation=kernel
+    )
+    assert policy.model.config._attn_implementation == kernel
     assert (policy.get_logprobs(batch)["logprobs"] - plain).abs().max() < 1e-5
 
 
-def test_packing_is_refused_where_sequences_see_each_other(tiny_lm, monkeypatch):
-    from rlinf.distributed import packing
-
-    def without_positions(ids, lengths):
-        return ids.reshape(1, -1), torch.arange(ids.numel()).unsqueeze(0)
-
-    monkeypatch.setattr(packing, "pack_rows", without_positions)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM.*Type sequence_packing=False"):
-        HuggingFacePolicy(tiny_lm(), sequence_packing=True, max_tokens_per_microbatch=16)
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("mamba", {}), ("gpt_oss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2})],
+)
+def test_packing_is_refused_where_sequences_see_each_other(tiny_lm, family, fields):
+    """A state-space model, and one whose attention takes no notice of position ids that begin again."""
+    folder = tiny_lm(family, **fields)
+    HuggingFacePolicy(folder, max_tokens_per_microbatch=16)
+    with pytest.raises(ConfigError, match="sequence_packing=True.*Type sequence_packing=False"):
+        HuggingFacePolicy(folder, max_tokens_per_microbatch=16, sequence_packing=True)
 
 
 # -- reference ---------------------------------------------------------------------------------------------------

@@ -276,7 +276,6 @@ def _add_adapters(model: Any, lora: LoraConfig) -> None:
 def _without_adapters(model: nn.Module) -> Iterator[None]:
     """Switch the adapters off inside, and on again whatever happens."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for layer in layers:
             layer.enable_adapters(False)
@@ -284,8 +283,6 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
-        for parameter in trainable:  # enable_adapters freezes and thaws as a side effect.
-            parameter.requires_grad_(True)
 
 
 def _sum_gradients(parameters: list[nn.Parameter]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 
 import torch
 from torch import Tensor
@@ -69,7 +68,7 @@ def log_probability_error(training: Tensor, inference: Tensor, mask: Tensor) -> 
             "No token was generated, so there is nothing to compare. Give shorter prompts or max_new_tokens=8"
         )
     differences = (training.float() - inference.to(training.device).float()).abs()[mask.to(training.device)]
-    return float(differences.exp().mean()) if not differences.isnan().any() else math.nan
+    return float(differences.exp().mean())
 
 
 def response_mask(output: BatchedDataDict) -> Tensor:

@@ -239,6 +239,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight(tiny_lm, batch):
     with pytest.raises(NonFiniteError, match="loss is nan"):
         policy.train(batch, GRPOLossFn())
     assert largest_change(before, weights_of(policy)) == 0
+    assert math.isfinite(policy.train(batch, NLLLossFn())["grad_norm"]), "nothing of it is left for the next step"
 
 
 @pytest.mark.parametrize(

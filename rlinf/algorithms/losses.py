@@ -70,17 +70,20 @@ def clipped_policy_loss(
     return torch.where(mask, losses, 0.0).sum(), metrics
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str) -> Tensor:
+def kl_penalty(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str, weights: Tensor | float = 1.0
+) -> Tensor:
     """Sum over valid elements of an estimate of KL(policy || reference) (Schulman 2020, "Approximating KL divergence").
 
-    With ``d = logprobs - ref_logprobs``: k1 = ``d``, k2 = ``d^2 / 2``, k3 = ``exp(-d) - 1 + d``.
+    With ``d = logprobs - ref_logprobs``: k1 = ``d``, k2 = ``d^2 / 2``, k3 = ``exp(-d) - 1 + d``. ``weights``, broadcastable
+    to them, multiply the elements.
     """
     d = torch.where(mask, logprobs - ref_logprobs, 0.0)
     if estimator == "k1":
-        return d.sum()
+        return (weights * d).sum()
     if estimator == "k2":
-        return (d**2 / 2).sum()
-    return (torch.exp(-d) - 1 + d).sum()
+        return (weights * d**2 / 2).sum()
+    return (weights * (torch.exp(-d) - 1 + d)).sum()
 
 
 def value_loss(

@@ -1,4 +1,5 @@
-"""The command ``rlinf``: ``train``, ``sft``, ``evaluate``, ``export``, ``doctor``, ``models``."""
+"""The command ``rlinf``: ``train``, ``sft``, ``evaluate``, ``export``, ``doctor``, ``diagnose``,
+``models``."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ COMMANDS = {
     "evaluate": ("rlinf.cli.evaluate:evaluate", "success rate of a checkpoint on held-out episodes, with videos"),
     "export": ("rlinf.cli.export:export", "a checkpoint as a folder for from_pretrained, adapters merged if asked"),
     "doctor": ("rlinf.cli.doctor:doctor", "what works on this machine, and the memory that an experiment needs"),
+    "diagnose": ("rlinf.cli.diagnose:diagnose", "whether a language model generates within its length, and as it scores"),
     "models": ("rlinf.cli.listing:models", "registered models, envs, algorithms and experiments"),
 }
 

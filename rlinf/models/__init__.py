@@ -42,7 +42,12 @@ __all__ = [
 logger = logging.getLogger("rlinf")
 
 
-_LAZY = {"HFModel": "rlinf.models.hf_model", "HFLLMModel": "rlinf.models.hf_model"}
+_LAZY = {
+    "HFModel": "rlinf.models.hf_model",
+    "HFLLMModel": "rlinf.models.hf_model",
+    "HuggingFacePolicy": "rlinf.models.hf_policy",
+    "MegatronPolicy": "rlinf.models.megatron_policy",
+}
 
 
 def __getattr__(name: str) -> Any:

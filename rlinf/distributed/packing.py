@@ -1,0 +1,151 @@
+"""Which rows share a forward pass: bins of sequences, and several sequences laid end to end in one row.
+
+A packed row holds sequences one after another, and position ids that begin at 0 with each. Attention then has to be
+block-diagonal. Models of transformers that build their masks with ``create_causal_mask`` do that by themselves from the
+position ids when they get no attention mask and no cache, for the kernels ``eager``, ``sdpa``, ``flex_attention`` and
+``flash_attention_2``, sliding windows included. Models with another memory than attention (state-space or convolution layers)
+do not, nor do a few whose attention is their own; ``keeps_sequences_apart`` tells. Of the kernels, ``eager`` and ``sdpa`` are
+tested here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.errors import ConfigError
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multiple: int = 1) -> list[list[int]]:
+    """Pack items into few bins: the longest first, each into the first bin with room (Johnson 1973).
+
+    Args:
+        lengths: Tokens of each item.
+        capacity: Largest sum of a bin.
+        num_bins_multiple: The number of bins is brought to a multiple of this by halving the bins with most items.
+
+    Returns:
+        Item indices of each bin, ascending; bins in the order in which they were opened.
+
+    Raises:
+        ConfigError: An item is longer than ``capacity``, or there are too few items for the multiple.
+    """
+    check_fits(lengths, capacity)
+    if len(lengths) < num_bins_multiple:
+        raise ConfigError(
+            f"{len(lengths)} sequences do not make {num_bins_multiple} bins. Use shards={len(lengths)} or fewer"
+        )
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        chosen = next((index for index, left in enumerate(room) if lengths[item] <= left), None)
+        if chosen is None:
+            chosen = len(bins)
+            bins.append([])
+            room.append(capacity)
+        bins[chosen].append(item)
+        room[chosen] -= lengths[item]
+    while len(bins) % num_bins_multiple:
+        largest = max(range(len(bins)), key=lambda index: len(bins[index]))
+        bins.append(bins[largest][1::2])
+        bins[largest] = bins[largest][::2]
+    return [sorted(each) for each in bins]
+
+
+def token_budget_runs(lengths: Sequence[int], max_tokens: int, length_multiple: int = 1) -> list[int]:
+    """Cut rows into runs whose padded size ``rows * longest`` stays within a number of tokens.
+
+    Args:
+        lengths: Tokens of each row, in the order in which the rows are taken.
+        max_tokens: Largest padded size of a run.
+        length_multiple: The longest is rounded up to a multiple of this.
+
+    Returns:
+        Number of rows of each run.
+
+    Raises:
+        ConfigError: A single row is larger than ``max_tokens``.
+    """
+    rounded = [-(-length // length_multiple) * length_multiple for length in lengths]
+    check_fits(rounded, max_tokens)
+    runs: list[int] = []
+    longest = 0
+    for length in rounded:
+        if runs and max(longest, length) * (runs[-1] + 1) <= max_tokens:
+            runs[-1] += 1
+            longest = max(longest, length)
+        else:
+            runs.append(1)
+            longest = length
+    return runs
+
+
+def micro_batch_rows(
+    lengths: Sequence[int], max_tokens: int, packed: bool, rows_per_sample: int = 1
+) -> list[list[int]]:
+    """Group the rows of one process into micro-batches by tokens.
+
+    Args:
+        lengths: Tokens of each row.
+        max_tokens: Largest padded size of a micro-batch; of a packed one, the largest sum of lengths.
+        packed: Bins by first-fit decreasing; else runs of rows of like length.
+        rows_per_sample: This many neighbouring rows stay together.
+
+    Returns:
+        Row numbers of each micro-batch.
+    """
+    samples = [lengths[start : start + rows_per_sample] for start in range(0, len(lengths), rows_per_sample)]
+    if packed:
+        groups = first_fit_decreasing([sum(sample) for sample in samples], max_tokens)
+    else:
+        order = sorted(range(len(samples)), key=lambda index: -max(samples[index]))
+        runs = token_budget_runs([rows_per_sample * max(samples[index]) for index in order], max_tokens)
+        ends = [sum(runs[: index + 1]) for index in range(len(runs))]
+        groups = [order[end - run : end] for run, end in zip(runs, ends, strict=True)]
+    return [[sample * rows_per_sample + row for sample in group for row in range(rows_per_sample)] for group in groups]
+
+
+def check_fits(lengths: Sequence[int], max_tokens: int) -> None:
+    """Refuse sequences that no micro-batch can hold.
+
+    Raises:
+        ConfigError: Names the longest.
+    """
+    longest = max(lengths, default=0)
+    if longest > max_tokens:
+        raise ConfigError(
+            f"A sequence of {longest} tokens is longer than max_tokens_per_microbatch={max_tokens}. "
+            f"Use max_tokens_per_microbatch={longest} or more"
+        )
+
+
+def pack_rows(input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Lay right-padded rows end to end.
+
+    Args:
+        input_ids: ``[B, S]``.
+        lengths: int64 ``[B]``, tokens of each row.
+
+    Returns:
+        Token ids and position ids, both ``[1, sum(lengths)]``; the positions of each sequence begin at 0.
+    """
+    mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths.to(input_ids.device).unsqueeze(1)
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    return input_ids[mask].unsqueeze(0), positions[mask].unsqueeze(0)
+
+
+@torch.no_grad()
+def keeps_sequences_apart(model: nn.Module, input_ids: Tensor) -> bool:
+    """Whether a packed row gives the logits of its sequences alone, tried on two short ones.
+
+    Args:
+        model: Causal language model in evaluation mode.
+        input_ids: ``[2, S]`` tokens without padding.
+    """
+    packed_ids, positions = pack_rows(input_ids, torch.full((2,), input_ids.shape[1]))
+    alone = model(input_ids=input_ids, use_cache=False).logits.flatten(0, 1)
+    packed = model(input_ids=packed_ids, position_ids=positions, use_cache=False).logits[0]
+    tolerance = 1e-3 if alone.dtype == torch.float32 else 5e-2  # of the largest logit; 16 bits round in another order
+    return bool((alone.float() - packed.float()).abs().max() <= tolerance * alone.float().abs().max())

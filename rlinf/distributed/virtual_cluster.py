@@ -1,0 +1,50 @@
+"""The accelerators that an engine may use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rlinf.errors import ConfigError
+
+
+class RayVirtualCluster:
+    """Processes of this machine, one to each accelerator; a place in the code where further machines will come in.
+
+    Ray is not used: one machine does not need it, and more than one are refused.
+
+    Args:
+        bundle_ct_per_node_list: Processes on each machine: ``[4]`` is one machine with four.
+        use_gpus: Each process needs a GPU of its own.
+
+    Raises:
+        ConfigError: There are fewer GPUs than asked for, or more machines than one.
+    """
+
+    def __init__(self, bundle_ct_per_node_list: Sequence[int], use_gpus: bool = True) -> None:
+        counts = list(bundle_ct_per_node_list)
+        if len(counts) != 1 or counts[0] < 1:
+            raise ConfigError(
+                f"RayVirtualCluster got {counts}; required: the number of processes on this one machine. "
+                "Type RayVirtualCluster([1])"
+            )
+        found = torch.cuda.device_count()
+        if use_gpus and found < counts[0]:
+            raise ConfigError(
+                f"RayVirtualCluster({counts}) needs {counts[0]} GPUs, and torch sees {found}. "
+                f"Type RayVirtualCluster([{found}])"
+                if found
+                else f"RayVirtualCluster({counts}) needs {counts[0]} GPUs, and torch sees none. "
+                f"Type RayVirtualCluster({counts}, use_gpus=False)"
+            )
+        self._num_processes = counts[0]
+        self.use_gpus = use_gpus
+
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self._num_processes
+
+    def node_count(self) -> int:
+        """Number of machines."""
+        return 1

@@ -1,0 +1,142 @@
+"""Loading a causal language model for policies and generation, from a folder or a hub id."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlinf.config.options import option
+from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
+from rlinf.models.hf_model import HFModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class CausalLMConfig:
+    """How weights are loaded."""
+
+    torch_dtype: Any = option("float32", "Number format of the weights: float32, bfloat16, float16 or a torch.dtype.")
+    device_map: Any = option(
+        "auto", "Placement as in transformers; auto: the CPU, the only accelerator, or spread over all; null: the CPU."
+    )
+    trust_remote_code: bool = option(False, "Run Python code that lies in the checkpoint folder.")
+    load_in_8bit: bool = option(False, "Quantise to 8 bits (bitsandbytes, CUDA).")
+    load_in_4bit: bool = option(False, "Quantise to 4 bits (bitsandbytes, CUDA).")
+    attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
+    tokenizer: Any = option(None, "Tokenizer that gives the padding and end tokens where the model names none.")
+
+
+def load_causal_lm(model_name: str, config: CausalLMConfig) -> Any:
+    """Load a model in evaluation mode.
+
+    Args:
+        model_name: Folder or hub id.
+        config: How.
+
+    Raises:
+        ConfigError: The number format is unknown, or two quantisations are asked for.
+        MissingDependencyError: Quantisation without bitsandbytes.
+        CheckpointError: Nothing can be loaded from there, or weights are missing.
+    """
+    dtype = torch_dtype_of(config.torch_dtype)
+    quantization = _quantization(config)
+    num_accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    arguments = {
+        "dtype": dtype,
+        "attn_implementation": config.attn_implementation,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if (
+        quantization
+        or config.device_map not in (None, "auto")
+        or (config.device_map == "auto" and num_accelerators > 1)
+    ):
+        return _load_spread(model_name, device_map=config.device_map, **arguments, **quantization)
+    model = HFModel.from_pretrained(model_name, **arguments).model
+    if config.device_map == "auto" and num_accelerators:
+        model.to(torch.accelerator.current_accelerator())
+    return model.eval()
+
+
+def torch_dtype_of(name: Any) -> torch.dtype:
+    """Return the ``torch.dtype`` of ``"bfloat16"`` (``"torch.bfloat16"``, or the dtype itself).
+
+    Raises:
+        ConfigError: Names no number format of weights.
+    """
+    found = DTYPES.get(str(name).removeprefix("torch."))
+    if found is None:
+        raise ConfigError(f"torch_dtype is '{name}'; required: {', '.join(DTYPES)}. Type torch_dtype='bfloat16'")
+    return found
+
+
+def end_tokens(model: Any, tokenizer: Any, given: int | list[int] | None) -> list[int]:
+    """Ids that end a row: those given, else the model's, else the tokenizer's; an empty list ends none."""
+    candidates = (
+        given,
+        model.generation_config.eos_token_id,
+        model.config.eos_token_id,
+        getattr(tokenizer, "eos_token_id", None),
+    )
+    found = next((value for value in candidates if value is not None), [])
+    return [found] if isinstance(found, int) else list(found)
+
+
+def padding_token(model: Any, tokenizer: Any, given: int | None, ends: list[int]) -> int:
+    """Id that fills rows: the one given, else the model's, the tokenizer's, the first end token, or 0."""
+    candidates = (given, model.generation_config.pad_token_id, getattr(tokenizer, "pad_token_id", None), *ends[:1], 0)
+    return next(value for value in candidates if value is not None)
+
+
+def context_length(model: Any) -> int | None:
+    """Largest number of positions that the model declares; None if it declares none."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off inside, and back to what it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _load_spread(model_name: str, **arguments: Any) -> Any:
+    """Load a model over several devices, or quantised, which transformers does while loading."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(model_name, output_loading_info=True, **arguments)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"'{model_name}' cannot be loaded with device_map={arguments['device_map']} ({error}). Type device_map='auto'"
+        ) from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise CheckpointError(f"'{model_name}' lacks {len(missing)} weights of {type(model).__name__}: {missing[:4]}.")
+    return model.eval()
+
+
+def _quantization(config: CausalLMConfig) -> dict[str, Any]:
+    if config.load_in_8bit and config.load_in_4bit:
+        raise ConfigError("load_in_8bit and load_in_4bit are both True; required: one of them. Type load_in_8bit=False")
+    if not (config.load_in_8bit or config.load_in_4bit):
+        return {}
+    key = "load_in_8bit" if config.load_in_8bit else "load_in_4bit"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingDependencyError(
+            f"{key}=True needs the package bitsandbytes. Type {key}=False, or install it: pip install bitsandbytes"
+        )
+    from transformers import BitsAndBytesConfig
+
+    return {"quantization_config": BitsAndBytesConfig(**{key: True})}

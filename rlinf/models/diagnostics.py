@@ -1,0 +1,146 @@
+"""Does a model generate within its length, and as it scores? ``rlinf diagnose <model>`` prints the answers."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlinf.config.options import from_mapping
+from rlinf.distributed.batched_data_dict import BatchedDataDict
+from rlinf.errors import ConfigError, RLinfError
+from rlinf.models.causal_lm import CausalLMConfig, context_length, load_causal_lm
+from rlinf.models.generation.hf_generation import SamplingConfig, generate_tokens
+from rlinf.models.generation.interfaces import tokens_and_mask
+from rlinf.models.logprobs import sequence_logprobs
+from rlinf.models.validation import log_probability_error, response_mask
+
+BATCH_SIZES = (1, 4)
+PROMPT_LENGTHS = (4, 16)
+NUM_NEW_TOKENS = 16
+THRESHOLD = 1.05
+"""Largest accepted ``mean(exp|difference|)`` of log-probabilities."""
+
+
+class DiagnosticError(RLinfError):
+    """A model failed a diagnostic; the message lists the failed checks."""
+
+
+@dataclass(frozen=True)
+class DiagnosticCheck:
+    """One line of the table.
+
+    Attributes:
+        name: What was tried.
+        passed: Whether it held.
+        detail: The numbers.
+    """
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def test_max_model_len_respected(model_name: str, **kwargs: Any) -> list[DiagnosticCheck]:
+    """Ask for more tokens than ``max_model_len`` leaves room for: prompt and response must fill it exactly.
+
+    Args:
+        model_name: Folder or hub id.
+        **kwargs: Fields of ``CausalLMConfig``.
+
+    Raises:
+        DiagnosticError: A check failed.
+    """
+    return _passed(length_checks(load_causal_lm(model_name, from_mapping(CausalLMConfig, kwargs))), model_name)
+
+
+def test_generation_consistency(model_name: str, **kwargs: Any) -> list[DiagnosticCheck]:
+    """Compare the log-probs of decoding, token by token with a cache, with those of one pass over the finished rows.
+
+    Args:
+        model_name: Folder or hub id.
+        **kwargs: Fields of ``CausalLMConfig``.
+
+    Raises:
+        DiagnosticError: A check failed.
+    """
+    return _passed(consistency_checks(load_causal_lm(model_name, from_mapping(CausalLMConfig, kwargs))), model_name)
+
+
+# These are no tests of this package, in spite of their names.
+test_max_model_len_respected.__test__ = False
+test_generation_consistency.__test__ = False
+
+
+def length_checks(model: Any) -> list[DiagnosticCheck]:
+    """Checks of ``test_max_model_len_respected`` on a loaded model."""
+    limit = min(max(PROMPT_LENGTHS) + NUM_NEW_TOKENS // 2, context_length(model) or 1 << 30)
+    config = SamplingConfig(max_new_tokens=limit, max_model_len=limit, eos_token_id=[])
+    checks = []
+    for batch_size, prompt_len, greedy in _settings(limit):
+        output = _generate(model, _prompts(model, batch_size, prompt_len), config, greedy)
+        longest, shortest = (int(pick(output["unpadded_sequence_lengths"])) for pick in (torch.max, torch.min))
+        detail = f"{shortest} to {longest} tokens, limit {limit}"
+        checks.append(
+            DiagnosticCheck(_name("length", batch_size, prompt_len, greedy), shortest == longest == limit, detail)
+        )
+    try:
+        _generate(model, _prompts(model, 1, limit), config, greedy=True)
+        checks.append(
+            DiagnosticCheck("length, prompt that fills the limit", False, "accepted; it leaves no room for a response")
+        )
+    except ConfigError as error:
+        checks.append(
+            DiagnosticCheck("length, prompt that fills the limit", True, f"refused: {str(error).split('.')[0]}")
+        )
+    return checks
+
+
+@torch.no_grad()
+def consistency_checks(model: Any) -> list[DiagnosticCheck]:
+    """Checks of ``test_generation_consistency`` on a loaded model."""
+    checks = []
+    config = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, eos_token_id=[])
+    for batch_size, prompt_len, greedy in _settings(context_length(model)):
+        output = _generate(model, _prompts(model, batch_size, prompt_len), config, greedy)
+        prefill = sequence_logprobs(model, *tokens_and_mask(output), temperature=config.temperature)
+        error = log_probability_error(prefill, output["logprobs"], response_mask(output))
+        detail = f"mean exp|difference| {error:.6f}, limit {THRESHOLD}"
+        checks.append(
+            DiagnosticCheck(_name("decode against prefill", batch_size, prompt_len, greedy), error <= THRESHOLD, detail)
+        )
+    return checks
+
+
+def _generate(model: Any, prompts: BatchedDataDict, config: SamplingConfig, greedy: bool) -> BatchedDataDict:
+    return generate_tokens(model, prompts, config, greedy, torch.Generator().manual_seed(0))
+
+
+def _settings(limit: int | None) -> list[tuple[int, int, bool]]:
+    lengths = [length for length in PROMPT_LENGTHS if limit is None or length < limit]
+    return list(itertools.product(BATCH_SIZES, lengths, (True, False)))
+
+
+def _prompts(model: Any, batch_size: int, prompt_len: int) -> BatchedDataDict:
+    """Random tokens; the first row has ``prompt_len``, the others one less each, padded on the right."""
+    random = torch.Generator().manual_seed(prompt_len)
+    device = next(model.parameters()).device
+    ids = torch.randint(model.config.get_text_config().vocab_size, (batch_size, prompt_len), generator=random)
+    lengths = torch.tensor([max(1, prompt_len - row) for row in range(batch_size)])
+    mask = torch.arange(prompt_len) < lengths.unsqueeze(1)
+    return BatchedDataDict({"input_ids": ids * mask, "attention_mask": mask.long()}).to(device)
+
+
+def _name(what: str, batch_size: int, prompt_len: int, greedy: bool) -> str:
+    return f"{what}, batch {batch_size}, prompts of {prompt_len}, {'greedy' if greedy else 'sampled'}"
+
+
+def _passed(checks: list[DiagnosticCheck], model_name: str) -> list[DiagnosticCheck]:
+    failed = [f"{check.name}: {check.detail}" for check in checks if not check.passed]
+    if failed:
+        raise DiagnosticError(
+            f"{len(failed)} of {len(checks)} checks of '{model_name}' failed:\n  " + "\n  ".join(failed)
+        )
+    return checks

@@ -1,0 +1,258 @@
+"""Generation with the ``generate`` of transformers, sampled here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig as HFGenerationConfig
+from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
+from rlinf.config.options import from_mapping, option
+from rlinf.distributed.batched_data_dict import BatchedDataDict
+from rlinf.errors import ConfigError
+from rlinf.models.causal_lm import (
+    CausalLMConfig,
+    context_length,
+    end_tokens,
+    evaluation_mode,
+    load_causal_lm,
+    padding_token,
+)
+from rlinf.models.embodiment.base import sample_tokens, token_logprobs
+from rlinf.models.generation.interfaces import (
+    GenerationDatumSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+    tokens_and_mask,
+    verify_right_padding,
+)
+
+_CONSUMED = ("input_ids", "attention_mask", "output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
+
+
+@dataclass
+class SamplingConfig:
+    """How tokens are chosen. What the checkpoint's own generation_config says about sampling is not used."""
+
+    max_new_tokens: int = option(128, "Largest number of tokens of a response.", minimum=1)
+    temperature: float = option(1.0, "Divides the logits; more than 0.", minimum=1e-6)
+    top_p: float | None = option(None, "Sample from the most likely tokens that add up to this.", minimum=0, maximum=1)
+    top_k: int | None = option(None, "Sample from this many most likely tokens.", minimum=1)
+    repetition_penalty: float = option(
+        1.0, "Divides positive logits of earlier tokens (Keskar et al. 2019).", minimum=1e-6
+    )
+    do_sample: bool = option(True, "False: greedy, whatever `generate` is called with.")
+    pad_token_id: int | None = option(None, "Fills rows that ended; null: the model's.")
+    eos_token_id: int | list[int] | None = option(None, "Ends a row; null: the model's; []: none does.")
+    max_model_len: int | None = option(None, "Largest prompt plus response; null: what the model declares.", minimum=1)
+    seed: int = option(0, "Seed of the sampling.")
+
+
+@dataclass
+class HuggingFaceGenerationConfig(CausalLMConfig, SamplingConfig):
+    """Keyword arguments of ``HuggingFaceGeneration``."""
+
+    backend: str = option("hf", "Of a GenerationConfig; this engine is hf.", choices=("hf",))
+
+
+class HuggingFaceGeneration(GenerationInterface):
+    """A model of its own that generates.
+
+    ``logprobs`` of the output are those of ``softmax(logits / temperature)``, before top-k, top-p and the repetition
+    penalty: what ``get_logprobs`` of a policy with this temperature gives. Sampling that uses one of the three is therefore
+    off-policy.
+
+    Args:
+        model_name: Folder or hub id.
+        **kwargs: Fields of ``HuggingFaceGenerationConfig``.
+
+    Attributes:
+        temperature: Of the log-probabilities.
+    """
+
+    def __init__(self, model_name: str, **kwargs: Any) -> None:
+        self.config = from_mapping(HuggingFaceGenerationConfig, kwargs)
+        self.model = load_causal_lm(model_name, self.config)
+        self.temperature = self.config.temperature
+        self._device = next(self.model.parameters()).device
+        self._movable = not hasattr(self.model, "hf_device_map")
+        self._random = torch.Generator().manual_seed(self.config.seed)
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Put the weights on the device on which they were loaded."""
+        if self._movable:
+            self.model.to(self._device)
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Keep the weights in main memory only. A model that ``device_map`` spread stays where it is."""
+        if self._movable and self._device.type != "cpu":
+            self.model.to("cpu")
+            torch.accelerator.empty_cache()
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Continue each row; equal prompts give equal greedy responses whoever shares the batch."""
+        self.prepare_for_generation()
+        return generate_tokens(self.model, data, self.config, greedy, self._random, self.config.tokenizer)
+
+
+@torch.no_grad()
+def generate_tokens(
+    model: Any,
+    data: BatchedDataDict[GenerationDatumSpec],
+    config: SamplingConfig,
+    greedy: bool,
+    random: torch.Generator,
+    tokenizer: Any = None,
+) -> BatchedDataDict[GenerationOutputSpec]:
+    """Continue right-padded rows with any causal language model of transformers.
+
+    Rows are padded on the left for the model's ``generate``, and back on the right for the output.
+
+    Args:
+        model: Left in the mode in which it came.
+        data: Prompts.
+        config: How tokens are chosen.
+        greedy: Take the most likely token.
+        random: CPU generator of the sampling; row ``i`` uses the ``i``-th numbers of a call.
+        tokenizer: Names padding and end tokens where neither ``config`` nor the model does.
+
+    Raises:
+        ConfigError: A prompt is empty, not padded on the right, or leaves no room in the model's context.
+    """
+    verify_right_padding(data, raise_error=True)
+    ids, mask = tokens_and_mask(data)
+    prompt_lengths = mask.sum(-1).tolist()
+    ends = end_tokens(model, tokenizer, config.eos_token_id)
+    pad = padding_token(model, tokenizer, config.pad_token_id, ends)
+    room = _new_tokens_allowed(prompt_lengths, config, context_length(model))
+    sample = config.do_sample and not greedy
+    uniforms = torch.rand(len(room), config.max_new_tokens, generator=random) if sample else None
+    responses: list[tuple[Tensor, Tensor]] = [(ids, ids)] * len(room)
+    # Rows near the end of the context stop earlier; those with equal room share a call.
+    for allowed in sorted(set(room)):
+        rows = [row for row, value in enumerate(room) if value == allowed]
+        prompts = [ids[row, : prompt_lengths[row]] for row in rows]
+        chosen = uniforms[rows] if sample else None
+        for row, response in zip(rows, _continue(model, prompts, allowed, config, chosen, ends, pad), strict=True):
+            responses[row] = response
+    lengths = torch.tensor([len(tokens) for tokens, _ in responses], device=ids.device)
+    totals = mask.sum(-1) + lengths
+    output_ids = torch.full((len(room), int(totals.max())), pad, dtype=ids.dtype, device=ids.device)
+    logprobs = torch.zeros(output_ids.shape, device=ids.device)
+    for row, (tokens, scores) in enumerate(responses):
+        start, end = prompt_lengths[row], int(totals[row])
+        output_ids[row, :start] = ids[row, :start]
+        output_ids[row, start:end] = tokens
+        logprobs[row, start:end] = scores
+    extra = {key: value for key, value in data.items() if key not in _CONSUMED}
+    return BatchedDataDict(
+        {
+            **extra,
+            "output_ids": output_ids,
+            "generation_lengths": lengths,
+            "unpadded_sequence_lengths": totals,
+            "logprobs": logprobs,
+        }
+    )
+
+
+def _continue(
+    model: Any,
+    prompts: list[Tensor],
+    num_tokens: int,
+    config: SamplingConfig,
+    uniforms: Tensor | None,
+    ends: list[int],
+    pad: int,
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the response tokens and their log-probabilities of each prompt."""
+    device = next(model.parameters()).device
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad, dtype=torch.long, device=device)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = prompt.to(device)
+        mask[row, width - len(prompt) :] = 1
+    sampler = _Sampler(config, uniforms, mask)
+    own, model.generation_config = model.generation_config, HFGenerationConfig()
+    try:
+        with evaluation_mode(model):
+            sequences = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=HFGenerationConfig(
+                    max_new_tokens=num_tokens, do_sample=False, pad_token_id=pad, eos_token_id=ends or None
+                ),
+                logits_processor=LogitsProcessorList([sampler]),
+            )
+    finally:
+        model.generation_config = own
+    tokens, logprobs = sequences[:, width:], torch.stack(sampler.logprobs, dim=1)
+    ended = torch.isin(tokens, torch.tensor(ends, device=device, dtype=tokens.dtype))
+    counts = torch.where(ended.any(-1), ended.int().argmax(-1) + 1, tokens.shape[1]).tolist()
+    return [(tokens[row, :count], logprobs[row, :count]) for row, count in enumerate(counts)]
+
+
+class _Sampler(LogitsProcessor):
+    """Chooses each row's token and leaves only that one to the greedy search of ``generate``.
+
+    So the model's ``generate`` keeps caches and inputs of every architecture, and the draw depends on its own row only.
+
+    Attributes:
+        logprobs: float32 ``[B]`` of every step.
+    """
+
+    def __init__(self, config: SamplingConfig, uniforms: Tensor | None, prompt_mask: Tensor) -> None:
+        self.config = config
+        self.uniforms = uniforms
+        self.prompt_mask = prompt_mask.bool()
+        self.logprobs: list[Tensor] = []
+        self._restrictions = LogitsProcessorList()
+        if config.top_k is not None:
+            self._restrictions.append(TopKLogitsWarper(config.top_k))
+        if config.top_p is not None and config.top_p < 1:
+            self._restrictions.append(TopPLogitsWarper(config.top_p))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        logits = self._penalize(input_ids, scores.float()) / self.config.temperature
+        if self.uniforms is None:
+            tokens = logits.argmax(-1)
+        else:
+            uniforms = self.uniforms[:, len(self.logprobs)].to(scores.device)
+            # Below 1 by more than rounding, so that the draw never reaches tokens of probability 0 at the end.
+            tokens = sample_tokens(self._restrictions(input_ids, logits), True, uniforms=uniforms.clamp(max=1 - 1e-6))
+        self.logprobs.append(token_logprobs(scores, tokens, self.config.temperature)[0])
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens.unsqueeze(1), 0.0)
+
+    def _penalize(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Repetition penalty over the tokens of the row, without the padding that only stands there for its neighbours."""
+        penalty = self.config.repetition_penalty
+        if penalty == 1:
+            return scores
+        real = torch.ones_like(input_ids, dtype=torch.bool)
+        real[:, : self.prompt_mask.shape[1]] = self.prompt_mask
+        seen = torch.zeros_like(scores).scatter_add(1, input_ids, real.to(scores.dtype)) > 0
+        return torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+
+
+def _new_tokens_allowed(prompt_lengths: list[int], config: SamplingConfig, declared: int | None) -> list[int]:
+    limit = config.max_model_len or declared
+    if limit is None:
+        return [config.max_new_tokens] * len(prompt_lengths)
+    if config.max_model_len and declared and config.max_model_len > declared:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than the {declared} positions of the model. "
+            f"Type max_model_len={declared}"
+        )
+    longest = max(prompt_lengths)
+    if longest >= limit:
+        raise ConfigError(
+            f"A prompt has {longest} tokens and leaves no room for a response within max_model_len={limit}. "
+            f"Give prompts of {limit - 1} tokens or fewer"
+        )
+    return [min(config.max_new_tokens, limit - length) for length in prompt_lengths]

@@ -1,0 +1,46 @@
+"""Language models small enough for every test."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_lm(tmp_path_factory):
+    """``tiny_lm(family="llama", seed=0, **config fields)`` returns the folder of a random causal language model.
+
+    Weights are drawn wide, so that attention, positions and caches show in the log-probabilities.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folders: dict = {}
+
+    def build(family: str = "llama", seed: int = 0, **fields) -> str:
+        key = (family, seed, tuple(sorted(fields.items())))
+        if key not in folders:
+            sizes = {"vocab_size": 48, "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+            if family == "gpt2":
+                sizes |= {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+            else:
+                sizes |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+                          "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **fields}))
+            folders[key] = str(tmp_path_factory.mktemp(family))
+            model.save_pretrained(folders[key])
+        return folders[key]
+
+    return build
+
+
+@pytest.fixture
+def prompts():
+    """Four right-padded prompts of 6, 4, 5 and 2 tokens."""
+    import torch
+
+    from rlinf.distributed import BatchedDataDict
+
+    ids = torch.randint(3, 48, (4, 6), generator=torch.Generator().manual_seed(7))
+    mask = torch.arange(6) < torch.tensor([6, 4, 5, 2]).unsqueeze(1)
+    return BatchedDataDict({"input_ids": ids * mask, "attention_mask": mask.long()})

@@ -1,0 +1,184 @@
+"""One contract for every token policy and every engine, and the names under which they are imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rlinf.distributed import BatchedDataDict, RayVirtualCluster
+from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.models import HuggingFacePolicy, MegatronPolicy
+from rlinf.models.checker import check_generation, check_policy
+from rlinf.models.generation import HuggingFaceGeneration
+from rlinf.models.generation.interfaces import GenerationInterface
+from rlinf.models.interfaces import PolicyInterface
+
+POLICIES = {
+    "hugging face": lambda folder: HuggingFacePolicy(folder, max_new_tokens=4, learning_rate=1e-2),
+    "hugging face, adapters": lambda folder: HuggingFacePolicy(folder, max_new_tokens=4, learning_rate=1e-2, lora={}),
+    "megatron": lambda folder: MegatronPolicy(folder),
+}
+ENGINES = {"hugging face": lambda folder: HuggingFaceGeneration(folder, max_new_tokens=4)}
+
+
+def build(make, folder):
+    try:
+        return make(folder)
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_generates_scores_and_learns(name, tiny_lm, prompts):
+    policy = build(POLICIES[name], tiny_lm())
+    assert isinstance(policy, PolicyInterface)
+    assert check_policy(policy, prompts) == []
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_generates(name, tiny_lm, prompts):
+    engine = build(ENGINES[name], tiny_lm())
+    assert isinstance(engine, GenerationInterface)
+    engine.prepare_for_generation()
+    assert check_generation(engine, prompts) == []
+    engine.finish_generation()
+
+
+def changed(key, change):
+    """A policy whose ``generate`` returns something else under one key."""
+
+    class Changed(HuggingFacePolicy):
+        def generate(self, data, greedy=False):
+            output = super().generate(data, greedy)
+            output[key] = change(output[key])
+            return output
+
+    return Changed
+
+
+def scored(change):
+    class Scored(HuggingFacePolicy):
+        def get_logprobs(self, data):
+            return BatchedDataDict({"logprobs": change(super().get_logprobs(data)["logprobs"])})
+
+    return Scored
+
+
+class Untrained(HuggingFacePolicy):
+    def train(self, data, loss_fn):
+        return {"nll": 0.0}
+
+
+class MovingReference(HuggingFacePolicy):
+    def get_reference_logprobs(self, data):
+        return self.get_logprobs(data)
+
+
+class OtherReference(HuggingFacePolicy):
+    def get_reference_logprobs(self, data):
+        return BatchedDataDict({"logprobs": self.get_logprobs(data)["logprobs"] - 1})
+
+
+class Restless(HuggingFacePolicy):
+    def generate(self, data, greedy=False):
+        return super().generate(data, greedy=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (changed("generation_lengths", lambda lengths: lengths + 1), "unpadded_sequence_lengths are"),
+        (changed("output_ids", lambda ids: ids[:, :-1]), "too narrow"),
+        (changed("output_ids", lambda ids: ids.roll(1, 1)), "the prompt, then the response"),
+        (changed("logprobs", lambda logprobs: logprobs[:, 1:]), "required: float32"),
+        (changed("logprobs", lambda logprobs: logprobs - 1), "not 0 outside the response"),
+        (changed("logprobs", lambda logprobs: 0.5 * logprobs), "generate and get_logprobs disagree"),
+        (scored(lambda logprobs: logprobs.double()), "get_logprobs returned torch.float64"),
+        (scored(lambda logprobs: logprobs - 1), "0 for the first token"),
+        (Untrained, "without 'loss'"),
+        (Untrained, "changed no log-probability"),
+        (MovingReference, "changed the reference"),
+        (OtherReference, "Before training"),
+        (Restless, "the second time"),
+    ],
+)
+def test_each_violation_of_the_contract_is_named(wrong, sentence, tiny_lm, prompts):
+    report = check_policy(wrong(tiny_lm(), max_new_tokens=4, learning_rate=1e-2), prompts)
+    assert any(sentence in line for line in report), report
+
+
+@pytest.mark.parametrize("interface", [PolicyInterface, GenerationInterface])
+def test_interfaces_are_abstract_until_every_method_is_there(interface):
+    with pytest.raises(TypeError, match="generate"):
+        interface()
+    methods = {name: lambda self, *args, **kwargs: None for name in interface.__abstractmethods__}
+    assert isinstance(type("Whole", (interface,), methods)(), interface)
+    for missing in methods:
+        with pytest.raises(TypeError, match=missing):
+            type("Partial", (interface,), {name: f for name, f in methods.items() if name != missing})()
+
+
+def test_a_policy_without_a_reference_says_so():
+    names = {"generate", "get_logprobs", "train"}
+    assert PolicyInterface.__abstractmethods__ == names
+    policy = type("Plain", (PolicyInterface,), {name: lambda self: None for name in names})()
+    with pytest.raises(NotImplementedError, match="Plain keeps no reference"):
+        policy.get_reference_logprobs(BatchedDataDict())
+
+
+def test_every_name_is_importable_without_torch_until_it_is_used():
+    code = (
+        "import sys, rlinf.models, rlinf.distributed, rlinf.algorithms, rlinf.models.generation\n"
+        "assert not {'torch', 'transformers', 'vllm', 'ray', 'megatron'} & set(sys.modules), sys.modules.keys()\n"
+        "from rlinf.models import HuggingFacePolicy, MegatronPolicy\n"
+        "from rlinf.models.interfaces import (PolicyInterface, LogprobsSpec, TrainingDatumSpec, LossFunction,\n"
+        "    GenerationDatumSpec, GenerationOutputSpec, BatchedDataDict)\n"
+        "from rlinf.models.generation import HuggingFaceGeneration, VllmConfig, GenerationConfig\n"
+        "from rlinf.models.generation.interfaces import GenerationInterface, GenerationDatumSpec, GenerationOutputSpec\n"
+        "from rlinf.models.validation import validate_log_probability_consistency\n"
+        "from rlinf.models.diagnostics import test_max_model_len_respected, test_generation_consistency\n"
+        "from rlinf.distributed import BatchedDataDict, RayVirtualCluster\n"
+        "from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn\n"
+        "assert not {'vllm', 'ray', 'megatron'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("module", ["rlinf.models", "rlinf.distributed", "rlinf.algorithms", "rlinf.models.generation"])
+def test_unknown_names_are_attribute_errors(module):
+    with pytest.raises(AttributeError, match="no attribute 'NoSuchName'"):
+        __import__(module, fromlist=["x"]).NoSuchName
+
+
+def test_vllm_config_is_a_dictionary_of_its_keys():
+    from rlinf.models.generation import VllmConfig
+
+    config = VllmConfig(model_name="m", top_k=None, backend="vllm", vllm_cfg={"max_model_len": 2048})
+    assert config == {"model_name": "m", "top_k": None, "backend": "vllm", "vllm_cfg": {"max_model_len": 2048}}
+
+
+def test_megatron_names_the_extra_and_checks_its_arguments():
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "sequence_parallel": True}
+    with pytest.raises(ImportError, match="extra 'megatron'.*Use HuggingFacePolicy"):
+        MegatronPolicy("llama3.1-8b", **sizes, use_flash_attention=True)
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size of 2 or more, and it is 1"):
+        MegatronPolicy("llama3.1-8b", sequence_parallel=True)
+    with pytest.raises(ConfigError, match="Did you mean 'pipeline_model_parallel_size'"):
+        MegatronPolicy("llama3.1-8b", pipeline_parallel_size=2)
+
+
+def test_a_cluster_of_one_machine_counts_its_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    cluster = RayVirtualCluster([2])
+    assert (cluster.world_size(), cluster.node_count()) == (2, 1)
+    with pytest.raises(ConfigError, match=r"\[4\]\) needs 4 GPUs, and torch sees 2.*RayVirtualCluster\(\[2\]\)"):
+        RayVirtualCluster([4])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="sees none.*use_gpus=False"):
+        RayVirtualCluster([4])
+    assert RayVirtualCluster([4], use_gpus=False).world_size() == 4
+    with pytest.raises(ConfigError, match=r"\[4, 4\].*one machine"):
+        RayVirtualCluster([4, 4])

@@ -1,0 +1,251 @@
+"""Generation with transformers: right-padded rows as if each were alone, and every setting honoured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlinf.distributed import BatchedDataDict
+from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
+from rlinf.models.generation import HuggingFaceGeneration, verify_right_padding
+from rlinf.models.generation.interfaces import tokens_and_mask
+from rlinf.models.logprobs import sequence_logprobs
+
+
+def response(output, row: int) -> list[int]:
+    end = int(output["unpadded_sequence_lengths"][row])
+    return output["output_ids"][row, end - int(output["generation_lengths"][row]) : end].tolist()
+
+
+def alone(prompts, row: int) -> BatchedDataDict:
+    length = int(prompts["attention_mask"][row].sum())
+    return BatchedDataDict({key: prompts[key][row : row + 1, :length] for key in ("input_ids", "attention_mask")})
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_unequal_prompts_equal_single_ones_and_greedy_generate(tiny_lm, prompts, family):
+    folder = tiny_lm(family)
+    engine = HuggingFaceGeneration(folder, max_new_tokens=9)
+    output = engine.generate(prompts, greedy=True)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    for row in range(4):
+        single = alone(prompts, row)
+        expected = plain.generate(**single, max_new_tokens=9, do_sample=False)[0, single["input_ids"].shape[1] :].tolist()
+        assert response(output, row) == expected == response(engine.generate(single, greedy=True), 0)
+    # The control: with the padding where it was, a short row is continued differently.
+    padded = plain.generate(**prompts, max_new_tokens=9, do_sample=False)[3, 6:].tolist()
+    assert padded != response(output, 3)
+
+
+def test_output_has_the_keys_dtypes_and_lengths_of_the_spec(tiny_lm, prompts):
+    data = BatchedDataDict({**prompts, "name": ["a", "b", "c", "d"], "task": 3})
+    output = HuggingFaceGeneration(tiny_lm(), max_new_tokens=5, eos_token_id=[]).generate(data, greedy=False)
+    assert set(output) == {"output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs", "name", "task"}
+    assert output["name"] == ["a", "b", "c", "d"] and output["task"] == 3
+    assert output["output_ids"].dtype == torch.int64 and output["logprobs"].dtype == torch.float32
+    assert output["output_ids"].shape == output["logprobs"].shape == (4, 11)
+    assert output["generation_lengths"].tolist() == [5] * 4
+    assert output["unpadded_sequence_lengths"].tolist() == [11, 9, 10, 7]
+    assert verify_right_padding(output, pad_token_id=0)
+    for row in range(4):
+        length = int(prompts["attention_mask"][row].sum())
+        assert output["output_ids"][row, :length].equal(prompts["input_ids"][row, :length])
+    generated = output["logprobs"] != 0
+    assert generated.sum(-1).tolist() == [5] * 4 and not generated[3, :2].any() and not generated[3, 7:].any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_the_sampled_tokens(tiny_lm, prompts, temperature):
+    engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=6, temperature=temperature, eos_token_id=[])
+    output = engine.generate(prompts, greedy=False)
+    scored = sequence_logprobs(engine.model, *tokens_and_mask(output), temperature=temperature).detach()
+    generated = output["logprobs"] != 0
+    assert (scored - output["logprobs"])[generated].abs().max() < 1e-4
+    other = sequence_logprobs(engine.model, *tokens_and_mask(output), temperature=1.3 * temperature).detach()
+    assert (other - output["logprobs"])[generated].abs().max() > 0.1
+
+
+def test_sampling_is_seeded_and_moves_on(tiny_lm, prompts):
+    def two_calls(seed):
+        engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=6, seed=seed)
+        return [engine.generate(prompts, greedy=False)["output_ids"].tolist() for _ in range(2)]
+
+    assert two_calls(1) == two_calls(1)
+    assert two_calls(1) != two_calls(2) and two_calls(1)[0] != two_calls(1)[1]
+
+
+def test_a_sampled_row_does_not_depend_on_those_after_it(tiny_lm, prompts):
+    whole = HuggingFaceGeneration(tiny_lm(), max_new_tokens=6).generate(prompts, greedy=False)
+    first = HuggingFaceGeneration(tiny_lm(), max_new_tokens=6).generate(alone(prompts, 0), greedy=False)
+    assert response(whole, 0) == response(first, 0)
+
+
+def test_draws_follow_the_softmax(tiny_lm):
+    """The share of each first token over many rows, against the model's own probabilities."""
+    rows = 4000
+    prompt = BatchedDataDict({"input_ids": torch.full((rows, 1), 5), "attention_mask": torch.ones(rows, 1)})
+    engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=1, temperature=1.5)
+    drawn = engine.generate(prompt, greedy=False)["output_ids"][:, 1]
+    with torch.no_grad():
+        expected = (engine.model(torch.tensor([[5]])).logits[0, -1] / 1.5).softmax(-1)
+    assert (drawn.bincount(minlength=48) / rows - expected).abs().max() < 4 * 0.5 / rows**0.5
+
+
+def first_tokens(folder, num_rows=200, **settings):
+    prompt = BatchedDataDict({"input_ids": torch.full((num_rows, 2), 5), "attention_mask": torch.ones(num_rows, 2)})
+    output = HuggingFaceGeneration(folder, max_new_tokens=1, **settings).generate(prompt, greedy=False)
+    return set(output["output_ids"][:, 2].tolist())
+
+
+def ranked(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        return model(torch.tensor([[5, 5]])).logits[0, -1].softmax(-1).sort(descending=True)
+
+
+def test_top_k_and_top_p_restrict_what_is_drawn(tiny_lm):
+    folder = tiny_lm()
+    probabilities, order = ranked(folder)
+    assert first_tokens(folder, top_k=1) == {int(order[0])}, "top_k=1 is greedy"
+    assert first_tokens(folder, top_k=3, temperature=3.0) == set(order[:3].tolist())
+    kept = int((probabilities.cumsum(0) < 0.6).sum()) + 1
+    assert first_tokens(folder, top_p=0.6) <= set(order[:kept].tolist())
+    assert len(first_tokens(folder, top_k=None, top_p=1, temperature=3.0)) > 10, "no restriction draws many"
+
+
+def test_temperature_and_do_sample(tiny_lm):
+    folder = tiny_lm()
+    best = int(ranked(folder)[1][0])
+    assert first_tokens(folder, temperature=1e-3) == {best} == first_tokens(folder, do_sample=False)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 4.0])
+def test_repetition_penalty_by_hand(tiny_lm, penalty):
+    prompt = BatchedDataDict({"input_ids": torch.tensor([[5, 9, 9]]), "attention_mask": torch.ones(1, 3)})
+    engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=16, repetition_penalty=penalty, eos_token_id=[])
+    tokens, changed = [5, 9, 9], 0
+    for _ in range(16):
+        with torch.no_grad():
+            logits = engine.model(torch.tensor([tokens])).logits[0, -1]
+        best = int(logits.argmax())
+        for seen in set(tokens):
+            logits[seen] = logits[seen] / penalty if logits[seen] > 0 else logits[seen] * penalty
+        tokens.append(int(logits.argmax()))
+        changed += tokens[-1] != best
+    assert engine.generate(prompt, greedy=True)["output_ids"][0].tolist() == tokens
+    assert (changed > 0) == (penalty > 1), "the penalty has an effect here"
+
+
+def test_padding_that_stands_there_for_a_neighbour_is_not_penalised(tiny_lm, prompts):
+    settings = {"max_new_tokens": 4, "repetition_penalty": 50.0, "eos_token_id": []}
+    alone_output = HuggingFaceGeneration(tiny_lm(), **settings).generate(alone(prompts, 3), greedy=True)
+    wanted = response(alone_output, 0)[0]
+    together = HuggingFaceGeneration(tiny_lm(), pad_token_id=wanted, **settings).generate(prompts, greedy=True)
+    assert response(together, 3) == response(alone_output, 0)
+
+
+def test_rows_stop_at_eos_and_are_filled_with_the_pad_token(tiny_lm, prompts):
+    free = HuggingFaceGeneration(tiny_lm(), max_new_tokens=8, eos_token_id=[]).generate(prompts, greedy=True)
+    eos = response(free, 1)[3]
+    output = HuggingFaceGeneration(tiny_lm(), max_new_tokens=8, eos_token_id=eos, pad_token_id=33).generate(prompts, greedy=True)
+    assert response(output, 1) == response(free, 1)[: response(free, 1).index(eos) + 1]
+    assert verify_right_padding(output, pad_token_id=33)
+    assert not output["logprobs"][1, output["unpadded_sequence_lengths"][1] :].any()
+
+
+def test_sampling_settings_of_the_checkpoint_are_not_used_but_its_end_tokens_are(tiny_lm, tmp_path, prompts):
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm())
+    free = HuggingFaceGeneration(tiny_lm(), max_new_tokens=8, eos_token_id=[]).generate(prompts, greedy=True)
+    end = response(free, 0)[2]
+    model.generation_config.update(repetition_penalty=5.0, eos_token_id=[2, end])
+    model.save_pretrained(tmp_path)
+    output = HuggingFaceGeneration(str(tmp_path), max_new_tokens=8).generate(prompts, greedy=True)
+    assert response(output, 0) == response(free, 0)[: response(free, 0).index(end) + 1]
+
+
+def test_prompt_and_response_stay_within_the_length(tiny_lm, prompts):
+    engine = HuggingFaceGeneration(tiny_lm("gpt2", n_positions=10), max_new_tokens=100, eos_token_id=[])
+    output = engine.generate(prompts, greedy=True)
+    assert output["unpadded_sequence_lengths"].tolist() == [10] * 4
+    assert response(output, 3) == response(engine.generate(alone(prompts, 3), greedy=True), 0)
+    shorter = HuggingFaceGeneration(tiny_lm(), max_new_tokens=100, max_model_len=8, eos_token_id=[]).generate(prompts, False)
+    assert shorter["unpadded_sequence_lengths"].tolist() == [8] * 4
+    with pytest.raises(ConfigError, match="6 tokens.*max_model_len=6"):
+        HuggingFaceGeneration(tiny_lm(), max_model_len=6).generate(prompts, greedy=True)
+    with pytest.raises(ConfigError, match="max_model_len=65.*Type max_model_len=64"):
+        HuggingFaceGeneration(tiny_lm(), max_model_len=65).generate(prompts, greedy=True)
+
+
+def test_prepare_and_finish_may_be_repeated_and_weights_stay(tiny_lm, prompts):
+    engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=4)
+    for call in (engine.prepare_for_generation, engine.prepare_for_generation):
+        call()
+    before = engine.generate(prompts, greedy=True)["output_ids"]
+    for call in (engine.finish_generation, engine.finish_generation):
+        call()
+    assert engine.generate(prompts, greedy=True)["output_ids"].equal(before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"temprature": 1.0}, ConfigError, "temprature.*Did you mean 'temperature'"),
+        ({"temperature": 0.0}, ConfigError, "temperature is 0.0"),
+        ({"top_p": 1.5}, ConfigError, "top_p is 1.5"),
+        ({"top_k": 0}, ConfigError, "top_k is 0"),
+        ({"max_new_tokens": 0}, ConfigError, "max_new_tokens is 0"),
+        ({"backend": "vllm"}, ConfigError, "backend is 'vllm'.*backend=hf"),
+        ({"torch_dtype": "bf17"}, ConfigError, "torch_dtype is 'bf17'.*bfloat16"),
+        ({"load_in_8bit": True}, MissingDependencyError, "load_in_8bit=True.*pip install bitsandbytes"),
+        ({"load_in_4bit": True}, MissingDependencyError, "load_in_4bit=True.*pip install bitsandbytes"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, ConfigError, "Type load_in_8bit=False"),
+    ],
+)
+def test_bad_settings_name_the_value_and_what_to_type(tiny_lm, settings, error, words, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(error, match=words):
+        HuggingFaceGeneration(tiny_lm(), **settings)
+
+
+def test_a_folder_without_a_model_or_with_missing_weights_is_refused(tiny_lm, tmp_path):
+    for device_map in ("auto", {"": "cpu"}):
+        with pytest.raises((CheckpointError, ConfigError), match=str(tmp_path)):
+            HuggingFaceGeneration(str(tmp_path / "no_such"), device_map=device_map)
+        with pytest.raises((CheckpointError, ConfigError), match=str(tmp_path)):
+            HuggingFaceGeneration(str(tmp_path), device_map=device_map)
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm())
+    state = {name: tensor for name, tensor in model.state_dict().items() if "q_proj" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    for device_map in ("auto", {"": "cpu"}):
+        with pytest.raises(CheckpointError, match="q_proj"):
+            HuggingFaceGeneration(str(tmp_path), device_map=device_map)
+
+
+@pytest.mark.parametrize("device_map", [None, "auto", {"": "cpu"}])
+def test_placement_does_not_change_the_output(tiny_lm, prompts, device_map):
+    outputs = [
+        HuggingFaceGeneration(tiny_lm(), max_new_tokens=4, device_map=where).generate(prompts, greedy=True)["output_ids"]
+        for where in (None, device_map)
+    ]
+    assert outputs[0].equal(outputs[1])
+
+
+def test_padding_on_the_left_and_empty_prompts_are_refused(tiny_lm, prompts):
+    engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=2)
+    left = BatchedDataDict({key: value.flip(1) for key, value in prompts.items()})
+    with pytest.raises(ConfigError, match="Row 1 is not padded on the right"):
+        engine.generate(left, greedy=True)
+    prompts["attention_mask"][2] = 0
+    with pytest.raises(ConfigError, match="Row 2"):
+        engine.generate(prompts, greedy=True)
+    assert not verify_right_padding(left) and not verify_right_padding(prompts)
+
+
+def test_malformed_batches_are_refused(prompts):
+    with pytest.raises(ConfigError, match="no 'attention_mask'.*input_ids"):
+        tokens_and_mask({"input_ids": prompts["input_ids"]})
+    with pytest.raises(ConfigError, match=r"\[4, 6\].*\[4, 3\]"):
+        tokens_and_mask({"input_ids": prompts["input_ids"], "attention_mask": torch.ones(4, 3)})
+    with pytest.raises(ConfigError, match="unpadded_sequence_lengths"):
+        tokens_and_mask({"output_ids": prompts["input_ids"]})

@@ -1,0 +1,271 @@
+"""The Hugging Face policy: scores by hand, a reference that stays, steps that do not depend on how a batch is cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
+from rlinf.distributed import BatchedDataDict
+from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
+from rlinf.models import HuggingFacePolicy
+
+LOSSES = {"nll": NLLLossFn(), "dpo": DPOLossFn(), "grpo": GRPOLossFn(loss_level="sequence", kl_coef=0.1)}
+
+
+@pytest.fixture
+def batch(prompts):
+    prompts["advantages"] = torch.tensor([1.0, -2.0, 0.5, 3.0])
+    return prompts
+
+
+def weights_of(policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+
+
+def largest_change(before, after) -> float:
+    return max(float((before[name].float() - after[name].float()).abs().max()) for name in before)
+
+
+# -- scores ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_logprobs_are_a_gather_of_the_log_softmax(tiny_lm, batch, family, temperature):
+    policy = HuggingFacePolicy(tiny_lm(family), temperature=temperature, micro_batch_size=3)
+    logprobs = policy.get_logprobs(batch)["logprobs"]
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm(family))
+    assert logprobs.dtype == torch.float32 and logprobs.shape == (4, 6)
+    for row, length in enumerate(batch["attention_mask"].sum(-1).tolist()):
+        ids = batch["input_ids"][row, :length]
+        with torch.no_grad():
+            table = (model(ids[None]).logits[0].float() / temperature).log_softmax(-1)
+        assert logprobs[row, 0] == 0 and not logprobs[row, length:].any()
+        for i in range(1, length):
+            assert float(logprobs[row, i]) == pytest.approx(float(table[i - 1, ids[i]]), abs=1e-5)
+
+
+def test_logprobs_of_a_generation_are_those_it_reported(tiny_lm, batch):
+    policy = HuggingFacePolicy(tiny_lm(), max_new_tokens=5, temperature=0.8)
+    output = policy.generate(batch, greedy=False)
+    generated = output["logprobs"] != 0
+    gap = (policy.get_logprobs(output)["logprobs"] - output["logprobs"])[generated].abs().max()
+    assert gap < 1e-4
+    policy.train(batch, NLLLossFn())
+    policy.train(batch, NLLLossFn())
+    assert (policy.get_logprobs(output)["logprobs"] - output["logprobs"])[generated].abs().max() > 2 * gap
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize(("packing", "kernel"), [(False, "sdpa"), (True, "sdpa"), (True, "eager")])
+def test_micro_batches_by_tokens_change_nothing(tiny_lm, batch, family, packing, kernel):
+    folder = tiny_lm(family, **({"sliding_window": 3} if family == "mistral" else {}))
+    plain = HuggingFacePolicy(folder).get_logprobs(batch)["logprobs"]
+    policy = HuggingFacePolicy(
+        folder, max_tokens_per_microbatch=11, sequence_packing=packing, attn_implementation=kernel
+    )
+    assert policy.model.config._attn_implementation == kernel
+    assert (policy.get_logprobs(batch)["logprobs"] - plain).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("mamba", {}), ("gpt_oss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2})],
+)
+def test_packing_is_refused_where_sequences_see_each_other(tiny_lm, family, fields):
+    """A state-space model, and one whose attention takes no notice of position ids that begin again."""
+    folder = tiny_lm(family, **fields)
+    HuggingFacePolicy(folder, max_tokens_per_microbatch=16)
+    with pytest.raises(ConfigError, match="sequence_packing=True.*Type sequence_packing=False"):
+        HuggingFacePolicy(folder, max_tokens_per_microbatch=16, sequence_packing=True)
+
+
+# -- reference ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first_need", ["before training", "after training"])
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_the_reference_is_the_policy_before_training(tiny_lm, batch, first_need, lora):
+    policy = HuggingFacePolicy(tiny_lm(), learning_rate=1e-2, lora=lora)
+    start = policy.get_logprobs(batch)["logprobs"]
+    if first_need == "before training":
+        assert policy.get_reference_logprobs(batch)["logprobs"].equal(start)
+    for _ in range(3):
+        policy.train(batch, NLLLossFn())
+    weights = weights_of(policy)
+    assert policy.get_reference_logprobs(batch)["logprobs"].equal(start)
+    assert largest_change(weights, weights_of(policy)) == 0
+    assert (policy.get_logprobs(batch)["logprobs"] - start).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_a_failing_reference_leaves_the_policy_as_it_was(tiny_lm, batch, lora, monkeypatch):
+    policy = HuggingFacePolicy(tiny_lm(), learning_rate=1e-2, lora=lora)
+    policy.train(batch, NLLLossFn())
+    weights, trained = weights_of(policy), [p.requires_grad for p in policy.model.parameters()]
+    before = policy.get_logprobs(batch)["logprobs"]
+    with monkeypatch.context() as patch:
+        patch.setattr("rlinf.models.hf_policy.sequence_logprobs", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            policy.get_reference_logprobs(batch)
+    assert largest_change(weights, weights_of(policy)) == 0
+    assert [p.requires_grad for p in policy.model.parameters()] == trained
+    assert policy.get_logprobs(batch)["logprobs"].equal(before), "adapters are on again"
+
+
+def test_a_folder_that_changed_is_no_reference(tiny_lm, batch, tmp_path):
+    AutoModelForCausalLM.from_pretrained(tiny_lm()).save_pretrained(tmp_path)
+    policy = HuggingFacePolicy(str(tmp_path))
+    policy.train(batch, NLLLossFn())
+    policy.model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="no longer holds.*before the first train"):
+        policy.get_reference_logprobs(batch)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------
+
+
+def step_gradients(policy, batch, loss_fn, monkeypatch):
+    """Gradients and metrics of a step that is not taken."""
+    found = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(policy._optimizer, "step", lambda: found.update(
+            {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}))  # fmt: skip
+        metrics = policy.train(batch, loss_fn)
+    return found, metrics
+
+
+CUTS = {
+    "rows": {"micro_batch_size": 2},
+    "tokens": {"max_tokens_per_microbatch": 12},
+    "packing": {"max_tokens_per_microbatch": 12, "sequence_packing": True},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("cut", CUTS)
+def test_micro_batches_are_one_batch(tiny_lm, batch, name, cut, monkeypatch):
+    batch["reference_logprobs"] = 0.9 * HuggingFacePolicy(tiny_lm(), seed=1).get_logprobs(batch)["logprobs"]
+    options = {"max_grad_norm": 1e9}
+    whole, metrics = step_gradients(HuggingFacePolicy(tiny_lm(), **options), batch, LOSSES[name], monkeypatch)
+    parts, part_metrics = step_gradients(HuggingFacePolicy(tiny_lm(), **options, **CUTS[cut]), batch, LOSSES[name], monkeypatch)
+    scale = max(float(gradient.abs().max()) for gradient in whole.values())
+    assert scale > 1e-3 and max(float((whole[key] - parts[key]).abs().max()) for key in whole) < 1e-5 * max(1, scale)
+    assert part_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+
+
+def test_a_step_is_the_one_of_plain_adamw(tiny_lm, batch):
+    policy = HuggingFacePolicy(tiny_lm(), learning_rate=1e-3, max_grad_norm=1.0)
+    metrics = policy.train(batch, NLLLossFn())
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm())
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    loss = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0).step()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert metrics["num_tokens"] == 13
+    assert largest_change(weights_of(policy), model.state_dict()) < 1e-5
+    assert largest_change(weights_of(policy), AutoModelForCausalLM.from_pretrained(tiny_lm()).state_dict()) > 5e-4
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_training_lowers_the_loss(tiny_lm, batch, name):
+    policy = HuggingFacePolicy(tiny_lm(), learning_rate=3e-3)
+    if name == "grpo":
+        batch["old_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+    losses = [policy.train(batch, LOSSES[name])["loss"] for _ in range(6)]
+    assert losses[-1] < losses[0] - 0.05, losses
+
+
+def test_dpo_starts_at_log_two_and_brings_its_own_reference(tiny_lm, batch):
+    policy = HuggingFacePolicy(tiny_lm())
+    assert policy.train(batch, DPOLossFn())["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert "reference_logprobs" not in batch, "the caller's batch stays as it was"
+
+
+def test_a_loss_that_runs_the_model_itself_gives_the_same_step(tiny_lm, batch):
+    first, second = (HuggingFacePolicy(tiny_lm(), learning_rate=1e-3) for _ in range(2))
+    loss_fn = NLLLossFn()
+    assert first.train(batch, lambda model, data: loss_fn(model, data))["loss"] == pytest.approx(
+        second.train(batch, loss_fn)["loss"], rel=1e-5
+    )
+    assert largest_change(weights_of(first), weights_of(second)) < 1e-5
+
+
+def test_small_steps_are_not_lost_in_bfloat16(tiny_lm, batch):
+    """At 1e-5 most bf16 weights cannot move in one step; the float32 copies gather the steps."""
+    options = {"learning_rate": 1e-5, "max_grad_norm": 1e9}
+    policy = HuggingFacePolicy(tiny_lm(), torch_dtype="bfloat16", device_map="auto", **options)
+    exact = HuggingFacePolicy(tiny_lm(), **options)
+    assert {parameter.dtype for parameter in policy.model.parameters()} == {torch.bfloat16}
+    start = weights_of(policy)
+    for _ in range(40):
+        policy.train(batch, NLLLossFn())
+        exact.train(batch, NLLLossFn())
+    assert policy.get_logprobs(batch)["logprobs"].dtype == torch.float32
+    moved = torch.cat([(tensor - start[name]).float().abs().flatten() > 0 for name, tensor in weights_of(policy).items()])
+    assert moved.float().mean() > 0.1
+    masters = torch.cat([master.detach().flatten() for master in policy._optimizer._masters])
+    begun = torch.cat([start[name].float().flatten() for name, _ in policy.model.named_parameters()])
+    assert (masters - begun).abs().max() == pytest.approx(40e-5, rel=0.2)
+
+
+def test_lora_trains_adapters_only(tiny_lm, batch):
+    policy = HuggingFacePolicy(tiny_lm(), learning_rate=1e-2, lora={"rank": 2, "target_modules": ["q_proj"]})
+    before = weights_of(policy)
+    policy.train(batch, NLLLossFn())
+    changed = {name for name, tensor in weights_of(policy).items() if not tensor.equal(before[name])}
+    assert changed and all("q_proj.lora_B" in name for name in changed)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(tiny_lm, batch, monkeypatch):
+    plain, _ = step_gradients(HuggingFacePolicy(tiny_lm()), batch, NLLLossFn(), monkeypatch)
+    policy = HuggingFacePolicy(tiny_lm(), gradient_checkpointing=True)
+    assert policy.model.is_gradient_checkpointing
+    again, _ = step_gradients(policy, batch, NLLLossFn(), monkeypatch)
+    assert max(float((plain[key] - again[key]).abs().max()) for key in plain) < 1e-5
+
+
+def test_a_loss_that_is_not_finite_changes_no_weight(tiny_lm, batch):
+    policy = HuggingFacePolicy(tiny_lm())
+    before = weights_of(policy)
+    batch["advantages"][1] = float("nan")
+    with pytest.raises(NonFiniteError, match="loss is nan"):
+        policy.train(batch, GRPOLossFn())
+    assert largest_change(before, weights_of(policy)) == 0
+    assert math.isfinite(policy.train(batch, NLLLossFn())["grad_norm"]), "nothing of it is left for the next step"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"learning_rat": 1.0}, "learning_rat.*Did you mean 'learning_rate'"),
+        ({"learning_rate": -1.0}, "learning_rate is -1.0"),
+        ({"torch_dtype": "float16"}, "torch_dtype=float16.*Type torch_dtype='bfloat16'"),
+        ({"top_p": 0.9}, "top_p=0.9.*Type top_p=1.0"),
+        ({"top_k": 5}, "top_k=5.*Type top_k=None"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1.*Type repetition_penalty=1.0"),
+        ({"sequence_packing": True}, "Type e.g. max_tokens_per_microbatch=4096"),
+        ({"load_in_8bit": True}, "Type lora={}"),
+        ({"lora": {"rnk": 3}}, "lora.rnk.*Type lora.rank=3"),
+    ],
+)
+def test_bad_options_name_the_value_and_what_to_type(tiny_lm, options, words):
+    with pytest.raises(ConfigError, match=words):
+        HuggingFacePolicy(tiny_lm(), **options)
+
+
+def test_batches_that_do_not_fit_the_loss_are_refused(tiny_lm, batch):
+    with pytest.raises(ConfigError, match="micro_batch_size=3 splits samples of 2 rows. Type micro_batch_size=2"):
+        HuggingFacePolicy(tiny_lm(), micro_batch_size=3).train(batch, DPOLossFn())
+    with pytest.raises(ConfigError, match="6 tokens is longer than max_tokens_per_microbatch=5"):
+        HuggingFacePolicy(tiny_lm(), max_tokens_per_microbatch=5).train(batch, NLLLossFn())
+    left = BatchedDataDict({key: batch[key].flip(1) for key in ("input_ids", "attention_mask")})
+    with pytest.raises(ConfigError, match="Row 1 is not padded on the right"):
+        HuggingFacePolicy(tiny_lm()).get_logprobs(left)

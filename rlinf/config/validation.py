@@ -8,7 +8,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from rlinf.config.compatibility import check_demonstrator, check_inputs, check_new_folder, check_precision
+from rlinf.config.compatibility import check_demonstrator, check_generator, check_inputs, check_new_folder, check_precision
 from rlinf.config.derived import DerivedNumbers, derive
 from rlinf.config.options import closest, override_text
 from rlinf.config.schema import RunConfig, section_class
@@ -47,6 +47,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     if command == "train" and config.trainer.max_steps > 0:
         check_batches(config)
         check_algorithm(config)
+        check_generator(config)
     if command != "evaluate" and config.sft.max_steps > 0:
         check_sft(config)
         check_demonstrator(config)

@@ -155,7 +155,7 @@ class VllmEngine:
             try:
                 self.version = self._call("start", self.spec)
             except RLinfError:
-                self.close()
+                self._kill()
                 raise
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -181,12 +181,12 @@ class VllmEngine:
                 self.version = self._call("update_weights", handle)
             except EngineError:
                 # Weights that were loaded by halves leave an engine that answers with neither the old nor the new ones.
-                self.close()
+                self._kill()
                 self.start()
                 try:
                     self.version = self._call("update_weights", handle)
                 except EngineError:
-                    self.close()
+                    self._kill()
                     raise
             return self.version
 
@@ -195,21 +195,24 @@ class VllmEngine:
         with self._lock:
             if self._process is None:
                 return
-            atexit.unregister(self.close)
-            process, self._process, self.version = self._process, None, None
-            with contextlib.suppress(OSError):
-                self._connection.send(("stop", None))
-            self._connection.close()
             try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                pass
+                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                    self._connection.send(("stop", None))
+                    self._process.wait(STOP_S)
             finally:
-                # The whole session: with tensor parallelism vLLM has processes of its own.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                self._log.close()
+                self._kill()
+
+    def _kill(self) -> None:
+        """End the process now, with those of its own: with tensor parallelism vLLM has some."""
+        if self._process is None:
+            return
+        atexit.unregister(self.close)
+        process, self._process, self.version = self._process, None, None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        self._connection.close()
+        self._log.close()
 
     def _call(self, command: str, payload: Any) -> Any:
         try:
@@ -218,7 +221,12 @@ class VllmEngine:
             status, answer = self._connection.recv()
         except (EOFError, ConnectionError, BrokenPipeError) as error:
             code = self._process.wait()
-            raise EngineError(f"The vLLM engine ended (exit status {code}) during '{command}'. {self._log_tail()}") from error
+            log = self._log_tail()
+            self._kill()
+            raise EngineError(f"The vLLM engine ended (exit status {code}) during '{command}'. {log}") from error
+        except BaseException:
+            self._kill()  # an answer that is still to come would be taken for the next one's
+            raise
         if status == "ok":
             return answer
         errors = {"config": ConfigError, "refused": WeightsRefusedError}
@@ -235,7 +243,6 @@ class VllmEngine:
                     f"The vLLM engine (process {self._process.pid}) did not answer '{command}' within {self.timeout_s:g} s. "
                     f"Type rollout.vllm.timeout_s={2 * self.timeout_s:g} if it only needs longer. {self._log_tail(60)}"
                 )
-                os.killpg(self._process.pid, signal.SIGKILL)
                 raise EngineError(message)
 
     def _log_tail(self, num_lines: int = LOG_LINES) -> str:

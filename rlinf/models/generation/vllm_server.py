@@ -34,6 +34,7 @@ class VllmServer:
 
     def __init__(self, spec: EngineSpec) -> None:
         from vllm import LLM, ModelRegistry
+        from vllm.exceptions import VLLMError
 
         arguments = {"enforce_eager": True, "logprobs_mode": "processed_logprobs", "disable_log_stats": True} | spec.engine_args
         with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +53,7 @@ class VllmServer:
                              "enable_prefix_caching": False} | arguments  # fmt: skip
             try:
                 self.llm = LLM(model=model, skip_tokenizer_init=True, **arguments)
-            except (ValueError, TypeError, OSError) as error:
+            except (VLLMError, ValueError, TypeError, OSError) as error:
                 raise ConfigError(f"vLLM refuses these settings {arguments}: {error}") from error
         config = self.llm.llm_engine.model_config.hf_config
         self.required = twin.required_tensors(config) if spec.twin is not None else required_tensors(config)
@@ -60,6 +61,7 @@ class VllmServer:
     def generate(self, request: GenerateRequest) -> GenerateResult:
         """Answer a batch of prompts."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
 
         if self.version is None:
             raise EngineError("The vLLM engine has no weights yet: update_weights comes before generate")
@@ -70,8 +72,11 @@ class VllmServer:
                 tensors = {name: torch.from_numpy(array) for name, array in prompt["image"].items()}
                 prompts[-1]["multi_modal_data"] = {"image": tensors}
         seeds = request.seeds or [None] * len(prompts)
-        sampling = [SamplingParams(logprobs=0, detokenize=False, seed=seed, **request.sampling) for seed in seeds]
-        outputs = [output.outputs[0] for output in self.llm.generate(prompts, sampling, use_tqdm=False)]
+        try:
+            sampling = [SamplingParams(logprobs=0, detokenize=False, seed=seed, **request.sampling) for seed in seeds]
+            outputs = [output.outputs[0] for output in self.llm.generate(prompts, sampling, use_tqdm=False)]
+        except (VLLMClientError, ValueError) as error:
+            raise ConfigError(f"vLLM refuses a prompt or its settings {request.sampling}: {error}") from error
         return GenerateResult(
             token_ids=[list(output.token_ids) for output in outputs],
             logprobs=[

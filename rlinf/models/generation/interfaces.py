@@ -1,0 +1,159 @@
+"""What an engine that generates tokens can do, and the keys of its data."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from rlinf.distributed.batched_data_dict import BatchedDataDict
+from rlinf.errors import ConfigError
+
+
+class GenerationDatumSpec(TypedDict):
+    """Prompts.
+
+    Attributes:
+        input_ids: int64 ``[B, S]``, padded on the right.
+        attention_mask: ``[B, S]``, 1 for tokens, 0 for padding; it gives the lengths.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    __extra__: Any
+
+
+class GenerationOutputSpec(TypedDict):
+    """Prompts and responses. Further keys of the prompts are passed on.
+
+    Attributes:
+        output_ids: int64 ``[B, S]``, prompt and response without padding between them, padded on the right.
+        generation_lengths: int64 ``[B]``, tokens of the response, the end-of-sequence token included.
+        unpadded_sequence_lengths: int64 ``[B]``, tokens of prompt and response.
+        logprobs: float32 ``[B, S]`` of the generated tokens; 0 for the prompt and for padding.
+    """
+
+    output_ids: torch.Tensor
+    generation_lengths: torch.Tensor
+    unpadded_sequence_lengths: torch.Tensor
+    logprobs: torch.Tensor
+    __extra__: Any
+
+
+class GenerationConfig(TypedDict, total=False):
+    """Settings of an engine. ``None`` or a missing key is no restriction.
+
+    Attributes:
+        backend: ``"hf"`` or ``"vllm"``.
+        model_name: Folder or hub id.
+        max_new_tokens: Largest number of tokens of a response.
+        temperature: Divides the logits.
+        top_p: Sample from the most likely tokens whose probabilities add up to this.
+        top_k: Sample from this many most likely tokens.
+        repetition_penalty: Divides positive (multiplies negative) logits of tokens that came before (Keskar et al. 2019).
+        do_sample: False: greedy, whatever ``generate`` is called with.
+        pad_token_id: Fills rows that ended.
+        eos_token_id: Ends a row; one id or several.
+    """
+
+    backend: str
+    model_name: str
+    max_new_tokens: int
+    temperature: float
+    top_p: float | None
+    top_k: int | None
+    repetition_penalty: float
+    do_sample: bool
+    pad_token_id: int
+    eos_token_id: int | list[int]
+
+
+class VllmConfig(GenerationConfig, total=False):
+    """Settings of vLLM: engine arguments lie in ``vllm_cfg``, or beside the others.
+
+    Attributes:
+        vllm_cfg: ``tensor_parallel_size``, ``gpu_memory_utilization``, ``max_model_len`` and further engine arguments.
+    """
+
+    vllm_cfg: dict[str, Any]
+    tensor_parallel_size: int
+    gpu_memory_utilization: float
+    max_model_len: int
+
+
+class GenerationInterface(ABC):
+    """An engine that continues token sequences."""
+
+    @abstractmethod
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Continue each row.
+
+        Args:
+            data: Prompts.
+            greedy: Take the most likely token instead of sampling.
+        """
+
+    @abstractmethod
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Get memory and weights in place; again and again does no harm."""
+
+    @abstractmethod
+    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Give the accelerator's memory back; again and again does no harm."""
+
+
+def verify_right_padding(data: Mapping[str, Any], pad_token_id: int | None = None, raise_error: bool = False) -> bool:
+    """Check that the padding of prompts or outputs lies on the right only.
+
+    Args:
+        data: ``GenerationDatumSpec`` or ``GenerationOutputSpec``.
+        pad_token_id: If given, padding columns must hold this token.
+        raise_error: Raise instead of returning False.
+
+    Returns:
+        Whether every row is tokens first, then padding.
+
+    Raises:
+        ConfigError: With ``raise_error``: names the first bad row.
+    """
+    ids, mask = tokens_and_mask(data)
+    lengths = mask.sum(-1)
+    expected = torch.arange(mask.shape[1], device=mask.device) < lengths.unsqueeze(1)
+    bad = (mask != expected).any(-1) | (lengths == 0)
+    if pad_token_id is not None:
+        bad |= ((ids != pad_token_id) & ~expected).any(-1)
+    if raise_error and bad.any():
+        row = int(bad.nonzero()[0, 0])
+        raise ConfigError(
+            f"Row {row} is not padded on the right: its attention mask is {mask[row].int().tolist()}, its tokens "
+            f"{ids[row].tolist()}. Put all tokens first and padding after them"
+        )
+    return not bool(bad.any())
+
+
+def tokens_and_mask(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Token ids ``[B, S]`` and bool mask ``[B, S]`` of prompts, training data or outputs of a generation.
+
+    Outputs (``output_ids``) come first, so that a batch to which they were added is read as prompt and response.
+
+    Raises:
+        ConfigError: A key is missing, or ids and mask have different shapes.
+    """
+    if "output_ids" in data:
+        ids = data["output_ids"]
+        if "unpadded_sequence_lengths" not in data:
+            raise ConfigError(f"output_ids come without unpadded_sequence_lengths; the batch has {sorted(data)}.")
+        lengths = data["unpadded_sequence_lengths"].to(ids.device)
+        return ids, torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
+    for key in ("input_ids", "attention_mask"):
+        if key not in data:
+            raise ConfigError(f"The batch has no '{key}'; it has {sorted(data)}.")
+    if data["input_ids"].ndim != 2 or data["input_ids"].shape != data["attention_mask"].shape:
+        shapes = [list(data[key].shape) for key in ("input_ids", "attention_mask")]
+        raise ConfigError(f"input_ids {shapes[0]} and attention_mask {shapes[1]} must have one shape [B, S].")
+    return data["input_ids"], data["attention_mask"].bool()

@@ -8,7 +8,13 @@ import os
 import tempfile
 from pathlib import Path
 
-from rlinf.config.compatibility import check_demonstrator, check_generator, check_inputs, check_new_folder, check_precision
+from rlinf.config.compatibility import (
+    check_demonstrator,
+    check_generator,
+    check_inputs,
+    check_new_folder,
+    check_precision,
+)
 from rlinf.config.derived import DerivedNumbers, derive
 from rlinf.config.options import closest, override_text
 from rlinf.config.schema import RunConfig, section_class

@@ -137,7 +137,7 @@ class VllmEngine:
             if self._process is not None:
                 return
             mine, theirs = socket.socketpair()
-            self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+            self._log = tempfile.TemporaryFile()
             command = [sys.executable, "-m", SERVER, str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
                 command,

@@ -131,7 +131,7 @@ def serve(connection: Connection) -> None:
             answer = "config", str(error)
         except EngineError as error:
             answer = "error", str(error)
-        except Exception as error:  # whatever it is, the parent reports it
+        except Exception as error:  # noqa: BLE001 (whatever it is, the parent reports it)
             answer = "error", f"The vLLM engine failed at '{command}': {error}\n{traceback.format_exc()}"
         connection.send(answer)
 

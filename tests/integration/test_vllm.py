@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
@@ -273,12 +273,14 @@ def test_failed_sync_rebuilds_the_engine_and_a_hang_ends_with_stacks(tmp_path, m
 
 
 def make_language_model(seed):
+    """A Phi-3: its queries, keys and values are one tensor, gate and up projections another."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = Phi3Config(
         vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3, eos_token_id=95, bos_token_id=1,
+        num_key_value_heads=1, max_position_embeddings=64, original_max_position_embeddings=64, initializer_range=0.3,
+        pad_token_id=0, bos_token_id=1, eos_token_id=95,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return Phi3ForCausalLM(config).eval()
 
 
 @torch.no_grad()
@@ -336,6 +338,7 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
 
         buffer = WeightBuffer()
         weights = dict(other.state_dict())
+        assert "model.layers.0.self_attn.qkv_proj.weight" in weights
         with pytest.raises(WeightsRefusedError, match=r"missing model.norm.weight \(1 in all\)"):
             generation.update_weights(buffer.write({k: v for k, v in weights.items() if k != "model.norm.weight"}, 3))
         check_rows(generation.generate(data, greedy=True), model, prompts, 5)

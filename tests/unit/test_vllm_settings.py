@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,11 +105,15 @@ def test_sampling_arguments_follow_the_settings():
     assert sampling_arguments({}, greedy=False) == {"max_tokens": None, "ignore_eos": False}
 
 
-def test_wrong_backend_and_missing_model_are_user_errors(has_vllm):
+def test_wrong_backend_missing_model_and_too_few_gpus_are_user_errors(has_vllm):
     with pytest.raises(ConfigError, match="backend='hf'"):
         VllmGeneration(None, {"model_name": "x", "backend": "hf"})
     with pytest.raises(ConfigError, match="model_name"):
         VllmGeneration(None, {"temperature": 1.0})
+    cluster = SimpleNamespace(world_size=lambda: 2)
+    VllmGeneration(cluster, {"model_name": "x", "vllm_cfg": {"tensor_parallel_size": 2}})
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 4.*Type tensor_parallel_size=2"):
+        VllmGeneration(cluster, {"model_name": "x", "vllm_cfg": {"tensor_parallel_size": 4}})
 
 
 # -- policies ----------------------------------------------------------------------------------------------------

@@ -94,12 +94,12 @@ class VllmGeneration(GenerationInterface):
     """Generation by one vLLM engine. ``update_weights`` brings new weights; they are lost with ``finish_generation``.
 
     Args:
-        cluster: Where the engine may run (``RayVirtualCluster``); None: this machine.
+        cluster: GPUs that the engine may use (``RayVirtualCluster``); None: those that it finds.
         config: ``VllmConfig`` or a plain mapping; engine arguments flat or in ``vllm_cfg``.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
-        ConfigError: ``model_name`` is missing, or the backend is another one.
+        ConfigError: ``model_name`` is missing, the backend is another one, or the cluster is too small.
     """
 
     def __init__(self, cluster: Any, config: Mapping[str, Any]) -> None:
@@ -107,7 +107,12 @@ class VllmGeneration(GenerationInterface):
             raise ConfigError(f"VllmGeneration got backend='{config['backend']}'; required: backend='vllm'")
         if "model_name" not in config:
             raise ConfigError(f"VllmGeneration needs model_name=<folder or hub id>; the config has {sorted(config)}")
-        self.cluster = cluster
+        num_gpus = engine_arguments(config).get("tensor_parallel_size", 1)
+        if cluster is not None and num_gpus > cluster.world_size():
+            raise ConfigError(
+                f"tensor_parallel_size is {num_gpus}, and the cluster has {cluster.world_size()} processes. "
+                f"Type tensor_parallel_size={cluster.world_size()}"
+            )
         self.worker = VllmGenerationWorker(**config)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:

@@ -351,6 +351,9 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
         generation.finish_generation()
     generation.finish_generation()
     assert not alive(pid)
+    with pytest.raises(EngineError, match="weights of version 4 and has ended since"):
+        generation.generate(data, greedy=True)
+    assert generation.worker.engine.pid is None
 
 
 def test_settings_that_vllm_refuses_are_a_user_error(tmp_path):

@@ -109,6 +109,7 @@ class VllmEngine:
         self.timeout_s = timeout_s
         self.version: int | None = None
         self.num_starts = 0
+        self._pushed: int | None = None
         self._lock = threading.RLock()
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
@@ -162,9 +163,13 @@ class VllmEngine:
         """Generate for all prompts.
 
         Raises:
-            EngineError: No weights yet, or the engine failed.
+            EngineError: No weights yet, the engine failed, or it was started anew and has lost the weights it was given.
         """
         with self._lock:
+            if self._pushed is not None and self.version != self._pushed:
+                raise EngineError(
+                    f"The vLLM engine was given weights of version {self._pushed} and has ended since. Call update_weights again"
+                )
             self.start()
             return self._call("generate", request)
 
@@ -188,6 +193,7 @@ class VllmEngine:
                 except EngineError:
                     self._kill()
                     raise
+            self._pushed = self.version
             return self.version
 
     def close(self) -> None:

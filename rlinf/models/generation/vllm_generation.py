@@ -91,7 +91,7 @@ class VllmGenerationWorker:
 
 
 class VllmGeneration(GenerationInterface):
-    """Generation by one vLLM engine. ``update_weights`` brings new weights; they are lost with ``finish_generation``.
+    """Generation by one vLLM engine. ``update_weights`` brings new weights; after ``finish_generation`` it must be called anew.
 
     Args:
         cluster: GPUs that the engine may use (``RayVirtualCluster``); None: those that it finds.

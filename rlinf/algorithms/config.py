@@ -20,6 +20,10 @@ class AlgorithmConfig:
     clip_range_low: float = option(0.2, "Ratio is clipped below 1 - this.", minimum=0)
     clip_range_high: float = option(0.2, "Ratio is clipped above 1 + this.", minimum=0)
     dual_clip: float | None = option(None, "For negative advantages the loss is at most this times |advantage| (Ye et al. 2020); null: off.", minimum=1)
+    tis_cap: float | None = option(
+        None, "Weigh policy losses by min(trainer / generator probability, this): truncated importance sampling (Yao et al. 2025); "
+        "null: off.", minimum=1,
+    )
     entropy_level: str = option("token", "Unit whose entropy is averaged: a token, or the sum over an action or a chunk.", choices=LEVELS)
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
     kl_coef: float = option(0.0, "Weight of the KL penalty to the reference policy (the policy before RL).", minimum=0)

@@ -42,6 +42,7 @@ def clipped_policy_loss(
     clip_range_low: float,
     clip_range_high: float,
     dual_clip: float | None = None,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate (Schulman et al. 2017, eq. 7), with asymmetric bounds (DAPO, Yu et al. 2025) and dual clip.
 
@@ -51,6 +52,7 @@ def clipped_policy_loss(
     Args:
         logprobs, old_logprobs, mask: equal shapes.
         advantages: broadcastable to them.
+        weights: Factors of the losses, shape of ``logprobs``, without gradient; None: 1.
 
     Returns:
         The sum over valid elements, and sums of ``approx_kl`` (k3, Schulman 2020) and ``clip_fraction``.
@@ -62,12 +64,29 @@ def clipped_policy_loss(
     losses = torch.maximum(unclipped, clipped)
     if dual_clip is not None:
         losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
+    if weights is not None:
+        losses = losses * weights
     with torch.no_grad():
         metrics = {
             "approx_kl": torch.where(mask, (ratio - 1) - log_ratio, 0.0).sum(),
             "clip_fraction": ((clipped > unclipped) & mask).sum().float(),
         }
     return torch.where(mask, losses, 0.0).sum(), metrics
+
+
+def truncated_importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
+    """``min(p_trainer / p_generator, cap)`` of the weights before the update, 1 where masked.
+
+    Corrects for a generator whose probabilities are not quite the trainer's (Yao et al. 2025, "Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training", truncated importance sampling).
+
+    Args:
+        old_logprobs: Of the trainer.
+        rollout_logprobs: Of the generator.
+        mask: Valid elements; equal shapes.
+        cap: Largest weight.
+    """
+    return torch.where(mask, old_logprobs - rollout_logprobs, 0.0).exp().clamp_max(cap)
 
 
 def kl_penalty(

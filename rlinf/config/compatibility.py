@@ -71,6 +71,26 @@ def check_logprobs(config: RunConfig) -> None:
             )
 
 
+def check_generator(config: RunConfig) -> None:
+    """vLLM must be there, and able to run the model."""
+    from rlinf.models import MODELS
+    from rlinf.models.generation.vllm_engine import require_vllm
+    from rlinf.rollout.vllm_policy import twin_of
+
+    rollout = config.rollout
+    if rollout.backend == "torch":
+        return
+    twin_of(MODELS.get(config.model.model_type).resolve().model)
+    decoding = _declared(config, "action_decoding")
+    if decoding not in (None, "autoregressive"):
+        own = "model.init_config.action_decoding=autoregressive, or " if config.model.model_path is None else ""
+        raise ConfigError(
+            f"rollout.backend={rollout.backend} decodes one token after the other, and the model has action_decoding={decoding} "
+            f"(bidirectional attention), which it cannot. Type {own}rollout.backend=torch"
+        )
+    require_vllm()
+
+
 def check_demonstrator(config: RunConfig) -> None:
     """Behaviour cloning needs an env with a scripted expert."""
     from rlinf.envs import ENVS

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rlinf.config.compatibility import (
     check_demonstrator,
+    check_generator,
     check_inputs,
     check_logprobs,
     check_new_folder,
@@ -54,6 +55,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
         check_batches(config)
         check_algorithm(config)
         check_logprobs(config)
+        check_generator(config)
     if command != "evaluate" and config.sft.max_steps > 0:
         check_sft(config)
         check_demonstrator(config)

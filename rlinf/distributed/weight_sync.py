@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +21,20 @@ class WeightSync:
     Args:
         trainer_model: The trained model, sharded or not.
         rollout_model: A full model of the same architecture, or ``trainer_model`` itself.
+        generator: Another policy that plays with the weights of ``rollout_model`` once it has got them by
+            ``update_weights(version)``; None: ``rollout_model`` plays.
     """
 
-    def __init__(self, trainer_model: nn.Module, rollout_model: nn.Module) -> None:
+    def __init__(self, trainer_model: nn.Module, rollout_model: nn.Module, generator: Any = None) -> None:
         self.trainer_model = trainer_model
         self.rollout_model = rollout_model
+        self.generator = generator
         self.version = 0
+
+    @property
+    def player(self) -> Any:
+        """The policy that collects rollouts."""
+        return self.rollout_model.eval() if self.generator is None else self.generator
 
     @torch.no_grad()
     def push(self, version: int) -> int:
@@ -35,8 +44,13 @@ class WeightSync:
             RLinfError: The two models do not have the same tensor names and shapes.
         """
         self.version = version
-        if self.rollout_model is self.trainer_model:
-            return version
+        if self.rollout_model is not self.trainer_model:
+            self._copy()
+        if self.generator is not None:
+            self.generator.update_weights(version)
+        return version
+
+    def _copy(self) -> None:
         source = dict(self.trainer_model.state_dict())
         target = self.rollout_model.state_dict()
         if source.keys() != target.keys():
@@ -48,7 +62,6 @@ class WeightSync:
                 raise RLinfError(f"Weight sync refused, '{name}' is {list(full.shape)}, rollout has "
                                  f"{list(target[name].shape)}.")  # fmt: skip
             target[name].copy_(full)
-        return version
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:

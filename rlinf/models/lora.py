@@ -150,6 +150,19 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
     return merged
 
 
+def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict that the policy would have without adapters: each adapter added to its weight.
+
+    The model stays as it is; adapted weights are new tensors, all others are the model's own.
+    """
+    tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            weight = module.get_base_layer().weight.detach()
+            tensors[f"{name}.weight"] = weight + module.get_delta_weight("default").to(weight)
+    return tensors
+
+
 def adapter_fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """Return a SHA-256 over names, dtypes, shapes and bytes of adapter tensors."""
     digest = hashlib.sha256()

@@ -272,7 +272,7 @@ class _Rollout:
         for start in range(0, len(where), block):
             rows = where[start : start + block]
             inputs = self.model.preprocess(final.select(np.arange(start, start + len(rows))))
-            values = self.model.predict_action_batch(do_sample=False, **inputs).values.cpu()
+            values = self.model.predict_values(**inputs).cpu()
             batch.bootstrap_values[[t for t, _ in rows], [row for _, row in rows]] = values
 
 

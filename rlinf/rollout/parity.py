@@ -21,7 +21,8 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float) -> dict[str, fl
         max_gap: Largest accepted difference at step 0.
 
     Returns:
-        ``rollout/logprob_gap_mean``, ``rollout/logprob_gap_max``, ``rollout/importance_ratio_max``.
+        ``rollout/logprob_gap_mean``, ``rollout/logprob_gap_max``, ``rollout/logprob_gap_exp_mean`` (mean of
+        ``exp |gap|``), ``rollout/importance_ratio_max``.
 
     Raises:
         ParityError: At step 0, naming the worst sample, or at any step when a log-probability is not finite.
@@ -50,5 +51,6 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float) -> dict[str, fl
     return {
         "rollout/logprob_gap_mean": float(gap.sum() / count),
         "rollout/logprob_gap_max": largest,
+        "rollout/logprob_gap_exp_mean": float(torch.where(mask, difference.abs().exp(), 0.0).sum() / count),
         "rollout/importance_ratio_max": float(difference.sum(-1).exp().amax()),
     }

@@ -26,6 +26,7 @@ METRICS: dict[str, Metric] = {
     "rollout/zero_variance_group_fraction": Metric("Share of groups in which all returns are equal.", "1"),
     "rollout/logprob_gap_mean": Metric("Mean |rollout log-prob - trainer log-prob| before the update.", "nat"),
     "rollout/logprob_gap_max": Metric("Largest |rollout log-prob - trainer log-prob| before the update.", "nat"),
+    "rollout/logprob_gap_exp_mean": Metric("Mean of exp |rollout log-prob - trainer log-prob|; up to 1.05 is rounding of 16 bits.", "1"),
     "rollout/importance_ratio_max": Metric(
         "Largest trainer / rollout probability of a sampled action (all its tokens) before the update.", "1"
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlinf.config.options import option
+from rlinf.models.generation.config import VllmOptions
 
 
 @dataclass
@@ -22,6 +23,8 @@ class RolloutConfig:
     temperature: float = option(1.0, "Divides the logits in rollout and training alike.", minimum=1e-6)
     offload_envs: bool = option(False, "Free the simulators' graphics memory between rollouts.")
     num_lanes: int = option(2, "Threads that each play a share of the envs: while one steps, the policy acts for another.", minimum=1)
+    backend: str = option("torch", "What runs the policy: torch (the model that is trained), or vllm (an engine in its own process).", choices=("torch", "vllm"))
+    vllm: VllmOptions = option(VllmOptions(), "Settings of the vLLM engine.")
 
 
 @dataclass

@@ -33,6 +33,7 @@ from rlinf.manifest import Manifest, build_manifest, check, verify_files
 from rlinf.models import build_policy
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
+from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
@@ -73,7 +74,8 @@ class Run:
         rollout_model = frozen_copy(self.model) if sharded else self.model
         if sharded:
             shard(self.model, self.device)
-        self.sync = WeightSync(self.model, rollout_model)
+        self.generator = self._make_generator(rollout_model)
+        self.sync = WeightSync(self.model, rollout_model, self.generator)
         phase = "sft" if config.sft.max_steps > 0 else "rl"
         if self.resumed_from is not None:
             phase = checkpoints.read_loop_state(self.resumed_from)["phase"]
@@ -110,6 +112,13 @@ class Run:
         present = build_manifest(config, model, policy_version=saved.policy_version)
         check(saved, present, [*config.evaluation.allow_mismatch, *free])
         return model.to(self.device)
+
+    def _make_generator(self, rollout_model: torch.nn.Module) -> VllmPolicy | None:
+        """Return what plays in the place of ``rollout_model``, where the configuration asks for it."""
+        config = self.config.rollout
+        if config.backend == "torch" or self.config.trainer.max_steps == 0:
+            return None
+        return VllmPolicy(rollout_model, config.vllm, config.num_envs // world_size(), torch.get_num_threads())
 
     def make_reference(self) -> torch.nn.Module | None:
         """Return a frozen copy of the policy with which RL began, for the KL penalty; kept on disk for a resumed run.
@@ -197,6 +206,8 @@ class Run:
             state=self.state,
         )
         try:
+            if self.generator is not None:
+                self.generator.engine.start()  # its faults show before the hours of cloning
             if self.state.phase == "sft":
                 trainer.run_sft(self.demonstrations)
             trainer.evaluate_phase("before_rl" if config.trainer.max_steps > 0 else "after_sft")
@@ -208,6 +219,8 @@ class Run:
             raise
         finally:
             trainer.collector.close()
+            if self.generator is not None:
+                self.generator.close()
             self.eval_env.close()
             if self.tracker is not None:
                 self.tracker.close()

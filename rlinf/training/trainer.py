@@ -200,9 +200,8 @@ class Trainer:
 
     def _collect(self, step: int, attempt: int, clock: _Clock) -> RolloutBatch:
         """Play one rollout, score it with the trained weights, and join what all ranks played."""
-        model = self.sync.rollout_model.eval()
         needs_values = self.algorithm.needs_values
-        batch = self.collector.collect(model, step, self.state.policy_version, needs_values, attempt)
+        batch = self.collector.collect(self.sync.player, step, self.state.policy_version, needs_values, attempt)
         clock.lap("rollout")
         batch.old_logprobs, batch.values = self.worker.evaluate(batch)
         if self.algorithm.needs_reference:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -10,7 +11,14 @@ import torch
 from rlinf.algorithms.base import LossCounts
 from rlinf.algorithms.config import GRPOConfig, PPOConfig
 from rlinf.algorithms.grpo import GRPO
-from rlinf.algorithms.losses import aggregate_logprobs, clipped_policy_loss, explained_variance, kl_penalty, value_loss
+from rlinf.algorithms.losses import (
+    aggregate_logprobs,
+    clipped_policy_loss,
+    explained_variance,
+    kl_penalty,
+    truncated_importance_weights,
+    value_loss,
+)
 from rlinf.algorithms.ppo import PPO
 from rlinf.types import ActionEvaluation, EpisodeSpec, Observation, RolloutBatch
 
@@ -42,6 +50,15 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
     assert policy_loss(10.0, -1.0, dual_clip=3.0)[0] == pytest.approx(3.0)
     assert policy_loss(10.0, -1.0)[0] == pytest.approx(10.0)
     assert policy_loss(1.1, 1.0, dual_clip=3.0)[0] == pytest.approx(-1.1)
+
+
+def test_truncated_importance_weights_by_hand():
+    """Trainer probabilities 0.5, 0.2 and 0.4 of what the generator drew with 0.25, 0.4 and (masked) 0."""
+    old, drawn = torch.tensor([0.5, 0.2, 0.4]).log(), torch.tensor([0.25, 0.4, 0.0]).log()
+    weights = truncated_importance_weights(old, drawn, torch.tensor([True, True, False]), cap=1.5)
+    assert weights.tolist() == pytest.approx([1.5, 0.5, 1.0])
+    assert policy_loss(1.1, 2.0, weights=torch.tensor([0.5]))[0] == pytest.approx(-1.1)
+    assert policy_loss(10.0, -1.0, dual_clip=3.0, weights=torch.tensor([1.5]))[0] == pytest.approx(4.5)
 
 
 @pytest.mark.parametrize(("estimator", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)])
@@ -135,6 +152,23 @@ def test_loss_and_metrics_do_not_depend_on_micro_batches(level, algorithm):
         for i in torch.arange(len(flat.loss_mask)).split(5)
     ]  # fmt: skip
     assert abs(sum(per_part) / len(per_part) - whole.loss) > 1e-4
+
+
+@pytest.mark.parametrize("algorithm", [PPO(PPOConfig(tis_cap=2.0, critic_warmup_steps=0)), GRPO(GRPOConfig(tis_cap=2.0))])
+def test_policy_loss_is_weighted_by_trainer_over_generator_probability(algorithm):
+    batch, evaluation = make_batch()
+    algorithm.compute_advantages(batch)
+    flat = batch.flatten()
+
+    def policy_loss_at(ratio, config=algorithm.config):
+        """The loss where the trainer gives each action ``ratio`` times the probability that the generator gave it."""
+        width = flat.old_logprobs.shape[1] // flat.action_mask.shape[1]
+        flat.rollout_logprobs = flat.old_logprobs - math.log(ratio) / width
+        return type(algorithm)(config).loss(flat, evaluation, LossCounts.of(flat, config), 0).metrics["policy_loss"].item()
+
+    plain = policy_loss_at(1.5, dataclasses.replace(algorithm.config, tis_cap=None))
+    for ratio, weight in ((1.0, 1.0), (0.25, 0.25), (1.5, 1.5), (9.0, 2.0)):
+        assert policy_loss_at(ratio) == pytest.approx(weight * plain, rel=1e-4)
 
 
 def test_entropy_is_averaged_over_the_chosen_unit():

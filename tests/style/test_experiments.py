@@ -12,11 +12,13 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.config.search import packaged_experiments
 from rlinf.config.validation import validate
+from rlinf.errors import MissingDependencyError
 
 EXPERIMENTS = sorted(packaged_experiments().glob("*.yaml"))
 MAX_LINES = 30
 MUST_EXIST = {
     "quickstart", "quickstart_grpo", "tabletop_ppo_mlp", "tabletop_sft_openvla_tiny", "openvla_tabletop_lora", "your_config",
+    "quickstart_vllm",
 }  # fmt: skip
 # What a user has to add before an experiment can run, as its own comment says.
 COMPLETED_BY = {"openvla_tabletop_lora": ["model.model_path=organisation/openvla"]}
@@ -33,7 +35,10 @@ def test_experiment_is_short_composes_and_is_valid(path: Path):
     config = build_config(compose_config([f"experiment={path.stem}", *COMPLETED_BY.get(path.stem, [])]))
     assert config.experiment_name == path.stem
     if path.stem != TEMPLATE:  # a template for a model of the user's own; its keys have their own tests
-        numbers = validate(config)
+        try:
+            numbers = validate(config)
+        except MissingDependencyError as missing:
+            pytest.skip(str(missing))
         assert numbers.num_samples > 0
 
 

@@ -15,6 +15,7 @@ from rlinf.models.lora import (
     has_adapters,
     is_trained_in_full,
     merge_lora,
+    merged_state_dict,
     save_adapter,
 )
 
@@ -58,6 +59,21 @@ def inputs():
 
 def logits(model, inputs):
     return model.predict_action_batch(**inputs, do_sample=False).logits
+
+
+def test_merged_state_dict_is_that_of_the_merged_policy_and_leaves_the_policy_alone(inputs):
+    model = adapted()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors, merged = merged_state_dict(model), merge_lora(model).state_dict()
+    assert tensors.keys() == merged.keys() == policy().state_dict().keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensors[name], tensor, atol=1e-6, rtol=0)
+    plain = policy().state_dict()
+    assert any(not torch.equal(tensors[name], plain[name]) for name in plain), "control: the adapters do something"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    other = policy()
+    other.load_state_dict(tensors)
+    torch.testing.assert_close(logits(other, inputs), logits(model, inputs), atol=1e-4, rtol=0)
 
 
 def test_only_adapters_and_value_head_train(inputs):

@@ -23,12 +23,14 @@ class ActionModel:
             their own.
         lora_exclude_modules: Regular expression of modules that never get an adapter, because no gradient reaches them.
         num_logprobs: ``A``, log-probability columns of one policy call.
+        vllm_twin: ``module:Class`` that tells vLLM how to run the model (see ``OpenVLATwin``); None: it cannot.
     """
 
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ()
     lora_target_modules: ClassVar[tuple[str, ...] | str] = ()
     trained_in_full: ClassVar[tuple[str, ...]] = ("value_head",)
     lora_exclude_modules: ClassVar[str | None] = None
+    vllm_twin: ClassVar[str | None] = None
     action_chunks_len: int = 1
     num_logprobs: int
 
@@ -70,6 +72,10 @@ class ActionModel:
             **inputs: What ``preprocess`` returned.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement predict_action_batch")
+
+    def predict_values(self, **inputs: Tensor) -> Tensor:
+        """Values float32 ``[B]`` of what ``preprocess`` returned, without gradients."""
+        return self.predict_action_batch(do_sample=False, **inputs).values
 
     @abstractmethod
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:

@@ -65,6 +65,8 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         r"|language_model\.model\.layers\..*_proj)"
     )
 
+    vllm_twin: ClassVar[str] = "rlinf.models.embodiment.openvla_vllm:OpenVLATwin"
+
     def __init__(
         self,
         config: OpenVLAConfig,

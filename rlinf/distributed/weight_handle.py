@@ -1,0 +1,143 @@
+"""Weights of one process in the hands of another on the same machine: shared memory on CPUs, CUDA IPC on GPUs."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf.errors import RLinfError
+
+ALIGNMENT = 64
+"""Bytes; every tensor begins at a multiple."""
+
+
+class WeightsRefusedError(RLinfError):
+    """A handle lacks tensors, has unknown ones, or has one of another shape; nothing was loaded."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies in the shared memory: its bytes begin at ``offset``."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class WeightsHandle:
+    """What is sent instead of weights; small, and picklable. Valid while its ``WeightBuffer`` lives and is not rewritten.
+
+    Attributes:
+        version: Weight updates behind these weights.
+        manifest: Every tensor by name.
+        nbytes: Size of the shared memory.
+        path: File behind the shared memory (CPU), or None.
+        ipc: ``(rebuild, arguments)`` of the shared memory on a GPU, or None.
+    """
+
+    version: int
+    manifest: dict[str, TensorEntry]
+    nbytes: int
+    path: str | None = None
+    ipc: tuple[Any, tuple] | None = None
+
+    def open(self) -> dict[str, Tensor]:
+        """Return all tensors by name, as views of the shared memory.
+
+        Raises:
+            RLinfError: The process that wrote them is gone.
+        """
+        if self.ipc is not None:
+            rebuild, arguments = self.ipc
+            arguments = list(arguments)
+            arguments[6] = torch.cuda.current_device()  # GPUs may be numbered differently in the other process
+            memory = rebuild(*arguments)
+        else:
+            try:
+                memory = torch.from_file(self.path, shared=True, size=self.nbytes, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise RLinfError(f"The shared weights of version {self.version} at {self.path} are gone: {error}") from error
+        return {name: _view(memory, entry) for name, entry in self.manifest.items()}
+
+
+class WeightBuffer:
+    """Shared memory that one process writes weights into again and again. It has no name: nothing of it outlives the process."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self._fd: int | None = None
+
+    @torch.no_grad()
+    def write(self, tensors: Mapping[str, Tensor], version: int) -> WeightsHandle:
+        """Copy tensors (all on one device, bit for bit); handles of earlier versions become invalid."""
+        manifest: dict[str, TensorEntry] = {}
+        end = 0
+        for name, tensor in tensors.items():
+            manifest[name] = TensorEntry(tensor.dtype, tuple(tensor.shape), end)
+            end += math.ceil(tensor.numel() * tensor.element_size() / ALIGNMENT) * ALIGNMENT
+        device = next(iter(tensors.values())).device
+        if self._memory is None or len(self._memory) != end or self._memory.device != device:
+            self._allocate(end, device)
+        for name, tensor in tensors.items():
+            _view(self._memory, manifest[name]).copy_(tensor)
+        if device.type == "cpu":
+            return WeightsHandle(version, manifest, end, path=f"/proc/{os.getpid()}/fd/{self._fd}")
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        torch.cuda.synchronize(device)
+        return WeightsHandle(version, manifest, end, ipc=reduce_tensor(self._memory))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _allocate(self, nbytes: int, device: torch.device) -> None:
+        self.close()
+        if device.type != "cpu":
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            return
+        self._fd = os.memfd_create("rlinf-weights")
+        os.ftruncate(self._fd, nbytes)
+        self._memory = torch.from_file(f"/proc/self/fd/{self._fd}", shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def check_manifest(given: Mapping[str, TensorEntry], required: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are not exactly those of a model.
+
+    Args:
+        given: Manifest of a handle.
+        required: ``state_dict(keep_vars=True)`` of the model that gets them (on the meta device, say); of tensors under
+            several names (tied weights) one name is enough.
+
+    Raises:
+        WeightsRefusedError: Naming what is missing, unknown, or of another shape.
+    """
+    present = {id(tensor) for name, tensor in required.items() if name in given}
+    missing = sorted(name for name, tensor in required.items() if id(tensor) not in present)
+    unknown = sorted(set(given) - set(required))
+    reshaped = sorted(
+        f"{name} is {list(entry.shape)} instead of {list(required[name].shape)}"
+        for name, entry in given.items()
+        if name in required and tuple(required[name].shape) != entry.shape
+    )
+    if missing or unknown or reshaped:
+        parts = [f"{label} {', '.join(names[:8])} ({len(names)} in all)"
+                 for label, names in (("missing", missing), ("unknown", unknown), ("other shape:", reshaped)) if names]  # fmt: skip
+        raise WeightsRefusedError(
+            f"Weights refused, nothing was changed: {'; '.join(parts)}. Required: the {len(required)} tensors of the model"
+        )
+
+
+def _view(memory: Tensor, entry: TensorEntry) -> Tensor:
+    nbytes = math.prod(entry.shape) * entry.dtype.itemsize
+    return memory[entry.offset : entry.offset + nbytes].view(entry.dtype).view(entry.shape)

@@ -1,0 +1,184 @@
+"""Language models in vLLM behind the generation interface. Importing this needs no vLLM, constructing does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf.distributed.batched_data_dict import BatchedDataDict
+from rlinf.distributed.weight_handle import WeightsHandle
+from rlinf.errors import ConfigError
+from rlinf.models.generation.interfaces import (
+    GenerationConfig,
+    GenerationDatumSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+    tokens_and_mask,
+    verify_right_padding,
+)
+from rlinf.models.generation.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, strip_padding
+
+TIMEOUT_S = 600.0
+
+
+class VllmGenerationWorker:
+    """One engine with one model. A plain class, ready to be a Ray actor: ``ray.remote(VllmGenerationWorker)``.
+
+    Args:
+        model_name: Folder or hub id of a causal language model.
+        **kwargs: Keys of ``VllmConfig``. What is no setting of the generation is an engine argument, flat or in
+            ``vllm_cfg``; ``timeout_s`` is the deadline of an answer of the engine.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+        ConfigError: An engine argument is given twice with different values.
+    """
+
+    def __init__(self, model_name: str, **kwargs: Any) -> None:
+        self.settings = {name: value for name, value in kwargs.items() if name in GenerationConfig.__annotations__}
+        engine_args = engine_arguments(kwargs)
+        timeout_s = engine_args.pop("timeout_s", TIMEOUT_S)
+        spec = EngineSpec(model=model_name, engine_args=engine_args, num_threads=torch.get_num_threads())
+        self.engine = VllmEngine(spec, timeout_s=timeout_s)
+
+    def start(self) -> None:
+        """Start the engine, unless it runs."""
+        self.engine.start()
+
+    def generate(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, greedy: bool = False, **kwargs: Any
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Continue each row of ``input_ids [B, S]``, padded on the right.
+
+        Args:
+            input_ids: Prompts.
+            attention_mask: ``[B, S]``; None: no padding.
+            greedy: Take the most likely token.
+            **kwargs: Settings of the generation that replace those of the worker.
+
+        Returns:
+            ``GenerationOutputSpec``. Log-probabilities are those of the distribution that was sampled from (after temperature,
+            penalty, top-k and top-p; of the model itself when greedy).
+
+        Raises:
+            ConfigError: vLLM refuses a setting, or a prompt that is too long.
+            EngineError: The engine failed or did not answer in time.
+        """
+        unknown = sorted(set(kwargs) - set(GenerationConfig.__annotations__))
+        if unknown:
+            raise ConfigError(f"generate got {unknown}; known: {', '.join(GenerationConfig.__annotations__)}")
+        settings = self.settings | kwargs
+        prompts = strip_padding(input_ids, attention_mask)
+        request = GenerateRequest([{"prompt_token_ids": ids} for ids in prompts], sampling_arguments(settings, greedy))
+        result = self.engine.generate(request)
+        pad = settings.get("pad_token_id")
+        return _output(prompts, result.token_ids, result.logprobs, 0 if pad is None else pad)
+
+    def update_weights(self, weights_handle: WeightsHandle) -> int:
+        """Load the weights that a ``WeightBuffer`` holds; returns their version.
+
+        Raises:
+            WeightsRefusedError: The handle lacks tensors; the message names them, and the old weights stay.
+        """
+        return self.engine.update_weights(weights_handle)
+
+    def stop(self) -> None:
+        """End the engine; all its memory is free then."""
+        self.engine.close()
+
+
+class VllmGeneration(GenerationInterface):
+    """Generation by one vLLM engine. ``update_weights`` brings new weights; after ``finish_generation`` it must be called anew.
+
+    Args:
+        cluster: GPUs that the engine may use (``RayVirtualCluster``); None: those that it finds.
+        config: ``VllmConfig`` or a plain mapping; engine arguments flat or in ``vllm_cfg``.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+        ConfigError: ``model_name`` is missing, the backend is another one, or the cluster is too small.
+    """
+
+    def __init__(self, cluster: Any, config: Mapping[str, Any]) -> None:
+        if config.get("backend", "vllm") != "vllm":
+            raise ConfigError(f"VllmGeneration got backend='{config['backend']}'; required: backend='vllm'")
+        if "model_name" not in config:
+            raise ConfigError(f"VllmGeneration needs model_name=<folder or hub id>; the config has {sorted(config)}")
+        num_gpus = engine_arguments(config).get("tensor_parallel_size", 1)
+        if cluster is not None and num_gpus > cluster.world_size():
+            raise ConfigError(
+                f"tensor_parallel_size is {num_gpus}, and the cluster has {cluster.world_size()} processes. "
+                f"Type tensor_parallel_size={cluster.world_size()}"
+            )
+        self.worker = VllmGenerationWorker(**config)
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Start the engine; again and again does no harm."""
+        self.worker.start()
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Continue each row; starts the engine where ``prepare_for_generation`` was not called. Further keys are passed on."""
+        verify_right_padding(data, raise_error=True)
+        ids, mask = tokens_and_mask(data)
+        output = self.worker.generate(ids, mask, greedy)
+        extra = {name: value for name, value in data.items() if name not in ("input_ids", "attention_mask", *output)}
+        return BatchedDataDict({**extra, **output})
+
+    def update_weights(self, weights_handle: WeightsHandle) -> int:
+        """See ``VllmGenerationWorker.update_weights``."""
+        return self.worker.update_weights(weights_handle)
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
+        """End the engine, which frees all its memory; again and again does no harm."""
+        self.worker.stop()
+
+
+def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect the arguments of ``vllm.LLM``: everything but the keys of ``GenerationConfig``, and what ``vllm_cfg`` holds.
+
+    Raises:
+        ConfigError: A key is given flat and nested, with different values.
+    """
+    flat = {name: value for name, value in config.items() if name not in (*GenerationConfig.__annotations__, "vllm_cfg")}
+    nested = dict(config.get("vllm_cfg") or {})
+    for name in flat.keys() & nested.keys():
+        if flat[name] != nested[name]:
+            raise ConfigError(f"{name} is {flat[name]}, and in vllm_cfg {nested[name]}; give it once")
+    return flat | nested
+
+
+def sampling_arguments(settings: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
+    """Turn settings of a generation into arguments of ``vllm.SamplingParams``; None and missing keys restrict nothing."""
+    eos = settings.get("eos_token_id")
+    greedy = greedy or settings.get("do_sample") is False
+    values = {
+        "max_tokens": settings.get("max_new_tokens"),
+        "temperature": 0.0 if greedy else settings.get("temperature"),
+        "top_p": None if greedy else settings.get("top_p"),
+        "top_k": None if greedy else settings.get("top_k"),
+        "repetition_penalty": settings.get("repetition_penalty"),
+        "stop_token_ids": [eos] if isinstance(eos, int) else eos,
+        "ignore_eos": eos is not None,  # the model's own is replaced by the given one
+    }
+    # vLLM's own default is 16 tokens; None is as many as fit.
+    return {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+
+
+def _output(
+    prompts: list[list[int]], responses: list[list[int]], logprobs: list[list[float]], pad_token_id: int
+) -> BatchedDataDict[GenerationOutputSpec]:
+    lengths = torch.tensor([len(response) for response in responses])
+    totals = torch.tensor([len(prompt) for prompt in prompts]) + lengths
+    ids = torch.full((len(prompts), int(totals.max())), pad_token_id)
+    scores = torch.zeros(ids.shape)
+    for row, (prompt, response, values) in enumerate(zip(prompts, responses, logprobs, strict=True)):
+        ids[row, : totals[row]] = torch.tensor(prompt + response)
+        scores[row, len(prompt) : totals[row]] = torch.tensor(values)
+    return BatchedDataDict(
+        {"output_ids": ids, "generation_lengths": lengths, "unpadded_sequence_lengths": totals, "logprobs": scores}
+    )

@@ -1,0 +1,177 @@
+"""A policy that acts through vLLM: the rollout half of an action model, beside the torch model that is trained."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf.distributed.weight_handle import WeightBuffer
+from rlinf.errors import ConfigError, RLinfError
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.generation.config import VllmOptions
+from rlinf.models.generation.vllm_engine import EngineSpec, GenerateRequest, VllmEngine
+from rlinf.models.lora import merged_state_dict
+from rlinf.types import ActionPrediction, Observation
+
+CPU_BLOCK_LEN = 128
+"""Tokens of a block of the key-value cache on CPUs."""
+SEED_BITS = 24
+"""Random bits of a float32 in (0, 1)."""
+
+
+class VllmPolicy:
+    """Samples action tokens in a vLLM engine, and nothing but action tokens; images and values are the torch model's.
+
+    Args:
+        model: Policy in torch, not sharded; it holds the weights that are sent to the engine.
+        options: Settings of the engine.
+        num_envs: Envs that act at once, at most.
+        num_threads: CPU threads of the engine.
+
+    Raises:
+        ConfigError: vLLM cannot run this model.
+    """
+
+    def __init__(self, model: ActionModel, options: VllmOptions, num_envs: int, num_threads: int = 1) -> None:
+        self.model = model
+        self.twin = twin_of(model)
+        self.twin.check(model.config)
+        self.buffer = WeightBuffer()
+        self.version: int | None = None
+        self.engine = VllmEngine(
+            EngineSpec(
+                twin=self.twin.model,
+                config=model.config,
+                engine_args=engine_arguments(model, options, num_envs),
+                num_threads=num_threads,
+            ),
+            timeout_s=options.timeout_s,
+        )
+        tokenizer = model.action_tokenizer
+        self.allowed_token_ids = list(range(tokenizer.first_token, tokenizer.vocab_size))
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the tensors that the engine gets, adapters added to the weights that they adapt."""
+        tensors = merged_state_dict(self.model)
+        return {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in self.twin.excluded}
+
+    def update_weights(self, version: int) -> None:
+        """Bring the torch model's weights to the engine, unless it has this version already."""
+        self.version = version
+        if self.engine.version != version:
+            self.engine.update_weights(self.buffer.write(self.weights(), version))
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.close()
+        self.buffer.close()
+
+    # -- what a rollout calls ------------------------------------------------------------------------------------
+
+    @property
+    def num_logprobs(self) -> int:
+        """``A``."""
+        return self.model.num_logprobs
+
+    @property
+    def num_sampled(self) -> int:
+        """``K``."""
+        return self.model.num_sampled
+
+    @property
+    def num_uniforms(self) -> int:
+        """Two random numbers make the seed of a row's draw."""
+        return 2
+
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """See ``ActionModel.preprocess``."""
+        return self.model.preprocess(observation)
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
+    ) -> ActionPrediction:
+        """Act.
+
+        Args:
+            do_sample: False takes the most likely tokens.
+            temperature: Divides the logits.
+            uniforms: ``[B, 2]`` in (0, 1), the seeds of the rows' draws; None: seeds that differ from call to call.
+            **inputs: What ``preprocess`` returned.
+
+        Returns:
+            ``logits`` are ``[B, A, 1]``: the engine's log-probabilities of the sampled tokens. ``values`` are 0.
+        """
+        num_tokens = self.num_logprobs
+        sampling = {
+            "max_tokens": num_tokens, "min_tokens": num_tokens, "ignore_eos": True,
+            "allowed_token_ids": self.allowed_token_ids, "temperature": temperature if do_sample else 0.0,
+        }  # fmt: skip
+        seeds = None if uniforms is None or not do_sample else row_seeds(uniforms)
+        prompts = self.twin.prompts(self.model.config, inputs)
+        result = self.engine.generate(GenerateRequest(prompts, sampling, seeds))
+        if result.version != self.version:
+            raise RLinfError(f"The vLLM engine answered with weights of version {result.version}; pushed were {self.version}.")
+        tokens = torch.tensor(result.token_ids, device=inputs["input_ids"].device)
+        sequences = torch.cat([inputs["input_ids"], tokens], dim=1)
+        logprobs = torch.tensor(result.logprobs, dtype=torch.float32, device=tokens.device)
+        return ActionPrediction(
+            self.model.decode_actions(sequences), sequences, logprobs[..., None], logprobs.new_zeros(len(tokens))
+        )
+
+    def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
+        """Log-probabilities float32 ``[B, A]`` as the engine computed them, among the action tokens and at its temperature."""
+        return prediction.logits.squeeze(-1)
+
+    def predict_values(self, **inputs: Tensor) -> Tensor:
+        """Values float32 ``[B]``, of the torch model."""
+        return self.model.predict_values(**inputs)
+
+
+def twin_of(model: ActionModel | type[ActionModel]) -> Any:
+    """Return what vLLM needs to know of a model.
+
+    Raises:
+        ConfigError: The model declares nothing.
+    """
+    if model.vllm_twin is None:
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise ConfigError(
+            f"rollout.backend=vllm needs a policy that vLLM can run, and {name} declares no vllm_twin. Type rollout.backend=torch"
+        )
+    module, _, attribute = model.vllm_twin.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def engine_arguments(model: ActionModel, options: VllmOptions, num_envs: int) -> dict[str, Any]:
+    """Turn the settings into arguments of ``vllm.LLM``."""
+    text_config = model.config.text_config
+    dtype = str(model.dtype).removeprefix("torch.") if options.dtype == "auto" else options.dtype
+    max_model_len = options.max_model_len or text_config.max_position_embeddings
+    memory = options.kv_cache_memory_bytes
+    if memory is None and not torch.cuda.is_available():
+        blocks = num_envs * math.ceil(max_model_len / CPU_BLOCK_LEN) + 1
+        numbers = 2 * text_config.num_hidden_layers * text_config.num_key_value_heads * text_config.head_dim
+        memory = blocks * CPU_BLOCK_LEN * numbers * getattr(torch, dtype).itemsize
+    return {
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": num_envs,
+        "kv_cache_memory_bytes": memory,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "enforce_eager": options.enforce_eager,
+        "limit_mm_per_prompt": {"image": 1},
+    }
+
+
+def row_seeds(uniforms: Tensor) -> list[int]:
+    """Turn ``[B, 2]`` numbers in (0, 1) into seeds of ``2 * SEED_BITS`` bits."""
+    high, low = (uniforms[:, :2].double() * 2**SEED_BITS).long().unbind(1)
+    return ((high << SEED_BITS) + low).tolist()

@@ -1,0 +1,438 @@
+"""vLLM as the generator: the trainer's log-probabilities, complete weight syncs, and no process that stays behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Phi3Config, Phi3ForCausalLM
+
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.distributed.batched_data_dict import BatchedDataDict
+from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError
+from rlinf.errors import ConfigError, ParityError
+from rlinf.models import build_policy
+from rlinf.models.generation.config import VllmOptions
+from rlinf.models.generation.vllm_engine import EngineError, EngineSpec, GenerateRequest, VllmEngine
+from rlinf.models.generation.vllm_generation import VllmGeneration
+from rlinf.rollout.vllm_policy import VllmPolicy
+from rlinf.training.run import train
+from rlinf.types import Observation
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: bash scripts/setup.sh --vllm"
+)
+NUM_ROWS, TEMPERATURE = 12, 1.3
+INSTRUCTIONS = ("reach the red block", "push the blue block into the zone")
+
+
+def make_model(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    model = build_policy(build_config(compose_config(["experiment=quickstart_vllm"])))
+    with torch.no_grad():
+        model.language_model.lm_head.weight.mul_(5.0)  # tokens that are far from equally likely
+    return model.to(dtype).eval()
+
+
+def observe(seed=0, num_rows=NUM_ROWS):
+    generator = np.random.default_rng(seed)
+    return Observation(
+        images={"front": generator.integers(0, 256, (num_rows, 64, 64, 3), dtype=np.uint8)},
+        state=None,
+        instruction=[INSTRUCTIONS[row % 2] for row in range(num_rows)],
+    )
+
+
+def perturb(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.add_(0.2 * parameter.std(correction=0) * noise)
+
+
+@torch.no_grad()
+def trainer_logprobs(model, inputs, prediction):
+    return model.evaluate_actions(inputs, prediction.sequences, TEMPERATURE).logprobs
+
+
+def act(policy, inputs, seed=5):
+    uniforms = torch.rand(len(inputs["input_ids"]), policy.num_uniforms, generator=torch.Generator().manual_seed(seed))
+    return policy.predict_action_batch(temperature=TEMPERATURE, uniforms=uniforms, **inputs)
+
+
+def gap(policy, prediction, logprobs):
+    return (policy.rollout_logprobs(prediction, TEMPERATURE) - logprobs).abs()
+
+
+def alive(pid):
+    """A process that has not ended (a zombie has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def engines_of(parent):
+    """Ids of the engine processes of a process."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                state = (folder / "stat").read_text().rpartition(")")[2].split()
+                if int(state[1]) == parent and b"vllm_server" in (folder / "cmdline").read_bytes():
+                    found.append(int(folder.name))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    return found
+
+
+def wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.fixture(scope="module")
+def policy():
+    policy = VllmPolicy(make_model(), VllmOptions(), num_envs=64)
+    policy.update_weights(1)
+    yield policy
+    policy.close()
+
+
+# -- log-probabilities -------------------------------------------------------------------------------------------
+
+
+def test_float32_logprobs_are_the_trainers_before_and_after_two_syncs(policy):
+    model = policy.model
+    inputs = model.preprocess(observe())
+    others = dict(inputs, pixel_values=inputs["pixel_values"].roll(1, 0))
+    for version in (1, 2, 3):
+        policy.update_weights(version)
+        prediction = act(policy, inputs)
+        assert gap(policy, prediction, trainer_logprobs(model, inputs, prediction)).max() <= 1e-4
+        assert gap(policy, prediction, trainer_logprobs(model, others, prediction)).max() > 0.1, "control: wrong image"
+        perturb(model, version)
+        assert gap(policy, prediction, trainer_logprobs(model, inputs, prediction)).max() > 0.1, "control: stale weights"
+    policy.update_weights(4)
+    assert policy.engine.num_starts == 1
+
+
+def test_bfloat16_logprobs_are_the_trainers_up_to_rounding():
+    model = make_model(dtype=torch.bfloat16)
+    policy = VllmPolicy(model, VllmOptions(), num_envs=64)
+    try:
+        policy.update_weights(1)
+        inputs = model.preprocess(observe(num_rows=64))
+        prediction = act(policy, inputs)
+        others = dict(inputs, pixel_values=inputs["pixel_values"].roll(1, 0))
+        assert gap(policy, prediction, trainer_logprobs(model, inputs, prediction)).exp().mean() <= 1.05
+        assert gap(policy, prediction, trainer_logprobs(model, others, prediction)).exp().mean() > 1.05, "control"
+    finally:
+        policy.close()
+
+
+def test_only_action_tokens_are_sampled_and_they_become_actions(policy):
+    inputs = policy.preprocess(observe())
+    prediction = act(policy, inputs)
+    tokens = prediction.sequences[:, -policy.num_sampled :]
+    tokenizer = policy.model.action_tokenizer
+    assert ((tokens >= tokenizer.first_token) & (tokens < tokenizer.vocab_size)).all()
+    assert torch.equal(prediction.actions, policy.model.decode_actions(prediction.sequences))
+    greedy = policy.predict_action_batch(do_sample=False, **inputs)
+    expected = policy.model.predict_action_batch(do_sample=False, **inputs)
+    assert torch.equal(greedy.sequences, expected.sequences)
+    assert torch.equal(policy.predict_values(**inputs), expected.values)
+
+
+def test_an_action_depends_on_its_own_row_and_numbers_only(policy):
+    inputs = policy.preprocess(observe())
+    together = act(policy, inputs)
+    uniforms = torch.rand(NUM_ROWS, 2, generator=torch.Generator().manual_seed(5))
+    for row in (0, 7):
+        alone = {name: tensor[row : row + 1] for name, tensor in inputs.items()}
+        single = policy.predict_action_batch(temperature=TEMPERATURE, uniforms=uniforms[row : row + 1], **alone)
+        assert torch.equal(single.sequences, together.sequences[row : row + 1])
+    assert not torch.equal(act(policy, inputs, seed=6).sequences, together.sequences), "control: other numbers"
+
+
+def test_frequencies_of_the_first_token_are_the_trainers_probabilities(policy):
+    num_draws = 1024
+    one = observe(num_rows=1).select([0] * num_draws)
+    inputs = policy.preprocess(one)
+    counts = torch.bincount(act(policy, inputs).sequences[:, -policy.num_sampled], minlength=policy.allowed_token_ids[-1] + 1)
+    with torch.no_grad():
+        alone = {name: tensor[:1] for name, tensor in inputs.items()}
+        logits = policy.model.predict_action_batch(do_sample=False, **alone).logits[0, 0]
+    expected = num_draws * torch.softmax(logits / TEMPERATURE, -1)
+    deviations = (counts[policy.allowed_token_ids] - expected) / (expected * (1 - expected / num_draws)).sqrt().clamp_min(0.5)
+    assert deviations.abs().max() < 5
+    assert expected.max() > 3 * expected.mean(), "control: a uniform draw would be seen"
+
+
+# -- weight sync -------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_not_all_there_are_refused_by_name_and_change_nothing(policy):
+    inputs = policy.preprocess(observe())
+    before = act(policy, inputs)
+    weights, buffer = policy.weights(), WeightBuffer()
+    names = ["language_model.model.layers.1.self_attn.k_proj.weight", "projector.fc1.bias"]
+    partial = {name: torch.zeros_like(tensor) for name, tensor in weights.items() if name not in names}
+    with pytest.raises(WeightsRefusedError) as error:
+        policy.engine.update_weights(buffer.write(partial, 90))
+    assert all(name in str(error.value) for name in names) and "missing" in str(error.value)
+    with pytest.raises(WeightsRefusedError, match="unknown value_head"):
+        policy.engine.update_weights(buffer.write(weights | {"value_head.weight": torch.zeros(3)}, 91))
+    reshaped = weights | {"projector.fc1.bias": torch.zeros(3)}
+    with pytest.raises(WeightsRefusedError, match=r"projector.fc1.bias is \[3\]"):
+        policy.engine.update_weights(buffer.write(reshaped, 92))
+    assert torch.equal(act(policy, inputs).logits, before.logits)
+    buffer.close()
+
+
+def test_the_engine_keeps_nothing_of_the_shared_memory(policy):
+    inputs = policy.preprocess(observe())
+    before = act(policy, inputs)
+    policy.buffer.write({name: torch.zeros_like(tensor) for name, tensor in policy.weights().items()}, 93)
+    assert torch.equal(act(policy, inputs).logits, before.logits)
+
+
+def test_a_prompt_longer_than_the_model_allows_is_a_user_error(policy):
+    with pytest.raises(ConfigError, match="vLLM refuses"):
+        policy.engine.generate(GenerateRequest([{"prompt_token_ids": [1] * 300}], {"max_tokens": 1}))
+
+
+FAULTY = '''
+import os, time
+from rlinf.models.embodiment.openvla_vllm import OpenVLATwin
+from rlinf.models.generation.vllm_models import OpenVLAForVllm, OpenVLADummyInputs, OpenVLAMultiModalProcessor, OpenVLAProcessingInfo
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+FOLDER = os.path.dirname(__file__)
+
+@MULTIMODAL_REGISTRY.register_processor(OpenVLAMultiModalProcessor, info=OpenVLAProcessingInfo, dummy_inputs=OpenVLADummyInputs)
+class FaultyOpenVLA(OpenVLAForVllm):
+    def load_weights(self, weights):
+        if os.path.exists(FOLDER + "/fail"):
+            os.remove(FOLDER + "/fail")
+            next(iter(weights))
+            raise RuntimeError("injected fault")
+        return super().load_weights(weights)
+
+    def embed_multimodal(self, **kwargs):
+        if os.path.exists(FOLDER + "/hang"):
+            time.sleep(600)
+        return super().embed_multimodal(**kwargs)
+'''
+
+
+def test_failed_sync_rebuilds_the_engine_and_a_hang_ends_with_stacks(tmp_path, monkeypatch):
+    (tmp_path / "faulty_twin.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = make_model()
+    policy = VllmPolicy(model, VllmOptions(), num_envs=NUM_ROWS)
+    spec = policy.engine.spec
+    policy.engine = VllmEngine(EngineSpec(None, "faulty_twin:FaultyOpenVLA", spec.config, spec.engine_args))
+    engine = policy.engine
+    try:
+        inputs = model.preprocess(observe())
+        with pytest.raises(EngineError, match="no weights yet"):
+            act(policy, inputs)
+        (tmp_path / "fail").touch()
+        first = engine.pid
+        policy.update_weights(7)
+        assert (engine.num_starts, engine.version) == (2, 7) and engine.pid != first and not alive(first)
+        prediction = act(policy, inputs)
+        assert gap(policy, prediction, trainer_logprobs(model, inputs, prediction)).max() <= 1e-4
+        (tmp_path / "hang").touch()
+        engine.timeout_s, second = 1.5, engine.pid
+        with pytest.raises(EngineError) as error:
+            act(policy, inputs)
+        assert "did not answer 'generate' within 1.5 s" in str(error.value) and "embed_multimodal" in str(error.value)
+        assert "rollout.vllm.timeout_s=3" in str(error.value) and not alive(second)
+    finally:
+        policy.close()
+
+
+# -- language models ---------------------------------------------------------------------------------------------
+
+
+def make_language_model(seed):
+    """A Phi-3: its queries, keys and values are one tensor, gate and up projections another."""
+    torch.manual_seed(seed)
+    config = Phi3Config(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, original_max_position_embeddings=64, initializer_range=0.3,
+        pad_token_id=0, bos_token_id=1, eos_token_id=95,
+    )  # fmt: skip
+    return Phi3ForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def continue_greedily(model, prompt, num_tokens):
+    """The slow way: the whole sequence again for each token."""
+    ids, logprobs = list(prompt), []
+    for _ in range(num_tokens):
+        scores = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        ids.append(int(scores.argmax()))
+        logprobs.append(float(scores.max()))
+    return ids, logprobs
+
+
+def check_rows(output, model, prompts, num_tokens):
+    for row, prompt in enumerate(prompts):
+        ids, logprobs = continue_greedily(model, prompt, num_tokens)
+        length = int(output["unpadded_sequence_lengths"][row])
+        assert output["output_ids"][row, :length].tolist() == ids
+        assert not output["output_ids"][row, length:].any()
+        torch.testing.assert_close(
+            output["logprobs"][row, len(prompt) : length], torch.tensor(logprobs), atol=1e-4, rtol=0
+        )
+        assert not output["logprobs"][row, : len(prompt)].any() and not output["logprobs"][row, length:].any()
+
+
+def test_language_model_generates_as_transformers_does_takes_new_weights_and_ends(tmp_path):
+    model, other = make_language_model(0), make_language_model(1)
+    model.save_pretrained(tmp_path)
+    generation = VllmGeneration(None, {
+        "model_name": str(tmp_path), "backend": "vllm", "max_new_tokens": 5, "temperature": 0.7, "top_p": 1, "top_k": None,
+        "eos_token_id": [], "max_model_len": 24,
+        "vllm_cfg": {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "gpu_memory_utilization": 0.5},
+    })  # fmt: skip
+    prompts = [[5, 9, 3], [1, 2, 3, 4, 5, 6]]
+    data = BatchedDataDict({
+        "input_ids": torch.tensor([[*prompts[0], 0, 0, 0], prompts[1]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 0, 0, 0], [1] * 6]), "label": ["a", "b"],
+    })  # fmt: skip
+    generation.prepare_for_generation()
+    generation.prepare_for_generation()
+    try:
+        pid = generation.worker.engine.pid
+        output = generation.generate(data, greedy=True)
+        check_rows(output, model, prompts, 5)
+        assert output["generation_lengths"].tolist() == [5, 5] and output["label"] == ["a", "b"]
+
+        # The end-of-sequence token ends a row and is part of it; the length limit ends it too.
+        eos = int(output["output_ids"][0, len(prompts[0]) + 1])
+        stopped = generation.worker.generate(data["input_ids"][:1, :3], greedy=True, eos_token_id=eos)
+        assert int(stopped["generation_lengths"][0]) <= 2 and int(stopped["output_ids"][0, -1]) == eos
+        longest = generation.worker.generate(data["input_ids"], data["attention_mask"], max_new_tokens=1000)
+        assert longest["unpadded_sequence_lengths"].tolist() == [24, 24]
+        top = generation.worker.generate(data["input_ids"], data["attention_mask"], top_k=1)
+        assert torch.equal(top["output_ids"], output["output_ids"])
+
+        buffer = WeightBuffer()
+        weights = dict(other.state_dict())
+        assert "model.layers.0.self_attn.qkv_proj.weight" in weights
+        with pytest.raises(WeightsRefusedError, match=r"missing model.norm.weight \(1 in all\)"):
+            generation.update_weights(buffer.write({k: v for k, v in weights.items() if k != "model.norm.weight"}, 3))
+        check_rows(generation.generate(data, greedy=True), model, prompts, 5)
+        assert generation.update_weights(buffer.write(weights, 4)) == 4
+        check_rows(generation.generate(data, greedy=True), other, prompts, 5)
+        buffer.close()
+        with pytest.raises(ConfigError, match="temprature"):
+            generation.worker.generate(data["input_ids"], temprature=1)
+    finally:
+        generation.finish_generation()
+    generation.finish_generation()
+    assert not alive(pid)
+    with pytest.raises(EngineError, match="weights of version 4 and has ended since"):
+        generation.generate(data, greedy=True)
+    assert generation.worker.engine.pid is None
+
+
+def test_settings_that_vllm_refuses_are_a_user_error(tmp_path):
+    make_language_model(0).save_pretrained(tmp_path)
+    generation = VllmGeneration(None, {"model_name": str(tmp_path), "vllm_cfg": {"no_such_argument": 1}})
+    with pytest.raises(ConfigError, match="no_such_argument"):
+        generation.prepare_for_generation()
+    assert generation.worker.engine.pid is None
+
+
+# -- processes ---------------------------------------------------------------------------------------------------
+
+PARENT = """
+import sys, time
+from rlinf.models.generation.vllm_engine import EngineSpec, VllmEngine
+arguments = {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "max_model_len": 24}
+with VllmEngine(EngineSpec(model=sys.argv[1], engine_args=arguments)):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("number", "ready"), [(signal.SIGKILL, True), (signal.SIGINT, False), (signal.SIGTERM, False)])
+def test_no_engine_outlives_its_parent(tmp_path, number, ready):
+    make_language_model(0).save_pretrained(tmp_path)
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        if ready:
+            assert parent.stdout.readline() == b"ready\n"
+        engines = wait_until(lambda: engines_of(parent.pid), 60)
+        assert len(engines) == 1 and alive(engines[0])
+        parent.send_signal(number)
+        parent.wait(20)
+        assert wait_until(lambda: not alive(engines[0]), 10)
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+# -- training ----------------------------------------------------------------------------------------------------
+
+TRAINING = [
+    "experiment=quickstart_vllm", "sft.max_steps=0", "trainer.max_steps=2", "trainer.minibatch_size=64", "trainer.eval_every=0",
+    "rollout.num_envs=8", "evaluation.num_episodes=4", "evaluation.num_videos_per_task=0", "algorithm.critic_warmup_steps=0",
+    "algorithm.tis_cap=2.0", "cluster.num_threads=1", "tracking.tensorboard=false", "tracking.progress=false",
+]  # fmt: skip
+
+
+def test_training_with_rollouts_in_vllm_keeps_the_gate_closed_and_leaves_no_process(tmp_path):
+    before = engines_of(os.getpid())
+    folder = train(build_config(compose_config([*TRAINING, f"output_dir={tmp_path / 'run'}"])))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "rollout/logprob_gap_max" in line]
+    assert len(steps) == 2
+    assert all(0 < line["rollout/logprob_gap_max"] <= 1e-4 for line in steps), "0 would mean that torch played"
+    assert all(1 <= line["rollout/logprob_gap_exp_mean"] <= 1 + 1e-4 for line in steps)
+    assert engines_of(os.getpid()) == before
+
+
+def test_other_weights_in_the_engine_stop_a_run_at_the_first_step(tmp_path, monkeypatch, policy):
+    class WrongPolicy(VllmPolicy):
+        """Sends a changed tensor, to the engine that runs already."""
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.engine = policy.engine
+
+        def weights(self):
+            tensors = super().weights()
+            return tensors | {"projector.fc1.weight": 1.1 * tensors["projector.fc1.weight"]}
+
+        def close(self):
+            self.buffer.close()
+
+    policy.engine.version = None
+    monkeypatch.setattr("rlinf.training.run.VllmPolicy", WrongPolicy)
+    with pytest.raises(ParityError, match="differ by"):
+        train(build_config(compose_config([*TRAINING, f"output_dir={tmp_path / 'run'}"])))

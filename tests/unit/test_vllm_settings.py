@@ -116,6 +116,19 @@ def test_wrong_backend_missing_model_and_too_few_gpus_are_user_errors(has_vllm):
         VllmGeneration(cluster, {"model_name": "x", "vllm_cfg": {"tensor_parallel_size": 4}})
 
 
+def test_gpus_that_do_not_divide_the_heads_are_refused_before_the_engine_starts(has_vllm, tmp_path, monkeypatch):
+    from transformers import LlamaConfig
+
+    started = []
+    monkeypatch.setattr(vllm_engine.VllmEngine, "start", lambda self: started.append(self))
+    LlamaConfig(num_attention_heads=6, num_key_value_heads=6, hidden_size=24, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=4 does not divide num_attention_heads=6.*Type tensor_parallel_size=3"):
+        VllmGenerationWorker(str(tmp_path), tensor_parallel_size=4).start()
+    assert not started
+    VllmGenerationWorker(str(tmp_path), tensor_parallel_size=3).start()
+    assert len(started) == 1
+
+
 # -- policies ----------------------------------------------------------------------------------------------------
 
 

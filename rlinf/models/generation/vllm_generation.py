@@ -20,6 +20,7 @@ from rlinf.models.generation.interfaces import (
     verify_right_padding,
 )
 from rlinf.models.generation.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, strip_padding
+from rlinf.models.hf_model import check_tensor_parallel, load_config
 
 TIMEOUT_S = 600.0
 
@@ -41,11 +42,18 @@ class VllmGenerationWorker:
         self.settings = {name: value for name, value in kwargs.items() if name in GenerationConfig.__annotations__}
         engine_args = engine_arguments(kwargs)
         timeout_s = engine_args.pop("timeout_s", TIMEOUT_S)
+        self.model_name, self.num_gpus = model_name, engine_args.get("tensor_parallel_size", 1)
         spec = EngineSpec(model=model_name, engine_args=engine_args, num_threads=torch.get_num_threads())
         self.engine = VllmEngine(spec, timeout_s=timeout_s)
 
     def start(self) -> None:
-        """Start the engine, unless it runs."""
+        """Start the engine, unless it runs.
+
+        Raises:
+            ConfigError: ``tensor_parallel_size`` does not divide the attention heads.
+        """
+        if self.num_gpus > 1:
+            check_tensor_parallel(load_config(self.model_name), self.num_gpus, "tensor_parallel_size")
         self.engine.start()
 
     def generate(

@@ -25,6 +25,10 @@ class CheckpointError(RLinfError):
     """A folder is no checkpoint, is incomplete, or does not fit the run that wants to load it."""
 
 
+class SimulatorError(RLinfError):
+    """A simulator crashed, hung or raised more often than ``env.max_restarts`` allows."""
+
+
 class ManifestMismatchError(CheckpointError):
     """A checkpoint was made under conditions that differ from the present ones."""
 

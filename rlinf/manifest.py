@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,23 +27,30 @@ if TYPE_CHECKING:
 
     from rlinf.config.schema import RunConfig
 
+logger = logging.getLogger("rlinf")
+
 MANIFEST_FILE = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+FORMAT_1_SIMULATORS = ("mujoco", "metaworld", "libero", "robosuite", "mani_skill", "sapien")
+"""Simulators whose versions format 1 kept among those of the libraries."""
+FORMAT_1_FREE_SETTINGS = ("tasks", "reward_mode", "success_bonus", "num_train_init_states", "num_eval_init_states")
+"""Settings of the env that format 1 recorded and that change no episode."""
 
-LIBRARIES = ("rlinf", "torch", "transformers", "numpy", "gymnasium", "peft")
-SIMULATORS = ("mujoco", "metaworld", "libero", "robosuite", "mani_skill", "sapien")
+LIBRARIES = ("torch", "transformers", "numpy", "gymnasium", "peft")
 
-MUST_MATCH = (
-    "model", "normalization", "preprocessing", "actions", "lora", "precision",
-    "env.name", "env.cameras", "env.image_size", "env.max_episode_steps", "env.terminate_on_success",
-)  # fmt: skip
-"""Fields (and all that lies under them) that change what a policy does or how success is counted."""
+POLICY_FIELDS = ("model", "normalization", "preprocessing", "actions", "lora", "precision")
+"""Fields (and all that lies under them) that change what a policy does."""
 
-MUST_MATCH_MINOR = ("transformers", *SIMULATORS)
-"""Packages whose major and minor version must match: other ones have changed numbers before."""
+WORLD_FIELDS = ("env", "simulators", "renderer")
+"""Fields that change what a policy sees, what its actions do or how success is counted. What only one side has recorded
+is reported, not refused: a setting that came with a later version, a task that was not played, a renderer not used."""
+
+MUST_MATCH_MINOR = ("transformers",)
+"""Libraries whose major and minor version, and whose origin, must match: other ones have changed numbers before."""
 
 ACTION_FIELDS = ("action_decoding", "action_bin_rule", "n_action_bins", "action_dim")
-"""Fields of a model's configuration that are recorded where it has them; its class may name more (``manifest_fields``)."""
+"""Fields of a model's configuration that are recorded where it has them; its class may name more
+(``manifest_fields``)."""
 
 
 @dataclass
@@ -50,7 +58,8 @@ class Manifest:
     """The conditions under which a policy was made.
 
     Attributes:
-        versions: Package to version; only what is installed.
+        versions: Python and library to version; only what is installed. One that was installed from a repository (a
+            fork) has its address and commit behind the version.
         model: ``model_type`` and class.
         normalization: ``unnorm_key`` and the action ``statistics`` behind it.
         preprocessing: Image size, cameras, prompt and image processor settings.
@@ -58,8 +67,11 @@ class Manifest:
         lora: ``state`` (``none``, ``adapter``: kept apart from the base weights, ``merged``: added into them, which
             must not happen twice), and the adapter's rank, alpha and targets.
         precision: As in ``model.precision``.
-        env: The env section of the configuration.
+        env: The env section of the configuration without what changes no episode (``VectorEnv.free_settings``);
+            ``max_episode_steps`` holds the horizon of each task.
         renderer: ``MUJOCO_GL``, which the renderer sets when it chooses a graphics backend.
+        simulators: Version of each package that the env class names in ``packages``; must match exactly.
+        probe: What the simulator showed and did (see ``rlinf/evaluation/probe.py``), or None. Drift is a warning.
         policy_version: Weight updates behind the policy.
         seed: Of the run.
         git_revision: Of the code, where it lies in a git repository.
@@ -77,6 +89,8 @@ class Manifest:
     renderer: str | None
     policy_version: int
     seed: int
+    simulators: dict[str, str] = field(default_factory=dict)
+    probe: dict[str, Any] | None = None
     git_revision: str | None = None
     files: dict[str, str] = field(default_factory=dict)
 
@@ -86,16 +100,28 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: str | Path) -> Manifest:
-        """Read ``manifest.json`` of ``folder``.
+        """Read ``manifest.json`` of ``folder``; one of an older format is read with a warning about what it lacks.
 
         Raises:
-            CheckpointError: There is none, or it cannot be read.
+            CheckpointError: There is none, it cannot be read, or it is of a later version of rlinf.
         """
         path = Path(folder) / MANIFEST_FILE
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            if data.pop("format") != FORMAT:
-                raise CheckpointError(f"{path} has another format; this version of rlinf reads format {FORMAT}.")
+            number = data.pop("format")
+            if number == 1:
+                versions = data["versions"]
+                data["simulators"] = {name: versions.pop(name) for name in FORMAT_1_SIMULATORS if name in versions}
+                data["env"] = {k: v for k, v in data["env"].items() if k not in FORMAT_1_FREE_SETTINGS}
+                logger.warning(
+                    "%s has format 1, written by rlinf %s: it has no probe of the simulator and no horizons of the "
+                    "tasks, so these cannot be compared. Everything else is.", path, versions.get("rlinf", "(unknown)"),
+                )  # fmt: skip
+            elif number != FORMAT:
+                raise CheckpointError(
+                    f"{path} has format {number}; this version of rlinf reads 1 to {FORMAT}. "
+                    "Install the version of rlinf that wrote it, or a later one."
+                )
             return cls(**data)
         except FileNotFoundError as error:
             raise CheckpointError(
@@ -105,8 +131,8 @@ class Manifest:
             raise CheckpointError(f"{path} cannot be read as a manifest ({type(error).__name__}: {error}).") from error
 
     def facts(self) -> dict[str, Any]:
-        """Return dotted field to value, lists as values, without ``files``."""
-        return _flatten({f.name: getattr(self, f.name) for f in fields(self) if f.name != "files"})
+        """Return dotted field to value, lists as values, without ``files`` and ``probe``."""
+        return _flatten({f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("files", "probe")})
 
 
 @dataclass(frozen=True)
@@ -122,14 +148,26 @@ class Mismatch:
         return f"{self.field}: saved {_short(self.saved)}, present {_short(self.present)}"
 
 
-def build_manifest(config: RunConfig, model: nn.Module, *, policy_version: int) -> Manifest:
+def build_manifest(
+    config: RunConfig, model: nn.Module, *, policy_version: int, probe: dict[str, Any] | None = None
+) -> Manifest:
     """Record the present conditions.
 
     Args:
         config: The run's configuration.
         model: The policy; its ``config`` holds ``norm_stats`` and preprocessing, and it may have a ``processor``.
         policy_version: Weight updates behind its weights.
+        probe: What ``take_probe`` returned, where it was taken.
     """
+    from rlinf.envs import ENVS
+    from rlinf.envs.episodes import select_tasks
+
+    env_class = ENVS.get(config.env.name)
+    tasks = select_tasks(env_class.all_task_names(config.env), config.env.tasks)
+    settings_of_env = {
+        **{name: value for name, value in asdict(config.env).items() if name not in env_class.free_settings},
+        "max_episode_steps": {task: env_class.horizon_of(config.env, task) for task in tasks},
+    }
     settings = model.config.to_dict()
     lora: dict[str, Any] = {"state": "merged" if settings.get("merged_adapters") else "none"}
     if config.model.is_lora:
@@ -137,7 +175,7 @@ def build_manifest(config: RunConfig, model: nn.Module, *, policy_version: int) 
     names = (*ACTION_FIELDS, *getattr(type(model.config), "manifest_fields", ()))
     actions = {name: settings[name] for name in names if name in settings}
     return Manifest(
-        versions=package_versions(_simulator_packages(config.env.name)),
+        versions=library_versions(),
         model={"model_type": config.model.model_type, "class": type(model).__name__.removeprefix("FSDP")},
         normalization=_normalization(config.model.unnorm_key, settings),
         preprocessing={
@@ -153,22 +191,28 @@ def build_manifest(config: RunConfig, model: nn.Module, *, policy_version: int) 
         },
         lora=lora,
         precision=config.model.precision,
-        env=asdict(config.env),
+        env=settings_of_env,
         renderer=os.environ.get("MUJOCO_GL"),
         policy_version=policy_version,
         seed=config.seed,
+        simulators=package_versions(env_class.packages),
+        probe=probe,
         git_revision=git_revision(),
     )
 
 
 def compare(saved: Manifest, present: Manifest) -> list[Mismatch]:
-    """Return the fields that differ, those that must match first; ``files`` are not compared (see ``verify_files``)."""
+    """Return the fields that differ, those that must match first.
+
+    ``files`` (see ``verify_files``) and ``probe`` (see ``rlinf.evaluation.probe.drift``) are not compared here.
+    """
     before, now = saved.facts(), present.facts()
     found = []
     for name in dict.fromkeys([*before, *now]):
         old, new = before.get(name), now.get(name)
         if _canonical(old) != _canonical(new):
-            found.append(Mismatch(name, old, new, _must_match(name, old, new)))
+            on_both_sides = name in before and name in now
+            found.append(Mismatch(name, old, new, _must_match(name, old, new, on_both_sides)))
     return sorted(found, key=lambda mismatch: not mismatch.must_match)
 
 
@@ -187,7 +231,18 @@ def check(saved: Manifest, present: Manifest, allow_mismatch: Sequence[str] = ()
         ManifestMismatchError: Fields that must match differ; lists all of them and the override to type.
         ConfigError: ``allow_mismatch`` names a field that does not exist.
     """
-    known = {*saved.facts(), *present.facts()}
+    check_allowed(allow_mismatch, saved, present)
+    sentence = "The checkpoint was made under conditions that differ from the present ones"
+    return refuse(compare(saved, present), allow_mismatch, sentence)
+
+
+def check_allowed(allow_mismatch: Sequence[str], *manifests: Manifest, also: Sequence[str] = ()) -> None:
+    """Check that names in ``evaluation.allow_mismatch`` are fields of a manifest, or in ``also``.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    known = {*also, *(name for manifest in manifests for name in manifest.facts())}
     known |= {name.rsplit(".", depth)[0] for name in known for depth in range(1, name.count(".") + 1)}
     for name in allow_mismatch:
         if name not in known:
@@ -195,14 +250,20 @@ def check(saved: Manifest, present: Manifest, allow_mismatch: Sequence[str] = ()
             raise ConfigError(
                 f"evaluation.allow_mismatch names '{name}', which no manifest has.{did_you_mean(name, sections)}"
             )
-    mismatches = compare(saved, present)
+
+
+def refuse(mismatches: list[Mismatch], allow_mismatch: Sequence[str], sentence: str) -> list[Mismatch]:
+    """Return ``mismatches`` unless one must match and is not within a field of ``allow_mismatch``.
+
+    Raises:
+        ManifestMismatchError: ``sentence``, all such fields with both values, and the override to type.
+    """
     refused = [m for m in mismatches if m.must_match and not any(_within(m.field, name) for name in allow_mismatch)]
     if refused:
         lines = "\n".join(f"  {mismatch}" for mismatch in refused)
         names = ",".join([*allow_mismatch, *(mismatch.field for mismatch in refused)])
         raise ManifestMismatchError(
-            f"The checkpoint was made under conditions that differ from the present ones:\n{lines}\n"
-            f"Restore them, or accept the differences with 'evaluation.allow_mismatch=[{names}]'."
+            f"{sentence}:\n{lines}\nRestore them, or accept the differences with 'evaluation.allow_mismatch=[{names}]'."
         )
     return mismatches
 
@@ -238,16 +299,24 @@ def verify_files(folder: str | Path, manifest: Manifest) -> None:
         )
 
 
-def package_versions(simulators: Iterable[str] = SIMULATORS) -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that matter."""
+def library_versions() -> dict[str, str]:
+    """Return the versions of Python, of rlinf and of the installed libraries that matter."""
     from rlinf import __version__
 
-    found = {"python": platform.python_version(), "rlinf": __version__}
-    for name in [*LIBRARIES, *simulators]:
+    return {"python": platform.python_version(), "rlinf": __version__, **package_versions(LIBRARIES)}
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the distributions that are installed, with address and commit of one from a repository."""
+    found = {}
+    for name in names:
         try:
-            found.setdefault(name, version(name))
+            package = distribution(name)
         except PackageNotFoundError:
             continue
+        origin = json.loads(package.read_text("direct_url.json") or "{}")  # PEP 610
+        commit = origin.get("vcs_info", {}).get("commit_id")
+        found[name] = f"{package.version} ({origin['url']}@{commit})" if commit else package.version
     return found
 
 
@@ -261,13 +330,6 @@ def git_revision() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip() or None
-
-
-def _simulator_packages(env_name: str) -> Sequence[str]:
-    """Return the packages that the env class declares in ``simulator_packages``, else all simulators known here."""
-    from rlinf.envs import ENVS
-
-    return getattr(ENVS.get(env_name), "simulator_packages", SIMULATORS)
 
 
 def _normalization(unnorm_key: str | None, settings: dict[str, Any]) -> dict[str, Any]:
@@ -294,16 +356,20 @@ def _processor_settings(processor: Any) -> dict[str, Any] | None:
     return found
 
 
-def _must_match(name: str, saved: Any, present: Any) -> bool:
-    section, _, package = name.partition(".")
+def _must_match(name: str, saved: Any, present: Any, on_both_sides: bool) -> bool:
+    section, _, rest = name.partition(".")
+    if section in POLICY_FIELDS:
+        return True
     if section == "versions":
-        both = saved is not None and present is not None  # a package that is not installed takes no part in the run
-        return package in MUST_MATCH_MINOR and both and _minor(saved) != _minor(present)
-    return any(_within(name, required) for required in MUST_MATCH)
+        return rest in MUST_MATCH_MINOR and on_both_sides and _minor(saved) != _minor(present)
+    if section == "renderer":
+        return None not in (saved, present)
+    return section in WORLD_FIELDS and on_both_sides
 
 
-def _minor(text: str) -> list[str]:
-    return text.split(".")[:2]
+def _minor(text: str) -> tuple[list[str], str]:
+    number, _, origin = text.partition(" ")
+    return number.split(".")[:2], origin
 
 
 def _within(name: str, section: str) -> bool:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:  # Worker processes of simulators import this module; torch would cost each of them seconds and memory.
+    from torch import Tensor
 
 
 @dataclass(frozen=True, order=True)
@@ -59,6 +60,17 @@ class Observation:
             state=None if self.state is None else self.state[index],
             instruction=[self.instruction[i] for i in index],
         )
+
+    def replaced(self, index: np.ndarray, rows: Observation) -> Observation:
+        """Return a new observation in which the rows ``index`` (int64 ``[K]``) are those of ``rows``."""
+        images = {name: image.copy() for name, image in self.images.items()}
+        for name, image in images.items():
+            image[index] = rows.images[name]
+        state = None if self.state is None else self.state.copy()
+        if state is not None:
+            state[index] = rows.state
+        sentences = dict(zip(index.tolist(), rows.instruction, strict=True))
+        return Observation(images, state, [sentences.get(row, old) for row, old in enumerate(self.instruction)])
 
     @staticmethod
     def concatenate(parts: Sequence[Observation]) -> Observation:
@@ -122,6 +134,9 @@ class ChunkStep:
         final_env_ids: int64 ``[K]``: rows whose episode ended during this chunk.
         final_observation: True last observation of these K episodes, or None when K is 0.
         episodes: The K results, in the order of ``final_env_ids``.
+        lost_env_ids: int64 ``[L]``: rows whose simulator was lost (it crashed, hung or was killed). The episode so far
+            is void, and the same ``EpisodeSpec`` has begun anew: the observation is its first one, ``rewards`` and
+            ``success`` are 0, ``executed`` and the ends false.
     """
 
     observation: Observation
@@ -133,6 +148,7 @@ class ChunkStep:
     final_env_ids: np.ndarray
     final_observation: Observation | None
     episodes: list[EpisodeResult]
+    lost_env_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 @dataclass
@@ -145,12 +161,13 @@ class RolloutBatch:
         rollout_logprobs: float32 ``[T, B, A]`` as the generator computed them.
         action_rewards: float32 ``[T, B, C]``.
         action_mask: bool ``[T, B, C]``: the action was executed.
-        loss_mask: bool ``[T, B]``: the policy call belongs to an episode (false after its end).
+        loss_mask: bool ``[T, B]``: the policy call belongs to an episode (false after its end, and all along an episode
+            whose simulator was lost).
         terminated, truncated: bool ``[T, B]``.
         bootstrap_values: float32 ``[T, B]``: value of the true final observation where ``truncated``, of the
             observation after the last chunk in the last row of a running episode, else 0.
         group_ids: int64 ``[T, B]``: equal for episodes that share an ``EpisodeSpec``.
-        episode_ids: int64 ``[T, B]``.
+        episode_ids: int64 ``[T, B]``; an episode that begins anew because its simulator was lost has a new id.
         policy_version: int64 ``[T, B]``: number of weight updates behind the sample.
         values, old_logprobs, ref_logprobs: Filled by the trainer (``[T, B]``, ``[T, B, A]``, ``[T, B, A]``).
         advantages: ``[T, B, C]``, returns ``[T, B]``: filled by ``Algorithm.compute_advantages``.
@@ -186,10 +203,14 @@ class RolloutBatch:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the fields that are tensors and set."""
+        from torch import Tensor
+
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
 
     def select_envs(self, columns: Tensor) -> RolloutBatch:
         """Return the envs ``columns`` of a time-major batch; ``episodes`` are those of the whole batch still."""
+        import torch
+
         num_chunks, num_envs = self.loss_mask.shape
         rows = (torch.arange(num_chunks)[:, None] * num_envs + columns[None]).flatten()
         return replace(

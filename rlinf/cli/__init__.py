@@ -1,4 +1,4 @@
-"""The command ``rlinf``: ``train``, ``sft``, ``evaluate``, ``export``, ``doctor``, ``diagnose``,
+"""The command ``rlinf``: ``train``, ``sft``, ``evaluate``, ``collect``, ``export``, ``doctor``, ``diagnose``,
 ``models``."""
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ COMMANDS = {
     "train": ("rlinf.cli.train:train", "behaviour cloning (if configured), then reinforcement learning"),
     "sft": ("rlinf.cli.train:sft", "behaviour cloning only"),
     "evaluate": ("rlinf.cli.evaluate:evaluate", "success rate of a checkpoint on held-out episodes, with videos"),
+    "collect": ("rlinf.cli.collect:collect", "demonstrations of the scripted expert or of a checkpoint, as a LeRobotDataset"),
     "export": ("rlinf.cli.export:export", "a checkpoint as a folder for from_pretrained, adapters merged if asked"),
     "doctor": ("rlinf.cli.doctor:doctor", "what works on this machine, and the memory that an experiment needs"),
     "diagnose": ("rlinf.cli.diagnose:diagnose", "whether a language model generates within its length, and as it scores"),
@@ -26,6 +27,7 @@ EXAMPLES = """examples:
   rlinf train experiment=quickstart --cfg job            print the configuration and stop
   rlinf train -m experiment=quickstart seed=0,1,2        one run per value
   rlinf evaluate checkpoint=outputs/quickstart/<time> evaluation.num_episodes=500
+  rlinf collect env=tabletop dataset=data/tabletop collect.num_episodes=200
   rlinf export checkpoint=outputs/quickstart/<time> output=my_policy merge_lora=true
   rlinf doctor experiment=quickstart
 

@@ -107,7 +107,7 @@ def check_torch() -> Finding:
 
 def check_rendering() -> Finding:
     """Render one picture off screen, in a process of its own."""
-    from rlinf.envs.rendering import probe_rendering
+    from rlinf.envs.graphics import probe_rendering
 
     try:
         backend, message = probe_rendering()
@@ -117,20 +117,26 @@ def check_rendering() -> Finding:
 
 
 def check_envs() -> list[Finding]:
-    """Import every registered environment; only the one of the main job must work."""
+    """Make every registered environment, which checks its packages, assets and graphics; only the main job's must work."""
     from rlinf.config.schema import RunConfig
     from rlinf.envs import ENVS
 
     findings = []
     for name in ENVS:
         try:
-            ENVS.get(name)
+            cls = ENVS.get(name)
+            cls(cls.config_class(), 1, False).close()
         except (RLinfError, ImportError, OSError) as error:
             status = NO if name == RunConfig().env.name else OPTIONAL
-            findings.append(Finding(f"env {name}", status, f"{type(error).__name__}: {error}"))
+            findings.append(Finding(f"env {name}", status, _reason(error)))
         else:
-            findings.append(Finding(f"env {name}", YES, f"from {ENVS.entries()[name].origin}"))
+            versions = [f"{package} {found}" for package in cls.packages if (found := _version(package))]
+            findings.append(Finding(f"env {name}", YES, ", ".join([f"from {ENVS.entries()[name].origin}", *versions])))
     return findings
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, RLinfError) else f"{type(error).__name__}: {error}"
 
 
 def check_registered() -> list[Finding]:
@@ -199,14 +205,16 @@ def check_experiment(overrides: list[str]) -> list[Finding]:
     from rlinf.config.derived import format_derived
     from rlinf.config.schema import build_config
     from rlinf.config.validation import validate
+    from rlinf.envs import make_env
 
     label = " ".join(overrides)
     try:
         args = parse(overrides)
         config = build_config(compose_config(args.overrides, args.config_dir, args.config_name))
         validate(config, "train")
-    except (RLinfError, ImportError) as error:
-        return [Finding(label, NO, f"{type(error).__name__}: {error}")]
+        make_env(config.env, 1, auto_reset=False).close()
+    except (RLinfError, ImportError, OSError) as error:
+        return [Finding(label, NO, _reason(error))]
     config.output_dir = None
     print(f"{label}\n{format_derived(config)}\n")
     if config.model.model_path is not None and not Path(config.model.model_path).is_dir():
@@ -215,7 +223,7 @@ def check_experiment(overrides: list[str]) -> list[Finding]:
     try:
         estimate = estimate_memory(config)
     except RLinfError as error:
-        return [Finding(label, NO, f"{type(error).__name__}: {error}")]
+        return [Finding(label, NO, _reason(error))]
     print(format_table(("role", "memory", "size"), estimate.rows()))
     print(NOT_COUNTED)
     free = available_memory()

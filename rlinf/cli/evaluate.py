@@ -8,12 +8,15 @@ from pathlib import Path
 
 from rlinf.errors import ConfigError
 
+COMPARE_FLAG = "--compare"
+
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Evaluate a checkpoint under its own configuration, or (without ``checkpoint=``) the configured model as it is.
 
     Model and env come from the configuration that the checkpoint was trained with; overrides change single keys, whole
-    groups (``env=tabletop``) replace a section.
+    groups (``env=tabletop``) replace a section. With ``--compare A B`` nothing is run: two evaluations are compared
+    episode by episode; ``evaluation.compare=A`` does so after an evaluation.
     """
     from omegaconf import OmegaConf
 
@@ -27,9 +30,12 @@ def evaluate(arguments: Sequence[str]) -> int:
         raise ConfigError(
             "`rlinf evaluate` needs a checkpoint or run folder. Type rlinf evaluate checkpoint=outputs/quickstart/<time>"
         )
+    if COMPARE_FLAG in arguments:
+        return _compare(list(arguments))
     args = parse(arguments)
     if args.help:
-        print("usage: rlinf evaluate checkpoint=<folder> [key=value ...]\n\n" + inspect.cleandoc(evaluate.__doc__))
+        usage = f"usage: rlinf evaluate checkpoint=<folder> [key=value ...]\n       rlinf evaluate {COMPARE_FLAG} A B"
+        print(f"{usage}\n\n{inspect.cleandoc(evaluate.__doc__)}")
         return 0
     if args.multirun:
         raise ConfigError("`rlinf evaluate` runs once; sweeps (-m) are for `rlinf train` and `rlinf sft`. Leave -m out")
@@ -49,4 +55,27 @@ def evaluate(arguments: Sequence[str]) -> int:
     from rlinf.evaluation.run import evaluate as start
 
     start(config)
+    return 0
+
+
+def _compare(words: list[str]) -> int:
+    """Print the comparison of the two evaluations that follow the flag."""
+    from rlinf.config.compose import parse_overrides
+    from rlinf.config.options import from_mapping
+    from rlinf.evaluation.compare import COMPARISON_FILE, compare_folders, evaluation_folder
+    from rlinf.evaluation.config import EvaluationConfig
+
+    position = words.index(COMPARE_FLAG)
+    folders, rest = words[position + 1 : position + 3], words[:position] + words[position + 3 :]
+    key = "evaluation.allow_mismatch"
+    if len(folders) < 2 or any(not word.startswith(f"{key}=") for word in rest):
+        raise ConfigError(
+            f"`rlinf evaluate {COMPARE_FLAG}` got '{' '.join([*folders, *rest])}'; required: two folders of "
+            f"evaluations, and nothing else but {key}. Type rlinf evaluate {COMPARE_FLAG} <baseline folder> <other folder>"
+        )
+    given = [item.value() for item in parse_overrides(rest)]
+    settings = from_mapping(EvaluationConfig, {"allow_mismatch": given[-1]} if given else {}, "evaluation")
+    print(compare_folders(*folders, settings.allow_mismatch).table())
+    written = evaluation_folder(folders[1])
+    print(f"comparison: {written / COMPARISON_FILE}\nreport: {written / 'report.html'}")
     return 0

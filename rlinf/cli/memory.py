@@ -30,6 +30,8 @@ class MemoryEstimate:
         optimizer: Two AdamW moments of the trainable ones.
         rollout_weights: The full copy that acts, where the trainer's weights are sharded.
         reference_weights: The frozen policy for the KL penalty.
+        engine: With ``rollout.backend=vllm``: the engine's weights, the shared memory through which they come, and the
+            key-value cache.
         rollout_buffer: Observations, what was sampled, and the numbers per action of one rollout. Every rank holds the
             rollouts of all ranks.
     """
@@ -41,6 +43,7 @@ class MemoryEstimate:
     optimizer: int
     rollout_weights: int
     reference_weights: int
+    engine: int
     rollout_buffer: int
 
     @property
@@ -51,7 +54,7 @@ class MemoryEstimate:
     @property
     def rollout(self) -> int:
         """Bytes of the rollout role."""
-        return self.rollout_weights + self.rollout_buffer
+        return self.rollout_weights + self.engine + self.rollout_buffer
 
     @property
     def total(self) -> int:
@@ -67,6 +70,7 @@ class MemoryEstimate:
             ("trainer", "AdamW moments", self.optimizer),
             ("trainer", "reference policy", self.reference_weights),
             ("rollout", "copy of the weights", self.rollout_weights),
+            ("rollout", "vLLM engine", self.engine),
             ("rollout", "rollout buffer", self.rollout_buffer),
             ("sum", "one rank", self.total),
         ]
@@ -96,8 +100,27 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         optimizer=2 * trained_bytes // share,
         rollout_weights=all_bytes if sharded else 0,
         reference_weights=all_bytes if config.algorithm.kl_coef > 0 else 0,
+        engine=engine_bytes(config, model, all_bytes) if config.trainer.max_steps > 0 else 0,
         rollout_buffer=samples * sample_bytes(config, model) if config.trainer.max_steps > 0 else 0,
     )
+
+
+def engine_bytes(config: RunConfig, model: Any, weights: int) -> int:
+    """Bytes of one rank's vLLM engine, and of the shared memory through which it gets ``weights`` bytes; 0 without vLLM.
+
+    On a GPU whose cache size is not set, the engine takes the share ``rollout.vllm.gpu_memory_utilization``.
+    """
+    if config.rollout.backend != "vllm":
+        return 0
+    import torch
+
+    from rlinf.rollout.vllm_policy import engine_arguments
+
+    options, num_envs = config.rollout.vllm, config.rollout.num_envs // config.cluster.num_processes
+    cache = engine_arguments(model, options, num_envs)["kv_cache_memory_bytes"]
+    if cache is None:
+        return weights + int(options.gpu_memory_utilization * torch.cuda.mem_get_info()[1])
+    return 2 * weights + cache
 
 
 def sample_bytes(config: RunConfig, model: Any) -> int:

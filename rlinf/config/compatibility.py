@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlinf.config.options import override_text, public_fields
 from rlinf.config.schema import RunConfig
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, MissingDependencyError
 
 
 def check_precision(config: RunConfig) -> None:
@@ -26,7 +28,7 @@ def check_precision(config: RunConfig) -> None:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Cameras and state of the env must be those that the model reads, where both are known without building them."""
+    """Cameras, state and actions of the env must be those of the model, where both are known without building them."""
     from rlinf.envs import ENVS
 
     env_class = ENVS.get(config.env.name)
@@ -37,6 +39,9 @@ def check_inputs(config: RunConfig) -> None:
             f"(num_images_in_input); required: as many. Type {_mended_cameras(config, wanted)}"
         )
     _check_camera_names(config, _declared(config, "cameras"))
+    statistics = _declared(config, "norm_stats") or {}
+    if config.model.unnorm_key in statistics:
+        env_class.check_statistics(config.env, statistics[config.model.unnorm_key])
     given, wanted = env_class.state_width(config.env), _declared(config, "state_dim")
     if wanted is not None and given is not None and given != wanted:
         own = f"model.init_config.state_dim={given}" if config.model.model_path is None else "model.model_path=<another folder>"
@@ -94,14 +99,94 @@ def check_generator(config: RunConfig) -> None:
 def check_demonstrator(config: RunConfig) -> None:
     """Behaviour cloning needs an env with a scripted expert."""
     from rlinf.envs import ENVS
-    from rlinf.envs.base import VectorEnv
 
     env_class = ENVS.get(config.env.name)
-    if env_class.expert_actions is VectorEnv.expert_actions:
+    if not env_class.has_expert():
         raise ConfigError(
             f"sft.max_steps={config.sft.max_steps} clones a scripted expert, and env.name={config.env.name} has none "
             f"({env_class.__name__} does not override expert_actions). Type sft.max_steps=0"
         )
+
+
+def check_dataset(config: RunConfig) -> None:
+    """A dataset must be whole as far as its description tells, and have what model and env have."""
+    from rlinf.data.formats import describe_dataset, image_columns, state_column
+    from rlinf.envs import ENVS
+
+    sft, env = config.sft, config.env
+    info = describe_dataset(sft.dataset)
+    instead = "sft.dataset=<another folder>"
+    for package in info.packages:
+        require_package(package, f"sft.dataset={sft.dataset} ({info.format})", package, "sft.dataset=null")
+    made_for = info.env.get("name", env.name)
+    if made_for != env.name:
+        raise ConfigError(f"{info.folder} was collected with env.name={made_for}, and env.name is {env.name}. Type env={made_for}, or {instead}")
+    for camera, column in zip(env.cameras, image_columns(info, env.cameras, sft.cameras), strict=True):
+        height, width = info.image_shapes[column]
+        if (height, width) != (env.image_size, env.image_size):
+            mended = f"env.image_size={height}" if height == width else "another sft.cameras=<cameras with square images>"
+            raise ConfigError(
+                f"The images '{column}' of {info.folder} have {height} x {width} pixels, and the camera '{camera}' of the env has "
+                f"{env.image_size} x {env.image_size} (env.image_size); required: the same. Type {mended}, or {instead}"
+            )
+    if info.action_dim != config.model.action_token_len:
+        raise ConfigError(
+            f"The actions of {info.folder} have {info.action_dim} numbers, and the model's {config.model.action_token_len} "
+            f"(model.action_token_len); required: the same. Type model.action_token_len={info.action_dim}, or {instead}"
+        )
+    column, wanted = state_column(info, sft.state_key), ENVS.get(env.name).state_width(env)
+    given = 0 if column is None else info.state_dims[column]
+    reads_state = any(_declared(config, field) for field in ("state_dim", "use_proprio", "max_state_dim"))
+    if wanted and given != wanted and (reads_state or sft.state_key is not None):
+        same = [name for name, width in info.state_dims.items() if width == wanted]
+        raise ConfigError(
+            f"The state of {info.folder} ({column or info.state_key}) has width {given}, and the env's has {wanted}; required: the "
+            f"same. Type {f'sft.state_key={same[0]}' if same else instead}"
+        )
+
+
+def check_collect(config: RunConfig) -> None:
+    """A new folder to write into, something that acts, and enough episodes."""
+    from rlinf.config.validation import check_writable
+    from rlinf.envs import ENVS
+
+    collect, env = config.collect, config.env
+    if config.dataset is None:
+        raise ConfigError("`rlinf collect` needs a folder to write. Type dataset=data/<name>")
+    if os.path.lexists(Path(config.dataset).expanduser()):
+        raise ConfigError(f"dataset is '{config.dataset}', which exists, and nothing is overwritten. Type dataset=<a new folder>")
+    check_writable(config.dataset, "dataset")
+    require_package("pyarrow", "`rlinf collect`", "pyarrow", "sft.dataset=null to clone the expert without a dataset")
+    if collect.video:
+        require_package("av", "collect.video=true", "av", "collect.video=false")
+    env_class = ENVS.get(env.name)
+    if config.checkpoint is None and not env_class.has_expert():
+        raise ConfigError(
+            f"env.name={env.name} has no scripted expert, and checkpoint is null: nothing can act. "
+            "Type checkpoint=<checkpoint or run folder>"
+        )
+    num_tasks = len(env.tasks or env_class.all_task_names(env))
+    per_task = env.num_eval_init_states if collect.split == "eval" else env.num_train_init_states
+    if collect.num_episodes > num_tasks * per_task:
+        raise ConfigError(
+            f"collect.num_episodes={collect.num_episodes}, but the split '{collect.split}' has {num_tasks} tasks x {per_task} initial "
+            f"states = {num_tasks * per_task}. Type collect.num_episodes={num_tasks * per_task}"
+        )
+    if collect.video and env.image_size % 2:
+        raise ConfigError(
+            f"env.image_size={env.image_size} is odd, which MP4 files cannot hold. Type collect.video=false, or "
+            f"env.image_size={env.image_size + 1}"
+        )
+
+
+def require_package(module: str, wanted_by: str, package: str, instead: str) -> None:
+    """Refuse an option whose optional package is not installed.
+
+    Raises:
+        MissingDependencyError: With the command that installs it and the override that does without.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise MissingDependencyError(f"{wanted_by} needs the package '{package}'. Install it: pip install {package}. Or type {instead}")
 
 
 def check_new_folder(config: RunConfig) -> None:

@@ -81,7 +81,8 @@ def format_derived(config: RunConfig) -> str:
             (f"each of {_count(ranks, 'rank')}", f"{_count(numbers.envs_per_rank, 'env')}, {numbers.rows_per_rank} rows a minibatch in {_count(numbers.micro_batches_per_rank, 'micro-batch')}"),
             ("in all", f"{trainer.max_steps} iterations, {numbers.optimizer_steps:,} optimiser steps, up to {numbers.env_steps:,} env steps"),
         ]
-    rows.append(("evaluation", f"{config.evaluation.num_episodes} episodes of the split '{config.evaluation.split}'"))
+    num_episodes = "all" if config.evaluation.num_episodes is None else config.evaluation.num_episodes
+    rows.append(("evaluation", f"{num_episodes} episodes of the split '{config.evaluation.split}'"))
     if config.output_dir:
         rows.append(("output", config.output_dir))
     width = max(len(label) for label, _ in rows)

@@ -10,6 +10,7 @@ from typing import Any
 from rlinf.algorithms.config import AlgorithmConfig, PPOConfig
 from rlinf.config.options import from_mapping, option, override_text, plain_container
 from rlinf.config.plugins import load_plugins
+from rlinf.data.config import CollectConfig
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.evaluation.config import EvaluationConfig
@@ -27,7 +28,8 @@ class RunConfig:
     output_dir: str | None = option(
         None, "Run folder; null: outputs/<experiment_name>/<date>_<time> under the folder where the command runs."
     )
-    checkpoint: str | None = option(None, "Checkpoint or run folder to evaluate or export.")
+    checkpoint: str | None = option(None, "Checkpoint or run folder to evaluate, export or collect with.")
+    dataset: str | None = option(None, "New folder into which `rlinf collect` writes demonstrations.")
     resume: str | None = option(None, "Checkpoint or run folder to continue: weights, optimiser, counters and random state.")
     init_from: str | None = option(None, "Checkpoint or run folder whose weights start this run, and nothing else of it.")
     plugins: list[str] = option([], "Python modules or .py files to import first; they register models, envs, algorithms.")
@@ -38,6 +40,7 @@ class RunConfig:
     rollout: RolloutConfig = option(RolloutConfig(), "Collection of experience.")
     trainer: TrainerConfig = option(TrainerConfig(), "Optimiser and loop.")
     sft: SFTConfig = option(SFTConfig(), "Behaviour cloning before RL.")
+    collect: CollectConfig = option(CollectConfig(), "Collection of demonstrations (`rlinf collect`).")
     evaluation: EvaluationConfig = option(EvaluationConfig(), "Evaluation on held-out episodes.")
     tracking: TrackingConfig = option(TrackingConfig(), "Metrics.")
     cluster: ClusterConfig = option(ClusterConfig(), "Processes and devices.")

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import tempfile
 from pathlib import Path
 
 from rlinf.config.compatibility import (
+    check_collect,
+    check_dataset,
     check_demonstrator,
     check_generator,
     check_inputs,
     check_logprobs,
     check_new_folder,
     check_precision,
+    require_package,
 )
 from rlinf.config.derived import DerivedNumbers, derive
 from rlinf.config.options import closest, override_text
 from rlinf.config.schema import RunConfig, section_class
-from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
+from rlinf.errors import ConfigError, did_you_mean
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
-COMMANDS = ("train", "sft", "evaluate")
+COMMANDS = ("train", "sft", "evaluate", "collect")
 
 
 def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
@@ -30,7 +31,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
 
     Args:
         config: Typed configuration.
-        command: ``train``, ``sft`` or ``evaluate``; what a command does not use is not checked for it.
+        command: ``train``, ``sft``, ``evaluate`` or ``collect``; what a command does not use is not checked for it.
 
     Returns:
         The numbers that follow from the configuration.
@@ -43,10 +44,16 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     if command not in COMMANDS:
         raise ValueError(f"command is {command!r}; required: one of {', '.join(COMMANDS)}")
     check_names(config)
+    if command == "collect":
+        check_collect(config)
+        if config.checkpoint is None:  # The scripted expert acts.
+            return derive(config)
     check_model(config)
     check_devices(config)
     check_sources(config)
     check_inputs(config)
+    if command == "collect":
+        return derive(config)
     check_evaluation(config)
     if command != "evaluate":
         check_phases(config, command)
@@ -58,7 +65,10 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
         check_generator(config)
     if command != "evaluate" and config.sft.max_steps > 0:
         check_sft(config)
-        check_demonstrator(config)
+        if config.sft.dataset is None:
+            check_demonstrator(config)
+        else:
+            check_dataset(config)
     if config.tracking.wandb:
         require_package("wandb", "tracking.wandb=true", "wandb", "tracking.wandb=false")
     if config.output_dir is not None:
@@ -326,36 +336,25 @@ def check_evaluation(config: RunConfig) -> None:
     env, evaluation = config.env, config.evaluation
     num_tasks = len(env.tasks or ENVS.get(env.name).all_task_names(env))
     per_task = env.num_eval_init_states if evaluation.split == "eval" else env.num_train_init_states
-    if evaluation.num_episodes > num_tasks * per_task:
+    if evaluation.num_episodes is not None and evaluation.num_episodes > num_tasks * per_task:
         raise ConfigError(
             f"evaluation.num_episodes={evaluation.num_episodes}, but the split '{evaluation.split}' has {num_tasks} tasks x "
             f"{per_task} initial states = {num_tasks * per_task}. Type evaluation.num_episodes={num_tasks * per_task}"
         )
 
 
-def check_writable(output_dir: str) -> None:
-    """The run folder, or the nearest folder above it that exists, must be a folder that this user may write to."""
+def check_writable(output_dir: str, key: str = "output_dir") -> None:
+    """The folder, or the nearest folder above it that exists, must be a folder that this user may write to."""
     folder = Path(output_dir).expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
-        raise ConfigError(f"output_dir is '{output_dir}', but '{existing}' is no folder. Type output_dir=<another folder>")
+        raise ConfigError(f"{key} is '{output_dir}', but '{existing}' is no folder. Type {key}=<another folder>")
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".rlinf-", dir=existing))
     except OSError as error:
         raise ConfigError(
-            f"output_dir is '{output_dir}', but nothing can be written in '{existing}' ({error.strerror}). "
-            "Type output_dir=<another folder>"
+            f"{key} is '{output_dir}', but nothing can be written in '{existing}' ({error.strerror}). Type {key}=<another folder>"
         ) from error
-
-
-def require_package(module: str, wanted_by: str, package: str, instead: str) -> None:
-    """Refuse an option whose optional package is not installed.
-
-    Raises:
-        MissingDependencyError: With the command that installs it and the override that does without.
-    """
-    if importlib.util.find_spec(module) is None:
-        raise MissingDependencyError(f"{wanted_by} needs the package '{package}'. Install it: pip install {package}. Or type {instead}")
 
 
 def nearest_multiple(number: int, of: int) -> int:

@@ -1,8 +1,11 @@
-"""Demonstrations of scripted experts, in memory, for behaviour cloning."""
+"""Demonstrations: episodes played for behaviour cloning, kept in memory; and the rows of each optimiser step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,7 +15,24 @@ from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError
 from rlinf.seeding import derive_seed
 from rlinf.training.config import ExpertConfig
-from rlinf.types import EpisodeResult, Observation
+from rlinf.types import EpisodeResult, EpisodeSpec, Observation
+
+
+class BatchSource(Protocol):
+    """What behaviour cloning reads: demonstrations in memory, or on disk."""
+
+    def batch(self, step: int, batch_size: int, seed: int) -> tuple[Observation, Tensor]:
+        """Return the rows of optimiser step ``step`` and their actions ``[B, C, D]``, a pure function of the arguments."""
+
+
+class Demonstrator(Protocol):
+    """What plays demonstrations, one episode in each env."""
+
+    def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the labels and the actions to execute, float32 ``[B, D]`` each; rows not ``running`` (bool ``[B]``) are unused."""
+
+    def restart(self, row: int) -> None:
+        """Forget what happened in ``row``, whose episode begins anew."""
 
 
 @dataclass
@@ -40,14 +60,121 @@ class Demonstrations:
 
     def batch(self, step: int, batch_size: int, seed: int) -> tuple[Observation, Tensor]:
         """Return the rows of optimiser step ``step``: epochs of shuffled rows, a pure function of the arguments."""
-        num_rows = len(self)
-        positions = np.arange(step * batch_size, (step + 1) * batch_size)
-        index = np.empty(batch_size, dtype=np.int64)
-        for epoch in np.unique(positions // num_rows):
-            order = np.random.default_rng(derive_seed(seed, "sft epoch", int(epoch))).permutation(num_rows)
-            rows = positions // num_rows == epoch
-            index[rows] = order[positions[rows] % num_rows]
+        index = shuffled_rows(len(self), step, batch_size, seed)
         return self.observation.select(index), self.actions[torch.from_numpy(index)]
+
+
+def shuffled_rows(num_rows: int, step: int, batch_size: int, seed: int) -> np.ndarray:
+    """Return the rows of optimiser step ``step``, int64 ``[batch_size]``: every epoch is a permutation of all rows.
+
+    Steps follow each other without a gap, so a batch may hold the end of one epoch and the begin of the next.
+    """
+    positions = np.arange(step * batch_size, (step + 1) * batch_size)
+    index = np.empty(batch_size, dtype=np.int64)
+    for epoch in np.unique(positions // num_rows):
+        rows = positions // num_rows == epoch
+        index[rows] = _epoch_order(num_rows, seed, int(epoch))[positions[rows] % num_rows]
+    return index
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng(derive_seed(seed, "sft epoch", epoch)).permutation(num_rows)
+
+
+def following_rows(rows: np.ndarray, last_rows: np.ndarray, chunk_len: int) -> np.ndarray:
+    """Return each row and the ``chunk_len - 1`` after it, int64 ``[B, C]``; past the episode's last row, that one."""
+    return np.minimum(rows[:, None] + np.arange(chunk_len), last_rows[:, None])
+
+
+class ExpertDemonstrator:
+    """The scripted expert of an env. Executed actions carry Gaussian noise, so that the states around its path are seen;
+    the labels are its clean actions.
+
+    Args:
+        env: The env.
+        expert: Its faults.
+        seed: Of the noise.
+        numbers: One per env: the number of the demonstration, which fixes its noise.
+    """
+
+    def __init__(self, env: VectorEnv, expert: ExpertConfig, seed: int, numbers: Sequence[int]) -> None:
+        self.env, self.expert, self.seed, self.numbers = env, expert, seed, list(numbers)
+        self._scale = (env.action_high - env.action_low) / 2
+        self._streams = [self._stream(number) for number in self.numbers]
+
+    def _stream(self, number: int) -> np.random.Generator:
+        return np.random.default_rng(derive_seed(self.seed, "demonstration noise", number))
+
+    def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        env = self.env
+        wanted = env.expert_actions(aim_offset_m=tuple(self.expert.aim_offset_m))
+        noise = np.stack([stream.normal(size=env.action_dim) for stream in self._streams]).astype(np.float32)
+        return wanted, np.clip(wanted + noise * self.expert.jitter * self._scale, env.action_low, env.action_high)
+
+    def restart(self, row: int) -> None:
+        self._streams[row] = self._stream(self.numbers[row])
+
+
+@dataclass
+class Wave:
+    """Episodes that were played side by side, the ``k``-th in the ``k``-th of ``B`` envs; the other envs were idle.
+
+    Attributes:
+        seen: ``T`` observations of all envs, each before an action.
+        labels: float32 ``[T, B, D]``.
+        rewards: float32 ``[T, B]``, paid for the executed action.
+        success: bool ``[T, B]``: the goal is reached after the action.
+        alive: bool ``[T, B]``: the row belongs to the env's episode; true for one stretch of each env that is not idle.
+        results: One per episode.
+    """
+
+    seen: list[Observation]
+    labels: np.ndarray
+    rewards: np.ndarray
+    success: np.ndarray
+    alive: np.ndarray
+    results: list[EpisodeResult]
+
+    @property
+    def last(self) -> np.ndarray:
+        """int64 ``[B]``: the last ``t`` of each env's episode; of no meaning for an idle env."""
+        return len(self.alive) - 1 - self.alive[::-1].argmax(0)
+
+
+def play_wave(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: Demonstrator) -> Wave:
+    """Play episodes side by side, one action at a time.
+
+    An episode that the env lost and began anew (``ChunkStep.lost_env_ids``) is recorded from its new begin.
+
+    Args:
+        env: Without auto-reset.
+        specs: At most one per env; envs without one stay idle.
+        demonstrator: What acts.
+    """
+    observation, _ = env.reset(options={"episodes": [*specs, *[None] * (env.num_envs - len(specs))]})
+    running = np.arange(env.num_envs) < len(specs)
+    seen, labels, rewards, success, alive = [], [], [], [], []
+    results: list[EpisodeResult | None] = [None] * len(specs)
+    while running.any():
+        wanted, executed = demonstrator.act(observation, running)
+        seen.append(observation)
+        labels.append(wanted)
+        alive.append(running.copy())
+        step = env.chunk_step(np.where(running[:, None], executed, np.float32(0))[:, None])
+        rewards.append(step.rewards[:, 0])
+        success.append(step.success)
+        for row in step.lost_env_ids.tolist():
+            demonstrator.restart(row)
+            for earlier in alive:
+                earlier[row] = False
+        for row, result in zip(step.final_env_ids, step.episodes, strict=True):
+            results[row] = result
+        running &= ~(step.terminated | step.truncated)
+        observation = step.observation
+    return Wave(
+        seen, np.stack(labels).astype(np.float32), np.stack(rewards), np.stack(success), np.stack(alive), results
+    )
 
 
 def collect_demonstrations(
@@ -74,50 +201,25 @@ def collect_demonstrations(
     rounds = len(all_specs) // num_tasks
     rng = np.random.default_rng(derive_seed(seed, "demonstrations"))
     specs = [all_specs[int(rng.integers(rounds)) * num_tasks + i % num_tasks] for i in range(num_episodes)]
-    scale = (env.action_high - env.action_low) / 2
     observations: list[Observation] = []
     actions: list[np.ndarray] = []
     episodes: list[EpisodeResult] = []
     for start in range(0, num_episodes, env.num_envs):
         wave = specs[start : start + env.num_envs]
-        padded = wave + [wave[-1]] * (env.num_envs - len(wave))
         numbers = range(start, start + env.num_envs)
-        streams = [np.random.default_rng(derive_seed(seed, "demonstration noise", number)) for number in numbers]
-        seen, labels, alive, results = _play_wave(env, padded, expert, scale, streams)
-        kept = np.array([row < len(wave) and (r.success or expert.keep_failures) for row, r in enumerate(results)])
-        episodes += [result for result, keep in zip(results, kept, strict=True) if keep]
-        last = alive.sum(0) - 1
-        for t in range(len(alive)):
-            rows = np.flatnonzero(alive[t] & kept)
+        played = play_wave(env, wave, ExpertDemonstrator(env, expert, seed, numbers))
+        kept = np.zeros(env.num_envs, dtype=bool)
+        kept[: len(wave)] = [result.success or expert.keep_failures for result in played.results]
+        episodes += [result for row, result in enumerate(played.results) if kept[row]]
+        last = played.last
+        for t in range(len(played.alive)):
+            rows = np.flatnonzero(played.alive[t] & kept)
             if len(rows):
-                following = np.minimum(t + np.arange(chunk_len), last[rows, None])
-                observations.append(seen[t].select(rows))
-                actions.append(labels[following, rows[:, None]])
+                observations.append(played.seen[t].select(rows))
+                actions.append(played.labels[following_rows(np.full(len(rows), t), last[rows], chunk_len), rows[:, None]])
     if not episodes:
         raise ConfigError(
             f"None of {num_episodes} demonstrations succeeded and sft.expert.keep_failures=false. "
             "Type sft.expert.keep_failures=true, or a smaller sft.expert.aim_offset_m"
         )
     return Demonstrations(Observation.concatenate(observations), torch.from_numpy(np.concatenate(actions)), episodes)
-
-
-def _play_wave(
-    env: VectorEnv, specs: list, expert: ExpertConfig, scale: np.ndarray, streams: list
-) -> tuple[list[Observation], np.ndarray, np.ndarray, list[EpisodeResult]]:
-    """Play one episode in every env; returns observations, labels ``[T, B, D]``, running mask ``[T, B]``, results."""
-    observation, _ = env.reset(options={"episodes": specs})
-    running = np.ones(env.num_envs, dtype=bool)
-    seen, labels, alive = [], [], []
-    results: list[EpisodeResult | None] = [None] * env.num_envs
-    while running.any():
-        wanted = env.expert_actions(aim_offset_m=tuple(expert.aim_offset_m))
-        noise = np.stack([stream.normal(size=env.action_dim) for stream in streams]).astype(np.float32)
-        seen.append(observation)
-        labels.append(wanted)
-        alive.append(running.copy())
-        step = env.chunk_step(np.clip(wanted + noise * expert.jitter * scale, env.action_low, env.action_high)[:, None])
-        for row, result in zip(step.final_env_ids, step.episodes, strict=True):
-            results[row] = result
-        running &= ~(step.terminated | step.truncated)
-        observation = step.observation
-    return seen, np.stack(labels).astype(np.float32), np.stack(alive), results

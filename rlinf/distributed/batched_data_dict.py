@@ -15,6 +15,9 @@ from rlinf.errors import ConfigError
 
 Spec = TypeVar("Spec")
 
+IMAGE_KEYS = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "spatial_shapes")
+"""Keys whose second axis never is that of the tokens. A tensor has one image per row; a list has a tensor of the images of each row."""
+
 
 class DynamicBatchingArgs(TypedDict, total=False):
     """Micro-batches of as many rows as fit a number of tokens, padding included.
@@ -93,8 +96,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return next(iter(sizes.values()))
 
     def lengths(self, key: str | None = None) -> list[int]:
-        """Tokens of each row: the values of ``key``, else the sums of ``attention_mask``."""
+        """Tokens of each row: the values of ``key``, else those of prompt and response, else of ``attention_mask``."""
         name = key or "attention_mask"
+        if key is None and "output_ids" in self:
+            return tokens_and_mask(self)[1].sum(-1).tolist()
         if name not in self:
             raise ConfigError(f"The batch has no '{name}', which gives the length of each row; it has {sorted(self)}.")
         return (self[key] if key else self["attention_mask"].sum(-1)).tolist()
@@ -147,16 +152,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return self.select_indices(torch.arange(self.size).repeat_interleave(num_repeats))
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Keep the first ``truncated_len`` entries of axis ``dim`` of all tensors that have it, in place."""
+        """Keep the first ``truncated_len`` entries of axis ``dim`` of all tensors that have it, in place; images stay whole."""
         for key, value in self.items():
-            if isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] > truncated_len:
+            if key not in IMAGE_KEYS and isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] > truncated_len:
                 self[key] = value.narrow(dim, 0, truncated_len)
 
     def to(self, device: str | torch.device) -> BatchedDataDict:
-        """Return the batch with its tensors on ``device``."""
-        moved = type(self)(
-            {key: value.to(device) if isinstance(value, Tensor) else value for key, value in self.items()}
-        )
+        """Return the batch with its tensors on ``device``, those in lists too."""
+        moved = type(self)({key: _moved(value, device) for key, value in self.items()})
         moved.micro_batches = self.micro_batches
         return moved
 
@@ -255,16 +258,17 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
             yield self.select_indices(rows).without_padding_columns()
 
     def without_padding_columns(self) -> BatchedDataDict:
-        """Return the batch without the last columns that ``attention_mask`` leaves to padding in every row."""
-        if "attention_mask" not in self:
+        """Return the batch without the last columns that are padding in every row, of outputs where there are any."""
+        if "output_ids" not in self and "attention_mask" not in self:
             return self
-        mask = self["attention_mask"]
+        mask = tokens_and_mask(self)[1] if "output_ids" in self else self["attention_mask"]
         needed = max(1, int(mask.bool().any(0).nonzero().max()) + 1) if mask.any() else 1
-        cut = {
-            key: value[:, :needed] if isinstance(value, Tensor) and value.shape[:2] == mask.shape else value
-            for key, value in self.items()
-        }
-        return type(self)(cut)
+
+        def cut(key: str, value: Any) -> Any:
+            per_token = key not in IMAGE_KEYS and isinstance(value, Tensor) and value.shape[:2] == mask.shape
+            return value[:, :needed] if per_token else value
+
+        return type(self)({key: cut(key, value) for key, value in self.items()})
 
     def _check_shards(self, shards: int, batch_size: int, uneven: bool, dynamic: Any, packing: Any) -> None:
         if dynamic and packing:
@@ -289,8 +293,37 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return type(self)({key: function(value) if _has_rows(value) else value for key, value in self.items()})
 
 
+def tokens_and_mask(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Token ids ``[B, S]`` and bool mask ``[B, S]`` of prompts, training data or outputs of a generation.
+
+    Outputs (``output_ids``) come first, so that a batch to which they were added is read as prompt and response.
+
+    Raises:
+        ConfigError: A key is missing, or ids and mask have different shapes.
+    """
+    if "output_ids" in data:
+        ids = data["output_ids"]
+        if "unpadded_sequence_lengths" not in data:
+            raise ConfigError(f"output_ids come without unpadded_sequence_lengths; the batch has {sorted(data)}.")
+        lengths = data["unpadded_sequence_lengths"].to(ids.device)
+        return ids, torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
+    for key in ("input_ids", "attention_mask"):
+        if key not in data:
+            raise ConfigError(f"The batch has no '{key}'; it has {sorted(data)}.")
+    if data["input_ids"].ndim != 2 or data["input_ids"].shape != data["attention_mask"].shape:
+        shapes = [list(data[key].shape) for key in ("input_ids", "attention_mask")]
+        raise ConfigError(f"input_ids {shapes[0]} and attention_mask {shapes[1]} must have one shape [B, S].")
+    return data["input_ids"], data["attention_mask"].bool()
+
+
 def _has_rows(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, Tensor) and value.ndim > 0)
+
+
+def _moved(value: Any, device: str | torch.device) -> Any:
+    if isinstance(value, list):
+        return [_moved(item, device) for item in value]
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _bounds(total: int, parts: int) -> list[int]:

@@ -10,7 +10,9 @@ tested here.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,16 +138,60 @@ def pack_rows(input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     return input_ids[mask].unsqueeze(0), positions[mask].unsqueeze(0)
 
 
-@torch.no_grad()
-def keeps_sequences_apart(model: nn.Module, input_ids: Tensor) -> bool:
-    """Whether a packed row gives the logits of its sequences alone, tried on two short ones.
+def keeps_sequences_apart(model: Any) -> bool:
+    """Whether the sequences of a packed row do not see each other, tried on two short ones.
 
     Args:
-        model: Causal language model in evaluation mode.
-        input_ids: ``[2, S]`` tokens without padding.
+        model: Causal language model of transformers in evaluation mode.
     """
-    packed_ids, positions = pack_rows(input_ids, torch.full((2,), input_ids.shape[1]))
-    alone = model(input_ids=input_ids, use_cache=False).logits.flatten(0, 1)
-    packed = model(input_ids=packed_ids, position_ids=positions, use_cache=False).logits[0]
-    tolerance = 1e-3 if alone.dtype == torch.float32 else 5e-2  # of the largest logit; 16 bits round in another order
-    return bool((alone.float() - packed.float()).abs().max() <= tolerance * alone.float().abs().max())
+    sequences = _probe_tokens(model).view(2, -1)
+    ids, positions = pack_rows(sequences, torch.full((2,), sequences.shape[1]))
+    return _reads_only(model, sequences[1:], {"input_ids": ids, "position_ids": positions})
+
+
+def ignores_left_padding(model: Any) -> bool:
+    """Whether a row that is padded on the left, as ``generate`` of transformers wants it, is read as if it were alone.
+
+    Args:
+        model: Causal language model of transformers in evaluation mode.
+    """
+    ids = _probe_tokens(model)
+    mask = torch.ones_like(ids)
+    mask[:, : ids.shape[1] // 2] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    return _reads_only(model, ids[:, ids.shape[1] // 2 :], inputs)
+
+
+def _reads_only(model: Any, last: Tensor, inputs: dict[str, Tensor]) -> bool:
+    """Whether the last logits of a row are those of its last tokens ``[1, S]`` alone, and depend on no token before them.
+
+    Logits alone would not tell: a small leak is no larger than the rounding of 16 bits. The gradient to a token that is
+    not read is exactly 0 in any number format.
+    """
+    length, embedded = last.shape[1], []
+
+    def make_leaf(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    hook = model.get_input_embeddings().register_forward_hook(make_leaf)
+    try:
+        with torch.enable_grad():
+            logits = model(**inputs, use_cache=False).logits[0, -length:].float()
+            (gradient,) = torch.autograd.grad(logits.square().sum(), embedded[0])
+    finally:
+        hook.remove()
+    with torch.no_grad():
+        output = model(input_ids=last, use_cache=False).logits[0]
+    tolerance = 1e-3 if output.dtype == torch.float32 else 5e-2  # of the largest logit: other shapes round otherwise
+    same = (output.float() - logits.detach()).abs().max() <= tolerance * output.float().abs().max()
+    return bool(same) and not bool(gradient[:, :-length].any())
+
+
+def _probe_tokens(model: Any) -> Tensor:
+    """``[1, 16]``, none of them a token to which the configuration gives a meaning, such as that of an image."""
+    special = {value for key, value in model.config.to_dict().items() if "token" in key and isinstance(value, int)}
+    plain = [token for token in range(model.config.get_text_config().vocab_size) if token not in special]
+    return torch.tensor([[plain[i % len(plain)] for i in range(16)]], device=model.get_input_embeddings().weight.device)

@@ -12,7 +12,8 @@ from rlinf.errors import ConfigError
 class RayVirtualCluster:
     """Processes of this machine, one to each accelerator; a place in the code where further machines will come in.
 
-    Ray is not used: one machine does not need it, and more than one are refused.
+    Ray is not used: one machine does not need it, and more than one are refused. A worker can be an actor of a Ray cluster of yours:
+    ``ray.remote(VllmGenerationWorker).remote(model_name)``.
 
     Args:
         bundle_ct_per_node_list: Processes on each machine: ``[4]`` is one machine with four.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +16,12 @@ from torch import Tensor
 from rlinf.errors import RLinfError
 
 ALIGNMENT = 64
-"""Bytes; every tensor begins at a multiple."""
+"""Bytes; every tensor begins at a multiple. As many come before the first one: the header, whose first bytes are the nonce."""
+NONCE_LEN = 16
 
 
 class WeightsRefusedError(RLinfError):
-    """A handle lacks tensors, has unknown ones, or has one of another shape; nothing was loaded."""
+    """A handle lacks tensors, has unknown ones or one of another shape, or its memory was rewritten; nothing was loaded."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class WeightsHandle:
         version: Weight updates behind these weights.
         manifest: Every tensor by name.
         nbytes: Size of the shared memory.
+        nonce: Random bytes of this one ``write``, which the shared memory begins with as long as it holds these weights.
         path: File behind the shared memory (CPU), or None.
         ipc: ``(rebuild, arguments)`` of the shared memory on a GPU, or None.
     """
@@ -45,6 +49,7 @@ class WeightsHandle:
     version: int
     manifest: dict[str, TensorEntry]
     nbytes: int
+    nonce: bytes
     path: str | None = None
     ipc: tuple[Any, tuple] | None = None
 
@@ -52,7 +57,7 @@ class WeightsHandle:
         """Return all tensors by name, as views of the shared memory.
 
         Raises:
-            RLinfError: The process that wrote them is gone.
+            WeightsRefusedError: The buffer or the process that wrote them is gone, or other weights were written since.
         """
         if self.ipc is not None:
             rebuild, arguments = self.ipc
@@ -61,45 +66,59 @@ class WeightsHandle:
             memory = rebuild(*arguments)
         else:
             try:
-                memory = torch.from_file(self.path, shared=True, size=self.nbytes, dtype=torch.uint8)
-            except RuntimeError as error:
-                raise RLinfError(f"The shared weights of version {self.version} at {self.path} are gone: {error}") from error
+                size = os.stat(self.path).st_size
+            except FileNotFoundError:
+                size = 0
+            # A longer mapping would lengthen the file, and the number of a closed descriptor may be another file's by now.
+            memory = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8) if size == self.nbytes else None
+        if memory is None or bytes(memory[:NONCE_LEN].tolist()) != self.nonce:
+            raise WeightsRefusedError(
+                f"The shared memory holds the weights of version {self.version} no longer; nothing was loaded. A handle is valid "
+                "while its WeightBuffer is kept, until the next write"
+            )
         return {name: _view(memory, entry) for name, entry in self.manifest.items()}
 
 
 class WeightBuffer:
-    """Shared memory that one process writes weights into again and again. It has no name: nothing of it outlives the process."""
+    """Shared memory that one process writes weights into again and again. It has no name: nothing of it outlives the process.
+
+    Keep the buffer for as long as its handles are in use: the memory is freed with it.
+    """
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
         self._fd: int | None = None
+        self._release: weakref.finalize | None = None
 
     @torch.no_grad()
     def write(self, tensors: Mapping[str, Tensor], version: int) -> WeightsHandle:
         """Copy tensors (all on one device, bit for bit); handles of earlier versions become invalid."""
         manifest: dict[str, TensorEntry] = {}
-        end = 0
+        end, nonce = ALIGNMENT, secrets.token_bytes(NONCE_LEN)
         for name, tensor in tensors.items():
             manifest[name] = TensorEntry(tensor.dtype, tuple(tensor.shape), end)
             end += math.ceil(tensor.numel() * tensor.element_size() / ALIGNMENT) * ALIGNMENT
         device = next(iter(tensors.values())).device
         if self._memory is None or len(self._memory) != end or self._memory.device != device:
             self._allocate(end, device)
+        header = self._memory[:NONCE_LEN]
+        header.zero_()  # whoever reads meanwhile must see that it changes
         for name, tensor in tensors.items():
             _view(self._memory, manifest[name]).copy_(tensor)
+        header.copy_(torch.tensor(list(nonce), dtype=torch.uint8))
         if device.type == "cpu":
-            return WeightsHandle(version, manifest, end, path=f"/proc/{os.getpid()}/fd/{self._fd}")
+            return WeightsHandle(version, manifest, end, nonce, path=f"/proc/{os.getpid()}/fd/{self._fd}")
         from torch.multiprocessing.reductions import reduce_tensor
 
         torch.cuda.synchronize(device)
-        return WeightsHandle(version, manifest, end, ipc=reduce_tensor(self._memory))
+        return WeightsHandle(version, manifest, end, nonce, ipc=reduce_tensor(self._memory))
 
     def close(self) -> None:
         """Give the memory back."""
         self._memory = None
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        if self._release is not None:
+            self._release()
+            self._release = self._fd = None
 
     def _allocate(self, nbytes: int, device: torch.device) -> None:
         self.close()
@@ -107,6 +126,7 @@ class WeightBuffer:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
             return
         self._fd = os.memfd_create("rlinf-weights")
+        self._release = weakref.finalize(self, os.close, self._fd)
         os.ftruncate(self._fd, nbytes)
         self._memory = torch.from_file(f"/proc/self/fd/{self._fd}", shared=True, size=nbytes, dtype=torch.uint8)
 
@@ -136,6 +156,12 @@ def check_manifest(given: Mapping[str, TensorEntry], required: Mapping[str, Tens
         raise WeightsRefusedError(
             f"Weights refused, nothing was changed: {'; '.join(parts)}. Required: the {len(required)} tensors of the model"
         )
+
+
+def complete_tied(given: Mapping[str, Tensor], required: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``given`` with tied weights under all their names, of which ``check_manifest`` asks for one only."""
+    by_id = {id(required[name]): tensor for name, tensor in given.items()}
+    return {name: given.get(name, by_id[id(tensor)]) for name, tensor in required.items()}
 
 
 def _view(memory: Tensor, entry: TensorEntry) -> Tensor:

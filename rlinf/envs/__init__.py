@@ -11,7 +11,16 @@ if TYPE_CHECKING:
     from rlinf.envs.config import EnvConfig
 
 ENVS: Registry[type[VectorEnv]] = Registry(
-    "env", "rlinf.envs", {"tabletop": "rlinf.envs.tabletop.env:TabletopVectorEnv"}
+    "env",
+    "rlinf.envs",
+    {
+        "tabletop": "rlinf.envs.tabletop.env:TabletopVectorEnv",
+        "metaworld": "rlinf.envs.metaworld:MetaWorldVectorEnv",
+        "libero": "rlinf.envs.libero:LiberoVectorEnv",
+        "maniskill": "rlinf.envs.maniskill:ManiSkillVectorEnv",
+        "maniskill_gpu": "rlinf.envs.maniskill_gpu:ManiSkillGpuVectorEnv",
+        "gymnasium": "rlinf.envs.gymnasium_env:GymnasiumVectorEnv",
+    },
 )
 
 

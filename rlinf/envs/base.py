@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -13,23 +13,12 @@ from gymnasium.vector.utils import batch_space
 
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.episodes import drawn_episodes, select_tasks
+from rlinf.envs.ledger import EpisodeLedger
+from rlinf.envs.spaces import checked_actions, observation_space, uniform_statistics
+from rlinf.envs.steps import SimulatorChunk, SimulatorStep, chunk_of_steps
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.seeding import derive_seed
-from rlinf.types import ChunkStep, EpisodeResult, EpisodeSpec, Observation
-
-
-class SimulatorStep(NamedTuple):
-    """What a simulator reports of one env step of ``K`` envs.
-
-    Attributes:
-        dense_reward: float32 ``[K]``; used by the reward modes "shaped" and "relative".
-        success: bool ``[K]``: the goal is reached in the present state.
-        terminated: bool ``[K]``: the episode is over for another reason than success (failure); None: never.
-    """
-
-    dense_reward: np.ndarray
-    success: np.ndarray
-    terminated: np.ndarray | None = None
+from rlinf.types import ChunkStep, EpisodeSpec, Observation
 
 
 class VectorEnv(gymnasium.vector.VectorEnv):
@@ -44,6 +33,9 @@ class VectorEnv(gymnasium.vector.VectorEnv):
     Attributes:
         config_class: Dataclass of its configuration (``EnvConfig`` or a subclass).
         suite: ``EpisodeSpec.suite`` of its episodes.
+        packages: Distributions whose exact versions its results depend on, e.g. ``("mujoco",)``; the manifest records
+            them.
+        free_settings: Fields of the config that do not change a single episode; the manifest leaves them out.
         num_envs: ``B``.
         action_dim: ``D``.
         action_low, action_high: float32 ``[D]``.
@@ -56,7 +48,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         config: Settings.
         num_envs: ``B``.
         auto_reset: True: a finished episode is followed at once (at the end of its chunk) by the next one.
-            False: a finished row freezes: last observation, zero reward, ``executed`` false.
+            False: a finished row freezes: last observation, zero reward, ``executed`` false; rows may be idle.
         action_low: float32 ``[D]``, given by the subclass.
         action_high: float32 ``[D]``, given by the subclass.
 
@@ -66,6 +58,10 @@ class VectorEnv(gymnasium.vector.VectorEnv):
 
     config_class: ClassVar[type[EnvConfig]] = EnvConfig
     suite: ClassVar[str] = ""
+    packages: ClassVar[tuple[str, ...]] = ()
+    free_settings: ClassVar[tuple[str, ...]] = (
+        "tasks", "reward_mode", "success_bonus", "num_train_init_states", "num_eval_init_states",
+    )  # fmt: skip
 
     def __init__(
         self, config: EnvConfig, num_envs: int, auto_reset: bool, action_low: np.ndarray, action_high: np.ndarray
@@ -87,17 +83,14 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP if auto_reset else AutoresetMode.DISABLED}
         self.single_action_space = gymnasium.spaces.Box(self.action_low, self.action_high, dtype=np.float32)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        self.single_observation_space = self._make_observation_space()
+        self.single_observation_space = observation_space(config, self.state_dim)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self._specs: list[EpisodeSpec] | None = None
+        self._specs: list[EpisodeSpec | None] | None = None
         self._next_episode: Callable[[int], EpisodeSpec] | None = None
         self._observation: Observation | None = None
-        self._num_steps = np.zeros(self.num_envs, dtype=np.int64)
-        self._returns = np.zeros(self.num_envs, dtype=np.float64)
-        self._success = np.zeros(self.num_envs, dtype=bool)
+        self._ledger = EpisodeLedger(self.num_envs, config)
         self._finished = np.zeros(self.num_envs, dtype=bool)
-        self._previous_dense = np.zeros(self.num_envs, dtype=np.float32)
-        self._horizons = np.ones(self.num_envs, dtype=np.int64)
+        self._lost = np.zeros(self.num_envs, dtype=bool)
 
     # What a simulator's file implements.
 
@@ -122,6 +115,24 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         """Return what the envs ``ids`` show now, in fresh arrays of ``K`` rows."""
         raise NotImplementedError(f"{type(self).__name__} does not implement _observe")
 
+    def _reset_envs(self, ids: np.ndarray, specs: Sequence[EpisodeSpec]) -> None:
+        """Put each of the envs ``ids`` (int64 ``[K]``) into the first state of its episode."""
+        for index, spec in zip(ids, specs, strict=True):
+            self._reset_env(int(index), spec)
+
+    def _step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
+        """Advance the envs ``ids`` by up to ``C`` steps, each until its episode ends.
+
+        A subclass that overrides this and finds that the simulator of a row is lost puts it back into the first state
+        of ``self._specs[row]`` and sets ``self._lost[row]``, here as well as in any other call.
+
+        Args:
+            ids: int64 ``[K]``.
+            actions: float32 ``[K, C, D]``, within bounds.
+            steps_left: int64 ``[K]``: env steps until the episode is truncated, at least 1.
+        """
+        return chunk_of_steps(self._step_envs, ids, actions, steps_left, self.config.terminate_on_success)
+
     @property
     @abstractmethod
     def state_dim(self) -> int:
@@ -135,7 +146,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
             aim_offset_m: Metres (x, y) by which its aim is off.
 
         Returns:
-            float32 ``[B, D]``, within bounds.
+            float32 ``[B, D]``, within bounds; of idle and finished rows unused.
 
         Raises:
             ConfigError: The environment has no scripted expert.
@@ -159,6 +170,23 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         """
         raise ConfigError(f"Environment '{self.suite}' cannot draw frames (asked for {len(ids)} of {size} pixels).")
 
+    @classmethod
+    def has_expert(cls) -> bool:
+        """Whether ``expert_actions`` are there."""
+        return cls.expert_actions is not VectorEnv.expert_actions
+
+    def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
+        """Return where the objects are now, to notice a simulator that has drifted (``rlinf.evaluation.probe``).
+
+        Args:
+            ids: Rows.
+
+        Returns:
+            For each row, object name to position (3 numbers, metres) and orientation (quaternion, 4 numbers); empty
+            where the environment does not tell.
+        """
+        return [{} for _ in ids]
+
     def offload(self) -> None:
         """Free what the next reset can rebuild (graphics contexts, GPU memory); nothing by default."""
 
@@ -170,6 +198,18 @@ class VectorEnv(gymnasium.vector.VectorEnv):
     def state_width(cls, config: EnvConfig) -> int | None:
         """Return what ``state_dim`` will be under ``config``, so that it can be checked early; None: not known."""
         return None
+
+    @classmethod
+    def check_statistics(cls, config: EnvConfig, statistics: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint whose action statistics show that it means other actions than this env under ``config``.
+
+        Args:
+            config: Settings.
+            statistics: ``norm_stats`` of the data that the checkpoint was trained on, see ``action_statistics``.
+
+        Raises:
+            ConfigError: It does; with the override that fits.
+        """
 
     @classmethod
     def horizon_of(cls, config: EnvConfig, task: str) -> int:
@@ -199,20 +239,20 @@ class VectorEnv(gymnasium.vector.VectorEnv):
 
         Returns:
             ``{"action": {"q01", "q99", "mask", "min", "max", "mean", "std"}}``, each a list of ``D`` numbers, and the
-            same under ``"proprio"`` for the state, where ``state_bounds`` gives any; mean and std are those of a uniform
-            distribution between the bounds.
+            same under ``"proprio"`` for the state, where ``state_bounds`` gives any; mean and std are those of a
+            uniform distribution between the bounds.
         """
-        statistics = {"action": _uniform_statistics(self.action_low, self.action_high)}
+        statistics = {"action": uniform_statistics(self.action_low, self.action_high)}
         if self.state_bounds() is not None:
-            statistics["proprio"] = _uniform_statistics(*self.state_bounds())
+            statistics["proprio"] = uniform_statistics(*self.state_bounds())
         return statistics
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the usual lowest and highest values of ``Observation.state``, ``[S]`` each; None where unknown."""
         return None
 
-    def current_specs(self) -> list[EpisodeSpec]:
-        """Return the episode of each row (of a frozen row: the one that ended)."""
+    def current_specs(self) -> list[EpisodeSpec | None]:
+        """Return the episode of each row (of a frozen row: the one that ended; of an idle row: None)."""
         self._check_reset()
         return list(self._specs)
 
@@ -223,7 +263,9 @@ class VectorEnv(gymnasium.vector.VectorEnv):
 
         Args:
             seed: Seed of the draw from the training split, where ``options`` leave something open; None: 0.
-            options: ``episodes``: one ``EpisodeSpec`` per row; without it, training episodes are drawn.
+            options: ``episodes``: one ``EpisodeSpec`` per row; without it, training episodes are drawn. Without
+                auto-reset a row may get None: it is idle. Its simulator is neither reset nor stepped, nothing is
+                executed, it has no result, and its observation repeats the first row that has an episode.
                 ``next_episode``: called with the row for each next episode under auto-reset, in row order; without
                 it, training episodes are drawn.
 
@@ -231,7 +273,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
             Observation of ``B`` rows, and infos (empty).
 
         Raises:
-            ConfigError: Unknown option, wrong number of episodes, or an episode of another suite.
+            ConfigError: Unknown option, wrong number of episodes, none at all, or an episode of another suite.
         """
         options = dict(options or {})
         episodes, next_episode = options.pop("episodes", None), options.pop("next_episode", None)
@@ -242,11 +284,17 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         specs = [draw(row) for row in range(self.num_envs)] if episodes is None else list(episodes)
         if len(specs) != self.num_envs:
             raise ConfigError(f"reset got {len(specs)} episodes for {self.num_envs} envs; it needs one per env.")
+        if all(spec is None for spec in specs):
+            raise ConfigError(f"reset got None for each of {self.num_envs} envs; at least one needs an episode.")
         self._next_episode = next_episode or draw
-        self._specs = specs
-        for index, spec in enumerate(specs):
-            self._start(index, spec)
-        self._observation = self._observe(np.arange(self.num_envs))
+        self._start(np.arange(self.num_envs), specs)
+        self._lost[:] = False
+        used = self._rows_in_use()
+        self._observation = self._observe(used)
+        if len(used) < self.num_envs:
+            shown = np.zeros(self.num_envs, dtype=np.int64)
+            shown[used] = np.arange(len(used))
+            self._observation = self._observation.select(shown)
         return self._observation, {}
 
     def chunk_step(self, actions: np.ndarray) -> ChunkStep:
@@ -268,37 +316,30 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         rewards = np.zeros((num_envs, chunk_len), dtype=np.float32)
         executed = np.zeros((num_envs, chunk_len), dtype=bool)
         terminated, truncated = np.zeros(num_envs, dtype=bool), np.zeros(num_envs, dtype=bool)
-        active = ~self._finished
-        stepped = np.flatnonzero(active)
-        for position in range(chunk_len):
-            ids = np.flatnonzero(active)
-            if not len(ids):
-                break
-            step = self._step_envs(ids, actions[ids, position])
-            rewards[ids, position] = self._rewards_of(ids, step)
-            executed[ids, position] = True
-            self._num_steps[ids] += 1
-            over = step.success & self.config.terminate_on_success
-            if step.terminated is not None:
-                over = over | step.terminated
-            late = ~over & (self._num_steps[ids] >= self._horizons[ids])
-            terminated[ids], truncated[ids] = over, late
-            active[ids] = ~(over | late)
-        self._returns += rewards.sum(1, dtype=np.float64)
+        running = ~self._finished
+        ids = np.flatnonzero(running & ~self._lost)
+        if len(ids):
+            chunk = self._step_chunk(ids, actions[ids], (self._ledger.horizons - self._ledger.num_steps)[ids])
+            executed[ids] = chunk.executed
+            rewards[ids], terminated[ids], truncated[ids] = self._ledger.add(ids, chunk)
 
-        success = self._success.copy()
+        self._show(np.flatnonzero(running))
         final_ids = np.flatnonzero(terminated | truncated)
-        self._show(stepped)
-        final_observation = self._observation.select(final_ids) if len(final_ids) else None
-        episodes = [self._result_of(index) for index in final_ids]
+        success = self._ledger.success.copy()
+        last = self._observation.select(final_ids) if len(final_ids) else None
+        ended = [(int(row), self._specs[row]) for row in final_ids]
+        episodes = [self._ledger.result_of(row, spec, self.task_names[spec.task_id]) for row, spec in ended]
         if self.auto_reset:
-            for index in final_ids:
-                self._start(index, self._next_episode(int(index)))
-            self._show(final_ids)
+            self._start(final_ids, [self._next_episode(row) for row, _ in ended])
         else:
             self._finished[final_ids] = True
+        lost_ids = np.flatnonzero(self._lost & running & ~(terminated | truncated))
+        rewards[lost_ids], executed[lost_ids], success[lost_ids] = 0.0, False, False
+        self._begin(lost_ids)
+        self._lost[:] = False
+        self._show(np.union1d(final_ids, lost_ids) if self.auto_reset else lost_ids)
         return ChunkStep(
-            self._observation, rewards, executed, terminated, truncated, success, final_ids, final_observation, episodes
+            self._observation, rewards, executed, terminated, truncated, success, final_ids, last, episodes, lost_ids
         )
 
     def step(self, actions: np.ndarray) -> tuple[Observation, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
@@ -308,6 +349,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
             Observation of ``B`` rows; rewards float32 ``[B]``; terminated and truncated bool ``[B]``; infos with
             ``success`` bool ``[B]``, and, where an episode ended, ``final_obs`` (object ``[B]``: observation of one
             row, or None), its mask ``_final_obs``, and ``episodes`` (object ``[B]``: ``EpisodeResult`` or None).
+            ``lost_env_ids`` as in ``ChunkStep``, where there are any.
 
         Raises:
             ConfigError: Wrong shape, or a number that is not finite.
@@ -322,6 +364,8 @@ class VectorEnv(gymnasium.vector.VectorEnv):
             for row, index in enumerate(result.final_env_ids):
                 final[index], episodes[index] = result.final_observation.select([row]), result.episodes[row]
             infos |= {"final_obs": final, "_final_obs": result.terminated | result.truncated, "episodes": episodes}
+        if len(result.lost_env_ids):
+            infos["lost_env_ids"] = result.lost_env_ids
         return result.observation, result.rewards[:, 0], result.terminated, result.truncated, infos
 
     def _show(self, ids: np.ndarray) -> None:
@@ -329,51 +373,36 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         if not len(ids):
             return
         seen = self._observe(ids)
+        self._observation = seen if len(ids) == self.num_envs else self._observation.replaced(ids, seen)
+
+    def _start(self, ids: np.ndarray, specs: Sequence[EpisodeSpec | None]) -> None:
+        """Begin the episode ``specs[k]`` in the row ``ids[k]``, which is idle where that is None."""
+        for index, spec in zip(ids, specs, strict=True):
+            if spec is None and not self.auto_reset:
+                continue
+            if spec is None:
+                raise ConfigError(f"Row {index} got None for an episode; rows stay idle only where auto_reset=False.")
+            if spec.suite != self.suite or not 0 <= spec.task_id < len(self.task_names):
+                raise ConfigError(
+                    f"{spec} is no episode of '{self.suite}' with the tasks {', '.join(self.task_names)}."
+                )
         if len(ids) == self.num_envs:
-            self._observation = seen
-            return
-        old = self._observation
-        images = {name: image.copy() for name, image in old.images.items()}
-        for name, image in images.items():
-            image[ids] = seen.images[name]
-        state = None if old.state is None else old.state.copy()
-        if state is not None:
-            state[ids] = seen.state
-        instruction = list(old.instruction)
-        for row, index in enumerate(ids):
-            instruction[index] = seen.instruction[row]
-        self._observation = Observation(images, state, instruction)
+            self._specs = list(specs)
+        for index, spec in zip(ids, specs, strict=True):
+            self._specs[index] = spec
+        self._begin(ids)
+        used = [k for k, spec in enumerate(specs) if spec is not None]
+        self._reset_envs(ids[used], [specs[k] for k in used])
 
-    def _start(self, index: int, spec: EpisodeSpec) -> None:
-        if spec.suite != self.suite or not 0 <= spec.task_id < len(self.task_names):
-            raise ConfigError(f"{spec} is no episode of '{self.suite}' with the tasks {', '.join(self.task_names)}.")
-        self._specs[index] = spec
-        self._num_steps[index], self._returns[index], self._previous_dense[index] = 0, 0.0, 0.0
-        self._success[index] = self._finished[index] = False
-        self._horizons[index] = self._task_horizons[spec.task_id]
-        self._reset_env(int(index), spec)
+    def _begin(self, ids: np.ndarray) -> None:
+        """Forget what the rows ``ids`` did; their episodes are ``self._specs``."""
+        specs = [self._specs[index] for index in ids]
+        self._finished[ids] = [spec is None for spec in specs]
+        self._ledger.begin(ids, [0 if spec is None else self._task_horizons[spec.task_id] for spec in specs])
 
-    def _rewards_of(self, ids: np.ndarray, step: SimulatorStep) -> np.ndarray:
-        """Combine dense reward and bonus; the bonus is paid once, at the first step of success."""
-        rewards = np.zeros(len(ids), dtype=np.float32)
-        if self.config.reward_mode == "shaped":
-            rewards += step.dense_reward
-        elif self.config.reward_mode == "relative":
-            rewards += step.dense_reward - self._previous_dense[ids]
-        self._previous_dense[ids] = step.dense_reward
-        rewards[step.success & ~self._success[ids]] += self.config.success_bonus
-        self._success[ids] |= step.success
-        return rewards
-
-    def _result_of(self, index: int) -> EpisodeResult:
-        spec = self._specs[index]
-        return EpisodeResult(
-            spec,
-            self.task_names[spec.task_id],
-            bool(self._success[index]),
-            float(self._returns[index]),
-            int(self._num_steps[index]),
-        )
+    def _rows_in_use(self) -> np.ndarray:
+        """Return the rows that are not idle, int64 ``[K]``."""
+        return np.array([index for index, spec in enumerate(self._specs) if spec is not None], dtype=np.int64)
 
     def _episode_sampler(self, seed: int) -> Callable[[int], EpisodeSpec]:
         specs = self.episode_specs("train")
@@ -382,45 +411,8 @@ class VectorEnv(gymnasium.vector.VectorEnv):
 
     def _checked_actions(self, actions: np.ndarray) -> np.ndarray:
         self._check_reset()
-        actions = np.asarray(actions, dtype=np.float32)
-        if (
-            actions.ndim != 3
-            or actions.shape[0] != self.num_envs
-            or actions.shape[2] != self.action_dim
-            or not actions.shape[1]
-        ):
-            raise ConfigError(
-                f"Actions have shape {actions.shape}; needed is [{self.num_envs}, chunk >= 1, {self.action_dim}]."
-            )
-        if not np.isfinite(actions).all():
-            row = int(np.flatnonzero(~np.isfinite(actions).all((1, 2)))[0])
-            raise ConfigError(f"The action of env {row} is not finite: {actions[row].tolist()}.")
-        return np.clip(actions, self.action_low, self.action_high)
+        return checked_actions(actions, self.num_envs, self.action_low, self.action_high)
 
     def _check_reset(self) -> None:
         if self._specs is None:
             raise ConfigError("The environment has no episode yet; call reset() first.")
-
-    def _make_observation_space(self) -> gymnasium.spaces.Dict:
-        size = self.config.image_size
-        image = gymnasium.spaces.Box(0, 255, (size, size, 3), np.uint8)
-        spaces: dict[str, gymnasium.Space] = {
-            "images": gymnasium.spaces.Dict({name: image for name in self.config.cameras}),
-            "instruction": gymnasium.spaces.Text(512),
-        }
-        if self.state_dim:
-            spaces["state"] = gymnasium.spaces.Box(-np.inf, np.inf, (self.state_dim,), np.float32)
-        return gymnasium.spaces.Dict(spaces)
-
-
-def _uniform_statistics(low: np.ndarray, high: np.ndarray) -> dict[str, list]:
-    low, high = low.astype(np.float64), high.astype(np.float64)
-    return {
-        "q01": low.tolist(),
-        "q99": high.tolist(),
-        "mask": [True] * len(low),
-        "min": low.tolist(),
-        "max": high.tolist(),
-        "mean": ((low + high) / 2).tolist(),
-        "std": ((high - low) / 12**0.5).tolist(),
-    }

@@ -35,11 +35,9 @@ def check_env(env_factory: EnvFactory, max_steps: int = 64) -> list[str]:
         ConfigError: ``max_episode_steps`` of the environment is larger than ``max_steps``.
     """
     report: list[str] = []
-    envs = {
-        (count, auto): env_factory(count, auto) for count, auto in ((NUM_ENVS, False), (NUM_ENVS, True), (1, False))
-    }
+    envs = [env_factory(*how) for how in ((NUM_ENVS, False), (NUM_ENVS, True), (1, False), (NUM_ENVS, False))]
     try:
-        frozen, running, single = envs.values()
+        frozen, running, single, untouched = envs
         if frozen.max_episode_steps > max_steps:
             raise ConfigError(
                 f"max_episode_steps is {frozen.max_episode_steps}, but the checker looks at {max_steps} steps. "
@@ -59,8 +57,9 @@ def check_env(env_factory: EnvFactory, max_steps: int = 64) -> list[str]:
         check_auto_reset(running, single, max_steps, report)
         check_bad_actions(frozen, specs, report)
         check_optional(frozen, specs, report)
+        check_idle(untouched, frozen, specs, max_steps, report)
     finally:
-        for env in envs.values():
+        for env in envs:
             env.close()
             env.close()
     return report
@@ -192,6 +191,23 @@ def check_repeatability(
                 f"An episode depends on num_envs: {spec} among {NUM_ENVS} envs and alone differs in {difference}."
             )
             return
+
+
+def check_idle(
+    untouched: VectorEnv, full: VectorEnv, specs: list[EpisodeSpec], max_steps: int, report: list[str]
+) -> None:
+    """Rows that never had an episode stand still, and their neighbour does not notice."""
+    some, idle = [None, specs[1], None], [0, 2]
+    lone = play(untouched, some, max_steps)
+    check_observation(untouched, lone.first, NUM_ENVS, report)
+    for step in lone.steps:
+        active = step.executed[idle].any() or step.rewards[idle].any() or (step.terminated | step.truncated)[idle].any()
+        _require(report, not active, "A row without an episode must stay idle: no reward, nothing executed, no end.")
+    if (difference := first_difference(play(full, specs, max_steps), 1, lone, 1)) is not None:
+        report.append(f"An episode of {specs[1]} is another one where its neighbours are idle: it differs in {difference}.")
+    if untouched.has_expert():
+        finite = bool(np.isfinite(untouched.expert_actions()).all())
+        _require(report, finite, "expert_actions() must be finite in rows without an episode, too.")
 
 
 def check_chunks(env: VectorEnv, specs: list[EpisodeSpec], report: list[str]) -> None:
@@ -351,7 +367,7 @@ def check_bad_actions(env: VectorEnv, specs: list[EpisodeSpec], report: list[str
 def check_optional(env: VectorEnv, specs: list[EpisodeSpec], report: list[str]) -> None:
     """Scripted expert, frames and fixed instructions, where the environment has them."""
     observation, _ = env.reset(options={"episodes": specs})
-    if type(env).expert_actions is not VectorEnv.expert_actions:
+    if env.has_expert():
         actions = env.expert_actions()
         fits = actions.shape == (env.num_envs, env.action_dim) and actions.dtype == np.float32
         _require(

@@ -27,17 +27,17 @@ def spread_specs(env: VectorEnv, count: int) -> list[EpisodeSpec]:
     return [specs[index % len(specs)] for index in range(count)]
 
 
-def seeded_actions(env: VectorEnv, specs: list[EpisodeSpec], chunk_len: int, first: int = 0) -> np.ndarray:
-    """Return uniform actions ``[B, C, D]`` that depend on the episode and the step only."""
+def seeded_actions(env: VectorEnv, specs: list[EpisodeSpec | None], chunk_len: int, first: int = 0) -> np.ndarray:
+    """Return uniform actions ``[B, C, D]`` that depend on the episode and the step only; 0 in idle rows."""
     actions = np.zeros((len(specs), chunk_len, env.action_dim), dtype=np.float32)
     for row, spec in enumerate(specs):
-        for position in range(chunk_len):
+        for position in range(0 if spec is None else chunk_len):
             seed = derive_seed(spec.seed, "checker", spec.task_id, spec.init_state_id, first + position)
             actions[row, position] = np.random.default_rng(seed).uniform(env.action_low, env.action_high)
     return actions
 
 
-def play(env: VectorEnv, specs: list[EpisodeSpec], max_steps: int) -> Recording:
+def play(env: VectorEnv, specs: list[EpisodeSpec | None], max_steps: int) -> Recording:
     """Run ``specs`` to their ends in an env without auto-reset, with seeded actions."""
     recording = Recording(env.reset(options={"episodes": specs})[0], [])
     for position in range(0, max_steps + CHUNK_LEN, CHUNK_LEN):

@@ -26,3 +26,20 @@ class EnvConfig:
     terminate_on_success: bool = option(True, "End the episode at success.")
     num_train_init_states: int = option(100_000, "Initial states per task in the training split.", minimum=1)
     num_eval_init_states: int = option(1_000, "Initial states per task in the evaluation split (disjoint).", minimum=1)
+
+
+@dataclass
+class ProcessEnvConfig(EnvConfig):
+    """Settings of environments whose simulators run one environment each, in processes of their own."""
+
+    num_processes: int | None = option(
+        None,
+        "Worker processes of the simulators; null: one per core, and at most one per env; 0: none, the simulators run in "
+        "the calling process, without deadlines and restarts.",
+        minimum=0,
+    )
+    step_timeout_s: float = option(60, "Seconds that one env step or one picture may take.", minimum=0.1)
+    reset_timeout_s: float = option(300, "Seconds that making or resetting one simulator may take.", minimum=0.1)
+    max_restarts: int = option(
+        20, "Worker processes that may be replaced (after a crash or a missed deadline) before the run ends.", minimum=0
+    )

@@ -43,6 +43,16 @@ class EpisodeList(Sequence[EpisodeSpec]):
         return EpisodeSpec(self.suite, task, self.first_init_state_id + init_state, self.seed)
 
 
+def check_split(split: str) -> None:
+    """Check that ``split`` is "train" or "eval".
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if split not in SPLITS:
+        raise ConfigError(f"Unknown split '{split}'.{did_you_mean(split, SPLITS)}")
+
+
 def drawn_episodes(suite: str, num_tasks: int, config: EnvConfig, split: str) -> EpisodeList:
     """Return the episodes of a split of a suite whose initial states are drawn by number.
 
@@ -55,8 +65,7 @@ def drawn_episodes(suite: str, num_tasks: int, config: EnvConfig, split: str) ->
     Raises:
         ConfigError: Unknown split, or a training split that reaches into the evaluation split.
     """
-    if split not in SPLITS:
-        raise ConfigError(f"Unknown split '{split}'.{did_you_mean(split, SPLITS)}")
+    check_split(split)
     if config.num_train_init_states > EVAL_INIT_STATE_OFFSET:
         raise ConfigError(
             f"env.num_train_init_states={config.num_train_init_states} reaches into the evaluation split. "

@@ -1,129 +1,17 @@
-"""Off-screen rendering with MuJoCo: choosing a GL that works on this machine, and drawing many states fast."""
+"""Off-screen rendering with MuJoCo: drawing many states fast (``rlinf.envs.graphics`` chooses the GL)."""
 
 from __future__ import annotations
 
 import atexit
 import functools
 import importlib
-import importlib.util
-import os
-import subprocess
-import sys
 import threading
 import weakref
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from rlinf.errors import MissingDependencyError
-
-CONTEXT_MODULES = {"egl": "mujoco.egl", "osmesa": "mujoco.osmesa", "glfw": "mujoco.glfw", "cgl": "mujoco.cgl"}
-INSTALL_HINT = (
-    "Install software rendering with `apt-get install libegl1 libgl1` (then MUJOCO_GL=egl works), "
-    "or with `apt-get install libosmesa6` (MUJOCO_GL=osmesa)."
-)
-PROBE_TIMEOUT_S = 20.0
-_PROBE = """
-import importlib, mujoco, sys
-context = importlib.import_module(sys.argv[1]).GLContext(16, 16)
-context.make_current()
-mujoco.MjrContext(mujoco.MjModel.from_xml_string("<mujoco/>"), 100).free()
-context.free()
-print("rendering works")
-"""
-
-
-def import_mujoco() -> ModuleType:
-    """Import MuJoCo.
-
-    Raises:
-        MissingDependencyError: It is not installed, or ``MUJOCO_GL`` names a GL that cannot be loaded.
-    """
-    if importlib.util.find_spec("mujoco") is None:
-        raise MissingDependencyError("The package 'mujoco' is missing. Install it with `pip install mujoco==3.3.0`.")
-    try:
-        return importlib.import_module("mujoco")
-    except (ImportError, AttributeError, RuntimeError) as error:
-        # MuJoCo loads the GL that MUJOCO_GL names when it is imported.
-        raise _cannot_render(os.environ.get("MUJOCO_GL", ""), error) from error
-
-
-def _cannot_render(backend: str, error: Exception) -> MissingDependencyError:
-    return MissingDependencyError(f"MuJoCo cannot render with MUJOCO_GL={backend}: {error}. {INSTALL_HINT}")
-
-
-def _environment_of(backend: str) -> dict[str, str]:
-    names = {"MUJOCO_GL": backend}
-    if backend in ("egl", "osmesa"):
-        names["PYOPENGL_PLATFORM"] = backend
-    return names
-
-
-def _try_backend(backend: str) -> str | None:
-    """Open a context in a process of its own (a broken driver may crash it); None, or the reason of the failure."""
-    command = [sys.executable, "-c", _PROBE, CONTEXT_MODULES[backend]]
-    try:
-        result = subprocess.run(
-            command,
-            env={**os.environ, **_environment_of(backend)},
-            capture_output=True,
-            text=True,
-            timeout=PROBE_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return f"no answer within {PROBE_TIMEOUT_S:.0f} s"
-    if "rendering works" in result.stdout:
-        return None
-    lines = [line for line in result.stderr.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else f"exit status {result.returncode}"
-
-
-def _candidates() -> list[str]:
-    wanted = os.environ.get("MUJOCO_GL", "").lower()
-    if wanted:
-        return [wanted]
-    return ["cgl"] if sys.platform == "darwin" else ["egl", "osmesa"]
-
-
-def probe_rendering() -> tuple[str | None, str]:
-    """Find out whether pictures can be rendered here (about one second; for ``rlinf doctor``).
-
-    Returns:
-        The backend and a sentence, or None and what to install.
-    """
-    if importlib.util.find_spec("mujoco") is None:
-        return None, "The package 'mujoco' is missing. Install it with `pip install mujoco==3.3.0`."
-    failures = []
-    for backend in _candidates():
-        if backend not in CONTEXT_MODULES:
-            failures.append(f"MUJOCO_GL={backend}: unknown, use one of {', '.join(CONTEXT_MODULES)}")
-            continue
-        failure = _try_backend(backend)
-        if failure is None:
-            return backend, f"MuJoCo renders with {backend}."
-        failures.append(f"{backend}: {failure}")
-    return None, f"MuJoCo cannot render here ({'; '.join(failures)}). {INSTALL_HINT}"
-
-
-@functools.cache
-def choose_backend() -> str:
-    """Return the GL backend of this process, and set ``MUJOCO_GL`` and ``PYOPENGL_PLATFORM`` for it and its children.
-
-    A backend that the user set in ``MUJOCO_GL`` is taken without a probe; it is verified when the first context opens.
-
-    Raises:
-        MissingDependencyError: None works; says what to install.
-    """
-    wanted = os.environ.get("MUJOCO_GL", "").lower()
-    backend, message = (wanted, "") if wanted in CONTEXT_MODULES else probe_rendering()
-    if backend is None:
-        raise MissingDependencyError(message)
-    os.environ.update(_environment_of(backend))
-    # Mesa's own rasteriser threads cost more than they bring at these sizes.
-    os.environ.setdefault("LP_NUM_THREADS", "0")
-    return backend
-
+from rlinf.envs.graphics import CONTEXT_MODULES, cannot_render, choose_backend, import_mujoco
 
 _open_renderers: weakref.WeakSet[StateRenderer] = weakref.WeakSet()
 
@@ -152,19 +40,21 @@ class StateRenderer:
         model: ``mujoco.MjModel``.
         size: Height and width in pixels.
         max_geoms: Upper bound of the geoms in the scene.
+        fast: Leave out shadows, reflections, sky and multisampling; False: as the model's author set them.
     """
 
-    def __init__(self, model: Any, size: int, max_geoms: int = 100) -> None:
+    def __init__(self, model: Any, size: int, max_geoms: int = 100, fast: bool = True) -> None:
         self._mujoco = import_mujoco()
         self.model, self.size = model, size
         self._gl: Any = None
         self._lock = threading.Lock()
-        self._max_geoms = max_geoms
+        self._max_geoms, self._fast = max_geoms, fast
 
     def _open(self) -> None:
         mujoco, backend = self._mujoco, choose_backend()
         self.model.vis.global_.offwidth = self.model.vis.global_.offheight = self.size
-        self.model.vis.quality.offsamples = 0
+        if self._fast:
+            self.model.vis.quality.offsamples = 0
         failures = (ImportError, AttributeError, RuntimeError, OSError, mujoco.FatalError, *_gl_errors(backend))
         try:
             self._gl = importlib.import_module(CONTEXT_MODULES[backend]).GLContext(self.size, self.size)
@@ -172,10 +62,10 @@ class StateRenderer:
             self._context = mujoco.MjrContext(self.model, mujoco.mjtFontScale.mjFONTSCALE_100.value)
         except failures as error:
             self._gl = None
-            raise _cannot_render(backend, error) from error
+            raise cannot_render(backend, error) from error
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
         self._scene = mujoco.MjvScene(self.model, maxgeom=self._max_geoms)
-        for flag in ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX"):
+        for flag in ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX") if self._fast else ():
             self._scene.flags[getattr(mujoco.mjtRndFlag, flag)] = 0
         self._option, self._viewport = mujoco.MjvOption(), mujoco.MjrRect(0, 0, self.size, self.size)
         self._camera = mujoco.MjvCamera()

@@ -255,3 +255,20 @@ def interval_bar(rate: float, low: float, high: float, colour: int) -> str:
         f'height="8" rx="3"/>'
         f'<circle class="dot s{colour}" cx="{min(max(rate * width, 4), width - 4):.1f}" cy="8" r="4"/></svg>'
     )
+
+
+def difference_bar(difference: float, low: float, high: float) -> str:
+    """Draw a difference of success rates with its interval on a scale of -100 to +100 %, 0 in the middle."""
+    width, height = 160, 16
+
+    def x(value: float) -> float:
+        return (value + 1) * width / 2
+
+    return (
+        f'<svg class="interval" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{difference:+.1%}, {low:+.1%} to {high:+.1%}">'
+        f'<rect class="track" x="0" y="6.5" width="{width}" height="3" rx="1.5"/>'
+        f'<line class="zero" x1="{width / 2}" x2="{width / 2}" y1="1" y2="15"/>'
+        f'<rect class="range s1" x="{x(low):.1f}" y="4" width="{max(x(high) - x(low), 1):.1f}" height="8" rx="3"/>'
+        f'<circle class="dot s1" cx="{min(max(x(difference), 4), width - 4):.1f}" cy="8" r="4"/></svg>'
+    )

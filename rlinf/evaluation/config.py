@@ -11,13 +11,24 @@ from rlinf.config.options import option
 class EvaluationConfig:
     """A fixed list of held-out episodes, each run once."""
 
-    num_episodes: int = option(200, "Episodes, spread evenly over the tasks.", minimum=1)
+    num_episodes: int | None = option(
+        200,
+        "Episodes, spread evenly over the tasks; null: every initial state of every task of the split once.",
+        minimum=1,
+    )
     num_envs: int = option(64, "Environments stepped together; does not change any result.", minimum=1)
     greedy: bool = option(True, "Take the most likely action; false: sample.")
     split: str = option("eval", "Which initial states: eval (held out) or train.", choices=("eval", "train"))
     num_videos_per_task: int = option(2, "MP4s per task: the first success and the first failure; 0: none.", minimum=0)
     video_size: int = option(224, "Pixels of a video frame's side.", minimum=32)
+    probe: bool = option(
+        True, "Record what the simulator shows and does in a few fixed episodes, and warn where it has drifted since."
+    )
+    compare: str | None = option(
+        None, "Folder of an earlier evaluation on the same episodes, to compare with pair by pair (McNemar's test)."
+    )
     allow_mismatch: list[str] = option(
         [],
-        "Manifest fields in which a checkpoint may differ from the present conditions, e.g. [env.max_episode_steps].",
+        "Manifest fields in which a checkpoint may differ from the present conditions, e.g. [env.max_episode_steps]; "
+        "of a comparison also: episodes (the lists differ), conditions (a manifest is missing).",
     )

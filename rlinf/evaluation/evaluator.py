@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ MAX_ROWS = 16  # rows of a policy call; larger calls gain little, and waste more
 
 
 @contextmanager
-def _evaluation_mode(model: ActionModel) -> Iterator[None]:
+def evaluation_mode(model: ActionModel) -> Iterator[None]:
     """Switch dropout and the like off inside, and back to what it was."""
     was_training = model.training
     model.eval()
@@ -43,7 +43,7 @@ def _evaluation_mode(model: ActionModel) -> Iterator[None]:
         model.train(was_training)
 
 
-class _Policy:
+class RowPolicy:
     """Acts for single rows, each with its own random numbers, in calls of one fixed shape."""
 
     def __init__(self, model: ActionModel, num_rows: int, greedy: bool, temperature: float, seed: int) -> None:
@@ -89,6 +89,8 @@ def evaluate_policy(
     video_folder: str | os.PathLike | None = None,
     num_videos_per_task: int = 2,
     video_size: int = 224,
+    known: Sequence[EpisodeResult] = (),
+    on_result: Callable[[EpisodeResult], None] = lambda result: None,
 ) -> EvaluationResult:
     """Run every episode of a list once.
 
@@ -103,6 +105,8 @@ def evaluate_policy(
         video_folder: Where MP4s go; None: no videos.
         num_videos_per_task: 1: the first success of each task; 2: also the first failure; more: further pairs.
         video_size: Pixels of a frame's side.
+        known: Results of the same policy on some of the episodes, which are not run again.
+        on_result: Called with each result as soon as its episode has ended.
 
     Returns:
         The results in the order of ``specs``.
@@ -113,11 +117,14 @@ def evaluate_policy(
     if not specs:
         raise ConfigError("The list of evaluation episodes is empty; use evaluation.num_episodes=200 or more.")
     start = time.monotonic()
-    policy = _Policy(model, min(val_micro_batch_size, MAX_ROWS), greedy, temperature, seed)
-    results: list[EpisodeResult] = []
-    with _evaluation_mode(model):
-        for first in range(0, len(specs), env.num_envs):
-            results += _run(policy, env, specs[first : first + env.num_envs])
+    policy = RowPolicy(model, min(val_micro_batch_size, MAX_ROWS), greedy, temperature, seed)
+    found = {result.spec: result for result in known}
+    queue = [spec for spec in specs if spec not in found]
+    with evaluation_mode(model):
+        for first in range(0, len(queue), env.num_envs):
+            wave = _run(policy, env, queue[first : first + env.num_envs], on_result)
+            found |= {result.spec: result for result in wave}
+        results = [found[spec] for spec in specs]
         evaluation = EvaluationResult(results, greedy, temperature, seed)
         if video_folder is not None:
             evaluation.videos = _record(policy, env, results, Path(video_folder), num_videos_per_task, video_size)
@@ -126,13 +133,15 @@ def evaluate_policy(
 
 
 def _reset(env: VectorEnv, specs: Sequence[EpisodeSpec]) -> Observation:
-    """Start ``specs`` in the first rows; the other rows repeat the last one and are never read."""
-    padding = [specs[-1]] * (env.num_envs - len(specs))
-    observation, _ = env.reset(options={"episodes": [*specs, *padding]})
+    """Start ``specs`` in the first rows; the other rows stay idle."""
+    idle = [None] * (env.num_envs - len(specs))
+    observation, _ = env.reset(options={"episodes": [*specs, *idle]})
     return observation
 
 
-def _step(policy: _Policy, env: VectorEnv, observation: Observation, running: np.ndarray, streams: list) -> np.ndarray:
+def _step(
+    policy: RowPolicy, env: VectorEnv, observation: Observation, running: np.ndarray, streams: list
+) -> np.ndarray:
     """Return actions ``[B, C, D]``, zero where no episode of the list runs."""
     chosen = policy.act(observation.select(running), [streams[row] for row in running])
     actions = np.zeros((env.num_envs, *chosen.shape[1:]), np.float32)
@@ -140,19 +149,25 @@ def _step(policy: _Policy, env: VectorEnv, observation: Observation, running: np
     return actions
 
 
-def _run(policy: _Policy, env: VectorEnv, specs: Sequence[EpisodeSpec]) -> list[EpisodeResult]:
-    """Run at most ``num_envs`` episodes side by side until all have ended."""
+def _run(
+    policy: RowPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]
+) -> list[EpisodeResult]:
+    """Run at most ``num_envs`` episodes side by side until all have ended; one whose simulator is lost begins anew."""
     observation = _reset(env, specs)
     streams = [policy.stream(spec) for spec in specs]
     results: dict[int, EpisodeResult] = {}
     horizon = max(env.horizon_of(env.config, task) for task in env.task_names)
-    for _ in range(horizon):
+    calls_left = horizon
+    while calls_left > 0:
         running = np.array([row for row in range(len(specs)) if row not in results])
         step = env.chunk_step(_step(policy, env, observation, running, streams))
         observation = step.observation
+        for row in step.lost_env_ids.tolist():
+            streams[row] = policy.stream(specs[row])
+        calls_left = horizon if len(step.lost_env_ids) else calls_left - 1
         for row, result in zip(step.final_env_ids.tolist(), step.episodes, strict=True):
-            if row < len(specs):
-                results[row] = result
+            results[row] = result
+            on_result(result)
         if len(results) == len(specs):
             return [results[row] for row in range(len(specs))]
     missing = [specs[row] for row in range(len(specs)) if row not in results]
@@ -163,7 +178,7 @@ def _run(policy: _Policy, env: VectorEnv, specs: Sequence[EpisodeSpec]) -> list[
 
 
 def _record(
-    policy: _Policy, env: VectorEnv, results: Sequence[EpisodeResult], folder: Path, num_per_task: int, size: int
+    policy: RowPolicy, env: VectorEnv, results: Sequence[EpisodeResult], folder: Path, num_per_task: int, size: int
 ) -> list[dict[str, Any]]:
     """Replay the first success and the first failure of each task, and write what is seen as MP4s."""
     chosen: dict[tuple[str, bool], list[EpisodeResult]] = {}
@@ -188,9 +203,12 @@ def _record(
 
 
 def _replay(
-    policy: _Policy, env: VectorEnv, specs: Sequence[EpisodeSpec], size: int
+    policy: RowPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], size: int
 ) -> list[tuple[EpisodeResult, str, list[np.ndarray]]]:
-    """Run the episodes again, chunks action by action, with one frame ``uint8 [size, size, 3]`` per env step."""
+    """Run the episodes again, chunks action by action, with one frame ``uint8 [size, size, 3]`` per env step.
+
+    All of them begin anew where a simulator is lost.
+    """
     observation = _reset(env, specs)
     instructions = observation.instruction[: len(specs)]
     streams = [policy.stream(spec) for spec in specs]
@@ -204,10 +222,10 @@ def _replay(
             if not len(alive):
                 break
             step = env.chunk_step(actions[:, position : position + 1])
+            if len(step.lost_env_ids):
+                return _replay(policy, env, specs, size)
             observation = step.observation
             for row, frame in zip(alive, env.render_frames(alive, size), strict=True):
                 frames[row].append(frame)
-            for row, result in zip(step.final_env_ids.tolist(), step.episodes, strict=True):
-                if row < len(specs):
-                    results[row] = result
+            results |= dict(zip(step.final_env_ids.tolist(), step.episodes, strict=True))
     return [(results[row], instructions[row], frames[row]) for row in range(len(specs))]

@@ -6,100 +6,21 @@ paths, so the folder can be moved or served as a whole.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rlinf.errors import CheckpointError
-from rlinf.evaluation.charts import SMALL, Series, interval_bar, legend, line_chart
+from rlinf.evaluation.charts import SMALL, Series, legend, line_chart
+from rlinf.evaluation.report_data import RunData, read_run
 from rlinf.evaluation.report_style import CSS
-from rlinf.evaluation.result import EvaluationResult, Success
+from rlinf.evaluation.report_tables import all_evaluations, comparisons, headline, tasks, warnings
 from rlinf.files import write_text
 from rlinf.tracking.progress import format_duration
-from rlinf.tracking.tracker import read_metrics
 
 REPORT_FILE = "report.html"
-TAG_NAMES = {
-    "before_training": "before training",
-    "after_sft": "after SFT",
-    "before_rl": "before RL",
-    "after_rl": "after RL",
-}
-
-
-@dataclass
-class Evaluation:
-    """An evaluation found in the run folder; ``folder`` is relative to it."""
-
-    tag: str
-    folder: str
-    result: EvaluationResult
-
-    @property
-    def name(self) -> str:
-        """The tag in words."""
-        return TAG_NAMES.get(self.tag, self.tag.replace("_", " "))
-
-
-@dataclass
-class RunData:
-    """What lies in a run folder.
-
-    Attributes:
-        lines: Of ``metrics.jsonl``.
-        evaluations: Of ``eval/<tag>/result.json`` (or ``result.json``), oldest first.
-        summary: Of ``summary.json``.
-        config, manifest: Texts of ``config.yaml`` and ``manifest.json``, of the run or else of its newest checkpoint.
-    """
-
-    folder: Path
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
-    config: str = ""
-    manifest: str = ""
-
-    def evaluation(self, *tags: str) -> Evaluation | None:
-        """Return the first of the tags that there is."""
-        found = {one.tag: one for one in self.evaluations}
-        return next((found[tag] for tag in tags if tag in found), None)
-
-
-def read_run(folder: str | os.PathLike) -> RunData:
-    """Read a run folder; parts that are missing are empty.
-
-    Raises:
-        CheckpointError: It has neither metrics nor an evaluation.
-    """
-    folder = Path(folder)
-    data = RunData(folder, lines=read_metrics(folder))
-    paths = sorted(folder.glob("eval/*/result.json"), key=lambda path: (path.stat().st_mtime, path.parent.name))
-    for path in [*paths, *folder.glob("result.json")]:
-        relative = path.parent.relative_to(folder).as_posix()
-        data.evaluations.append(
-            Evaluation(
-                path.parent.name if relative != "." else "evaluation", relative, EvaluationResult.from_json(path)
-            )
-        )
-    if not data.lines and not data.evaluations:
-        raise CheckpointError(
-            f"{folder} is no run folder: it has neither metrics.jsonl nor eval/*/result.json nor result.json."
-        )
-    if (folder / "summary.json").exists():
-        data.summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    newest_first = sorted(folder.glob("checkpoints/*/state.json"), key=lambda path: -path.stat().st_mtime)
-    places = [folder, *(path.parent for path in newest_first)]
-    for name in ("config", "manifest"):
-        file = {"config": "config.yaml", "manifest": "manifest.json"}[name]
-        found = next((place / file for place in places if (place / file).exists()), None)
-        if found is not None:
-            setattr(data, name, found.read_text(encoding="utf-8"))
-    return data
 
 
 def write_report(run_folder: str | os.PathLike) -> Path:
@@ -107,7 +28,8 @@ def write_report(run_folder: str | os.PathLike) -> Path:
 
     Args:
         run_folder: Folder with ``metrics.jsonl``, ``eval/<tag>/result.json``, ``config.yaml``, ``manifest.json`` and
-            ``summary.json``, or of an evaluation (``result.json``); what is missing is left out of the page.
+            ``summary.json``, or of an evaluation (``result.json``, ``compare.json``); what is missing is left
+            out of the page.
 
     Returns:
         The path of the report.
@@ -117,7 +39,9 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     """
     data = read_run(run_folder)
     title = str(data.summary.get("experiment") or data.folder.resolve().name)
-    parts = (_headline, _success_curves, _tasks, _all_evaluations, _gallery, _training_curves, _texts)
+    parts = (
+        headline, warnings, _success_curves, tasks, comparisons, all_evaluations, _gallery, _training_curves, _texts,
+    )  # fmt: skip
     sections = [_header(title, data), *(part(data) for part in parts)]
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -134,6 +58,7 @@ def _header(title: str, data: RunData) -> str:
         "model": _get(config, "model", "model_type"), "env": _get(config, "env", "name"),
         "algorithm": _get(config, "algorithm", "name"), "seed": data.summary.get("seed", config.get("seed")),
         "env steps": f"{data.summary['env_steps']:,}" if "env_steps" in data.summary else None,
+        "checkpoint": config.get("checkpoint"), "actions": _actions(data),
         "training time": format_duration(data.summary["train_wall_s"]) if "train_wall_s" in data.summary else None,
     }  # fmt: skip
     chips = "".join(
@@ -142,38 +67,9 @@ def _header(title: str, data: RunData) -> str:
     return f'<header><h1>{escape(title)}</h1><div class="facts">{chips}</div></header>'
 
 
-def _headline(data: RunData) -> str:
-    before = data.evaluation("before_rl", "after_sft", "before_training")
-    after = data.evaluation("after_rl")
-    if after is None:
-        last = data.evaluations[-1] if data.evaluations else None
-        tiles = [_tile(f"Success {last.name}", last.result.total, 1)] if last else []
-        return f'<section class="headline">{"".join(tiles)}</section>' if tiles else ""
-    tiles = []
-    if before is not None:
-        tiles.append(_tile(f"Success {before.name}", before.result.total, 2))
-    tiles.append(_tile("Success after RL", after.result.total, 1))
-    if before is not None:
-        gain = 100 * (after.result.success_rate - before.result.success_rate)
-        apart = (
-            after.result.interval[0] > before.result.interval[1] or before.result.interval[0] > after.result.interval[1]
-        )
-        verdict = "the 95 % intervals do not overlap" if apart else "the 95 % intervals overlap"
-        tiles.append(
-            f'<div class="card"><div class="name">Gain by RL</div><div class="value">{gain:+.1f}</div>'
-            f'<div class="detail">percentage points; {verdict}</div></div>'
-        )
-    return f'<section class="headline">{"".join(tiles)}</section>'
-
-
-def _tile(name: str, success: Success, colour: int) -> str:
-    low, high = success.interval
-    return (
-        f'<div class="card"><div class="name">{escape(name)}</div><div class="value">{success.success_rate:.1%}</div>'
-        f'<div class="detail">{success.successes}/{success.episodes} episodes, '
-        f"95 % interval {low:.1%} to {high:.1%}</div>"
-        f"{interval_bar(success.success_rate, low, high, colour)}</div>"
-    )
+def _actions(data: RunData) -> str | None:
+    greedy = {one.result.greedy for one in data.evaluations}
+    return None if len(greedy) != 1 else "greedy" if greedy == {True} else "sampled"
 
 
 def _success_curves(data: RunData) -> str:
@@ -261,59 +157,6 @@ def _evaluated(lines: Sequence[dict[str, Any]], x: str) -> Series:
 def _card(title: str, series: Sequence[Series], x_label: str, y_label: str, **options: Any) -> str:
     chart = line_chart(series, x_label=x_label, y_label=y_label, **options)
     return f'<div class="card"><h3>{escape(title)}</h3>{legend(series)}{chart}</div>' if chart else ""
-
-
-def _tasks(data: RunData) -> str:
-    shown = [
-        one
-        for one in (data.evaluation("before_rl", "after_sft", "before_training"), data.evaluation("after_rl"))
-        if one
-    ]
-    shown = shown or data.evaluations[-1:]
-    if not shown:
-        return ""
-    colours = [1] if len(shown) == 1 else [2, 1]
-    tasks = list(dict.fromkeys(task for one in shown for task in one.result.per_task))
-    rows = [(task, [one.result.per_task.get(task) for one in shown], "") for task in tasks]
-    if len(tasks) > 1:
-        rows.append(("all tasks", [one.result.total for one in shown], ' class="total"'))
-    head = "".join(f"<th>{escape(one.name)}</th>" for one in shown) + ("<th>gain</th>" if len(shown) > 1 else "")
-    body = []
-    for task, successes, style in rows:
-        cells = "".join(_success_cell(success, colour) for success, colour in zip(successes, colours, strict=True))
-        if len(successes) > 1:
-            gain = f"{100 * (successes[1].success_rate - successes[0].success_rate):+.1f}" if all(successes) else ""
-            cells += f"<td>{gain}</td>"
-        body.append(f'<tr{style}><td class="wrap">{escape(task)}</td>{cells}</tr>')
-    return (
-        f'<h2>Success per task</h2><div class="card scroll"><table><thead><tr><th>task</th>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-        '<p class="note">Held-out episodes, each run once; bars are 95 % Wilson intervals.</p>'
-    )
-
-
-def _success_cell(success: Success | None, colour: int) -> str:
-    if success is None:
-        return "<td>not run</td>"
-    low, high = success.interval
-    return (
-        f"<td>{interval_bar(success.success_rate, low, high, colour)} <small>{success.success_rate:.1%} "
-        f"({success.successes}/{success.episodes}, {low:.1%} to {high:.1%})</small></td>"
-    )
-
-
-def _all_evaluations(data: RunData) -> str:
-    if len(data.evaluations) < 3:
-        return ""
-    rows = "".join(
-        f'<tr><td class="wrap">{escape(one.name)}</td>{_success_cell(one.result.total, 1)}'
-        f"<td>{'greedy' if one.result.greedy else 'sampled'}</td></tr>"
-        for one in data.evaluations
-    )
-    return (
-        f'<details class="card"><summary>All {len(data.evaluations)} evaluations</summary><div class="scroll"><table>'
-        f"<thead><tr><th>evaluation</th><th>success</th><th>actions</th></tr></thead><tbody>{rows}</tbody></table></div></details>"
-    )
 
 
 def _gallery(data: RunData) -> str:

@@ -53,6 +53,8 @@ section.first { margin-top: 14px; }
 .interval .track { fill: var(--track); }
 .interval .range { stroke: none; opacity: .38; }
 .interval .range.s1 { fill: var(--c1); } .interval .range.s2 { fill: var(--c2); }
+.interval .zero { stroke: var(--soft); stroke-width: 1; }
+.warning { margin-top: 14px; border-color: var(--bad); } .warning ul { margin: 0; padding-left: 20px; font-size: 14px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 14px; }
 th { text-align: left; font-weight: 600; color: var(--soft); font-size: 12.5px; padding: 4px 14px 8px 0;

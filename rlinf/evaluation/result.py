@@ -52,6 +52,8 @@ class EvaluationResult:
         temperature: Of the draw, if not greedy.
         seed: Of the draw, if not greedy.
         wall_s: Seconds that it took, videos included.
+        warnings: What a reader of the numbers should know: differences of conditions that were let pass, a simulator
+            that has drifted.
         videos: ``{"path", "task", "instruction", "success"}`` per MP4; paths are relative to the folder of
             ``result.json``.
     """
@@ -61,6 +63,7 @@ class EvaluationResult:
     temperature: float = 1.0
     seed: int = 0
     wall_s: float = 0.0
+    warnings: list[str] = field(default_factory=list)
     videos: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -121,6 +124,7 @@ class EvaluationResult:
             "temperature": self.temperature,
             "seed": self.seed,
             "wall_s": self.wall_s,
+            "warnings": self.warnings,
             "videos": self.videos,
             "results": [asdict(result) for result in self.results],
         }
@@ -145,7 +149,7 @@ class EvaluationResult:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             results = [EpisodeResult(**{**row, "spec": EpisodeSpec(**row["spec"])}) for row in data["results"]]
             names = ("greedy", "temperature", "seed", "wall_s", "videos")
-            return cls(results, **{name: data[name] for name in names})
+            return cls(results, **{name: data[name] for name in names}, warnings=data.get("warnings", []))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is no evaluation result ({type(error).__name__}: {error}).") from error
 

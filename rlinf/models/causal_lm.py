@@ -13,6 +13,7 @@ from torch import nn
 
 from rlinf.config.options import option
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
+from rlinf.models.dropout import switch_off_dropout
 from rlinf.models.hf_model import HFModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,7 +35,7 @@ class CausalLMConfig:
 
 
 def load_causal_lm(model_name: str, config: CausalLMConfig) -> Any:
-    """Load a model in evaluation mode.
+    """Load a model in evaluation mode, without the dropout that its configuration may name.
 
     Args:
         model_name: Folder or hub id.
@@ -62,7 +63,7 @@ def load_causal_lm(model_name: str, config: CausalLMConfig) -> Any:
     model = HFModel.from_pretrained(model_name, **arguments).model
     if config.device_map == "auto" and num_accelerators:
         model.to(torch.accelerator.current_accelerator())
-    return model.eval()
+    return switch_off_dropout(model).eval()
 
 
 def torch_dtype_of(name: Any) -> torch.dtype:
@@ -82,7 +83,7 @@ def end_tokens(model: Any, tokenizer: Any, given: int | list[int] | None) -> lis
     candidates = (
         given,
         model.generation_config.eos_token_id,
-        model.config.eos_token_id,
+        getattr(model.config.get_text_config(), "eos_token_id", None),
         getattr(tokenizer, "eos_token_id", None),
     )
     found = next((value for value in candidates if value is not None), [])
@@ -124,7 +125,7 @@ def _load_spread(model_name: str, **arguments: Any) -> Any:
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise CheckpointError(f"'{model_name}' lacks {len(missing)} weights of {type(model).__name__}: {missing[:4]}.")
-    return model.eval()
+    return switch_off_dropout(model).eval()
 
 
 def _quantization(config: CausalLMConfig) -> dict[str, Any]:

@@ -9,28 +9,45 @@ from torch import Tensor
 
 from rlinf.algorithms.token_losses import NLLLossFn
 from rlinf.distributed.batched_data_dict import BatchedDataDict
-from rlinf.models.generation.interfaces import GenerationInterface, tokens_and_mask, verify_right_padding
+from rlinf.models.generation.interfaces import (
+    GenerationInterface,
+    response_mask,
+    tokens_and_mask,
+    verify_right_padding,
+)
 from rlinf.models.interfaces import PolicyInterface
 
+ROUNDING = 1e-5
+"""Log-probabilities this close are the same: two passes over the same weights may add in another order."""
+NUM_SAMPLES = 8
+"""Responses that are sampled for each prompt."""
+CHANCE = 1e-6
+"""What is less probable than this is taken for an error."""
 _OUTPUT_KEYS = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
 
 
 def check_generation(backend: GenerationInterface | PolicyInterface, prompts: BatchedDataDict) -> list[str]:
-    """Check ``GenerationOutputSpec``, and that greedy generation repeats.
+    """Check ``GenerationOutputSpec``, that greedy generation repeats, and that the other kind samples.
 
     Args:
-        backend: Ready to generate.
+        backend: Ready to generate, with ``do_sample`` on.
         prompts: A few right-padded prompts of different lengths.
 
     Returns:
         One sentence per violated property; empty when there is none.
     """
     greedy = backend.generate(prompts, greedy=True)
-    report = _check_output(greedy, prompts, "greedy") + _check_output(
-        backend.generate(prompts, greedy=False), prompts, "sampled"
-    )
-    if not report and not backend.generate(prompts, greedy=True)["output_ids"].equal(greedy["output_ids"]):
+    many = BatchedDataDict(prompts).repeat_interleave(NUM_SAMPLES)
+    sampled = backend.generate(many, greedy=False)
+    report = _check_output(greedy, prompts, "greedy") + _check_output(sampled, many, "sampled")
+    if report:
+        return report
+    if not backend.generate(prompts, greedy=True)["output_ids"].equal(greedy["output_ids"]):
         report.append("Greedy generation of the same prompts gave other tokens the second time.")
+    probability = float(sampled["logprobs"][response_mask(sampled)].sum().exp())
+    if _responses(sampled) == _responses(greedy.repeat_interleave(NUM_SAMPLES)) and probability < CHANCE:
+        report.append(f"generate with greedy=False gave the greedy tokens of all {many.size} rows; by its own logprobs the "
+                      f"probability of that is {probability:.1g}.")  # fmt: skip
     return report
 
 
@@ -52,20 +69,21 @@ def check_policy(policy: PolicyInterface, prompts: BatchedDataDict) -> list[str]
     report += _check_logprobs(logprobs, sampled)
     if report:
         return report
-    generated = sampled["logprobs"] != 0
+    generated = response_mask(sampled)
     gap = float((logprobs - sampled["logprobs"])[generated].abs().exp().mean())
     if not gap <= 1.05:
         report.append(f"generate and get_logprobs disagree: mean exp|difference| is {gap:.3f}, more than 1.05.")
     has_reference = type(policy).get_reference_logprobs is not PolicyInterface.get_reference_logprobs
     before = policy.get_reference_logprobs(sampled)["logprobs"] if has_reference else logprobs
-    if not before.equal(logprobs):
+    if not torch.allclose(before, logprobs, rtol=0, atol=ROUNDING):
         report.append("Before training, get_reference_logprobs differs from get_logprobs.")
     metrics: dict[str, Any] = policy.train(prompts, NLLLossFn())
     if "loss" not in metrics:
         report.append(f"train returned {sorted(metrics)}, without 'loss'.")
-    if policy.get_logprobs(sampled)["logprobs"].equal(logprobs):
+    if torch.allclose(policy.get_logprobs(sampled)["logprobs"], logprobs, rtol=0, atol=ROUNDING):
         report.append("A training step changed no log-probability.")
-    if has_reference and not policy.get_reference_logprobs(sampled)["logprobs"].equal(before):
+    after = policy.get_reference_logprobs(sampled)["logprobs"] if has_reference else before
+    if not torch.allclose(after, before, rtol=0, atol=ROUNDING):
         report.append("A training step changed the reference log-probabilities.")
     return report
 
@@ -94,7 +112,14 @@ def _check_output(output: BatchedDataDict, prompts: BatchedDataDict, kind: str) 
                 f"{list(output['output_ids'].shape)}."]  # fmt: skip
     if logprobs[~response].any() or (logprobs > 0).any():
         report.append(f"{kind}: logprobs are positive somewhere, or not 0 outside the response.")
+    if response.any() and not logprobs[response].any():
+        report.append(f"{kind}: logprobs of the response are 0 everywhere, as if each token had been certain.")
     return report
+
+
+def _responses(output: BatchedDataDict) -> list[list[int]]:
+    ids, mask = output["output_ids"], response_mask(output)
+    return [ids[row][mask[row]].tolist() for row in range(output.size)]
 
 
 def _check_logprobs(logprobs: Tensor, data: BatchedDataDict) -> list[str]:

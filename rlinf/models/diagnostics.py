@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from rlinf.errors import ConfigError, RLinfError
 from rlinf.models.causal_lm import CausalLMConfig, context_length, load_causal_lm
 from rlinf.models.generation.hf_generation import SamplingConfig, generate_tokens
 from rlinf.models.generation.interfaces import tokens_and_mask
+from rlinf.models.generation.vllm_generation import VllmGenerationWorker
 from rlinf.models.logprobs import sequence_logprobs
 from rlinf.models.validation import log_probability_error, response_mask
 
@@ -22,6 +25,8 @@ PROMPT_LENGTHS = (4, 16)
 NUM_NEW_TOKENS = 16
 THRESHOLD = 1.05
 """Largest accepted ``mean(exp|difference|)`` of log-probabilities."""
+Generate = Callable[[BatchedDataDict, int, bool], BatchedDataDict]
+"""Of prompts, the largest number of new tokens, and whether to be greedy."""
 
 
 class DiagnosticError(RLinfError):
@@ -53,7 +58,8 @@ def test_max_model_len_respected(model_name: str, **kwargs: Any) -> list[Diagnos
     Raises:
         DiagnosticError: A check failed.
     """
-    return _passed(length_checks(load_causal_lm(model_name, from_mapping(CausalLMConfig, kwargs))), model_name)
+    model = load_causal_lm(model_name, from_mapping(CausalLMConfig, kwargs))
+    return _passed(length_checks(model, torch_engine(model), "torch"), model_name)
 
 
 def test_generation_consistency(model_name: str, **kwargs: Any) -> list[DiagnosticCheck]:
@@ -66,7 +72,8 @@ def test_generation_consistency(model_name: str, **kwargs: Any) -> list[Diagnost
     Raises:
         DiagnosticError: A check failed.
     """
-    return _passed(consistency_checks(load_causal_lm(model_name, from_mapping(CausalLMConfig, kwargs))), model_name)
+    model = load_causal_lm(model_name, from_mapping(CausalLMConfig, kwargs))
+    return _passed(consistency_checks(model, torch_engine(model), "torch"), model_name)
 
 
 # These are no tests of this package, in spite of their names.
@@ -74,52 +81,80 @@ test_max_model_len_respected.__test__ = False
 test_generation_consistency.__test__ = False
 
 
-def length_checks(model: Any) -> list[DiagnosticCheck]:
-    """Checks of ``test_max_model_len_respected`` on a loaded model."""
-    limit = min(max(PROMPT_LENGTHS) + NUM_NEW_TOKENS // 2, context_length(model) or 1 << 30)
-    config = SamplingConfig(max_new_tokens=limit, max_model_len=limit, eos_token_id=[])
+def length_checks(model: Any, generate: Generate, engine: str) -> list[DiagnosticCheck]:
+    """Checks of ``test_max_model_len_respected`` on a loaded model; ``engine`` names what ``generate`` uses."""
+    limit = length_limit(model)
     checks = []
     for batch_size, prompt_len, greedy in _settings(limit):
-        output = _generate(model, _prompts(model, batch_size, prompt_len), config, greedy)
+        output = generate(_prompts(model, batch_size, prompt_len), limit, greedy)
         longest, shortest = (int(pick(output["unpadded_sequence_lengths"])) for pick in (torch.max, torch.min))
         detail = f"{shortest} to {longest} tokens, limit {limit}"
-        checks.append(
-            DiagnosticCheck(_name("length", batch_size, prompt_len, greedy), shortest == longest == limit, detail)
-        )
+        name = _name(f"{engine}: length", batch_size, prompt_len, greedy)
+        checks.append(DiagnosticCheck(name, shortest == longest == limit, detail))
+    name = f"{engine}: length, prompt that fills the limit"
     try:
-        _generate(model, _prompts(model, 1, limit), config, greedy=True)
-        checks.append(
-            DiagnosticCheck("length, prompt that fills the limit", False, "accepted; it leaves no room for a response")
-        )
+        generate(_prompts(model, 1, limit), limit, True)
+        checks.append(DiagnosticCheck(name, False, "accepted; it leaves no room for a response"))
     except ConfigError as error:
-        checks.append(
-            DiagnosticCheck("length, prompt that fills the limit", True, f"refused: {str(error).split('.')[0]}")
-        )
+        checks.append(DiagnosticCheck(name, True, f"refused: {str(error).split('.')[0]}"))
     return checks
 
 
 @torch.no_grad()
-def consistency_checks(model: Any) -> list[DiagnosticCheck]:
-    """Checks of ``test_generation_consistency`` on a loaded model."""
+def consistency_checks(model: Any, generate: Generate, engine: str) -> list[DiagnosticCheck]:
+    """Checks of ``test_generation_consistency`` on a loaded model; ``engine`` names what ``generate`` uses."""
     checks = []
-    config = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, eos_token_id=[])
-    for batch_size, prompt_len, greedy in _settings(context_length(model)):
-        output = _generate(model, _prompts(model, batch_size, prompt_len), config, greedy)
-        prefill = sequence_logprobs(model, *tokens_and_mask(output), temperature=config.temperature)
+    for batch_size, prompt_len, greedy in _settings(length_limit(model)):
+        output = generate(_prompts(model, batch_size, prompt_len), NUM_NEW_TOKENS, greedy)
+        prefill = sequence_logprobs(model, *tokens_and_mask(output))
         error = log_probability_error(prefill, output["logprobs"], response_mask(output))
         detail = f"mean exp|difference| {error:.6f}, limit {THRESHOLD}"
-        checks.append(
-            DiagnosticCheck(_name("decode against prefill", batch_size, prompt_len, greedy), error <= THRESHOLD, detail)
-        )
+        name = _name(f"{engine}: decode against prefill", batch_size, prompt_len, greedy)
+        checks.append(DiagnosticCheck(name, error <= THRESHOLD, detail))
     return checks
 
 
-def _generate(model: Any, prompts: BatchedDataDict, config: SamplingConfig, greedy: bool) -> BatchedDataDict:
-    return generate_tokens(model, prompts, config, greedy, torch.Generator().manual_seed(0))
+def length_limit(model: Any) -> int:
+    """Tokens of prompt and response in all checks."""
+    return min(max(PROMPT_LENGTHS) + NUM_NEW_TOKENS, context_length(model) or 1 << 30)
 
 
-def _settings(limit: int | None) -> list[tuple[int, int, bool]]:
-    lengths = [length for length in PROMPT_LENGTHS if limit is None or length < limit]
+def torch_engine(model: Any) -> Generate:
+    """Return a function that generates with the loaded model."""
+
+    def generate(prompts: BatchedDataDict, num_tokens: int, greedy: bool) -> BatchedDataDict:
+        config = SamplingConfig(max_new_tokens=num_tokens, max_model_len=length_limit(model), eos_token_id=[])
+        return generate_tokens(model, prompts, config, greedy, torch.Generator().manual_seed(0))
+
+    return generate
+
+
+@contextmanager
+def vllm_engine(model_name: str, model: Any, config: CausalLMConfig) -> Iterator[Generate]:
+    """Run a vLLM engine and give a function that generates with it.
+
+    Args:
+        model_name: Folder or hub id of ``model``.
+        model: Loaded, for its sizes and number format.
+        config: How it was loaded.
+    """
+    worker = VllmGenerationWorker(
+        model_name, temperature=1.0, eos_token_id=[], max_model_len=length_limit(model), max_num_seqs=max(BATCH_SIZES),
+        dtype=str(model.dtype).removeprefix("torch."), trust_remote_code=config.trust_remote_code,
+    )  # fmt: skip
+
+    def generate(prompts: BatchedDataDict, num_tokens: int, greedy: bool) -> BatchedDataDict:
+        return worker.generate(prompts["input_ids"], prompts["attention_mask"], greedy, max_new_tokens=num_tokens)
+
+    worker.start()
+    try:
+        yield generate
+    finally:
+        worker.stop()
+
+
+def _settings(limit: int) -> list[tuple[int, int, bool]]:
+    lengths = [length for length in PROMPT_LENGTHS if length < limit]
     return list(itertools.product(BATCH_SIZES, lengths, (True, False)))
 
 

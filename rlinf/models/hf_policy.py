@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from rlinf.algorithms.token_losses import TokenCounts, TokenLoss
 from rlinf.config.options import from_mapping, option
 from rlinf.distributed.batched_data_dict import BatchedDataDict
-from rlinf.distributed.packing import keeps_sequences_apart, micro_batch_rows
-from rlinf.distributed.process_group import sum_over_ranks, world_size
+from rlinf.distributed.packing import keeps_sequences_apart
+from rlinf.distributed.process_group import rank, sum_over_ranks, world_size
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
-from rlinf.models.causal_lm import CausalLMConfig, evaluation_mode, load_causal_lm
+from rlinf.memory import memory_metrics
+from rlinf.models.causal_lm import CausalLMConfig, context_length, evaluation_mode, load_causal_lm
 from rlinf.models.config import LoraConfig
 from rlinf.models.generation.hf_generation import SamplingConfig, generate_tokens
 from rlinf.models.generation.interfaces import (
     GenerationDatumSpec,
     GenerationOutputSpec,
     tokens_and_mask,
-    verify_right_padding,
 )
 from rlinf.models.hf_model import HFModel
 from rlinf.models.interfaces import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
-from rlinf.models.logprobs import sequence_logprobs
+from rlinf.models.logprobs import batch_logprobs, micro_batches
+from rlinf.seeding import derive_seed
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -56,7 +58,8 @@ class HuggingFacePolicy(PolicyInterface):
     With ranks (``torch.distributed`` initialised), every rank holds the model and calls ``train`` with rows of its own:
     gradients and counts are summed, so ranks change a step no more than micro-batches do.
 
-    Weights in 16 bits are updated through float32 copies, because steps of RL are smaller than their rounding.
+    Weights in 16 bits are updated through float32 copies, which also gather the gradients: steps of RL are smaller than the
+    rounding of 16 bits. Dropout is off, whatever the checkpoint's configuration says: ratios would not begin at 1.
 
     Args:
         model_name: Folder or hub id.
@@ -74,12 +77,13 @@ class HuggingFacePolicy(PolicyInterface):
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
         self.config = from_mapping(HuggingFacePolicyConfig, kwargs)
-        _check(self.config)
+        check_sampling(self.config)
+        _check_training(self.config)
         lora = None if self.config.lora is None else from_mapping(LoraConfig, self.config.lora, "lora")
         self.model_name = model_name
         self.temperature = self.config.temperature
         self.model = load_causal_lm(model_name, self.config)
-        if self.config.sequence_packing and not keeps_sequences_apart(self.model, _probe_tokens(self.model)):
+        if self.config.sequence_packing and not keeps_sequences_apart(self.model):
             raise ConfigError(
                 f"sequence_packing=True, but {type(self.model).__name__} lets packed sequences see each other. "
                 "Type sequence_packing=False"
@@ -88,11 +92,11 @@ class HuggingFacePolicy(PolicyInterface):
             _add_adapters(self.model, lora)
         if self.config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._optimizer = _MasterAdamW(self.model, self.config.learning_rate, self.config.weight_decay)
+        self._optimizer = MasterAdamW(self.model, self.config.learning_rate, self.config.weight_decay)
         self._num_steps = 0
         self._reference: nn.Module | None = None
-        self._checksum = _checksum(self.model)
-        self._random = torch.Generator().manual_seed(self.config.seed)
+        self._checksum = weights_checksum(self.model)
+        self._random = sampling_generator(self.config.seed, rank())
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -126,14 +130,16 @@ class HuggingFacePolicy(PolicyInterface):
                 at once, since how it averages is not known.
 
         Returns:
-            ``loss``, ``grad_norm`` (before clipping), ``num_tokens`` and the metrics of the loss.
+            ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, the metrics of the loss, and ``memory/...``
+            (``rlinf.memory``).
 
         Raises:
-            ConfigError: The batch does not fit the loss, or the loss cannot be used with ranks.
+            ConfigError: The batch does not fit the loss (on any rank: all raise), or the loss cannot be used with the policy.
             NonFiniteError: Loss or gradient is NaN or infinite; the weights are as before.
         """
         data = BatchedDataDict(data)
-        self.model.zero_grad(set_to_none=True)
+        check_loss(loss_fn, self.temperature, (self.config.lora or {}).get("dropout", 0.0))
+        self._optimizer.zero_grad()
         self.model.train()
         try:
             if isinstance(loss_fn, TokenLoss):
@@ -145,34 +151,42 @@ class HuggingFacePolicy(PolicyInterface):
             else:
                 loss = loss_fn(self.model, data)
                 loss.backward()
+                self._optimizer.gather_gradients()
                 metrics = {"loss": loss.item()}
         finally:
             self.model.eval()
-        parameters = self._optimizer.parameters
         if world_size() > 1:
-            _sum_gradients(parameters)
-        grad_norm = float(nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))
+            _sum_gradients(self._optimizer.masters)
+        grad_norm = float(nn.utils.clip_grad_norm_(self._optimizer.masters, self.config.max_grad_norm))
         if not torch.isfinite(torch.tensor([metrics["loss"], grad_norm])).all():
             raise NonFiniteError(
                 f"The loss is {metrics['loss']} and the gradient norm {grad_norm}; the step was not taken."
             )
         self._optimizer.step()
         self._num_steps += 1
-        self.model.zero_grad(set_to_none=True)
-        return {**metrics, "grad_norm": grad_norm}
+        self._optimizer.zero_grad()
+        return {**metrics, "grad_norm": grad_norm, **memory_metrics()}
 
     def _accumulate(self, data: BatchedDataDict, loss_fn: TokenLoss) -> dict[str, float]:
-        if loss_fn.needs_reference and "reference_logprobs" not in data:
-            data["reference_logprobs"] = self.get_reference_logprobs(data)["logprobs"]
-        own = loss_fn.counts(data)
+        def prepare() -> tuple[TokenCounts, list[BatchedDataDict]]:
+            rows = self._micro_batches(data, loss_fn.rows_per_sample)
+            if loss_fn.needs_reference and "reference_logprobs" not in data:
+                data["reference_logprobs"] = self.get_reference_logprobs(data)["logprobs"]
+            return loss_fn.counts(data), [data.select_indices(each) for each in rows]
+
+        own, parts = refused_together(prepare)
         counts = TokenCounts(*sum_over_ranks([own.tokens, own.samples]))
         totals: dict[str, float] = {}
-        for rows in self._micro_batches(data, loss_fn.rows_per_sample):
-            part = data.select_indices(rows)
-            output = loss_fn.from_logprobs(self._logprobs(self.model, part), part, counts)
-            output.loss.backward()
-            for name, value in {**output.metrics, "loss": output.loss.detach()}.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
+
+        def run() -> None:
+            for part in parts:
+                output = loss_fn.from_logprobs(self._logprobs(self.model, part), part, counts)
+                output.loss.backward()
+                self._optimizer.gather_gradients()
+                for name, value in {**output.metrics, "loss": output.loss.detach()}.items():
+                    totals[name] = totals.get(name, 0.0) + float(value)
+
+        refused_together(run)
         totals = dict(zip(totals, sum_over_ranks(list(totals.values())), strict=True))
         return {**totals, "num_tokens": counts.tokens}
 
@@ -187,32 +201,25 @@ class HuggingFacePolicy(PolicyInterface):
         return BatchedDataDict({"logprobs": logprobs})
 
     def _logprobs(self, model: Any, data: BatchedDataDict) -> Tensor:
-        """float32 ``[B, S]`` of the rows; the columns that are padding in all of them are not computed."""
-        ids, mask = tokens_and_mask(data)
-        width = int(mask.sum(-1).max())
-        device = next(model.parameters()).device
-        logprobs = sequence_logprobs(
-            model, ids[:, :width].to(device), mask[:, :width].to(device), self.temperature, self.config.sequence_packing
-        )
-        return F.pad(logprobs, (0, ids.shape[1] - width))
+        return batch_logprobs(model, data, self.temperature, self.config.sequence_packing)
 
     def _micro_batches(self, data: BatchedDataDict, rows_per_sample: int) -> list[list[int]]:
-        verify_right_padding(data, raise_error=True)
-        lengths = tokens_and_mask(data)[1].sum(-1).tolist()
-        size, config = self.config.micro_batch_size, self.config
-        if config.max_tokens_per_microbatch is not None:
-            return micro_batch_rows(lengths, config.max_tokens_per_microbatch, config.sequence_packing, rows_per_sample)
-        if size % rows_per_sample:
-            raise ConfigError(
-                f"micro_batch_size={size} splits samples of {rows_per_sample} rows. Type micro_batch_size={rows_per_sample}"
-            )
-        return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
+        config = self.config
+        return micro_batches(
+            data,
+            config.micro_batch_size,
+            config.max_tokens_per_microbatch,
+            config.sequence_packing,
+            rows_per_sample,
+            context_length(self.model),
+            self.model.config.get_text_config().vocab_size,
+        )
 
     def _initial_model(self) -> nn.Module:
         if self._num_steps == 0:
             return copy.deepcopy(self.model)
         model = load_causal_lm(self.model_name, self.config)
-        if _checksum(model) != self._checksum:
+        if weights_checksum(model) != self._checksum:
             raise CheckpointError(
                 f"'{self.model_name}' no longer holds the weights that this policy began with, so they cannot be its "
                 "reference. Call get_reference_logprobs once before the first train"
@@ -220,34 +227,112 @@ class HuggingFacePolicy(PolicyInterface):
         return model
 
 
-class _MasterAdamW:
-    """AdamW (Loshchilov and Hutter 2019) on float32 copies of parameters in 16 bits, and on others directly."""
+class MasterAdamW:
+    """AdamW (Loshchilov and Hutter 2019) on float32 copies of parameters in 16 bits, and on others directly.
+
+    Attributes:
+        parameters: The trained parameters of the model.
+        masters: What is stepped, in the same order: a float32 copy, or the parameter itself.
+    """
 
     def __init__(self, model: nn.Module, learning_rate: float, weight_decay: float) -> None:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self.parameters]
-        self._adamw = torch.optim.AdamW(self._masters, lr=learning_rate, weight_decay=weight_decay)
+        self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self.parameters]
+        self._adamw = torch.optim.AdamW(self.masters, lr=learning_rate, weight_decay=weight_decay)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of parameters and copies."""
+        for tensor in (*self.parameters, *self.masters):
+            tensor.grad = None
+
+    def gather_gradients(self) -> None:
+        """Add the gradients of a backward pass to those of the float32 copies, where sums are not rounded to 16 bits."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter and parameter.grad is not None:
+                gradient = parameter.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                parameter.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
-        for parameter, master in zip(self.parameters, self._masters, strict=True):
-            if master is not parameter and parameter.grad is not None:
-                master.grad = parameter.grad.float()
+        """Step the copies by what was gathered, and round them to the parameters."""
+        self.gather_gradients()
         self._adamw.step()
-        for parameter, master in zip(self.parameters, self._masters, strict=True):
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.copy_(master)
                 master.grad = None
 
 
-def _check(config: HuggingFacePolicyConfig) -> None:
-    for name, neutral in (("top_k", (None,)), ("top_p", (None, 1.0)), ("repetition_penalty", (1.0,))):
+def check_loss(loss_fn: Any, temperature: float, lora_dropout: float = 0.0) -> None:
+    """Refuse a loss that a policy cannot train with.
+
+    Args:
+        loss_fn: What ``train`` was given.
+        temperature: Of the policy.
+        lora_dropout: Of its adapters.
+
+    Raises:
+        ConfigError: It is no loss, or would take log-probabilities of another temperature or with dropout.
+    """
+    if not callable(loss_fn):
+        raise ConfigError(f"loss_fn is {loss_fn!r}; required: a loss. Give e.g. rlinf.algorithms.NLLLossFn()")
+    if not isinstance(loss_fn, TokenLoss):
+        return
+    if loss_fn.temperature not in (1.0, temperature):
+        raise ConfigError(
+            f"{type(loss_fn).__name__} has temperature={loss_fn.temperature}, and the policy, which scores, has "
+            f"temperature={temperature}. Type temperature={temperature} in the loss, or leave it out"
+        )
+    if loss_fn.compares and lora_dropout > 0:
+        raise ConfigError(
+            f"lora.dropout={lora_dropout} and {type(loss_fn).__name__}: with dropout the log-probabilities of an unchanged "
+            "policy do not repeat. Type lora={'dropout': 0.0}"
+        )
+
+
+def refused_together(function: Callable[[], Result], sum_values: Callable[[list[float]], list[float]] = sum_over_ranks) -> Result:
+    """Run a function without collectives on every rank; where one refuses its rows, all raise, so that none waits for it.
+
+    Args:
+        function: Returns the result of this rank.
+        sum_values: Sums numbers over the ranks.
+
+    Raises:
+        ConfigError: That of this rank, or the news that another one has refused.
+    """
+    result, error = None, None
+    try:
+        result = function()
+    except ConfigError as refused:
+        error = refused
+    num_refused = int(sum_values([float(error is not None)])[0])
+    if error is not None:
+        raise error
+    if num_refused:
+        raise ConfigError(f"{num_refused} other rank(s) refused their rows, so no step was taken. Their messages say why")
+    return result
+
+
+def check_sampling(config: SamplingConfig) -> None:
+    """Refuse sampling whose probabilities are not those of the model.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    neutral_values = {
+        "top_k": (None,), "top_p": (None, 1.0), "repetition_penalty": (1.0,), "allowed_token_ids": (None,),
+    }  # fmt: skip
+    for name, neutral in neutral_values.items():
         value = getattr(config, name)
         if value not in neutral:
             raise ConfigError(
                 f"{name}={value} changes what is sampled but not the log-probabilities that are trained. "
                 f"Type {name}={neutral[-1]}, or generate with HuggingFaceGeneration"
             )
+
+
+def _check_training(config: HuggingFacePolicyConfig) -> None:
     if config.sequence_packing and config.max_tokens_per_microbatch is None:
         raise ConfigError(
             "sequence_packing=True needs the size of a packed row. Type e.g. max_tokens_per_microbatch=4096"
@@ -258,11 +343,6 @@ def _check(config: HuggingFacePolicyConfig) -> None:
         )
     if (config.load_in_8bit or config.load_in_4bit) and config.lora is None:
         raise ConfigError("Quantised weights cannot be trained, only adapters on them. Type lora={}")
-
-
-def _probe_tokens(model: Any) -> Tensor:
-    tokens = torch.arange(1, 17) % model.config.get_text_config().vocab_size
-    return tokens.view(2, 8).to(next(model.parameters()).device)
 
 
 def _add_adapters(model: Any, lora: LoraConfig) -> None:
@@ -292,8 +372,11 @@ def _sum_gradients(parameters: list[nn.Parameter]) -> None:
         dist.all_reduce(parameter.grad)
 
 
-def _checksum(model: nn.Module) -> list[float]:
-    """Sum of each tensor: tells whether a folder still holds the same weights."""
-    return [
-        float(tensor.detach().double().sum()) for tensor in model.state_dict().values() if tensor.is_floating_point()
-    ]
+def sampling_generator(seed: int, rank: int) -> torch.Generator:
+    """Return the random numbers of a data-parallel rank: those of ``seed`` on the first, others on each of the others."""
+    return torch.Generator().manual_seed(seed if rank == 0 else derive_seed(seed, "generation", rank))
+
+
+def weights_checksum(model: nn.Module) -> list[float]:
+    """Return the sum of each tensor: tells whether a folder still holds the same weights."""
+    return [float(tensor.detach().double().sum()) for tensor in model.parameters() if tensor.is_floating_point()]

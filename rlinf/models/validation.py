@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 
-import torch
 from torch import Tensor
 
 from rlinf.distributed.batched_data_dict import BatchedDataDict
 from rlinf.errors import ConfigError
-from rlinf.models.generation.interfaces import GenerationInterface
+from rlinf.models.generation.interfaces import GenerationInterface, response_mask
 from rlinf.models.interfaces import PolicyInterface
 
 logger = logging.getLogger(__name__)
@@ -69,10 +68,3 @@ def log_probability_error(training: Tensor, inference: Tensor, mask: Tensor) -> 
         )
     differences = (training.float() - inference.to(training.device).float()).abs()[mask.to(training.device)]
     return float(differences.exp().mean())
-
-
-def response_mask(output: BatchedDataDict) -> Tensor:
-    """bool ``[B, S]``: the generated tokens of ``GenerationOutputSpec``."""
-    positions = torch.arange(output["output_ids"].shape[1], device=output["output_ids"].device)
-    ends = output["unpadded_sequence_lengths"].unsqueeze(1)
-    return (positions >= ends - output["generation_lengths"].unsqueeze(1)) & (positions < ends)

@@ -5,6 +5,9 @@ release the GIL), the other's policy does, so cores, or a core and a GPU, stay b
 episodes and draws its random numbers from the seed, the iteration and the global env index, so a rollout depends on the
 weights and the step alone, not (but for the rounding of matrix products of another shape) on how the envs were split over
 lanes or ranks.
+
+Where a simulator is lost (``ChunkStep.lost_env_ids``), what the policy did in that episode stays in the batch, but with
+``loss_mask`` false, and the episode begins anew under a new id.
 """
 
 from __future__ import annotations
@@ -169,6 +172,8 @@ class _Rollout:
         first = int(lane.env_ids[0] - collector.block[0])
         self.columns = slice(first, first + len(lane.env_ids))
         self.positions = np.zeros(len(lane.env_ids), dtype=np.int64)
+        self.num_begun = np.zeros(len(lane.env_ids), dtype=np.int64)  # as positions, and one more for each lost episode
+        self.void_episodes: list[int] = []
         self.specs: dict[int, EpisodeSpec] = {}
 
     def start(self) -> Observation:
@@ -181,6 +186,7 @@ class _Rollout:
 
     def _next_episode(self, row: int) -> EpisodeSpec:
         self.positions[row] += 1
+        self.num_begun[row] += 1
         return self.collector.sampler.spec(self.step, int(self.env_ids[row]), int(self.positions[row]), self.attempt)
 
     @torch.no_grad()
@@ -207,6 +213,8 @@ class _Rollout:
                 ended = zip(chunk.final_env_ids, chunk.episodes, strict=True)
                 episodes += [episode for row, episode in ended if first[row]]
                 chunks.append(chunk)
+                self.void_episodes += episode_ids[-1][chunk.lost_env_ids].tolist()
+                self.num_begun[chunk.lost_env_ids] += 1
                 self.observation = chunk.observation
                 if not self.env.auto_reset:
                     alive = alive & ~(chunks[-1].terminated | chunks[-1].truncated)
@@ -220,7 +228,7 @@ class _Rollout:
 
     def _episode_ids(self) -> np.ndarray:
         """Number the present episodes uniquely within the iteration, over all ranks, and remember their specs."""
-        ids = self.positions * self.collector.num_envs + self.env_ids + self.attempt * ATTEMPT_STRIDE
+        ids = self.num_begun * self.collector.num_envs + self.env_ids + self.attempt * ATTEMPT_STRIDE
         for row, spec in enumerate(self.env.current_specs()):
             self.specs.setdefault(int(ids[row]), spec)
         return ids
@@ -234,6 +242,7 @@ class _Rollout:
 
         shape = (len(chunks), len(self.env_ids))
         sampler = self.collector.sampler
+        ids = stack(episode_ids)
         groups = torch.tensor([sampler.group_of(int(i)) + self.attempt * ATTEMPT_STRIDE for i in self.env_ids])
         return RolloutBatch(
             observation=self.observation,  # replaced by the rows of all lanes
@@ -241,12 +250,12 @@ class _Rollout:
             rollout_logprobs=torch.stack(logprobs),
             action_rewards=stack([chunk.rewards for chunk in chunks]),
             action_mask=stack([chunk.executed for chunk in chunks]),
-            loss_mask=stack(alives),
+            loss_mask=stack(alives) & ~torch.isin(ids, torch.tensor(self.void_episodes, dtype=torch.int64)),
             terminated=stack([chunk.terminated for chunk in chunks]),
             truncated=stack([chunk.truncated for chunk in chunks]),
             bootstrap_values=torch.zeros(shape),
             group_ids=groups.expand(shape).contiguous(),
-            episode_ids=stack(episode_ids),
+            episode_ids=ids,
             policy_version=torch.full(shape, self.policy_version, dtype=torch.int64),
             specs=self.specs,
         )

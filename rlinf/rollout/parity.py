@@ -1,4 +1,8 @@
-"""The parity gate: the rollout's log-probabilities against the trainer's, at every step."""
+"""The parity gate: the rollout's log-probabilities against the trainer's, at every step.
+
+It stops a run at the first step of a process, new or resumed: what one can change between two processes of a run (backend,
+versions, hardware, settings) shows there. Later the gap is logged.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from rlinf.errors import ParityError
 from rlinf.types import RolloutBatch
 
 
-def check_parity(batch: RolloutBatch, step: int, max_gap: float) -> dict[str, float]:
+def check_parity(batch: RolloutBatch, step: int, max_gap: float, first_step: int = 0) -> dict[str, float]:
     """Compare ``rollout_logprobs`` with ``old_logprobs`` of executed actions.
 
     The two are computed by different code on the same weights, so in float32 they agree to about 1e-5. A larger gap
@@ -17,15 +21,16 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float) -> dict[str, fl
 
     Args:
         batch: Time-major, with ``old_logprobs``.
-        step: The gate stops the run at step 0 only; later the gap is logged.
-        max_gap: Largest accepted difference at step 0.
+        step: Of the run.
+        max_gap: Largest accepted difference at ``first_step``.
+        first_step: Of this process.
 
     Returns:
         ``rollout/logprob_gap_mean``, ``rollout/logprob_gap_max``, ``rollout/logprob_gap_exp_mean`` (mean of
-        ``exp |gap|``), ``rollout/importance_ratio_max``.
+        ``exp |gap|``), ``rollout/importance_ratio_mean`` and ``rollout/importance_ratio_max`` (of whole actions).
 
     Raises:
-        ParityError: At step 0, naming the worst sample, or at any step when a log-probability is not finite.
+        ParityError: At ``first_step``, naming the worst sample, or at any step when a log-probability is not finite.
     """
     mask = (batch.action_mask & batch.loss_mask.unsqueeze(-1)).unsqueeze(-1)
     num_chunks, num_envs, num_actions, _ = mask.shape
@@ -37,7 +42,7 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float) -> dict[str, fl
     worst = int(torch.nan_to_num(worst_of_call, nan=float("inf")).argmax())
     chunk, env = divmod(worst, num_envs)
     largest = float(worst_of_call[chunk, env])
-    if not largest < float("inf") or (step == 0 and largest > max_gap):
+    if not largest < float("inf") or (step == first_step and largest > max_gap):
         spec = batch.specs.get(int(batch.episode_ids[chunk, env]))
         raise ParityError(
             f"Rollout and trainer log-probabilities differ by {largest:.3g} at step {step}; at most {max_gap:g} is "
@@ -48,9 +53,13 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float) -> dict[str, fl
             "temperatures. If this precision explains it, raise trainer.parity_max_gap."
         )
     count = mask.expand_as(difference).sum().clamp_min(1)
+    ratios = difference.sum(-1).exp()[mask.squeeze(-1)]
+    if not len(ratios):
+        ratios = torch.ones(1)
     return {
         "rollout/logprob_gap_mean": float(gap.sum() / count),
         "rollout/logprob_gap_max": largest,
         "rollout/logprob_gap_exp_mean": float(torch.where(mask, difference.abs().exp(), 0.0).sum() / count),
-        "rollout/importance_ratio_max": float(difference.sum(-1).exp().amax()),
+        "rollout/importance_ratio_mean": float(ratios.mean()),
+        "rollout/importance_ratio_max": float(ratios.amax()),
     }

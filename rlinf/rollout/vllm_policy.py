@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from typing import Any
 
 import torch
@@ -13,12 +12,10 @@ from rlinf.distributed.weight_handle import WeightBuffer
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.generation.config import VllmOptions
-from rlinf.models.generation.vllm_engine import EngineSpec, GenerateRequest, VllmEngine
+from rlinf.models.generation.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, kv_cache_bytes
 from rlinf.models.lora import merged_state_dict
 from rlinf.types import ActionPrediction, Observation
 
-CPU_BLOCK_LEN = 128
-"""Tokens of a block of the key-value cache on CPUs."""
 SEED_BITS = 24
 """Random bits of a float32 in (0, 1)."""
 
@@ -156,9 +153,7 @@ def engine_arguments(model: ActionModel, options: VllmOptions, num_envs: int) ->
     max_model_len = options.max_model_len or text_config.max_position_embeddings
     memory = options.kv_cache_memory_bytes
     if memory is None and not torch.cuda.is_available():
-        blocks = num_envs * math.ceil(max_model_len / CPU_BLOCK_LEN) + 1
-        numbers = 2 * text_config.num_hidden_layers * text_config.num_key_value_heads * text_config.head_dim
-        memory = blocks * CPU_BLOCK_LEN * numbers * getattr(torch, dtype).itemsize
+        memory = kv_cache_bytes(text_config, num_envs, max_model_len, getattr(torch, dtype))
     return {
         "dtype": dtype,
         "max_model_len": max_model_len,

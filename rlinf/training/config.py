@@ -62,9 +62,19 @@ class ExpertConfig:
 
 @dataclass
 class SFTConfig:
-    """Behaviour cloning of scripted demonstrations; runs before RL when `max_steps` > 0."""
+    """Behaviour cloning; runs before RL when `max_steps` > 0. It clones a dataset, or the scripted expert without one."""
 
     max_steps: int = option(0, "Optimiser steps; 0: no behaviour cloning.", minimum=0)
+    dataset: str | None = option(
+        None, "Folder of demonstrations (LeRobotDataset v3.0 or RLDS); null: the scripted expert plays them now, in memory."
+    )
+    cameras: list[str] | None = option(
+        None, "Cameras of the dataset that stand for `env.cameras`, in their order; null: those of the same names."
+    )
+    state_key: str | None = option(
+        None, "Column of the dataset with the robot's state; null: observation.state (LeRobot), observation/state (RLDS)."
+    )
+    num_workers: int = option(2, "Threads per rank that read batches of the dataset ahead; 0: read when needed.", minimum=0)
     num_demonstrations: int = option(1200, "Episodes of the scripted expert.", minimum=1)
     expert: ExpertConfig = option(ExpertConfig(), "The demonstrator.")
     batch_size: int = option(64, "Samples of one optimiser step over all ranks.", minimum=1)

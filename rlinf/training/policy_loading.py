@@ -10,6 +10,7 @@ from typing import Any
 
 from rlinf.config.options import from_mapping
 from rlinf.config.schema import RunConfig, build_config
+from rlinf.data.stored import StoredDemonstrations
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError
 from rlinf.models import build_policy, get_model_config_and_processor
@@ -57,8 +58,11 @@ def load_policy(folder: str | os.PathLike, config: RunConfig) -> Any:
     return build_policy(replace(config, model=model, tokenizer=from_mapping(TokenizerConfig, {})))
 
 
-def statistics_of_env(config: RunConfig, env: VectorEnv) -> dict[str, Any] | None:
-    """Action statistics of the env, where the weights cannot bring them.
+def statistics_of_env(
+    config: RunConfig, env: VectorEnv, dataset: StoredDemonstrations | None = None
+) -> dict[str, Any] | None:
+    """Action statistics for the env, where the weights cannot bring them: those of the dataset that is cloned, else the
+    bounds of the env.
 
     That is so for random weights, and for a ``model.model_path`` of other data that is adapted to this env
     (``model.unnorm_key`` is the env's name, and the folder has no statistics of that name).
@@ -73,7 +77,7 @@ def statistics_of_env(config: RunConfig, env: VectorEnv) -> dict[str, Any] | Non
         settings, _ = get_model_config_and_processor(config)
         if name in (getattr(settings, "norm_stats", None) or {}):
             return None
-    return {"norm_stats": {name: env.action_statistics()}}
+    return {"norm_stats": {name: env.action_statistics() if dataset is None else dataset.statistics()}}
 
 
 def _load_adapter(folder: Path, source: Path, config: RunConfig) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -19,12 +20,14 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.config.options import to_mapping
 from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
-from rlinf.data.demonstrations import Demonstrations, collect_demonstrations
+from rlinf.data.demonstrations import BatchSource, collect_demonstrations
+from rlinf.data.formats import open_dataset
 from rlinf.distributed.process_group import launch, rank, resolve_device, set_num_threads, world_size
 from rlinf.distributed.weight_sync import WeightSync, frozen_copy
 from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.probe import drift, take_probe
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.run import episode_list
@@ -42,6 +45,8 @@ from rlinf.training.fsdp import shard
 from rlinf.training.policy_loading import load_policy, statistics_of_env
 from rlinf.training.train_worker import FailedBatch, TrainWorker, sft_trainer_config
 from rlinf.training.trainer import LoopState, StopRequested, Trainer
+
+logger = logging.getLogger("rlinf")
 
 REFERENCE_FILE = "reference.safetensors"
 """The policy with which RL began, in the run folder of a run with a KL penalty."""
@@ -68,7 +73,12 @@ class Run:
         seed_everything(config.seed)
         self.stop_signal: int | None = None
         self.eval_env = make_env(config.env, config.evaluation.num_envs, auto_reset=False)
+        self.probe = take_probe(self.eval_env) if self.is_writer and config.evaluation.probe else None
         self.resumed_from = checkpoints.resolve_checkpoint(config.resume) if config.resume else None
+        phase = "sft" if config.sft.max_steps > 0 else "rl"
+        if self.resumed_from is not None:
+            phase = checkpoints.read_loop_state(self.resumed_from)["phase"]
+        self.dataset = open_dataset(config.sft, self.eval_env) if phase == "sft" and config.sft.dataset else None
         self.model = self._build_model()
         sharded = world_size() > 1 if config.trainer.sharding == "auto" else config.trainer.sharding == "fsdp2"
         rollout_model = frozen_copy(self.model) if sharded else self.model
@@ -76,9 +86,6 @@ class Run:
             shard(self.model, self.device)
         self.generator = self._make_generator(rollout_model)
         self.sync = WeightSync(self.model, rollout_model, self.generator)
-        phase = "sft" if config.sft.max_steps > 0 else "rl"
-        if self.resumed_from is not None:
-            phase = checkpoints.read_loop_state(self.resumed_from)["phase"]
         self.worker = TrainWorker(
             self.model,
             sft_trainer_config(config.trainer, config.sft) if phase == "sft" else config.trainer,
@@ -98,7 +105,7 @@ class Run:
         if source is None and config.init_from is not None:
             source = checkpoints.resolve_checkpoint(config.init_from)
         if source is None:
-            return build_policy(config, statistics_of_env(config, self.eval_env)).to(self.device)
+            return build_policy(config, statistics_of_env(config, self.eval_env, self.dataset)).to(self.device)
         saved = Manifest.load(source)
         if saved.model["model_type"] != config.model.model_type:
             raise CheckpointError(
@@ -111,6 +118,8 @@ class Run:
         free = [] if self.resumed_from is not None else ["env", "precision", "lora", "renderer"]
         present = build_manifest(config, model, policy_version=saved.policy_version)
         check(saved, present, [*config.evaluation.allow_mismatch, *free])
+        for line in drift(saved.probe, self.probe):
+            logger.warning("the simulator has changed since %s was made: %s", source, line)
         return model.to(self.device)
 
     def _make_generator(self, rollout_model: torch.nn.Module) -> VllmPolicy | None:
@@ -184,6 +193,7 @@ class Run:
                 video_size=config.video_size,
             )
         result.to_json(folder / "result.json")
+        self._manifest(self.state.policy_version).save(folder)
         self.progress.note(f"eval {tag}: {result.successes}/{result.episodes} = {result.success_rate:.1%} "
                            f"(95 % {result.interval[0]:.1%} - {result.interval[1]:.1%})")  # fmt: skip
         return result
@@ -251,9 +261,13 @@ class Run:
             num_ranks=world_size(),
         )
 
-    def demonstrations(self) -> Demonstrations:
-        """Collect the scripted expert's demonstrations (the same on every rank)."""
+    def demonstrations(self) -> BatchSource:
+        """Return the dataset, or let the scripted expert play (the same on every rank)."""
         config = self.config
+        if self.dataset is not None:
+            self.dataset.chunk_len = self.model.sft_chunk_len
+            self.progress.note(f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} rows in {config.sft.dataset}")
+            return self.dataset
         demonstrations = collect_demonstrations(
             self.eval_env, config.sft.num_demonstrations, config.sft.expert, self.model.sft_chunk_len, config.seed
         )
@@ -270,9 +284,12 @@ class Run:
             optimizer=self.worker.optimizer,
             loop_state=asdict(state),
             run_config=to_mapping(self.config),
-            manifest=build_manifest(self.config, self.sync.rollout_model, policy_version=state.policy_version),
+            manifest=self._manifest(state.policy_version),
             max_keep=self.config.trainer.max_keep,
         )
+
+    def _manifest(self, policy_version: int) -> Manifest:
+        return build_manifest(self.config, self.sync.rollout_model, policy_version=policy_version, probe=self.probe)
 
     def _log(self, step: int, metrics: dict[str, float], phase: str) -> None:
         if self.tracker is not None:

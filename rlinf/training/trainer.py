@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from rlinf.algorithms.base import Algorithm
 from rlinf.config.schema import RunConfig
-from rlinf.data.demonstrations import Demonstrations
+from rlinf.data.demonstrations import BatchSource
+from rlinf.data.prefetch import Prefetcher
 from rlinf.distributed.process_group import any_rank, gather_rollout, sum_over_ranks
 from rlinf.distributed.weight_sync import WeightSync
 from rlinf.evaluation.result import EvaluationResult
+from rlinf.memory import memory_metrics
 from rlinf.rollout.collector import RolloutCollector, concatenate_envs
 from rlinf.rollout.parity import check_parity
 from rlinf.seeding import derive_seed
-from rlinf.training.memory import memory_metrics
 from rlinf.training.train_worker import TrainWorker, minibatch_indices
 from rlinf.types import RolloutBatch
 
@@ -100,38 +101,52 @@ class Trainer:
         self._progress = progress
         self._should_stop = should_stop
         self.state = state
+        self.first_step = state.step
 
-    def run_sft(self, collect: Callable[[], Demonstrations]) -> None:
+    def run_sft(self, collect: Callable[[], BatchSource]) -> None:
         """Clone demonstrations from ``state.sft_step`` on, then switch the state to RL with a fresh optimiser."""
-        config, state = self.config.sft, self.state
+        state = self.state
         if self._sft_goes_on():
             start = time.monotonic()
             demonstrations = collect()
             if state.sft_step == 0:  # a resumed run has paid for them before
                 state.train_wall_s += time.monotonic() - start
-        while self._sft_goes_on():
-            start = time.monotonic()
-            step = state.sft_step
-            observation, actions = demonstrations.batch(step, config.batch_size, derive_seed(self.config.seed, "sft"))
-            metrics = self.worker.sft_update(observation, actions, step, derive_seed(self.config.seed, "sft noise", step))
-            state.sft_step += 1
-            state.policy_version += 1
-            elapsed = time.monotonic() - start
-            state.train_wall_s += elapsed
-            last = not self._sft_goes_on()
-            if step % 10 == 0 or last:
-                named = {f"sft/{name}": value for name, value in metrics.items()}
-                named |= {"time/update_s": elapsed, "time/total_s": state.train_wall_s}
-                self._log(step, named | {"throughput/samples_per_s": config.batch_size / elapsed}, "sft")
-            self._progress("sft", state.sft_step, max(config.max_steps, state.sft_step), loss=metrics["loss"])
-            if config.eval_every and state.sft_step % config.eval_every == 0 and not last:
-                evaluation: dict[str, float] = {}
-                self._evaluate_now(f"sft_{state.sft_step:06d}", state.sft_step, "sft", evaluation)
-                if evaluation:
-                    self._log(state.sft_step, evaluation, "sft")
-            self._checkpoint_if_due(state.sft_step, last)
+            self._clone(demonstrations)
         state.phase = "rl"
         self.worker.start_phase(self.config.trainer)
+
+    def _clone(self, demonstrations: BatchSource) -> None:
+        """Take the optimiser steps of behaviour cloning."""
+        config, state = self.config.sft, self.state
+        seed = derive_seed(self.config.seed, "sft")
+        num_workers = config.num_workers if config.dataset is not None else 0
+        waits, times = [], []  # seconds of the steps since the last line
+        with Prefetcher(lambda step: demonstrations.batch(step, config.batch_size, seed), state.sft_step, num_workers) as batches:
+            while self._sft_goes_on():
+                start = time.monotonic()
+                step = state.sft_step
+                observation, actions = batches.next()
+                waits.append(time.monotonic() - start)
+                metrics = self.worker.sft_update(observation, actions, step, derive_seed(self.config.seed, "sft noise", step))
+                state.sft_step += 1
+                state.policy_version += 1
+                times.append(time.monotonic() - start)
+                state.train_wall_s += times[-1]
+                last = not self._sft_goes_on()
+                if step % 10 == 0 or last:
+                    named = {f"sft/{name}": value for name, value in metrics.items()}
+                    named |= {"time/update_s": times[-1], "time/total_s": state.train_wall_s}
+                    named |= {"time/data_wait_s": sum(waits) / len(waits)}
+                    named |= {"throughput/data_wait_fraction": sum(waits) / sum(times)}
+                    self._log(step, named | {"throughput/samples_per_s": config.batch_size / times[-1]}, "sft")
+                    waits, times = [], []
+                self._progress("sft", state.sft_step, max(config.max_steps, state.sft_step), loss=metrics["loss"])
+                if config.eval_every and state.sft_step % config.eval_every == 0 and not last:
+                    evaluation: dict[str, float] = {}
+                    self._evaluate_now(f"sft_{state.sft_step:06d}", state.sft_step, "sft", evaluation)
+                    if evaluation:
+                        self._log(state.sft_step, evaluation, "sft")
+                self._checkpoint_if_due(state.sft_step, last)
 
     def _sft_goes_on(self) -> bool:
         config, state = self.config.sft, self.state
@@ -179,7 +194,7 @@ class Trainer:
                 break
             more = self._collect(step, attempt, clock)
             batch = replace_envs(batch, unwanted, more, algorithm.unwanted_envs(more))
-        metrics = check_parity(batch, step, config.trainer.parity_max_gap)
+        metrics = check_parity(batch, step, config.trainer.parity_max_gap, self.first_step)
         metrics |= rollout_metrics(batch)
         metrics |= algorithm.compute_advantages(batch)
         flat = batch.flatten()
@@ -280,14 +295,16 @@ def replace_envs(
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Success, return and length of the first episode of each env (``rollout/*``)."""
+    """Success, return and length of the first episode of each env, and how many were lost (``rollout/*``)."""
     episodes = batch.episodes
     count = len(episodes)
+    num_lost = len(batch.episode_ids.unique()) - len(batch.episode_ids[batch.loss_mask].unique())
     if not count:
-        return {"rollout/num_episodes": 0}
+        return {"rollout/num_episodes": 0, "rollout/lost_episodes": num_lost}
     return {
         "rollout/success_rate": sum(e.success for e in episodes) / count,
         "rollout/return_mean": sum(e.episode_return for e in episodes) / count,
         "rollout/episode_len": sum(e.num_env_steps for e in episodes) / count,
         "rollout/num_episodes": len(episodes),
+        "rollout/lost_episodes": num_lost,
     }

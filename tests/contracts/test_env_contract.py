@@ -1,6 +1,8 @@
 """The contract checker: accepts the built-in env and the documented example, and finds each planted fault."""
 
+import importlib
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +16,22 @@ from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.errors import ConfigError
 
 GUIDE = Path(__file__).parents[2] / "docs" / "adding_an_env.md"
+FIXTURES = str(Path(__file__).parents[1] / "fixtures")
+if FIXTURES not in sys.path:
+    sys.path.append(FIXTURES)  # workers import from the same path
+
+
+def code_blocks():
+    return re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def guide():
     """What the code of the guide defines, run in the order in which it is printed."""
-    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
     scope = {"__name__": "dot_env"}
-    for number, block in enumerate(blocks):
+    for number, block in enumerate(code_blocks()):
+        if "DialSimulator" in block:
+            continue
         exec(compile(block, f"{GUIDE.name}, block {number}", "exec", dont_inherit=True), scope)
     yield SimpleNamespace(**{name: value for name, value in scope.items() if not name.startswith("__")})
     ENVS._entries.pop("dot")
@@ -62,6 +72,35 @@ def test_the_expert_of_the_guide_succeeds(guide):
     env.reset(options={"episodes": env.episode_specs("eval")[:20]})
     results = [result for _ in range(16) for result in env.chunk_step(env.expert_actions()[:, None]).episodes]
     assert len(results) == 20 and all(result.success for result in results)
+
+
+@pytest.mark.parametrize("num_processes", [0, 2])
+def test_the_example_of_processes_fulfils_the_contract(num_processes, tmp_path, monkeypatch):
+    (block,) = [block for block in code_blocks() if "DialSimulator" in block]
+    (tmp_path / "dial_env.py").write_text(block, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    config_class = importlib.import_module("dial_env").DialConfig
+    try:
+        config = config_class(num_processes=num_processes)
+        assert check_env(lambda num_envs, auto: make_env(config, num_envs, auto_reset=auto)) == []
+        env = make_env(config, 3, auto_reset=False)
+        env.reset()
+        assert [one.success for one in env.chunk_step(np.repeat(env.expert_actions()[:, None], 8, 1)).episodes] == [True] * 3
+        env.close()
+    finally:
+        ENVS._entries.pop("dial")
+        del sys.modules["dial_env"]
+
+
+def test_the_checker_finds_a_fault_of_a_simulator_in_a_process():
+    """A simulator whose episodes depend on what ran before in its row."""
+    from walk_env import WalkConfig, WalkVectorEnv
+
+    class Forgetful(WalkVectorEnv):
+        simulator_class = "walk_env:ForgetfulSimulator"
+
+    report = check_env(lambda num_envs, auto: Forgetful(WalkConfig(num_processes=2), num_envs, auto))
+    assert [sentence for sentence in report if sentence.startswith("Not repeatable")]
 
 
 FAULTS = {}
@@ -172,6 +211,25 @@ def execute_after_the_end(base, self, actions):
     step = base(self, actions)
     step.executed[~step.executed.any(1)] = True
     return step
+
+
+@fault("must stay idle", "chunk_step")
+def execute_without_an_episode(base, self, actions):
+    step = base(self, actions)
+    step.executed[[spec is None for spec in self.current_specs()]] = True
+    return step
+
+
+@fault("where its neighbours are idle", "_reset_envs")
+def shift_by_neighbours(base, self, ids, specs):
+    base(self, ids, specs)
+    self._dots[ids] += 0.01 * len(ids)
+
+
+@fault("finite in rows without an episode", "expert_actions")
+def expert_that_divides_by_zero(base, self):
+    never = (self._goals == 0).all(1, keepdims=True)  # no row has its goal in the middle
+    return np.where(never, np.float32("nan"), base(self))
 
 
 @fault("must be the first one of the next episode", "chunk_step")

@@ -12,16 +12,23 @@ from rlinf.distributed import BatchedDataDict, RayVirtualCluster
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.models import HuggingFacePolicy, MegatronPolicy
 from rlinf.models.checker import check_generation, check_policy
-from rlinf.models.generation import HuggingFaceGeneration
+from rlinf.models.generation import HuggingFaceGeneration, VllmGeneration
 from rlinf.models.generation.interfaces import GenerationInterface
 from rlinf.models.interfaces import PolicyInterface
 
 POLICIES = {
     "hugging face": lambda folder: HuggingFacePolicy(folder, max_new_tokens=4, learning_rate=1e-2),
     "hugging face, adapters": lambda folder: HuggingFacePolicy(folder, max_new_tokens=4, learning_rate=1e-2, lora={}),
-    "megatron": lambda folder: MegatronPolicy(folder),
+    "megatron": lambda folder: MegatronPolicy(folder, max_new_tokens=4, learning_rate=1e-2),
 }
-ENGINES = {"hugging face": lambda folder: HuggingFaceGeneration(folder, max_new_tokens=4)}
+ENGINES = {
+    "hugging face": lambda folder: HuggingFaceGeneration(folder, max_new_tokens=4),
+    "vllm": lambda folder: VllmGeneration(
+        None,
+        {"model_name": folder, "max_new_tokens": 4, "dtype": "float32",
+         "vllm_cfg": {"max_model_len": 32, "enforce_eager": True, "kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 8}},
+    ),
+}  # fmt: skip
 
 
 def build(make, folder):
@@ -43,8 +50,10 @@ def test_an_engine_generates(name, tiny_lm, prompts):
     engine = build(ENGINES[name], tiny_lm())
     assert isinstance(engine, GenerationInterface)
     engine.prepare_for_generation()
-    assert check_generation(engine, prompts) == []
-    engine.finish_generation()
+    try:
+        assert check_generation(engine, prompts) == []
+    finally:
+        engine.finish_generation()
 
 
 def changed(key, change):
@@ -65,6 +74,16 @@ def scored(change):
             return BatchedDataDict({"logprobs": change(super().get_logprobs(data)["logprobs"])})
 
     return Scored
+
+
+def only_first(logprobs):
+    """Keep the log-probability of the first generated token of each row."""
+    return torch.where((logprobs != 0).cumsum(-1) == 1, logprobs, 0.0)
+
+
+class AlwaysGreedy(HuggingFacePolicy):
+    def generate(self, data, greedy=False):
+        return super().generate(data, greedy=True)
 
 
 class Untrained(HuggingFacePolicy):
@@ -96,6 +115,9 @@ class Restless(HuggingFacePolicy):
         (changed("logprobs", lambda logprobs: logprobs[:, 1:]), "required: float32"),
         (changed("logprobs", lambda logprobs: logprobs - 1), "not 0 outside the response"),
         (changed("logprobs", lambda logprobs: 0.5 * logprobs), "generate and get_logprobs disagree"),
+        (changed("logprobs", only_first), "generate and get_logprobs disagree"),
+        (changed("logprobs", torch.zeros_like), "0 everywhere"),
+        (AlwaysGreedy, "greedy=False gave the greedy tokens of all 32 rows"),
         (scored(lambda logprobs: logprobs.double()), "get_logprobs returned torch.float64"),
         (scored(lambda logprobs: logprobs - 1), "0 for the first token"),
         (Untrained, "without 'loss'"),
@@ -160,9 +182,10 @@ def test_vllm_config_is_a_dictionary_of_its_keys():
     assert config == {"model_name": "m", "top_k": None, "backend": "vllm", "vllm_cfg": {"max_model_len": 2048}}
 
 
-def test_megatron_names_the_extra_and_checks_its_arguments():
+def test_megatron_checks_its_arguments_and_names_what_is_missing():
     sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "sequence_parallel": True}
-    with pytest.raises(ImportError, match="extra 'megatron'.*Use HuggingFacePolicy"):
+    missing = "extra 'megatron'.*Use HuggingFacePolicy|make a model of 8 ranks.*Start 8 ranks with torchrun"
+    with pytest.raises((MissingDependencyError, ConfigError), match=missing):
         MegatronPolicy("llama3.1-8b", **sizes, use_flash_attention=True)
     with pytest.raises(ConfigError, match="tensor_model_parallel_size of 2 or more, and it is 1"):
         MegatronPolicy("llama3.1-8b", sequence_parallel=True)

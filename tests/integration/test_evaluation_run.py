@@ -12,6 +12,9 @@ from rlinf.config.options import to_mapping
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
+from rlinf.evaluation.compare import compare_folders
+from rlinf.evaluation.partial import PartialResults
+from rlinf.evaluation.probe import take_probe
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.run import episode_list, evaluate
 from rlinf.manifest import Manifest, build_manifest, hash_files
@@ -25,10 +28,8 @@ OVERRIDES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> tuple[Path, RunConfig]:
-    folder = tmp_path_factory.mktemp("run") / "checkpoints" / "rl_000003"
-    config = build_config(compose_config(OVERRIDES))
+def make_checkpoint(folder: Path, overrides: list[str]) -> tuple[Path, RunConfig]:
+    config = build_config(compose_config(overrides))
     env = make_env(config.env, 1, auto_reset=False)
     model = build_policy(config, {"norm_stats": {"tabletop": env.action_statistics()}})
     env.close()
@@ -37,6 +38,18 @@ def checkpoint(tmp_path_factory) -> tuple[Path, RunConfig]:
         manifest=build_manifest(config, model, policy_version=3),
     )  # fmt: skip
     return folder, config
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> tuple[Path, RunConfig]:
+    return make_checkpoint(tmp_path_factory.mktemp("run") / "checkpoints" / "rl_000003", OVERRIDES)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory) -> tuple[Path, RunConfig]:
+    """A policy of the state, for what does not depend on the policy."""
+    overrides = ["model=mlp", *OVERRIDES[1:], "evaluation.num_videos_per_task=0"]
+    return make_checkpoint(tmp_path_factory.mktemp("run") / "checkpoints" / "rl_000003", overrides)
 
 
 def configured(checkpoint, output: Path, **sections) -> RunConfig:
@@ -81,7 +94,8 @@ def test_mismatch_is_refused_before_any_episode_and_can_be_allowed(checkpoint, t
     monkeypatch.setattr("rlinf.evaluation.run.evaluate_policy", lambda *_, **__: pytest.fail("no episode may be run"))
     other = configured(checkpoint, tmp_path / "out", env={"max_episode_steps": 8})
     with pytest.raises(
-        ManifestMismatchError, match=r"env.max_episode_steps: saved .*, present 8\n.*allow_mismatch=\[env.max"
+        ManifestMismatchError,
+        match=r"env.max_episode_steps.reach: saved 16, present 8\n.*present 8\n.*allow_mismatch=\[env.max",
     ):
         evaluate(other)
     assert not (tmp_path / "out").exists()
@@ -90,6 +104,9 @@ def test_mismatch_is_refused_before_any_episode_and_can_be_allowed(checkpoint, t
     with caplog.at_level(logging.WARNING, "rlinf"):
         result = evaluate(configured(checkpoint, tmp_path / "out", env={"max_episode_steps": 8}, evaluation=allowed))
     assert "allowed by evaluation.allow_mismatch: env.max_episode_steps" in caplog.text
+    assert result.warnings == EvaluationResult.from_json(tmp_path / "out" / "result.json").warnings
+    assert len(result.warnings) == 2 and "env.max_episode_steps.push: saved 48, present 8" in result.warnings[1]
+    assert "Before you trust these numbers" in (tmp_path / "out" / "report.html").read_text()
     assert max(r.num_env_steps for r in result.results) <= 8
 
 
@@ -102,16 +119,18 @@ def edited(checkpoint, target: Path, **changes) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("change", ["versions", "normalization", "lora"])
+@pytest.mark.parametrize("change", ["versions", "simulators", "renderer", "normalization", "lora"])
 def test_other_versions_statistics_or_adapters_are_refused(checkpoint, tmp_path, change):
     saved = Manifest.load(checkpoint[0])
     value = {
-        "versions": {**saved.versions, "mujoco": "2.0.0"},
+        "versions": {**saved.versions, "transformers": "2.0.0"},
+        "simulators": {"mujoco": "3.2.99"},
+        "renderer": "another",
         "normalization": {**saved.normalization, "statistics": {"action": {"q01": [-9.0, -9.0]}}},
         "lora": {"state": "merged"},
     }[change]
     folder = edited(checkpoint, tmp_path / "rl_000003", **{change: value})
-    with pytest.raises(ManifestMismatchError, match=change):
+    with pytest.raises(ManifestMismatchError, match=f"  {change}"):
         evaluate(replace(configured(checkpoint, tmp_path / "out"), checkpoint=str(folder)))
 
 
@@ -145,3 +164,134 @@ def test_more_episodes_than_the_split_has_is_an_error(checkpoint):
     with pytest.raises(ConfigError, match="num_episodes=7.*has 6 episodes.*num_episodes=6"):
         episode_list(env, "eval", 7)
     env.close()
+
+
+def test_all_episodes_of_the_split_are_the_list_of_a_null(checkpoint):
+    env = make_env(replace(checkpoint[1].env, num_eval_init_states=3), 2, auto_reset=False)
+    assert episode_list(env, "eval", None) == list(env.episode_specs("eval"))
+    assert len(set(episode_list(env, "eval", None))) == 6
+    env.close()
+
+
+def stop_after(monkeypatch, number: int) -> None:
+    """Have Ctrl-C pressed as the result after ``number`` others is written."""
+    add = PartialResults.add
+
+    def interrupted(self, result):
+        if self.num_results == number:
+            raise KeyboardInterrupt
+        add(self, result)
+
+    monkeypatch.setattr(PartialResults, "add", interrupted)
+
+
+def test_an_interrupted_evaluation_goes_on_where_it_stopped(quick, tmp_path, monkeypatch, capsys):
+    whole = evaluate(configured(quick, tmp_path / "whole"))
+    config = configured(quick, tmp_path / "out")
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        stop_after(context, 5)
+        evaluate(config)
+    path = tmp_path / "out" / "result.partial.jsonl"
+    assert (
+        f"5 results are kept in {path}; the same command with output_dir={tmp_path / 'out'} goes on"
+        in capsys.readouterr().err
+    )
+    with open(path, "a") as file:
+        file.write('{"spec": {"suite": "tabl')  # the process was killed as it wrote
+    runs = []
+    add = PartialResults.add
+    monkeypatch.setattr(PartialResults, "add", lambda self, result: (runs.append(result.spec), add(self, result)))
+    other_envs = configured(quick, tmp_path / "out", evaluation={"num_envs": 3})
+    assert evaluate(other_envs).results == whole.results
+    assert len(runs) == 4, "five were known"
+    assert "evaluation 5/9" in (err := capsys.readouterr().err) and "9/9" in err and not path.exists()
+
+
+def test_results_of_other_conditions_are_not_continued(quick, tmp_path, monkeypatch):
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        stop_after(context, 3)
+        evaluate(configured(quick, tmp_path / "out"))
+    other = configured(quick, tmp_path / "out", evaluation={"greedy": False})
+    with pytest.raises(ConfigError, match=r"holds 3 results .* under other conditions \(greedy\).*output_dir="):
+        evaluate(other)
+    path = tmp_path / "out" / "result.partial.jsonl"
+    path.write_text(path.read_text().replace('"success"', '"sucess"'))
+    with pytest.raises(CheckpointError, match="result.partial.jsonl cannot be read"):
+        evaluate(configured(quick, tmp_path / "out"))
+
+
+def test_nothing_stays_of_an_evaluation_that_had_no_result_yet(quick, tmp_path, monkeypatch, capsys):
+    stop_after(monkeypatch, 0)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(configured(quick, tmp_path / "out"))
+    assert list((tmp_path / "out").iterdir()) == [] and "goes on" not in capsys.readouterr().err
+
+
+def test_a_baseline_is_compared_with_episode_by_episode(quick, tmp_path, monkeypatch, capsys):
+    evaluate(configured(quick, tmp_path / "a"))
+    against = {"compare": str(tmp_path / "a")}
+    evaluate(configured(quick, tmp_path / "b", evaluation=against | {"greedy": False}))
+    data = json.loads((tmp_path / "b" / "compare.json").read_text())
+    assert data["total"]["episodes"] == 9 and data["a"] == str(tmp_path / "a")
+    assert "b - a = " in capsys.readouterr().out
+    assert "Paired comparison" in (tmp_path / "b" / "report.html").read_text()
+    evaluate(configured(quick, tmp_path / "b"))
+    assert not (tmp_path / "b" / "compare.json").exists(), "it was of the result before"
+    monkeypatch.setattr("rlinf.evaluation.run.evaluate_policy", lambda *_, **__: pytest.fail("no episode may be run"))
+    with pytest.raises(ConfigError, match="9 episodes and the second 5, 5 of them in common"):
+        evaluate(configured(quick, tmp_path / "c", evaluation=against | {"num_episodes": 5}))
+    with pytest.raises(CheckpointError, match="holds no result.json"):
+        evaluate(configured(quick, tmp_path / "c", evaluation={"compare": str(tmp_path / "no")}))
+
+
+def test_a_simulator_that_has_drifted_since_the_checkpoint_is_warned_of(quick, tmp_path, monkeypatch, caplog):
+    from rlinf.envs.tabletop import scene
+
+    env = make_env(quick[1].env, 4, auto_reset=False)
+    folder = edited(quick, tmp_path / "rl_000003", probe=take_probe(env))
+    env.close()
+    config = replace(configured(quick, tmp_path / "same", evaluation={"num_episodes": 2}), checkpoint=str(folder))
+    result = evaluate(config)
+    assert result.warnings == [] and Manifest.load(tmp_path / "same").probe == Manifest.load(folder).probe
+    description = scene.tabletop_xml()
+    monkeypatch.setattr(scene, "tabletop_xml", lambda: description.replace("0.23 0.23 0.25", "0.15 0.15 0.17"))
+    with caplog.at_level(logging.WARNING, "rlinf"):
+        warned = evaluate(replace(config, output_dir=str(tmp_path / "darker"))).warnings
+    assert warned and all(
+        "has changed since the checkpoint was made: " in line and "grey levels" in line for line in warned
+    )
+    assert warned[0] in caplog.text
+    off = replace(config, output_dir=str(tmp_path / "off"), evaluation=replace(config.evaluation, probe=False))
+    assert evaluate(off).warnings == [] and Manifest.load(tmp_path / "off").probe is None
+
+
+def test_training_records_what_its_evaluation_is_compared_by_and_the_saved_policy_gives_the_same_results(tmp_path):
+    from rlinf.training.run import train
+
+    overrides = [
+        "model=mlp", "env=tabletop", "env.tasks=[reach]", "sft.max_steps=3", "sft.num_demonstrations=8", "sft.batch_size=16",
+        "trainer.max_steps=0", "evaluation.num_episodes=6", "evaluation.num_envs=3", "evaluation.num_videos_per_task=0",
+        "cluster.num_threads=1", "tracking.tensorboard=false", f"output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    config = build_config(compose_config(overrides))
+    train(config)
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert Manifest.load(saved).probe["episodes"][0]["task"] == "reach"
+    result = evaluate(replace(config, checkpoint=str(saved), output_dir=str(tmp_path / "out")))
+    during = tmp_path / "run" / "eval" / "after_sft"
+    assert result.warnings == [] and result.results == EvaluationResult.from_json(during / "result.json").results
+    comparison = compare_folders(during, tmp_path / "out")
+    assert comparison.total.p_value == 1.0 and comparison.mismatches == []
+
+
+@pytest.mark.parametrize("num_episodes", [None, 6, 7])
+def test_number_of_episodes_is_checked_before_the_run(checkpoint, num_episodes):
+    from rlinf.config.validation import validate
+
+    env = replace(checkpoint[1].env, num_eval_init_states=3)
+    config = replace(checkpoint[1], env=env, evaluation=replace(checkpoint[1].evaluation, num_episodes=num_episodes))
+    if num_episodes == 7:
+        with pytest.raises(ConfigError, match="num_episodes=7, but .* = 6. Type evaluation.num_episodes=6"):
+            validate(config, "evaluate")
+    else:
+        validate(config, "evaluate")

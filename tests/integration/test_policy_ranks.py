@@ -5,10 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlinf.algorithms import NLLLossFn
+from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
+from rlinf.distributed import BatchedDataDict
 from rlinf.distributed.process_group import launch
 from rlinf.errors import ConfigError
 from rlinf.models import HuggingFacePolicy
+
+LOSSES = {"nll": NLLLossFn(), "dpo": DPOLossFn(), "grpo": GRPOLossFn(loss_level="sequence", kl_coef=0.1)}
+SHARES = {"nll": [(0, 3), (3, 4)], "dpo": [(0, 2), (2, 4)], "grpo": [(0, 1), (1, 4)]}
+
+
+def step(policy, rows, loss_fn):
+    """Metrics of a step, and its gradients, which the optimiser sees before they are gone."""
+    gradients = {}
+    take, names = policy._optimizer.step, {id(p): name for name, p in policy.model.named_parameters()}
+
+    def record():
+        gradients.update({names[id(p)]: p.grad.clone() for p in policy._optimizer.parameters})
+        take()
+
+    policy._optimizer.step = record
+    metrics = policy.train(rows, loss_fn)
+    return {name: value for name, value in metrics.items() if not name.startswith("memory/")}, gradients
 
 
 def train_one_rank(arguments) -> None:
@@ -16,20 +34,53 @@ def train_one_rank(arguments) -> None:
 
     folder, batch, output = arguments
     rank = dist.get_rank()
-    policy = HuggingFacePolicy(folder, learning_rate=1e-3)
-    rows = batch.slice(0, 3) if rank == 0 else batch.slice(3, 4)
-    metrics = policy.train(rows, NLLLossFn())
+    for name, loss_fn in LOSSES.items():
+        policy = HuggingFacePolicy(folder, learning_rate=1e-3, max_new_tokens=8, eos_token_id=[])
+        rows = batch.slice(*SHARES[name][rank])
+        metrics, gradients = step(policy, rows, loss_fn)
+        torch.save((metrics, gradients, policy.model.state_dict()), f"{output}/{name}_{rank}.pt")
+    torch.save(policy.generate(batch)["output_ids"], f"{output}/responses_{rank}.pt")
     with pytest.raises(ConfigError, match="no TokenLoss.*2 ranks"):
         policy.train(rows, lambda model, data: model(input_ids=data["input_ids"]).logits.sum())
-    torch.save((metrics, policy.model.state_dict()), f"{output}/{rank}.pt")
+
+
+def refuse_on_one_rank(arguments) -> None:
+    import torch.distributed as dist
+
+    folder, batch = arguments
+    second = dist.get_rank() == 1
+    policy = HuggingFacePolicy(folder, learning_rate=1e-3)
+    before = policy.get_logprobs(batch)["logprobs"]
+    long = BatchedDataDict({key: torch.ones(1, 65, dtype=torch.long) for key in ("input_ids", "attention_mask")})
+    # Refused while the rows are counted and dealt, and refused by the loss after it.
+    cases = [(long, NLLLossFn(), "A row has 65 tokens"), (batch, GRPOLossFn(), "needs data..advantages")]
+    for bad, loss_fn, words in cases:
+        good = BatchedDataDict({**batch, "advantages": torch.ones(batch.size)})
+        with pytest.raises(ConfigError, match=words if second else r"1 other rank\(s\) refused"):
+            policy.train(bad if second else good, loss_fn)
+    assert policy.get_logprobs(batch)["logprobs"].equal(before)
+    policy.train(batch, NLLLossFn())
+    assert not policy.get_logprobs(batch)["logprobs"].equal(before)
+
+
+def test_rows_refused_on_one_rank_are_refused_on_all(tiny_lm, prompts):
+    launch(refuse_on_one_rank, (tiny_lm(), prompts), 2, "cpu")
 
 
 def test_two_uneven_ranks_are_one_batch(tiny_lm, prompts, tmp_path):
+    prompts["advantages"] = torch.tensor([1.0, -2.0, 0.5, 3.0])
+    prompts["reference_logprobs"] = 0.99 * HuggingFacePolicy(tiny_lm()).get_logprobs(prompts)["logprobs"]
     launch(train_one_rank, (tiny_lm(), prompts, str(tmp_path)), 2, "cpu")
-    policy = HuggingFacePolicy(tiny_lm(), learning_rate=1e-3)
-    metrics = policy.train(prompts, NLLLossFn())
-    own = policy.model.state_dict()
-    for rank in range(2):
-        rank_metrics, state = torch.load(tmp_path / f"{rank}.pt")
-        assert rank_metrics == pytest.approx(metrics, rel=1e-5)
-        assert max(float((own[name] - state[name]).abs().max()) for name in own) < 1e-5
+    for name, loss_fn in LOSSES.items():
+        policy = HuggingFacePolicy(tiny_lm(), learning_rate=1e-3)
+        metrics, expected = step(policy, prompts, loss_fn)
+        norm = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
+        states = []
+        for rank in range(2):
+            rank_metrics, gradients, state = torch.load(tmp_path / f"{name}_{rank}.pt")
+            assert rank_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-6)
+            assert torch.cat([(gradients[key] - expected[key]).flatten() for key in expected]).norm() < 1e-6 * norm
+            states.append(state)
+        assert all(states[0][key].equal(states[1][key]) for key in states[0]), "ranks stay bit for bit alike"
+    responses = [torch.load(tmp_path / f"responses_{rank}.pt")[:, :8] for rank in range(2)]
+    assert not responses[0].equal(responses[1]), "the same prompts get other random numbers on another rank"

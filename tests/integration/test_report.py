@@ -13,7 +13,8 @@ import pytest
 
 from rlinf.envs.video import write_video
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.charts import Series, format_number, line_chart, log_ticks, nice_ticks
+from rlinf.evaluation.charts import Series, difference_bar, format_number, line_chart, log_ticks, nice_ticks
+from rlinf.evaluation.compare import compare
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.tracking import Tracker, TrackingConfig
@@ -181,6 +182,38 @@ def test_overlapping_intervals_are_said_to_overlap(tmp_path):
     assert "the 95 % intervals overlap" in text and "do not overlap" not in text
 
 
+def test_gain_by_rl_is_compared_pair_by_pair(run):
+    text = re.sub(r"<[^>]+>", " ", (run / "report.html").read_text())
+    results = [EvaluationResult.from_json(run / "eval" / tag / "result.json") for tag in ("before_rl", "after_rl")]
+    total = compare(*results).total
+    low, high = (100 * end for end in total.interval)
+    assert "Paired comparison" in text and total.p_value < 1e-10
+    assert f"{100 * total.difference:+.1f} ({low:+.1f} to {high:+.1f})" in text and f"{total.p_value:.3g}" in text
+
+
+def test_evaluations_of_other_episodes_are_not_compared(tmp_path):
+    evaluation(0.4).to_json(tmp_path / "eval" / "before_rl" / "result.json")
+    evaluation(0.9, 100).to_json(tmp_path / "eval" / "after_rl" / "result.json")
+    assert "Paired comparison" not in write_report(tmp_path).read_text()
+
+
+def test_warnings_of_the_evaluation_are_shown_and_escaped(tmp_path):
+    result = evaluation(0.5)
+    result.to_json(tmp_path / "result.json")
+    assert "Before you trust" not in write_report(tmp_path).read_text()
+    result.warnings = ["renderer: saved <b>, present \"osmesa\""]
+    result.to_json(tmp_path / "result.json")
+    text = write_report(tmp_path).read_text()
+    assert "Before you trust these numbers" in text and "saved &lt;b&gt;, present &quot;osmesa&quot;" in text
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.0, -0.9), (-0.1, 0.2), (0.999, 1.0)])
+def test_difference_bar_lies_where_its_numbers_are(low, high):
+    bar = difference_bar((low + high) / 2, low, high)
+    x, width = (float(re.search(rf'class="range s1"[^>]* {name}="([-\d.]+)"', bar)[1]) for name in ("x", "width"))
+    assert x == pytest.approx(80 * (low + 1), abs=0.06) and width == pytest.approx(max(1, 80 * (high - low)), abs=0.06)
+
+
 def test_missing_parts_are_left_out(tmp_path):
     evaluation(0.5).to_json(tmp_path / "result.json")
     text = write_report(tmp_path).read_text()
@@ -244,3 +277,4 @@ def test_chromium_shows_curves_and_videos(run, tmp_path):
     assert dom.count('<svg class="chart"') >= 14 and dom.count('class="curve s') >= 17
     assert dom.count("<video") == 12 and dom.count("</video>") == 12
     assert "<details" in dom and "quickstart" in dom
+    assert "Paired comparison" in dom and dom.count('<line class="zero"') == 4, "three tasks and the total"

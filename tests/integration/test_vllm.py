@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
+from rlinf.cli import main
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.batched_data_dict import BatchedDataDict
@@ -24,7 +25,7 @@ from rlinf.errors import ConfigError, ParityError
 from rlinf.models import build_policy
 from rlinf.models.generation.config import VllmOptions
 from rlinf.models.generation.vllm_engine import EngineError, EngineSpec, GenerateRequest, VllmEngine
-from rlinf.models.generation.vllm_generation import VllmGeneration
+from rlinf.models.generation.vllm_generation import VllmGeneration, VllmGenerationWorker
 from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.training.run import train
 from rlinf.types import Observation
@@ -354,6 +355,45 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
     with pytest.raises(EngineError, match="weights of version 4 and has ended since"):
         generation.generate(data, greedy=True)
     assert generation.worker.engine.pid is None
+
+
+def test_only_allowed_tokens_are_drawn_at_their_own_logprobs(tmp_path):
+    model = make_language_model(0)
+    model.save_pretrained(tmp_path)
+    allowed = list(range(70, 90))
+    generation = VllmGeneration(None, {
+        "model_name": str(tmp_path), "max_new_tokens": 5, "temperature": TEMPERATURE, "eos_token_id": [], "max_model_len": 24,
+        "allowed_token_ids": allowed, "dtype": "float32", "kv_cache_memory_bytes": 16 << 20,
+    })  # fmt: skip
+    prompts = torch.tensor([[5, 9, 3], [1, 2, 3]])
+    try:
+        output = generation.worker.generate(prompts)
+    finally:
+        generation.finish_generation()
+    drawn = output["output_ids"][:, 3:]
+    assert ((drawn >= 70) & (drawn < 90)).all()
+    with torch.no_grad():
+        logits = model(output["output_ids"]).logits[:, 2:-1, 70:90] / TEMPERATURE
+    expected = logits.log_softmax(-1).gather(-1, drawn.unsqueeze(-1) - 70).squeeze(-1)
+    torch.testing.assert_close(output["logprobs"][:, 3:], expected, atol=1e-4, rtol=0)
+
+
+def test_diagnose_checks_torch_and_vllm(tmp_path, capsys, monkeypatch):
+    make_language_model(0).save_pretrained(tmp_path)
+    assert main(["diagnose", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    for engine in ("torch", "vllm"):
+        rows = [line for line in lines if line.startswith(f"{engine}: ")]
+        assert len(rows) == 9 + 8 and all(" pass " in row for row in rows)
+    generate = VllmGenerationWorker.generate
+
+    def hotter(self, *args, **kwargs):
+        return generate(self, *args, temperature=2.0, **kwargs)
+
+    monkeypatch.setattr(VllmGenerationWorker, "generate", hotter)
+    assert main(["diagnose", str(tmp_path)]) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if " FAIL " in line]
+    assert failed and all(line.startswith("vllm: decode against prefill") and "sampled" in line for line in failed), "control"
 
 
 def test_settings_that_vllm_refuses_are_a_user_error(tmp_path):

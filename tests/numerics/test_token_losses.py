@@ -45,6 +45,13 @@ def test_of_a_generation_the_response_is_trained_on():
     assert trained_tokens(data).tolist() == [[False, False, False, True], [False, True, True, False]]
 
 
+def test_of_a_generation_that_was_cut_short_only_the_response_is_trained_on():
+    data = BatchedDataDict({"output_ids": torch.ones(2, 6, dtype=torch.long), "generation_lengths": torch.tensor([3, 1]),
+                            "unpadded_sequence_lengths": torch.tensor([6, 5])})  # fmt: skip
+    data.truncate_tensors(1, 4)
+    assert trained_tokens(data).tolist() == [[False, False, False, True], [False] * 4]
+
+
 def test_a_batch_that_trains_on_nothing_is_refused():
     data = batch_of([2], sample_mask=torch.tensor([0]))
     with pytest.raises(ConfigError, match="sample_mask"):
@@ -135,6 +142,12 @@ def test_sequence_ratio_is_the_geometric_mean_by_hand():
     ratios = [[1.2, 1.2**3]]
     assert grpo(ratios, [1.0], [3], ratio_level="sequence", clip_range_high=1.0) == pytest.approx(-(1.2**2), rel=1e-5)
     assert grpo(ratios, [1.0], [3], ratio_level="sequence") == pytest.approx(-1.2, rel=1e-5)
+    low = [[0.5, 0.5]]
+    assert grpo(low, [-2.0], [3], ratio_level="sequence") == pytest.approx(1.6, rel=1e-5)
+    assert grpo(low, [-2.0], [3], ratio_level="sequence", clip_range_low=0.4) == pytest.approx(1.2, rel=1e-5)
+    high = [[2.0, 50.0]]
+    assert grpo(high, [-1.0], [3], ratio_level="sequence") == pytest.approx(10.0, rel=1e-5)
+    assert grpo(high, [-1.0], [3], ratio_level="sequence", dual_clip=3.0) == pytest.approx(3.0, rel=1e-5)
     mean_of_tokens = -(1.2 + 1.2**3) / 2
     assert grpo(ratios, [1.0], [3], clip_range_high=1.0) == pytest.approx(mean_of_tokens, rel=1e-5)
     # Rows of 2 and 1 tokens: by token the first counts twice.
@@ -186,6 +199,9 @@ def test_bad_options_name_the_value_and_what_to_type(options, words):
         DPOLossFn(beta=0)
     with pytest.raises(ConfigError, match="label_smoothing=0.5"):
         DPOLossFn(label_smoothing=0.5)
+    for loss in (NLLLossFn, DPOLossFn, GRPOLossFn):
+        with pytest.raises(ConfigError, match=f"{loss.__name__} got temperature=0; required: more than 0"):
+            loss(temperature=0)
 
 
 def test_missing_or_misshapen_keys_are_named():
@@ -194,6 +210,9 @@ def test_missing_or_misshapen_keys_are_named():
     data = batch_of([2], advantages=torch.ones(1), old_logprobs=torch.zeros(1, 1))
     with pytest.raises(ConfigError, match=r"old_logprobs.*\[1, 1\].*\[1, 2\]"):
         value(GRPOLossFn(), [[0.0, -1.0]], data)
+    for key in ("token_mask", "sample_mask"):
+        with pytest.raises(ConfigError, match=rf"data\['{key}'\] is a list"):
+            trained_tokens(batch_of([2], **{key: [1]}))
     with pytest.raises(ConfigError, match=r"token_mask is \[1, 3\]"):
         trained_tokens(batch_of([2], token_mask=torch.ones(1, 3)))
 

@@ -152,6 +152,17 @@ def test_dynamic_batches_use_the_budget():
     assert [len(rows) for rows in parts[0].micro_batches] == [2, 2, 2]
 
 
+def test_of_outputs_prompt_and_response_are_counted():
+    mask = (torch.arange(12) < torch.tensor([[4], [5]])).long()
+    batch = BatchedDataDict({"row": torch.arange(2), "input_ids": 7 * mask, "attention_mask": mask, "generation_lengths": torch.tensor([5, 5]),
+                             "output_ids": torch.arange(24).view(2, 12), "unpadded_sequence_lengths": torch.tensor([9, 10])})  # fmt: skip
+    assert batch.lengths() == [9, 10] and batch.lengths("generation_lengths") == [5, 5]
+    assert batch.without_padding_columns()["output_ids"].tolist() == batch["output_ids"][:, :10].tolist()
+    parts, _ = batch.shard_by_batch_size(1, dynamic_batching_args={"max_tokens_per_microbatch": 10})
+    widths = [(rows_of(part), part["output_ids"].shape[1]) for part in parts[0].make_microbatch_iterator()]
+    assert widths == [([1], 10), ([0], 9)]
+
+
 def test_lengths_may_come_from_a_key():
     batch = BatchedDataDict({"row": torch.arange(4), "tokens": torch.tensor([8, 8, 1, 1])})
     args = {"max_tokens_per_microbatch": 8, "input_lengths_key": "tokens"}

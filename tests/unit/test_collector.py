@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
 
+from rlinf.algorithms.advantages import gae
+from rlinf.algorithms.config import GRPOConfig, PPOConfig
+from rlinf.algorithms.grpo import GRPO
+from rlinf.algorithms.ppo import PPO
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import make_env
+from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.models import build_policy
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
-from rlinf.training.trainer import replace_envs
-from rlinf.types import EpisodeSpec
+from rlinf.training.trainer import replace_envs, rollout_metrics
+from rlinf.types import ActionPrediction, EpisodeSpec
+
+FIXTURES = str(Path(__file__).parents[1] / "fixtures")
+if FIXTURES not in sys.path:
+    sys.path.append(FIXTURES)  # workers import from the same path
+
+from walk_env import WalkConfig, WalkVectorEnv  # noqa: E402
 
 NUM_ENVS, NUM_CHUNKS, HORIZON = 6, 11, 5
 OVERRIDES = ["model=mlp", "env.tasks=[reach,reach_zone]", "env.cameras=[]", f"env.max_episode_steps={HORIZON}"]
@@ -131,6 +149,163 @@ def test_a_second_attempt_plays_other_episodes_and_replaces_whole_groups(parts):
     same = replace_envs(first, unwanted, more, torch.ones(NUM_ENVS, dtype=torch.bool))
     assert sorted(same.group_ids[0].tolist()) == sorted(first.group_ids[0].tolist())
     np.testing.assert_array_equal(states[:, 2], first.observation.state.reshape(NUM_CHUNKS, NUM_ENVS, -1)[:, 4])
+
+
+class SlowPolicy(ActionModel, torch.nn.Module):
+    """Stands still; a call takes 0.1 s, and one call runs at a time."""
+
+    num_logprobs = 2
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def preprocess(self, observation):
+        return {"state": torch.from_numpy(observation.state)}
+
+    def predict_action_batch(self, *, do_sample, temperature, uniforms, state):
+        with self.lock:
+            time.sleep(0.1)
+        actions = torch.zeros(len(state), 1, 2)
+        return ActionPrediction(actions, actions.flatten(1), torch.zeros(len(state), 2, 2), torch.zeros(len(state)))
+
+    def rollout_logprobs(self, prediction, temperature):
+        return prediction.sequences
+
+
+def test_one_half_of_the_envs_steps_while_the_other_half_asks_the_policy():
+    """Two halves of two envs, 0.05 s a step, one process each: a call and a half's step take 0.1 s. Half the time in turn."""
+    config = WalkConfig(num_processes=1, step_sleep_s=0.05)
+    split = WalkVectorEnv(config, 1, True).episode_specs("train")
+    num_chunks, elapsed = 10, {}
+    for num_lanes in (2, 1):
+        collector = RolloutCollector(
+            lambda count: WalkVectorEnv(config, count, True), EpisodeSampler(split, 2, num_groups=4), num_envs=4,
+            num_chunks=num_chunks, temperature=1.0, num_lanes=num_lanes,
+        )  # fmt: skip
+        collector.collect(SlowPolicy(), 0, 0, needs_values=False)  # starts the processes
+        begin = time.monotonic()
+        collector.collect(SlowPolicy(), 1, 0, needs_values=False)
+        elapsed[num_lanes] = time.monotonic() - begin
+        collector.close()
+    assert elapsed[2] < 0.75 * num_chunks * (0.1 + 0.1 + 0.1 + 0.1)
+    assert elapsed[1] > num_chunks * (0.1 + 0.2)  # control: one lane waits for the policy, then for four steps
+
+
+class LosingEnv(TabletopVectorEnv):
+    """Loses the simulators of the rows ``losses[k]`` during the ``k``-th chunk."""
+
+    losses: ClassVar[dict[int, list[int]]] = {}
+
+    def reset(self, **kwargs):
+        self.num_chunks = 0
+        return super().reset(**kwargs)
+
+    def _step_chunk(self, ids, actions, steps_left):
+        chunk = super()._step_chunk(ids, actions, steps_left)
+        for row in self.losses.get(self.num_chunks, ()):
+            self._reset_env(row, self._specs[row])
+            self._lost[row] = True
+            for array in chunk:
+                array[ids == row] = 0
+        self.num_chunks += 1
+        return chunk
+
+
+def collect_with_losses(parts, losses, **kwargs):
+    config, env, model = parts
+    make = type("Losing", (LosingEnv,), {"losses": losses})
+    group_size, auto_reset = kwargs.get("group_size", 1), kwargs.get("auto_reset", True)
+    sampler = EpisodeSampler(
+        env.episode_specs("train"), 2, num_groups=NUM_ENVS // group_size, group_size=group_size, seed=3
+    )
+    collector = RolloutCollector(
+        lambda count: make(config.env, count, auto_reset), sampler, num_envs=NUM_ENVS, num_chunks=NUM_CHUNKS,
+        temperature=1.0, num_lanes=1,
+    )  # fmt: skip
+    try:
+        return collector.collect(model, 7, 42, needs_values=True)
+    finally:
+        collector.close()
+
+
+def test_a_lost_episode_is_masked_and_begins_anew_under_another_id(parts):
+    """Env 1 loses its first episode with its third call, and env 4 its second one with the first call of it."""
+    batch = collect_with_losses(parts, {2: [1], HORIZON: [4]})
+    plain = collect(parts, num_lanes=1)
+    expected = torch.ones(NUM_CHUNKS, NUM_ENVS, dtype=torch.bool)
+    expected[:3, 1] = expected[HORIZON, 4] = False
+    assert (batch.loss_mask == expected).all() and plain.loss_mask.all()
+    numbers = [torch.unique_consecutive(batch.episode_ids[:, env], return_counts=True)[1].tolist() for env in range(NUM_ENVS)]
+    whole = [HORIZON, HORIZON, NUM_CHUNKS - 2 * HORIZON]
+    retried_1 = [3, HORIZON, NUM_CHUNKS - HORIZON - 3]
+    retried_4 = [HORIZON, 1, HORIZON]
+    assert numbers == [whole, retried_1, whole, whole, retried_4, whole]
+    specs = [[batch.specs[int(i)] for i in batch.episode_ids[:, env]] for env in (1, 4)]
+    assert specs[0][2] == specs[0][3] != specs[0][HORIZON + 3] and specs[1][HORIZON] == specs[1][HORIZON + 1]
+    assert len(set(batch.episode_ids[batch.loss_mask].tolist()) & set(batch.episode_ids[~batch.loss_mask].tolist())) == 0
+    assert (batch.group_ids == plain.group_ids).all()
+    others = [0, 2, 3, 5]
+    for name, tensor in batch.tensors().items():
+        torch.testing.assert_close(tensor[:, others], plain.tensors()[name][:, others], msg=name)
+    states = batch.observation.state.reshape(NUM_CHUNKS, NUM_ENVS, -1)
+    np.testing.assert_array_equal(states[3, 1], states[0, 1])
+    np.testing.assert_array_equal(states[HORIZON + 1, 4], states[HORIZON, 4])
+    for env, t in ((1, HORIZON + 2), (4, NUM_CHUNKS - 1), (1, NUM_CHUNKS - 1)):
+        assert batch.bootstrap_values[t, env].item() == pytest.approx(value_after(parts, batch, t, env), abs=1e-5)
+    assert rollout_metrics(batch)["rollout/lost_episodes"] == 2 and rollout_metrics(plain)["rollout/lost_episodes"] == 0
+    assert rollout_metrics(batch)["rollout/num_episodes"] == NUM_ENVS
+
+
+def test_an_episode_that_is_lost_with_the_last_call_has_no_value_behind_it(parts):
+    batch = collect_with_losses(parts, {NUM_CHUNKS - 1: [2]})
+    begin = 2 * HORIZON
+    assert not batch.loss_mask[begin:, 2].any() and batch.loss_mask[:begin].all()
+    assert batch.bootstrap_values[-1, 2] == 0 and batch.bootstrap_values[-1, 3] != 0
+
+
+def test_advantages_after_a_loss_are_those_of_the_new_episode_alone(parts):
+    batch = collect_with_losses(parts, {2: [1]})
+    batch.values = torch.randn(NUM_CHUNKS, NUM_ENVS, generator=torch.Generator().manual_seed(0))
+    PPO(PPOConfig(normalize_advantages=False)).compute_advantages(batch)
+    names = ("rewards", "values", "terminated", "truncated", "bootstrap_values")
+    config = PPOConfig()
+    alone, _ = gae(*(getattr(batch, name)[3:, 1:2] for name in names), config.gamma, config.gae_lambda)
+    torch.testing.assert_close(batch.advantages[3:, 1].sum(-1), alone[:, 0] * batch.advantages.shape[-1])
+
+
+def test_grpo_compares_returns_without_the_lost_parts(parts):
+    """Group 0 (envs 0 to 2): env 1 is lost once, env 2 twice, so that it does not end. Group 1 is not disturbed."""
+    losses = {2: [1, 2], 6: [2]}
+    batch = collect_with_losses(parts, losses, auto_reset=False, group_size=3)
+    batch.action_rewards = torch.zeros_like(batch.action_rewards)
+    batch.action_rewards[:3, 1:3] = 100.0  # the lost parts, and what does not end
+    batch.action_rewards[7:, 2] = 50.0
+    batch.action_rewards[4, 0], batch.action_rewards[3, 1] = 1.0, 3.0
+    batch.action_rewards[1, 3:] = torch.tensor([0.0, 0.0, 3.0])[:, None]
+    batch.action_rewards /= batch.action_rewards.shape[-1]
+    metrics = GRPO(GRPOConfig(scale_by_std=False, normalize_advantages=False)).compute_advantages(batch)
+    assert metrics["train/return_mean"] == pytest.approx((1 + 3 + 0 + 0 + 3) / 5)
+    assert metrics["rollout/zero_variance_group_fraction"] == 0
+    expected = torch.tensor([-1.0, 1.0, 0.0, -1.0, -1.0, 2.0])  # return less the mean of the group's known returns
+    torch.testing.assert_close(batch.advantages[4, :, 0], expected)
+    assert not batch.loss_mask[:, 2].any() and not batch.loss_mask[:3, 1].any() and batch.loss_mask[3:8, 1].all()
+
+
+def test_a_group_of_equal_known_returns_is_resampled_as_a_whole(parts):
+    batch = collect_with_losses(parts, {2: [0], 6: [0]}, auto_reset=False, group_size=3)
+    batch.action_rewards = torch.zeros_like(batch.action_rewards)
+    batch.action_rewards[-1, 0] = 5.0  # not known: it does not end
+    batch.action_rewards[0, 3] = 1.0
+    algorithm = GRPO(GRPOConfig())
+    assert algorithm.unwanted_envs(batch).tolist() == [True] * 3 + [False] * 3
+    batch.action_rewards[0, 1] = 1.0
+    assert not algorithm.unwanted_envs(batch).any()  # the env that is not known goes with its group
+
+
+def test_grpo_still_refuses_columns_of_several_episodes(parts):
+    with pytest.raises(ValueError, match="rollout.auto_reset=false"):
+        GRPO(GRPOConfig()).compute_advantages(collect(parts, group_size=3))
 
 
 SPECS = [EpisodeSpec("s", i % 2, i // 2, 0) for i in range(20)]

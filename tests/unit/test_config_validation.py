@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import re
 
@@ -204,8 +205,8 @@ def test_cloning_needs_a_scripted_expert(monkeypatch):
 
 
 def test_missing_optional_package_is_reported_with_its_install_command(monkeypatch):
-    real = validation.importlib.util.find_spec
-    monkeypatch.setattr(validation.importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name))
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name))
     with pytest.raises(MissingDependencyError, match="pip install wandb.*tracking.wandb=false"):
         validate(build("tracking.wandb=true"))
     validate(build("tracking.wandb=false"))

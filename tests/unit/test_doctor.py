@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from rlinf.cli.memory import checkpoint_parameters, estimate_memory, format_byte
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import ENVS
+from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import MissingDependencyError
 from rlinf.models import get_model
 
@@ -23,9 +26,16 @@ def build(*overrides):
 
 
 @pytest.fixture
-def renders(monkeypatch):
+def registered(monkeypatch):
+    """The registry of envs with the built-in simulator alone, for a test to add to."""
+    monkeypatch.setattr(ENVS, "_entries", {"tabletop": ENVS.entries()["tabletop"]})
+    return ENVS
+
+
+@pytest.fixture
+def renders(registered, monkeypatch):
     """A machine on which pictures can be drawn, whatever this one is."""
-    monkeypatch.setattr("rlinf.envs.rendering.probe_rendering", lambda: ("egl", "MuJoCo renders with egl."))
+    monkeypatch.setattr("rlinf.envs.graphics.probe_rendering", lambda: ("egl", "MuJoCo renders with egl."))
 
 
 def test_a_machine_on_which_everything_works_exits_with_0(renders, capsys):
@@ -37,8 +47,8 @@ def test_a_machine_on_which_everything_works_exits_with_0(renders, capsys):
     assert "can run here" in text and "cannot" not in text
 
 
-def test_no_rendering_exits_with_1_and_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr("rlinf.envs.rendering.probe_rendering", lambda: (None, "egl: no library; apt-get install libegl1"))
+def test_no_rendering_exits_with_1_and_says_what_to_install(registered, monkeypatch, capsys):
+    monkeypatch.setattr("rlinf.envs.graphics.probe_rendering", lambda: (None, "egl: no library; apt-get install libegl1"))
     assert main(["doctor", EXPERIMENT]) == 1
     assert "apt-get install libegl1" in capsys.readouterr().out.split("cannot run here yet")[1]
 
@@ -47,7 +57,7 @@ def test_no_simulator_package_exits_with_1(monkeypatch):
     def missing():
         raise MissingDependencyError("The package 'mujoco' is missing.")
 
-    monkeypatch.setattr("rlinf.envs.rendering.probe_rendering", missing)
+    monkeypatch.setattr("rlinf.envs.graphics.probe_rendering", missing)
     assert module.check_rendering() == Finding("rendering", NO, "The package 'mujoco' is missing.")
 
 
@@ -57,13 +67,36 @@ def test_experiment_that_cannot_run_exits_with_1_and_its_reason(renders, capsys)
     assert main(["doctor", "experiment=quickstrat"]) == 1
 
 
-def test_env_of_a_missing_package_matters_only_if_the_main_job_needs_it(monkeypatch):
-    monkeypatch.setattr(ENVS, "_entries", dict(ENVS.entries()))
-    ENVS.register("other", "no_such_package.env:Env", origin="a plugin")
+def test_env_of_a_missing_package_matters_only_if_the_main_job_needs_it(registered):
+    registered.register("other", "no_such_package.env:Env", origin="a plugin")
     statuses = {finding.topic: finding.status for finding in module.check_envs()}
     assert statuses == {"env tabletop": YES, "env other": OPTIONAL}
-    ENVS.register("tabletop", "no_such_package.env:Env")
+    registered.register("tabletop", "no_such_package.env:Env")
     assert {finding.topic: finding.status for finding in module.check_envs()}["env tabletop"] == NO
+
+
+def test_a_simulator_that_cannot_start_says_what_to_type_and_fails_only_the_experiment_that_names_it(registered, renders, capsys):
+    class Broken(TabletopVectorEnv):
+        def __init__(self, config, num_envs, auto_reset):
+            raise MissingDependencyError("No Vulkan. Type bash scripts/setup.sh --sims")
+
+    registered.register("broken", Broken)
+    assert {f.topic: (f.status, f.detail) for f in module.check_envs()}["env broken"] == (
+        OPTIONAL, "No Vulkan. Type bash scripts/setup.sh --sims",
+    )  # fmt: skip
+    assert main(["doctor", EXPERIMENT]) == 0
+    capsys.readouterr()
+    assert main(["doctor", EXPERIMENT, "env.name=broken"]) == 1
+    assert "No Vulkan. Type bash scripts/setup.sh --sims" in capsys.readouterr().out.split("cannot run here yet")[1]
+
+
+def test_a_simulator_that_works_is_shown_with_the_versions_of_its_packages(registered):
+    class Named(TabletopVectorEnv):
+        packages = ("mujoco", "no-such-package")
+
+    registered.register("named", Named)
+    details = {finding.topic: finding.detail for finding in module.check_envs()}
+    assert details["env named"].endswith(f", mujoco {version('mujoco')}")
 
 
 def test_package_of_another_version_is_a_fault_with_its_command(monkeypatch):

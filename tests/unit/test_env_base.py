@@ -115,6 +115,31 @@ def test_finished_rows_freeze_and_are_not_observed_again():
     assert step.observation.state.tolist() == [[3], [5]] and step.success.tolist() == [True, False]
 
 
+def test_a_row_without_an_episode_is_neither_reset_nor_observed_nor_stepped():
+    env = build(3)
+    env.counts[:], env.goals[:] = 7, -1
+    observation, _ = env.reset(options={"episodes": [None, spec(0), None]})
+    assert env.num_observed == 1 and observation.state.tolist() == [[0]] * 3  # idle rows show the first one in use
+    step = env.chunk_step(np.ones((3, 2, 1)) * 0.5)
+    assert env.counts.tolist() == [7, 2, 7] and env.goals.tolist() == [-1, 3, -1] and env.num_observed == 2
+    assert step.executed.tolist() == [[False] * 2, [True] * 2, [False] * 2] and not step.rewards[[0, 2]].any()
+    assert step.observation.state.tolist() == [[0], [2], [0]] and env.current_specs() == [None, spec(0), None]
+    step = env.chunk_step(np.zeros((3, 2, 1)))
+    assert step.final_env_ids.tolist() == [1] and [one.spec for one in step.episodes] == [spec(0)]
+    assert not (step.terminated | step.truncated)[[0, 2]].any() and not len(step.lost_env_ids)
+    assert not env.chunk_step(np.zeros((3, 4, 1))).executed.any()
+
+
+def test_an_idle_row_runs_again_and_a_row_that_ran_may_be_idle():
+    env = build(2)
+    env.reset(options={"episodes": [spec(0), None]})
+    env.chunk_step(np.zeros((2, 3, 1)))
+    assert env.reset(options={"episodes": [None, spec(100)]})[0].state.tolist() == [[0], [0]]
+    step = env.chunk_step(np.zeros((2, 7, 1)))
+    assert step.executed.sum(1).tolist() == [0, 5] and step.success.tolist() == [False, False]
+    assert [one.num_env_steps for one in step.episodes] == [5] and env.counts.tolist() == [3, 5]
+
+
 def test_auto_reset_shows_the_next_episode_and_keeps_the_last_observation():
     env = build(auto_reset=True)
     asked = []
@@ -179,6 +204,8 @@ def test_task_filter_keeps_the_suites_order():
         (lambda: build(num_train_init_states=EVAL_INIT_STATE_OFFSET + 1).episode_specs("train"), "evaluation split"),
         (lambda: build().reset(options={"episode": []}), "Did you mean 'episodes'"),
         (lambda: build().reset(options={"episodes": [spec(0)]}), "1 episodes for 2 envs"),
+        (lambda: build().reset(options={"episodes": [None, None]}), "None for each of 2 envs"),
+        (lambda: build(auto_reset=True).reset(options={"episodes": [spec(0), None]}), "Row 1 got None.*auto_reset=False"),
         (lambda: build(1).reset(options={"episodes": [EpisodeSpec("other", 0, 0, 0)]}), "no episode of 'counting'"),
         (lambda: build(1).reset(options={"episodes": [spec(0, task_id=3)]}), "no episode of 'counting'"),
         (lambda: build().step(np.zeros((2, 1))), "call reset"),

@@ -1,6 +1,7 @@
 """Evaluation: intervals by hand, and results that depend on the policy and the list of episodes only."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ class NumberLineEnv:
 
     def __init__(self, num_envs: int) -> None:
         self.num_envs = num_envs
-        self.num_resets = 0
+        self.num_episodes = 0
 
     def horizon_of(self, config, task):
         return self.max_episode_steps
@@ -33,16 +34,18 @@ class NumberLineEnv:
     def reset(self, options):
         self.specs = options["episodes"]
         assert len(self.specs) == self.num_envs
-        self.num_resets += 1
-        starts = [np.random.default_rng([s.task_id, s.init_state_id, s.seed]).uniform(-4, 1) for s in self.specs]
-        self.position = np.array(starts, np.float32)
+        self.num_episodes += sum(spec is not None for spec in self.specs)
+        self.position = np.array([0 if spec is None else self._start(spec) for spec in self.specs], np.float32)
         self.steps = np.zeros(self.num_envs, int)
         self.returns = np.zeros(self.num_envs)
-        self.finished = np.zeros(self.num_envs, bool)
+        self.finished = np.array([spec is None for spec in self.specs])
         return self._observe(), {}
 
+    def _start(self, spec):
+        return np.random.default_rng([spec.task_id, spec.init_state_id, spec.seed]).uniform(-4, 1)
+
     def _observe(self):
-        tasks = [TASKS[spec.task_id] for spec in self.specs]
+        tasks = ["" if spec is None else TASKS[spec.task_id] for spec in self.specs]
         state = np.stack([self.position, self.steps.astype(np.float32)], 1)
         return Observation({}, state.astype(np.float32), tasks)
 
@@ -83,6 +86,29 @@ class NumberLineEnv:
 
     def render_frames(self, ids, size):
         return np.stack([np.full((size, size, 3), 20 * self.steps[i], np.uint8) for i in ids])
+
+
+class LosingEnv(NumberLineEnv):
+    """Loses the simulators of the rows ``losses[k]`` during the ``k``-th chunk; ``forget`` says nothing of it."""
+
+    def __init__(self, num_envs: int, losses: dict[int, list[int]], forget: bool = False) -> None:
+        super().__init__(num_envs)
+        self.losses, self.forget, self.num_chunks, self.num_lost = losses, forget, 0, 0
+
+    def reset(self, options):
+        result = super().reset(options)
+        self.start = self.position.copy()
+        return result
+
+    def chunk_step(self, actions):
+        lost = np.array([row for row in self.losses.get(self.num_chunks, ()) if not self.finished[row]], int)
+        self.num_chunks += 1
+        self.num_lost += len(lost)
+        self.finished[lost] = True
+        step = super().chunk_step(actions)
+        self.finished[lost] = False
+        self.position[lost], self.steps[lost], self.returns[lost] = self.start[lost], 0, 0
+        return replace(step, observation=self._observe(), lost_env_ids=lost[: 0 if self.forget else None])
 
 
 class BinPolicy(ActionModel, torch.nn.Module):
@@ -146,6 +172,52 @@ def test_results_do_not_depend_on_the_number_of_envs(greedy):
     assert results[0] == results[1] == results[2] == results[3]
     assert [result.spec for result in results[0]] == specs
     assert 0 < sum(result.success for result in results[0]) < 45, "a control: the episodes must differ"
+
+
+def test_no_episode_is_started_twice_to_fill_rows(tmp_path):
+    env = NumberLineEnv(8)
+    evaluate_policy(BinPolicy(), env, specs_of(11))
+    assert env.num_episodes == 11
+    result = evaluate_policy(BinPolicy(), env, specs_of(3), video_folder=tmp_path, video_size=32)
+    assert result.videos and env.num_episodes == 11 + 3 + len(result.videos)
+
+
+LOSSES = {0: [0], 1: [0, 3], 2: [3, 5], 3: [1, 2, 4], 7: [6], 9: [5]}
+
+
+def test_lost_episodes_begin_anew_and_each_counts_once():
+    """In a sampled evaluation, whose random streams have to begin anew, too."""
+    specs, policy, seen = specs_of(30), BinPolicy(), []
+    expected = evaluate_policy(policy, NumberLineEnv(7), specs, greedy=False, seed=3).results
+    env = LosingEnv(7, LOSSES)
+    found = evaluate_policy(policy, env, specs, greedy=False, seed=3, on_result=seen.append).results
+    assert found == expected and env.num_lost > 5
+    assert sorted(result.spec for result in seen) == sorted(specs)
+    silent = evaluate_policy(policy, LosingEnv(7, LOSSES, forget=True), specs, greedy=False, seed=3).results
+    assert silent != expected, "a control: a stream that goes on gives other actions"
+
+
+def test_more_losses_than_the_horizon_has_steps_are_no_endless_episode():
+    specs, policy = specs_of(3), BinPolicy()
+    expected = evaluate_policy(policy, NumberLineEnv(3), specs).results
+    assert evaluate_policy(policy, LosingEnv(3, {chunk: [1] for chunk in range(20)}), specs).results == expected
+
+
+def test_videos_of_lost_episodes_show_one_whole_episode(tmp_path, monkeypatch):
+    recorded = []
+
+    def record(path, frames, instruction, success):
+        recorded.append((path.name, np.array(frames), success))
+        return path
+
+    monkeypatch.setattr("rlinf.evaluation.evaluator.write_video", record)
+    for env in (NumberLineEnv(8), LosingEnv(8, {chunk: [chunk % 3] for chunk in range(4, 60, 3)})):
+        evaluate_policy(BinPolicy(), env, specs_of(30), greedy=False, video_folder=tmp_path, video_size=16)
+    expected, found = recorded[: len(recorded) // 2], recorded[len(recorded) // 2 :]
+    assert env.num_lost > 5 and len(expected) == 4
+    for one, other in zip(expected, found, strict=True):
+        assert (one[0], one[2]) == (other[0], other[2])
+        np.testing.assert_array_equal(one[1], other[1])
 
 
 def test_sampling_depends_on_seed_and_temperature_and_greedy_does_not():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.models.generation import HuggingFaceGeneration, verify_right_padding
-from rlinf.models.generation.interfaces import tokens_and_mask
+from rlinf.models.generation.interfaces import response_mask, tokens_and_mask
 from rlinf.models.logprobs import sequence_logprobs
 
 
@@ -51,7 +51,7 @@ def test_output_has_the_keys_dtypes_and_lengths_of_the_spec(tiny_lm, prompts):
     for row in range(4):
         length = int(prompts["attention_mask"][row].sum())
         assert output["output_ids"][row, :length].equal(prompts["input_ids"][row, :length])
-    generated = output["logprobs"] != 0
+    generated = response_mask(output)
     assert generated.sum(-1).tolist() == [5] * 4 and not generated[3, :2].any() and not generated[3, 7:].any()
 
 
@@ -60,7 +60,7 @@ def test_logprobs_are_those_of_the_sampled_tokens(tiny_lm, prompts, temperature)
     engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=6, temperature=temperature, eos_token_id=[])
     output = engine.generate(prompts, greedy=False)
     scored = sequence_logprobs(engine.model, *tokens_and_mask(output), temperature=temperature).detach()
-    generated = output["logprobs"] != 0
+    generated = response_mask(output)
     assert (scored - output["logprobs"])[generated].abs().max() < 1e-4
     other = sequence_logprobs(engine.model, *tokens_and_mask(output), temperature=1.3 * temperature).detach()
     assert (other - output["logprobs"])[generated].abs().max() > 0.1
@@ -112,6 +112,85 @@ def test_top_k_and_top_p_restrict_what_is_drawn(tiny_lm):
     kept = int((probabilities.cumsum(0) < 0.6).sum()) + 1
     assert first_tokens(folder, top_p=0.6) <= set(order[:kept].tolist())
     assert len(first_tokens(folder, top_k=None, top_p=1, temperature=3.0)) > 10, "no restriction draws many"
+
+
+ALLOWED = [40, 3, 17, 3]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma"])
+def test_only_allowed_tokens_are_drawn_at_their_own_logprobs(tiny_lm, prompts, family):
+    engine = HuggingFaceGeneration(tiny_lm(family), max_new_tokens=6, temperature=0.8, allowed_token_ids=ALLOWED)
+    allowed = torch.tensor(sorted(set(ALLOWED)))
+    for greedy in (True, False):
+        output = engine.generate(prompts, greedy=greedy)
+        free = HuggingFaceGeneration(tiny_lm(family), max_new_tokens=6).generate(prompts, greedy=greedy)
+        assert not set(response(free, 0)) <= set(ALLOWED), "control: without the restriction others are drawn"
+        for row in range(4):
+            drawn = response(output, row)
+            end = int(output["unpadded_sequence_lengths"][row])
+            with torch.no_grad():
+                logits = engine.model(output["output_ids"][row : row + 1, :end]).logits[0, end - 7 : end - 1, allowed]
+            scores = (logits / 0.8).log_softmax(-1)
+            indices = torch.searchsorted(allowed, torch.tensor(drawn))
+            assert allowed[indices].tolist() == drawn
+            assert not greedy or torch.equal(logits.argmax(-1), indices)
+            expected = scores.gather(1, indices[:, None]).squeeze(1)
+            torch.testing.assert_close(output["logprobs"][row, end - 6 : end], expected, atol=1e-5, rtol=0)
+
+
+def test_other_columns_of_the_head_and_earlier_positions_of_the_last_mlp_are_not_computed(tiny_lm, prompts):
+    engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=3, allowed_token_ids=ALLOWED, eos_token_id=[])
+    model, calls = engine.model, []
+    expected = engine.generate(prompts, greedy=True)
+    positions = []
+    model.model.layers[-1].mlp.down_proj.register_forward_hook(lambda _, args, __: positions.append(args[0].shape[1]))
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda _, args, __: calls.append(args[0].shape[1]))
+    with torch.no_grad():  # NaN would spread to whatever reads it
+        model.lm_head.weight[[token for token in range(48) if token not in ALLOWED]] = torch.nan
+    output = engine.generate(prompts, greedy=True)
+    assert output["output_ids"].equal(expected["output_ids"]) and output["logprobs"].isfinite().all()
+    assert positions == [1, 1, 1] and calls == [6, 1, 1]
+    assert model(prompts["input_ids"]).logits.isnan().any(), "afterwards the head is whole again"
+    assert positions[-1] == 6
+
+
+def test_a_model_without_a_key_value_cache_generates_too(tmp_path, prompts):
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=2, state_size=4, eos_token_id=2, pad_token_id=0)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    engine = HuggingFaceGeneration(str(tmp_path), max_new_tokens=4, eos_token_id=[])
+    output = engine.generate(alone(prompts, 0), greedy=True)
+    plain = engine.model.generate(**alone(prompts, 0), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert output["output_ids"].equal(plain)
+
+
+OWN_STATE = {
+    "recurrent_gemma": {"head_dim": 8, "lru_width": 32, "attention_window_size": 4, "block_types": ["recurrent", "attention"]},
+    "rwkv": {"attention_hidden_size": 32},
+    "minimax": {"head_dim": 8, "num_local_experts": 2, "block_size": 4},
+    "mamba": {"state_size": 4},
+}
+
+
+@pytest.mark.parametrize("family", OWN_STATE)
+def test_models_with_a_state_or_cache_of_their_own_continue_each_row_as_if_alone(tiny_lm, prompts, family, monkeypatch):
+    """Recurrent layers of the first two take padding on the left for tokens, so rows of equal length share a call."""
+    engine = HuggingFaceGeneration(tiny_lm(family, **OWN_STATE[family]), max_new_tokens=6, eos_token_id=[])
+    output = engine.generate(prompts, greedy=True)
+    for row in range(4):
+        tokens = alone(prompts, row)["input_ids"][0].tolist()
+        for _ in range(6):
+            with torch.no_grad():
+                tokens.append(int(engine.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+        assert response(output, row) == tokens[-6:]
+    assert engine.model.ignores_left_padding == (family in ("minimax", "mamba"))
+    scored = sequence_logprobs(engine.model, *tokens_and_mask(output)).detach()
+    assert (scored - output["logprobs"])[response_mask(output)].abs().max() < 1e-4
+    if not engine.model.ignores_left_padding:
+        monkeypatch.setattr(engine.model, "ignores_left_padding", True)
+        padded = engine.generate(prompts, greedy=True)
+        scored = sequence_logprobs(engine.model, *tokens_and_mask(padded)).detach()
+        assert (scored - padded["logprobs"])[response_mask(padded)].abs().max() > 1e-2, "control"
 
 
 def test_temperature_and_do_sample(tiny_lm):
@@ -208,6 +287,12 @@ def test_bad_settings_name_the_value_and_what_to_type(tiny_lm, settings, error, 
         HuggingFaceGeneration(tiny_lm(), **settings)
 
 
+@pytest.mark.parametrize(("token_ids", "words"), [([5, 48], "5 to 48; required: ids from 0 to 47"), ([], "are empty")])
+def test_allowed_tokens_outside_the_vocabulary_are_refused(tiny_lm, prompts, token_ids, words):
+    with pytest.raises(ConfigError, match=words + ".*Type allowed_token_ids=None"):
+        HuggingFaceGeneration(tiny_lm(), allowed_token_ids=token_ids).generate(prompts, greedy=True)
+
+
 def test_a_folder_without_a_model_or_with_missing_weights_is_refused(tiny_lm, tmp_path):
     for device_map in ("auto", {"": "cpu"}):
         with pytest.raises((CheckpointError, ConfigError), match=str(tmp_path)):
@@ -239,6 +324,8 @@ def test_padding_on_the_left_and_empty_prompts_are_refused(tiny_lm, prompts):
     prompts["attention_mask"][2] = 0
     with pytest.raises(ConfigError, match="Row 2"):
         engine.generate(prompts, greedy=True)
+    with pytest.raises(ConfigError, match=r"no rows: its tokens are \[0, 6\]. Give one row or more"):
+        engine.generate(prompts.slice(0, 0), greedy=True)
     assert not verify_right_padding(left) and not verify_right_padding(prompts)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import subprocess
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from rlinf.manifest import (
     check,
     compare,
     hash_files,
+    library_versions,
     package_versions,
     verify_files,
 )  # fmt: skip
@@ -26,16 +28,17 @@ STATISTICS = {"action": {"q01": [-0.05, -0.05], "q99": [0.05, 0.05], "mask": [Tr
 
 def manifest(**changes) -> Manifest:
     values = dict(
-        versions={"python": "3.11.2", "torch": "2.13.0", "transformers": "5.19.0", "mujoco": "3.3.0", "numpy": "2.1.0"},
+        versions={"python": "3.11.2", "torch": "2.13.0", "transformers": "5.19.0", "numpy": "2.1.0"},
         model={"model_type": "openvla", "class": "OpenVLAForRLActionPrediction"},
         normalization={"unnorm_key": "tabletop", "statistics": copy.deepcopy(STATISTICS)},
         preprocessing={"image_size": [64, 64], "cameras": ["front"], "processor": {"means": [[0.5, 0.5, 0.5]]}},
         actions={"action_token_len": 2, "action_chunks_len": 1, "n_action_bins": 21},
         lora={"state": "none"},
         precision="fp32",
-        env={"name": "tabletop", "cameras": ["front"], "image_size": 64, "max_episode_steps": 16,
-             "reward_mode": "shaped", "terminate_on_success": True},
+        env={"name": "tabletop", "cameras": ["front"], "image_size": 64,
+             "max_episode_steps": {"reach": 16, "push": 48}, "terminate_on_success": True, "suite": "libero_spatial", "gripper": "env"},
         renderer="egl",
+        simulators={"mujoco": "3.3.0"},
         policy_version=7,
         seed=0,
         git_revision="abc",
@@ -58,7 +61,8 @@ def changed(path: str, value) -> Manifest:
 
 MUST_MATCH = {
     "versions.transformers": "5.20.0",
-    "versions.mujoco": "3.4.0",
+    "simulators.mujoco": "3.3.3",
+    "renderer": "osmesa",
     "model.model_type": "mlp",
     "model.class": "Other",
     "normalization.unnorm_key": "bridge_orig",
@@ -74,7 +78,9 @@ MUST_MATCH = {
     "env.name": "libero",
     "env.cameras": ["wrist"],
     "env.image_size": 128,
-    "env.max_episode_steps": 32,
+    "env.max_episode_steps.push": 49,
+    "env.suite": "libero_goal",
+    "env.gripper": "openvla",
     "env.terminate_on_success": False,
 }
 INFORMATIVE = {
@@ -82,9 +88,6 @@ INFORMATIVE = {
     "versions.torch": "2.14.0",
     "versions.numpy": "2.2.0",
     "versions.transformers": "5.19.3",
-    "versions.mujoco": "3.3.9",
-    "env.reward_mode": "sparse",
-    "renderer": "osmesa",
     "policy_version": 8,
     "seed": 1,
     "git_revision": "def-dirty",
@@ -138,22 +141,71 @@ def test_adapter_settings_must_match():
         check(adapter, manifest())
 
 
-def test_a_missing_simulator_is_no_mismatch_but_missing_statistics_are():
-    without = changed("env.reward_mode", "shaped")
-    del without.versions["mujoco"]
-    assert [m.must_match for m in compare(manifest(), without)] == [False]
+def test_what_only_one_side_recorded_is_reported_and_not_refused_but_missing_statistics_are():
+    without = manifest(simulators={}, renderer=None)
+    del without.env["gripper"], without.env["max_episode_steps"]["push"]
+    names = {"simulators", "simulators.mujoco", "renderer", "env.gripper", "env.max_episode_steps.push"}
+    mismatches = compare(manifest(), without)
+    assert {m.field for m in mismatches} == names and not any(m.must_match for m in mismatches)
     with pytest.raises(ManifestMismatchError, match="statistics"):
         check(manifest(), manifest(normalization={"unnorm_key": "tabletop", "statistics": None}))
 
 
+def test_a_fork_is_not_the_published_library():
+    fork = "5.19.0 (https://host.example/fork.git@0123abc)"
+    with pytest.raises(ManifestMismatchError, match="versions.transformers: .*fork.git@0123abc"):
+        check(manifest(), changed("versions.transformers", fork))
+    assert check(changed("versions.transformers", fork), changed("versions.transformers", fork)) == []
+
+
+def test_the_origin_of_a_package_from_a_repository_is_part_of_its_version(tmp_path, monkeypatch):
+    for name, origin in (("forked", {"url": "https://h/f.git", "vcs_info": {"vcs": "git", "commit_id": "abc1"}}),
+                         ("local", {"url": "file:///src", "dir_info": {"editable": True}}), ("plain", None)):  # fmt: skip
+        folder = tmp_path / f"{name}-1.2.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+        if origin is not None:
+            (folder / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = package_versions(["forked", "local", "plain", "absent"])
+    assert found == {"forked": "1.2 (https://h/f.git@abc1)", "local": "1.2", "plain": "1.2"}
+
+
 def test_round_trip(tmp_path):
-    original = manifest(files={"a": "0" * 64})
+    original = manifest(files={"a": "0" * 64}, probe={"num_actions": 1, "episodes": []})
     original.save(tmp_path)
     assert Manifest.load(tmp_path) == original
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "unknown": 3}'])
+def test_the_format_before_is_read_with_a_word_about_what_it_lacks(tmp_path, caplog):
+    values = json.loads(manifest().save(tmp_path).read_text())
+    assert values.pop("format") == 2
+    values["versions"] |= values.pop("simulators") | {"rlinf": "0.1.0"}
+    values["env"] |= {"max_episode_steps": None, "reward_mode": "sparse", "tasks": ["reach"]}
+    del values["probe"]
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, **values}))
+    with caplog.at_level(logging.WARNING, "rlinf"):
+        old = Manifest.load(tmp_path)
+    assert "manifest.json has format 1, written by rlinf 0.1.0: it has no probe" in caplog.text
+    assert old.simulators == {"mujoco": "3.3.0"} and "mujoco" not in old.versions and old.probe is None
+    assert old.env.keys() == manifest().env.keys()
+    assert not [m for m in compare(old, manifest()) if m.must_match]
+    with pytest.raises(ManifestMismatchError, match="simulators.mujoco"):
+        check(old, changed("simulators.mujoco", "3.3.3"))
+    caplog.clear()
+    manifest().save(tmp_path)
+    Manifest.load(tmp_path)
+    assert caplog.text == ""
+
+
+def test_a_later_format_is_refused(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"format": 99}')
+    with pytest.raises(CheckpointError, match="format 99; this version of rlinf reads 1 to 2. Install the version"):
+        Manifest.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "unknown": 3}', '{"format": 2, "unknown": 3}'])
 def test_unreadable_manifests_are_named(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match="manifest"):
@@ -193,15 +245,31 @@ def test_manifest_of_a_policy_records_the_conditions(mlp):
     built = build_manifest(config, model, policy_version=3)
     assert built.model == {"model_type": "mlp", "class": "MLPForRLActionPrediction"}
     assert built.normalization == {"unnorm_key": "tabletop", "statistics": STATISTICS}
+    assert built.env["max_episode_steps"] == {"reach": 16, "reach_zone": 16, "touch_two": 28, "push": 48}
+    assert built.env.keys().isdisjoint({"tasks", "reward_mode", "success_bonus", "num_eval_init_states"})
+    assert built.simulators.keys() == {"mujoco"} and built.probe is None
     assert built.env["image_size"] == config.env.image_size and built.preprocessing["cameras"] == list(
         config.env.cameras
     )
     assert built.lora == {"state": "none"} and built.policy_version == 3 and built.seed == config.seed
-    assert {"python", "rlinf", "torch", "transformers", "mujoco"} <= built.versions.keys()
+    assert {"python", "rlinf", "torch", "transformers"} <= built.versions.keys()
     assert check(built, build_manifest(config, model, policy_version=3)) == []
     other = replace(config, env=replace(config.env, image_size=config.env.image_size + 8))
     with pytest.raises(ManifestMismatchError, match="env.image_size"):
         check(built, build_manifest(other, model, policy_version=3))
+
+
+def test_the_horizon_in_the_manifest_is_the_one_that_holds(mlp):
+    """However it is set: a null that stands for 16 steps equals a 16, and is not a 32."""
+    config, model = mlp
+
+    def built(max_episode_steps):
+        env = replace(config.env, tasks=["reach"], max_episode_steps=max_episode_steps)
+        return build_manifest(replace(config, env=env), model, policy_version=0)
+
+    assert not [m for m in compare(built(None), built(16)) if m.must_match]
+    with pytest.raises(ManifestMismatchError, match="env.max_episode_steps.reach: saved 16, present 32"):
+        check(built(None), built(32), [])
 
 
 def test_merged_adapters_are_recorded(mlp):
@@ -227,10 +295,9 @@ def test_versions_are_those_of_the_packages():
     import torch
     import transformers
 
-    versions = package_versions()
+    versions = library_versions()
     assert versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert versions["transformers"] == transformers.__version__
-    assert "no-such-simulator" not in package_versions(["no-such-simulator"])
+    assert versions["transformers"].split()[0] == transformers.__version__
 
 
 def test_git_revision_is_none_outside_a_repository(monkeypatch):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicLayer
 
 from rlinf.algorithms import NLLLossFn
 from rlinf.cli import main
@@ -14,6 +14,7 @@ from rlinf.distributed import BatchedDataDict
 from rlinf.errors import ConfigError
 from rlinf.models import HuggingFacePolicy, diagnostics
 from rlinf.models.generation import HuggingFaceGeneration
+from rlinf.models.generation.decoding import StaticLayer
 from rlinf.models.validation import log_probability_error, response_mask, validate_log_probability_consistency
 
 YES = torch.ones(1, 2, dtype=torch.bool)
@@ -91,14 +92,14 @@ def test_a_sound_model_passes_the_diagnostics(tiny_lm, family):
 @pytest.fixture
 def broken_cache(monkeypatch):
     """A cache that keeps the key of the first token in the place of every later one."""
-    update = DynamicLayer.update
+    update = StaticLayer.update
 
     def wrong(self, keys, values, *args, **kwargs):
         if keys.shape[-2] == 1:
             keys = self.keys[..., :1, :]
         return update(self, keys, values, *args, **kwargs)
 
-    monkeypatch.setattr(DynamicLayer, "update", wrong)
+    monkeypatch.setattr(StaticLayer, "update", wrong)
 
 
 def test_a_broken_cache_is_found(tiny_lm, broken_cache):
@@ -111,15 +112,18 @@ def test_a_length_that_is_not_respected_is_found(tiny_lm, monkeypatch):
         return [config.max_new_tokens] * len(prompt_lengths)
 
     monkeypatch.setattr("rlinf.models.generation.hf_generation._new_tokens_allowed", longer)
-    with pytest.raises(diagnostics.DiagnosticError, match="limit 24"):
+    with pytest.raises(diagnostics.DiagnosticError, match="limit 32"):
         diagnostics.test_max_model_len_respected(tiny_lm())
 
 
 def test_the_command_prints_a_table_and_its_status(tiny_lm, capsys, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest))
     assert main(["diagnose", tiny_lm()]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["check", "result", "detail"] and len(lines) == 2 + 9 + 8
-    assert all("pass" in line for line in lines[2:])
+    assert lines[0].split() == ["check", "result", "detail"] and len(lines) == 2 + 9 + 8 + 1
+    assert all(line.startswith("torch: ") and "pass" in line for line in lines[2:-1])
+    assert lines[-1].startswith("vllm: not checked. Generation with vLLM needs the package vllm")
     monkeypatch.setattr(diagnostics, "THRESHOLD", 0.5)
     assert main(["diagnose", tiny_lm(), "torch_dtype=bfloat16"]) == 1
     assert "FAIL" in capsys.readouterr().out

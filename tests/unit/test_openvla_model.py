@@ -4,9 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.errors import ConfigError
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.errors import ConfigError, ManifestMismatchError
+from rlinf.manifest import build_manifest, check
 from rlinf.models import build_policy, get_model
 from rlinf.models.embodiment.base import token_logprobs
+from rlinf.models.embodiment.modules.image_resize import crop_and_resize, resize_bicubic, resize_lanczos3
+from rlinf.models.embodiment.modules.jpeg import jpeg_round_trip
 from rlinf.types import Observation
 
 TEXT = {
@@ -308,6 +313,60 @@ def test_images_of_another_size_are_resized():
     assert inputs["pixel_values"].abs().max() <= 1.0
 
 
+def prepared(image_preparation, center_crop, **fields):
+    return {"image_preparation": image_preparation, "center_crop": center_crop, **fields}
+
+
+@pytest.mark.parametrize("image_preparation", ["none", "rlds"])
+@pytest.mark.parametrize("center_crop", [False, True])
+@pytest.mark.parametrize("size", [32, 80])
+def test_pictures_of_every_camera_are_prepared_as_in_the_published_evaluation(image_preparation, center_crop, size):
+    init = KINDS["two_cameras"] | prepared(image_preparation, center_crop)
+    observation = observe(size=size)
+    pixels = build(init_config=init).preprocess(observation)["pixel_values"]
+    for camera, (_, frames) in enumerate(observation.images.items()):
+        frames = torch.from_numpy(frames).permute(0, 3, 1, 2)
+        if image_preparation == "rlds":
+            frames = resize_lanczos3(jpeg_round_trip(frames), (32, 32))
+        if center_crop:
+            frames = crop_and_resize(frames, 0.9, (32, 32))
+        expected = (resize_bicubic(frames, (32, 32)).float() / 255 - 0.5) / 0.5
+        assert torch.equal(pixels[:, 3 * camera : 3 * camera + 3], expected)
+
+
+def test_preparation_and_crop_of_a_folder_are_set_by_overrides_and_saved(tmp_path):
+    build().save_pretrained(tmp_path / "plain")
+    section = {"model_type": "openvla", "action_token_len": 3, "action_chunks_len": 2}
+
+    def pixels(model):
+        return model.preprocess(observe(size=80))["pixel_values"]
+
+    def load(folder, **fields):
+        return build_policy({"model": section | {"model_path": str(folder), "override_config": fields}})
+
+    plain, changed = pixels(load(tmp_path / "plain")), load(tmp_path / "plain", **prepared("rlds", True))
+    assert not torch.allclose(pixels(changed), plain, atol=0.01)
+    changed.save_pretrained(tmp_path / "changed")
+    changed.processor.save_pretrained(tmp_path / "changed")
+    assert torch.equal(pixels(load(tmp_path / "changed")), pixels(changed))
+    assert torch.equal(pixels(load(tmp_path / "changed", **prepared("none", False))), plain)
+
+
+@pytest.mark.parametrize(
+    "present, field",
+    [(prepared("none", True), "do_center_crop: saved false, present true"),
+     (prepared("rlds", False), 'image_preparation: saved "none", present "rlds"')],
+)  # fmt: skip
+def test_the_manifest_refuses_other_preparation_of_pictures(present, field):
+    config = build_config(compose_config(["model=openvla_tiny", "env=tabletop", "output_dir=unused"]))
+    saved, same, other = (
+        build_manifest(config, build(init_config=TINY | fields), policy_version=0) for fields in ({}, {}, present)
+    )
+    assert check(saved, same) == []
+    with pytest.raises(ManifestMismatchError, match=f"preprocessing.processor.{field}"):
+        check(saved, other)
+
+
 def test_it_learns_a_sentence_dependent_action():
     model = build(chunks=1).train()
     inputs = model.preprocess(observe())
@@ -333,6 +392,12 @@ def test_it_learns_a_sentence_dependent_action():
         ({"init_config": TINY | {"action_decoding": "both"}}, "action_decoding"),
         ({"init_config": TINY | {"n_action_bin": 3}}, "n_action_bins"),
         ({"init_config": TINY | {"timm_model_ids": ["resnet50"]}}, "resnet50"),
+        ({"init_config": TINY | {"image_preparation": "libero"}}, "'libero'.*model.init_config.image_preparation=rlds"),
+        ({"init_config": TINY | {"center_crop": 0.8}}, "center_crop is '0.8'.*model.init_config.center_crop=true"),
+        (
+            {"init_config": PUBLIC | prepared("none", True, image_sizes=[28, 56])},
+            "28, 56.*override_config.center_crop=false",
+        ),
         ({"init_config": {}}, "model=openvla_tiny"),
     ],
 )

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from rlinf.envs import make_env, rendering
+from rlinf.envs import graphics, make_env
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.scene import BLOCK_COLOURS, WORKSPACE_M, ZONE_COLOURS
 from rlinf.envs.tabletop.tasks import FAMILIES, MIN_DISTANCE_M
@@ -223,22 +223,22 @@ def test_misspelt_names_are_mended(settings, words):
 
 def test_a_machine_without_gl_is_told_what_to_install(monkeypatch):
     monkeypatch.delenv("MUJOCO_GL", raising=False)
-    monkeypatch.setattr(rendering, "_PROBE", "raise OSError('libEGL is not here')")
-    backend, message = rendering.probe_rendering()
+    monkeypatch.setattr(graphics, "_PROBE", "raise OSError('libEGL is not here')")
+    backend, message = graphics.probe_rendering()
     assert backend is None and "libEGL is not here" in message and "apt-get install libegl1 libgl1" in message
-    rendering.choose_backend.cache_clear()
+    graphics.choose_backend.cache_clear()
     try:
         with pytest.raises(MissingDependencyError, match="libosmesa6"):
-            rendering.choose_backend()
+            graphics.choose_backend()
     finally:
-        rendering.choose_backend.cache_clear()
+        graphics.choose_backend.cache_clear()
 
 
 def test_an_unknown_mujoco_gl_is_named(monkeypatch):
     monkeypatch.setenv("MUJOCO_GL", "vulkan")
-    assert "MUJOCO_GL=vulkan" in rendering.probe_rendering()[1]
+    assert "MUJOCO_GL=vulkan" in graphics.probe_rendering()[1]
 
 
 def test_rendering_is_probed_in_another_process():
-    backend, message = rendering.probe_rendering()
-    assert backend in rendering.CONTEXT_MODULES and backend in message
+    backend, message = graphics.probe_rendering()
+    assert backend in graphics.CONTEXT_MODULES and backend in message

@@ -11,15 +11,18 @@ import pytest
 import torch
 
 from rlinf.cli import doctor
+from rlinf.cli.memory import estimate_memory, format_bytes
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.config.validation import validate
+from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError, check_manifest
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.models import build_policy
 from rlinf.models.embodiment.openvla_vllm import OpenVLATwin, image_token, num_image_tokens
 from rlinf.models.generation import VllmConfig, VllmGeneration, VllmGenerationWorker, vllm_engine
 from rlinf.models.generation.config import VllmOptions
 from rlinf.models.generation.vllm_generation import engine_arguments, sampling_arguments
+from rlinf.models.generation.vllm_server import CPU_CACHE_BYTES, cpu_cache_bytes, required_tensors
 from rlinf.rollout import vllm_policy
 from rlinf.rollout.vllm_policy import row_seeds
 from rlinf.types import Observation
@@ -97,9 +100,9 @@ def test_engine_arguments_are_taken_flat_and_nested():
 
 
 def test_sampling_arguments_follow_the_settings():
-    settings = {"max_new_tokens": 7, "temperature": 0.5, "top_p": None, "top_k": 3, "eos_token_id": 2, "repetition_penalty": 1.1}
+    settings = {"max_new_tokens": 7, "temperature": 0.5, "top_p": None, "top_k": 3, "eos_token_id": 2, "repetition_penalty": 1.1, "allowed_token_ids": [7, 8]}
     sampled = sampling_arguments(settings, greedy=False)
-    assert sampled == {"max_tokens": 7, "temperature": 0.5, "top_k": 3, "repetition_penalty": 1.1, "stop_token_ids": [2], "ignore_eos": True}
+    assert sampled == {"max_tokens": 7, "temperature": 0.5, "top_k": 3, "repetition_penalty": 1.1, "allowed_token_ids": [7, 8], "stop_token_ids": [2], "ignore_eos": True}
     assert sampling_arguments(settings, greedy=True)["temperature"] == 0.0
     assert sampling_arguments(settings | {"do_sample": False}, greedy=False)["temperature"] == 0.0
     assert sampling_arguments({}, greedy=False) == {"max_tokens": None, "ignore_eos": False}
@@ -170,3 +173,52 @@ def test_the_cache_of_a_cpu_engine_holds_the_longest_sequence_of_every_env(model
     assert arguments["dtype"] == "float32" and arguments["max_num_seqs"] == 3
     given = vllm_policy.engine_arguments(model, VllmOptions(kv_cache_memory_bytes=5, dtype="bfloat16"), num_envs=3)
     assert (given["kv_cache_memory_bytes"], given["dtype"]) == (5, "bfloat16")
+
+
+def test_the_memory_estimate_counts_weights_shared_memory_and_cache_of_the_engine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def estimate(*overrides):
+        return estimate_memory(build_config(compose_config(["experiment=quickstart_vllm", *overrides])))
+
+    per_block = 128 * 2 * 2 * 128 * 4  # tokens, keys and values, layers, width, bytes
+    found = estimate("rollout.num_envs=6")
+    assert found.engine == 2 * found.weights + (6 * 2 + 1) * per_block
+    assert ("rollout", "vLLM engine", format_bytes(found.engine)) in found.rows()
+    assert found.total - estimate("rollout.num_envs=6", "rollout.backend=torch").total == found.engine
+    assert estimate("rollout.vllm.kv_cache_memory_bytes=4096").engine == 2 * found.weights + 4096
+    assert estimate("trainer.max_steps=0").engine == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (500, 1000))
+    assert estimate("rollout.vllm.gpu_memory_utilization=0.25").engine == found.weights + 250
+
+
+def test_the_cache_of_a_language_model_on_cpus_is_bounded_but_holds_one_sequence(tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3, max_position_embeddings=300
+    ).save_pretrained(tmp_path)
+    block = 128 * 2 * 3 * 2 * 16 * 2  # tokens, keys and values, layers, heads, width, bytes of bfloat16
+    folder, bf16 = str(tmp_path), {"dtype": "bfloat16", "gpu_memory_utilization": 0.9}
+    assert cpu_cache_bytes(folder, bf16 | {"max_num_seqs": 5}) == (5 * 3 + 1) * block
+    assert cpu_cache_bytes(folder, bf16 | {"max_num_seqs": 5, "max_model_len": 128}) == (5 + 1) * block
+    assert cpu_cache_bytes(folder, {"max_num_seqs": 5}) == 2 * (5 * 3 + 1) * block, "float32 where nothing is said"
+    assert cpu_cache_bytes(folder, bf16 | {"max_num_seqs": 10**6}) == CPU_CACHE_BYTES
+    longest = bf16 | {"max_model_len": 128 * 10**6}
+    assert cpu_cache_bytes(folder, longest) == (10**6 + 1) * block > CPU_CACHE_BYTES
+
+
+def test_weights_of_another_vocabulary_are_refused_by_name():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def config(vocab_size):
+        return LlamaConfig(vocab_size=vocab_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+
+    buffer, weights = WeightBuffer(), LlamaForCausalLM(config(50)).state_dict()
+    try:
+        check_manifest(buffer.write(weights, 1).manifest, required_tensors(config(50)))
+        with pytest.raises(WeightsRefusedError, match=r"model.embed_tokens.weight is \[50, 8\].*\[48, 8\].*lm_head.weight|lm_head.weight.*embed"):
+            check_manifest(buffer.write(weights, 2).manifest, required_tensors(config(48)))
+    finally:
+        buffer.close()

@@ -8,7 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from rlinf.envs.base import SimulatorStep, VectorEnv
-from rlinf.envs.rendering import StateRenderer, choose_backend
+from rlinf.envs.graphics import choose_backend
+from rlinf.envs.rendering import StateRenderer
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.scene import CAMERAS, WORKSPACE_M, TabletopSimulator
 from rlinf.envs.tabletop.tasks import FAMILIES, NUM_COLOURS, Family, Scene
@@ -39,6 +40,7 @@ class TabletopVectorEnv(VectorEnv):
 
     config_class = TabletopConfig
     suite: ClassVar[str] = "tabletop"
+    packages: ClassVar[tuple[str, ...]] = ("mujoco",)
     config: TabletopConfig
 
     def __init__(self, config: TabletopConfig, num_envs: int, auto_reset: bool) -> None:
@@ -135,6 +137,11 @@ class TabletopVectorEnv(VectorEnv):
         """Return uint8 ``[K, size, size, 3]`` of the front camera."""
         self._check_reset()
         return self._render(np.asarray(ids, dtype=np.int64), [self._simulator.camera_ids["front"]], size)[0]
+
+    def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
+        """Return position and orientation of every body of the scene, the ones that take no part included."""
+        self._check_reset()
+        return [self._simulator.poses(int(index)) for index in ids]
 
     def offload(self) -> None:
         """Free the GL contexts; the next picture opens them again."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.envs.rendering import import_mujoco
+from rlinf.envs.graphics import import_mujoco
 
 BLOCK_COLOURS = ("red", "green", "blue")
 ZONE_COLOURS = ("yellow", "purple", "cyan")
@@ -149,6 +149,14 @@ class TabletopSimulator:
             mujoco.mj_step(model, state, NUM_SUBSTEPS)
             mujoco.mj_kinematics(model, state)
             mujoco.mj_camlight(model, state)
+
+    def poses(self, index: int) -> dict[str, list[float]]:
+        """Return body name to position (metres) and quaternion of one state."""
+        state = self.states[index]
+        return {
+            self.model.body(body).name: [*state.xpos[body].tolist(), *state.xquat[body].tolist()]
+            for body in range(1, self.model.nbody)
+        }
 
     def shown(self, ids: np.ndarray) -> np.ndarray:
         """Return which geom groups each state shows, uint8 ``[K, 6]``."""

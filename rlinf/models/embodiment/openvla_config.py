@@ -112,6 +112,11 @@ class OpenVLAConfig(PreTrainedConfig):
         image_mean, image_std: Per channel, of images in [0, 1], for a processor that is made anew; None: the towers'
             own. A mean near the background's colour makes small objects stand out, without which a small model does not
             learn.
+        image_preparation: What is done to a picture first. ``rlds``: compress it as JPEG and back, and resize it to the
+            model's input by Lanczos-3, as data sets in RLDS are prepared and the public evaluation on LIBERO does,
+            with the bits of TensorFlow; ``none``: nothing, the resizing above is all.
+        center_crop: Cut out the centre, 0.9 of the area, and enlarge it, as the public evaluations do for models that were
+            fine-tuned on random crops of that area (``image_aug``).
         weight_init: Random weights: ``normal`` (deviation ``text_config.initializer_range`` everywhere, as in public
             models) or ``fan_in`` (deviation 1/sqrt(inputs), embeddings 1), with which small models learn faster.
         max_prompt_len: Prompts are padded to this length; None: to the longest of the batch.
@@ -153,6 +158,8 @@ class OpenVLAConfig(PreTrainedConfig):
         weight_init: str = "normal",
         image_mean: list[float] | None = None,
         image_std: list[float] | None = None,
+        image_preparation: str = "none",
+        center_crop: bool = False,
         max_prompt_len: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -187,6 +194,8 @@ class OpenVLAConfig(PreTrainedConfig):
         self.weight_init = weight_init
         self.image_mean = image_mean
         self.image_std = image_std
+        self.image_preparation = image_preparation
+        self.center_crop = center_crop
         self.max_prompt_len = max_prompt_len
         if not isinstance(text_config, LlamaConfig):
             text_config = LlamaConfig(**(text_config or {"vocab_size": 32064, "pad_token_id": pad_token_id}))
@@ -222,8 +231,26 @@ class OpenVLAConfig(PreTrainedConfig):
             raise ConfigError(f"action_decoding is '{self.action_decoding}'; it must be autoregressive or parallel.")
         if self.weight_init not in ("normal", "fan_in"):
             raise ConfigError(f"weight_init is '{self.weight_init}'; it must be normal or fan_in.")
+        self._check_images()
         if self.text_config.model_type != "llama":
             raise ConfigError(f"text_config.model_type is '{self.text_config.model_type}'; only llama is supported.")
+
+    def _check_images(self) -> None:
+        if self.image_preparation not in ("none", "rlds"):
+            raise ConfigError(
+                f"image_preparation is '{self.image_preparation}'; required: none or rlds. "
+                "Type model.override_config.image_preparation=rlds (random weights: model.init_config.image_preparation=rlds)"
+            )
+        if not isinstance(self.center_crop, bool):
+            raise ConfigError(
+                f"center_crop is '{self.center_crop}'; required: true (0.9 of the area) or false. "
+                "Type model.override_config.center_crop=true (random weights: model.init_config.center_crop=true)"
+            )
+        if len(set(self.image_sizes)) > 1 and (self.center_crop or self.image_preparation != "none"):
+            raise ConfigError(
+                f"image_sizes are {self.image_sizes}, and center_crop and image_preparation prepare pictures of one size; "
+                "required: one size. Type model.override_config.center_crop=false model.override_config.image_preparation=none"
+            )
 
     @property
     def action_bounds(self) -> tuple[str, str]:

@@ -15,11 +15,14 @@ from transformers import AutoTokenizer, BatchFeature
 from transformers.image_processing_utils import BaseImageProcessor
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.modules.image_resize import resize_bicubic
+from rlinf.models.embodiment.modules.image_resize import crop_and_resize, resize_bicubic, resize_lanczos3
+from rlinf.models.embodiment.modules.jpeg import jpeg_round_trip
 from rlinf.models.embodiment.openvla_config import OPENVLA_PROMPT, OpenVLAConfig
 
 TINY_TOKENIZER = Path(__file__).parent / "assets" / "tiny_tokenizer"
 STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
+CROP_AREA = 0.9
+"""Part of a picture that models see which were trained on random crops of it (the public fine-tuning's ``image_aug``)."""
 
 
 class PrismaticImageProcessor(BaseImageProcessor):
@@ -36,6 +39,8 @@ class PrismaticImageProcessor(BaseImageProcessor):
         input_sizes: ``[3, H, W]`` per tower.
         interpolations: Must be ``bicubic``.
         means, stds: Per tower, used where ``tvf_normalize_params`` is absent.
+        image_preparation, do_center_crop: ``image_preparation`` and ``center_crop`` of ``OpenVLAConfig``, both to the size
+            of the first tower and before everything else.
         **kwargs: ``tvf_normalize_params, tvf_resize_params, tvf_crop_params, tvf_do_letterbox, tvf_letterbox_fill`` are
             read; other entries are kept for saving.
     """
@@ -50,6 +55,8 @@ class PrismaticImageProcessor(BaseImageProcessor):
         interpolations: Sequence[str] | None = None,
         means: Sequence[Sequence[float]] | None = None,
         stds: Sequence[Sequence[float]] | None = None,
+        image_preparation: str = "none",
+        do_center_crop: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -59,6 +66,8 @@ class PrismaticImageProcessor(BaseImageProcessor):
         self.interpolations = list(interpolations or ["bicubic"] * len(self.input_sizes))
         self.means = [list(mean) for mean in means or [[0.5] * 3] * len(self.input_sizes)]
         self.stds = [list(std) for std in stds or [[0.5] * 3] * len(self.input_sizes)]
+        self.image_preparation = image_preparation
+        self.do_center_crop = do_center_crop
         if image_resize_strategy not in STRATEGIES:
             raise ConfigError(
                 f"image_resize_strategy is '{image_resize_strategy}'; it must be one of {', '.join(STRATEGIES)}."
@@ -126,6 +135,11 @@ class PrismaticImageProcessor(BaseImageProcessor):
 
         The numbers are those of the public processor, which resizes with Pillow: see ``resize_bicubic``.
         """
+        size = tuple(self.input_sizes[0][1:])
+        if self.image_preparation == "rlds":
+            images = resize_lanczos3(jpeg_round_trip(images), size)
+        if self.do_center_crop:
+            images = crop_and_resize(images, CROP_AREA, size)
         geometries = [self._geometry(tower) for tower in range(len(self.normalization))]
         resized = {geometry: self._resize(images, *geometry) for geometry in dict.fromkeys(geometries)}
         towers = [
@@ -291,6 +305,8 @@ class PrismaticProcessor:
 def load_processor(tokenizer_config: Any, model_config: OpenVLAConfig, path: str | None) -> PrismaticProcessor:
     """Load tokenizer and image processor from ``path``; without one, take the packaged tiny tokenizer.
 
+    What is done to images before the public processor sees them is said by ``model_config`` alone.
+
     Raises:
         ConfigError: The folder holds no tokenizer.
     """
@@ -314,6 +330,7 @@ def load_processor(tokenizer_config: Any, model_config: OpenVLAConfig, path: str
         if has_images
         else PrismaticImageProcessor.for_config(model_config)
     )
+    images.image_preparation, images.do_center_crop = model_config.image_preparation, model_config.center_crop
     return PrismaticProcessor.for_config(model_config, images, tokenizer)
 
 

@@ -12,6 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper,
 
 from rlinf.config.options import from_mapping, option
 from rlinf.distributed.batched_data_dict import BatchedDataDict
+from rlinf.distributed.packing import ignores_left_padding
 from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import (
     CausalLMConfig,
@@ -22,13 +23,16 @@ from rlinf.models.causal_lm import (
     padding_token,
 )
 from rlinf.models.embodiment.base import sample_tokens, token_logprobs
+from rlinf.models.generation.decoding import next_token_only, static_cache
 from rlinf.models.generation.interfaces import (
     GenerationDatumSpec,
     GenerationInterface,
     GenerationOutputSpec,
     tokens_and_mask,
     verify_right_padding,
+    verify_token_ids,
 )
+from rlinf.models.logprobs import TOKEN_TYPE_KEYS, image_inputs
 
 _CONSUMED = ("input_ids", "attention_mask", "output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
 
@@ -43,6 +47,9 @@ class SamplingConfig:
     top_k: int | None = option(None, "Sample from this many most likely tokens.", minimum=1)
     repetition_penalty: float = option(
         1.0, "Divides positive logits of earlier tokens (Keskar et al. 2019).", minimum=1e-6
+    )
+    allowed_token_ids: list[int] | None = option(
+        None, "Choose among these tokens only, such as action bins; no other logits are computed. null: all."
     )
     do_sample: bool = option(True, "False: greedy, whatever `generate` is called with.")
     pad_token_id: int | None = option(None, "Fills rows that ended; null: the model's.")
@@ -61,9 +68,9 @@ class HuggingFaceGenerationConfig(CausalLMConfig, SamplingConfig):
 class HuggingFaceGeneration(GenerationInterface):
     """A model of its own that generates.
 
-    ``logprobs`` of the output are those of ``softmax(logits / temperature)``, before top-k, top-p and the repetition
-    penalty: what ``get_logprobs`` of a policy with this temperature gives. Sampling that uses one of the three is therefore
-    off-policy.
+    ``logprobs`` of the output are those of ``softmax(logits / temperature)`` over ``allowed_token_ids``, before top-k, top-p
+    and the repetition penalty. Without any of the four, that is what ``get_logprobs`` of a policy with this temperature gives;
+    with one of the last three, sampling is off-policy.
 
     Args:
         model_name: Folder or hub id.
@@ -122,9 +129,12 @@ def generate_tokens(
         tokenizer: Names padding and end tokens where neither ``config`` nor the model does.
 
     Raises:
-        ConfigError: A prompt is empty, not padded on the right, or leaves no room in the model's context.
+        ConfigError: There is no prompt; one is empty, not padded on the right, or leaves no room in the model's context; or a
+            token of a prompt or an allowed token is not in the vocabulary.
     """
+    verify_token_ids(data, model.config.get_text_config().vocab_size)
     verify_right_padding(data, raise_error=True)
+    columns = _allowed_columns(config, model)
     ids, mask = tokens_and_mask(data)
     prompt_lengths = mask.sum(-1).tolist()
     ends = end_tokens(model, tokenizer, config.eos_token_id)
@@ -133,12 +143,15 @@ def generate_tokens(
     sample = config.do_sample and not greedy
     uniforms = torch.rand(len(room), config.max_new_tokens, generator=random) if sample else None
     responses: list[tuple[Tensor, Tensor]] = [(ids, ids)] * len(room)
-    # Rows near the end of the context stop earlier; those with equal room share a call.
-    for allowed in sorted(set(room)):
-        rows = [row for row, value in enumerate(room) if value == allowed]
+    may_pad = len(set(prompt_lengths)) == 1 or _ignores_left_padding(model)
+    # Rows near the end of the context stop earlier, and some models do not bear padding: equal rows share a call.
+    groups = [(allowed, 0 if may_pad else length) for allowed, length in zip(room, prompt_lengths, strict=True)]
+    for group in sorted(set(groups)):
+        rows, allowed = [row for row, value in enumerate(groups) if value == group], group[0]
         prompts = [ids[row, : prompt_lengths[row]] for row in rows]
         chosen = uniforms[rows] if sample else None
-        for row, response in zip(rows, _continue(model, prompts, allowed, config, chosen, ends, pad), strict=True):
+        inputs = image_inputs(model, BatchedDataDict(data).select_indices(rows), max(map(len, prompts)))
+        for row, response in zip(rows, _continue(model, prompts, allowed, config, chosen, ends, pad, inputs, columns), strict=True):
             responses[row] = response
     lengths = torch.tensor([len(tokens) for tokens, _ in responses], device=ids.device)
     totals = mask.sum(-1) + lengths
@@ -161,6 +174,14 @@ def generate_tokens(
     )
 
 
+def _ignores_left_padding(model: Any) -> bool:
+    """Tried once per model. Recurrent layers of some families take padding for tokens."""
+    if not hasattr(model, "ignores_left_padding"):
+        with evaluation_mode(model):
+            model.ignores_left_padding = ignores_left_padding(model)
+    return model.ignores_left_padding
+
+
 def _continue(
     model: Any,
     prompts: list[Tensor],
@@ -169,6 +190,8 @@ def _continue(
     uniforms: Tensor | None,
     ends: list[int],
     pad: int,
+    inputs: dict[str, Tensor],
+    columns: Tensor | None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the response tokens and their log-probabilities of each prompt."""
     device = next(model.parameters()).device
@@ -178,13 +201,17 @@ def _continue(
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = prompt.to(device)
         mask[row, width - len(prompt) :] = 1
-    sampler = _Sampler(config, uniforms, mask)
+        for key in TOKEN_TYPE_KEYS & inputs.keys():
+            inputs[key][row] = inputs[key][row].roll(width - len(prompt))
+    sampler = _Sampler(config, uniforms, mask, columns)
     own, model.generation_config = model.generation_config, HFGenerationConfig()
     try:
-        with evaluation_mode(model):
+        with evaluation_mode(model), next_token_only(model, columns):
             sequences = model.generate(
                 input_ids=ids,
                 attention_mask=mask,
+                past_key_values=static_cache(model, width + num_tokens),
+                **inputs,
                 generation_config=HFGenerationConfig(
                     max_new_tokens=num_tokens, do_sample=False, pad_token_id=pad, eos_token_id=ends or None
                 ),
@@ -207,10 +234,13 @@ class _Sampler(LogitsProcessor):
         logprobs: float32 ``[B]`` of every step.
     """
 
-    def __init__(self, config: SamplingConfig, uniforms: Tensor | None, prompt_mask: Tensor) -> None:
+    def __init__(
+        self, config: SamplingConfig, uniforms: Tensor | None, prompt_mask: Tensor, columns: Tensor | None
+    ) -> None:
         self.config = config
         self.uniforms = uniforms
         self.prompt_mask = prompt_mask.bool()
+        self.columns = columns
         self.logprobs: list[Tensor] = []
         self._restrictions = LogitsProcessorList()
         if config.top_k is not None:
@@ -219,15 +249,19 @@ class _Sampler(LogitsProcessor):
             self._restrictions.append(TopPLogitsWarper(config.top_p))
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        logits = self._penalize(input_ids, scores.float()) / self.config.temperature
+        logits = self._allowed(self._penalize(input_ids, scores.float())) / self.config.temperature
         if self.uniforms is None:
             tokens = logits.argmax(-1)
         else:
             uniforms = self.uniforms[:, len(self.logprobs)].to(scores.device)
             # Below 1 by more than rounding, so that the draw never reaches tokens of probability 0 at the end.
             tokens = sample_tokens(self._restrictions(input_ids, logits), True, uniforms=uniforms.clamp(max=1 - 1e-6))
-        self.logprobs.append(token_logprobs(scores, tokens, self.config.temperature)[0])
+        self.logprobs.append(token_logprobs(self._allowed(scores), tokens, self.config.temperature)[0])
+        tokens = tokens if self.columns is None else self.columns[tokens]
         return torch.full_like(scores, -torch.inf).scatter(1, tokens.unsqueeze(1), 0.0)
+
+    def _allowed(self, scores: Tensor) -> Tensor:
+        return scores if self.columns is None else scores[:, self.columns]
 
     def _penalize(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Repetition penalty over the tokens of the row, without the padding that only stands there for its neighbours."""
@@ -238,6 +272,20 @@ class _Sampler(LogitsProcessor):
         real[:, : self.prompt_mask.shape[1]] = self.prompt_mask
         seen = torch.zeros_like(scores).scatter_add(1, input_ids, real.to(scores.dtype)) > 0
         return torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+
+
+def _allowed_columns(config: SamplingConfig, model: Any) -> Tensor | None:
+    """int64 ``[N]``, each once and in ascending order; None: all tokens."""
+    if config.allowed_token_ids is None:
+        return None
+    vocab_size = model.config.get_text_config().vocab_size
+    found = sorted(set(config.allowed_token_ids))
+    if not found or found[0] < 0 or found[-1] >= vocab_size:
+        span = f"{found[0]} to {found[-1]}" if found else "empty"
+        raise ConfigError(
+            f"allowed_token_ids are {span}; required: ids from 0 to {vocab_size - 1}. Type allowed_token_ids=None for all of them"
+        )
+    return torch.tensor(found, device=next(model.parameters()).device)
 
 
 def _new_tokens_allowed(prompt_lengths: list[int], config: SamplingConfig, declared: int | None) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from rlinf.distributed.batched_data_dict import BatchedDataDict
+from rlinf.distributed.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.errors import ConfigError
 
 
@@ -49,11 +49,12 @@ class GenerationConfig(TypedDict, total=False):
     Attributes:
         backend: ``"hf"`` or ``"vllm"``.
         model_name: Folder or hub id.
-        max_new_tokens: Largest number of tokens of a response.
+        max_new_tokens: Largest number of tokens of a response; missing: 128.
         temperature: Divides the logits.
         top_p: Sample from the most likely tokens whose probabilities add up to this.
         top_k: Sample from this many most likely tokens.
         repetition_penalty: Divides positive (multiplies negative) logits of tokens that came before (Keskar et al. 2019).
+        allowed_token_ids: Choose among these tokens only.
         do_sample: False: greedy, whatever ``generate`` is called with.
         pad_token_id: Fills rows that ended.
         eos_token_id: Ends a row; one id or several.
@@ -66,6 +67,7 @@ class GenerationConfig(TypedDict, total=False):
     top_p: float | None
     top_k: int | None
     repetition_penalty: float
+    allowed_token_ids: list[int] | None
     do_sample: bool
     pad_token_id: int
     eos_token_id: int | list[int]
@@ -76,9 +78,11 @@ class VllmConfig(GenerationConfig, total=False):
 
     Attributes:
         vllm_cfg: ``tensor_parallel_size``, ``gpu_memory_utilization``, ``max_model_len`` and further engine arguments.
+        seed: Of the sampling (0).
     """
 
     vllm_cfg: dict[str, Any]
+    seed: int
     tensor_parallel_size: int
     gpu_memory_utilization: float
     max_model_len: int
@@ -136,24 +140,29 @@ def verify_right_padding(data: Mapping[str, Any], pad_token_id: int | None = Non
     return not bool(bad.any())
 
 
-def tokens_and_mask(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Token ids ``[B, S]`` and bool mask ``[B, S]`` of prompts, training data or outputs of a generation.
+def response_mask(data: Mapping[str, Any]) -> Tensor:
+    """bool ``[B, S]``: the generated tokens of ``GenerationOutputSpec``, of rows that were cut short too."""
+    ids, mask = tokens_and_mask(data)
+    ends = data.get("unpadded_sequence_lengths", mask.sum(-1)).to(ids.device)
+    starts = (ends - data["generation_lengths"].to(ids.device)).unsqueeze(1)
+    return mask & (torch.arange(ids.shape[1], device=ids.device) >= starts)
 
-    Outputs (``output_ids``) come first, so that a batch to which they were added is read as prompt and response.
+
+def verify_token_ids(data: Mapping[str, Any], vocab_size: int) -> None:
+    """Refuse what no model can read.
 
     Raises:
-        ConfigError: A key is missing, or ids and mask have different shapes.
+        ConfigError: There is no row, or a token is no integer or not in the vocabulary.
     """
-    if "output_ids" in data:
-        ids = data["output_ids"]
-        if "unpadded_sequence_lengths" not in data:
-            raise ConfigError(f"output_ids come without unpadded_sequence_lengths; the batch has {sorted(data)}.")
-        lengths = data["unpadded_sequence_lengths"].to(ids.device)
-        return ids, torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
-    for key in ("input_ids", "attention_mask"):
-        if key not in data:
-            raise ConfigError(f"The batch has no '{key}'; it has {sorted(data)}.")
-    if data["input_ids"].ndim != 2 or data["input_ids"].shape != data["attention_mask"].shape:
-        shapes = [list(data[key].shape) for key in ("input_ids", "attention_mask")]
-        raise ConfigError(f"input_ids {shapes[0]} and attention_mask {shapes[1]} must have one shape [B, S].")
-    return data["input_ids"], data["attention_mask"].bool()
+    ids, mask = tokens_and_mask(data)
+    if not len(ids):
+        raise ConfigError(f"The batch has no rows: its tokens are {list(ids.shape)}. Give one row or more")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ConfigError(f"The token ids are {ids.dtype}; required: integers. Give input_ids.long()")
+    bad = ((ids < 0) | (ids >= vocab_size)) & mask
+    if bad.any():
+        row = int(bad.any(-1).nonzero()[0, 0])
+        raise ConfigError(
+            f"Row {row} has the token id {int(ids[row][bad[row]][0])}; required: 0 to {vocab_size - 1}, since the model has "
+            f"vocab_size={vocab_size}. Give tokens of the model's own tokenizer"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.util
+import math
 import os
 import signal
 import socket
@@ -30,6 +31,12 @@ SERVER = "rlinf.models.generation.vllm_server"
 STOP_S = 10.0
 """Seconds that the engine has to end by itself."""
 LOG_LINES = 15
+GREEDY_TEMPERATURE = "rlinf.models.generation.vllm_sampling:GreedyTemperature"
+"""Of the engine's logits processors, and the key of its number in a request."""
+MIN_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this without a word to the caller."""
+CPU_BLOCK_LEN = 128
+"""Tokens of a block of the key-value cache on CPUs."""
 
 
 class EngineError(RLinfError):
@@ -67,6 +74,16 @@ class EngineSpec:
     engine_args: dict[str, Any] = field(default_factory=dict)
     num_threads: int = 1
 
+    @property
+    def settings_key(self) -> str:
+        """Where a user sets engine arguments."""
+        return "vllm_cfg" if self.twin is None else "rollout.vllm"
+
+    @property
+    def temperature_key(self) -> str:
+        """Where a user sets the temperature."""
+        return "temperature" if self.twin is None else "rollout.temperature"
+
 
 @dataclass
 class GenerateRequest:
@@ -76,11 +93,13 @@ class GenerateRequest:
         prompts: Token ids and, for a twin, its image tensors as numpy arrays (``image``).
         sampling: Arguments of ``vllm.SamplingParams`` that all prompts share.
         seeds: Per prompt, or None.
+        greedy_temperature: Divides the logits of greedy requests, whose ``temperature`` is 0 for vLLM; None: 1.
     """
 
     prompts: list[dict[str, Any]]
     sampling: dict[str, Any]
     seeds: list[int] | None = None
+    greedy_temperature: float | None = None
 
 
 @dataclass
@@ -277,6 +296,35 @@ def engine_environment(num_threads: int) -> dict[str, str]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", everything).split(",")
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[torch.cuda.current_device() :])  # first the GPU of this rank
     return environment
+
+
+def kv_cache_bytes(text_config: Any, num_sequences: int, max_model_len: int, dtype: torch.dtype) -> int:
+    """Bytes of the key-value cache of a CPU engine that holds this many sequences of ``max_model_len`` tokens at once.
+
+    Args:
+        text_config: Configuration of a language model of transformers.
+        num_sequences: Sequences.
+        max_model_len: Tokens of each.
+        dtype: Number format of the cache.
+    """
+    heads = text_config.num_attention_heads
+    key_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    blocks = num_sequences * math.ceil(max_model_len / CPU_BLOCK_LEN) + 1
+    return blocks * CPU_BLOCK_LEN * 2 * text_config.num_hidden_layers * key_heads * head_dim * dtype.itemsize
+
+
+def check_temperature(temperature: float | None, key: str) -> None:
+    """Refuse a temperature that vLLM would replace by another one; None and 0, which is greedy, are no such.
+
+    Raises:
+        ConfigError: It is between 0 and ``MIN_TEMPERATURE``, or negative.
+    """
+    if temperature is not None and temperature != 0 and temperature < MIN_TEMPERATURE:
+        raise ConfigError(
+            f"{key}={temperature:g} is below {MIN_TEMPERATURE:g}, the lowest at which vLLM samples. "
+            f"Type {key}={MIN_TEMPERATURE:g}, or be greedy"
+        )
 
 
 def strip_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[list[int]]:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.distributed.batched_data_dict import BatchedDataDict
+from rlinf.distributed.batched_data_dict import IMAGE_KEYS, BatchedDataDict
+from rlinf.distributed.process_group import rank
 from rlinf.distributed.weight_handle import WeightsHandle
 from rlinf.errors import ConfigError
+from rlinf.models.generation.hf_generation import SamplingConfig
 from rlinf.models.generation.interfaces import (
     GenerationConfig,
     GenerationDatumSpec,
@@ -19,8 +21,15 @@ from rlinf.models.generation.interfaces import (
     tokens_and_mask,
     verify_right_padding,
 )
-from rlinf.models.generation.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, strip_padding
+from rlinf.models.generation.vllm_engine import (
+    EngineSpec,
+    GenerateRequest,
+    VllmEngine,
+    check_temperature,
+    strip_padding,
+)
 from rlinf.models.hf_model import check_tensor_parallel, load_config
+from rlinf.seeding import derive_seed
 
 TIMEOUT_S = 600.0
 
@@ -31,7 +40,8 @@ class VllmGenerationWorker:
     Args:
         model_name: Folder or hub id of a causal language model.
         **kwargs: Keys of ``VllmConfig``. What is no setting of the generation is an engine argument, flat or in
-            ``vllm_cfg``; ``timeout_s`` is the deadline of an answer of the engine.
+            ``vllm_cfg``; ``timeout_s`` is the deadline of an answer of the engine. ``seed`` (default 0) and the rank of this
+            process begin a stream of random numbers that an engine started anew continues; actors need a seed each.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
@@ -41,8 +51,10 @@ class VllmGenerationWorker:
     def __init__(self, model_name: str, **kwargs: Any) -> None:
         self.settings = {name: value for name, value in kwargs.items() if name in GenerationConfig.__annotations__}
         engine_args = engine_arguments(kwargs)
+        self.seed, self.num_drawn = engine_args.pop("seed", 0), 0
         timeout_s = engine_args.pop("timeout_s", TIMEOUT_S)
         self.model_name, self.num_gpus = model_name, engine_args.get("tensor_parallel_size", 1)
+        self.trust_remote_code = engine_args.get("trust_remote_code", False)
         spec = EngineSpec(model=model_name, engine_args=engine_args, num_threads=torch.get_num_threads())
         self.engine = VllmEngine(spec, timeout_s=timeout_s)
 
@@ -53,7 +65,7 @@ class VllmGenerationWorker:
             ConfigError: ``tensor_parallel_size`` does not divide the attention heads.
         """
         if self.num_gpus > 1:
-            check_tensor_parallel(load_config(self.model_name), self.num_gpus, "tensor_parallel_size")
+            check_tensor_parallel(load_config(self.model_name, self.trust_remote_code), self.num_gpus, "tensor_parallel_size")
         self.engine.start()
 
     def generate(
@@ -68,11 +80,11 @@ class VllmGenerationWorker:
             **kwargs: Settings of the generation that replace those of the worker.
 
         Returns:
-            ``GenerationOutputSpec``. Log-probabilities are those of the distribution that was sampled from (after temperature,
-            penalty, top-k and top-p; of the model itself when greedy).
+            ``GenerationOutputSpec``. Log-probabilities are those of the distribution that was sampled from, after temperature,
+            penalty, allowed tokens, top-k and top-p; greedy ones too, without the last two.
 
         Raises:
-            ConfigError: vLLM refuses a setting, or a prompt that is too long.
+            ConfigError: vLLM refuses a setting or would replace it, a prompt is too long, or holds tokens that the model has not.
             EngineError: The engine failed or did not answer in time.
         """
         unknown = sorted(set(kwargs) - set(GenerationConfig.__annotations__))
@@ -80,7 +92,13 @@ class VllmGenerationWorker:
             raise ConfigError(f"generate got {unknown}; known: {', '.join(GenerationConfig.__annotations__)}")
         settings = self.settings | kwargs
         prompts = strip_padding(input_ids, attention_mask)
-        request = GenerateRequest([{"prompt_token_ids": ids} for ids in prompts], sampling_arguments(settings, greedy))
+        sampling = sampling_arguments(settings, greedy)
+        request = GenerateRequest([{"prompt_token_ids": ids} for ids in prompts], sampling)
+        if sampling["temperature"] == 0:
+            request.greedy_temperature = settings.get("temperature")
+        else:
+            request.seeds = [derive_seed(self.seed, "vllm", rank(), self.num_drawn + row) for row in range(len(prompts))]
+            self.num_drawn += len(prompts)
         result = self.engine.generate(request)
         pad = settings.get("pad_token_id")
         return _output(prompts, result.token_ids, result.logprobs, 0 if pad is None else pad)
@@ -130,12 +148,33 @@ class VllmGeneration(GenerationInterface):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Continue each row; starts the engine where ``prepare_for_generation`` was not called. Further keys are passed on."""
+        """Continue each row; starts the engine where ``prepare_for_generation`` was not called. Further keys are passed on.
+
+        Raises:
+            ConfigError: The batch has images; see also ``VllmGenerationWorker.generate``.
+        """
+        images = [key for key in IMAGE_KEYS if key in data]
+        if images:
+            raise ConfigError(
+                f"The batch has '{images[0]}', and VllmGeneration takes token ids only. Leave it out of the batch, or generate "
+                "with HuggingFaceGeneration"
+            )
         verify_right_padding(data, raise_error=True)
         ids, mask = tokens_and_mask(data)
         output = self.worker.generate(ids, mask, greedy)
         extra = {name: value for name, value in data.items() if name not in ("input_ids", "attention_mask", *output)}
         return BatchedDataDict({**extra, **output})
+
+    @property
+    def temperature(self) -> float:
+        """Of the log-probabilities."""
+        temperature = self.worker.settings.get("temperature")
+        return SamplingConfig.temperature if temperature is None else temperature
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        return load_config(self.worker.model_name, self.worker.trust_remote_code).get_text_config().vocab_size
 
     def update_weights(self, weights_handle: WeightsHandle) -> int:
         """See ``VllmGenerationWorker.update_weights``."""
@@ -161,20 +200,32 @@ def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_arguments(settings: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
-    """Turn settings of a generation into arguments of ``vllm.SamplingParams``; None and missing keys restrict nothing."""
+    """Turn settings of a generation into arguments of ``vllm.SamplingParams``; None and missing keys restrict nothing.
+
+    Only the length has a limit of its own: that of ``HuggingFaceGeneration``.
+
+    Raises:
+        ConfigError: vLLM would sample at another temperature.
+    """
+    temperature = settings.get("temperature")
+    temperature = SamplingConfig.temperature if temperature is None else temperature
+    check_temperature(temperature, "temperature")
+    if temperature == 0:
+        raise ConfigError("temperature=0 divides by 0. Type temperature=1.0 and do_sample=False, or generate with greedy=True")
+    max_tokens = settings.get("max_new_tokens")
     eos = settings.get("eos_token_id")
     greedy = greedy or settings.get("do_sample") is False
     values = {
-        "max_tokens": settings.get("max_new_tokens"),
-        "temperature": 0.0 if greedy else settings.get("temperature"),
+        "max_tokens": SamplingConfig.max_new_tokens if max_tokens is None else max_tokens,
+        "temperature": 0.0 if greedy else temperature,
         "top_p": None if greedy else settings.get("top_p"),
         "top_k": None if greedy else settings.get("top_k"),
         "repetition_penalty": settings.get("repetition_penalty"),
+        "allowed_token_ids": settings.get("allowed_token_ids"),
         "stop_token_ids": [eos] if isinstance(eos, int) else eos,
         "ignore_eos": eos is not None,  # the model's own is replaced by the given one
     }
-    # vLLM's own default is 16 tokens; None is as many as fit.
-    return {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _output(

@@ -1,4 +1,4 @@
-"""Bicubic resizing of uint8 images in torch: the bits of Pillow, batched and on any device."""
+"""Resizing of uint8 images in torch, batched and on any device: the bits of Pillow (bicubic) and of TensorFlow (the others)."""
 
 from __future__ import annotations
 
@@ -81,3 +81,96 @@ def _cubic(x: np.ndarray) -> np.ndarray:
     near = ((a + 2.0) * x - (a + 3.0)) * x * x + 1.0
     far = (((x - 5.0) * x + 8.0) * x - 4.0) * a
     return np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
+
+
+def resize_lanczos3(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize as ``tf.image.resize(..., method="lanczos3", antialias=True)``, rounded and clipped to uint8.
+
+    A vertical and then a horizontal pass in float32, each product rounded before it is added. The kernel is
+    ``sinc(x) sinc(x / 3)`` for ``|x| <= 3`` (Duchon 1979), stretched by the scale when shrinking.
+
+    Args:
+        images: uint8 ``[B, C, H, W]``.
+        size: Height and width of the result.
+
+    Returns:
+        uint8 ``[B, C, *size]``; ``images`` itself where nothing is to be done.
+    """
+    if tuple(images.shape[-2:]) == size:
+        return images
+    slices = images.split(IMAGES_AT_ONCE if images.device.type == "cpu" else max(1, len(images)))
+    return torch.cat([_lanczos3_slice(part, *size) for part in slices])
+
+
+def _lanczos3_slice(images: Tensor, height: int, width: int) -> Tensor:
+    pixels = _lanczos3_rows(images.float(), height)
+    pixels = _lanczos3_rows(pixels.transpose(-1, -2).contiguous(), width).transpose(-1, -2)
+    return pixels.round_().clamp_(0, 255).to(torch.uint8)
+
+
+def _lanczos3_rows(pixels: Tensor, length: int) -> Tensor:
+    total = pixels.new_zeros(*pixels.shape[:-2], length, pixels.shape[-1])
+    for index, weight in zip(*_lanczos3_taps(pixels.shape[-2], length, pixels.device), strict=True):
+        total.add_(pixels.index_select(-2, index).mul_(weight))  # addcmul_ rounds once, TensorFlow twice
+    return total
+
+
+@lru_cache(maxsize=64)
+def _lanczos3_taps(length: int, new_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return input positions ``[taps, new_length]`` and float32 weights ``[taps, new_length, 1]`` of a pass."""
+    one, half, radius = np.float32(1.0), np.float32(0.5), np.float32(3.0)
+    scale = one / (np.float32(new_length) / np.float32(length))
+    stretch = max(scale, one)
+    centres = (np.arange(new_length, dtype=np.float32) + half) * scale
+    first = np.clip(np.ceil(centres - radius * stretch - half).astype(np.int64), 0, length - 1)
+    last = np.clip(np.floor(centres + radius * stretch - half).astype(np.int64), 0, length - 1)
+    positions = first + np.arange((last - first).max() + 1)[:, None]
+    weights = _lanczos3(np.abs((positions.astype(np.float32) + half - centres) * (one / stretch)))
+    weights = np.where(positions <= last, weights, np.float32(0.0))
+    weights *= one / np.cumsum(weights, axis=0)[-1]  # one after the other, unlike np.sum
+    indices = torch.from_numpy(np.minimum(positions, length - 1))
+    return indices.to(device), torch.from_numpy(weights)[..., None].to(device)
+
+
+def _lanczos3(x: np.ndarray) -> np.ndarray:
+    pi, radius = np.float32(np.pi), np.float32(3.0)
+    near = x <= np.float32(1e-3)
+    angle = pi * np.where(near, np.float32(1.0), x)
+    value = radius * _sine(angle) * _sine(angle / radius) / (pi * pi * x * x + near)
+    return np.where(x > radius, np.float32(0.0), np.where(near, np.float32(1.0), value))
+
+
+def _sine(angle: np.ndarray) -> np.ndarray:
+    """Sine of float32 numbers, rounded correctly (NumPy's own float32 sine is not, on some processors)."""
+    return np.sin(angle.astype(np.float64)).astype(np.float32)
+
+
+def crop_and_resize(images: Tensor, area: float, size: tuple[int, int]) -> Tensor:
+    """Cut out the centre and resize it as ``tf.image.crop_and_resize`` (bilinear, without antialiasing) does.
+
+    The image becomes float32 in [0, 1] and uint8 again as with ``tf.image.convert_image_dtype``: times 255.5, cut off.
+
+    Args:
+        images: uint8 ``[B, C, H, W]``.
+        area: Fraction of the image's area that is kept, below 1; both sides are multiplied by its square root.
+        size: Height and width of the result, both above 1.
+
+    Returns:
+        uint8 ``[B, C, *size]``.
+    """
+    pixels = images.float().mul_(1.0 / 255.0)
+    pixels = _interpolate_rows(pixels.transpose(-1, -2), area, size[1]).transpose(-1, -2)
+    pixels = _interpolate_rows(pixels, area, size[0])
+    return pixels.clamp_(0.0, 1.0).mul_(255.5).to(torch.uint8)
+
+
+def _interpolate_rows(pixels: Tensor, area: float, length: int) -> Tensor:
+    """Sample the second last axis at ``length`` places, the first and the last of which are the borders of the crop."""
+    one, last = np.float32(1.0), np.float32(pixels.shape[-2] - 1)
+    side = np.sqrt(np.float32(area))
+    low = (one - side) / np.float32(2.0)
+    step = (low + side - low) * last / np.float32(length - 1)
+    places = torch.from_numpy(low * last + np.arange(length, dtype=np.float32) * step).to(pixels.device)
+    above = pixels.index_select(-2, places.floor().long())
+    below = pixels.index_select(-2, places.ceil().long())
+    return above + (below - above) * (places - places.floor())[:, None]

@@ -1,0 +1,180 @@
+"""Reads LeRobotDataset v3.0 folders, whoever wrote them."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlinf.data.frames import EncodedFrames, Frames, VideoFrames
+from rlinf.data.lerobot_format import ACTION, EPISODES_FOLDER, ROW_COLUMNS, STATE, TASKS, import_pyarrow, read_info
+from rlinf.data.stored import DatasetInfo, StoredDemonstrations
+from rlinf.errors import ConfigError
+
+OWN_FILE = "rlinf.json"
+"""File in ``meta`` in which ``rlinf collect`` records the conditions."""
+
+
+def describe(folder: Path) -> DatasetInfo:
+    """Read what the dataset says of itself.
+
+    Raises:
+        ConfigError: The description cannot be read, or is of another version of the format.
+    """
+    info = read_info(folder)
+    features = info["features"]
+    shapes = {name: feature["shape"] for name, feature in features.items() if feature["dtype"] in ("image", "video")}
+    vectors = {
+        name: math.prod(feature["shape"])
+        for name, feature in features.items()
+        if feature["dtype"] in ("float32", "float64") and name not in ROW_COLUMNS and len(feature["shape"]) == 1
+    }
+    own = folder / "meta" / OWN_FILE
+    return DatasetInfo(
+        folder=folder,
+        format="LeRobotDataset v3.0",
+        num_episodes=info["total_episodes"],
+        image_shapes={name: _height_width(shape, features[name].get("names")) for name, shape in shapes.items()},
+        state_dims={name: width for name, width in vectors.items() if name != ACTION},
+        state_key=STATE,
+        action_dim=vectors.get(ACTION, 0),
+        packages=("pyarrow", "av") if any(feature["dtype"] == "video" for feature in features.values()) else ("pyarrow",),
+        env=json.loads(own.read_text(encoding="utf-8")).get("env", {}) if own.is_file() else {},
+    )
+
+
+def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None) -> StoredDemonstrations:
+    """Read the numbers of all rows, and find their frames.
+
+    Images that lie inside parquet files, from which single rows cannot be read, are copied into a temporary file.
+
+    Args:
+        folder: The dataset.
+        cameras: Camera of the env to column.
+        state_key: Column of the state; None: it is not read.
+
+    Raises:
+        ConfigError: A file is missing, damaged or cut short.
+        MissingDependencyError: pyarrow is not installed.
+    """
+    pa = import_pyarrow(f"sft.dataset={folder}")
+    info = read_info(folder)
+    names = [name for name in (ACTION, state_key, "timestamp", "index", "episode_index", "task_index") if name]
+    spools = {
+        key: _ImageSpool(folder, key) for key in cameras.values() if info["features"][key]["dtype"] == "image"
+    }
+    parts: list[dict[str, np.ndarray]] = []
+    try:
+        for path in sorted((folder / "data").glob("*/*.parquet")):
+            with pa.parquet.ParquetFile(path) as file:
+                for group in range(file.num_row_groups):
+                    table = file.read_row_group(group, columns=[*names, *spools])
+                    parts.append({name: _numbers(table.column(name)) for name in names})
+                    for key, spool in spools.items():
+                        spool.append(table.column(key))
+        episodes = pa.concat_tables(
+            [pa.parquet.read_table(path) for path in sorted((folder / EPISODES_FOLDER).glob("*/*.parquet"))],
+            promote_options="permissive",
+        )
+        tasks = _tasks(pa.parquet.read_table(folder / TASKS))
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
+        raise _damaged(folder, f"{type(error).__name__}: {error}") from error
+    num_rows = sum(len(part["index"]) for part in parts)
+    if num_rows != info["total_frames"] or episodes.num_rows != info["total_episodes"]:
+        raise _damaged(
+            folder,
+            f"{num_rows} rows and {episodes.num_rows} episodes are there, and its description says "
+            f"{info['total_frames']} and {info['total_episodes']}",
+        )
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    order = np.argsort(columns["index"], kind="stable")
+    columns = {name: values[order] for name, values in columns.items()}
+    frames: dict[str, Frames] = {
+        camera: spools[key].frames(order) if key in spools else _video_frames(folder, info, key, episodes, columns)
+        for camera, key in cameras.items()
+    }
+    return StoredDemonstrations(
+        describe(folder),
+        frames,
+        None if state_key is None else columns[state_key].astype(np.float32).reshape(num_rows, -1),
+        columns[ACTION].astype(np.float32).reshape(num_rows, -1),
+        columns["task_index"],
+        tasks,
+        columns["episode_index"],
+    )
+
+
+class _ImageSpool:
+    """The encoded images of one column, in the order of the rows, in a temporary file that has no name."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder, self.key = folder, key
+        self.file = tempfile.TemporaryFile()
+        self.lengths: list[int] = []
+
+    def append(self, column: Any) -> None:
+        for value in column.to_pylist():
+            encoded = value["bytes"]
+            if encoded is None:  # images kept beside the parquet files
+                encoded = (self.folder / value["path"]).read_bytes()
+            self.file.write(encoded)
+            self.lengths.append(len(encoded))
+
+    def frames(self, order: np.ndarray) -> EncodedFrames:
+        self.file.flush()
+        lengths = np.array(self.lengths, dtype=np.int64)
+        offsets = np.cumsum(lengths) - lengths
+        return EncodedFrames([self.file], np.zeros(len(order), dtype=np.int64), offsets[order], lengths[order])
+
+
+def _video_frames(
+    folder: Path, info: Mapping[str, Any], key: str, episodes: Any, columns: Mapping[str, np.ndarray]
+) -> VideoFrames:
+    """Find each row's time in its video: the episode's begin in the file plus the time since the episode's begin."""
+    place = {
+        name: np.asarray(episodes.column(f"videos/{key}/{name}").to_pylist())
+        for name in ("chunk_index", "file_index", "from_timestamp")
+    }
+    number_of = {number: position for position, number in enumerate(episodes.column("episode_index").to_pylist())}
+    position = np.array([number_of[number] for number in columns["episode_index"].tolist()])
+    files = sorted(set(zip(place["chunk_index"].tolist(), place["file_index"].tolist(), strict=True)))
+    file_of = {file: number for number, file in enumerate(files)}
+    file_ids = np.array([file_of[c, f] for c, f in zip(place["chunk_index"].tolist(), place["file_index"].tolist(), strict=True)])
+    paths = [folder / info["video_path"].format(video_key=key, chunk_index=chunk, file_index=file) for chunk, file in files]
+    for path in paths:
+        if not path.is_file():
+            raise _damaged(folder, f"{path} is missing")
+    seconds = place["from_timestamp"].astype(np.float64)[position] + columns["timestamp"].astype(np.float64)
+    return VideoFrames(paths, file_ids[position], seconds)
+
+
+def _numbers(column: Any) -> np.ndarray:
+    """A column of numbers or of lists of equal length as ``[T]`` or ``[T, D]``."""
+    flat = column.combine_chunks()
+    if hasattr(flat, "flatten") and flat.type.num_fields == 1:
+        return flat.flatten().to_numpy(zero_copy_only=False).reshape(len(flat), -1)
+    return flat.to_numpy(zero_copy_only=False)
+
+
+def _tasks(table: Any) -> list[str]:
+    """Instructions by ``task_index``; the column of the text is the index of a pandas frame, whatever its name."""
+    (text,) = [name for name in table.column_names if name != "task_index"]
+    found = dict(zip(table.column("task_index").to_pylist(), table.column(text).to_pylist(), strict=True))
+    return [found[number] for number in range(len(found))]
+
+
+def _height_width(shape: tuple[int, ...], names: Any) -> tuple[int, int]:
+    """Height and width of ``[H, W, C]`` (or ``[C, H, W]``, which the names of the axes or the size of C tell)."""
+    channels_first = str(names[0]).startswith("channel") if names else shape[0] == 3 != shape[-1]
+    return (shape[1], shape[2]) if channels_first else (shape[0], shape[1])
+
+
+def _damaged(folder: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"The dataset {folder} is not whole ({reason}). Copy it again, or type sft.dataset=<a whole dataset>"
+    )

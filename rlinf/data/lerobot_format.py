@@ -1,0 +1,69 @@
+"""The file format LeRobotDataset v3.0: names, paths and the description of its columns (``meta/info.json``)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlinf.errors import ConfigError, MissingDependencyError
+
+VERSION = "v3.0"
+INFO = "meta/info.json"
+STATS = "meta/stats.json"
+TASKS = "meta/tasks.parquet"
+EPISODES_FOLDER = "meta/episodes"
+EPISODES = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEOS = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+FILES_PER_CHUNK = 1000
+
+ACTION = "action"
+STATE = "observation.state"
+IMAGES = "observation.images."
+"""Prefix of the columns of cameras."""
+
+ROW_COLUMNS = {"timestamp": "float32", "frame_index": "int64", "episode_index": "int64", "index": "int64", "task_index": "int64"}
+"""Columns that every dataset has: seconds and rows since the episode's begin, and numbers of episode, row and task."""
+
+
+def import_pyarrow(wanted_by: str) -> ModuleType:
+    """Return the module ``pyarrow``, its parquet part imported.
+
+    Raises:
+        MissingDependencyError: It is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{wanted_by} needs the package 'pyarrow' for parquet files. Install it: pip install 'rlinf[lerobot]'"
+        ) from error
+    return pyarrow
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """Read ``meta/info.json``.
+
+    Raises:
+        ConfigError: It cannot be read, or is of another version of the format.
+    """
+    path = folder / INFO
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+        version, features = info["codebase_version"], info["features"]
+        for feature in features.values():
+            feature["dtype"], feature["shape"] = feature["dtype"], tuple(feature["shape"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as the description of a LeRobotDataset ({type(error).__name__}: {error}). "
+            "Type sft.dataset=<another folder>"
+        ) from error
+    if not str(version).startswith("v3."):
+        raise ConfigError(
+            f"{folder} is a LeRobotDataset of version {version}; required: {VERSION}. Convert it with lerobot's script "
+            "convert_dataset_v21_to_v30, or type sft.dataset=<another folder>"
+        )
+    return info

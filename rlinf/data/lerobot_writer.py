@@ -1,0 +1,313 @@
+"""Writes demonstrations as a LeRobotDataset v3.0: parquet rows, PNG images or MP4 videos, statistics."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from rlinf.data.lerobot_format import (
+    ACTION,
+    DATA,
+    EPISODES,
+    FILES_PER_CHUNK,
+    IMAGES,
+    INFO,
+    ROW_COLUMNS,
+    STATE,
+    STATS,
+    TASKS,
+    VERSION,
+    VIDEOS,
+    import_pyarrow,
+)
+from rlinf.data.statistics import ImageStatistics, vector_statistics
+from rlinf.data.video import VideoWriter
+from rlinf.errors import ConfigError
+from rlinf.files import write_text
+
+MIB = 2**20
+EXTRAS = {"next.reward": "float32", "next.done": "bool", "next.success": "bool"}
+"""Columns beside observation and action: what followed the row's action."""
+
+
+class LeRobotWriter:
+    """Writes episodes one after the other; the folder appears, whole, at ``close``.
+
+    Until then everything lies in a hidden folder beside it, which is removed when the ``with`` block fails.
+
+    Args:
+        folder: The dataset; must not exist.
+        fps: Env steps per second of simulated (or real) time.
+        image_shapes: Camera name to (height, width).
+        state_dim: ``S``; 0: no state.
+        action_dim: ``D``.
+        video: MP4 files (lossy, much smaller); False: PNG images inside the parquet files (exact).
+        robot_type: Recorded as it is.
+        data_file_mib: A parquet file is followed by the next one beyond this size.
+        video_file_mib: The same of an MP4 file.
+
+    Attributes:
+        about: JSON file name in ``meta`` to what ``close`` writes there, beside the format's own files.
+
+    Raises:
+        ConfigError: The folder exists, or an odd image size with ``video``.
+        MissingDependencyError: pyarrow, or PyAV with ``video``, is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        *,
+        fps: int,
+        image_shapes: Mapping[str, tuple[int, int]],
+        state_dim: int,
+        action_dim: int,
+        video: bool,
+        robot_type: str | None = None,
+        data_file_mib: int = 100,
+        video_file_mib: int = 200,
+    ) -> None:
+        self._pa = import_pyarrow("Writing a LeRobotDataset")
+        self.folder = Path(folder).expanduser().absolute()
+        if os.path.lexists(self.folder):
+            raise ConfigError(f"dataset is '{folder}', which exists, and nothing is overwritten. Type dataset=<a new folder>")
+        odd = {name: shape for name, shape in image_shapes.items() if shape[0] % 2 or shape[1] % 2}
+        if video and odd:
+            raise ConfigError(f"The images {odd} have an odd side, which MP4 files cannot hold. Type collect.video=false")
+        self.fps, self.video = int(fps), video
+        self.limits = {"data": data_file_mib * MIB, "video": video_file_mib * MIB}
+        self.image_shapes = {f"{IMAGES}{name}": tuple(shape) for name, shape in image_shapes.items()}
+        self.widths = {STATE: state_dim, ACTION: action_dim} if state_dim else {ACTION: action_dim}
+        self.info: dict[str, Any] = {
+            "codebase_version": VERSION,
+            "robot_type": robot_type,
+            "total_episodes": 0,
+            "total_frames": 0,
+            "total_tasks": 0,
+            "chunks_size": FILES_PER_CHUNK,
+            "data_files_size_in_mb": data_file_mib,
+            "video_files_size_in_mb": video_file_mib,
+            "fps": self.fps,
+            "splits": {},
+            "data_path": DATA,
+            "video_path": VIDEOS if video else None,
+            "features": self._features(),
+        }
+        self._partial = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.tmp")
+        self._partial.mkdir(parents=True)
+        self.about: dict[str, Any] = {}
+        self._tasks: dict[str, int] = {}
+        self._episodes: list[dict[str, Any]] = []
+        self._columns: dict[str, list[np.ndarray]] = {name: [] for name in (*self.widths, *EXTRAS, *ROW_COLUMNS)}
+        self._images = {key: ImageStatistics() for key in self.image_shapes}
+        self._data_file: Any = None
+        self._data_number, self._data_bytes = 0, 0
+        self._videos: dict[str, VideoWriter] = {}
+        self._video_numbers = dict.fromkeys(self.image_shapes, 0)
+
+    def __enter__(self) -> LeRobotWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def add_episode(
+        self,
+        images: Mapping[str, np.ndarray],
+        state: np.ndarray | None,
+        actions: np.ndarray,
+        task: str,
+        *,
+        rewards: np.ndarray,
+        success: np.ndarray,
+    ) -> None:
+        """Write one episode of ``T`` rows; row ``t`` is what was seen before action ``t``.
+
+        Args:
+            images: Camera name to uint8 ``[T, H, W, 3]``.
+            state: float32 ``[T, S]``, or None.
+            actions: float32 ``[T, D]``.
+            task: The instruction.
+            rewards: float32 ``[T]``, paid for the actions.
+            success: bool ``[T]``: the goal is reached after the action.
+        """
+        length, first = len(actions), self.info["total_frames"]
+        done = np.zeros(length, dtype=bool)
+        done[-1] = True
+        episode_index = self.info["total_episodes"]
+        task_index = self._tasks.setdefault(task, len(self._tasks))
+        columns: dict[str, np.ndarray] = {
+            ACTION: np.asarray(actions, np.float32),
+            "next.reward": np.asarray(rewards, np.float32),
+            "next.done": done,
+            "next.success": np.asarray(success, bool),
+            "timestamp": (np.arange(length) / self.fps).astype(np.float32),
+            "frame_index": np.arange(length),
+            "episode_index": np.full(length, episode_index),
+            "index": np.arange(first, first + length),
+            "task_index": np.full(length, task_index),
+        }
+        if STATE in self.widths:
+            columns[STATE] = np.asarray(state, np.float32)
+        statistics = {name: vector_statistics(values.reshape(length, -1)) for name, values in columns.items()}
+        about: dict[str, Any] = {"episode_index": episode_index, "tasks": [task], "length": length}
+        for key in self.image_shapes:
+            seen = np.asarray(images[key.removeprefix(IMAGES)])
+            counted = ImageStatistics()
+            counted.add(seen)
+            self._images[key].merge(counted)
+            statistics[key] = counted.result()
+            if self.video:
+                about |= self._add_video(key, seen)
+        about |= self._add_rows(columns, {} if self.video else images)
+        about |= {"dataset_from_index": first, "dataset_to_index": first + length}
+        about |= {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
+        about |= {f"stats/{key}/{name}": x.tolist() for key, found in statistics.items() for name, x in found.items()}
+        self._episodes.append(about)
+        for name, values in columns.items():
+            self._columns[name].append(values)
+        self.info["total_episodes"] += 1
+        self.info["total_frames"] += length
+
+    def close(self) -> Path:
+        """Finish the files and give the folder its name.
+
+        Raises:
+            ConfigError: There is no episode, or the folder has come into being meanwhile.
+        """
+        pa = self._pa
+        if not self._episodes:
+            self.abort()
+            raise ConfigError("There is no episode to write.")
+        self._close_files()
+        for key in self._videos:
+            self.info["features"][key]["info"] = self._video_info(key)
+        self.info["total_tasks"] = len(self._tasks)
+        self.info["splits"] = {"train": f"0:{len(self._episodes)}"}
+        statistics = {name: vector_statistics(x.reshape(len(x), -1)) for name, x in
+                      ((name, np.concatenate(parts)) for name, parts in self._columns.items())}  # fmt: skip
+        statistics |= {key: counted.result() for key, counted in self._images.items()}
+        plain = {key: {name: x.tolist() for name, x in found.items()} for key, found in statistics.items()}
+        write_text(self._partial / INFO, json.dumps(self.info, indent=4, ensure_ascii=False))
+        write_text(self._partial / STATS, json.dumps(plain, indent=4))
+        pa.parquet.write_table(self._task_table(), self._partial / TASKS)
+        episodes = self._partial / EPISODES.format(chunk_index=0, file_index=0)
+        episodes.parent.mkdir(parents=True)
+        pa.parquet.write_table(pa.Table.from_pylist(self._episodes), episodes, compression="snappy")
+        for name, content in self.about.items():
+            write_text(self._partial / "meta" / name, json.dumps(content, indent=1))
+        if os.path.lexists(self.folder):
+            self.abort()
+            raise ConfigError(f"'{self.folder}' has come into being meanwhile. Type dataset=<a new folder>")
+        os.rename(self._partial, self.folder)
+        return self.folder
+
+    def abort(self) -> None:
+        """Leave nothing."""
+        self._close_files()
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    # Rows and files.
+
+    def _features(self) -> dict[str, dict[str, Any]]:
+        features: dict[str, dict[str, Any]] = {}
+        for key, (height, width) in self.image_shapes.items():
+            names = ["height", "width", "channels"]
+            features[key] = {"dtype": "video" if self.video else "image", "shape": [height, width, 3], "names": names}
+        for name, width in self.widths.items():
+            features[name] = {"dtype": "float32", "shape": [width], "names": None}
+        for name, dtype in (EXTRAS | ROW_COLUMNS).items():
+            features[name] = {"dtype": dtype, "shape": [1], "names": None}
+        return features
+
+    def _add_rows(self, columns: Mapping[str, np.ndarray], images: Mapping[str, np.ndarray]) -> dict[str, int]:
+        """Append a row group to the present parquet file, or to the next one where that is full."""
+        pa = self._pa
+        arrays = {}
+        for key in self.image_shapes if images else ():
+            arrays[key] = self._image_column(images[key.removeprefix(IMAGES)])
+        for name, feature in self.info["features"].items():
+            if name not in self.image_shapes:
+                kind = getattr(pa, "bool_" if feature["dtype"] == "bool" else feature["dtype"])()
+                flat = pa.array(columns[name].reshape(-1), kind)
+                width = feature["shape"][0]
+                arrays[name] = flat if width == 1 else pa.FixedSizeListArray.from_arrays(flat, width)
+        table = pa.table(arrays)
+        if self._data_file is not None and self._data_bytes + table.nbytes > self.limits["data"]:
+            self._data_file.close()
+            self._data_file, self._data_bytes, self._data_number = None, 0, self._data_number + 1
+        where = self._place(self._data_number)
+        if self._data_file is None:
+            path = self._partial / DATA.format(**where)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            plain = [name for name in arrays if name not in self.image_shapes]
+            self._data_file = pa.parquet.ParquetWriter(path, table.schema, compression="snappy", use_dictionary=plain)
+        self._data_file.write_table(table)
+        self._data_bytes += table.nbytes
+        return {f"data/{name}": number for name, number in where.items()}
+
+    def _image_column(self, images: np.ndarray) -> Any:
+        """PNG files inside the column, as the Hugging Face library ``datasets`` stores images."""
+        pa = self._pa
+        encoded = []
+        for image in images:
+            buffer = io.BytesIO()
+            Image.fromarray(image).save(buffer, "PNG", compress_level=1)
+            encoded.append({"bytes": buffer.getvalue(), "path": None})
+        return pa.array(encoded, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+
+    def _add_video(self, key: str, images: np.ndarray) -> dict[str, Any]:
+        """Append an episode's frames to the present MP4 file of a camera, or to the next one where that is full."""
+        video = self._videos.get(key)
+        if video is not None and video.num_bytes > self.limits["video"]:
+            video.close()
+            video, self._video_numbers[key] = None, self._video_numbers[key] + 1
+        where = self._place(self._video_numbers[key])
+        if video is None:
+            path = self._partial / VIDEOS.format(video_key=key, **where)
+            video = self._videos[key] = VideoWriter(path, self.fps, *self.image_shapes[key])
+        start = video.num_frames
+        video.append(images)
+        times = {"from_timestamp": start / self.fps, "to_timestamp": video.num_frames / self.fps}
+        return {f"videos/{key}/{name}": value for name, value in (where | times).items()}
+
+    def _place(self, number: int) -> dict[str, int]:
+        chunk, file = divmod(number, FILES_PER_CHUNK)
+        return {"chunk_index": chunk, "file_index": file}
+
+    def _video_info(self, key: str) -> dict[str, Any]:
+        height, width = self.image_shapes[key]
+        return {
+            "video.height": height, "video.width": width, "video.codec": "h264", "video.pix_fmt": "yuv420p",
+            "video.is_depth_map": False, "video.fps": self.fps, "video.channels": 3, "has_audio": False,
+        }  # fmt: skip
+
+    def _task_table(self) -> Any:
+        """One row per task, the instruction being the index of the data frame that pandas makes of it."""
+        pa = self._pa
+        index = "__index_level_0__"
+        table = pa.table({"task_index": pa.array(self._tasks.values(), pa.int64()), index: pa.array(self._tasks, pa.string())})
+        columns = [
+            {"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64", "metadata": None},
+            {"name": None, "field_name": index, "pandas_type": "unicode", "numpy_type": "object", "metadata": None},
+        ]
+        pandas = {"index_columns": [index], "column_indexes": [], "columns": columns, "pandas_version": "2.0.0"}
+        return table.replace_schema_metadata({"pandas": json.dumps(pandas)})
+
+    def _close_files(self) -> None:
+        if self._data_file is not None:
+            self._data_file.close()
+            self._data_file = None
+        for video in self._videos.values():
+            video.close()

@@ -1,0 +1,53 @@
+"""Batches read ahead in threads, while the model trains on earlier ones."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from rlinf.types import Observation
+
+BATCHES_PER_WORKER = 2
+"""Batches ahead for each thread."""
+
+
+class Prefetcher:
+    """Makes the batches of consecutive steps in threads, and hands them out in order.
+
+    Which rows a batch has does not depend on the threads. Decoding images releases the GIL, so threads suffice.
+
+    Args:
+        make_batch: ``make_batch(step)``, safe to call from several threads.
+        first_step: Step of the first batch.
+        num_workers: Threads; 0: a batch is made when it is asked for.
+    """
+
+    def __init__(self, make_batch: Callable[[int], tuple[Observation, Tensor]], first_step: int, num_workers: int) -> None:
+        self._make_batch, self._next_step = make_batch, first_step
+        self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
+        self._ahead: deque[Future] = deque()
+        for _ in range(num_workers * BATCHES_PER_WORKER):
+            self._submit()
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+    def next(self) -> tuple[Observation, Tensor]:
+        """Return the batch of the next step, waiting for it if need be; an error of a thread is raised here."""
+        if self._executor is None:
+            self._next_step += 1
+            return self._make_batch(self._next_step - 1)
+        batch = self._ahead.popleft().result()
+        self._submit()
+        return batch
+
+    def _submit(self) -> None:
+        self._ahead.append(self._executor.submit(self._make_batch, self._next_step))
+        self._next_step += 1

@@ -1,0 +1,150 @@
+"""Reads RLDS folders, as Open X-Embodiment and LIBERO are published: a TensorFlow dataset whose examples are episodes.
+
+Expected is ``features.json`` with ``steps/action``, images and a state under ``steps/observation``, and the instruction in
+``steps/language_instruction`` (or ``steps/observation/natural_language_instruction``). TensorFlow is not needed. The split
+is ``train``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from rlinf.data.frames import EncodedFrames
+from rlinf.data.stored import DatasetInfo, StoredDemonstrations
+from rlinf.data.tfrecord import Blobs, parse_example, records
+from rlinf.errors import ConfigError
+
+FEATURES = "features.json"
+SPLIT = "train"
+OBSERVATION = "steps/observation/"
+ACTION = "steps/action"
+INSTRUCTIONS = ("steps/language_instruction", f"{OBSERVATION}natural_language_instruction")
+
+
+def describe(folder: Path) -> DatasetInfo:
+    """Read what the dataset says of itself.
+
+    Raises:
+        ConfigError: The description cannot be read, or has no actions, no instruction or no training split.
+    """
+    try:
+        features = dict(_leaves(json.loads((folder / FEATURES).read_text(encoding="utf-8"))))
+        about = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+        splits = {split["name"]: split for split in about["splits"]}
+        num_episodes = sum(map(int, splits[SPLIT]["shardLengths"]))
+        vectors = {key: math.prod(shape) for key, (kind, shape) in features.items() if kind.startswith("float")}
+        shapes = {
+            key.removeprefix(OBSERVATION): shape[:2]
+            for key, (kind, shape) in features.items()
+            if kind == "image" and key.startswith(OBSERVATION)
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{folder} cannot be read as an RLDS dataset ({type(error).__name__}: {error}); required: {FEATURES} and "
+            f"dataset_info.json with a split '{SPLIT}'. Type sft.dataset=<another folder>"
+        ) from error
+    missing = [name for name, there in ((ACTION, ACTION in vectors), (INSTRUCTIONS[0], _instruction_of(features))) if not there]
+    if missing:
+        raise ConfigError(
+            f"The RLDS dataset {folder} has no {' and no '.join(missing)}; it has {', '.join(features)}. "
+            "Type sft.dataset=<another folder>"
+        )
+    return DatasetInfo(
+        folder=folder,
+        format="RLDS",
+        num_episodes=num_episodes,
+        image_shapes=shapes,
+        state_dims={key.removeprefix(OBSERVATION): width for key, width in vectors.items() if key.startswith(OBSERVATION)},
+        state_key="state",
+        action_dim=vectors[ACTION],
+    )
+
+
+def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None) -> StoredDemonstrations:
+    """Read the numbers of all steps, and note where their images lie.
+
+    Args:
+        folder: The dataset.
+        cameras: Camera of the env to name under ``observation``.
+        state_key: Name of the state under ``observation``; None: it is not read.
+
+    Raises:
+        ConfigError: A file is missing, damaged or cut short.
+    """
+    info = describe(folder)
+    instruction = _instruction_of(dict(_leaves(json.loads((folder / FEATURES).read_text(encoding="utf-8")))))
+    paths = sorted(folder.glob(f"*-{SPLIT}.*-?????-of-?????"))
+    files: list[BinaryIO] = [open(path, "rb") for path in paths]
+    actions, states, tasks, task_ids = [], [], {}, []
+    episode_ids: list[np.ndarray] = []
+    file_ids: list[np.ndarray] = []
+    images: dict[str, list[Blobs]] = {camera: [] for camera in cameras}
+    for number, file in enumerate(files):
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
+            try:
+                for begin, end in records(data):
+                    found = parse_example(data, begin, end)
+                    actions.append(np.asarray(found[ACTION], np.float32).reshape(-1, info.action_dim))
+                    length = len(actions[-1])
+                    if state_key is not None:
+                        states.append(np.asarray(found[OBSERVATION + state_key], np.float32).reshape(length, -1))
+                    for camera, key in cameras.items():
+                        images[camera].append(_one_per_step(found[OBSERVATION + key], length, key))
+                    offsets, lengths = _one_per_step(found[instruction], length, instruction)
+                    texts = [bytes(data[a : a + n]).decode() for a, n in zip(offsets, lengths, strict=True)]
+                    task_ids.append(np.array([tasks.setdefault(text, len(tasks)) for text in texts], dtype=np.int64))
+                    episode_ids.append(np.full(length, len(episode_ids)))
+                    file_ids.append(np.full(length, number))
+            except (ValueError, KeyError, IndexError) as error:
+                raise _damaged(folder, f"{paths[number].name}: {type(error).__name__}: {error}") from error
+    if len(actions) != info.num_episodes:
+        raise _damaged(folder, f"{len(actions)} episodes are there, and its description says {info.num_episodes}")
+    where = np.concatenate(file_ids)
+    return StoredDemonstrations(
+        info,
+        {
+            camera: EncodedFrames(files, where, *(np.concatenate(part) for part in zip(*blobs, strict=True)))
+            for camera, blobs in images.items()
+        },
+        np.concatenate(states) if state_key is not None else None,
+        np.concatenate(actions),
+        np.concatenate(task_ids),
+        list(tasks),
+        np.concatenate(episode_ids),
+    )
+
+
+def _one_per_step(blobs: Any, length: int, name: str) -> Blobs:
+    if not isinstance(blobs, Blobs) or len(blobs.offsets) != length:
+        raise ValueError(f"an episode of {length} actions has not as many values of {name}")
+    return blobs
+
+
+def _instruction_of(features: Mapping[str, Any]) -> str | None:
+    return next((key for key in INSTRUCTIONS if key in features), None)
+
+
+def _leaves(feature: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+    """Yield ``(path, (kind, shape))`` of the leaves of ``features.json``; the kind of a tensor is its dtype."""
+    if "featuresDict" in feature:
+        for name, child in feature["featuresDict"]["features"].items():
+            yield from _leaves(child, f"{path}/{name}" if path else name)
+    elif "sequence" in feature:
+        yield from _leaves(feature["sequence"]["feature"], path)
+    else:
+        for kind in ("image", "tensor", "text"):
+            if kind in feature:
+                about = feature[kind]
+                shape = tuple(int(size) for size in about.get("shape", {}).get("dimensions", ()))
+                yield path, (about["dtype"] if kind == "tensor" else kind, shape)
+
+
+def _damaged(folder: Path, reason: str) -> ConfigError:
+    return ConfigError(f"The dataset {folder} is not whole ({reason}). Copy it again, or type sft.dataset=<a whole dataset>")

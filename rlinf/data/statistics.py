@@ -1,0 +1,87 @@
+"""Statistics of demonstrations: what LeRobotDataset stores, and what models normalise by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+
+
+def vector_statistics(values: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the statistics of each column of ``[N, D]``.
+
+    Returns:
+        ``min``, ``max``, ``mean``, ``std`` (population), ``q01`` ... ``q99`` (linear interpolation), each ``[D]``, and
+        ``count`` ``[1]``; ``min`` and ``max`` keep the type of the values.
+    """
+    low, high = values.min(0), values.max(0)
+    values = np.asarray(values, dtype=np.float64)
+    quantiles = np.quantile(values, list(QUANTILES.values()), axis=0)
+    return {
+        "min": low,
+        "max": high,
+        "mean": values.mean(0),
+        "std": values.std(0),
+        "count": np.array([len(values)]),
+        **dict(zip(QUANTILES, quantiles, strict=True)),
+    }
+
+
+class ImageStatistics:
+    """Exact statistics of uint8 images per channel, from a histogram of the 256 grey levels."""
+
+    def __init__(self) -> None:
+        self.histogram = np.zeros((3, 256), dtype=np.int64)
+        self.num_images = 0
+
+    def add(self, images: np.ndarray) -> None:
+        """Count the pixels of uint8 ``[T, H, W, 3]``."""
+        for channel in range(3):
+            self.histogram[channel] += np.bincount(images[..., channel].ravel(), minlength=256)
+        self.num_images += len(images)
+
+    def merge(self, other: ImageStatistics) -> None:
+        """Count what ``other`` counted, too."""
+        self.histogram += other.histogram
+        self.num_images += other.num_images
+
+    def result(self) -> dict[str, np.ndarray]:
+        """Return the statistics as LeRobotDataset has them: grey levels / 255, each ``[3, 1, 1]``; ``count`` of images.
+
+        A quantile is the smallest level whose cumulative share reaches it.
+        """
+        levels = np.arange(256) / 255
+        share = self.histogram / self.histogram.sum(1, keepdims=True)
+        mean = share @ levels
+        cumulative = np.cumsum(self.histogram, axis=1)
+        total = cumulative[:, -1:]
+        found = {
+            "min": levels[(self.histogram > 0).argmax(1)],
+            "max": levels[255 - (self.histogram[:, ::-1] > 0).argmax(1)],
+            "mean": mean,
+            "std": np.sqrt(np.maximum(share @ levels**2 - mean**2, 0)),
+        }
+        for name, quantile in QUANTILES.items():
+            found[name] = levels[(cumulative >= quantile * total).argmax(1)]
+        return {name: value.reshape(3, 1, 1) for name, value in found.items()} | {"count": np.array([self.num_images])}
+
+
+def normalization_statistics(actions: np.ndarray, state: np.ndarray | None) -> dict[str, Any]:
+    """Return the statistics that models normalise by, in OpenVLA's ``norm_stats`` format (see ``VectorEnv.action_statistics``).
+
+    Args:
+        actions: ``[N, D]``.
+        state: ``[N, S]``, or None.
+    """
+    statistics = {"action": _as_lists(actions)}
+    if state is not None:
+        statistics["proprio"] = _as_lists(state)
+    return statistics
+
+
+def _as_lists(values: np.ndarray) -> dict[str, list]:
+    found = vector_statistics(values)
+    kept = {name: found[name].tolist() for name in ("q01", "q99", "min", "max", "mean", "std")}
+    return kept | {"mask": [True] * values.shape[1]}

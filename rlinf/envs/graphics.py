@@ -1,0 +1,233 @@
+"""Which OpenGL and which Vulkan pictures are rendered with: chosen here, tried in a process of its own, and reported.
+
+MuJoCo (tabletop, Meta-World, LIBERO) renders with OpenGL, SAPIEN (ManiSkill) with Vulkan. A broken or missing driver may
+end a process without a word, so every first attempt is made in another one.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+
+from rlinf.errors import MissingDependencyError
+
+CONTEXT_MODULES = {"egl": "mujoco.egl", "osmesa": "mujoco.osmesa", "glfw": "mujoco.glfw", "cgl": "mujoco.cgl"}
+INSTALL_HINT = (
+    "Install software rendering with `apt-get install libegl1 libgl1` (then MUJOCO_GL=egl works), "
+    "or with `apt-get install libosmesa6` (MUJOCO_GL=osmesa)."
+)
+PROBE_TIMEOUT_S = 20.0
+_PROBE = """
+import importlib, mujoco, sys
+context = importlib.import_module(sys.argv[1]).GLContext(16, 16)
+context.make_current()
+mujoco.MjrContext(mujoco.MjModel.from_xml_string("<mujoco/>"), 100).free()
+context.free()
+print("rendering works")
+"""
+
+VULKAN_DEVICES = {"cpu": "cpu", "gpu": "cuda"}
+"""Where SAPIEN may render, and its name for it."""
+
+LAVAPIPE_FILES = ("/usr/share/vulkan/icd.d/lvp_icd*.json", "/etc/vulkan/icd.d/lvp_icd*.json")
+VULKAN_HINTS = {
+    "cpu": "Install Mesa's software Vulkan, 23 or newer, with `bash scripts/setup.sh --sims`: on Debian 12 it is "
+    "`apt-get install mesa-vulkan-drivers/bookworm-backports` (docs/simulators.md), elsewhere "
+    "`apt-get install mesa-vulkan-drivers`.",
+    "gpu": "Install the NVIDIA driver with its Vulkan library (in a container: NVIDIA_DRIVER_CAPABILITIES=all), "
+    "or simulate and render without a GPU: type env=maniskill env.render_device=cpu",
+}
+_VULKAN_PROBE = """
+import sapien, sys
+sapien.render.RenderSystem(sapien.Device(sys.argv[1]))
+print("rendering works")
+"""
+
+# EGL's list of devices; NVIDIA's tell their CUDA number (EGL_NV_device_cuda, attribute 0x323A).
+_EGL_DEVICES = """
+import ctypes, json
+egl = ctypes.CDLL("libEGL.so.1")
+egl.eglGetProcAddress.restype = ctypes.c_void_p
+address = lambda name: egl.eglGetProcAddress(name)
+query_devices = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(address(b"eglQueryDevicesEXT"))
+query_attribute = ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(address(b"eglQueryDeviceAttribEXT"))
+devices, count, numbers = (ctypes.c_void_p * 64)(), ctypes.c_int(), []
+query_devices(64, devices, ctypes.byref(count))
+for device in devices[:count.value]:
+    number = ctypes.c_ssize_t(-1)
+    numbers.append(number.value if query_attribute(device, 0x323A, ctypes.byref(number)) else None)
+print(json.dumps(numbers))
+"""
+
+
+def import_mujoco() -> ModuleType:
+    """Import MuJoCo.
+
+    Raises:
+        MissingDependencyError: It is not installed, or ``MUJOCO_GL`` names a GL that cannot be loaded.
+    """
+    if importlib.util.find_spec("mujoco") is None:
+        raise MissingDependencyError("The package 'mujoco' is missing. Install it with `pip install mujoco==3.3.0`.")
+    try:
+        return importlib.import_module("mujoco")
+    except (ImportError, AttributeError, RuntimeError) as error:
+        # MuJoCo loads the GL that MUJOCO_GL names when it is imported.
+        raise cannot_render(os.environ.get("MUJOCO_GL", ""), error) from error
+
+
+def cannot_render(backend: str, error: Exception) -> MissingDependencyError:
+    """Return the error that says that ``backend`` failed, and what to install."""
+    return MissingDependencyError(f"MuJoCo cannot render with MUJOCO_GL={backend}: {error}. {INSTALL_HINT}")
+
+
+def probe_rendering() -> tuple[str | None, str]:
+    """Find out whether MuJoCo can render here (about one second; for ``rlinf doctor``).
+
+    Returns:
+        The backend and a sentence, or None and what to install.
+    """
+    if importlib.util.find_spec("mujoco") is None:
+        return None, "The package 'mujoco' is missing. Install it with `pip install mujoco==3.3.0`."
+    failures = []
+    for backend in _candidates():
+        if backend not in CONTEXT_MODULES:
+            failures.append(f"MUJOCO_GL={backend}: unknown, use one of {', '.join(CONTEXT_MODULES)}")
+            continue
+        failure = _failure_of(_PROBE, CONTEXT_MODULES[backend], _environment_of(backend))
+        if failure is None:
+            return backend, f"MuJoCo renders with {backend}."
+        failures.append(f"{backend}: {failure}")
+    return None, f"MuJoCo cannot render here ({'; '.join(failures)}). {INSTALL_HINT}"
+
+
+@functools.cache
+def choose_backend() -> str:
+    """Return the GL backend of this process, and set ``MUJOCO_GL`` and ``PYOPENGL_PLATFORM`` for it and its children.
+
+    A backend that the user set in ``MUJOCO_GL`` is taken without a probe; it is verified when the first context opens.
+    With EGL and ``CUDA_VISIBLE_DEVICES``, ``MUJOCO_EGL_DEVICE_ID`` is set too, unless it is already (``egl_device``).
+
+    Raises:
+        MissingDependencyError: None works; says what to install.
+    """
+    wanted = os.environ.get("MUJOCO_GL", "").lower()
+    backend, message = (wanted, "") if wanted in CONTEXT_MODULES else probe_rendering()
+    if backend is None:
+        raise MissingDependencyError(message)
+    os.environ.update(_environment_of(backend))
+    _single_threaded_mesa()
+    return backend
+
+
+def probe_vulkan(device: str) -> tuple[bool, str]:
+    """Find out whether SAPIEN, ManiSkill's engine, can render here (about one second).
+
+    Args:
+        device: "cpu" (Mesa's lavapipe) or "gpu" (the NVIDIA driver).
+
+    Returns:
+        Whether it works, and a sentence: that it does, or why not and what to install.
+    """
+    if importlib.util.find_spec("sapien") is None:
+        return False, "The package 'sapien' is missing. Install it with `bash scripts/setup.sh --sims`."
+    failure = _failure_of(_VULKAN_PROBE, VULKAN_DEVICES[device], _vulkan_environment(device))
+    if failure is None:
+        return True, f"SAPIEN renders with Vulkan on the {device.upper()}."
+    return False, f"SAPIEN cannot render with Vulkan on the {device.upper()} ({failure}). {VULKAN_HINTS[device]}"
+
+
+@functools.cache
+def choose_vulkan(device: str) -> str:
+    """Return SAPIEN's name of a render device that works, and set what it needs for this process and its children.
+
+    On the CPU, ``VK_ICD_FILENAMES`` is set to lavapipe, unless the user has set it or ``VK_DRIVER_FILES``.
+
+    Args:
+        device: "cpu" or "gpu".
+
+    Raises:
+        MissingDependencyError: It does not work; says what to install.
+    """
+    works, message = probe_vulkan(device)
+    if not works:
+        raise MissingDependencyError(message)
+    os.environ.update(_vulkan_environment(device))
+    _single_threaded_mesa()
+    return VULKAN_DEVICES[device]
+
+
+def egl_device(environment: Mapping[str, str], cuda_numbers: list[int | None]) -> str | None:
+    """Return the EGL device that is the first GPU of ``CUDA_VISIBLE_DEVICES``; None: leave the choice to MuJoCo.
+
+    CUDA counts only GPUs that the variable leaves, EGL counts all, in an order of its own and software renderers too, so
+    equal numbers may mean different GPUs.
+
+    Args:
+        environment: Variables; a ``MUJOCO_EGL_DEVICE_ID`` of the user is left alone.
+        cuda_numbers: For each EGL device its CUDA number when ``CUDA_VISIBLE_DEVICES`` is not set, or None.
+    """
+    first = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    if "MUJOCO_EGL_DEVICE_ID" in environment or not first.isdigit() or int(first) not in cuda_numbers:
+        return None
+    return str(cuda_numbers.index(int(first)))
+
+
+def list_egl_devices() -> list[int | None]:
+    """Return for each EGL device its CUDA number (as it is without ``CUDA_VISIBLE_DEVICES``), None where it has none."""
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    result = subprocess.run(
+        [sys.executable, "-c", _EGL_DEVICES], env=environment, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
+    )
+    return json.loads(result.stdout) if result.returncode == 0 else []
+
+
+def _candidates() -> list[str]:
+    wanted = os.environ.get("MUJOCO_GL", "").lower()
+    if wanted:
+        return [wanted]
+    return ["cgl"] if sys.platform == "darwin" else ["egl", "osmesa"]
+
+
+def _environment_of(backend: str) -> dict[str, str]:
+    names = {"MUJOCO_GL": backend}
+    if backend in ("egl", "osmesa"):
+        names["PYOPENGL_PLATFORM"] = backend
+    if backend == "egl" and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        device = egl_device(os.environ, list_egl_devices())
+        if device is not None:
+            names["MUJOCO_EGL_DEVICE_ID"] = device
+    return names
+
+
+def _vulkan_environment(device: str) -> dict[str, str]:
+    chosen = os.environ.get("VK_ICD_FILENAMES") or os.environ.get("VK_DRIVER_FILES")
+    found = sorted(path for pattern in LAVAPIPE_FILES for path in glob.glob(pattern))
+    return {"VK_ICD_FILENAMES": found[0]} if device == "cpu" and found and not chosen else {}
+
+
+def _single_threaded_mesa() -> None:
+    """Mesa's own rasteriser threads cost more than they bring at these sizes."""
+    os.environ.setdefault("LP_NUM_THREADS", "0")
+
+
+def _failure_of(script: str, argument: str, environment: dict[str, str]) -> str | None:
+    """Run a probe in a process of its own (a broken driver may crash it); None, or the reason of the failure."""
+    command = [sys.executable, "-c", script, argument]
+    try:
+        result = subprocess.run(
+            command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {PROBE_TIMEOUT_S:.0f} s"
+    if "rendering works" in result.stdout:
+        return None
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else f"exit status {result.returncode}"

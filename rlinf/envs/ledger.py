@@ -1,0 +1,72 @@
+"""The books of a vector env: rewards under the reward mode, and length, return and success of the running episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlinf.envs.config import EnvConfig
+from rlinf.envs.steps import SimulatorChunk
+from rlinf.types import EpisodeResult, EpisodeSpec
+
+
+class EpisodeLedger:
+    """What the present episode of each of ``B`` rows has done so far.
+
+    Args:
+        num_envs: ``B``.
+        config: ``reward_mode``, ``success_bonus`` and ``terminate_on_success`` are read.
+
+    Attributes:
+        horizons: int64 ``[B]``: env steps after which the episode is truncated.
+        num_steps: int64 ``[B]``.
+        success: bool ``[B]``: the goal has been reached at least once.
+    """
+
+    def __init__(self, num_envs: int, config: EnvConfig) -> None:
+        self._config = config
+        self.horizons = np.ones(num_envs, dtype=np.int64)
+        self.num_steps = np.zeros(num_envs, dtype=np.int64)
+        self.success = np.zeros(num_envs, dtype=bool)
+        self._returns = np.zeros(num_envs, dtype=np.float64)
+        self._previous_dense = np.zeros(num_envs, dtype=np.float32)
+
+    def begin(self, ids: np.ndarray, horizons: Sequence[int]) -> None:
+        """Forget what the rows ``ids`` (int64 ``[K]``) did; their episodes have ``horizons``."""
+        self.num_steps[ids], self._returns[ids], self._previous_dense[ids] = 0, 0.0, 0.0
+        self.success[ids], self.horizons[ids] = False, horizons
+
+    def add(self, ids: np.ndarray, chunk: SimulatorChunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Enter what the rows ``ids`` (int64 ``[K]``) did in one chunk.
+
+        Returns:
+            Rewards float32 ``[K, C]``, terminated bool ``[K]`` and truncated bool ``[K]``, never both.
+        """
+        rewards = np.zeros(chunk.executed.shape, dtype=np.float32)
+        for position in range(rewards.shape[1]):
+            rows = np.flatnonzero(chunk.executed[:, position])
+            rewards[rows, position] = self._rewards_of(
+                ids[rows], chunk.dense_reward[rows, position], chunk.success[rows, position]
+            )
+        self.num_steps[ids] += chunk.executed.sum(1)
+        self._returns[ids] += rewards.sum(1, dtype=np.float64)
+        terminated = (chunk.terminated | (chunk.success & self._config.terminate_on_success)).any(1)
+        return rewards, terminated, ~terminated & (self.num_steps[ids] >= self.horizons[ids])
+
+    def result_of(self, index: int, spec: EpisodeSpec, task: str) -> EpisodeResult:
+        """Return how the episode of row ``index`` ended."""
+        success, total, length = self.success[index], self._returns[index], self.num_steps[index]
+        return EpisodeResult(spec, task, bool(success), float(total), int(length))
+
+    def _rewards_of(self, ids: np.ndarray, dense_reward: np.ndarray, success: np.ndarray) -> np.ndarray:
+        """Combine dense reward and bonus of one env step; the bonus is paid once, at the first step of success."""
+        rewards = np.zeros(len(ids), dtype=np.float32)
+        if self._config.reward_mode == "shaped":
+            rewards += dense_reward
+        elif self._config.reward_mode == "relative":
+            rewards += dense_reward - self._previous_dense[ids]
+        self._previous_dense[ids] = dense_reward
+        rewards[success & ~self.success[ids]] += self._config.success_bonus
+        self.success[ids] |= success
+        return rewards

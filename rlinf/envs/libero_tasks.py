@@ -1,0 +1,189 @@
+"""What LIBERO's package says of its tasks, read from its files: nothing of LIBERO, robosuite or torch is imported."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import importlib.util
+import io
+import os
+import pickle
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlinf.errors import ConfigError, MissingDependencyError
+
+HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
+"""Suite to env steps of an episode, after the settling steps, as the evaluation scripts of OpenVLA have them, and after
+it OpenVLA-OFT and openpi."""
+
+ASSETS_VARIABLE = "RLINF_LIBERO_ASSETS"
+REQUIRED = {
+    "robosuite": ((1, 4), (1, 5), "robosuite==1.4.0"),
+    "mujoco": ((2, 3), (3, 3, 3), "mujoco==3.3.0"),
+}
+"""Distribution to the first version that fits, the first that does not, and what to install."""
+_INSTALL = (
+    "Install LIBERO with `bash scripts/setup.sh --sims`, or with `pip install --no-deps hf-libero==0.1.4 "
+    "robosuite==1.4.0 bddl==1.0.1`."
+)
+
+
+@functools.cache
+def package_folder() -> Path:
+    """Return the folder of LIBERO's files in the installed package.
+
+    Raises:
+        MissingDependencyError: LIBERO is not installed.
+    """
+    found = importlib.util.find_spec("libero")
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        if (Path(folder) / "libero" / "bddl_files").is_dir():
+            return Path(folder) / "libero"
+    raise MissingDependencyError(_missing("libero"))
+
+
+def check_packages() -> None:
+    """Check that robosuite and MuJoCo are versions whose numbers are LIBERO's.
+
+    From MuJoCo 3.3.3 on floors are drawn darker, and from 3.4 on boxes collide otherwise: published policies lose 20 to
+    86 points of success there.
+
+    Raises:
+        MissingDependencyError: A package is missing, or of another version.
+    """
+    package_folder()
+    for name in ("robosuite", "bddl"):
+        if importlib.util.find_spec(name) is None:
+            raise MissingDependencyError(_missing(name))
+    for name, (first, end, wanted) in REQUIRED.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            raise MissingDependencyError(_missing(name)) from None
+        numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+        if not first <= numbers < end:
+            raise MissingDependencyError(
+                f"{name} is {version}; LIBERO's states and pictures hold for versions from {_dotted(first)} to "
+                f"below {_dotted(end)} (later ones change contacts and brightness, and with them success rates). "
+                f"Type pip install {wanted}"
+            )
+
+
+def _missing(name: str) -> str:
+    return f"The package '{name}' is missing, and env.name=libero needs it. {_INSTALL}"
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(str(number) for number in numbers)
+
+
+@functools.cache
+def suite_tasks(suite: str) -> tuple[str, ...]:
+    """Return the task names of a suite, in LIBERO's order, which is that of the published evaluations."""
+    source = (package_folder() / "benchmark" / "libero_suite_task_map.py").read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            return tuple(ast.literal_eval(node.value)[suite])
+    raise MissingDependencyError(f"{package_folder()} has no list of tasks. {_INSTALL}")
+
+
+def instruction(task: str) -> str:
+    """Return what policies are told: the task's name in words, without the name of the scene."""
+    return re.sub(r"^[A-Z_]+SCENE\d+_", "", task).replace("_", " ")
+
+
+def bddl_file(suite: str, task: str) -> Path:
+    """Return the file that describes a task."""
+    return package_folder() / "bddl_files" / suite / f"{task}.bddl"
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Reads NumPy arrays and nothing else: a pickle may otherwise run any code."""
+
+    ALLOWED = {
+        ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
+        ("numpy._core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): np.dtype,
+        ("_codecs", "encode"): lambda text, encoding: text.encode(encoding),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.ALLOWED:
+            raise ConfigError(f"it asks for {module}.{name}, and only arrays of numbers are read")
+        return self.ALLOWED[module, name]
+
+
+def read_states(path: Path) -> np.ndarray:
+    """Return the initial states of a file of LIBERO, float64 ``[N, 1 + nq + nv]`` (time, positions, velocities).
+
+    The file is a zip archive around a pickle; only NumPy arrays are taken from it.
+
+    Raises:
+        ConfigError: The file is missing, or holds anything else.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+            states = _ArrayUnpickler(io.BytesIO(archive.read(name))).load()
+        if not isinstance(states, np.ndarray) or states.dtype != np.float64 or states.ndim != 2:
+            raise ConfigError(f"it holds {type(states).__name__}, and not a float64 matrix")
+    except (OSError, StopIteration, zipfile.BadZipFile, pickle.UnpicklingError, ConfigError, EOFError) as error:
+        raise ConfigError(f"The initial states in {path} cannot be read: {error}. {_INSTALL}") from error
+    return states
+
+
+@functools.cache
+def recorded_states(suite: str, task: str) -> np.ndarray:
+    """Return the 50 initial states from which published evaluations start the task."""
+    return read_states(package_folder() / "init_files" / suite / f"{task}.pruned_init")
+
+
+def find_assets(configured: str | None) -> Path:
+    """Return the folder of LIBERO's meshes and textures.
+
+    Looked for in ``env.assets_dir`` and in the environment variable RLINF_LIBERO_ASSETS, the first of which that is set
+    must be right; then in the package, where LIBERO's own settings point, and where LIBERO's own download puts them.
+
+    Raises:
+        MissingDependencyError: It is not there.
+    """
+    settings = Path(os.environ.get("LIBERO_CONFIG_PATH", "~/.libero")).expanduser() / "config.yaml"
+    named = {"env.assets_dir": configured, ASSETS_VARIABLE: os.environ.get(ASSETS_VARIABLE)}
+    for key, folder in named.items():
+        if folder and not _has_assets(Path(folder).expanduser()):
+            raise MissingDependencyError(f"{key} is {folder}, which is not LIBERO's assets folder. {_assets_hint()}")
+        if folder:
+            return Path(folder).expanduser().resolve()
+    places = [package_folder() / "assets", _assets_of_settings(settings), Path("~/.cache/libero/assets").expanduser()]
+    for place in places:
+        if place is not None and _has_assets(place):
+            return place.resolve()
+    looked = ", ".join(str(place) for place in places if place is not None)
+    raise MissingDependencyError(f"LIBERO's assets (meshes and textures) are not in any of {looked}. {_assets_hint()}")
+
+
+def _assets_hint() -> str:
+    return (
+        "They are the folder libero/libero/assets of https://github.com/Lifelong-Robot-Learning/LIBERO. Get it with "
+        "`git clone`, and type env.assets_dir=LIBERO/libero/libero/assets, or set RLINF_LIBERO_ASSETS."
+    )
+
+
+def _has_assets(folder: Path) -> bool:
+    return all((folder / name).is_dir() for name in ("scenes", "articulated_objects", "stable_scanned_objects"))
+
+
+def _assets_of_settings(settings: Path) -> Path | None:
+    if not settings.is_file():
+        return None
+    import yaml
+
+    found = yaml.safe_load(settings.read_text(encoding="utf-8"))
+    return Path(found["assets"]) if isinstance(found, dict) and "assets" in found else None

@@ -1,0 +1,77 @@
+"""What a simulator reports of env steps: of one step, or of a chunk of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+
+class SimulatorStep(NamedTuple):
+    """What a simulator reports of one env step of ``K`` envs.
+
+    Attributes:
+        dense_reward: float32 ``[K]``; used by the reward modes "shaped" and "relative".
+        success: bool ``[K]``: the goal is reached in the present state.
+        terminated: bool ``[K]``: the episode is over for another reason than success (failure); None: never.
+    """
+
+    dense_reward: np.ndarray
+    success: np.ndarray
+    terminated: np.ndarray | None = None
+
+
+class SimulatorChunk(NamedTuple):
+    """What a simulator reports of up to ``C`` env steps of ``K`` envs; 0 and false where nothing was executed.
+
+    Attributes:
+        dense_reward: float32 ``[K, C]``.
+        success: bool ``[K, C]``.
+        terminated: bool ``[K, C]``.
+        executed: bool ``[K, C]``: true up to and including the step at which the episode ended.
+    """
+
+    dense_reward: np.ndarray
+    success: np.ndarray
+    terminated: np.ndarray
+    executed: np.ndarray
+
+    @staticmethod
+    def empty(num_envs: int, chunk_len: int) -> SimulatorChunk:
+        """Return a chunk in which nothing was executed."""
+        flags = [np.zeros((num_envs, chunk_len), dtype=bool) for _ in range(3)]
+        return SimulatorChunk(np.zeros((num_envs, chunk_len), dtype=np.float32), *flags)
+
+
+def chunk_of_steps(
+    step_envs: Callable[[np.ndarray, np.ndarray], SimulatorStep],
+    ids: np.ndarray,
+    actions: np.ndarray,
+    steps_left: np.ndarray,
+    terminate_on_success: bool,
+) -> SimulatorChunk:
+    """Call ``step_envs(ids, actions)`` up to ``C`` times, with those rows whose episode goes on.
+
+    Args:
+        step_envs: Advances ``K'`` envs by one step with actions ``[K', D]``.
+        ids: int64 ``[K]``.
+        actions: float32 ``[K, C, D]``.
+        steps_left: int64 ``[K]``: env steps until the episode is truncated, at least 1.
+        terminate_on_success: Success ends the episode.
+    """
+    num_envs, chunk_len, _ = actions.shape
+    chunk = SimulatorChunk.empty(num_envs, chunk_len)
+    active = np.ones(num_envs, dtype=bool)
+    for position in range(chunk_len):
+        rows = np.flatnonzero(active)
+        if not len(rows):
+            break
+        step = step_envs(ids[rows], actions[rows, position])
+        chunk.dense_reward[rows, position], chunk.success[rows, position] = step.dense_reward, step.success
+        if step.terminated is not None:
+            chunk.terminated[rows, position] = step.terminated
+        chunk.executed[rows, position] = True
+        over = chunk.terminated[rows, position] | (step.success & terminate_on_success)
+        active[rows] = ~over & (position + 1 < steps_left[rows])
+    return chunk

@@ -1,0 +1,86 @@
+"""Results of an evaluation that is under way, kept on disk, so that an interrupted one goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.types import EpisodeResult, EpisodeSpec
+
+PARTIAL_FILE = "result.partial.jsonl"
+
+
+class PartialResults:
+    """A file with one line of conditions and one line per finished episode.
+
+    A context manager: the file is deleted where the block ends, and stays, with a word of how to go on, where it
+    fails. An episode's result depends on the conditions and its spec only, so results of an earlier process under
+    equal conditions are those that this one would find.
+
+    Args:
+        folder: Of the evaluation.
+        conditions: JSON values: all that results depend on.
+
+    Raises:
+        ConfigError: The file holds results under other conditions; names them.
+        CheckpointError: It cannot be read.
+    """
+
+    def __init__(self, folder: Path, conditions: dict[str, Any]) -> None:
+        self.path = folder / PARTIAL_FILE
+        self.conditions = json.loads(json.dumps(conditions, default=str))
+        self.known = self._read() if self.path.exists() else []
+        self.num_results = len(self.known)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "a", encoding="utf-8")
+        if not self._file.tell():
+            self._write(self.conditions)
+
+    def add(self, result: EpisodeResult) -> None:
+        """Append a finished episode."""
+        self._write(asdict(result))
+        self.num_results += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *details: object) -> None:
+        self._file.close()
+        if error_type is None or not self.num_results:
+            self.path.unlink()
+            return
+        kept = f"{self.num_results} results are kept in {self.path}"
+        print(f"\n{kept}; the same command with output_dir={self.path.parent} goes on", file=sys.stderr, flush=True)
+
+    def _write(self, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def _read(self) -> list[EpisodeResult]:
+        """Read what an earlier process left; a last line that it did not finish is cut off."""
+        text = self.path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]
+        try:
+            lines = [json.loads(line) for line in whole.splitlines()]
+            saved = lines[0] if lines else self.conditions
+            results = [EpisodeResult(**{**line, "spec": EpisodeSpec(**line["spec"])}) for line in lines[1:]]
+            differ = sorted(
+                name for name in {**saved, **self.conditions} if saved.get(name) != self.conditions.get(name)
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self.path} cannot be read ({type(error).__name__}: {error}). Delete it, or type "
+                "output_dir=<another folder>"
+            ) from error
+        if differ:
+            raise ConfigError(
+                f"{self.path} holds {len(results)} results of an evaluation that was interrupted, under other "
+                f"conditions ({', '.join(differ)}). Restore them to go on, delete the file, or type "
+                "output_dir=<another folder>"
+            )
+        self.path.write_text(whole, encoding="utf-8")
+        return results

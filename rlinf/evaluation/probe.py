@@ -1,0 +1,177 @@
+"""What a simulator shows and does in a few fixed episodes, so that one that has drifted is noticed.
+
+Versions in a manifest say that something changed; the probe says whether it matters here. A probe is taken when a
+checkpoint is made and again when it is evaluated: first pictures, poses of the settled objects, and both again after
+some fixed actions. Differences are warned of, not refused: the success rate that follows is still a measurement, of
+another world.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlinf.types import EpisodeSpec, Observation
+
+if TYPE_CHECKING:
+    from rlinf.envs.base import VectorEnv
+
+NUM_EPISODES = 4
+NUM_ACTIONS = 12
+HOLD_STEPS = 3
+"""Env steps for which an action is repeated: single random ones would cancel out."""
+THUMBNAIL_SIZE = 8
+
+MAX_GREY_GAP = 3.0
+"""Largest difference of a thumbnail's cell (of 255) that is taken for another rasteriser, not another scene."""
+MAX_POSITION_GAP_M = 0.001
+MAX_ANGLE_GAP_DEG = 1.0
+MAX_STATE_GAP = 0.01
+"""Largest difference of a number of the state, absolute below 1 and relative above."""
+
+
+def take_probe(env: VectorEnv) -> dict[str, Any]:
+    """Play the beginning of the first evaluation episodes, ``NUM_EPISODES`` or as many as there are rows.
+
+    Args:
+        env: Made with ``auto_reset=False``. It is reset; whoever uses it next resets it again.
+
+    Returns:
+        JSON values: ``num_actions``, and one item per episode with ``task``, ``init_state_id``, ``seed``,
+        ``instruction``, and ``start`` and ``end`` (after the actions). Each of these holds ``images`` (camera to
+        ``shape``, SHA-256 of the pixels, and ``thumbnail``, the mean colours of 8 x 8 cells as hexadecimal bytes),
+        ``poses`` (object to position and quaternion) and ``state``.
+    """
+    episodes = env.episode_specs("eval")
+    rows = range(min(NUM_EPISODES, env.num_envs, len(episodes)))
+    specs = [episodes[row] for row in rows]
+    observation, _ = env.reset(options={"episodes": specs + [None] * (env.num_envs - len(specs))})
+    start = [_snapshot(observation, row, poses) for row, poses in zip(rows, env.poses(rows), strict=True)]
+    instructions = observation.instruction
+    step = env.chunk_step(fixed_actions(env.action_low, env.action_high, env.num_envs))
+    if len(step.lost_env_ids):
+        return take_probe(env)
+    end = [_snapshot(step.observation, row, poses) for row, poses in zip(rows, env.poses(rows), strict=True)]
+    return {
+        "num_actions": NUM_ACTIONS,
+        "episodes": [
+            {**_identity(env, specs[row]), "instruction": instructions[row], "start": start[row], "end": end[row]}
+            for row in rows
+        ],
+    }
+
+
+def fixed_actions(low: np.ndarray, high: np.ndarray, num_envs: int) -> np.ndarray:
+    """Return the actions of a probe, float32 ``[num_envs, NUM_ACTIONS, D]``: the same random ones in every row."""
+    shares = np.random.default_rng(0).random((-(-NUM_ACTIONS // HOLD_STEPS), len(low)))
+    held = np.repeat(shares, HOLD_STEPS, axis=0)[:NUM_ACTIONS]
+    return np.broadcast_to(low + held * (high - low), (num_envs, *held.shape)).astype(np.float32)
+
+
+def drift(saved: dict[str, Any] | None, present: dict[str, Any] | None) -> list[str]:
+    """Say what differs between two probes.
+
+    Args:
+        saved, present: What ``take_probe`` returned; None: not taken. Episodes and cameras that only one of them has
+            are left out, and so is what follows the actions where their number differs.
+
+    Returns:
+        One line per difference beyond the tolerances above; empty: none was found.
+    """
+    if saved is None or present is None:
+        return []
+    moments = ["start", "end"] if saved["num_actions"] == present["num_actions"] else ["start"]
+    later = {_key(episode): episode for episode in present["episodes"]}
+    lines = []
+    for before in saved["episodes"]:
+        now = later.get(_key(before))
+        if now is None:
+            continue
+        name = f"{before['task']}, init state {before['init_state_id']}"
+        if before["instruction"] != now["instruction"]:
+            lines.append(f"{name}: the instruction is '{now['instruction']}', was '{before['instruction']}'")
+        for moment in moments:
+            when = "at the start" if moment == "start" else f"after {saved['num_actions']} fixed actions"
+            lines += [f"{name}, {when}: {line}" for line in _differences(before[moment], now[moment])]
+    return lines
+
+
+def _identity(env: VectorEnv, spec: EpisodeSpec) -> dict[str, Any]:
+    return {"task": env.task_names[spec.task_id], "init_state_id": spec.init_state_id, "seed": spec.seed}
+
+
+def _key(episode: dict[str, Any]) -> tuple[str, int, int]:
+    return episode["task"], episode["init_state_id"], episode["seed"]
+
+
+def _snapshot(observation: Observation, row: int, poses: dict[str, list[float]]) -> dict[str, Any]:
+    images = {
+        name: {
+            "shape": list(image[row].shape),
+            "sha256": hashlib.sha256(np.ascontiguousarray(image[row]).tobytes()).hexdigest(),
+            "thumbnail": thumbnail(image[row]).tobytes().hex(),
+        }
+        for name, image in observation.images.items()
+    }
+    state = None if observation.state is None else [float(number) for number in observation.state[row]]
+    return {"images": images, "poses": poses, "state": state}
+
+
+def thumbnail(image: np.ndarray) -> np.ndarray:
+    """Return the mean colours of 8 x 8 cells of a picture ``[H, W, 3]``, uint8 ``[8, 8, 3]``."""
+    rows = np.array_split(image.astype(np.float64), THUMBNAIL_SIZE, axis=0)
+    cells = [[cell.mean((0, 1)) for cell in np.array_split(row, THUMBNAIL_SIZE, axis=1)] for row in rows]
+    return np.array(cells).round().astype(np.uint8)
+
+
+def _levels(thumbnail_text: str) -> np.ndarray:
+    return np.frombuffer(bytes.fromhex(thumbnail_text), np.uint8).astype(np.float64)
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    lines = []
+    for camera, old in before["images"].items():
+        new = now["images"].get(camera)
+        if new is None or old["shape"] != new["shape"] or old["sha256"] == new["sha256"]:
+            continue
+        gap = _levels(new["thumbnail"]) - _levels(old["thumbnail"])
+        if np.abs(gap).max() > MAX_GREY_GAP:
+            lines.append(
+                f"camera {camera} differs by up to {np.abs(gap).max():.0f} of 255 grey levels "
+                f"(brightness {gap.mean():+.1f} on average)"
+            )
+    for name, old in before["poses"].items():
+        new = now["poses"].get(name)
+        if new is None:
+            lines.append(f"there is no object {name}")
+            continue
+        moved, turned = pose_gap(old, new)
+        if moved > MAX_POSITION_GAP_M or turned > MAX_ANGLE_GAP_DEG:
+            lines.append(f"{name} is {1000 * moved:.1f} mm and {turned:.1f} degrees from where it was")
+    lines += [f"there is a new object {name}" for name in now["poses"] if name not in before["poses"]]
+    return lines + _state_differences(before["state"], now["state"])
+
+
+def pose_gap(before: list[float], now: list[float]) -> tuple[float, float]:
+    """Return the distance (metres) and the angle (degrees) between two poses of 7 numbers.
+
+    The angle between unit quaternions is ``2 arccos |<q, r>|``; q and -q are one orientation.
+    """
+    old, new = np.array(before, np.float64), np.array(now, np.float64)
+    lengths = np.linalg.norm(old[3:]) * np.linalg.norm(new[3:])
+    cosine = min(1.0, abs(float(old[3:] @ new[3:])) / lengths) if lengths else 1.0
+    return float(np.linalg.norm(new[:3] - old[:3])), float(np.degrees(2 * np.arccos(cosine)))
+
+
+def _state_differences(before: list[float] | None, now: list[float] | None) -> list[str]:
+    if before is None or now is None or len(before) != len(now):
+        return []
+    old, new = np.array(before), np.array(now)
+    gap = np.abs(new - old) / np.maximum(1.0, np.abs(old))
+    worst = int(gap.argmax()) if len(gap) else 0
+    if not len(gap) or gap[worst] <= MAX_STATE_GAP:
+        return []
+    return [f"{int((gap > MAX_STATE_GAP).sum())} of {len(gap)} numbers of the state differ, most number {worst}: "
+            f"{old[worst]:.4g}, now {new[worst]:.4g}"]  # fmt: skip

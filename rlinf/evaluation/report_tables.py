@@ -1,0 +1,147 @@
+"""The parts of the report about success: headline, warnings, tasks, and comparisons of two evaluations."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from rlinf.evaluation.charts import difference_bar, interval_bar
+from rlinf.evaluation.report_data import RunData
+from rlinf.evaluation.result import Success
+
+
+def headline(data: RunData) -> str:
+    """Success before and after RL, or of the newest evaluation."""
+    before, after = data.before, data.after
+    if after is None:
+        last = data.evaluations[-1] if data.evaluations else None
+        name = "Success" if last is None or last.folder == "." else f"Success {last.name}"
+        tiles = [_tile(name, last.result.total, 1)] if last else []
+        return f'<section class="headline">{"".join(tiles)}</section>' if tiles else ""
+    tiles = []
+    if before is not None:
+        tiles.append(_tile(f"Success {before.name}", before.result.total, 2))
+    tiles.append(_tile("Success after RL", after.result.total, 1))
+    if before is not None:
+        gain = 100 * (after.result.success_rate - before.result.success_rate)
+        apart = (
+            after.result.interval[0] > before.result.interval[1] or before.result.interval[0] > after.result.interval[1]
+        )
+        verdict = "the 95 % intervals do not overlap" if apart else "the 95 % intervals overlap"
+        tiles.append(
+            f'<div class="card"><div class="name">Gain by RL</div><div class="value">{gain:+.1f}</div>'
+            f'<div class="detail">percentage points; {verdict}</div></div>'
+        )
+    return f'<section class="headline">{"".join(tiles)}</section>'
+
+
+def _tile(name: str, success: Success, colour: int) -> str:
+    low, high = success.interval
+    return (
+        f'<div class="card"><div class="name">{escape(name)}</div><div class="value">{success.success_rate:.1%}</div>'
+        f'<div class="detail">{success.successes}/{success.episodes} episodes, '
+        f"95 % interval {low:.1%} to {high:.1%}</div>"
+        f"{interval_bar(success.success_rate, low, high, colour)}</div>"
+    )
+
+
+def tasks(data: RunData) -> str:
+    """Success per task with its intervals."""
+    shown = [one for one in (data.before, data.after) if one]
+    shown = shown or data.evaluations[-1:]
+    if not shown:
+        return ""
+    colours = [1] if len(shown) == 1 else [2, 1]
+    tasks = list(dict.fromkeys(task for one in shown for task in one.result.per_task))
+    rows = [(task, [one.result.per_task.get(task) for one in shown], "") for task in tasks]
+    if len(tasks) > 1:
+        rows.append(("all tasks", [one.result.total for one in shown], ' class="total"'))
+    head = "".join(f"<th>{escape(one.name)}</th>" for one in shown) + ("<th>gain</th>" if len(shown) > 1 else "")
+    body = []
+    for task, successes, style in rows:
+        cells = "".join(_success_cell(success, colour) for success, colour in zip(successes, colours, strict=True))
+        if len(successes) > 1:
+            gain = f"{100 * (successes[1].success_rate - successes[0].success_rate):+.1f}" if all(successes) else ""
+            cells += f"<td>{gain}</td>"
+        body.append(f'<tr{style}><td class="wrap">{escape(task)}</td>{cells}</tr>')
+    return (
+        f'<h2>Success per task</h2><div class="card scroll"><table><thead><tr><th>task</th>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+        '<p class="note">Held-out episodes, each run once; bars are 95 % Wilson intervals.</p>'
+    )
+
+
+def _success_cell(success: Success | None, colour: int) -> str:
+    if success is None:
+        return "<td>not run</td>"
+    low, high = success.interval
+    return (
+        f"<td>{interval_bar(success.success_rate, low, high, colour)} <small>{success.success_rate:.1%} "
+        f"({success.successes}/{success.episodes}, {low:.1%} to {high:.1%})</small></td>"
+    )
+
+
+def warnings(data: RunData) -> str:
+    """What the newest evaluation warns of."""
+    lines = data.evaluations[-1].result.warnings if data.evaluations else []
+    if not lines:
+        return ""
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f'<section class="card warning"><h3>Before you trust these numbers</h3><ul>{items}</ul></section>'
+
+
+def comparisons(data: RunData) -> str:
+    """Two evaluations on the same episodes, paired."""
+    found = data.comparison
+    if found is None:
+        return ""
+    rows = [(task, pairs, "") for task, pairs in found["per_task"].items()]
+    if len(rows) > 1:
+        rows.append(("all tasks", found["total"], ' class="total"'))
+    body = "".join(
+        f'<tr{style}><td class="wrap">{escape(task)}</td>{_count_cell(pairs, "a")}{_count_cell(pairs, "b")}'
+        f"<td>{_difference(pairs)}</td><td>{pairs['only_a']}</td><td>{pairs['only_b']}</td>"
+        f"<td>{pairs['p_value']:.3g}</td></tr>"
+        for task, pairs, style in rows
+    )
+    notes = [
+        f"{found['total']['episodes']} episodes that both have run; the difference is b - a in percentage points.",
+        f"{found['method']}.",
+        f"{found['num_unpaired']} episodes that only one has run are left out." if found["num_unpaired"] else "",
+        *(f"Accepted: {mismatch}." for mismatch in found["mismatches"]),
+    ]
+    return (
+        f'<h2>Paired comparison</h2><div class="facts"><span>a <b>{escape(found["a"])}</b></span>'
+        f"<span>b <b>{escape(found['b'])}</b></span></div>"
+        '<div class="card scroll"><table><thead><tr><th>task</th><th>a</th><th>b</th><th>difference</th><th>only a</th>'
+        f"<th>only b</th><th>p (McNemar)</th></tr></thead><tbody>{body}</tbody></table></div>"
+        f'<p class="note">{escape(" ".join(note for note in notes if note))}</p>'
+    )
+
+
+def _count_cell(pairs: dict[str, Any], which: str) -> str:
+    successes = pairs[f"successes_{which}"]
+    return f"<td>{successes / pairs['episodes']:.1%} <small>{successes}/{pairs['episodes']}</small></td>"
+
+
+def _difference(pairs: dict[str, Any]) -> str:
+    low, high = pairs["interval"]
+    return (
+        f"{difference_bar(pairs['difference'], low, high)} <small>{100 * pairs['difference']:+.1f} "
+        f"({100 * low:+.1f} to {100 * high:+.1f})</small>"
+    )
+
+
+def all_evaluations(data: RunData) -> str:
+    """One line per evaluation, where there are many."""
+    if len(data.evaluations) < 3:
+        return ""
+    rows = "".join(
+        f'<tr><td class="wrap">{escape(one.name)}</td>{_success_cell(one.result.total, 1)}'
+        f"<td>{'greedy' if one.result.greedy else 'sampled'}</td></tr>"
+        for one in data.evaluations
+    )
+    return (
+        f'<details class="card"><summary>All {len(data.evaluations)} evaluations</summary><div class="scroll"><table>'
+        f"<thead><tr><th>evaluation</th><th>success</th><th>actions</th></tr></thead><tbody>{rows}</tbody></table></div></details>"
+    )

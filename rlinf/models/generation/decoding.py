@@ -1,0 +1,113 @@
+"""What ``generate`` of transformers can leave out, in any architecture, when only the next token is wanted."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+
+class StaticLayer(DynamicLayer):
+    """Keys and values of one layer in buffers of the final length, so that a new token copies nothing else.
+
+    Unlike transformers' static layer it returns no more positions than are there, so masks stay as they are.
+
+    Args:
+        max_len: Positions of the whole sequence, those to come included.
+    """
+
+    def __init__(self, max_len: int) -> None:
+        super().__init__()
+        self.max_len = max_len
+        self._buffers: list[Tensor] = []
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append ``[B, heads, S, head_dim]`` and return views of all keys and values so far."""
+        start = self.get_seq_length()
+        end = start + key_states.shape[2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            length = max(self.max_len, end)  # keys of images, which some models hold apart, are not counted in max_len
+            self._buffers = [
+                part.new_empty(*part.shape[:2], length, part.shape[3]) for part in (key_states, value_states)
+            ]
+        for buffer, part in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start:end] = part
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+        return self.keys, self.values
+
+
+def static_cache(model: Any, max_len: int) -> DynamicCache | None:
+    """Return a cache whose layers of full attention are static; None for models with a cache or state of their own."""
+    takes_cache = "past_key_values" in inspect.signature(model.forward).parameters
+    if not takes_cache or not model._supports_default_dynamic_cache():
+        return None
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache.layers = [StaticLayer(max_len) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+@contextmanager
+def next_token_only(model: Any, token_ids: Tensor | None) -> Iterator[None]:
+    """Compute inside what the logits of the last position need, and no more.
+
+    Of the last layer's MLP that is the last position; of the head the columns of ``token_ids``. Everything else is zeros.
+
+    Args:
+        model: Causal language model of transformers. Where its parts have other names or types, they are left as they are.
+        token_ids: int64 ``[N]``; None: all columns.
+    """
+    with ExitStack() as stack:
+        head = model.get_output_embeddings()
+        if token_ids is not None and type(head) is nn.Linear:
+            stack.enter_context(_replaced_forward(head, _columns_of(head, token_ids)))
+        layers = getattr(model.get_decoder(), "layers", None)
+        mlp = getattr(layers[-1], "mlp", None) if layers else None
+        if isinstance(mlp, nn.Module):
+            stack.enter_context(_replaced_forward(mlp, _last_position_of(mlp.forward)))
+        yield
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    if "forward" in vars(module):  # somebody else's already, such as a placement over several devices
+        yield
+        return
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def _columns_of(head: nn.Linear, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
+    weight, bias = head.weight[token_ids], None if head.bias is None else head.bias[token_ids]
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        columns = nn.functional.linear(hidden_states, weight, bias)
+        logits = columns.new_zeros(*columns.shape[:-1], head.out_features)
+        logits[..., token_ids] = columns
+        return logits
+
+    return forward
+
+
+def _last_position_of(mlp: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's MLP acts on each position alone, and behind the last layer nothing reads any but the last one."""
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hidden_states.ndim != 3 or hidden_states.shape[1] == 1 or args or kwargs:
+            return mlp(hidden_states, *args, **kwargs)
+        last = mlp(hidden_states[:, -1:])
+        if not isinstance(last, Tensor):  # a mixture of experts that also returns its choices
+            return mlp(hidden_states)
+        output = last.new_zeros(*hidden_states.shape[:2], last.shape[-1])
+        output[:, -1:] = last
+        return output
+
+    return forward

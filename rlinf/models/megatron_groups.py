@@ -1,0 +1,115 @@
+"""The ranks of a Megatron-core model: which of them share layers, sequences, stages and data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlinf.distributed.process_group import backend_of, world_size
+from rlinf.errors import ConfigError
+
+
+class MegatronGroups:
+    """The process groups of Megatron-core and this rank's place in them.
+
+    Args:
+        config: ``MegatronPolicyConfig``.
+        device: Of this rank.
+
+    Attributes:
+        tensor: Ranks that share each layer.
+        pipeline: Ranks that hold successive layers.
+        model: All ranks of one model.
+        data: Ranks of other models with the same part of the weights.
+        stage, num_stages: Place in the pipeline.
+
+    Raises:
+        ConfigError: The process has groups of other sizes already.
+    """
+
+    def __init__(self, config: Any, device: torch.device) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+        sizes = (config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(*sizes)
+        found = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        if found != sizes:
+            raise ConfigError(
+                f"tensor_model_parallel_size and pipeline_model_parallel_size are {sizes}, and this process has Megatron-core's groups "
+                f"of {found} already. Type tensor_model_parallel_size={found[0]}, pipeline_model_parallel_size={found[1]}"
+            )
+        initialize_rng_tracker(inference_rng_tracker=True)  # nothing here draws; the other one needs CUDA
+        self._device = device
+        self.tensor = parallel_state.get_tensor_model_parallel_group()
+        self.pipeline = parallel_state.get_pipeline_model_parallel_group()
+        self.model = parallel_state.get_model_parallel_group()
+        self.data = parallel_state.get_data_parallel_group()
+        ranks = dist.get_process_group_ranks(self.pipeline)
+        self.stage, self.num_stages = self.pipeline.rank(), len(ranks)
+        self.is_first, self.is_last = self.stage == 0, self.stage == self.num_stages - 1
+        self._last = ranks[-1]
+        self.previous, self.next = ranks[self.stage - 1], ranks[(self.stage + 1) % self.num_stages]
+
+    def sum(self, values: list[float], group: Any) -> list[float]:
+        """Add numbers over a group."""
+        total = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(total, group=group)
+        return total.tolist()
+
+    def broadcast_from_last_stage(self, tensor: Tensor) -> None:
+        """Give every stage the last one's values."""
+        dist.broadcast(tensor, self._last, group=self.pipeline)
+
+    def from_last_stage(self, value: Any) -> Any:
+        """Return the last stage's object on every stage."""
+        box = [value]
+        dist.broadcast_object_list(box, self._last, group=self.pipeline)
+        return box[0]
+
+
+def check_device(config: Any, device: torch.device) -> None:
+    """Refuse what the device cannot do.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    for name, needed in (("sequence_parallel", "Megatron-core's collectives allocate on CUDA"),
+                         ("use_flash_attention", "the flash kernel runs on CUDA")):  # fmt: skip
+        if getattr(config, name) and device.type != "cuda":
+            raise ConfigError(f"{name}=True, but the device is '{device}': {needed}. Type {name}=False")
+    if config.use_flash_attention and "bfloat16" not in str(config.torch_dtype):
+        raise ConfigError(
+            f"use_flash_attention=True, but torch_dtype is {config.torch_dtype}, which the flash kernel does not take. "
+            "Type torch_dtype='bfloat16'"
+        )
+
+
+def check_ranks(config: Any) -> None:
+    """Refuse a number of ranks that is no multiple of those of one model.
+
+    Raises:
+        ConfigError: Names the sizes and the ranks.
+    """
+    needed = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+    if world_size() % needed:
+        raise ConfigError(
+            f"tensor_model_parallel_size={config.tensor_model_parallel_size} and pipeline_model_parallel_size="
+            f"{config.pipeline_model_parallel_size} make a model of {needed} ranks; required: a multiple of them, and there are "
+            f"{world_size()}. Start {needed} ranks with torchrun, and call torch.distributed.init_process_group in each"
+        )
+
+
+def device_of_this_rank() -> torch.device:
+    """Return the device; without a process group, make one of this process alone."""
+    cuda = torch.cuda.is_available()
+    if not dist.is_initialized():
+        dist.init_process_group(backend_of("cuda" if cuda else "cpu"), store=dist.HashStore(), rank=0, world_size=1)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

@@ -1,0 +1,282 @@
+"""Llama-like checkpoints in Megatron-core: the configuration, the layers, and the weights in both directions.
+
+Megatron-core is imported inside functions only, so that this module can be imported without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from rlinf.errors import ConfigError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types of transformers whose layers are those of ``layer_spec``."""
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Rotary embeddings whose frequencies do not depend on the length of a row."""
+
+_LAYER = {
+    "input_layernorm.weight": ("input_layernorm.weight",),
+    "self_attention.linear_qkv.weight": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
+    "self_attention.linear_qkv.bias": tuple(f"self_attn.{name}_proj.bias" for name in "qkv"),
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
+    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+}
+_AROUND = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+
+
+def check_family(config: Any, tp_size: int, pp_size: int) -> None:
+    """Refuse checkpoints that these layers do not reproduce, and sizes that do not divide.
+
+    Args:
+        config: Configuration of the checkpoint.
+        tp_size: ``tensor_model_parallel_size``.
+        pp_size: ``pipeline_model_parallel_size``.
+
+    Raises:
+        ConfigError: Names the value and what is required.
+    """
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    for name, value, accepted in (
+        ("model_type", config.model_type, FAMILIES),
+        ("hidden_act", getattr(config, "hidden_act", None), ("silu",)),
+        ("rope_type", rope_type, ROPE_TYPES),
+        ("sliding_window", getattr(config, "sliding_window", None), (None,)),
+    ):
+        if value not in accepted:
+            raise ConfigError(
+                f"MegatronPolicy got a checkpoint with {name}={value}; required: {' or '.join(map(str, accepted))}. "
+                "Use HuggingFacePolicy"
+            )
+    for size, key, names in (
+        (tp_size, "tensor_model_parallel_size", ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")),
+        (pp_size, "pipeline_model_parallel_size", ("num_hidden_layers",)),
+    ):  # fmt: skip
+        for name in names:
+            if getattr(config, name) % size:
+                raise ConfigError(
+                    f"{key}={size} does not divide {name}={getattr(config, name)}. Type {key}=1, or a divisor"
+                )
+    if config.tie_word_embeddings and pp_size > 1:
+        raise ConfigError(
+            f"pipeline_model_parallel_size={pp_size} puts the embedding and the output layer on different ranks, and this checkpoint "
+            "ties them. Type pipeline_model_parallel_size=1"
+        )
+
+
+def build_gpt(hf_config: Any, names: set[str], rotary: nn.Module, dtype: torch.dtype, parallel: Any) -> nn.Module:
+    """Make this rank's part of a Megatron-core ``GPTModel``, without values in its weights.
+
+    Args:
+        hf_config: Configuration of the checkpoint.
+        names: Names of its weights.
+        rotary: Rotary embedding of the transformers model, whose frequencies are used.
+        dtype: Number format of the weights.
+        parallel: ``MegatronPolicyConfig``.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    qk_norm = "model.layers.0.self_attn.q_norm.weight" in names
+    config = TransformerConfig(
+        num_layers=hf_config.num_hidden_layers,
+        hidden_size=hf_config.hidden_size,
+        num_attention_heads=hf_config.num_attention_heads,
+        num_query_groups=hf_config.num_key_value_heads,
+        kv_channels=head_dim(hf_config),
+        ffn_hidden_size=hf_config.intermediate_size,
+        layernorm_epsilon=hf_config.rms_norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias="model.layers.0.self_attn.q_proj.bias" in names,
+        qk_layernorm=qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = FlashAttention if parallel.use_flash_attention else CausalAttention
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    model = GPTModel(
+        config,
+        TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), RMSNorm),
+        vocab_size=hf_config.vocab_size,
+        max_sequence_length=hf_config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+        position_embedding_type="rope",
+    )
+    model.rotary_pos_emb = RotaryFrequencies(rotary.inv_freq, parallel)
+    return model
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root mean square norm; Megatron-core's own of plain torch refuses sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+
+
+class CausalAttention(nn.Module):
+    """Torch's scaled dot-product attention; Megatron-core's own of plain torch computes on CUDA only.
+
+    Rows are padded on the right, so that a causal mask hides the padding from every token.
+    """
+
+    backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Attend: ``[S, B, heads, D]`` each, key and value with as many heads or fewer, to ``[S, B, heads * D]``."""
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        with sdpa_kernel(list(self.backends)):
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return mixed.permute(2, 0, 1, 3).flatten(2).contiguous()
+
+
+class FlashAttention(CausalAttention):
+    """The same with the flash kernel only."""
+
+    backends = (SDPBackend.FLASH_ATTENTION,)
+
+
+class RotaryFrequencies(nn.Module):
+    """Rotary angles from the frequencies of transformers, every scaling of them included."""
+
+    def __init__(self, inv_freq: Tensor, parallel: Any) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", inv_freq.clone().float(), persistent=False)
+        self._shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+
+    def get_rotary_seq_len(self, context: Any, block: Any, hidden: Tensor | None, *_: Any) -> int:
+        """Return the row length, of which a rank holds a part with sequence parallelism."""
+        return (block.input_tensor if hidden is None else hidden).shape[0] * self._shards
+
+    def forward(self, length: int, **_: Any) -> Tensor:
+        """Angles float32 ``[S, 1, 1, D]``."""
+        angles = torch.outer(torch.arange(length, device=self.inv_freq.device).float(), self.inv_freq)
+        return torch.cat((angles, angles), -1)[:, None, None, :]
+
+
+def source_names(name: str, first_layer: int) -> tuple[str, ...]:
+    """Return the checkpoint's names of what one tensor of a ``GPTModel`` holds.
+
+    Args:
+        name: In the state dict of the ``GPTModel``.
+        first_layer: Number of its first layer in the whole model.
+    """
+    if name in _AROUND:
+        return (_AROUND[name],)
+    _, _, layer, rest = name.split(".", 3)
+    return tuple(f"model.layers.{int(layer) + first_layer}.{source}" for source in _LAYER[rest])
+
+
+def shard(name: str, tensors: list[Tensor], config: Any, tp_size: int) -> list[Tensor]:
+    """Turn the checkpoint's tensors behind ``name`` into one of each tensor-parallel rank.
+
+    Query, key and value rows are interleaved by key-value head; gate and up projections lie one after the other on a rank.
+    """
+    if is_replicated(name):
+        return tensors * tp_size
+    if len(tensors) == 3:
+        groups = [tensor.unflatten(0, (config.num_key_value_heads, -1)) for tensor in tensors]
+        return list(torch.cat(groups, 1).flatten(0, 1).chunk(tp_size))
+    axis = _split_axis(name)
+    return [torch.cat(parts) for parts in zip(*(tensor.chunk(tp_size, axis) for tensor in tensors), strict=True)]
+
+
+def unshard(name: str, shards: list[Tensor], config: Any) -> list[Tensor]:
+    """Undo ``shard``."""
+    if is_replicated(name):
+        return shards[:1]
+    if "linear_qkv" in name:
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        width = head_dim(config)
+        rows = torch.cat(shards).unflatten(0, (groups, -1))
+        return [part.flatten(0, 1) for part in rows.split([heads // groups * width, width, width], 1)]
+    parts = [each.chunk(2) if "linear_fc1" in name else (each,) for each in shards]
+    return [torch.cat(pieces, _split_axis(name)) for pieces in zip(*parts, strict=True)]
+
+
+def is_replicated(name: str) -> bool:
+    """Whether every tensor-parallel rank holds the whole tensor: the norms."""
+    return "layernorm" in name
+
+
+def needs_tensor_parallel_sum(name: str, sequence_parallel: bool) -> bool:
+    """Whether each tensor-parallel rank sees only its part of the gradient: of the heads, or of the sequence."""
+    return ".q_layernorm." in name or ".k_layernorm." in name or (sequence_parallel and is_replicated(name))
+
+
+@torch.no_grad()
+def load_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], config: Any, first_layer: int, rank: int, tp_size: int
+) -> None:
+    """Fill this rank's part of a ``GPTModel``.
+
+    Args:
+        model: Of ``build_gpt``.
+        weights: All weights of the checkpoint, by its names.
+        config: Its configuration.
+        first_layer: Number of the part's first layer.
+        rank: Tensor-parallel rank.
+        tp_size: Tensor-parallel ranks.
+
+    Raises:
+        ConfigError: The checkpoint has weights that have no place.
+    """
+    parameters = dict(model.named_parameters())
+    placed = set(_AROUND.values())
+    for name, parameter in parameters.items():
+        parameter.copy_(
+            shard(name, [weights[source] for source in source_names(name, first_layer)], config, tp_size)[rank]
+        )
+        if name.startswith("decoder.layers.0."):
+            for layer in range(config.num_hidden_layers):
+                placed |= set(source_names(name, layer))
+    unplaced = sorted(set(weights) - placed)
+    if unplaced:
+        raise ConfigError(
+            f"MegatronPolicy has no place for {len(unplaced)} weights of the checkpoint: {', '.join(unplaced[:4])}. Use HuggingFacePolicy"
+        )
+
+
+def head_dim(config: Any) -> int:
+    """Width of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _split_axis(name: str) -> int:
+    """Axis that ranks share: inputs of the layers that sum over ranks, outputs of the others."""
+    return 1 if "linear_proj" in name or "linear_fc2" in name else 0

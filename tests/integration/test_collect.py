@@ -1,0 +1,273 @@
+"""`rlinf collect` and behaviour cloning from what it wrote: experts, policies, resume, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlinf.cli import main
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import RunConfig, build_config
+from rlinf.config.validation import validate
+from rlinf.data import collect as collecting
+from rlinf.data import lerobot_dataset
+from rlinf.data.demonstrations import ExpertDemonstrator, play_wave
+from rlinf.data.formats import open_dataset
+from rlinf.data.statistics import normalization_statistics
+from rlinf.envs import make_env
+from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.tracking import read_metrics
+from rlinf.training.run import train
+from rlinf.types import EpisodeSpec
+
+pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'rlinf[lerobot]'")
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+COLUMN = "observation.images.front"
+ENV = ["env=tabletop", "env.tasks=[reach,reach_zone]", "env.max_episode_steps=8", "env.state=proprio"]
+QUIET = ["tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1"]
+MODEL = ["model=openvla_tiny", "model.action_chunks_len=2"]
+RUN = ["sft.batch_size=8", "sft.max_steps=4", "trainer.max_steps=0", "evaluation.num_episodes=2", "evaluation.num_envs=2",
+       "evaluation.num_videos_per_task=0", "trainer.max_keep=-1"]  # fmt: skip
+
+
+def collect(dataset: Path, *overrides: str) -> Path:
+    assert main(["collect", *ENV, *QUIET, f"dataset={dataset}", *overrides]) == 0
+    return dataset
+
+
+@pytest.fixture(scope="module")
+def expert(tmp_path_factory) -> Path:
+    """Ten episodes of an expert that misses now and then, failures too."""
+    folder = tmp_path_factory.mktemp("expert") / "data"
+    return collect(
+        folder, "collect.num_episodes=10", "collect.num_envs=4", "collect.only_success=false",
+        "sft.expert.aim_offset_m=[0.07,0.0]", "sft.expert.jitter=0.3",
+    )  # fmt: skip
+
+
+def open_all(folder: Path, chunk_len: int = 1):
+    dataset = lerobot_dataset.open_dataset(folder, {"front": COLUMN}, "observation.state")
+    dataset.chunk_len = chunk_len
+    return dataset
+
+
+def recorded(folder: Path) -> dict:
+    return json.loads((folder / "meta" / "rlinf.json").read_text())
+
+
+# -- collecting --------------------------------------------------------------------------------------------------
+
+
+def test_the_dataset_holds_what_the_expert_saw_and_wanted(expert):
+    about, dataset = recorded(expert), open_all(expert)
+    observation, actions = dataset.rows(np.arange(len(dataset)))
+    config = build_config(compose_config([*ENV, "sft.expert.aim_offset_m=[0.07,0.0]", "sft.expert.jitter=0.3"]))
+    env = make_env(config.env, 1, auto_reset=False)
+    for number, episode in enumerate(about["episodes"]):
+        wave = play_wave(env, [EpisodeSpec(**episode["spec"])], ExpertDemonstrator(env, config.sft.expert, config.seed, [number]))
+        rows = np.flatnonzero(dataset.episode_ids == number)
+        np.testing.assert_array_equal(actions[rows, 0].numpy(), wave.labels[:, 0])
+        np.testing.assert_array_equal(observation.images["front"][rows], np.concatenate([v.images["front"] for v in wave.seen]))
+        np.testing.assert_array_equal(observation.state[rows], np.concatenate([v.state for v in wave.seen]))
+        assert {observation.instruction[row] for row in rows} == {wave.seen[0].instruction[0]}
+        assert episode["success"] == wave.results[0].success and episode["num_env_steps"] == len(rows)
+    env.close()
+    specs = [tuple(episode["spec"].values()) for episode in about["episodes"]]
+    assert len(set(specs)) == len(specs) == 10, "each episode has an initial state of its own"
+    assert about["demonstrator"] == "expert" and about["env"]["image_size"] == 64 and "mujoco" in about["versions"]
+
+
+def test_only_successes_are_stored_whatever_the_number_of_envs(expert, tmp_path, capsys):
+    wanted = ["collect.num_episodes=10", "sft.expert.aim_offset_m=[0.07,0.0]", "sft.expert.jitter=0.3"]
+    folder = collect(tmp_path / "successes", "collect.num_envs=3", *wanted)
+    every, kept = recorded(expert)["episodes"], recorded(folder)["episodes"]
+    drop = "episode_index"
+    assert [{k: v for k, v in e.items() if k != drop} for e in kept] == [{k: v for k, v in e.items() if k != drop} for e in every]
+    stored = [number for number, episode in enumerate(every) if episode["success"]]
+    assert 0 < len(stored) < 10, "the expert fails now and then"
+    assert [episode[drop] for episode in kept] == [stored.index(n) if n in stored else None for n in range(10)]
+    successes, everything = open_all(folder), open_all(expert)
+    rows = np.flatnonzero(np.isin(everything.episode_ids, stored))
+    np.testing.assert_array_equal(successes.actions, everything.actions[rows])
+    np.testing.assert_array_equal(
+        successes.rows(np.arange(len(rows)))[0].images["front"], everything.rows(rows)[0].images["front"]
+    )
+    printed = capsys.readouterr().out
+    assert f"played    10 episodes of 2 tasks, {len(stored)} successes" in printed
+    assert f"stored    {len(stored)} episodes, {len(rows)} rows" in printed and f"sft.dataset={folder}" in printed
+
+
+def test_nothing_is_written_where_no_episode_succeeds(tmp_path, capsys):
+    words = ["collect", *ENV, *QUIET, f"dataset={tmp_path / 'data'}", "collect.num_episodes=2", "env.max_episode_steps=1"]
+    assert main(words) == 2
+    assert "None of 2 episodes succeeded" in (error := capsys.readouterr().err) and "Type collect.only_success=false" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- cloning -----------------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, dataset: Path, *overrides: str) -> RunConfig:
+    config = build_config(compose_config([*ENV, *QUIET, *MODEL, *RUN, f"sft.dataset={dataset}", *overrides]))
+    config.output_dir = str(folder)
+    validate(config, "sft")
+    train(config)
+    return config
+
+
+def weights_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / f"sft_{step:06d}" / "model" / "model.safetensors")
+
+
+def equal(left: dict, right: dict) -> bool:
+    return all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+@pytest.fixture(scope="module")
+def cloned(expert, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    run(folder, expert)
+    return folder
+
+
+def test_two_and_two_steps_on_a_dataset_equal_four(cloned, expert, tmp_path):
+    run(tmp_path / "halves", expert, "sft.max_steps=2", "sft.num_workers=0")
+    run(tmp_path / "halves", expert, f"resume={tmp_path / 'halves'}", "sft.num_workers=3")
+    whole = weights_of(cloned, 4)
+    assert equal(whole, weights_of(tmp_path / "halves", 4))
+    assert not equal(whole, weights_of(tmp_path / "halves", 2)), "two steps are told apart from four"
+
+
+def test_the_policy_takes_its_statistics_from_the_dataset(cloned, expert):
+    saved = json.loads((cloned / "checkpoints" / "sft_000004" / "model" / "config.json").read_text())
+    dataset = open_all(expert)
+    assert saved["norm_stats"] == {"tabletop": normalization_statistics(dataset.actions, dataset.state)}
+
+
+def test_the_time_spent_waiting_for_rows_is_logged(cloned):
+    (first, last) = [line for line in read_metrics(cloned) if "sft/loss" in line]
+    for line in (first, last):
+        assert 0 <= line["throughput/data_wait_fraction"] < 1 and line["time/data_wait_s"] >= 0
+    # The last line is the mean of three steps; their waits cannot be longer than the steps themselves.
+    assert 3 * last["time/data_wait_s"] <= last["time/total_s"] - first["time/total_s"] + 1e-6
+
+
+def test_a_policy_is_collected_from_and_its_actions_are_the_stored_ones(cloned, tmp_path, monkeypatch):
+    calls: list[tuple] = []
+
+    class Recorded(collecting.RowPolicy):
+        def act(self, observation, streams):
+            chosen = super().act(observation, streams)
+            calls.append((observation, chosen))
+            return chosen
+
+    monkeypatch.setattr(collecting, "RowPolicy", Recorded)
+    words = ["collect", f"checkpoint={cloned}", f"dataset={tmp_path / 'data'}", "collect.num_episodes=3", "collect.num_envs=3",
+             "collect.only_success=false", "collect.split=eval"]  # fmt: skip
+    assert main([*words, *QUIET]) == 0
+    about, dataset = recorded(tmp_path / "data"), open_all(tmp_path / "data")
+    assert about["demonstrator"] == "policy" and about["checkpoint"].endswith("sft_000004") and about["policy_version"] == 4
+    observation, chosen = calls[0]
+    first = [int(np.flatnonzero(dataset.episode_ids == number)[0]) for number in range(3)]
+    np.testing.assert_array_equal(dataset.actions[first], chosen[:, 0])
+    np.testing.assert_array_equal(dataset.actions[np.array(first) + 1], chosen[:, 1], "the second action of the chunk")
+    np.testing.assert_array_equal(dataset.rows(np.array(first))[0].images["front"], observation.images["front"])
+    longest = max(episode["num_env_steps"] for episode in about["episodes"])
+    assert len(calls) == -(-longest // 2), "the policy is asked once per chunk"
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------
+
+
+def refusal(command: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        validate(build_config(compose_config([*ENV, *QUIET, *overrides])), command)
+    return str(caught.value)
+
+
+REFUSED_DATASETS = {
+    "camera": (["env.cameras=[side]"], ["no camera 'side'", f"Type sft.cameras=[{COLUMN}]"]),
+    "number of cameras": (["sft.cameras=[front,side]"], ["sft.cameras is [front,side]", f"Type sft.cameras=[{COLUMN}]"]),
+    "image size": (["env.image_size=32"], ["64 x 64 pixels", "32 x 32", "Type env.image_size=64"]),
+    "action width": (["model.action_token_len=3"], ["have 2 numbers", "the model's 3", "Type model.action_token_len=2"]),
+    "state column": (["sft.state_key=next.reward"], ["width 1", "has 4", "Type sft.state_key=observation.state"]),
+    "unknown state": (["sft.state_key=propio"], ["'propio'", "Type sft.state_key=null"]),
+    "no folder": (["sft.dataset=nowhere"], ["'nowhere', which is no folder", "Type sft.dataset="]),
+}
+
+
+@pytest.mark.parametrize(("overrides", "expected"), REFUSED_DATASETS.values(), ids=REFUSED_DATASETS)
+def test_a_dataset_that_does_not_fit_is_refused_before_anything_starts(expert, overrides, expected):
+    message = refusal("sft", *MODEL, "sft.max_steps=4", f"sft.dataset={expert}", *overrides)
+    for words in expected:
+        assert words in message, message
+    fits = build_config(compose_config([*ENV, *QUIET, *MODEL, "sft.max_steps=4", f"sft.dataset={expert}"]))
+    validate(fits, "sft")
+
+
+def test_the_env_judges_the_actions_of_a_dataset_when_it_is_opened(expert, monkeypatch):
+    config = build_config(compose_config([*ENV, f"sft.dataset={expert}"]))
+    env = make_env(config.env, 1, auto_reset=False)
+    found = open_dataset(config.sft, env)
+    assert len(found) == len(open_all(expert))
+
+    def judge(cls, settings, statistics):
+        assert settings is config.env and statistics == found.statistics()
+        raise ConfigError("the gripper has the other sign")
+
+    monkeypatch.setattr(type(env), "check_statistics", classmethod(judge))
+    with pytest.raises(ConfigError, match="the other sign"):
+        open_dataset(config.sft, env)
+    env.close()
+
+
+def test_a_dataset_of_another_env_is_refused(expert, tmp_path):
+    folder = Path(shutil.copytree(expert, tmp_path / "other"))
+    about = recorded(folder)
+    about["env"]["name"] = "metaworld"
+    (folder / "meta" / "rlinf.json").write_text(json.dumps(about))
+    message = refusal("sft", *MODEL, "sft.max_steps=4", f"sft.dataset={folder}")
+    assert "env.name=metaworld, and env.name is tabletop" in message and "Type env=metaworld" in message
+
+
+def test_a_dataset_without_the_state_that_the_model_reads_is_refused():
+    overrides = ["env.image_size=16", "env.cameras=[front]", "sft.cameras=[image]", "model.action_token_len=7"]
+    base = [*MODEL, *overrides, "sft.max_steps=4", f"sft.dataset={FIXTURES / 'rlds'}"]
+    validate(build_config(compose_config([*ENV, *QUIET, *base])), "sft")  # this model reads no state
+    message = refusal("sft", *base, "sft.state_key=state")
+    assert "width 8" in message and "has 4" in message
+
+
+REFUSED_COLLECTIONS = {
+    "no folder": ([], "Type dataset=data/<name>"),
+    "more than there are": (["dataset=new", "env.num_train_init_states=3", "collect.num_episodes=7"], "Type collect.num_episodes=6"),
+    "odd video": (["dataset=new", "collect.video=true", "env.image_size=33"], "Type collect.video=false, or env.image_size=34"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "expected"), REFUSED_COLLECTIONS.values(), ids=REFUSED_COLLECTIONS)
+def test_a_collection_that_cannot_be_is_refused(overrides, expected, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert expected in refusal("collect", *overrides)
+
+
+def test_a_collection_never_overwrites_and_needs_an_actor(expert, monkeypatch):
+    message = refusal("collect", f"dataset={expert}")
+    assert "exists, and nothing is overwritten" in message and str(expert) in message
+    monkeypatch.setattr("rlinf.envs.tabletop.env.TabletopVectorEnv.has_expert", classmethod(lambda cls: False))
+    assert "no scripted expert" in (message := refusal("collect", "dataset=new")) and "Type checkpoint=" in message
+
+
+@pytest.mark.parametrize(("package", "overrides"), [("pyarrow", []), ("av", ["collect.video=true"])])
+def test_a_missing_package_is_told_before_anything_starts(package, overrides, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else name)
+    config = build_config(compose_config([*ENV, *QUIET, "dataset=new", *overrides]))
+    with pytest.raises(MissingDependencyError, match=f"pip install {package}"):
+        validate(config, "collect")

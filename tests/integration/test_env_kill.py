@@ -1,0 +1,181 @@
+"""Worker processes of simulators are killed while evaluations and rollouts run, and parents die: nothing is counted twice,
+nothing is missing, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.rollout.collector import RolloutCollector
+from rlinf.rollout.sampler import EpisodeSampler
+from rlinf.types import ActionPrediction
+
+FIXTURES = str(Path(__file__).parents[1] / "fixtures")
+if FIXTURES not in sys.path:
+    sys.path.append(FIXTURES)  # workers import from the same path
+
+from walk_env import WalkConfig, WalkVectorEnv  # noqa: E402
+
+NUM_KILLS = 4
+
+
+class Wanderer(ActionModel, torch.nn.Module):
+    """Moves towards the middle, with noise from the given uniforms, two actions a call."""
+
+    num_logprobs = 4
+
+    def preprocess(self, observation):
+        return {"state": torch.from_numpy(observation.state)}
+
+    def predict_action_batch(self, *, do_sample, temperature, uniforms, state):
+        actions = (uniforms.view(-1, 2, 2) - 0.5 - 0.2 * state[:, None]).clamp(-1, 1)
+        return ActionPrediction(actions, actions.flatten(1), torch.zeros(len(state), 4, 2), torch.zeros(len(state)))
+
+    def rollout_logprobs(self, prediction, temperature):
+        return prediction.sequences
+
+
+class Killer(threading.Thread):
+    """Kills a worker of ``envs`` every 0.2 s, ``NUM_KILLS`` of them, each after it has begun to step."""
+
+    def __init__(self, envs: list[WalkVectorEnv]) -> None:
+        super().__init__(daemon=True)
+        self.envs, self.killed = envs, []
+
+    def run(self) -> None:
+        generator = np.random.default_rng(0)
+        first_seen: dict[int, int] = {}
+        while len(self.killed) < NUM_KILLS:
+            time.sleep(0.2)
+            workers = [(env, worker) for env in self.envs for worker in env._workers if worker.process is not None]
+            if not workers:
+                continue
+            env, worker = workers[generator.integers(len(workers))]
+            process, num_calls = worker.process, env._num_calls(worker)
+            # Each row is made, reset and shown before the first step: three calls.
+            begun = num_calls > first_seen.setdefault(process.pid, num_calls) + 3 * len(worker.ids)
+            if begun and process.pid not in self.killed:
+                process.kill()
+                self.killed.append(process.pid)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended (one that nobody has waited for counts)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_an_evaluation_counts_every_episode_once_while_workers_are_killed():
+    policy, results = Wanderer(), []
+    quiet = WalkVectorEnv(WalkConfig(num_processes=0, max_episode_steps=20), 6, False)
+    specs = quiet.episode_specs("eval")[:40]
+    expected = evaluate_policy(policy, quiet, specs, greedy=False).results
+    env = WalkVectorEnv(WalkConfig(num_processes=2, max_episode_steps=20, step_sleep_s=0.02), 6, False)
+    killer = Killer([env])
+    killer.start()
+    found = evaluate_policy(policy, env, specs, greedy=False, on_result=results.append).results
+    env.close()
+    assert killer.killed and env.num_restarts >= len(killer.killed) - 1  # the last kill may have come after the end
+    assert found == expected and sorted(r.spec for r in results) == sorted(specs)
+    assert 0 < sum(result.success for result in found) < len(found)
+
+
+def test_a_rollout_holds_every_episode_once_while_workers_are_killed():
+    num_envs, num_chunks = 6, 60
+    envs: list[WalkVectorEnv] = []
+
+    def make(count: int) -> WalkVectorEnv:
+        envs.append(WalkVectorEnv(WalkConfig(num_processes=1, max_episode_steps=8, step_sleep_s=0.02), count, True))
+        return envs[-1]
+
+    split = WalkVectorEnv(WalkConfig(num_processes=0), 1, True).episode_specs("train")
+    sampler = EpisodeSampler(split, 2, num_groups=num_envs, seed=1, init_states="ordered")
+    collector = RolloutCollector(make, sampler, num_envs=num_envs, num_chunks=num_chunks, temperature=1.0, num_lanes=2)
+    killer = Killer(envs)
+    killer.start()
+    batch = collector.collect(Wanderer(), 0, 0, needs_values=False)
+    collector.close()
+    num_lost = len(batch.episode_ids.unique()) - len(batch.episode_ids[batch.loss_mask].unique())
+    assert len(killer.killed) == NUM_KILLS and sum(env.num_restarts for env in envs) == NUM_KILLS and num_lost >= NUM_KILLS
+    for env in range(num_envs):
+        valid = batch.loss_mask[:, env]
+        ids = torch.unique_consecutive(batch.episode_ids[valid, env]).tolist()
+        assert len(set(ids)) == len(ids)
+        # What is valid is the episodes of an undisturbed rollout, in their order, each with its end but for the last.
+        assert [batch.specs[i] for i in ids] == [sampler.spec(0, env, position) for position in range(len(ids))]
+        ends = (batch.terminated | batch.truncated)[valid, env]
+        assert int(ends.sum()) in (len(ids), len(ids) - 1)
+        assert batch.action_mask[valid, env].any(1).all()
+
+
+SCRIPT = """
+import os, sys, threading, time
+import numpy as np
+from walk_env import WalkConfig, WalkVectorEnv
+
+env = WalkVectorEnv(WalkConfig(num_processes=2, fault_file=sys.argv[1], step_timeout_s=2.0, reset_timeout_s=3.0), 4, False)
+env.reset()
+print(*[process.pid for process in env.worker_processes()], flush=True)
+how = sys.argv[2]
+if how in ("hang", "grip"):
+    open(sys.argv[1], "w").write("step always_" + how)
+    env.chunk_step(np.zeros((4, 1, 2)))
+elif how == "raise":
+    raise RuntimeError("an error of the parent")
+elif how == "wait":
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "signal_sent", "to_group"),
+    [
+        ("hang", signal.SIGKILL, False),
+        ("grip", signal.SIGKILL, False),
+        ("wait", signal.SIGKILL, False),
+        ("hang", signal.SIGINT, True),
+        ("wait", signal.SIGTERM, False),
+        ("raise", None, False),
+        ("end", None, False),
+    ],
+)
+def test_no_process_outlives_its_parent(how, signal_sent, to_group, tmp_path):
+    """Killed, terminated, Ctrl-C (the signal goes to the whole group), an error, or an env that nobody closed; while the
+    workers wait, sleep in a step, or are stuck in C code that holds Python's lock."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "fault"), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([FIXTURES, *sys.path])},
+    )
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert len(pids) == 2
+    if signal_sent is not None:
+        time.sleep(0.5)
+        assert not any(is_gone(pid) for pid in pids)
+        os.killpg(process.pid, signal_sent) if to_group else process.send_signal(signal_sent)
+    messages = process.communicate(timeout=20)[1]
+    # Where C code holds Python's lock, the deadlines of 2 and 3 s have to pass first.
+    deadline = time.monotonic() + (8.0 if how == "grip" else 2.0)
+    while not all(is_gone(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert all(is_gone(pid) for pid in pids)
+    for word in ("leaked", "resource_tracker", "Exception ignored", "BrokenPipe"):
+        assert word not in messages
+    if signal_sent == signal.SIGINT:
+        assert messages.count("Traceback") == messages.count("KeyboardInterrupt") == 1  # none of the workers

@@ -1,0 +1,38 @@
+"""The Meta-World experiment on processes of its own, as short as it gets: cloning, PPO, evaluation with a video."""
+
+import importlib.util
+import json
+
+import pytest
+
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.config.validation import validate
+from rlinf.training.run import train
+
+SHORT = [
+    "env.tasks=[reach-v3,window-close-v3]", "env.max_episode_steps=3", "env.num_processes=1", "rollout.num_envs=4",
+    "rollout.num_chunks=3", "rollout.num_lanes=1", "sft.max_steps=2", "sft.num_demonstrations=4", "trainer.max_steps=1",
+    "trainer.minibatch_size=4", "trainer.eval_every=0", "evaluation.num_episodes=4", "evaluation.num_envs=4",
+    "evaluation.num_videos_per_task=2", "evaluation.video_size=64", "cluster.num_threads=1",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("metaworld") is None, reason="metaworld is not installed (bash scripts/setup.sh --sims)"
+)
+def test_the_metaworld_experiment_clones_trains_and_evaluates(tmp_path):
+    config = build_config(compose_config(["experiment=metaworld_quickstart", *SHORT]))
+    config.output_dir = str(tmp_path / "run")
+    validate(config)
+    train(config)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if "eval/episodes" in line]
+    assert len(evaluations) == 2 and all(line["eval/episodes"] == 4 for line in evaluations)
+    for line in evaluations:
+        assert {"eval/success_rate/reach-v3", "eval/success_rate/window-close-v3"} <= set(line)
+    [rollout] = [line for line in lines if "rollout/success_rate" in line]
+    assert rollout["rollout/lost_episodes"] == 0 and 0 < rollout["train/entropy"] < 3.1
+    manifest = json.loads(next((tmp_path / "run").glob("checkpoints/*/manifest.json")).read_text())
+    assert manifest["simulators"]["metaworld"] and manifest["simulators"]["mujoco"]
+    assert len(list((tmp_path / "run").glob("**/*.mp4"))) >= 2

@@ -1,0 +1,215 @@
+"""Paired comparison: test and interval by published numbers and enumeration; what cannot be compared is refused."""
+
+import itertools
+import json
+import math
+import re
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from rlinf.cli import main
+from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
+from rlinf.evaluation.compare import Pairs, compare, compare_folders, mcnemar_exact
+from rlinf.evaluation.intervals import paired_difference_interval, wilson_interval
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.manifest import Manifest
+from rlinf.types import EpisodeResult, EpisodeSpec
+
+TASKS = ("reach", "push")
+
+
+def result_of(successes: list[bool], tasks: tuple[str, ...] = TASKS) -> EvaluationResult:
+    """Episodes round robin over the tasks."""
+    rows = []
+    for number, success in enumerate(successes):
+        init_state, task = divmod(number, len(tasks))
+        spec = EpisodeSpec("tabletop", task, 1_000_000_000 + init_state, 1)
+        rows.append(EpisodeResult(spec, tasks[task], success, float(success), 5))
+    return EvaluationResult(rows)
+
+
+def manifest(**changes) -> Manifest:
+    values = dict(
+        versions={"transformers": "5.19.0", "torch": "2.13.0"}, model={"class": "A"}, normalization={}, preprocessing={},
+        actions={}, lora={"state": "none"}, precision="fp32", env={"name": "tabletop", "image_size": 64},
+        renderer="egl", policy_version=1, seed=0, simulators={"mujoco": "3.3.0"},
+    )  # fmt: skip
+    return Manifest(**(values | changes))
+
+
+def written(folder, result: EvaluationResult, about: Manifest | None):
+    result.to_json(folder / "result.json")
+    if about is not None:
+        about.save(folder)
+    return folder
+
+
+A = [True, True, False, False, True, False, True, False]
+B = [True, True, True, True, True, False, False, True]
+"""Episode by episode: 3 both, 1 only A, 3 only B, 1 neither."""
+
+
+@pytest.mark.parametrize(
+    ("only_a", "only_b", "p_value"),
+    # 1 against 7 (Bentur et al. 2009) and 6 against 16 (Cavo et al. 2012): the worked examples of Fagerland, Lydersen and
+    # Laake 2014 (Stat Med 33:2850); the others by hand: 2 (1 + 5 + 10) / 2^5, 2 / 2^10, and no difference at all.
+    [(1, 7, 0.0703), (6, 16, 0.0525), (2, 3, 1.0), (0, 10, 2 / 1024), (0, 0, 1.0), (4, 4, 1.0)],
+)
+def test_mcnemar_equals_published_values(only_a, only_b, p_value):
+    assert mcnemar_exact(only_a, only_b) == pytest.approx(p_value, abs=6e-5)
+    assert mcnemar_exact(only_b, only_a) == mcnemar_exact(only_a, only_b)
+
+
+def test_mcnemar_equals_the_enumeration_of_all_outcomes():
+    """Every way in which ``n`` fair coins can fall that is at least as one-sided as what was seen."""
+    for only_a, only_b in itertools.product(range(6), range(6)):
+        count = only_a + only_b
+        seen = abs(only_a - only_b)
+        outcomes = itertools.product((0, 1), repeat=count)
+        extreme = sum(abs(count - 2 * sum(outcome)) >= seen for outcome in outcomes)
+        assert mcnemar_exact(only_a, only_b) == Fraction(extreme, 2**count)
+
+
+def test_mcnemar_of_many_pairs_is_close_to_the_normal_distribution():
+    only_a, only_b = 4800, 5200
+    normal = math.erfc((only_b - only_a - 1) / math.sqrt(2 * (only_a + only_b)))
+    assert mcnemar_exact(only_a, only_b) == pytest.approx(normal, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("cells", "low", "high"),
+    # Bentur et al. 2009 as in Fagerland, Lydersen and Laake 2014, and Newcombe's own example.
+    [((1, 1, 7, 12), -0.507, -0.026), ((36, 12, 2, 0), 0.0569, 0.3404)],
+)
+def test_interval_of_the_paired_difference_equals_published_values(cells, low, high):
+    assert paired_difference_interval(*cells) == pytest.approx((low, high), abs=6e-4)
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.2, 0.1, 0.2), (0.05, 0.3, 0.02, 0.63), (0.8, 0.1, 0.05, 0.05)])
+def test_interval_of_the_paired_difference_covers_the_truth_in_about_95_percent_of_all_samples(shares):
+    """Summed over every table of 20 episodes with its multinomial probability."""
+    trials, covered, total = 20, 0.0, 0.0
+    for cells in itertools.product(range(trials + 1), repeat=3):
+        table = (*cells, trials - sum(cells))
+        if table[3] < 0:
+            continue
+        orders = math.factorial(trials) / math.prod(map(math.factorial, table))
+        probability = orders * math.prod(share**count for share, count in zip(shares, table, strict=True))
+        low, high = paired_difference_interval(*table)
+        covered += probability * (low <= shares[1] - shares[2] <= high)
+        total += probability
+    assert total == pytest.approx(1.0) and 0.93 <= covered <= 0.99
+
+
+def test_interval_of_the_paired_difference_is_antisymmetric_and_narrower_for_policies_that_agree():
+    low, high = paired_difference_interval(50, 10, 4, 36)
+    assert paired_difference_interval(50, 4, 10, 36) == pytest.approx((-high, -low))
+    apart = paired_difference_interval(20, 40, 34, 6)  # the same two rates, on other episodes
+    assert apart[1] - apart[0] > 1.5 * (high - low)
+    assert paired_difference_interval(0, 0, 0, 0) == (-1.0, 1.0)
+    assert paired_difference_interval(0, 9, 0, 0)[1] == 1.0
+    wilson = [wilson_interval(count, 100) for count in (60, 54)]
+    unpaired = math.hypot(0.6 - wilson[0][0], wilson[1][1] - 0.54)
+    assert low > 0.06 - unpaired, "pairing must help"
+
+
+def test_pairs_are_counted_by_task_and_in_all():
+    found = compare(result_of(A), result_of(B))
+    assert found.per_task == {"reach": Pairs(2, 1, 1, 0), "push": Pairs(1, 0, 2, 1)}
+    assert found.total == Pairs(3, 1, 3, 1)
+    assert (found.total.a.successes, found.total.b.successes, found.total.difference) == (4, 6, 0.25)
+    assert found.total.p_value == mcnemar_exact(1, 3)
+    low, high = found.total.interval
+    assert low < 0.25 < high and (low, high) == paired_difference_interval(3, 3, 1, 1)
+    assert compare(result_of(B), result_of(A)).total.difference == -0.25
+
+
+def test_pairing_goes_by_episode_and_not_by_position():
+    shuffled = result_of(B)
+    shuffled.results.reverse()
+    assert compare(result_of(A), shuffled).per_task == compare(result_of(A), result_of(B)).per_task
+    control = result_of(list(reversed(B)))
+    assert compare(result_of(A), control).per_task != compare(result_of(A), result_of(B)).per_task
+
+
+def test_tasks_are_paired_by_name_and_not_by_their_place_in_the_list():
+    other = result_of(A, tasks=("push", "reach"))
+    found = compare(result_of(A), other)
+    assert found.num_unpaired == 0 and found.total.only_a + found.total.only_b > 0
+
+
+def test_other_lists_are_refused_with_the_number_in_common():
+    with pytest.raises(
+        ConfigError, match=r"8 episodes and the second 6, 6 of them in common.*allow_mismatch=\[episodes\]"
+    ):
+        compare(result_of(A), result_of(B[:6]))
+    found = compare(result_of(A), result_of(B[:6]), ["episodes"])
+    assert found.total.episodes == 6 and found.num_unpaired == 2
+    with pytest.raises(ConfigError, match="none in common"):
+        compare(result_of(A), result_of(B, tasks=("lift", "pour")), ["episodes"])
+    twice = EvaluationResult([*result_of(A).results, result_of(A).results[0]])
+    with pytest.raises(ConfigError, match="second result has 9 rows for 8 episodes"):
+        compare(result_of(A), twice)
+
+
+def test_folders_are_compared_and_the_page_shows_it(tmp_path):
+    a = written(tmp_path / "a", result_of(A), manifest())
+    b = written(tmp_path / "b", result_of(B), manifest(model={"class": "B"}, precision="bf16", policy_version=9))
+    found = compare_folders(a, b / "result.json")
+    data = json.loads((b / "compare.json").read_text())
+    assert data["total"] == found.total.as_dict() and data["per_task"]["push"]["only_b"] == 2 and data["a"] == str(a)
+    page = re.sub(r"<[^>]+>", " ", (b / "report.html").read_text())
+    low, high = found.total.interval
+    assert (
+        "Paired comparison" in page and f"+25.0 ({100 * low:+.1f} to {100 * high:+.1f})" in page and "Newcombe" in page
+    )
+    assert not (a / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"env": {"name": "tabletop", "image_size": 96}}, "env.image_size"), ({"simulators": {"mujoco": "3.3.3"}}, "simulators.mujoco"),
+     ({"renderer": "osmesa"}, "renderer"), ({"versions": {"transformers": "5.20.0", "torch": "2.13.0"}}, "versions.transformers")],
+)  # fmt: skip
+def test_other_worlds_are_refused_and_can_be_allowed(tmp_path, changes, field):
+    a = written(tmp_path / "a", result_of(A), manifest())
+    b = written(tmp_path / "b", result_of(B), manifest(**changes))
+    with pytest.raises(ManifestMismatchError, match=rf"two evaluations.*\n  {field}.*\n.*allow_mismatch=\[{field}\]"):
+        compare_folders(a, b)
+    assert not (b / "compare.json").exists()
+    found = compare_folders(a, b, [field])
+    assert [text.partition(":")[0] for text in found.mismatches] == [field]
+    with pytest.raises(ConfigError, match="env.imagesize"):
+        compare_folders(a, b, ["env.imagesize"])
+
+
+def test_folders_without_result_or_manifest_say_what_to_type(tmp_path):
+    a = written(tmp_path / "a", result_of(A), manifest())
+    bare = written(tmp_path / "run" / "eval" / "after_rl", result_of(B), None)
+    with pytest.raises(CheckpointError, match="holds no result.json.*eval/after_rl"):
+        compare_folders(a, tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"after_rl has no manifest.json.*allow_mismatch=\[conditions\]"):
+        compare_folders(a, bare)
+    assert "not known" in compare_folders(a, bare, ["conditions"]).mismatches[0]
+
+
+def test_command_prints_the_table(tmp_path, capsys):
+    a = written(tmp_path / "seed=0", result_of(A), manifest())
+    b = written(tmp_path / "seed=1", result_of(B), manifest(renderer="osmesa"))
+    assert main(["evaluate", "--compare", str(a), str(b)]) == 2
+    assert "renderer" in capsys.readouterr().err
+    assert main(["evaluate", "--compare", str(a), str(b), "evaluation.allow_mismatch=[renderer]"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^total +4/8 +6/8 +\+25\.0 +1 +3 +0\.625$", text, re.MULTILINE)
+    assert "b - a = +25.0 percentage points, 95 % interval" in text and str(b / "compare.json") in text
+    for words in (["--compare", str(a)], ["--compare", str(a), str(b), "seed=3"]):
+        assert main(["evaluate", *words]) == 2
+        assert "required: two folders of evaluations" in capsys.readouterr().err
+
+
+def test_a_difference_of_one_episode_in_the_control_changes_the_numbers():
+    better = result_of(B)
+    better.results[5] = replace(better.results[5], success=True)
+    assert compare(result_of(A), better).total == Pairs(3, 1, 4, 0)

@@ -1,0 +1,121 @@
+"""RLDS folders: what tensorflow-datasets wrote is read without TensorFlow; damage is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlinf.data import rlds_dataset
+from rlinf.data.formats import describe_dataset
+from rlinf.data.tfrecord import Blobs, masked_crc32c, parse_example, records
+from rlinf.errors import ConfigError
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "rlds"
+CAMERAS = {"front": "image", "wrist": "wrist_image"}
+
+
+def truth(kind: str) -> np.ndarray:
+    stored = np.load(FIXTURE / "truth.npz")
+    names = sorted((name for name in stored.files if name.startswith(f"{kind}_")), key=lambda name: int(name.rpartition("_")[2]))
+    return np.concatenate([stored[name] for name in names])
+
+
+def test_a_dataset_of_tensorflow_datasets_is_read():
+    dataset = rlds_dataset.open_dataset(FIXTURE, CAMERAS, "state")
+    observation, actions = dataset.rows(np.arange(len(dataset)))
+    np.testing.assert_array_equal(actions[:, 0].numpy(), truth("action"))
+    np.testing.assert_array_equal(observation.state, truth("state"))
+    np.testing.assert_array_equal(observation.images["wrist"], truth("wrist"))
+    assert observation.instruction == truth("text").tolist()
+    difference = np.abs(observation.images["front"].astype(int) - truth("image"))
+    assert difference.max() <= 6, "decoders of JPEG round differently"
+    assert np.abs(observation.images["front"].astype(int) - np.roll(truth("image"), 1, axis=0)).max() > 6
+    assert len(set(dataset.episode_ids)) == dataset.num_episodes == describe_dataset(FIXTURE).num_episodes
+    joints = rlds_dataset.open_dataset(FIXTURE, {}, "joint_state")
+    np.testing.assert_allclose(joints.state, truth("joint"), rtol=1e-6)
+
+
+def test_the_description_names_cameras_and_widths():
+    info = describe_dataset(FIXTURE)
+    assert info.image_shapes == {"image": (16, 16), "wrist_image": (16, 16)}
+    assert info.state_dims == {"state": 8, "joint_state": 7} and info.action_dim == 7 and info.packages == ()
+
+
+def test_the_checksum_is_that_of_the_specification():
+    # CRC-32C of "123456789" is 0xE3069283 (RFC 3720's polynomial); the mask is that of TensorFlow's crc32c.h.
+    crc = 0xE3069283
+    assert masked_crc32c(b"123456789") == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def field(number: int, payload: bytes) -> bytes:
+    """A length-delimited field of a message shorter than 128 bytes."""
+    return bytes([number << 3 | 2, len(payload)]) + payload
+
+
+def example(**features: bytes) -> bytes:
+    entries = b"".join(field(1, field(1, name.encode()) + field(2, value)) for name, value in features.items())
+    return field(1, entries)
+
+
+def test_packed_and_unpacked_lists_are_read():
+    message = example(
+        packed=field(2, field(1, struct.pack("<2f", 1.5, -2.0))),
+        single=field(2, b"\x0d" + struct.pack("<f", 3.0) + b"\x0d" + struct.pack("<f", 4.0)),
+        numbers=field(3, field(1, b"\x05\xac\x02" + b"\xff" * 9 + b"\x01")),
+        number=field(3, b"\x08\x07"),
+        blobs=field(1, field(1, b"ab") + field(1, b"") + field(1, b"c")),
+        empty=b"",
+    )
+    data = memoryview(message)
+    found = parse_example(data, 0, len(data))
+    assert found["packed"].tolist() == [1.5, -2.0] and found["single"].tolist() == [3.0, 4.0]
+    assert found["numbers"].tolist() == [5, 300, -1] and found["number"].tolist() == [7] and found["empty"].tolist() == []
+    assert isinstance(found["blobs"], Blobs)
+    assert [bytes(data[a : a + n]) for a, n in zip(*found["blobs"], strict=True)] == [b"ab", b"", b"c"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "message"])
+def test_damaged_records_are_refused(tmp_path, damage):
+    folder = Path(shutil.copytree(FIXTURE, tmp_path / "rlds"))
+    (path,) = folder.glob("*-train.tfrecord-*")
+    data = bytearray(path.read_bytes())
+    assert len(list(records(memoryview(bytes(data))))) == 3
+    if damage == "cut":
+        data = data[:-10]
+    elif damage == "header":
+        data[0] ^= 1
+    else:
+        data[13] = 0x7F
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"is not whole .tiny_rlds-train.*ype sft.dataset="):
+        rlds_dataset.open_dataset(folder, CAMERAS, "state")
+
+
+def test_a_missing_file_and_missing_parts_are_refused(tmp_path):
+    folder = Path(shutil.copytree(FIXTURE, tmp_path / "rlds"))
+    about = json.loads((folder / "dataset_info.json").read_text())
+    about["splits"][0]["shardLengths"] = ["4"]
+    (folder / "dataset_info.json").write_text(json.dumps(about))
+    with pytest.raises(ConfigError, match="3 episodes are there, and its description says 4"):
+        rlds_dataset.open_dataset(folder, CAMERAS, "state")
+    features = json.loads((folder / "features.json").read_text())
+    del features["featuresDict"]["features"]["steps"]["sequence"]["feature"]["featuresDict"]["features"]["language_instruction"]
+    (folder / "features.json").write_text(json.dumps(features))
+    with pytest.raises(ConfigError, match="has no steps/language_instruction; it has .*steps/action"):
+        describe_dataset(folder)
+    (folder / "dataset_info.json").unlink()
+    with pytest.raises(ConfigError, match="cannot be read as an RLDS dataset"):
+        describe_dataset(folder)
+
+
+def test_a_folder_without_a_dataset_names_one_inside(tmp_path):
+    shutil.copytree(FIXTURE, tmp_path / "tiny" / "1.0.0")
+    with pytest.raises(ConfigError, match=r"that is no dataset.*Type sft.dataset=.*tiny/1.0.0"):
+        describe_dataset(tmp_path / "tiny")
+    with pytest.raises(ConfigError, match="is no folder. Type sft.dataset="):
+        describe_dataset(tmp_path / "none")

@@ -1,0 +1,95 @@
+"""GL and Vulkan: tried in another process, told apart from one another, and a missing one is named with its cure."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from rlinf.envs import graphics
+from rlinf.errors import MissingDependencyError
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """No choice made yet in this process, and none that outlives the test."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    graphics.choose_vulkan.cache_clear()
+    yield monkeypatch
+    graphics.choose_vulkan.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("visible", "numbers", "expected"),
+    [
+        ("2", [None, 1, 0, 2], "3"),
+        ("2,0", [2, 1, 0], "0"),
+        (" 1", [0, 1], "1"),
+        ("3", [0, 1], None),
+        ("GPU-0a1b", [0, 1], None),
+        ("", [0, 1], None),
+        (None, [0, 1], None),
+    ],
+)
+def test_the_first_visible_gpu_is_found_among_the_devices_of_egl(visible, numbers, expected):
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert graphics.egl_device(environment, numbers) == expected
+    assert graphics.egl_device({**environment, "MUJOCO_EGL_DEVICE_ID": "0"}, numbers) is None, "the user's choice stands"
+
+
+def test_the_egl_device_is_set_for_egl_alone_and_only_where_gpus_are_chosen(monkeypatch):
+    monkeypatch.setattr(graphics, "list_egl_devices", lambda: [None, 5, 4])
+    monkeypatch.delenv("MUJOCO_EGL_DEVICE_ID", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert graphics._environment_of("egl") == {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "egl", "MUJOCO_EGL_DEVICE_ID": "2"}
+    assert graphics._environment_of("osmesa") == {"MUJOCO_GL": "osmesa", "PYOPENGL_PLATFORM": "osmesa"}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert "MUJOCO_EGL_DEVICE_ID" not in graphics._environment_of("egl")
+
+
+def test_the_devices_of_egl_are_listed_without_ending_this_process():
+    devices = graphics.list_egl_devices()
+    if graphics.probe_rendering()[0] != "egl":
+        pytest.skip("no EGL here")
+    assert devices and all(number is None or number >= 0 for number in devices)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", "exit status -11"),
+        ("raise RuntimeError('Failed to find a supported physical device')", "supported physical device"),
+        ("import time; time.sleep(60)", "no answer within"),
+    ],
+)
+def test_a_vulkan_that_fails_is_named_with_its_cure(fresh, script, words):
+    fresh.setattr(graphics, "_VULKAN_PROBE", script)
+    fresh.setattr(graphics, "PROBE_TIMEOUT_S", 1.0)
+    fresh.setattr(graphics.importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(MissingDependencyError) as raised:
+        graphics.choose_vulkan("cpu")
+    for word in (words, "on the CPU", "scripts/setup.sh --sims", "bookworm-backports"):
+        assert word in str(raised.value)
+    with pytest.raises(MissingDependencyError, match="env=maniskill env.render_device=cpu"):
+        graphics.choose_vulkan("gpu")
+
+
+def test_a_missing_engine_is_named(fresh):
+    fresh.setattr(graphics.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="'sapien' is missing.*--sims"):
+        graphics.choose_vulkan("cpu")
+
+
+def test_software_vulkan_is_chosen_for_the_cpu_unless_the_user_names_a_driver(fresh, tmp_path):
+    driver = tmp_path / "lvp_icd.x86_64.json"
+    driver.write_text("{}")
+    fresh.setattr(graphics, "LAVAPIPE_FILES", (str(tmp_path / "lvp_icd*.json"),))
+    fresh.setattr(graphics, "_VULKAN_PROBE", "import os; print('rendering works' if os.environ['VK_ICD_FILENAMES'] else '')")
+    fresh.setattr(graphics.importlib.util, "find_spec", lambda name: name)
+    for name in ("VK_ICD_FILENAMES", "VK_DRIVER_FILES"):
+        os.environ.pop(name, None)
+    assert graphics._vulkan_environment("gpu") == {}
+    assert graphics.choose_vulkan("cpu") == "cpu"
+    assert os.environ["VK_ICD_FILENAMES"] == str(driver)
+    os.environ["VK_ICD_FILENAMES"] = "mine.json"
+    assert graphics._vulkan_environment("cpu") == {}

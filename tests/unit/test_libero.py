@@ -1,0 +1,443 @@
+"""LIBERO: the published evaluation reproduced bit for bit, splits, instructions, the gripper's two conventions, what is refused."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rlinf.config.compatibility import check_inputs
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.envs import libero as adapter
+from rlinf.envs import libero_scene, libero_tasks
+from rlinf.envs.checker import check_env
+from rlinf.envs.libero import DRAWN_OFFSET, SETTLING_ACTION, LiberoConfig, LiberoSimulator, LiberoVectorEnv
+from rlinf.envs.libero_scene import axis_angle
+from rlinf.envs.libero_tasks import HORIZONS, bddl_file, instruction, recorded_states, suite_tasks
+from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.types import EpisodeSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+ASSETS = Path(os.environ.get(libero_tasks.ASSETS_VARIABLE, ROOT.parent / "shared" / "libero_assets"))
+STOVE = "turn_on_the_stove"
+"""The task whose scene is built most quickly, with two fixtures that LIBERO places at random."""
+
+
+def missing() -> str | None:
+    """Why the simulator cannot run here; None: it can."""
+    try:
+        libero_tasks.check_packages()
+    except MissingDependencyError as error:
+        return str(error)
+    return (
+        None if (ASSETS / "scenes").is_dir() else f"no LIBERO assets in {ASSETS} (set {libero_tasks.ASSETS_VARIABLE})"
+    )
+
+
+needs_package = pytest.mark.skipif(
+    importlib.util.find_spec("libero") is None, reason="LIBERO is not installed (bash scripts/setup.sh --sims)"
+)
+needs_libero = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+@pytest.fixture(autouse=True)
+def assets(monkeypatch):
+    if ASSETS.is_dir():
+        monkeypatch.setenv(libero_tasks.ASSETS_VARIABLE, str(ASSETS))
+
+
+def config(**settings) -> LiberoConfig:
+    usual = {"suite": "libero_goal", "tasks": [STOVE], "image_size": 32, "rendering": "fast", "num_settling_steps": 2}
+    return LiberoConfig(**(usual | {"num_processes": 0} | settings))
+
+
+def simulator(**settings) -> LiberoSimulator:
+    return LiberoSimulator(config(**settings), [STOVE])
+
+
+def spec(number: int, seed: int = 0) -> EpisodeSpec:
+    return EpisodeSpec("libero_goal", 0, number, seed)
+
+
+def random_actions(count: int) -> np.ndarray:
+    return np.random.default_rng(0).uniform(-1, 1, (count, 7))
+
+
+def published(num_episodes: int, actions: np.ndarray) -> list[tuple]:
+    """What a public evaluation script sees at the end of its first episodes: ``seed`` once, then ``reset``,
+    ``set_init_state`` and 10 waits in each."""
+    make = libero_scene._import_libero(ASSETS)
+    env = make(bddl_file_name=str(bddl_file("libero_goal", STOVE)), use_camera_obs=False, has_offscreen_renderer=False)
+    env.seed(0)
+    found = []
+    for state in recorded_states("libero_goal", STOVE)[:num_episodes]:
+        env.reset()
+        env.set_init_state(state)
+        for action in [*[SETTLING_ACTION] * 10, *actions]:
+            observation, _, done, _ = env.step(action)
+        places = {name: env.sim.model.body_pos[env.env.obj_body_id[name]].copy() for name in env.env.fixtures_dict}
+        found.append((env.sim.data.qpos.copy(), observation, done, places))
+    return found
+
+
+# -- the simulation ----------------------------------------------------------------------------------------------
+
+
+@needs_libero
+def test_an_episode_is_that_of_the_published_evaluation_bit_for_bit():
+    actions = random_actions(6)
+    sim = simulator(num_settling_steps=10)
+    sim.reset(spec(7))  # what ran before must not matter
+    sim.step(actions[0])
+    for number, (qpos, observation, done, fixtures) in reversed(list(enumerate(published(2, actions)))):
+        sim.reset(spec(number))
+        success = [sim.step(action).success for action in actions]
+        assert np.array_equal(sim._state.data.qpos, qpos) and success[-1] == done
+        hand = observation["robot0_eef_pos"], observation["robot0_eef_quat"], observation["robot0_gripper_qpos"]
+        w_first = np.roll(hand[1], 1)
+        assert np.array_equal(
+            sim.observe().state, np.concatenate([hand[0], axis_angle(w_first), hand[2]]).astype(np.float32)
+        )
+        assert (
+            all(np.array_equal(sim.poses()[name][:3], place) for name, place in fixtures.items()) and len(fixtures) == 3
+        )
+    control = simulator(num_settling_steps=9)
+    control.reset(spec(0))
+    for action in actions:
+        control.step(action)
+    assert not np.array_equal(control._state.data.qpos, sim._state.data.qpos)
+
+
+@needs_libero
+def test_pictures_are_robosuites_own_turned_by_180_degrees(tmp_path):
+    size, action = 48, random_actions(1)[0]
+    program = (  # in a process of its own: robosuite closes the display that others use
+        "import sys, numpy as np; from pathlib import Path; from rlinf.envs import libero_scene as scene\n"
+        "from rlinf.envs.libero_tasks import bddl_file, recorded_states\n"
+        "task, assets, size, target = 'turn_on_the_stove', Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]\n"
+        "scene._import_libero(assets); from libero.libero.envs.env_wrapper import OffScreenRenderEnv\n"
+        "env = OffScreenRenderEnv(bddl_file_name=str(bddl_file('libero_goal', task)), camera_heights=size, camera_widths=size)\n"
+        "env.seed(0); env.reset(); env.set_init_state(recorded_states('libero_goal', task)[0])\n"
+        "seen = env.step(np.random.default_rng(0).uniform(-1, 1, (1, 7))[0])[0]\n"
+        "np.savez(target, agentview=seen['agentview_image'], wrist=seen['robot0_eye_in_hand_image'])\n"
+    )
+    target = tmp_path / "pictures.npz"
+    command = [sys.executable, "-c", program, str(ASSETS), str(size), str(target)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=200)
+    theirs = np.load(target)
+    sim = simulator(image_size=size, rendering="full", num_settling_steps=0, cameras=["wrist", "agentview"])
+    sim.reset(spec(0))
+    sim.step(action)
+    images = sim.observe().images
+    assert list(images) == ["wrist", "agentview"]
+    assert np.array_equal(images["agentview"], theirs["agentview"][::-1, ::-1])
+    assert np.array_equal(images["wrist"], theirs["wrist"][::-1, ::-1])
+    fast = simulator(image_size=size, num_settling_steps=0)
+    fast.reset(spec(0))
+    fast.step(action)
+    gap = np.abs(fast.observe().images["agentview"].astype(int) - images["agentview"])
+    assert 0 < gap.mean() < 10  # another picture (no shadows), of the same scene
+
+
+@needs_libero
+def test_episodes_depend_on_their_spec_alone_and_drawn_ones_differ():
+    sim, other = simulator(), simulator()
+    sim.reset(spec(DRAWN_OFFSET + 3, 1))
+    first = sim.observe()
+    other.reset(spec(5))
+    for action in random_actions(2):
+        other.step(action)  # shares the scene: must not move the first env
+    assert np.array_equal(sim.observe().images["agentview"], first.images["agentview"])
+    other.reset(spec(DRAWN_OFFSET + 3, 1))
+    assert np.array_equal(other.observe().images["wrist"], first.images["wrist"]) and other.poses() == sim.poses()
+    for different in (spec(DRAWN_OFFSET + 4, 1), spec(DRAWN_OFFSET + 3, 2), spec(3)):
+        other.reset(different)
+        assert other.poses() != sim.poses()
+
+
+@needs_libero
+def test_the_flame_of_one_env_is_not_seen_in_another_and_the_goal_is_noticed():
+    def agentview(one):
+        return one.observe().images["agentview"]
+
+    lit, dark = simulator(image_size=96), simulator(image_size=96)
+    idle = np.zeros(7, dtype=np.float32)
+    for sim in (lit, dark):
+        sim.reset(spec(2))
+        assert not sim.step(idle).success
+    before = agentview(dark)
+    assert np.array_equal(before, agentview(lit))
+    lit._state.data.joint("flat_stove_1_button").qpos[0] = 1.0
+    assert lit.step(idle).success  # the sensors see the flame one env step after the goal is reached
+    lit.step(idle)
+    flame = np.abs(agentview(lit).astype(int) - before).sum(-1)
+    assert 5 < (flame > 30).sum() < 1000
+    assert np.array_equal(agentview(dark), before)
+    lit.reset(spec(2))
+    lit.step(idle)
+    assert np.array_equal(agentview(lit), before)
+
+
+@needs_libero
+def test_numpys_global_generator_is_left_alone():
+    sim = simulator()
+    np.random.seed(5)
+    expected = np.random.random()
+    np.random.seed(5)
+    sim.reset(spec(1))
+    sim.reset(spec(DRAWN_OFFSET, 1))
+    assert np.random.random() == expected
+
+
+@needs_libero
+def test_fixtures_begin_where_the_model_file_puts_them():
+    import mujoco
+
+    scene = libero_scene.Scene(bddl_file("libero_goal", STOVE), ASSETS, True)
+    fresh = mujoco.MjModel.from_xml_string(scene._env.model.get_xml())
+    assert len(scene._fixture_ids) == 3
+    for body, (position, quaternion) in scene._compiled_fixtures.items():
+        assert np.array_equal(fresh.body_pos[body], position) and np.array_equal(fresh.body_quat[body], quaternion)
+
+
+@needs_libero
+def test_openvlas_gripper_opens_at_one_and_closes_at_zero():
+    openings = {}
+    for gripper, number in (("env", -1.0), ("env", 1.0), ("openvla", 0.9), ("openvla", 0.1)):
+        sim = simulator(gripper=gripper)
+        sim.reset(spec(0))
+        for _ in range(10):
+            sim.step(np.array([0, 0, 0, 0, 0, 0, number], dtype=np.float32))
+        openings[gripper, number] = float(np.ptp(sim.observe().state[6:]))
+    assert openings["openvla", 0.9] == openings["env", -1.0] > 0.07
+    assert openings["openvla", 0.1] == openings["env", 1.0] < 0.01
+
+
+@needs_libero
+def test_the_contract_holds():
+    report = check_env(
+        lambda num_envs, auto: LiberoVectorEnv(config(max_episode_steps=6, num_settling_steps=0), num_envs, auto)
+    )
+    assert report == []
+
+
+@needs_libero
+def test_one_scene_serves_all_envs_of_a_process_and_the_number_is_bounded(monkeypatch):
+    monkeypatch.setattr(adapter, "Scene", lambda *arguments: SimpleNamespace(arguments=arguments))
+    monkeypatch.setattr(adapter, "_scenes", type(adapter._scenes)())
+    take = [adapter._scene_of("libero_goal", task, ASSETS, True, 2) for task in ("a", "b", "a", "c", "a", "b")]
+    assert take[0] is take[2] is take[4] and take[1] is not take[5] and len(adapter._scenes) == 2
+
+
+# -- what the package says ---------------------------------------------------------------------------------------
+
+
+@needs_package
+def test_tasks_instructions_and_limits_are_the_published_ones():
+    assert HORIZONS == {
+        "libero_spatial": 220,
+        "libero_object": 280,
+        "libero_goal": 300,
+        "libero_10": 520,
+        "libero_90": 400,
+    }
+    assert {suite: len(suite_tasks(suite)) for suite in HORIZONS} == dict.fromkeys(HORIZONS, 10) | {"libero_90": 90}
+    env = LiberoVectorEnv
+    assert env.all_task_names(LiberoConfig(suite="libero_goal"))[7] == STOVE
+    assert instruction(suite_tasks("libero_10")[2]) == "turn on the stove and put the moka pot on it"
+    assert instruction(suite_tasks("libero_90")[0]) == "close the top drawer of the cabinet"
+    assert env.horizon_of(LiberoConfig(suite="libero_10"), "any") == 520
+    assert env.horizon_of(LiberoConfig(suite="libero_10", max_episode_steps=7), "any") == 7
+
+
+@needs_package
+def test_names_and_instructions_agree_with_the_package_itself():
+    """In a process of its own, because LIBERO's list of tasks imports torch and asks for a settings file."""
+    program = (
+        "import contextlib, io, json, os, tempfile; folder = tempfile.mkdtemp(); open(folder + '/config.yaml', 'w').close()\n"
+        "os.environ['LIBERO_CONFIG_PATH'] = folder\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    from libero.libero.benchmark import get_benchmark\n"
+        f"    found = {{suite: [list(task[:2]) for task in get_benchmark(suite)().tasks] for suite in {list(HORIZONS)}}}\n"
+        "print(json.dumps(found))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    found = json.loads(result.stdout)
+    assert found == {suite: [[task, instruction(task)] for task in suite_tasks(suite)] for suite in HORIZONS}
+
+
+@needs_package
+def test_every_task_has_fifty_recorded_states():
+    for suite in HORIZONS:
+        for task in suite_tasks(suite):
+            states = recorded_states(suite, task)
+            assert (
+                states.shape[0] == adapter.NUM_RECORDED
+                and np.isfinite(states).all()
+                and bddl_file(suite, task).is_file()
+            )
+            assert len(np.unique(states, axis=0)) == adapter.NUM_RECORDED
+
+
+@needs_libero
+def test_evaluation_is_every_recorded_state_once_and_training_sees_others():
+    env = LiberoVectorEnv(LiberoConfig(cameras=[]), 1, False)
+    episodes = list(env.episode_specs("eval"))
+    assert len(episodes) == len(set(episodes)) == 500 and {episode.suite for episode in episodes} == {"libero_spatial"}
+    assert [(one.task_id, one.init_state_id, one.seed) for one in episodes[9:12]] == [(9, 0, 0), (0, 1, 0), (1, 1, 0)]
+    assert max(episode.init_state_id for episode in episodes) == 49
+    assert min(env.episode_specs("train")[index].init_state_id for index in (0, 999)) >= DRAWN_OFFSET
+    recorded = LiberoVectorEnv(LiberoConfig(cameras=[], train_init_states="recorded"), 1, False).episode_specs("train")
+    assert len(recorded) == 500 and not set(recorded) & set(episodes) and recorded[499].init_state_id == 49
+    with pytest.raises(ConfigError, match="Did you mean 'eval'"):
+        env.episode_specs("evl")
+
+
+def test_the_module_imports_neither_simulator_nor_torch():
+    program = "import sys; import rlinf.envs.libero; print([n for n in ('torch', 'libero', 'robosuite', 'mujoco') if n in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_axis_angle_follows_its_definition():
+    for angle in (0.3, 3.0, 4.0):  # beyond pi, as published policies see it: cos and sin of half the angle
+        axis = np.array([2.0, -1.0, 0.5]) / np.sqrt(5.25)
+        quaternion = np.array([np.cos(angle / 2), *(np.sin(angle / 2) * axis)])
+        assert np.allclose(axis_angle(quaternion), angle * axis)
+    assert np.array_equal(axis_angle(np.array([1.0, 0.0, 0.0, 0.0])), np.zeros(3))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------
+
+
+def archive(path: Path, content) -> Path:
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", pickle.dumps(content, protocol=2))
+    return path
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.system, ("touch harm",)
+
+
+def test_initial_states_are_read_without_running_what_they_hold(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    states = np.arange(6.0).reshape(2, 3)
+    assert np.array_equal(libero_tasks.read_states(archive(tmp_path / "good", states)), states)
+    pickle.loads(pickle.dumps(Harmful()))
+    assert Path("harm").exists()  # the control: the usual loader runs it
+    Path("harm").unlink()
+    for name, content, words in (
+        ("bad", Harmful(), "system"), ("list", [1, 2], "list"), ("objects", np.array([[Harmful()]], dtype=object), "system"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words) as error:
+            libero_tasks.read_states(archive(tmp_path / name, content))
+        assert str(tmp_path / name) in str(error.value) and "pip install" in str(error.value)
+    assert not Path("harm").exists()
+    (tmp_path / "torn").write_bytes(b"PK\x03\x04")
+    with pytest.raises(ConfigError, match="torn"):
+        libero_tasks.read_states(tmp_path / "torn")
+
+
+@needs_libero
+def test_unknown_names_get_a_suggestion_before_anything_starts():
+    for settings, words in (
+        ({"cameras": ["agentviw"]}, "Did you mean 'agentview'"), ({"tasks": ["turn_on_the_stov"]}, f"Did you mean '{STOVE}'"),
+        ({"suite": "libero_goall"}, "Did you mean 'libero_goal'"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            LiberoVectorEnv(config(**settings), 1, False)
+    with pytest.raises(ConfigError, match="libero_spatail"):
+        build_config(compose_config(["env=libero_spatial", "env.suite=libero_spatail"]))
+
+
+@needs_package
+def test_missing_assets_say_where_to_get_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("LIBERO_CONFIG_PATH", raising=False)
+    with pytest.raises(MissingDependencyError, match="is not LIBERO's assets folder") as error:
+        libero_tasks.find_assets(str(tmp_path))
+    assert (
+        str(tmp_path) in str(error.value) and "git clone" in str(error.value) and "env.assets_dir=" in str(error.value)
+    )
+    monkeypatch.setenv(libero_tasks.ASSETS_VARIABLE, str(tmp_path / "nothing"))
+    with pytest.raises(MissingDependencyError, match="nothing"):
+        libero_tasks.find_assets(None)
+    monkeypatch.delenv(libero_tasks.ASSETS_VARIABLE)
+    if not (libero_tasks.package_folder() / "assets").is_dir():
+        with pytest.raises(MissingDependencyError, match="RLINF_LIBERO_ASSETS"):
+            libero_tasks.find_assets(None)
+    for name in ("scenes", "articulated_objects", "stable_scanned_objects"):
+        (tmp_path / "mine" / name).mkdir(parents=True)
+    (tmp_path / ".libero").mkdir()
+    (tmp_path / ".libero" / "config.yaml").write_text(f"assets: {tmp_path / 'mine'}\n")
+    assert libero_tasks.find_assets(None) == tmp_path / "mine"
+
+
+@needs_package
+def test_a_version_that_moves_success_rates_is_refused(monkeypatch):
+    real = importlib.metadata.version
+    for version, accepted in (("3.3.0", True), ("3.3.2", True), ("3.3.3", False), ("3.4.1", False)):
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda name, v=version: v if name == "mujoco" else real(name)
+        )
+        if accepted:
+            libero_tasks.check_packages()
+            continue
+        with pytest.raises(MissingDependencyError, match="pip install mujoco==3.3.0") as error:
+            libero_tasks.check_packages()
+        assert version in str(error.value)
+
+
+@needs_libero
+def test_states_and_episodes_that_do_not_fit_are_refused():
+    sim = simulator()
+    with pytest.raises(ConfigError, match="recorded state 50 of turn_on_the_stove, which has 50"):
+        sim.reset(spec(50))
+    sim.reset(spec(0))
+    with pytest.raises(ConfigError, match=r"env\.assets_dir="):
+        sim._scene.restore(sim._state, np.zeros(9), 0, 0)
+
+
+@needs_libero
+def test_assets_of_another_task_are_missed_by_name(tmp_path):
+    for name in ("scenes", "articulated_objects", "stable_scanned_objects"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(MissingDependencyError, match=STOVE) as error:
+        libero_scene.Scene(bddl_file("libero_goal", STOVE), tmp_path, True)
+    assert str(tmp_path) in str(error.value) and "env.assets_dir=" in str(error.value)
+
+
+def test_a_checkpoint_whose_gripper_speaks_the_other_convention_is_refused():
+    openvla = {"action": {"q01": [-0.7] * 6 + [0.0], "min": [-0.9] * 6 + [0.0]}}
+    pi0 = {"action": {"q01": [-0.7] * 6 + [-1.0]}}
+    for statistics, fits, other in ((openvla, "openvla", "env"), (pi0, "env", "openvla")):
+        LiberoVectorEnv.check_statistics(LiberoConfig(gripper=fits), statistics)
+        with pytest.raises(ConfigError, match=f"Type env.gripper={fits}"):
+            LiberoVectorEnv.check_statistics(LiberoConfig(gripper=other), statistics)
+
+
+@needs_package
+def test_the_gripper_is_checked_before_weights_load(tmp_path):
+    statistics = {"libero_goal": {"action": {"min": [-1.0] * 6 + [0.0]}}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "openvla", "norm_stats": statistics}))
+    common = [
+        "env=libero_goal",
+        "env.cameras=[agentview]",
+        "model=openvla",
+        f"model.model_path={tmp_path}",
+        "model.unnorm_key=libero_goal",
+    ]
+    check_inputs(build_config(compose_config([*common, "env.gripper=openvla"])))
+    with pytest.raises(ConfigError, match=r"Type env\.gripper=openvla"):
+        check_inputs(build_config(compose_config(common)))

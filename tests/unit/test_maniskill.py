@@ -1,0 +1,210 @@
+"""ManiSkill: its own numbers arrive unchanged, an episode depends on its spec alone, and what is wrong is said at once."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from rlinf.envs import graphics, make_env, maniskill_scene
+from rlinf.envs.checker import check_env
+from rlinf.envs.maniskill import ManiSkillConfig, ManiSkillSimulator
+from rlinf.envs.maniskill_gpu import ManiSkillGpuConfig, ManiSkillGpuVectorEnv
+from rlinf.envs.maniskill_scene import TASKS, seed_of
+from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.types import EpisodeSpec
+
+ROW = np.array([0])
+NOBODY = np.array([], dtype=np.int64)
+
+
+@pytest.fixture(scope="session")
+def vulkan():
+    if find_spec("mani_skill") is None:
+        pytest.skip("the package mani_skill is not installed (scripts/setup.sh --sims)")
+    works, message = graphics.probe_vulkan("cpu")
+    if not works:
+        pytest.skip(message)
+    return graphics.choose_vulkan("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def renderer(request):
+    """A scene that keeps SAPIEN's renderer, which takes seconds to make, while the tests of this file run."""
+    if find_spec("mani_skill") is None or not graphics.probe_vulkan("cpu")[0]:
+        yield None
+        return
+    simulator = simulator_of(task="PushCube-v1")
+    yield simulator
+    simulator.close()
+
+
+def spec_of(number, task_id=0):
+    return EpisodeSpec("maniskill", task_id, number, 0)
+
+
+def simulator_of(task="PushCube-v1", number=0, **settings):
+    settings = {"cameras": [], "state": "full", "tasks": [task], **settings}
+    graphics.choose_vulkan("cpu")
+    simulator = ManiSkillSimulator(ManiSkillConfig(**settings), settings["tasks"])
+    simulator.reset(spec_of(number))
+    return simulator
+
+
+def actions_of(count, width=7):
+    return np.random.default_rng(3).uniform(-1, 1, (count, width)).astype(np.float32)
+
+
+def test_every_task_has_the_time_limit_and_the_state_width_of_maniskill(vulkan):
+    import mani_skill.envs  # noqa: F401
+    from mani_skill.utils.registration import REGISTERED_ENVS
+
+    assert {task: REGISTERED_ENVS[task].max_episode_steps for task in TASKS} == {
+        task: known.horizon for task, known in TASKS.items()
+    }
+    simulator = ManiSkillSimulator(ManiSkillConfig(cameras=[], state="full", tasks=None), list(TASKS))
+    for task_id, (task, known) in enumerate(TASKS.items()):
+        simulator.reset(spec_of(0, task_id))
+        assert simulator.observe().state.shape == (known.state_dim,), task
+        assert simulator.observe().instruction == known.instruction
+
+
+def test_an_episode_is_that_of_the_bare_env_with_the_seed_of_its_spec(vulkan):
+    import gymnasium
+    import mani_skill.envs  # noqa: F401
+
+    bare = gymnasium.make(
+        "LiftPegUpright-v1", obs_mode="state", control_mode="pd_ee_delta_pose", reward_mode="normalized_dense",
+        sim_backend="physx_cpu", render_backend="cpu",
+    )  # fmt: skip
+    simulator = simulator_of("LiftPegUpright-v1", number=9)
+    for action in actions_of(5):  # what ran before must not matter
+        simulator.step(action)
+    simulator.reset(spec_of(4))
+    expected, _ = bare.reset(seed=seed_of("LiftPegUpright-v1", 4, 0))
+    np.testing.assert_array_equal(simulator.observe().state, expected[0].numpy())
+    for action in actions_of(8):
+        expected, reward, _, _, info = bare.step(action)
+        step = simulator.step(action)
+        np.testing.assert_array_equal(simulator.observe().state, expected[0].numpy())
+        assert (step.dense_reward, step.success) == (float(reward), bool(info["success"]))
+    simulator.reset(spec_of(5))
+    assert not np.array_equal(simulator.observe().state, bare.reset(seed=seed_of("LiftPegUpright-v1", 4, 0))[0][0].numpy())
+    bare.close()
+
+
+@pytest.mark.parametrize(("control", "width"), [("pd_ee_delta_pose", 7), ("pd_ee_delta_pos", 4), ("pd_joint_delta_pos", 8)])
+def test_every_control_mode_has_its_actions_and_an_action_moves_the_hand(vulkan, control, width):
+    env = make_env(ManiSkillConfig(control_mode=control, cameras=[], num_processes=0), 1, auto_reset=False)
+    env.reset()
+    assert env.action_dim == width == env._local._simulators[0]._scene._env.single_action_space.shape[0]
+    before = np.array(env.poses([0])[0]["hand"][:3])
+    env.chunk_step(np.eye(1, width, dtype=np.float32).repeat(3, 0)[None])
+    assert np.linalg.norm(env.poses([0])[0]["hand"][:3] - before) > 0.05
+    env.close()
+
+
+def test_success_is_what_the_task_says_of_the_present_state(vulkan):
+    from mani_skill.utils.structs.pose import Pose
+
+    simulator = simulator_of("PushCube-v1")
+    still = np.zeros(7, np.float32)
+    assert not simulator.step(still).success
+    env = simulator._scene._env
+    env.obj.set_pose(Pose.create_from_pq(env.goal_region.pose.p + env.obj.pose.p * env.obj.pose.p.new_tensor([0, 0, 1])))
+    step = simulator.step(still)
+    assert step.success and step.dense_reward == 1.0 and not step.terminated
+
+
+def test_poses_tell_where_things_are(vulkan):
+    simulator = simulator_of("PushCube-v1", state="proprio")
+    poses = simulator.poses()
+    assert set(poses) == {"cube", "goal_region", "hand"} and all(len(pose) == 7 for pose in poses.values())
+    assert poses["cube"][2] == pytest.approx(0.02, abs=1e-3), "a cube of 4 cm lies on the table"
+    np.testing.assert_array_equal(np.float32(poses["hand"]), simulator.observe().state[18:])
+
+
+def test_a_step_of_others_leaves_a_row_as_it_is(vulkan):
+    simulator = simulator_of("PickCube-v1", state="proprio")
+    before = simulator.observe().state
+    simulator._scene.step(NOBODY, np.zeros((0, 7), np.float32))
+    np.testing.assert_array_equal(simulator.observe().state, before)
+    simulator._scene.step(ROW, np.zeros((1, 7), np.float32))
+    assert not np.array_equal(simulator.observe().state, before), "the control: its own step moves it"
+
+
+def test_the_contract_holds(vulkan):
+    settings = {"cameras": [], "tasks": ["PushCube-v1"], "max_episode_steps": 3, "num_processes": 0}
+    assert check_env(lambda num_envs, auto: make_env(ManiSkillConfig(**settings), num_envs, auto_reset=auto)) == []
+
+
+def test_pictures_show_the_goal_only_where_asked(vulkan):
+    seen = {}
+    for shown in (False, True):
+        simulator = simulator_of("PickCube-v1", cameras=["base_camera"], image_size=64, show_goals=shown)
+        picture = simulator.observe().images["base_camera"].astype(int)
+        assert picture.shape == (64, 64, 3) and picture.std() > 20
+        seen[shown] = ((picture[..., 1] > 1.5 * picture[..., 0]) & (picture[..., 1] > 1.5 * picture[..., 2])).sum()
+        frame = simulator.render(48)
+        assert frame.shape == (48, 48, 3) and frame.dtype == np.uint8
+        simulator.close()
+    assert seen[False] == 0 and seen[True] > 3, f"green pixels: {seen}"
+
+
+def test_the_class_for_the_gpu_gives_the_numbers_of_the_simulator(vulkan):
+    """On the CPU, where it can have one row: all of its code but the device."""
+
+    class OneRow(ManiSkillGpuVectorEnv):
+        devices = ("physx_cpu", "cpu")
+
+    env = OneRow(ManiSkillGpuConfig(tasks=["PushCube-v1"], image_size=32), 1, True)
+    specs = [spec_of(2), spec_of(7)]
+    queue = iter(specs[1:])
+    observation, _ = env.reset(options={"episodes": specs[:1], "next_episode": lambda row: next(queue)})
+    simulator = simulator_of("PushCube-v1", 2, cameras=["base_camera"], image_size=32, state="proprio")
+    np.testing.assert_array_equal(observation.state[0], simulator.observe().state)
+    actions = actions_of(4)
+    step = env.chunk_step(actions[None])
+    rewards = [simulator.step(action).dense_reward for action in actions]
+    np.testing.assert_allclose(step.rewards[0], np.diff([0.0, *rewards]), atol=1e-6)
+    view = simulator.observe()
+    np.testing.assert_array_equal(step.observation.state[0], view.state)
+    np.testing.assert_array_equal(step.observation.images["base_camera"][0], view.images["base_camera"])
+    assert env.poses([0]) == [simulator.poses()]
+    np.testing.assert_array_equal(env.render_frames([0], 40)[0], simulator.render(40))
+    env._ledger.horizons[:] = 5
+    step = env.chunk_step(actions[:2][None])
+    assert step.truncated[0] and env.current_specs() == specs[1:]
+    simulator.reset(specs[1])
+    np.testing.assert_array_equal(step.observation.state[0], simulator.observe().state)
+    env.close()
+    simulator.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"cameras": ["base_camra"]}, ["base_camra", "Did you mean 'base_camera'"]),
+        ({"tasks": ["PickCube"]}, ["PickCube", "Did you mean 'PickCube-v1'"]),
+        ({"tasks": None, "state": "full"}, ["'PickCube-v1': 42", "env.state=proprio"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_simulator_starts(monkeypatch, settings, words):
+    monkeypatch.setattr("rlinf.envs.maniskill.choose_vulkan", lambda device: device)
+    monkeypatch.setattr(maniskill_scene, "find_spec", lambda name: name)
+    with pytest.raises(ConfigError) as raised:
+        make_env(ManiSkillConfig(**settings), 2, auto_reset=False)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_several_tasks_are_refused_on_the_gpu(monkeypatch):
+    monkeypatch.setattr(maniskill_scene, "find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match=r"leaves 12.*env.tasks=\[PickCube-v1\]"):
+        make_env(ManiSkillGpuConfig(tasks=None), 2, auto_reset=False)
+
+
+def test_a_missing_package_is_named_with_its_installation(monkeypatch):
+    monkeypatch.setattr(maniskill_scene, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="'mani_skill' is missing.*setup.sh --sims"):
+        make_env(ManiSkillConfig(), 1, auto_reset=False)

@@ -1,0 +1,123 @@
+"""The probe notices a simulator that has drifted, and is silent about one that has not."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rlinf.envs import make_env
+from rlinf.envs.tabletop import scene
+from rlinf.envs.tabletop.config import TabletopConfig
+from rlinf.evaluation import probe
+from rlinf.evaluation.probe import drift, fixed_actions, pose_gap, take_probe, thumbnail
+
+TABLETOP_XML = scene.tabletop_xml
+
+
+def probed(monkeypatch, old: str = "", new: str = "", num_envs: int = 4, **settings) -> dict:
+    """Probe a tabletop in whose description one text is replaced, as it comes back from a manifest."""
+    assert not old or old in TABLETOP_XML()
+    monkeypatch.setattr(scene, "tabletop_xml", lambda: TABLETOP_XML().replace(old, new) if old else TABLETOP_XML())
+    env = make_env(TabletopConfig(image_size=32, **settings), num_envs, auto_reset=False)
+    try:
+        return json.loads(json.dumps(take_probe(env)))
+    finally:
+        env.close()
+
+
+CHANGES = {
+    "darker table": ('rgba="0.23 0.23 0.25 1"', 'rgba="0.15 0.15 0.17 1"', "camera front differs by up to .*brightness -1"),
+    "red block is green": ("0.90 0.10 0.10 1", "0.10 0.90 0.10 1", "at the start: camera front"),
+    "gravity": ('gravity="0 0 0"', 'gravity="0 0 -9.81"', "after 12 fixed actions: pusher is .* mm"),
+    "friction of the blocks": ('frictionloss="0.2"', 'frictionloss="0.5"', "block_.* mm and .* degrees from where it was"),
+    "softer motors": ('kp="400.0"', 'kp="360.0"', "numbers of the state differ"),
+    "camera": ('pos="0 -0.28 0.86"', 'pos="0.04 -0.28 0.86"', "at the start: camera front"),
+    "pusher higher": ('<joint name="pusher_z" type="slide"', '<joint name="pusher_z" ref="0.01" type="slide"', "at the start: pusher is 10.0 mm"),
+    "name": ('name="block_red"', 'name="cube_red"', "there is no object block_red"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_simulator_is_noticed(monkeypatch, change):
+    old, new, words = CHANGES[change]
+    settings = {"tasks": ["push"]} if change == "friction of the blocks" else {}
+    lines = drift(probed(monkeypatch, **settings), probed(monkeypatch, old, new, **settings))
+    import re
+
+    assert [line for line in lines if re.search(words, line)], lines
+
+
+def test_an_unchanged_simulator_is_not(monkeypatch):
+    before = probed(monkeypatch, cameras=["front", "wrist"])
+    assert before["episodes"][0]["start"]["images"].keys() == {"front", "wrist"}
+    assert drift(before, probed(monkeypatch, cameras=["front", "wrist"])) == []
+
+
+def test_probe_does_not_depend_on_the_number_of_envs_and_compares_what_is_common(monkeypatch):
+    four = probed(monkeypatch)
+    nine = probed(monkeypatch, num_envs=9)
+    assert nine == four
+    one = probed(monkeypatch, num_envs=1)
+    assert len(one["episodes"]) == 1 and drift(four, one) == [] and drift(one, four) == []
+    assert drift(four, probed(monkeypatch, tasks=["push"])) == []
+    assert drift(four, probed(monkeypatch, cameras=["side"])) == []
+    assert drift(None, four) == drift(four, None) == []
+
+
+def test_state_policies_are_probed_without_pictures(monkeypatch):
+    before = probed(monkeypatch, cameras=[])
+    assert before["episodes"][0]["start"]["images"] == {}
+    assert drift(before, probed(monkeypatch, 'kp="400.0"', 'kp="360.0"', cameras=[])) != []
+
+
+def test_small_differences_of_a_rasteriser_are_not_reported_and_larger_ones_are(monkeypatch):
+    before = probed(monkeypatch)
+    for gap, noticed in ((1, False), (3, False), (4, True)):
+        after = json.loads(json.dumps(before))
+        image = after["episodes"][0]["start"]["images"]["front"]
+        levels = np.frombuffer(bytes.fromhex(image["thumbnail"]), np.uint8)
+        image["thumbnail"], image["sha256"] = (levels.clip(max=200) + gap).astype(np.uint8).tobytes().hex(), "other"
+        assert bool(drift(before, after)) is noticed
+
+
+def test_other_instructions_are_reported(monkeypatch):
+    before, after = probed(monkeypatch), probed(monkeypatch)
+    after["episodes"][0]["instruction"] = "reach it"
+    assert [line.split(": ")[1] for line in drift(before, after)] == [
+        f"the instruction is 'reach it', was '{before['episodes'][0]['instruction']}'"
+    ]
+
+
+def test_thumbnail_is_the_mean_of_its_cells():
+    image = np.random.default_rng(0).integers(0, 256, (50, 50, 3), np.uint8)
+    small = thumbnail(image)
+    assert small.shape == (8, 8, 3) and small.dtype == np.uint8
+    # 50 = 7 + 7 + 6 * 6: numpy splits the remainder over the first cells
+    assert small[1, 2].tolist() == image[7:14, 14:20].reshape(-1, 3).mean(0).round().tolist()
+
+
+def test_gap_of_poses_is_that_of_geometry():
+    half = np.radians(30) / 2
+    turned = [np.cos(half), 0, 0, np.sin(half)]
+    assert pose_gap([0, 0, 0, 1, 0, 0, 0], [0.003, 0.004, 0, *turned]) == pytest.approx((0.005, 30.0))
+    assert pose_gap([0, 0, 0, 1, 0, 0, 0], [0, 0, 0, -1, 0, 0, 0]) == pytest.approx((0.0, 0.0))
+
+
+def test_actions_are_the_same_in_every_row_and_within_bounds():
+    low, high = np.array([-1.0, 0.0, 5.0]), np.array([1.0, 0.5, 6.0])
+    actions = fixed_actions(low, high, 3)
+    assert actions.shape == (3, probe.NUM_ACTIONS, 3) and actions.dtype == np.float32
+    assert (actions == actions[0]).all() and (actions >= low).all() and (actions <= high).all()
+    assert len(np.unique(actions[0], axis=0)) == probe.NUM_ACTIONS / probe.HOLD_STEPS
+
+
+def test_every_body_of_the_tabletop_has_a_pose_where_the_simulator_puts_it():
+    env = make_env(TabletopConfig(cameras=[], tasks=["push"]), 2, auto_reset=False)
+    env.reset(options={"episodes": env.episode_specs("eval")[0:2]})
+    pusher, _, blocks = env._simulator.read(np.arange(2))
+    for row, poses in enumerate(env.poses([0, 1])):
+        assert poses["block_green"][:2] == pytest.approx(blocks[row, 1]) and poses["pusher"][:2] == pytest.approx(
+            pusher[row]
+        )
+        assert all(len(pose) == 7 for pose in poses.values())
+    env.close()

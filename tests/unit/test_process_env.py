@@ -1,0 +1,415 @@
+"""The vector env of processes: the same numbers however it is cut, and what happens when a worker is lost."""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlinf.envs.checker_recording import equal_rows, play, spread_specs
+from rlinf.errors import ConfigError, SimulatorError
+
+FIXTURES = str(Path(__file__).parents[1] / "fixtures")
+if FIXTURES not in sys.path:
+    sys.path.append(FIXTURES)  # workers import from the same path
+
+from walk_env import WalkConfig, WalkVectorEnv  # noqa: E402
+
+NUM_ENVS = 4
+
+
+@pytest.fixture(autouse=True)
+def short_deadline(monkeypatch):
+    monkeypatch.setattr("rlinf.envs.process_env.CLOSE_TIMEOUT_S", 1.0)
+
+
+@pytest.fixture
+def make(tmp_path):
+    """``make(num_envs, auto_reset, **settings)``; ``make.fault("step raise")`` plants a fault."""
+    envs = []
+
+    def build(num_envs=NUM_ENVS, auto_reset=False, **settings):
+        settings = {"num_processes": 2, "fault_file": str(tmp_path / "fault"), **settings}
+        envs.append(WalkVectorEnv(WalkConfig(**settings), num_envs, auto_reset))
+        return envs[-1]
+
+    def fault(text):
+        (tmp_path / "new").write_text(text)
+        os.replace(tmp_path / "new", tmp_path / "fault")
+
+    build.fault = fault
+    build.remove_fault = lambda: (tmp_path / "fault").unlink()
+    yield build
+    for env in envs:
+        env.close()
+
+
+def pids(env):
+    return [process.pid for process in env.worker_processes()]
+
+
+def is_gone(pid):
+    """Whether a process has ended (one that nobody has waited for counts)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def zeros(env, chunk_len=1):
+    return np.zeros((env.num_envs, chunk_len, env.action_dim), np.float32)
+
+
+def test_numbers_do_not_depend_on_the_number_of_processes(make):
+    """None, three for four envs (so that they own different numbers of rows), and nine, which are cut to one per env."""
+    recordings, extras = [], []
+    for num_processes in (0, 3, 9):
+        env = make(num_processes=num_processes)
+        specs = spread_specs(env, NUM_ENVS)
+        recordings.append(play(env, specs, env.max_episode_steps))
+        env.reset(options={"episodes": specs})
+        frames = env.render_frames([3, 0, 2], 20)
+        positions = [pose["point"] for pose in env.poses([2, 3, 0])]
+        extras.append((env.expert_actions((0.1, 0.0)), frames, positions))
+        num_workers = min(max(num_processes, 1), NUM_ENVS)
+        assert len({pose["pid"][0] for pose in env.poses(range(NUM_ENVS))}) == num_workers
+    first, (actions, frames, positions) = recordings[0], extras[0]
+    assert len({step.executed.sum() for step in first.steps}) > 1  # episodes of different length
+    for other, (their_actions, their_frames, their_positions) in zip(recordings[1:], extras[1:], strict=True):
+        assert equal_rows(first.first, other.first) and len(first.steps) == len(other.steps)
+        for one, two in zip(first.steps, other.steps, strict=True):
+            assert equal_rows(one.observation, two.observation)
+            for name in ("rewards", "executed", "terminated", "truncated", "success", "final_env_ids", "lost_env_ids"):
+                np.testing.assert_array_equal(getattr(one, name), getattr(two, name), err_msg=name)
+            assert one.episodes == two.episodes
+        np.testing.assert_array_equal(actions, their_actions)
+        np.testing.assert_array_equal(frames, their_frames)
+        assert positions == their_positions
+    assert len(np.unique(frames[:, 0, 0, 0])) == 3  # control: the pictures differ, so their order is seen
+
+
+def test_workers_have_one_thread_each_and_no_torch(make):
+    env = make(num_processes=1)
+    env.reset()
+    for pose in env.poses(range(NUM_ENVS)):
+        assert pose["threads"] == [1.0, 0.0] and pose["pid"] != [os.getpid()] and pose["torch"] == [0.0]
+
+
+def test_what_was_handed_out_is_not_written_again(make):
+    env = make(num_processes=1)
+    seen, _ = env.reset()
+    images, state = {name: image.copy() for name, image in seen.images.items()}, seen.state.copy()
+    step = env.chunk_step(zeros(env, 2) + 1)
+    assert not np.array_equal(step.observation.state, state)
+    np.testing.assert_array_equal(seen.state, state)
+    for name, image in images.items():
+        np.testing.assert_array_equal(seen.images[name], image)
+
+
+def actions_of(specs, step):
+    """``[B, 2, 2]`` that depend on episode and step only, and bring nobody to the middle soon."""
+    return np.stack([np.full((2, 2), 0.02 * (1 + spec.init_state_id) * (step + 1), np.float32) for spec in specs])
+
+
+def undisturbed(make, specs, num_chunks):
+    env = make(len(specs), num_processes=0)
+    first, _ = env.reset(options={"episodes": specs})
+    return first, [env.chunk_step(actions_of(specs, step)) for step in range(num_chunks)]
+
+
+def test_a_killed_worker_loses_its_episodes_and_only_these_and_they_begin_anew(make, caplog):
+    env = make(max_episode_steps=8)
+    specs = spread_specs(env, NUM_ENVS)
+    first, reference = undisturbed(make, specs, 4)
+    env.reset(options={"episodes": specs})
+    env.chunk_step(actions_of(specs, 0))
+    os.kill(pids(env)[1], signal.SIGKILL)
+    with caplog.at_level(logging.WARNING, "rlinf"):
+        step = env.chunk_step(actions_of(specs, 1))
+    assert step.lost_env_ids.tolist() == [2, 3] and step.lost_env_ids.dtype == np.int64 and env.num_restarts == 1
+    assert "SIGKILL" in caplog.text and "rows [2, 3]" in caplog.text and "restart 1 of 20" in caplog.text
+    assert not step.executed[2:].any() and not step.rewards[2:].any() and step.executed[:2].all()
+    assert not (step.terminated | step.truncated).any() and step.final_observation is None
+    assert equal_rows(step.observation.select([2, 3]), first.select([2, 3]))
+    assert equal_rows(step.observation.select([0, 1]), reference[1].observation.select([0, 1]))
+    results = []
+    for number in range(4):  # rows 2 and 3 play their episode from its beginning, rows 0 and 1 are two chunks ahead
+        mixed = np.concatenate([actions_of(specs, number + 2)[:2], actions_of(specs, number)[2:]])
+        step = env.chunk_step(mixed)
+        results += step.episodes
+        assert equal_rows(step.observation.select([2, 3]), reference[number].observation.select([2, 3]))
+        np.testing.assert_array_equal(step.rewards[2:], reference[number].rewards[2:])
+        assert not len(step.lost_env_ids)
+    expected = [result for step in reference for result in step.episodes]
+    assert sorted(results, key=lambda r: r.spec) == sorted(expected, key=lambda r: r.spec) and len(results) == NUM_ENVS
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("raise", ["RuntimeError: the gripper fell off", "in _fault", "walk_env.py"]),
+        ("exit", ["it ended with status 7"]),
+        ("crash", ["SIGSEGV", "Fatal Python error", "in _fault"]),
+        ("hang", ["env.step_timeout_s=1 seconds", "in fall_asleep", "walk_env.py"]),
+        ("grip", ["env.step_timeout_s=1 seconds", "in _fault", "walk_env.py"]),
+    ],
+)
+def test_a_simulator_that_fails_in_a_step_shows_its_traceback_and_is_replaced(make, caplog, what, words):
+    env = make(num_envs=2, num_processes=1, step_timeout_s=1.0)
+    env.reset()
+    make.fault(f"step {what}")
+    start = time.monotonic()
+    with caplog.at_level(logging.WARNING, "rlinf"):
+        step = env.chunk_step(zeros(env, 2))
+    assert time.monotonic() - start < 15
+    assert step.lost_env_ids.tolist() == [0, 1] and env.num_restarts == 1
+    for word in words:
+        assert word in caplog.text
+    assert env.chunk_step(zeros(env, 2)).executed.all()
+
+
+def test_the_deadline_is_of_a_step_and_not_of_a_chunk(make):
+    """Eight steps of 0.25 s: 2 s of work under a deadline of 1 s."""
+    env = make(num_processes=1, num_envs=1, step_sleep_s=0.25, step_timeout_s=1.0)
+    env.reset()
+    start = time.monotonic()
+    step = env.chunk_step(zeros(env, 8))
+    assert time.monotonic() - start > 1.9 and not len(step.lost_env_ids) and step.executed.all()
+
+
+@pytest.mark.parametrize("name", ["reset_timeout_s", "step_timeout_s"])
+def test_a_reset_and_a_step_have_deadlines_of_their_own(make, name, caplog):
+    """The reset hangs: only the short ``reset_timeout_s`` notices it soon."""
+    env = make(num_processes=1, **{"reset_timeout_s": 60.0, "step_timeout_s": 60.0, name: 2.0})
+    make.fault("reset hang")
+    thread = threading.Thread(target=env.reset)
+    with caplog.at_level(logging.WARNING, "rlinf"):
+        thread.start()
+        thread.join(6.0 if name == "reset_timeout_s" else 4.0)
+    if name == "reset_timeout_s":
+        assert not thread.is_alive() and "reset did not get on for env.reset_timeout_s=2 seconds" in caplog.text
+        return
+    assert thread.is_alive() and not env.num_restarts
+    os.kill(pids(env)[0], signal.SIGKILL)
+    thread.join(10)
+    assert not thread.is_alive() and env.num_restarts == 1
+
+
+def test_a_loss_outside_of_a_step_is_told_at_the_next_one_which_is_not_applied(make):
+    for where, call in (("expert", lambda env: env.expert_actions()), ("render", lambda env: env.render_frames([0, 3], 16))):
+        env = make()
+        first, _ = env.reset()
+        env.chunk_step(zeros(env, 1) + 0.5)
+        make.fault(f"{where} raise")
+        assert len(call(env)) in (4, 2) and env.num_restarts == 1
+        step = env.chunk_step(zeros(env, 1) + 0.5)
+        lost = step.lost_env_ids
+        assert lost.tolist() in ([0, 1], [2, 3])
+        assert equal_rows(step.observation.select(lost), first.select(lost)) and not step.executed[lost].any()
+        assert not equal_rows(step.observation, first)
+
+
+def test_a_loss_while_the_next_episode_begins_keeps_what_had_ended(make):
+    """Row 0 ends with the second chunk; its reset brings the worker of the rows 0 and 1 down."""
+    env = make(auto_reset=True, terminate_on_success=True)
+    specs = spread_specs(env, NUM_ENVS)
+    env.reset(options={"episodes": specs, "next_episode": lambda row: specs[row]})
+    first = env._observation
+    make.fault("reset raise")
+    actions = zeros(env, 3)
+    actions[0] = 1.0  # out of the square: row 0 fails
+    while True:
+        step = env.chunk_step(actions)
+        if len(step.final_env_ids):
+            break
+    assert step.final_env_ids.tolist() == [0] and step.terminated.tolist() == [True, False, False, False]
+    assert step.lost_env_ids.tolist() == [1] and env.num_restarts == 1
+    assert step.episodes[0].spec == specs[0] and step.rewards[0].any() and step.executed[0].any()
+    assert not step.executed[1].any() and not step.rewards[1].any() and step.executed[2:].all()
+    assert equal_rows(step.observation.select([0, 1]), first.select([0, 1]))
+    assert env._ledger.num_steps.tolist()[:2] == [0, 0]
+
+
+def test_a_frozen_row_is_not_lost(make):
+    env = make(max_episode_steps=2, num_processes=1)
+    specs = spread_specs(env, NUM_ENVS)
+    env.reset(options={"episodes": specs})
+    step = env.chunk_step(zeros(env, 2))
+    assert len(step.episodes) == NUM_ENVS
+    for pid in pids(env):
+        os.kill(pid, signal.SIGKILL)
+    after = env.chunk_step(zeros(env, 2))
+    assert not len(after.lost_env_ids) and not len(after.final_env_ids) and equal_rows(after.observation, step.observation)
+    env.render_frames([0, 3], 16)
+    assert env.num_restarts == 1
+    after = env.chunk_step(zeros(env, 2))
+    assert not len(after.lost_env_ids) and not after.executed.any()
+
+
+def test_rows_without_an_episode_cost_no_simulator_and_workers_of_such_rows_are_not_started(make):
+    env = make(6, num_processes=3)
+    specs = [*spread_specs(env, 3), None, None, None]  # of the workers' rows [0, 1], [2, 3] and [4, 5]
+    first, reference = undisturbed(make, specs[:3], 2)
+    seen, _ = env.reset(options={"episodes": specs})
+    assert len(pids(env)) == 2 and equal_rows(seen.select(range(3)), first)
+    assert env._rows["num_calls"].tolist() == [3, 3, 3, 0, 0, 0]  # made, reset, shown
+    step = env.chunk_step(np.concatenate([actions_of(specs[:3], 0), np.ones((3, 2, 2), np.float32)]))
+    assert equal_rows(step.observation.select(range(3)), reference[0].observation) and not step.executed[3:].any()
+    assert env.expert_actions()[:3].all() and not env.expert_actions()[3:].any()
+    for call in (lambda: env.render_frames([0, 4], 16), lambda: env.poses([4])):
+        with pytest.raises(ConfigError, match=r"called for the rows \[4\], which the last reset left without an episode"):
+            call()
+    os.kill(pids(env)[1], signal.SIGKILL)
+    step = env.chunk_step(zeros(env))
+    assert step.lost_env_ids.tolist() == [2] and equal_rows(step.observation.select([2]), first.select([2]))
+    assert len(pids(env)) == 2 and env._rows["num_calls"][3:].tolist() == [0, 0, 0]
+    env.reset(options={"episodes": [None] * 3 + specs[:3]})
+    assert len(pids(env)) == 3 and env._rows["num_calls"][3:].tolist() == [3, 3, 3]
+
+
+def test_a_simulator_that_always_fails_ends_the_run_with_its_traceback(make):
+    env = make(num_processes=1)
+    env.reset()
+    make.fault("step always_raise")
+    with pytest.raises(SimulatorError, match="(?s)RuntimeError: the gripper fell off.*failure number 3.*env.num_processes=0"):
+        for _ in range(10):
+            env.chunk_step(zeros(env))
+    assert env.num_restarts == 3
+
+
+def test_kills_from_outside_in_a_row_do_not_end_the_run(make):
+    """A worker is killed four times before it has answered anything but the resets of its restarts."""
+    env = make(num_envs=1, num_processes=1)
+    env.reset()
+    for _ in range(4):
+        os.kill(pids(env)[0], signal.SIGKILL)
+        assert env.chunk_step(zeros(env)).lost_env_ids.tolist() == [0]
+    assert env.num_restarts == 4 and env.chunk_step(zeros(env)).executed.all()
+
+
+def test_restarts_are_limited_and_the_message_says_by_what(make):
+    env = make(num_processes=1, max_restarts=1)
+    env.reset()
+    os.kill(pids(env)[0], signal.SIGKILL)
+    assert len(env.chunk_step(zeros(env)).lost_env_ids) == NUM_ENVS
+    os.kill(pids(env)[0], signal.SIGKILL)
+    with pytest.raises(SimulatorError, match="(?s)SIGKILL.*env.max_restarts=1. .*type env.max_restarts=4"):
+        env.chunk_step(zeros(env))
+
+
+def test_an_error_of_the_user_is_raised_as_itself_without_a_restart(make):
+    env = make()
+    env.reset()
+    make.fault("step refuse")
+    with pytest.raises(ConfigError, match="^there is no such gripper. Type env.gripper=two$"):
+        env.chunk_step(zeros(env))
+    assert env.num_restarts == 0
+    env.reset()  # both workers are still there, and no answer is left in a pipe
+    assert env.chunk_step(zeros(env)).executed.all() and env.num_restarts == 0
+
+
+@pytest.mark.parametrize("num_processes", [0, 2])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [("state", r"state of float32 \(1,\); required: float32 \(2,\)"), ("image", r"images\['front'\] of uint8 \(15, 15, 3\)")],
+)
+def test_a_simulator_that_shows_something_else_than_declared_is_refused(make, num_processes, wrong, words):
+    with pytest.raises(ConfigError, match=words):
+        make(num_processes=num_processes, wrong=wrong).reset()
+
+
+def test_a_simulator_of_the_main_script_is_refused(make):
+    class Mine(WalkVectorEnv):
+        simulator_class = "__main__:MySimulator"
+
+    with pytest.raises(ConfigError, match="(?s)__main__:MySimulator.*env.name=walk.*env.num_processes=0"):
+        Mine(WalkConfig(), 1, False)
+    Mine(WalkConfig(num_processes=0), 1, False)
+
+
+def test_a_module_that_cannot_be_imported_is_told_with_its_traceback(make):
+    class Missing(WalkVectorEnv):
+        simulator_class = "no_such_module:Simulator"
+
+    env = Missing(WalkConfig(num_processes=1), 1, False)
+    with pytest.raises(SimulatorError, match="No module named 'no_such_module'"):
+        env.reset()
+    env.close()
+
+
+def test_whether_there_is_an_expert_is_known_without_a_process(make):
+    class Without(WalkVectorEnv):
+        simulator_class = "rlinf.envs.simulator:Simulator"
+
+    assert WalkVectorEnv.has_expert() and not Without.has_expert()
+
+
+@pytest.mark.parametrize("fault", [None, "close hang", "step hang"])
+def test_closing_ends_every_process(make, fault):
+    """Also of a worker that hangs while it closes, or in a step that nobody waits for any more."""
+    env = make(num_envs=2, step_timeout_s=100.0)
+    env.reset()
+    known = pids(env)
+    if fault is not None:
+        make.fault(fault)
+    if fault == "step hang":
+        env._workers[0].send(("step_chunk", ([0], zeros(env)[:1], np.array([5]))))
+    start = time.monotonic()
+    env.close()
+    assert time.monotonic() - start < 5 and all(is_gone(pid) for pid in known)
+
+
+def test_nothing_is_left_open_by_workers_that_were_replaced(make):
+    env = make(num_processes=1)
+    env.reset()
+    counts = []
+    for _ in range(3):
+        os.kill(pids(env)[0], signal.SIGKILL)
+        env.chunk_step(zeros(env))
+        env.chunk_step(zeros(env))
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_an_interrupt_leaves_no_answer_for_the_next_call(make):
+    """Ctrl-C in a chunk; then the env starts again, and tells of the new episode."""
+    env = make(step_sleep_s=0.3)
+    specs = spread_specs(env, NUM_ENVS)
+    first, reference = undisturbed(make, specs, 1)
+    env.reset(options={"episodes": specs})
+    known = pids(env)
+    timer = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        env.chunk_step(zeros(env, 8) + 1)
+    timer.join()
+    assert all(is_gone(pid) for pid in known)
+    again, _ = env.reset(options={"episodes": specs})
+    assert equal_rows(again, first)
+    step = env.chunk_step(actions_of(specs, 0))
+    assert equal_rows(step.observation, reference[0].observation) and not len(step.lost_env_ids) and env.num_restarts == 0
+
+
+def test_threads_may_use_an_env_each(make):
+    """As the lanes of a rollout do; the workers outlive the thread that started them."""
+    envs = [make(2, num_processes=1), make(2, num_processes=1)]
+    seen = [None, None]
+
+    def reset_and_step(k):
+        envs[k].reset(options={"episodes": spread_specs(envs[k], 2)})
+        for _ in range(3):
+            seen[k] = envs[k].chunk_step(zeros(envs[k]) + 0.1).observation
+
+    threads = [threading.Thread(target=reset_and_step, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert equal_rows(seen[0], seen[1])
+    time.sleep(1.2)  # longer than a worker takes to notice the end of its parent
+    assert not any(len(env.chunk_step(zeros(env)).lost_env_ids) for env in envs)

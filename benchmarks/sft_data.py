@@ -2,14 +2,20 @@
 
 ``ours`` is what training uses: shuffled rows of ``StoredDemonstrations`` made ahead by ``Prefetcher``. ``peer`` is the usual form: a
 map-style dataset that reads one row at a time (parquet row group, PNG or video frame), a shuffling sampler, the default
-collate function and as many worker processes as ours has threads. ``lerobot`` is the reader of that package, where it is
+collate function and as many worker processes as ours has threads; each worker keeps the row groups and videos that it has
+opened, and its first batches, which open them, are not counted. ``lerobot`` is the reader of that package, where it is
 installed. All give uint8 images (lerobot: float32 in [0, 1], as it does) and the chunk of following actions.
 
-Both are read in alternating rounds; a round takes ``--batches`` batches after the first one. The last line is JSON; ``ratio`` is ours
-over the peer's samples/s. With ``--step-ms`` a training step of that length runs between two batches (it sleeps, as a process
+They are read in alternating rounds; a round takes ``--batches`` batches after ``--warmup`` ones. The last line is JSON; ``ratio`` is
+ours over the peer's samples/s. With ``--step-ms`` a training step of that length runs between two batches (it sleeps, as a process
 does that waits for an accelerator), and ``data_wait_fraction`` is the share of the time spent waiting for rows.
 
+With ``--train`` and the overrides of a training command, real steps of behaviour cloning are timed in the place of all that: with
+the rows in memory, decoded, and with the rows from disk, as training reads them. ``useful_fraction`` is the time of a step in
+memory over that of one from disk: what reading costs, the processor time of the reading threads included.
+
     python benchmarks/sft_data.py --dataset data/tabletop [--batch-size 64] [--chunk-len 8] [--workers 2] [--step-ms 0]
+    python benchmarks/sft_data.py --dataset data/tabletop --train model=openvla_tiny env=tabletop
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +37,24 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.config.validation import validate
+from rlinf.data.demonstrations import Demonstrations
+from rlinf.data.formats import open_dataset as open_for_env
 from rlinf.data.lerobot_dataset import describe, open_dataset
 from rlinf.data.lerobot_format import ACTION, read_info
 from rlinf.data.prefetch import Prefetcher
 from rlinf.data.video import VideoReader
+from rlinf.distributed.process_group import resolve_device
+from rlinf.envs import make_env
+from rlinf.models import build_policy
+from rlinf.training.policy_loading import statistics_of_env
+from rlinf.training.train_worker import TrainWorker, sft_trainer_config
 
 
 class PlainDataset(Dataset):
-    """One row at a time, straight from the files of a LeRobotDataset; the last row group is kept, which helps in order."""
+    """One row at a time, straight from the files of a LeRobotDataset; row groups that were read are kept."""
 
     def __init__(self, folder: Path, chunk_len: int) -> None:
         self.folder, self.chunk_len, self.info = folder, chunk_len, read_info(folder)
@@ -49,7 +66,7 @@ class PlainDataset(Dataset):
             for group in range(metadata.num_row_groups):
                 self.place += [(file, group, row) for row in range(metadata.row_group(group).num_rows)]
         self.episodes = pq.read_table(folder / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
-        self.held: tuple[tuple[int, int], dict[str, list]] | None = None
+        self.held: dict[tuple[int, int], dict[str, list]] = {}
         self.videos: dict[Path, VideoReader] = {}
 
     def __len__(self) -> int:
@@ -57,9 +74,9 @@ class PlainDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         file, group, row = self.place[index]
-        if self.held is None or self.held[0] != (file, group):
-            self.held = (file, group), pq.ParquetFile(self.paths[file]).read_row_group(group).to_pydict()
-        columns = self.held[1]
+        if (file, group) not in self.held:
+            self.held[file, group] = pq.ParquetFile(self.paths[file]).read_row_group(group).to_pydict()
+        columns = self.held[file, group]
         following = columns[ACTION][row : row + self.chunk_len]
         item = {ACTION: torch.tensor(following + following[-1:] * (self.chunk_len - len(following)))}
         for key in self.cameras:
@@ -112,7 +129,8 @@ def lerobot(arguments: argparse.Namespace) -> Iterator[Any]:
 
 def measure(batches: Iterator[Any], arguments: argparse.Namespace) -> tuple[float, float]:
     """Return samples/s and the share of the time spent waiting, over one round."""
-    next(batches)
+    for _ in range(arguments.warmup):
+        next(batches)
     waited, start = 0.0, time.perf_counter()
     for _ in range(arguments.batches):
         before = time.perf_counter()
@@ -123,6 +141,50 @@ def measure(batches: Iterator[Any], arguments: argparse.Namespace) -> tuple[floa
     return arguments.batches * arguments.batch_size / elapsed, waited / elapsed
 
 
+def measure_training(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time steps of behaviour cloning with the rows in memory and from disk, in alternating rounds, and print both."""
+    overrides = [*arguments.train, f"sft.dataset={arguments.dataset}", f"sft.batch_size={arguments.batch_size}", "sft.max_steps=1"]
+    config = build_config(compose_config(overrides))
+    validate(config, "sft")
+    env = make_env(config.env, 1, auto_reset=False)
+    dataset = open_for_env(config.sft, env)
+    model = build_policy(config, statistics_of_env(config, env, dataset)).to(resolve_device(config.cluster.device, 1))
+    env.close()
+    dataset.chunk_len = model.sft_chunk_len
+    worker = TrainWorker(
+        model, sft_trainer_config(config.trainer, config.sft), temperature=1.0, precision=config.model.precision,
+        micro_batch_size=config.model.micro_batch_size, val_micro_batch_size=config.model.val_micro_batch_size,
+    )  # fmt: skip
+    sources = {"memory": Demonstrations(*dataset.rows(np.arange(len(dataset))), []), "disk": dataset}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sources}
+    for _ in range(arguments.rounds):
+        for name, source in sources.items():
+            num_workers = arguments.workers if name == "disk" else 0
+            with Prefetcher(partial(source.batch, batch_size=arguments.batch_size, seed=0), 0, num_workers) as batches:
+                found[name].append(time_steps(worker, batches, arguments))
+    steps = {name: statistics.median(step for step, _ in rounds) for name, rounds in found.items()}
+    waits = {name: statistics.median(wait for _, wait in rounds) for name, rounds in found.items()}
+    for name in sources:
+        print(f"{name:<8} {1000 * steps[name]:9.1f} ms a step   waiting {waits[name]:6.1%}")
+    return {
+        "benchmark": "sft_step", "useful_fraction": steps["memory"] / steps["disk"], "step_s": steps, "data_wait_fraction": waits,
+        "batch_size": arguments.batch_size, "workers": arguments.workers, "train": arguments.train,
+    }  # fmt: skip
+
+
+def time_steps(worker: TrainWorker, batches: Prefetcher, arguments: argparse.Namespace) -> tuple[float, float]:
+    """Return seconds per step, waiting included, and the share of them spent waiting, over one round."""
+    waited = elapsed = 0.0
+    for number in range(arguments.warmup + arguments.batches):
+        start = time.perf_counter()
+        observation, actions = batches.next()
+        waiting = time.perf_counter() - start
+        worker.sft_update(observation, actions, number, number)  # its loss is read, so an accelerator has ended, too
+        if number >= arguments.warmup:
+            waited, elapsed = waited + waiting, elapsed + time.perf_counter() - start
+    return elapsed / arguments.batches, waited / elapsed
+
+
 def main(words: list[str] | None = None) -> dict[str, Any]:
     """Measure, print a table, and return what the last line holds."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -131,10 +193,16 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--chunk-len", type=int, default=8)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batches", type=int, default=30)
+    parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-ms", type=float, default=0.0)
+    parser.add_argument("--train", nargs="+", metavar="KEY=VALUE")
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)
+    if arguments.train:
+        result = measure_training(arguments)
+        print(json.dumps(result))
+        return result
     kinds: dict[str, Callable[[argparse.Namespace], Iterator[Any]]] = {"ours": ours, "peer": peer}
     if importlib.util.find_spec("lerobot") is not None:
         kinds["lerobot"] = lerobot

@@ -1,7 +1,8 @@
-"""Writing files so that a reader never sees half of one."""
+"""Writing files so that a reader never sees half of one, and what is in one."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -14,3 +15,9 @@ def write_text(path: str | os.PathLike, text: str) -> Path:
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
     return path
+
+
+def sha256_of(path: str | os.PathLike) -> str:
+    """Return the SHA-256 of a file, hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, did_you_mean
-from rlinf.files import write_text
+from rlinf.files import sha256_of, write_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,6 +40,8 @@ LIBRARIES = ("torch", "transformers", "numpy", "gymnasium", "peft")
 
 POLICY_FIELDS = ("model", "normalization", "preprocessing", "actions", "lora", "precision")
 """Fields (and all that lies under them) that change what a policy does."""
+
+BASE_FIELD = "lora.base_sha256"  # of the base weights to which adapters belong
 
 WORLD_FIELDS = ("env", "simulators", "renderer")
 """Fields that change what a policy sees, what its actions do or how success is counted. What only one side has recorded
@@ -65,7 +67,7 @@ class Manifest:
         preprocessing: Image size, cameras, prompt and image processor settings.
         actions: Numbers per action, actions per chunk, bins.
         lora: ``state`` (``none``, ``adapter``: kept apart from the base weights, ``merged``: added into them, which
-            must not happen twice), and the adapter's rank, alpha and targets.
+            must not happen twice), the adapter's rank, alpha and targets, and ``base_sha256`` of the weights below it.
         precision: As in ``model.precision``.
         env: The env section of the configuration without what changes no episode (``VectorEnv.free_settings``);
             ``max_episode_steps`` holds the horizon of each task.
@@ -161,6 +163,7 @@ def build_manifest(
     """
     from rlinf.envs import ENVS
     from rlinf.envs.episodes import select_tasks
+    from rlinf.training.model_files import weights_digest
 
     env_class = ENVS.get(config.env.name)
     tasks = select_tasks(env_class.all_task_names(config.env), config.env.tasks)
@@ -171,7 +174,8 @@ def build_manifest(
     settings = model.config.to_dict()
     lora: dict[str, Any] = {"state": "merged" if settings.get("merged_adapters") else "none"}
     if config.model.is_lora:
-        lora = {"state": "adapter", **asdict(config.model.lora)}
+        base = weights_digest(config.model.model_path)
+        lora = {"state": "adapter", **asdict(config.model.lora), **({} if base is None else {"base_sha256": base})}
     names = (*ACTION_FIELDS, *getattr(type(model.config), "manifest_fields", ()))
     actions = {name: settings[name] for name in names if name in settings}
     return Manifest(
@@ -195,7 +199,7 @@ def build_manifest(
         renderer=os.environ.get("MUJOCO_GL"),
         policy_version=policy_version,
         seed=config.seed,
-        simulators=package_versions(env_class.packages),
+        simulators=package_versions(env_class.packages_of(config.env)),
         probe=probe,
         git_revision=git_revision(),
     )
@@ -272,7 +276,7 @@ def hash_files(folder: str | Path) -> dict[str, str]:
     """Return the SHA-256 of every file under ``folder`` except the manifest, by relative path."""
     folder = Path(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
-    return {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
 
 
 def changed_files(folder: str | Path, manifest: Manifest) -> list[str]:
@@ -281,7 +285,7 @@ def changed_files(folder: str | Path, manifest: Manifest) -> list[str]:
     return [
         name
         for name, digest in manifest.files.items()
-        if not (folder / name).is_file() or _sha256(folder / name) != digest
+        if not (folder / name).is_file() or sha256_of(folder / name) != digest
     ]
 
 
@@ -358,6 +362,8 @@ def _processor_settings(processor: Any) -> dict[str, Any] | None:
 
 def _must_match(name: str, saved: Any, present: Any, on_both_sides: bool) -> bool:
     section, _, rest = name.partition(".")
+    if name == BASE_FIELD:
+        return saved is not None  # what was made before it was recorded is not refused
     if section in POLICY_FIELDS:
         return True
     if section == "versions":
@@ -392,8 +398,3 @@ def _canonical(value: Any) -> str:
 def _short(value: Any, limit: int = 100) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= limit else f"{text[:limit]}..."
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -53,11 +53,10 @@ class GRPO(Algorithm):
 
         Returns:
             Return, advantage, whether the returns of the group differ, and whether the return is known, ``[B]`` each. It is
-            not known where an episode began anew, because its simulator was lost, and did not end within the rollout.
+            not known where the simulator was lost: what is left of the rollout is long enough for a quick success of the
+            second try, but not for a failure at the time limit.
         """
-        ended = ((batch.terminated | batch.truncated) & batch.loss_mask).any(0)
-        never_lost = (batch.episode_ids == batch.episode_ids[0]).all(0) & batch.loss_mask[0]
-        known = ended | never_lost
+        known = (batch.episode_ids == batch.episode_ids[0]).all(0) & batch.loss_mask[0]
         returns = episode_returns(batch.rewards, batch.loss_mask)
         advantages, varied = torch.zeros_like(returns), torch.zeros_like(known)
         if known.any():

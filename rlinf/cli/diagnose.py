@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import yaml
 
 from rlinf.cli.table import format_table
-from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.errors import ConfigError, MissingDependencyError, RLinfError
 
 
 def diagnose(arguments: Sequence[str]) -> int:
     """Print whether a language model generates within its length and as it scores, in torch and in vLLM where that is installed.
+
+    A model that vLLM does not run is a failed check. Of an action model the parity gate of ``rlinf train`` is the diagnosis.
 
     Args:
         arguments: Folder or hub id, then ``key=value`` of ``CausalLMConfig``.
@@ -28,7 +30,7 @@ def diagnose(arguments: Sequence[str]) -> int:
     from rlinf.cli.hydra_app import hide_progress_bars
     from rlinf.config.options import from_mapping
     from rlinf.models.causal_lm import CausalLMConfig, load_causal_lm
-    from rlinf.models.diagnostics import consistency_checks, length_checks, torch_engine, vllm_engine
+    from rlinf.models.diagnostics import DiagnosticCheck, consistency_checks, length_checks, torch_engine, vllm_engine
     from rlinf.models.generation.vllm_engine import require_vllm
 
     pairs = dict(word.split("=", 1) for word in arguments if "=" in word)
@@ -37,16 +39,19 @@ def diagnose(arguments: Sequence[str]) -> int:
     model = load_causal_lm(names[0], config)
     generate = torch_engine(model)
     checks = [*length_checks(model, generate, "torch"), *consistency_checks(model, generate, "torch")]
-    missing = None
+    note = None
     try:
         require_vllm()
-    except MissingDependencyError as error:
-        missing = error
-    else:
         with vllm_engine(names[0], model, config) as generate:
-            checks += [*length_checks(model, generate, "vllm"), *consistency_checks(model, generate, "vllm")]
+            checks += length_checks(model, generate, "vllm")
+            checks += consistency_checks(model, generate, "vllm")
+    except MissingDependencyError as error:
+        note = f"vllm: not checked. {error}"
+    except RLinfError as error:
+        checks.append(DiagnosticCheck("vllm: runs the model", False, f"{type(error).__name__}, see below"))
+        note = f"vllm: {error}"
     rows = [(check.name, "pass" if check.passed else "FAIL", check.detail) for check in checks]
     print(format_table(("check", "result", "detail"), rows))
-    if missing is not None:
-        print(f"vllm: not checked. {missing}")
+    if note is not None:
+        print(note)
     return int(not all(check.passed for check in checks))

@@ -125,12 +125,13 @@ def check_envs() -> list[Finding]:
     for name in ENVS:
         try:
             cls = ENVS.get(name)
-            cls(cls.config_class(), 1, False).close()
+            config = cls.config_class()
+            cls(config, 1, False).close()
         except (RLinfError, ImportError, OSError) as error:
             status = NO if name == RunConfig().env.name else OPTIONAL
             findings.append(Finding(f"env {name}", status, _reason(error)))
         else:
-            versions = [f"{package} {found}" for package in cls.packages if (found := _version(package))]
+            versions = [f"{package} {found}" for package in cls.packages_of(config) if (found := _version(package))]
             findings.append(Finding(f"env {name}", YES, ", ".join([f"from {ENVS.entries()[name].origin}", *versions])))
     return findings
 

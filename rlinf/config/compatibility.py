@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlinf.config.options import override_text, public_fields
+from rlinf.config.options import override_text, public_fields, to_mapping
 from rlinf.config.schema import RunConfig
-from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
+
+SEEN_IN_THE_COLUMNS = ("name", "cameras", "image_size", "state", "max_episode_steps")
+"""Keys of ``env`` that `check_dataset` finds in the columns of a dataset, or that change no row."""
 
 
 def check_precision(config: RunConfig) -> None:
@@ -121,6 +125,7 @@ def check_dataset(config: RunConfig) -> None:
     made_for = info.env.get("name", env.name)
     if made_for != env.name:
         raise ConfigError(f"{info.folder} was collected with env.name={made_for}, and env.name is {env.name}. Type env={made_for}, or {instead}")
+    _check_recorded_env(config, info.folder, info.env)
     for camera, column in zip(env.cameras, image_columns(info, env.cameras, sft.cameras), strict=True):
         height, width = info.image_shapes[column]
         if (height, width) != (env.image_size, env.image_size):
@@ -143,6 +148,29 @@ def check_dataset(config: RunConfig) -> None:
             f"The state of {info.folder} ({column or info.state_key}) has width {given}, and the env's has {wanted}; required: the "
             f"same. Type {f'sft.state_key={same[0]}' if same else instead}"
         )
+
+
+def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, Any]) -> None:
+    """What a row of a collected dataset means (action repeats, camera flips, physics) must be so in the present env."""
+    from rlinf.envs import ENVS
+
+    present, allowed = to_mapping(config.env), config.sft.allow_mismatch
+    for name in allowed:
+        if name not in present:
+            raise ConfigError(f"sft.allow_mismatch names '{name}', which is no key of env.{did_you_mean(name, present)}")
+    free = {*ENVS.get(config.env.name).free_settings, *SEEN_IN_THE_COLUMNS, *allowed}
+    differing = [name for name in present if name in recorded and name not in free and recorded[name] != present[name]]
+    if not differing:
+        return
+
+    def overrides(settings: Mapping[str, Any]) -> str:
+        text = {name: value if isinstance(value, dict) else override_text(value) for name, value in settings.items()}
+        return " ".join(f"env.{name}={text[name]}" for name in differing)
+
+    raise ConfigError(
+        f"{folder} was collected with {overrides(recorded)}, and the present env has {overrides(present)}. "
+        f"Type {overrides(recorded)}, or sft.allow_mismatch={override_text([*allowed, *differing])} to clone it all the same"
+    )
 
 
 def check_collect(config: RunConfig) -> None:

@@ -56,6 +56,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
         return derive(config)
     check_evaluation(config)
     if command != "evaluate":
+        check_no_comparison(config, command)
         check_phases(config, command)
         check_precision(config)
     if command == "train" and config.trainer.max_steps > 0:
@@ -340,6 +341,15 @@ def check_evaluation(config: RunConfig) -> None:
         raise ConfigError(
             f"evaluation.num_episodes={evaluation.num_episodes}, but the split '{evaluation.split}' has {num_tasks} tasks x "
             f"{per_task} initial states = {num_tasks * per_task}. Type evaluation.num_episodes={num_tasks * per_task}"
+        )
+
+
+def check_no_comparison(config: RunConfig, command: str) -> None:
+    """Only ``rlinf evaluate`` compares; a run's own evaluations can be compared when it has ended."""
+    if config.evaluation.compare is not None:
+        raise ConfigError(
+            f"evaluation.compare={config.evaluation.compare} is for `rlinf evaluate`, not for `rlinf {command}`. Type "
+            f"evaluation.compare=null, and later: rlinf evaluate --compare {config.evaluation.compare} <run folder>/eval/<tag>"
         )
 
 

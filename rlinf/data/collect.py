@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,14 +16,14 @@ import torch
 
 from rlinf.config.options import to_mapping
 from rlinf.config.schema import RunConfig
-from rlinf.data.demonstrations import Demonstrator, ExpertDemonstrator, play_wave
+from rlinf.data.demonstrations import Demonstrator, ExpertDemonstrator, Wave, play_wave
 from rlinf.data.lerobot_dataset import OWN_FILE
 from rlinf.data.lerobot_writer import LeRobotWriter
 from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
-from rlinf.errors import ConfigError
-from rlinf.evaluation.evaluator import MAX_ROWS, RowPolicy, evaluation_mode
+from rlinf.errors import ConfigError, SimulatorError
+from rlinf.evaluation.evaluator import RowPolicy, evaluation_mode
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.manifest import Manifest, build_manifest, check, package_versions, verify_files
 from rlinf.seeding import derive_seed, seed_everything
@@ -69,9 +71,10 @@ def collect(config: RunConfig) -> Path:
     records the env's configuration, what acted, and how every episode ended.
 
     Returns:
-        The folder.
+        The folder. It holds the episodes that have ended, too, where Ctrl-C or a simulator cut the collection short.
 
     Raises:
+        KeyboardInterrupt, SimulatorError: The collection was cut short; what had ended is stored.
         ConfigError: No episode is to be stored.
         CheckpointError: ``checkpoint`` is none, or is damaged.
         ManifestMismatchError: It was made under conditions that differ.
@@ -85,7 +88,7 @@ def collect(config: RunConfig) -> Path:
         policy, about = _policy(config)
         writer = LeRobotWriter(
             config.dataset,
-            fps=settings.fps or int(env.metadata.get("render_fps", DEFAULT_FPS)),
+            fps=settings.fps or max(1, round(env.metadata.get("render_fps", DEFAULT_FPS))),
             image_shapes=dict.fromkeys(config.env.cameras, (config.env.image_size, config.env.image_size)),
             state_dim=env.state_dim,
             action_dim=env.action_dim,
@@ -93,8 +96,15 @@ def collect(config: RunConfig) -> Path:
             robot_type=env.suite,
         )
         with writer:
-            results = _record(config, env, specs, policy, writer)
+            results: list[EpisodeResult] = []
+            cut_short: KeyboardInterrupt | SimulatorError | None = None
+            try:
+                _record(config, env, specs, policy, writer, results)
+            except (KeyboardInterrupt, SimulatorError) as error:
+                cut_short = error
             stored = [r for r in results if r.success or not settings.only_success]
+            if cut_short is not None and not stored:
+                raise cut_short
             if not stored:
                 raise ConfigError(
                     f"None of {len(results)} episodes succeeded and collect.only_success=true, so there is nothing to store. "
@@ -104,6 +114,9 @@ def collect(config: RunConfig) -> Path:
     finally:
         env.close()
     print(_summary(writer.folder, results, stored, sum(r.num_env_steps for r in stored)), flush=True)
+    if cut_short is not None:
+        print(f"cut short after {len(results)} of {len(specs)} episodes; those that were stored are whole", flush=True)
+        raise cut_short
     return writer.folder
 
 
@@ -133,19 +146,28 @@ def _policy(config: RunConfig) -> tuple[RowPolicy | None, dict[str, Any]]:
     verify_files(source, saved)
     model = load_policy(source, config)
     present = build_manifest(config, model, policy_version=saved.policy_version)
-    check(saved, present, config.evaluation.allow_mismatch)
+    differences = [str(mismatch) for mismatch in check(saved, present, config.evaluation.allow_mismatch)]
     model = model.to(resolve_device(config.cluster.device, 1))
-    rows = min(config.model.val_micro_batch_size, MAX_ROWS)
-    policy = RowPolicy(model, rows, config.collect.greedy, config.rollout.temperature, config.seed)
-    return policy, {"demonstrator": "policy", "checkpoint": str(source), "policy_version": saved.policy_version}
+    policy = RowPolicy(model, config.collect.greedy, config.rollout.temperature, config.seed)
+    return policy, {
+        "demonstrator": "policy",
+        "checkpoint": str(source),
+        "policy_version": saved.policy_version,
+        "differences": differences,
+    }
 
 
 def _record(
-    config: RunConfig, env: VectorEnv, specs: Sequence[EpisodeSpec], policy: RowPolicy | None, writer: LeRobotWriter
-) -> list[EpisodeResult]:
-    """Play all episodes in waves of one per env, and write those that are wanted in the order of ``specs``."""
+    config: RunConfig,
+    env: VectorEnv,
+    specs: Sequence[EpisodeSpec],
+    policy: RowPolicy | None,
+    writer: LeRobotWriter,
+    results: list[EpisodeResult],
+) -> None:
+    """Play all episodes in waves of one per env, write those that are wanted in the order of ``specs``, and append to
+    ``results`` how each that is written or unwanted has ended."""
     progress = Progress(enabled=config.tracking.progress)
-    results: list[EpisodeResult] = []
     for start in range(0, len(specs), env.num_envs):
         wave = list(specs[start : start + env.num_envs])
         numbers = range(start, start + env.num_envs)
@@ -157,22 +179,42 @@ def _record(
             )
             played = play_wave(env, wave, actor)
         for row, result in enumerate(played.results):
-            if result.success or not config.collect.only_success:
-                times = np.flatnonzero(played.alive[:, row])
-                seen = [played.seen[t] for t in times]
-                writer.add_episode(
-                    {camera: np.stack([view.images[camera][row] for view in seen]) for camera in seen[0].images},
-                    None if seen[0].state is None else np.stack([view.state[row] for view in seen]),
-                    played.labels[times, row],
-                    seen[0].instruction[row],
-                    rewards=played.rewards[times, row],
-                    success=played.success[times, row],
-                )
-        results += played.results
+            with _ctrl_c_waits():
+                if result.success or not config.collect.only_success:
+                    _write_episode(writer, played, row)
+                results.append(result)
         rate = sum(result.success for result in results) / len(results)
         progress.update("collect", len(results), len(specs), success_rate=rate)
     progress.close()
-    return results
+
+
+def _write_episode(writer: LeRobotWriter, played: Wave, row: int) -> None:
+    times = np.flatnonzero(played.alive[:, row])
+    seen = [played.seen[t] for t in times]
+    writer.add_episode(
+        {camera: np.stack([view.images[camera][row] for view in seen]) for camera in seen[0].images},
+        None if seen[0].state is None else np.stack([view.state[row] for view in seen]),
+        played.labels[times, row],
+        seen[0].instruction[row],
+        rewards=played.rewards[times, row],
+        success=played.success[times, row],
+    )
+
+
+@contextlib.contextmanager
+def _ctrl_c_waits():
+    """Let SIGINT take effect after the block, which must not be half done; signals arrive in the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _frame: arrived.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if arrived:
+        signal.raise_signal(arrived[0])
 
 
 @contextlib.contextmanager
@@ -197,7 +239,8 @@ def _conditions(config: RunConfig, env: VectorEnv, about: dict[str, Any], result
         "seed": config.seed,
         "collect": to_mapping(config.collect),
         "env": to_mapping(config.env),
-        "versions": package_versions(env.packages),
+        "whole": len(results) == config.collect.num_episodes,
+        "versions": package_versions(env.packages_of(config.env)),
         "renderer": os.environ.get("MUJOCO_GL"),
         "episodes": episodes,
     }

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
+
 from rlinf.data import lerobot_dataset, rlds_dataset
 from rlinf.data.lerobot_format import IMAGES, INFO
 from rlinf.data.stored import DatasetInfo, StoredDemonstrations
@@ -48,6 +50,7 @@ def open_dataset(sft: SFTConfig, env: VectorEnv) -> StoredDemonstrations:
     has_state = env.state_dim > 0 and state is not None and info.state_dims[state] == env.state_dim
     dataset = _reader(sft.dataset).open_dataset(info.folder, columns, state if has_state else None)
     env.check_statistics(env.config, dataset.statistics())
+    dataset.rows(np.zeros(1, dtype=np.int64))  # damage of all images shows before the weights load
     return dataset
 
 
@@ -70,6 +73,10 @@ def image_columns(info: DatasetInfo, env_cameras: Sequence[str], cameras: Sequen
         column = name if name in info.image_shapes else f"{IMAGES}{name}"
         if column not in info.image_shapes:
             raise ConfigError(f"{info.folder} has no camera '{name}'.{did_you_mean(name, known)} {example}")
+        if column in found:
+            raise ConfigError(
+                f"sft.cameras is [{','.join(wanted)}], which names the column '{column}' twice; required: one for each camera. {example}"
+            )
         found.append(column)
     return found
 

@@ -23,13 +23,24 @@ MAX_OPEN_VIDEOS = 16
 class Frames(ABC):
     """The frames of one camera, one per row of the dataset."""
 
+    shape: tuple[int, int]
+    """(height, width), as the dataset describes them."""
+
     @abstractmethod
     def read(self, rows: np.ndarray) -> np.ndarray:
         """Return the frames of ``rows`` (int64 ``[B]``), uint8 ``[B, H, W, 3]``.
 
         Raises:
-            ConfigError: A frame is missing or damaged.
+            ConfigError: A frame is missing, damaged or of another size.
         """
+
+    def _checked(self, image: np.ndarray, row: int, place: str | os.PathLike) -> np.ndarray:
+        if image.shape[:2] != self.shape:
+            raise ConfigError(
+                f"The image of row {row} in {place} has {image.shape[0]} x {image.shape[1]} pixels, and the description of the "
+                f"dataset says {self.shape[0]} x {self.shape[1]}. Type sft.dataset=<a dataset whose description is right>"
+            )
+        return image
 
 
 class EncodedFrames(Frames):
@@ -40,24 +51,36 @@ class EncodedFrames(Frames):
         file_ids: int64 ``[N]``, index into ``files`` of each row.
         offsets: int64 ``[N]``, first byte.
         lengths: int64 ``[N]``, bytes.
+        shape: (height, width) of every image.
+        names: What messages call the files.
     """
 
-    def __init__(self, files: Sequence[BinaryIO], file_ids: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(
+        self,
+        files: Sequence[BinaryIO],
+        file_ids: np.ndarray,
+        offsets: np.ndarray,
+        lengths: np.ndarray,
+        shape: tuple[int, int],
+        names: Sequence[str | os.PathLike],
+    ) -> None:
         self.files, self.file_ids, self.offsets, self.lengths = list(files), file_ids, offsets, lengths
+        self.shape, self.names = tuple(shape), list(names)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         return np.stack([self._decode(int(row)) for row in rows])
 
     def _decode(self, row: int) -> np.ndarray:
-        file = self.files[self.file_ids[row]]
+        file, name = self.files[self.file_ids[row]], self.names[self.file_ids[row]]
         encoded = os.pread(file.fileno(), int(self.lengths[row]), int(self.offsets[row]))
         try:
-            return np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
+            image = np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
         except (UnidentifiedImageError, OSError) as error:
             raise ConfigError(
-                f"The image of row {row} in {file.name} cannot be read ({type(error).__name__}: {error}). "
+                f"The image of row {row} in {name} cannot be read ({type(error).__name__}: {error}). "
                 "Copy the dataset again, or type sft.dataset=<a whole dataset>"
             ) from error
+        return self._checked(image, row, name)
 
 
 class VideoFrames(Frames):
@@ -67,10 +90,13 @@ class VideoFrames(Frames):
         paths: The files.
         file_ids: int64 ``[N]``, index into ``paths`` of each row.
         seconds: float64 ``[N]``, time within the file.
+        shape: (height, width) of every frame.
     """
 
-    def __init__(self, paths: Sequence[Path], file_ids: np.ndarray, seconds: np.ndarray) -> None:
-        self.paths, self.file_ids, self.seconds = list(paths), file_ids, seconds
+    def __init__(
+        self, paths: Sequence[Path], file_ids: np.ndarray, seconds: np.ndarray, shape: tuple[int, int]
+    ) -> None:
+        self.paths, self.file_ids, self.seconds, self.shape = list(paths), file_ids, seconds, tuple(shape)
         self._local = threading.local()
 
     def read(self, rows: np.ndarray) -> np.ndarray:
@@ -78,7 +104,8 @@ class VideoFrames(Frames):
         found: dict[int, np.ndarray] = {}
         for position in order.tolist():
             row = int(rows[position])
-            found[position] = self._reader(int(self.file_ids[row])).frame_at(float(self.seconds[row]))
+            reader = self._reader(int(self.file_ids[row]))
+            found[position] = self._checked(reader.frame_at(float(self.seconds[row])), row, reader.path)
         return np.stack([found[position] for position in range(len(rows))])
 
     def _reader(self, file_id: int) -> VideoReader:

@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 
 from rlinf.data.frames import EncodedFrames, Frames, VideoFrames
-from rlinf.data.lerobot_format import ACTION, EPISODES_FOLDER, ROW_COLUMNS, STATE, TASKS, import_pyarrow, read_info
+from rlinf.data.lerobot_format import (
+    ACTION,
+    EPISODES_FOLDER,
+    ROW_COLUMNS,
+    STATE,
+    TASKS,
+    import_pyarrow,
+    path_inside,
+    read_info,
+)
 from rlinf.data.stored import DatasetInfo, StoredDemonstrations
 from rlinf.errors import ConfigError
 
@@ -34,7 +43,6 @@ def describe(folder: Path) -> DatasetInfo:
         for name, feature in features.items()
         if feature["dtype"] in ("float32", "float64") and name not in ROW_COLUMNS and len(feature["shape"]) == 1
     }
-    own = folder / "meta" / OWN_FILE
     return DatasetInfo(
         folder=folder,
         format="LeRobotDataset v3.0",
@@ -44,7 +52,7 @@ def describe(folder: Path) -> DatasetInfo:
         state_key=STATE,
         action_dim=vectors.get(ACTION, 0),
         packages=("pyarrow", "av") if any(feature["dtype"] == "video" for feature in features.values()) else ("pyarrow",),
-        env=json.loads(own.read_text(encoding="utf-8")).get("env", {}) if own.is_file() else {},
+        env=_recorded_env(folder / "meta" / OWN_FILE),
     )
 
 
@@ -71,6 +79,8 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
     parts: list[dict[str, np.ndarray]] = []
     try:
         for path in sorted((folder / "data").glob("*/*.parquet")):
+            for spool in spools.values():
+                spool.source = path
             with pa.parquet.ParquetFile(path) as file:
                 for group in range(file.num_row_groups):
                     table = file.read_row_group(group, columns=[*names, *spools])
@@ -82,7 +92,9 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
             promote_options="permissive",
         )
         tasks = _tasks(pa.parquet.read_table(folder / TASKS))
-    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
+    except ConfigError:
+        raise
+    except (OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
         raise _damaged(folder, f"{type(error).__name__}: {error}") from error
     num_rows = sum(len(part["index"]) for part in parts)
     if num_rows != info["total_frames"] or episodes.num_rows != info["total_episodes"]:
@@ -91,11 +103,22 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
             f"{num_rows} rows and {episodes.num_rows} episodes are there, and its description says "
             f"{info['total_frames']} and {info['total_episodes']}",
         )
+    if not parts:
+        raise _damaged(folder, "data/ holds no rows")
     columns = {name: np.concatenate([part[name] for part in parts]) for name in names}
     order = np.argsort(columns["index"], kind="stable")
     columns = {name: values[order] for name, values in columns.items()}
+    twice = np.flatnonzero(np.diff(columns["index"]) == 0)
+    if len(twice):
+        raise _damaged(folder, f"data/ holds two rows with the index {columns['index'][twice[0]]}")
+    unknown = columns["task_index"][(columns["task_index"] < 0) | (columns["task_index"] >= len(tasks))]
+    if len(unknown):
+        raise _damaged(folder, f"a row has the task_index {unknown[0]}, and {TASKS} has {len(tasks)} tasks")
+    shapes = describe(folder).image_shapes
     frames: dict[str, Frames] = {
-        camera: spools[key].frames(order) if key in spools else _video_frames(folder, info, key, episodes, columns)
+        camera: spools[key].frames(order, shapes[key])
+        if key in spools
+        else _video_frames(folder, info, key, episodes, columns, shapes[key])
         for camera, key in cameras.items()
     }
     return StoredDemonstrations(
@@ -116,41 +139,70 @@ class _ImageSpool:
         self.folder, self.key = folder, key
         self.file = tempfile.TemporaryFile()
         self.lengths: list[int] = []
+        self.source: Path | None = None
+        """The parquet file that is read."""
 
     def append(self, column: Any) -> None:
         for value in column.to_pylist():
+            if value is None or (value["bytes"] is None and not value["path"]):
+                raise ValueError(f"row {len(self.lengths)} has no image '{self.key}', in {self.source}")
             encoded = value["bytes"]
             if encoded is None:  # images kept beside the parquet files
-                encoded = (self.folder / value["path"]).read_bytes()
+                encoded = path_inside(self.folder, value["path"]).read_bytes()
             self.file.write(encoded)
             self.lengths.append(len(encoded))
 
-    def frames(self, order: np.ndarray) -> EncodedFrames:
+    def frames(self, order: np.ndarray, shape: tuple[int, int]) -> EncodedFrames:
         self.file.flush()
         lengths = np.array(self.lengths, dtype=np.int64)
         offsets = np.cumsum(lengths) - lengths
-        return EncodedFrames([self.file], np.zeros(len(order), dtype=np.int64), offsets[order], lengths[order])
+        names = [f"{self.folder} ({self.key})"]
+        zeros = np.zeros(len(order), dtype=np.int64)
+        return EncodedFrames([self.file], zeros, offsets[order], lengths[order], shape, names)
 
 
 def _video_frames(
-    folder: Path, info: Mapping[str, Any], key: str, episodes: Any, columns: Mapping[str, np.ndarray]
+    folder: Path,
+    info: Mapping[str, Any],
+    key: str,
+    episodes: Any,
+    columns: Mapping[str, np.ndarray],
+    shape: tuple[int, int],
 ) -> VideoFrames:
     """Find each row's time in its video: the episode's begin in the file plus the time since the episode's begin."""
-    place = {
-        name: np.asarray(episodes.column(f"videos/{key}/{name}").to_pylist())
-        for name in ("chunk_index", "file_index", "from_timestamp")
-    }
-    number_of = {number: position for position, number in enumerate(episodes.column("episode_index").to_pylist())}
-    position = np.array([number_of[number] for number in columns["episode_index"].tolist()])
+    try:
+        place = {
+            name: np.asarray(episodes.column(f"videos/{key}/{name}").to_pylist())
+            for name in ("chunk_index", "file_index", "from_timestamp")
+        }
+        number_of = {number: position for position, number in enumerate(episodes.column("episode_index").to_pylist())}
+        position = np.array([number_of[number] for number in columns["episode_index"].tolist()])
+    except KeyError as error:
+        raise _damaged(folder, f"{EPISODES_FOLDER} lacks the column or the episode {error}") from error
     files = sorted(set(zip(place["chunk_index"].tolist(), place["file_index"].tolist(), strict=True)))
     file_of = {file: number for number, file in enumerate(files)}
     file_ids = np.array([file_of[c, f] for c, f in zip(place["chunk_index"].tolist(), place["file_index"].tolist(), strict=True)])
-    paths = [folder / info["video_path"].format(video_key=key, chunk_index=chunk, file_index=file) for chunk, file in files]
+    paths = [
+        path_inside(folder, info["video_path"].format(video_key=key, chunk_index=chunk, file_index=file))
+        for chunk, file in files
+    ]
     for path in paths:
         if not path.is_file():
             raise _damaged(folder, f"{path} is missing")
     seconds = place["from_timestamp"].astype(np.float64)[position] + columns["timestamp"].astype(np.float64)
-    return VideoFrames(paths, file_ids[position], seconds)
+    return VideoFrames(paths, file_ids[position], seconds, shape)
+
+
+def _recorded_env(path: Path) -> dict[str, Any]:
+    """The env section that `rlinf collect` recorded; empty for datasets of others."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["env"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({type(error).__name__}: {error}). Copy the dataset again, or type sft.dataset=<a whole dataset>"
+        ) from error
 
 
 def _numbers(column: Any) -> np.ndarray:

@@ -56,6 +56,7 @@ def read_info(folder: Path) -> dict[str, Any]:
         version, features = info["codebase_version"], info["features"]
         for feature in features.values():
             feature["dtype"], feature["shape"] = feature["dtype"], tuple(feature["shape"])
+        info["total_frames"], info["total_episodes"] = int(info["total_frames"]), int(info["total_episodes"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} cannot be read as the description of a LeRobotDataset ({type(error).__name__}: {error}). "
@@ -67,3 +68,16 @@ def read_info(folder: Path) -> dict[str, Any]:
             "convert_dataset_v21_to_v30, or type sft.dataset=<another folder>"
         )
     return info
+
+
+def path_inside(folder: Path, path: str) -> Path:
+    """Return ``folder / path``, where ``path`` stands in a file that somebody else may have written.
+
+    Raises:
+        ConfigError: It leads out of the folder.
+    """
+    if Path(path).is_absolute() or ".." in Path(path).parts:
+        raise ConfigError(
+            f"The dataset {folder} names the file '{path}'; required: a path within the folder. Type sft.dataset=<another folder>"
+        )
+    return folder / path

@@ -87,6 +87,8 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
     file_ids: list[np.ndarray] = []
     images: dict[str, list[Blobs]] = {camera: [] for camera in cameras}
     for number, file in enumerate(files):
+        if not paths[number].stat().st_size:
+            raise _damaged(folder, f"{paths[number].name} is empty")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
             try:
                 for begin, end in records(data):
@@ -104,13 +106,15 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
                     file_ids.append(np.full(length, number))
             except (ValueError, KeyError, IndexError) as error:
                 raise _damaged(folder, f"{paths[number].name}: {type(error).__name__}: {error}") from error
-    if len(actions) != info.num_episodes:
+    if not actions or len(actions) != info.num_episodes:
         raise _damaged(folder, f"{len(actions)} episodes are there, and its description says {info.num_episodes}")
     where = np.concatenate(file_ids)
     return StoredDemonstrations(
         info,
         {
-            camera: EncodedFrames(files, where, *(np.concatenate(part) for part in zip(*blobs, strict=True)))
+            camera: EncodedFrames(
+                files, where, *map(np.concatenate, zip(*blobs, strict=True)), info.image_shapes[cameras[camera]], paths
+            )
             for camera, blobs in images.items()
         },
         np.concatenate(states) if state_key is not None else None,

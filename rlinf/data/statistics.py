@@ -6,6 +6,10 @@ from typing import Any
 
 import numpy as np
 
+MIN_RANGE = 1e-4
+"""A column that varies by less, from its smallest to its largest number, is taken as constant."""
+MIN_SHARE = 0.01
+"""Least share of a column's range (max - min) that its quantiles span, and that its standard deviation is."""
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 
 
@@ -71,6 +75,12 @@ class ImageStatistics:
 def normalization_statistics(actions: np.ndarray, state: np.ndarray | None) -> dict[str, Any]:
     """Return the statistics that models normalise by, in OpenVLA's ``norm_stats`` format (see ``VectorEnv.action_statistics``).
 
+    They are those of the rows, but for columns by which a model could not divide:
+
+    - A constant column (``MIN_RANGE``) has ``q01`` 0.5 below and ``q99`` 0.5 above its middle, and ``std`` 1.
+    - Where ``q99 - q01`` is less than ``MIN_SHARE`` of ``max - min`` (a gripper that closes in few rows), ``q01`` and ``q99``
+      are ``min`` and ``max``; where ``std`` is less than that share, it is that share. ``min`` and ``max`` are exact.
+
     Args:
         actions: ``[N, D]``.
         state: ``[N, S]``, or None.
@@ -83,5 +93,15 @@ def normalization_statistics(actions: np.ndarray, state: np.ndarray | None) -> d
 
 def _as_lists(values: np.ndarray) -> dict[str, list]:
     found = vector_statistics(values)
-    kept = {name: found[name].tolist() for name in ("q01", "q99", "min", "max", "mean", "std")}
-    return kept | {"mask": [True] * values.shape[1]}
+    low, high = found["min"].astype(np.float64), found["max"].astype(np.float64)
+    constant, middle, span = high - low < MIN_RANGE, (high + low) / 2, high - low
+    rare = found["q99"] - found["q01"] < MIN_SHARE * span
+    usable = {
+        "q01": np.where(constant, middle - 0.5, np.where(rare, low, found["q01"])),
+        "q99": np.where(constant, middle + 0.5, np.where(rare, high, found["q99"])),
+        "min": low,
+        "max": high,
+        "mean": found["mean"],
+        "std": np.where(constant, 1.0, np.maximum(found["std"], MIN_SHARE * span)),
+    }
+    return {name: numbers.tolist() for name, numbers in usable.items()} | {"mask": [True] * values.shape[1]}

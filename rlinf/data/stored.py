@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,9 @@ from rlinf.data.frames import Frames
 from rlinf.data.statistics import normalization_statistics
 from rlinf.errors import ConfigError
 from rlinf.types import Observation
+
+DESCRIPTIONS = ("meta/info.json", "meta/stats.json", "dataset_info.json", "features.json")
+"""Files in which datasets of the two formats describe themselves."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class StoredDemonstrations:
         chunk_len: ``C``.
 
     Raises:
-        ConfigError: There is no row, or an action or a state is not finite.
+        ConfigError: There is no row, an action or a state is not finite, or the rows of an episode do not lie together.
     """
 
     info: DatasetInfo
@@ -85,6 +90,11 @@ class StoredDemonstrations:
         ends = np.flatnonzero(np.append(np.diff(self.episode_ids) != 0, True))
         self._last_rows = ends[np.searchsorted(ends, np.arange(len(self.actions)))]
         self.num_episodes = len(ends)
+        if len(np.unique(self.episode_ids)) != len(ends):
+            raise ConfigError(
+                f"The rows of an episode of {self.info.folder} do not lie together in the order of the rows' index. "
+                "Type sft.dataset=<a whole dataset>"
+            )
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -92,6 +102,16 @@ class StoredDemonstrations:
     def statistics(self) -> dict[str, Any]:
         """Return what models normalise by, from all rows: see ``normalization_statistics``."""
         return normalization_statistics(self.actions, self.state)
+
+    def digest(self) -> str:
+        """Return a hash of everything but the pixels: numbers, tasks, and the dataset's description with its statistics."""
+        found = hashlib.sha256(json.dumps(self.tasks).encode())
+        for values in (self.actions, self.state, self.task_ids, self.episode_ids):
+            found.update(b"" if values is None else repr(values.shape).encode() + np.ascontiguousarray(values).tobytes())
+        for name in DESCRIPTIONS:
+            path = Path(self.info.folder) / name
+            found.update(path.read_bytes() if path.is_file() else b"")
+        return found.hexdigest()
 
     def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
         """Return the rows ``index`` (int64 ``[B]``): observation, and actions float32 ``[B, C, D]``, the last one of an

@@ -14,7 +14,7 @@ from gymnasium.vector.utils import batch_space
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.episodes import drawn_episodes, select_tasks
 from rlinf.envs.ledger import EpisodeLedger
-from rlinf.envs.spaces import checked_actions, observation_space, uniform_statistics
+from rlinf.envs.spaces import check_cameras, checked_actions, observation_space, uniform_statistics
 from rlinf.envs.steps import SimulatorChunk, SimulatorStep, chunk_of_steps
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.seeding import derive_seed
@@ -42,7 +42,9 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         task_names: Tasks of the suite that ``config.tasks`` leaves, in the suite's order; ``EpisodeSpec.task_id``
             is an index into this list.
         max_episode_steps: Env steps of the longest possible episode.
-        metadata: ``metadata["autoreset_mode"]`` is gymnasium's ``SAME_STEP`` with auto-reset, else ``DISABLED``.
+        num_restarts: Simulators that were lost and replaced so far.
+        metadata: ``metadata["autoreset_mode"]`` is gymnasium's ``SAME_STEP`` with auto-reset, else ``DISABLED``;
+            ``metadata["render_fps"]``, where it is known, is the number of env steps in a second of simulated time.
 
     Args:
         config: Settings.
@@ -53,12 +55,13 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         action_high: float32 ``[D]``, given by the subclass.
 
     Raises:
-        ConfigError: Unknown task, config of another class, or fewer than one env.
+        ConfigError: Unknown task, a camera named twice, config of another class, or fewer than one env.
     """
 
     config_class: ClassVar[type[EnvConfig]] = EnvConfig
     suite: ClassVar[str] = ""
     packages: ClassVar[tuple[str, ...]] = ()
+    num_restarts: int = 0
     free_settings: ClassVar[tuple[str, ...]] = (
         "tasks", "reward_mode", "success_bonus", "num_train_init_states", "num_eval_init_states",
     )  # fmt: skip
@@ -73,6 +76,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
             )
         if num_envs < 1:
             raise ConfigError(f"num_envs is {num_envs}; at least 1 is needed.")
+        check_cameras(config.cameras)
         self.config, self.num_envs, self.auto_reset = config, int(num_envs), bool(auto_reset)
         self.action_low = np.asarray(action_low, dtype=np.float32)
         self.action_high = np.asarray(action_high, dtype=np.float32)
@@ -188,11 +192,19 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         return [{} for _ in ids]
 
     def offload(self) -> None:
-        """Free what the next reset can rebuild (graphics contexts, GPU memory); nothing by default."""
+        """Free what the next reset can rebuild (graphics contexts, GPU memory, processes); nothing by default.
+
+        The episodes may be gone: call ``reset`` before anything else.
+        """
 
     def instruction_of(self, task_id: int) -> str | None:
         """Return the instruction of a task where all its episodes share one, else None."""
         return None
+
+    @classmethod
+    def packages_of(cls, config: EnvConfig) -> tuple[str, ...]:
+        """Return ``packages``, and those that the results depend on under ``config`` only."""
+        return cls.packages
 
     @classmethod
     def state_width(cls, config: EnvConfig) -> int | None:

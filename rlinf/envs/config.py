@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
 from rlinf.config.options import option
 
@@ -34,8 +35,9 @@ class ProcessEnvConfig(EnvConfig):
 
     num_processes: int | None = option(
         None,
-        "Worker processes of the simulators; null: one per core, and at most one per env; 0: none, the simulators run in "
-        "the calling process, without deadlines and restarts.",
+        "Worker processes of the simulators, for each lane of a rollout and for the evaluation; null: one per core, and at "
+        "most one per env, and lanes and ranks share the cores; 0: none, the simulators run in the calling process, without "
+        "deadlines and restarts.",
         minimum=0,
     )
     step_timeout_s: float = option(60, "Seconds that one env step or one picture may take.", minimum=0.1)
@@ -43,3 +45,18 @@ class ProcessEnvConfig(EnvConfig):
     max_restarts: int = option(
         20, "Worker processes that may be replaced (after a crash or a missed deadline) before the run ends.", minimum=0
     )
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def with_share_of_cores(config: EnvConfig, num_sharers: int) -> EnvConfig:
+    """Return the settings of one of ``num_sharers`` envs that step at the same time: each gets its share of workers.
+
+    A number of worker processes that the user has chosen stays, and so does an env without any.
+    """
+    if not isinstance(config, ProcessEnvConfig) or config.num_processes is not None:
+        return config
+    return replace(config, num_processes=max(1, num_cores() // num_sharers))

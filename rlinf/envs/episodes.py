@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rlinf.config.options import closest, override_text
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.types import EpisodeSpec
@@ -86,7 +87,12 @@ def select_tasks(names: list[str], wanted: list[str] | None) -> list[str]:
         return list(names)
     for name in wanted:
         if name not in names:
-            raise ConfigError(f"Unknown task '{name}' in env.tasks.{did_you_mean(name, names)}")
+            mended = list(dict.fromkeys(closest(other, names) or names[0] for other in wanted))
+            raise ConfigError(
+                f"Unknown task '{name}' in env.tasks.{did_you_mean(name, names)} Type env.tasks={override_text(mended)}"
+            )
     if not wanted:
-        raise ConfigError("env.tasks is an empty list; name at least one task, or null for all.")
+        raise ConfigError(
+            f"env.tasks is an empty list; name at least one task, or null for all. Type env.tasks=[{names[0]}]"
+        )
     return [name for name in names if name in wanted]

@@ -24,6 +24,8 @@ INSTALL_HINT = (
     "Install software rendering with `apt-get install libegl1 libgl1` (then MUJOCO_GL=egl works), "
     "or with `apt-get install libosmesa6` (MUJOCO_GL=osmesa)."
 )
+PROBED_VARIABLE = "RLINF_PROBED_MUJOCO_GL"
+"""Tells child processes which backend a parent has tried with success, so that they need not try again."""
 PROBE_TIMEOUT_S = 20.0
 _PROBE = """
 import importlib, mujoco, sys
@@ -112,17 +114,18 @@ def probe_rendering() -> tuple[str | None, str]:
 def choose_backend() -> str:
     """Return the GL backend of this process, and set ``MUJOCO_GL`` and ``PYOPENGL_PLATFORM`` for it and its children.
 
-    A backend that the user set in ``MUJOCO_GL`` is taken without a probe; it is verified when the first context opens.
+    Each backend is tried once, in another process (``probe_rendering``): what a parent has tried, its children take.
     With EGL and ``CUDA_VISIBLE_DEVICES``, ``MUJOCO_EGL_DEVICE_ID`` is set too, unless it is already (``egl_device``).
 
     Raises:
-        MissingDependencyError: None works; says what to install.
+        MissingDependencyError: None works, or not the one that ``MUJOCO_GL`` names; says what to install.
     """
     wanted = os.environ.get("MUJOCO_GL", "").lower()
-    backend, message = (wanted, "") if wanted in CONTEXT_MODULES else probe_rendering()
+    tried = wanted in CONTEXT_MODULES and os.environ.get(PROBED_VARIABLE) == wanted
+    backend, message = (wanted, "") if tried else probe_rendering()
     if backend is None:
         raise MissingDependencyError(message)
-    os.environ.update(_environment_of(backend))
+    os.environ.update({**_environment_of(backend), PROBED_VARIABLE: backend})
     _single_threaded_mesa()
     return backend
 

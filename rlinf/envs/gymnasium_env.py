@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import gymnasium
@@ -16,6 +19,7 @@ from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.graphics import choose_backend
 from rlinf.envs.process_env import ProcessVectorEnv
 from rlinf.envs.simulator import Simulator, SingleStep, View
+from rlinf.envs.spaces import check_cameras
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 from rlinf.seeding import derive_seed
 
@@ -61,6 +65,8 @@ class Spaces(NamedTuple):
         horizon: ``max_episode_steps`` of the registration, or None.
         can_draw: It has render_mode=rgb_array.
         uses_mujoco: Its pictures are MuJoCo's, which need a GL.
+        render_fps: Env steps per second of simulated time, where the env says so, or None.
+        packages: Distributions that its code comes from or imports, the physics engine among them.
     """
 
     action_low: np.ndarray
@@ -70,6 +76,8 @@ class Spaces(NamedTuple):
     horizon: int | None
     can_draw: bool
     uses_mujoco: bool
+    render_fps: float | None
+    packages: tuple[str, ...]
 
 
 def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.Env:
@@ -99,11 +107,17 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
             f"There is no environment '{config.id}' in gymnasium ({error}).{hint} An id of your own needs the module that "
             "registers it: env.id=my_package.my_module:MyEnv-v0"
         ) from error
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"The module of env.id={config.id} cannot be imported ({error}). It must be installed or on PYTHONPATH."
+    except ImportError as error:
+        module = config.id.rpartition(":")[0]
+        missing = getattr(error.__cause__ or error, "name", None)  # gymnasium tells the name in the cause
+        if module and missing and f"{module}.".startswith(f"{missing}."):
+            raise ConfigError(
+                f"The module of env.id={config.id} cannot be imported ({error}). It must be installed or on PYTHONPATH."
+            ) from error
+        raise MissingDependencyError(
+            f"env.id={config.id} needs a package that is missing or too old: {error}. Install it, or type another env.id=..."
         ) from error
-    except (TypeError, gymnasium.error.Error) as error:
+    except (TypeError, ValueError, OSError, gymnasium.error.Error) as error:
         raise ConfigError(
             f"gymnasium.make('{config.id}') fails with env.kwargs={config.kwargs}: {error}. "
             "Type env.kwargs={...} with arguments that the environment takes"
@@ -145,9 +159,19 @@ def _spaces_of(env_id: str, kwargs: str, state: str) -> Spaces:
         low, high = (bound.astype(np.float32).ravel() for bound in (action.low, action.high))
         horizon, can_draw = gymnasium.spec(env.spec.id).max_episode_steps, "rgb_array" in env.metadata["render_modes"]
         uses_mujoco = any("mujoco" in cls.__module__ for cls in type(env.unwrapped).__mro__)
-        return Spaces(low, high, *bounds, horizon, can_draw, uses_mujoco)
+        fps, packages = env.metadata.get("render_fps"), _packages_behind(type(env.unwrapped))
+        return Spaces(low, high, *bounds, horizon, can_draw, uses_mujoco, fps, packages)
     finally:
         env.close()
+
+
+def _packages_behind(env_class: type) -> tuple[str, ...]:
+    """Return the distributions of the modules that define ``env_class`` and its bases, and of what these import."""
+    modules = [sys.modules[cls.__module__] for cls in env_class.__mro__]
+    imported = [value.__name__ for module in modules for value in vars(module).values() if isinstance(value, ModuleType)]
+    roots = {name.partition(".")[0] for name in [*imported, *(module.__name__ for module in modules)]}
+    distributions = packages_distributions()
+    return tuple(sorted({name for root in roots for name in distributions.get(root, ())}))
 
 
 class GymnasiumVectorEnv(ProcessVectorEnv):
@@ -173,15 +197,15 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
     config: GymnasiumConfig
 
     def __init__(self, config: GymnasiumConfig, num_envs: int, auto_reset: bool) -> None:
-        for camera in config.cameras:
-            if camera != CAMERA:
-                raise ConfigError(f"Unknown camera '{camera}' in env.cameras. Type env.cameras=[{CAMERA}]")
+        check_cameras(config.cameras, [CAMERA])
         spaces = spaces_of(config)
         if config.cameras and not spaces.can_draw:
             raise ConfigError(f"env.id={config.id} has no render_mode=rgb_array. Type env.cameras=[]")
         if config.cameras and spaces.uses_mujoco:
             choose_backend()
         super().__init__(config, num_envs, auto_reset, spaces.action_low, spaces.action_high)
+        if spaces.render_fps is not None:
+            self.metadata["render_fps"] = spaces.render_fps
 
     @classmethod
     def all_task_names(cls, config: GymnasiumConfig) -> list[str]:
@@ -192,6 +216,11 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
     def state_dim(self) -> int:
         """Numbers of the flattened observation, 0 for ``state=none``."""
         return self.state_width(self.config)
+
+    @classmethod
+    def packages_of(cls, config: GymnasiumConfig) -> tuple[str, ...]:
+        """Return gymnasium, and the packages that the env of ``config.id`` is made of (``mujoco``, ``box2d``, ...)."""
+        return spaces_of(config).packages
 
     @classmethod
     def state_width(cls, config: GymnasiumConfig) -> int:

@@ -14,9 +14,10 @@ import numpy as np
 
 from rlinf.config.options import option
 from rlinf.envs.config import ProcessEnvConfig
-from rlinf.envs.episodes import EpisodeList, check_split
+from rlinf.envs.episodes import EpisodeList, check_split, select_tasks
 from rlinf.envs.graphics import choose_backend
-from rlinf.envs.libero_scene import CAMERAS, Scene, SceneState
+from rlinf.envs.libero_assets import check_assets
+from rlinf.envs.libero_scene import CAMERAS, CONTROL_FREQ_HZ, Scene, SceneState
 from rlinf.envs.libero_tasks import (
     HORIZONS,
     bddl_file,
@@ -28,6 +29,7 @@ from rlinf.envs.libero_tasks import (
 )
 from rlinf.envs.process_env import ProcessVectorEnv
 from rlinf.envs.simulator import Simulator, SingleStep, View
+from rlinf.envs.spaces import check_cameras
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.seeding import derive_seed
 
@@ -138,18 +140,17 @@ class LiberoVectorEnv(ProcessVectorEnv):
     config: LiberoConfig
 
     def __init__(self, config: LiberoConfig, num_envs: int, auto_reset: bool) -> None:
-        for camera in config.cameras:
-            if camera not in CAMERAS:
-                raise ConfigError(f"Unknown camera '{camera}' in env.cameras.{did_you_mean(camera, CAMERAS)}")
+        check_cameras(config.cameras, list(CAMERAS))
         check_packages()
-        find_assets(config.assets_dir)
-        if config.cameras:
-            choose_backend()
+        tasks = select_tasks(self.all_task_names(config), config.tasks)
+        check_assets(find_assets(config.assets_dir), config.suite, tasks)
+        choose_backend()
         self.suite = config.suite
         low, high = -np.ones(7), np.ones(7)
         if config.gripper == "openvla":
             low[6] = 0.0
         super().__init__(config, num_envs, auto_reset, action_low=low, action_high=high)
+        self.metadata["render_fps"] = CONTROL_FREQ_HZ
 
     @classmethod
     def all_task_names(cls, config: LiberoConfig) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.envs.graphics import choose_backend
+from rlinf.envs.graphics import choose_backend, import_mujoco
 from rlinf.envs.rendering import StateRenderer
 from rlinf.errors import ConfigError, MissingDependencyError
 
@@ -84,11 +84,10 @@ class Scene:
     """
 
     def __init__(self, bddl_file: Path, assets: Path, fast_rendering: bool) -> None:
-        import mujoco
-
+        env_class = _import_libero(assets)
+        mujoco = import_mujoco()
         self._mujoco, self._fast_rendering = mujoco, fast_rendering
         self.lock = threading.RLock()
-        env_class = _import_libero(assets)
         try:
             self._env = env_class(
                 bddl_file_name=str(bddl_file), use_camera_obs=False, has_offscreen_renderer=False,

@@ -13,6 +13,7 @@ from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.graphics import VULKAN_DEVICES, choose_vulkan
 from rlinf.envs.maniskill_scene import (
     ACTION_DIMS,
+    CONTROL_FREQ_HZ,
     PACKAGES,
     TASKS,
     ManiSkillOptions,
@@ -66,10 +67,11 @@ class ManiSkillVectorEnv(ManiSkillSuite, ProcessVectorEnv):
         high = np.ones(ACTION_DIMS[config.control_mode])
         choose_vulkan(config.render_device)
         super().__init__(config, num_envs, auto_reset, action_low=-high, action_high=high)
+        self.metadata["render_fps"] = CONTROL_FREQ_HZ
 
 
 class ManiSkillSimulator(Simulator):
-    """One env of ManiSkill. An episode of another task than the last one builds a new scene (0.3 s)."""
+    """One env of ManiSkill. Each episode builds its scene anew (0.3 s), and that of another task one more time."""
 
     config: ManiSkillConfig
 

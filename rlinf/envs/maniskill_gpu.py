@@ -13,6 +13,7 @@ from rlinf.envs.base import SimulatorStep, VectorEnv
 from rlinf.envs.graphics import choose_vulkan
 from rlinf.envs.maniskill_scene import (
     ACTION_DIMS,
+    CONTROL_FREQ_HZ,
     PACKAGES,
     ManiSkillOptions,
     ManiSkillSuite,
@@ -59,6 +60,7 @@ class ManiSkillGpuVectorEnv(ManiSkillSuite, VectorEnv):
         check_options(config)
         high = np.ones(ACTION_DIMS[config.control_mode])
         super().__init__(config, num_envs, auto_reset, action_low=-high, action_high=high)
+        self.metadata["render_fps"] = CONTROL_FREQ_HZ
         if len(self.task_names) != 1:
             raise ConfigError(
                 f"env.name={config.name} simulates one task, and env.tasks leaves {len(self.task_names)}. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,13 +13,15 @@ import numpy as np
 from rlinf.config.options import option
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.episodes import select_tasks
-from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
+from rlinf.envs.spaces import check_cameras
+from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.seeding import derive_seed
 
 PACKAGES = ("mani_skill", "sapien")
 CAMERAS = ("base_camera", "hand_camera")
 ACTION_DIMS = {"pd_ee_delta_pose": 7, "pd_ee_delta_pos": 4, "pd_joint_delta_pos": 8}
 PROPRIO_DIM = 25
+CONTROL_FREQ_HZ = 20
 FIXED_ACTORS = ("ground", "table-workspace")
 
 
@@ -137,12 +140,10 @@ def check_options(config: ManiSkillOptions) -> None:
     """Check what can be wrong with the settings before a simulator is made.
 
     Raises:
-        ConfigError: Unknown camera.
+        ConfigError: Unknown camera, or one named twice.
         MissingDependencyError: ManiSkill is not installed.
     """
-    for camera in config.cameras:
-        if camera not in CAMERAS:
-            raise ConfigError(f"Unknown camera '{camera}' in env.cameras.{did_you_mean(camera, CAMERAS)}")
+    check_cameras(config.cameras, CAMERAS)
     for package in PACKAGES:
         if find_spec(package) is None:
             raise MissingDependencyError(
@@ -171,8 +172,10 @@ class Scene:
         self, config: ManiSkillOptions, task: str, num_envs: int, sim_backend: str, render_device: str
     ) -> None:
         import gymnasium
-        import mani_skill.envs  # noqa: F401  registers the tasks
+        import mani_skill.envs  # registers the tasks
         from mani_skill.utils.registration import REGISTERED_ENVS
+
+        mani_skill.logger.setLevel(logging.ERROR)  # it warns of its own tasks whenever a scene is built
 
         self.config, self.task = config, task
         rewards = REGISTERED_ENVS[task].cls.SUPPORTED_REWARD_MODES
@@ -189,13 +192,18 @@ class Scene:
             **robot,
         ).unwrapped
         self._state = np.zeros((num_envs, TASKS[task].state_dim), np.float32)
-        self._num_envs = num_envs
+        self._num_envs, self._on_cpu = num_envs, sim_backend == "physx_cpu"
 
     def reset(self, row: int, seed: int) -> None:
-        """Put one row into the initial state that belongs to ``seed``."""
+        """Put one row into the initial state that belongs to ``seed``.
+
+        On the CPU the simulation is built anew: PhysX keeps contacts in a scene, and ManiSkill's reset does not forget them.
+        """
         import torch
 
-        options = {} if self._num_envs == 1 else {"env_idx": torch.tensor([row], device=self._env.device)}
+        options: dict[str, Any] = {"reconfigure": True} if self._on_cpu else {}
+        if self._num_envs > 1:
+            options["env_idx"] = torch.tensor([row], device=self._env.device)
         # Tasks draw from a generator of the row or from that of the first row: all get the same seed.
         observation, _ = self._env.reset(seed=[seed] * self._num_envs, options=options)
         self._state[row] = _array(observation)[row]

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import sys
 import threading
 import warnings
+import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rlinf.config.options import closest, option, override_text
+from rlinf.config.options import option
 from rlinf.envs.config import ProcessEnvConfig
-from rlinf.envs.graphics import choose_backend
+from rlinf.envs.graphics import choose_backend, import_mujoco
 from rlinf.envs.process_env import ProcessVectorEnv
 from rlinf.envs.rendering import StateRenderer
 from rlinf.envs.simulator import Simulator, SingleStep, View
-from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
+from rlinf.envs.spaces import check_cameras
+from rlinf.errors import MissingDependencyError
 from rlinf.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -82,7 +84,9 @@ INSTRUCTIONS = {
 UPSIDE_DOWN_CAMERAS = ("corner", "corner2", "corner3", "corner4")
 CAMERAS = (*UPSIDE_DOWN_CAMERAS, "topview", "behindGripper", "gripperPOV")
 REWARD_SCALE = 0.1
+CONTROL_FREQ_HZ = 80
 MAX_IDLE_SCENES = 16
+MIN_RENDERERS = 4
 MAX_GEOMS = 400
 HAND_LOW, HAND_HIGH = (-0.525, 0.348, -0.0525), (0.525, 1.025, 0.7)
 
@@ -106,7 +110,7 @@ class MetaWorldConfig(ProcessEnvConfig):
     state: str = option(
         "proprio",
         "proprio: hand position (x, y, z, metres) and opening of the gripper (0 to 1); full: Meta-World's 39 numbers and the "
-        "task, one-hot among env.tasks; none.",
+        "task, one-hot among all 50; none.",
         choices=("full", "proprio", "none"),
     )
     action_repeat: int = option(
@@ -145,16 +149,11 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
                 "The package 'metaworld' is missing, and env.name=metaworld needs it. Install it with "
                 "`bash scripts/setup.sh --sims`, or with `pip install metaworld==3.1.1`."
             )
-        for camera in config.cameras:
-            if camera not in CAMERAS:
-                mended = [closest(name, CAMERAS) or CAMERAS[0] for name in config.cameras]
-                raise ConfigError(
-                    f"Unknown camera '{camera}' in env.cameras.{did_you_mean(camera, CAMERAS)} "
-                    f"Type env.cameras={override_text(mended)}"
-                )
+        check_cameras(config.cameras, CAMERAS)
         if config.cameras:
             choose_backend()
         super().__init__(config, num_envs, auto_reset, action_low=-np.ones(4), action_high=np.ones(4))
+        self.metadata["render_fps"] = CONTROL_FREQ_HZ / config.action_repeat
 
     @classmethod
     def all_task_names(cls, config: MetaWorldConfig) -> list[str]:
@@ -163,14 +162,13 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
 
     @property
     def state_dim(self) -> int:
-        """4 numbers (proprio), 39 and one per task (full) or 0 (none)."""
+        """4 numbers (proprio), 39 and one per task of the suite (full), which depends on no setting, or 0 (none)."""
         return self.state_width(self.config)
 
     @classmethod
     def state_width(cls, config: MetaWorldConfig) -> int:
         """Return ``state_dim`` under ``config``."""
-        num_tasks = len(INSTRUCTIONS) if config.tasks is None else len(config.tasks)
-        return {"full": 39 + num_tasks, "proprio": 4, "none": 0}[config.state]
+        return {"full": 39 + len(INSTRUCTIONS), "proprio": 4, "none": 0}[config.state]
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
         """The space of the hand and [0, 1] for the gripper (proprio); not known for the other choices."""
@@ -200,6 +198,7 @@ class MetaWorldSimulator(Simulator):
         self._task = ""
         self._env: Any = None
         self._numbers = np.zeros(39)
+        _simulators.add(self)
 
     def reset(self, spec: EpisodeSpec) -> None:
         """Draw the objects and the goal of ``spec`` from a generator of its own, and place them."""
@@ -256,12 +255,12 @@ class MetaWorldSimulator(Simulator):
             return None
         if self.config.state == "proprio":
             return self._numbers[:4].astype(np.float32)
-        task = np.arange(len(self.task_names)) == self.task_names.index(self._task)
+        task = np.array(list(INSTRUCTIONS)) == self._task
         return np.concatenate([self._numbers, task]).astype(np.float32)
 
     def _draw(self, camera: str, size: int) -> np.ndarray:
         _show_goal(self._env)
-        renderer = _renderer_of(self._task, self._env.fullpath, size)
+        renderer = _renderer_of(self._env.fullpath, size)
         picture = renderer.render([self._env.data], [renderer.model.camera(camera).id])[0, 0]
         if self.config.upright and camera in UPSIDE_DOWN_CAMERAS:
             picture = picture[::-1, ::-1]
@@ -273,11 +272,12 @@ _idle_scenes_lock = threading.Lock()
 
 
 def _take_scene(task: str) -> Any:
-    """Return an env of Meta-World that nobody in this process uses: an idle one, or a new one (0.1 s, 30 MB)."""
+    """Return an env of Meta-World that nobody in this process uses: an idle one, or a new one (0.1 s, 15 MB)."""
     with _idle_scenes_lock:
         for index in reversed(range(len(_idle_scenes))):
             if _idle_scenes[index][0] == task:
                 return _idle_scenes.pop(index)[1]
+    import_mujoco()  # which names what is missing; Meta-World imports it, too
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 
     env = ALL_V3_ENVIRONMENTS[task]()
@@ -299,8 +299,7 @@ def _restart(env: Any, seed: int) -> np.ndarray:
 
     What Meta-World's ``reset(seed)`` leaves out: that one draws from NumPy's global generator, or not at all.
     """
-    import mujoco
-
+    mujoco = import_mujoco()
     env.np_random = np.random.default_rng(seed)
     env._freeze_rand_vec = False
     for _ in range(2):  # The first pass draws and moves parts of the model; the second measures what it has moved.
@@ -322,9 +321,22 @@ def _show_goal(env: Any) -> None:
         env._set_pos_site(site, env._target_pos if index == 0 else position)
 
 
-@functools.cache
-def _renderer_of(task: str, model_path: str, size: int) -> StateRenderer:
-    """Return the renderer of this process for all envs of a task; it has a model of its own, whose geoms are theirs."""
-    import mujoco
+_simulators: weakref.WeakSet[MetaWorldSimulator] = weakref.WeakSet()
+_renderers: dict[int, OrderedDict[str, StateRenderer]] = {}
+_renderers_lock = threading.Lock()
 
-    return StateRenderer(mujoco.MjModel.from_xml_path(model_path), size, MAX_GEOMS)
+
+def _renderer_of(model_path: str, size: int) -> StateRenderer:
+    """Return the renderer of this process for all envs of a model; it has a model of its own, whose geoms are theirs.
+
+    One takes 150 MB, and about a second to make. Of each size there are as many as envs, so that envs of different tasks
+    do not take each other's, and at least ``MIN_RENDERERS``; the one used least recently is closed to make room.
+    """
+    with _renderers_lock:
+        renderers = _renderers.setdefault(size, OrderedDict())
+        if model_path not in renderers:
+            while len(renderers) >= max(MIN_RENDERERS, len(_simulators)):
+                renderers.popitem(last=False)[1].close()
+            renderers[model_path] = StateRenderer(import_mujoco().MjModel.from_xml_path(model_path), size, MAX_GEOMS)
+        renderers.move_to_end(model_path)
+        return renderers[model_path]

@@ -8,15 +8,9 @@ that dies, raises or misses its deadline is replaced: its rows begin their episo
 from __future__ import annotations
 
 import logging
-import mmap
-import os
-import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import Any, ClassVar
 
@@ -24,27 +18,19 @@ import numpy as np
 
 import rlinf.errors
 from rlinf.envs.base import VectorEnv
-from rlinf.envs.config import ProcessEnvConfig
+from rlinf.envs.config import ProcessEnvConfig, num_cores
 from rlinf.envs.simulator import Simulator
 from rlinf.envs.steps import SimulatorChunk
-from rlinf.envs.worker_process import DUMP_SIGNAL, Failure, SimulatorRows, SimulatorTask, load_simulator
+from rlinf.envs.worker_handle import POLL_S, SharedMemory, Worker
+from rlinf.envs.worker_process import Failure, SimulatorRows, SimulatorTask, load_simulator
 from rlinf.errors import ConfigError, SimulatorError
 from rlinf.types import EpisodeSpec, Observation
 
 logger = logging.getLogger("rlinf")
 
-MAX_FAILURES_IN_A_ROW = 3
-"""Failures of a simulator in one worker, without a call that went well in between, that end the run."""
-POLL_S = 1.0
+MAX_FAILURES = 3
+"""Failures of a simulator in one episode that end the run."""
 CLOSE_TIMEOUT_S = 5.0
-DUMP_WAIT_S = 0.3
-_START = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what becomes of this process
-sys.path[:] = sys.argv[1].split(os.pathsep)
-from rlinf.envs.worker_process import main
-main()
-"""
 
 
 class ProcessVectorEnv(VectorEnv):
@@ -55,7 +41,6 @@ class ProcessVectorEnv(VectorEnv):
 
     Attributes:
         simulator_class: ``"module:Class"`` of a ``rlinf.envs.simulator.Simulator``; a worker imports it.
-        num_restarts: Workers that were replaced so far.
 
     Args:
         config: Settings.
@@ -66,7 +51,8 @@ class ProcessVectorEnv(VectorEnv):
 
     Raises:
         ConfigError: See ``VectorEnv``; or the simulator's class is in the main script, where no worker can import it.
-        SimulatorError: From any call: more workers were lost than ``config.max_restarts``, or one several times in a row.
+        SimulatorError: From any call: more workers were lost than ``config.max_restarts``, or the simulator failed
+            ``MAX_FAILURES`` times in one episode, which closes the env; or the env is closed.
     """
 
     config_class: ClassVar[type[ProcessEnvConfig]] = ProcessEnvConfig
@@ -84,7 +70,7 @@ class ProcessVectorEnv(VectorEnv):
         action_low: np.ndarray,
         action_high: np.ndarray,
     ) -> None:
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._local: SimulatorRows | None = None
         super().__init__(config, num_envs, auto_reset, action_low, action_high)
         if config.num_processes != 0 and self.simulator_class.startswith("__main__:"):
@@ -92,17 +78,16 @@ class ProcessVectorEnv(VectorEnv):
                 f"The simulator '{self.simulator_class}' of env.name={config.name} is defined in the main script, which "
                 "worker processes cannot import. Move it into a file of its own, or type env.num_processes=0"
             )
-        self.num_restarts = 0
         self._task = SimulatorTask(self.simulator_class, config, self.task_names, self.num_envs, self.state_dim)
-        self._memory = _SharedMemory(self._task.row_type.itemsize * self.num_envs)
+        self._memory = SharedMemory(self._task.row_type.itemsize * self.num_envs)
         self._rows = np.frombuffer(self._memory.map, dtype=self._task.row_type)
         self._instructions = np.full(self.num_envs, "", dtype=object)
+        self._num_failures = np.zeros(self.num_envs, dtype=np.int64)  # in the present episode of each row
         if config.num_processes == 0:
-            self._workers = [_Worker(np.arange(self.num_envs))]
+            self._workers = [Worker(np.arange(self.num_envs))]
         else:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            count = min(config.num_processes or cores, self.num_envs)
-            self._workers = [_Worker(ids) for ids in np.array_split(np.arange(self.num_envs), count)]
+            count = min(config.num_processes or num_cores(), self.num_envs)
+            self._workers = [Worker(ids) for ids in np.array_split(np.arange(self.num_envs), count)]
 
     @classmethod
     def has_expert(cls) -> bool:
@@ -140,6 +125,11 @@ class ProcessVectorEnv(VectorEnv):
         """Return the processes that run now, in the order of their rows."""
         return [worker.process for worker in self._workers if worker.process is not None]
 
+    def offload(self) -> None:
+        """End the workers; the next reset starts others, and nothing else may be called before."""
+        self.close_extras()
+        self._specs = None
+
     def close_extras(self, **kwargs: object) -> None:
         """End the workers: they are asked to, then terminated, then killed."""
         if self._local is not None:
@@ -149,8 +139,10 @@ class ProcessVectorEnv(VectorEnv):
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for worker in self._workers:
             worker.end(deadline)
+            worker.process = None
 
     def _reset_envs(self, ids: np.ndarray, specs: Sequence[EpisodeSpec]) -> None:
+        self._num_failures[ids] = 0
         wanted = dict(zip(ids.tolist(), specs, strict=True))
         calls = {
             worker: ("reset", (rows, [wanted[index] for index in rows]))
@@ -180,7 +172,7 @@ class ProcessVectorEnv(VectorEnv):
         state = self._rows["state"][ids] if self.state_dim else None
         return Observation(images, state, self._instructions[ids].tolist())
 
-    def _ask(self, name: str, ids: np.ndarray, *arguments: Any) -> dict[_Worker, Any]:
+    def _ask(self, name: str, ids: np.ndarray, *arguments: Any) -> dict[Worker, Any]:
         """Have each worker answer for those of the rows ``ids`` that it owns; a replaced worker is asked again.
 
         Raises:
@@ -194,13 +186,13 @@ class ProcessVectorEnv(VectorEnv):
             for worker in self._workers
             if len(at := worker.positions(ids))
         }
-        answers: dict[_Worker, Any] = {}
+        answers: dict[Worker, Any] = {}
         while len(answers) < len(calls):
             pending = {worker: call for worker, call in calls.items() if worker not in answers}
             answers |= self._call(pending, self.config.step_timeout_s)
         return {worker: answers[worker] for worker in calls}
 
-    def _call(self, calls: dict[_Worker, tuple[str, tuple]], timeout_s: float) -> dict[_Worker, Any]:
+    def _call(self, calls: dict[Worker, tuple[str, tuple]], timeout_s: float) -> dict[Worker, Any]:
         """Have the workers do their calls, all at the same time.
 
         Args:
@@ -210,7 +202,15 @@ class ProcessVectorEnv(VectorEnv):
         Returns:
             The answers. Workers that are missing there were lost, and are replaced: all their rows are in the first state
             of their episodes.
+
+        Raises:
+            SimulatorError: The env is closed.
         """
+        if self.closed:
+            raise SimulatorError(
+                f"{next(iter(calls.values()))[0]} was called and env.name={self.config.name} is closed: close() or a "
+                "SimulatorError has ended its worker processes. Make another env to go on"
+            )
         if self.config.num_processes == 0:
             if self._local is None:
                 self._local = SimulatorRows(self._task, self._memory.map)
@@ -219,8 +219,6 @@ class ProcessVectorEnv(VectorEnv):
             if worker.process is None:
                 worker.start(self._task, self._memory)
         answers, failed = self._exchange(calls, timeout_s)
-        for worker in answers:
-            worker.num_failures = 0
         while failed:
             for worker, failure in failed.items():
                 self._replace(worker, failure)
@@ -231,24 +229,26 @@ class ProcessVectorEnv(VectorEnv):
             self._read_resets(resets, shown)
         return answers
 
-    def _read_resets(self, calls: dict[_Worker, tuple[str, tuple]], answers: dict[_Worker, list[str]]) -> None:
+    def _read_resets(self, calls: dict[Worker, tuple[str, tuple]], answers: dict[Worker, list[str]]) -> None:
         for worker, instructions in answers.items():
             self._instructions[calls[worker][1][0]] = instructions
 
     def _exchange(
-        self, calls: dict[_Worker, tuple[str, tuple]], timeout_s: float
-    ) -> tuple[dict[_Worker, Any], dict[_Worker, Failure]]:
+        self, calls: dict[Worker, tuple[str, tuple]], timeout_s: float
+    ) -> tuple[dict[Worker, Any], dict[Worker, Failure]]:
         """Send all calls, then collect answers and failures.
 
         Raises:
             RLinfError: What a simulator raised for the user to mend, once all workers have answered.
         """
-        results: dict[_Worker, Any] = {}
+        results: dict[Worker, Any] = {}
         try:
             last = {}
             for worker, call in calls.items():
-                worker.send(call)
+                self._rows["busy"][worker.ids] = False
                 last[worker] = (self._num_calls(worker), time.monotonic())
+                if not worker.send(call, timeout_s):
+                    results[worker] = worker.give_up(timeout_s, call[0])
             while waiting := [worker for worker in calls if worker not in results]:
                 ready = wait([worker.connection for worker in waiting], timeout=min(POLL_S, timeout_s / 4))
                 for worker in waiting:
@@ -269,28 +269,32 @@ class ProcessVectorEnv(VectorEnv):
                 raise getattr(rlinf.errors, failure.error)(failure.message)
         return {worker: result for worker, result in results.items() if worker not in failed}, failed
 
-    def _num_calls(self, worker: _Worker) -> int:
+    def _num_calls(self, worker: Worker) -> int:
         return int(self._rows["num_calls"][worker.ids].sum())
 
-    def _replace(self, worker: _Worker, failure: Failure) -> None:
+    def _replace(self, worker: Worker, failure: Failure) -> None:
         """Start another process in the place of ``worker``'s.
 
         Raises:
-            SimulatorError: Too many have been lost.
+            SimulatorError: Too many have been lost; the env is closed.
         """
         worker.end(deadline=0.0)
-        worker.num_failures += not failure.from_outside
         self.num_restarts += 1
+        busy = worker.ids[self._rows["busy"][worker.ids]]
+        at_work = worker.ids if not len(busy) else busy  # none: it did not come as far as a simulator
+        self._num_failures[at_work] += not failure.from_outside
         what = (
             f"A worker process of env.name={self.config.name} with the rows {worker.ids.tolist()} was lost: "
             f"{failure.message}\n{failure.traceback}".rstrip()
         )
-        if worker.num_failures >= MAX_FAILURES_IN_A_ROW:
+        if self._num_failures[at_work[0]] >= MAX_FAILURES:
+            self.close()
             raise SimulatorError(
-                f"{what}\nThat was the failure number {worker.num_failures} in a row of these rows. To look at it in a "
-                "debugger, type env.num_processes=0"
+                f"{what}\nThat was the failure number {MAX_FAILURES} in {self._episode_of(busy)}. To look at it in a debugger, "
+                "type env.num_processes=0"
             )
         if self.num_restarts > self.config.max_restarts:
+            self.close()
             raise SimulatorError(
                 f"{what}\nIt is the worker number {self.num_restarts} that was lost, and env.max_restarts="
                 f"{self.config.max_restarts}. To go on for longer, type env.max_restarts={2 * self.num_restarts}"
@@ -299,95 +303,8 @@ class ProcessVectorEnv(VectorEnv):
         self._lost[worker.ids] = True
         worker.start(self._task, self._memory)
 
-
-class _SharedMemory:
-    """Memory without a name: it is gone when the last process that maps it has ended."""
-
-    def __init__(self, num_bytes: int) -> None:
-        if hasattr(os, "memfd_create"):
-            self.file = os.fdopen(os.memfd_create("rlinf-env"), "r+b")
-        else:
-            self.file = tempfile.TemporaryFile()
-        self.file.truncate(max(1, num_bytes))
-        self.map = mmap.mmap(self.file.fileno(), max(1, num_bytes))
-
-
-class _Worker:
-    """The parent's end of a worker process, which may be replaced by another one, and the rows that it owns."""
-
-    def __init__(self, ids: np.ndarray) -> None:
-        self.ids = ids
-        self.num_failures = 0
-        self.process: subprocess.Popen | None = None
-
-    def positions(self, ids: np.ndarray) -> np.ndarray:
-        """Return where in ``ids`` the rows of this worker are."""
-        return np.flatnonzero((ids >= self.ids[0]) & (ids <= self.ids[-1]))
-
-    def start(self, task: SimulatorTask, memory: _SharedMemory) -> None:
-        self.connection, theirs = Pipe()
-        self.log = tempfile.TemporaryFile()
-        files = (theirs.fileno(), memory.file.fileno(), self.log.fileno())
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _START, path, str(os.getpid()), *map(str, files)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=files,
-                # A simulator's own threads, and those of Mesa's rasteriser, cost more than they bring.
-                env={"LP_NUM_THREADS": "0", **os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        self.send(task)
-
-    def send(self, message: Any) -> None:
-        try:
-            self.connection.send(message)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # It has died; ``receive`` says of what.
-
-    def receive(self) -> Any:
-        """Return the answer, or the ``Failure``."""
-        try:
-            if self.connection.poll():
-                return self.connection.recv()
-        except (EOFError, OSError):
-            pass
-        self.end(deadline=time.monotonic() + POLL_S)
-        status = self.process.returncode
-        ending = f"killed by {signal.Signals(-status).name}" if status < 0 else f"it ended with status {status}"
-        return Failure(None, ending, self._read_log(), from_outside=-status in (signal.SIGKILL, signal.SIGTERM))
-
-    def give_up(self, timeout_s: float, name: str) -> Failure:
-        """Kill a process that has been silent for too long, after it has told where it is."""
-        self.process.send_signal(DUMP_SIGNAL)
-        time.sleep(DUMP_WAIT_S)
-        self.process.kill()
-        key = "env.reset_timeout_s" if name == "reset" else "env.step_timeout_s"
-        return Failure(None, f"{name} did not get on for {key}={timeout_s:g} seconds; it was here:", self._read_log())
-
-    def forget(self) -> None:
-        """Kill the process; the next call starts another."""
-        self.end(deadline=0.0)
-        self.process = None
-
-    def ask_to_end(self) -> None:
-        if self.process is not None:
-            self.connection.close()
-
-    def end(self, deadline: float) -> None:
-        """Wait for the process until ``deadline`` (of ``time.monotonic``), then terminate it, then kill it."""
-        if self.process is None:
-            return
-        self.connection.close()
-        for stop in (self.process.terminate, self.process.kill):
-            try:
-                self.process.wait(max(0.0, deadline - time.monotonic()))
-                return
-            except subprocess.TimeoutExpired:
-                stop()
-                deadline = max(deadline, time.monotonic() + 0.5)
-        self.process.wait()
-
-    def _read_log(self) -> str:
-        self.log.seek(0)
-        return self.log.read().decode(errors="replace")
+    def _episode_of(self, busy: np.ndarray) -> str:
+        spec = self._specs[busy[0]] if len(busy) else None
+        if spec is None:
+            return "a row of these rows, before any simulator was at work"
+        return f"one episode, {spec} of the task '{self.task_names[spec.task_id]}' in row {busy[0]}"

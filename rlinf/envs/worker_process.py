@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,10 +52,12 @@ class SimulatorTask:
 
     @property
     def row_type(self) -> np.dtype:
-        """One row of the shared memory: a counter of finished simulator calls, the state, and the images of all cameras."""
+        """One row of the shared memory: a counter of finished simulator calls, whether a call has begun and not come to
+        its end, the state, and the images of all cameras."""
         size = self.config.image_size
         images = (len(self.config.cameras), size, size, 3)
-        return np.dtype([("num_calls", np.int64), ("state", np.float32, (self.state_dim,)), ("images", np.uint8, images)])
+        state = ("state", np.float32, (self.state_dim,))
+        return np.dtype([("num_calls", np.int64), ("busy", np.bool_), state, ("images", np.uint8, images)])
 
 
 class Failure(NamedTuple):
@@ -97,7 +99,7 @@ class SimulatorRows:
     def reset(self, ids: Sequence[int], specs: Sequence[EpisodeSpec]) -> list[str]:
         """Begin an episode in each of the rows ``ids``, show it, and return the instructions."""
         instructions = []
-        for index, spec in zip(ids, specs, strict=True):
+        for index, spec in zip(self._each(ids), specs, strict=True):
             if index not in self._simulators:
                 self._simulators[index] = self._make(self.task.config, self.task.task_names)
                 self._count(index)
@@ -112,7 +114,7 @@ class SimulatorRows:
         """Step the rows ``ids``, each until its episode ends, as in ``VectorEnv._step_chunk``, and show them."""
         chunk = SimulatorChunk.empty(*actions.shape[:2])
         instructions = []
-        for row, index in enumerate(ids):
+        for row, index in enumerate(self._each(ids)):
             simulator = self._simulators[index]
             for position in range(min(len(actions[row]), steps_left[row])):
                 step = simulator.step(actions[row, position])
@@ -127,24 +129,31 @@ class SimulatorRows:
 
     def expert_actions(self, ids: Sequence[int], aim_offset_m: tuple[float, float]) -> np.ndarray:
         """Return ``[K, D]``."""
-        return np.stack([self._simulators[index].expert_action(aim_offset_m) for index in ids])
+        return np.stack([self._simulators[index].expert_action(aim_offset_m) for index in self._each(ids)])
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
         """Return ``[K, size, size, 3]``."""
         frames = []
-        for index in ids:
+        for index in self._each(ids):
             frames.append(self._simulators[index].render(size))
             self._count(index)
         return np.stack(frames)
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
         """Return the poses of ``K`` rows."""
-        return [self._simulators[index].poses() for index in ids]
+        return [self._simulators[index].poses() for index in self._each(ids)]
 
     def close(self) -> None:
         """Free the simulators."""
         while self._simulators:
             self._simulators.popitem()[1].close()
+
+    def _each(self, ids: Sequence[int]) -> Iterator[int]:
+        """Yield the rows ``ids``; the one at work stays marked as busy where its simulator fails."""
+        for index in ids:
+            self.rows["busy"][index] = True
+            yield index
+            self.rows["busy"][index] = False
 
     def _count(self, index: int) -> None:
         self.rows["num_calls"][index] += 1

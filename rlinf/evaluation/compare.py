@@ -17,7 +17,7 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.intervals import paired_difference_interval
 from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.files import write_text
-from rlinf.manifest import MANIFEST_FILE, POLICY_FIELDS, Manifest, check_allowed, refuse
+from rlinf.manifest import MANIFEST_FILE, POLICY_FIELDS, Manifest, Mismatch, check_allowed, refuse
 from rlinf.manifest import compare as compare_manifests
 from rlinf.types import EpisodeResult
 
@@ -25,6 +25,8 @@ COMPARISON_FILE = "compare.json"
 RESULT_FILE = "result.json"
 EPISODES, CONDITIONS = "episodes", "conditions"
 """Names in ``evaluation.allow_mismatch`` beside the fields of a manifest: the lists differ, a manifest is missing."""
+COMPARISON_NAMES = (EPISODES, CONDITIONS, "greedy", "temperature")
+"""All names that only a comparison knows. ``seed`` is a field of the manifest."""
 METHOD = "Exact conditional McNemar test, two-sided; 95 % interval of the paired difference: Newcombe 1998, method 10"
 
 
@@ -160,11 +162,15 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
 
     Args:
         result_a, result_b: Of two policies on the same list of episodes, in any order.
-        allow_mismatch: With ``"episodes"`` in it, lists may differ, and what both have is compared.
+        allow_mismatch: With ``"episodes"`` in it, lists may differ, and what both have is compared; ``"greedy"``,
+            ``"temperature"`` and ``"seed"``: how actions were drawn.
 
     Raises:
+        ManifestMismatchError: Actions were drawn in different ways: the difference would not be the policies' alone.
         ConfigError: The lists differ and that is not allowed, an episode occurs twice, or none is common.
     """
+    sentence = "Actions were drawn in different ways in the two evaluations (first: saved, second: present)"
+    mismatches = refuse(sampling_differences(result_a, result_b), allow_mismatch, sentence)
     first, second = _by_episode(result_a, "first"), _by_episode(result_b, "second")
     common = [key for key in first if key in second]
     unpaired = len(first) + len(second) - 2 * len(common)
@@ -184,7 +190,8 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
     for key in common:
         outcomes.setdefault(key[1], []).append((bool(first[key].success), bool(second[key].success)))
     cells = ((True, True), (True, False), (False, True), (False, False))
-    return Comparison({task: Pairs(*(seen.count(cell) for cell in cells)) for task, seen in outcomes.items()}, unpaired)
+    per_task = {task: Pairs(*(seen.count(cell) for cell in cells)) for task, seen in outcomes.items()}
+    return Comparison(per_task, unpaired, mismatches=[str(one) for one in mismatches])
 
 
 def compare_folders(
@@ -195,21 +202,27 @@ def compare_folders(
     Args:
         folder_a, folder_b: Folders of evaluations, or their ``result.json``; the first is the baseline.
         allow_mismatch: Fields of the manifest in which the conditions may differ; ``"episodes"``: the lists may;
-            ``"conditions"``: a manifest may be missing. What belongs to the policy may always differ.
+            ``"conditions"``: a manifest may be missing; ``"greedy"``, ``"temperature"``, ``"seed"``: the way in which
+            actions were drawn. What belongs to the policy may always differ.
 
     Raises:
         CheckpointError: A folder holds no result, or no manifest.
-        ManifestMismatchError: Simulator, its settings or versions differ.
-        ConfigError: The lists of episodes differ.
+        ManifestMismatchError: Simulator, its settings or versions differ, or how actions were drawn.
+        ConfigError: The lists of episodes differ, or both are one folder.
     """
     from rlinf.evaluation.report import write_report
 
     folders = [evaluation_folder(path) for path in (folder_a, folder_b)]
+    if folders[0].resolve() == folders[1].resolve():
+        raise ConfigError(
+            f"{folder_a} and {folder_b} are one evaluation, which cannot be compared with itself; required: two folders. "
+            "Type rlinf evaluate --compare <baseline folder> <other folder>"
+        )
     mismatches = check_conditions(*folders, allow_mismatch)
     results = [EvaluationResult.from_json(folder / RESULT_FILE) for folder in folders]
     comparison = compare(*results, allow_mismatch)
     comparison.a, comparison.b = (str(path) for path in folders)
-    comparison.mismatches = mismatches
+    comparison.mismatches = mismatches + comparison.mismatches
     write_text(folders[1] / COMPARISON_FILE, json.dumps(comparison.as_dict(), indent=1))
     write_report(folders[1])
     return comparison
@@ -255,10 +268,17 @@ def check_conditions(folder_a: Path, folder_b: Path | Manifest, allow_mismatch: 
             f"Evaluate again, or type 'evaluation.allow_mismatch=[{','.join([*allow_mismatch, CONDITIONS])}]'"
         )
     first, second = (Manifest.load(one) if isinstance(one, Path) else one for one in (folder_a, folder_b))
-    check_allowed(allow_mismatch, first, second, also=(EPISODES, CONDITIONS))
+    check_allowed(allow_mismatch, first, second, also=COMPARISON_NAMES)
     worlds = [one for one in compare_manifests(first, second) if one.field.partition(".")[0] not in POLICY_FIELDS]
     sentence = "The two evaluations ran under conditions that differ (first: saved, second: present)"
     return [str(one) for one in refuse(worlds, allow_mismatch, sentence) if one.must_match]
+
+
+def sampling_differences(result_a: EvaluationResult, result_b: EvaluationResult) -> list[Mismatch]:
+    """Return what differs in how actions were drawn; temperature and seed matter where they are sampled."""
+    names = ["greedy"] if result_a.greedy or result_b.greedy else ["temperature", "seed"]
+    pairs = {name: (getattr(result_a, name), getattr(result_b, name)) for name in names}
+    return [Mismatch(name, old, new, must_match=True) for name, (old, new) in pairs.items() if old != new]
 
 
 def _by_episode(result: EvaluationResult, which: str) -> dict[tuple[str, str, int, int], EpisodeResult]:

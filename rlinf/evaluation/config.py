@@ -30,5 +30,5 @@ class EvaluationConfig:
     allow_mismatch: list[str] = option(
         [],
         "Manifest fields in which a checkpoint may differ from the present conditions, e.g. [env.max_episode_steps]; "
-        "of a comparison also: episodes (the lists differ), conditions (a manifest is missing).",
+        "of a comparison also: episodes (the lists differ), conditions (a manifest is missing), greedy, temperature, seed.",
     )

@@ -1,8 +1,9 @@
 """Success of a policy on a fixed list of episodes: each once, no auto-reset, greedy unless told otherwise.
 
 The result depends on the policy and the list only. Random draws come from one stream per episode, and every policy call
-runs on the same number of rows (the last are repeats), because a matrix product of another shape may round differently.
-So the number of environments, and which episodes happen to run side by side, change nothing.
+runs on the same number of rows (the last are repeats) with prompts of one length, because a matrix product of another
+shape may round differently, and so does attention beside padding. So the number of environments, and which episodes
+happen to run side by side, change nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from rlinf.envs.base import VectorEnv
     from rlinf.models.embodiment.base import ActionModel
 
-MAX_ROWS = 16  # rows of a policy call; larger calls gain little, and waste more when few episodes still run
+NUM_ROWS = 16  # rows of a policy call; larger calls gain little, and waste more when few episodes still run
 
 
 @contextmanager
@@ -44,10 +45,10 @@ def evaluation_mode(model: ActionModel) -> Iterator[None]:
 
 
 class RowPolicy:
-    """Acts for single rows, each with its own random numbers, in calls of one fixed shape."""
+    """Acts for single rows, each with its own random numbers and inputs, in calls of ``NUM_ROWS`` rows of one shape."""
 
-    def __init__(self, model: ActionModel, num_rows: int, greedy: bool, temperature: float, seed: int) -> None:
-        self.model, self.num_rows = model, num_rows
+    def __init__(self, model: ActionModel, greedy: bool, temperature: float, seed: int) -> None:
+        self.model = model
         self.greedy, self.temperature, self.seed = greedy, temperature, seed
 
     def stream(self, spec: EpisodeSpec) -> np.random.Generator:
@@ -56,25 +57,31 @@ class RowPolicy:
 
     def act(self, observation: Observation, streams: Sequence[np.random.Generator]) -> np.ndarray:
         """Return float32 actions ``[K, C, D]`` for the ``K`` rows of ``observation``."""
-        num_rows = self.num_rows
         uniforms = None
         if not self.greedy:
             tiny = np.finfo(np.float32).tiny
             draws = [stream.random(self.model.num_uniforms, dtype=np.float32) for stream in streams]
             uniforms = np.maximum(np.stack(draws), tiny)
-        parts = []
-        for first in range(0, len(observation), num_rows):
-            index = np.arange(first, min(first + num_rows, len(observation)))
-            padded = np.concatenate([index, np.full(num_rows - len(index), index[-1])])
-            inputs = self.model.preprocess(observation.select(padded))
+        inputs = [self.model.preprocess(observation.select(np.array([row]))) for row in range(len(observation))]
+        actions: dict[int, np.ndarray] = {}
+        for rows in _calls(inputs):
+            padded = rows + [rows[-1]] * (NUM_ROWS - len(rows))
             prediction = self.model.predict_action_batch(
                 do_sample=not self.greedy,
                 temperature=self.temperature,
                 uniforms=None if uniforms is None else torch.from_numpy(uniforms[padded]),
-                **inputs,
+                **{name: torch.cat([inputs[row][name] for row in padded]) for name in inputs[rows[0]]},
             )
-            parts.append(prediction.actions[: len(index)].float().cpu().numpy())
-        return np.concatenate(parts)
+            actions |= zip(rows, prediction.actions[: len(rows)].float().cpu().numpy(), strict=True)
+        return np.stack([actions[row] for row in range(len(observation))])
+
+
+def _calls(inputs: Sequence[dict[str, torch.Tensor]]) -> list[list[int]]:
+    """Split rows into calls of at most ``NUM_ROWS``, in each of which all tensors of a row have the same shapes."""
+    groups: dict[tuple, list[int]] = {}
+    for row, tensors in enumerate(inputs):
+        groups.setdefault(tuple((name, tensor.shape) for name, tensor in tensors.items()), []).append(row)
+    return [group[first : first + NUM_ROWS] for group in groups.values() for first in range(0, len(group), NUM_ROWS)]
 
 
 def evaluate_policy(
@@ -85,7 +92,6 @@ def evaluate_policy(
     greedy: bool = True,
     temperature: float = 1.0,
     seed: int = 0,
-    val_micro_batch_size: int = MAX_ROWS,
     video_folder: str | os.PathLike | None = None,
     num_videos_per_task: int = 2,
     video_size: int = 224,
@@ -101,7 +107,6 @@ def evaluate_policy(
         greedy: Take the most likely actions; False samples at ``temperature``.
         temperature: Divides the logits.
         seed: Of the sampling; an episode's draws depend on it and on its spec only.
-        val_micro_batch_size: Largest number of rows of a policy call; above ``MAX_ROWS`` it makes no difference.
         video_folder: Where MP4s go; None: no videos.
         num_videos_per_task: 1: the first success of each task; 2: also the first failure; more: further pairs.
         video_size: Pixels of a frame's side.
@@ -116,8 +121,8 @@ def evaluate_policy(
     """
     if not specs:
         raise ConfigError("The list of evaluation episodes is empty; use evaluation.num_episodes=200 or more.")
-    start = time.monotonic()
-    policy = RowPolicy(model, min(val_micro_batch_size, MAX_ROWS), greedy, temperature, seed)
+    start, num_restarts = time.monotonic(), env.num_restarts
+    policy = RowPolicy(model, greedy, temperature, seed)
     found = {result.spec: result for result in known}
     queue = [spec for spec in specs if spec not in found]
     with evaluation_mode(model):
@@ -128,6 +133,11 @@ def evaluate_policy(
         evaluation = EvaluationResult(results, greedy, temperature, seed)
         if video_folder is not None:
             evaluation.videos = _record(policy, env, results, Path(video_folder), num_videos_per_task, video_size)
+    if env.num_restarts > num_restarts:
+        evaluation.warnings.append(
+            f"{env.num_restarts - num_restarts} of the simulators' worker processes were lost and replaced, and the episodes "
+            "that ran in them began anew; the log tells why"
+        )
     evaluation.wall_s = time.monotonic() - start
     return evaluation
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +23,10 @@ class PartialResults:
     fails. An episode's result depends on the conditions and its spec only, so results of an earlier process under
     equal conditions are those that this one would find.
 
+    Attributes:
+        known: Results of earlier processes.
+        earlier_s: Seconds that these processes took until their last result.
+
     Args:
         folder: Of the evaluation.
         conditions: JSON values: all that results depend on.
@@ -33,7 +39,11 @@ class PartialResults:
     def __init__(self, folder: Path, conditions: dict[str, Any]) -> None:
         self.path = folder / PARTIAL_FILE
         self.conditions = json.loads(json.dumps(conditions, default=str))
-        self.known = self._read() if self.path.exists() else []
+        self.known: list[EpisodeResult] = []
+        self.earlier_s = 0.0
+        self._start = time.monotonic()
+        if self.path.exists():
+            self._read()
         self.num_results = len(self.known)
         folder.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a", encoding="utf-8")
@@ -42,7 +52,7 @@ class PartialResults:
 
     def add(self, result: EpisodeResult) -> None:
         """Append a finished episode."""
-        self._write(asdict(result))
+        self._write({**asdict(result), "wall_s": self.earlier_s + time.monotonic() - self._start})
         self.num_results += 1
 
     def __enter__(self) -> Self:
@@ -60,13 +70,14 @@ class PartialResults:
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
 
-    def _read(self) -> list[EpisodeResult]:
+    def _read(self) -> None:
         """Read what an earlier process left; a last line that it did not finish is cut off."""
-        text = self.path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
+        content = self.path.read_bytes()
+        num_whole = content.rfind(b"\n") + 1
         try:
-            lines = [json.loads(line) for line in whole.splitlines()]
+            lines = [json.loads(line) for line in content[:num_whole].decode("utf-8").splitlines()]
             saved = lines[0] if lines else self.conditions
+            seconds = [line.pop("wall_s") for line in lines[1:]]
             results = [EpisodeResult(**{**line, "spec": EpisodeSpec(**line["spec"])}) for line in lines[1:]]
             differ = sorted(
                 name for name in {**saved, **self.conditions} if saved.get(name) != self.conditions.get(name)
@@ -82,5 +93,6 @@ class PartialResults:
                 f"conditions ({', '.join(differ)}). Restore them to go on, delete the file, or type "
                 "output_dir=<another folder>"
             )
-        self.path.write_text(whole, encoding="utf-8")
-        return results
+        if num_whole < len(content):
+            os.truncate(self.path, num_whole)
+        self.known, self.earlier_s = results, max(seconds, default=0.0)

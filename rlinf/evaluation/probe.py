@@ -148,7 +148,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             lines.append(f"there is no object {name}")
             continue
         moved, turned = pose_gap(old, new)
-        if moved > MAX_POSITION_GAP_M or turned > MAX_ANGLE_GAP_DEG:
+        if not (moved <= MAX_POSITION_GAP_M and turned <= MAX_ANGLE_GAP_DEG):  # NaN has drifted too
             lines.append(f"{name} is {1000 * moved:.1f} mm and {turned:.1f} degrees from where it was")
     lines += [f"there is a new object {name}" for name in now["poses"] if name not in before["poses"]]
     return lines + _state_differences(before["state"], now["state"])
@@ -161,7 +161,7 @@ def pose_gap(before: list[float], now: list[float]) -> tuple[float, float]:
     """
     old, new = np.array(before, np.float64), np.array(now, np.float64)
     lengths = np.linalg.norm(old[3:]) * np.linalg.norm(new[3:])
-    cosine = min(1.0, abs(float(old[3:] @ new[3:])) / lengths) if lengths else 1.0
+    cosine = np.minimum(1.0, abs(old[3:] @ new[3:]) / lengths) if lengths else 1.0  # NaN stays NaN
     return float(np.linalg.norm(new[:3] - old[:3])), float(np.degrees(2 * np.arccos(cosine)))
 
 
@@ -169,7 +169,7 @@ def _state_differences(before: list[float] | None, now: list[float] | None) -> l
     if before is None or now is None or len(before) != len(now):
         return []
     old, new = np.array(before), np.array(now)
-    gap = np.abs(new - old) / np.maximum(1.0, np.abs(old))
+    gap = np.nan_to_num(np.abs(new - old) / np.maximum(1.0, np.abs(old)), nan=np.inf)
     worst = int(gap.argmax()) if len(gap) else 0
     if not len(gap) or gap[worst] <= MAX_STATE_GAP:
         return []

@@ -40,7 +40,8 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     data = read_run(run_folder)
     title = str(data.summary.get("experiment") or data.folder.resolve().name)
     parts = (
-        headline, warnings, _success_curves, tasks, comparisons, all_evaluations, _gallery, _training_curves, _texts,
+        headline, warnings, _success_curves, tasks, _success_by_step, comparisons, all_evaluations, _gallery, _training_curves,
+        _texts,
     )  # fmt: skip
     sections = [_header(title, data), *(part(data) for part in parts)]
     page = (
@@ -84,6 +85,17 @@ def _success_curves(data: RunData) -> str:
         rollouts = _series(shown, x, "rollout/success_rate", "rollouts (sampled, training episodes)", 3)
         cards.append(_card(title, [rollouts, _evaluated(shown, x)], x_label, "success rate", percent=True))
     return f'<section class="charts first">{"".join(cards)}</section>' if any(cards) else ""
+
+
+def _success_by_step(data: RunData) -> str:
+    """How soon the episodes of the evaluations that the table of tasks shows were solved."""
+    shown = [one for one in (data.before, data.after) if one] or data.evaluations[-1:]
+    colours = [1] if len(shown) == 1 else [2, 1]
+    series = [
+        Series(one.name, one.result.success_by_step(), colour) for one, colour in zip(shown, colours, strict=True)
+    ]
+    card = _card("Solved within t env steps", series, "t (env steps)", "share of episodes", percent=True)
+    return f'<section class="charts">{card}</section>' if card else ""
 
 
 RL_CURVES: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.compare import COMPARISON_FILE, compare
+from rlinf.evaluation.compare import COMPARISON_FILE, compare, sampling_differences
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.tracking.tracker import read_metrics
 
@@ -108,8 +108,10 @@ def read_run(folder: str | os.PathLike) -> RunData:
 
 
 def _gain(before: Evaluation, after: Evaluation) -> dict[str, Any] | None:
-    """Compare two evaluations of a run; None where the list of episodes was changed between them."""
+    """Compare two evaluations of a run; None where episodes or the way of drawing actions were changed between them."""
     if {one.spec for one in before.result.results} != {one.spec for one in after.result.results}:
+        return None
+    if sampling_differences(before.result, after.result):
         return None
     comparison = compare(before.result, after.result)
     comparison.a, comparison.b = before.name, after.name

@@ -99,6 +99,13 @@ class EvaluationResult:
         """95 % Wilson interval of ``success_rate``."""
         return self.total.interval
 
+    def success_by_step(self) -> list[tuple[int, float]]:
+        """Return ``(t, share)`` for ``t`` from 0 to the longest episode: the share of all episodes that ended with
+        success within ``t`` env steps."""
+        ends = [result.num_env_steps for result in self.results if result.success]
+        longest = max(result.num_env_steps for result in self.results)
+        return [(t, sum(end <= t for end in ends) / self.episodes) for t in range(longest + 1)]
+
     def metrics(self) -> dict[str, float]:
         """Return the ``eval/`` metrics of a tracker line, with the success rate of each task."""
         low, high = self.interval

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,25 +20,27 @@ from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError
 from rlinf.evaluation.compare import (
     COMPARISON_FILE,
-    CONDITIONS,
-    EPISODES,
+    COMPARISON_NAMES,
     RESULT_FILE,
     check_conditions,
     compare,
     compare_folders,
     evaluation_folder,
 )
+from rlinf.evaluation.config import EvaluationConfig
 from rlinf.evaluation.evaluator import evaluate_policy
-from rlinf.evaluation.partial import PartialResults
-from rlinf.evaluation.probe import drift, take_probe
+from rlinf.evaluation.partial import PARTIAL_FILE, PartialResults
+from rlinf.evaluation.probe import NUM_EPISODES, drift, take_probe
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import write_text
-from rlinf.manifest import Manifest, build_manifest, check, verify_files
+from rlinf.manifest import MANIFEST_FILE, Manifest, build_manifest, check, verify_files
 from rlinf.models import build_policy
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
-from rlinf.training.checkpoint import CONFIG_FILE, resolve_checkpoint
+from rlinf.tracking.tracker import METRICS_FILE
+from rlinf.training.checkpoint import CHECKPOINTS_FOLDER, CONFIG_FILE, STATE_FILE, resolve_checkpoint
+from rlinf.training.model_files import weights_digest
 from rlinf.training.policy_loading import load_policy, statistics_of_env
 from rlinf.types import EpisodeResult, EpisodeSpec
 
@@ -54,24 +57,26 @@ def evaluate(config: RunConfig) -> EvaluationResult:
     Raises:
         CheckpointError: The folder is no checkpoint or is damaged.
         ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
-        ConfigError: The split has fewer episodes than asked for, or others than the evaluation to compare with.
+        ConfigError: The split has fewer episodes than asked for, or others than the evaluation to compare with; or
+            ``output_dir`` holds something that would be overwritten.
     """
     settings, output = config.evaluation, Path(config.output_dir)
     baseline = evaluation_folder(settings.compare) if settings.compare else None
+    check_output(output, baseline)
     set_num_threads(config.cluster.num_threads, 1)
     seed_everything(config.seed)
-    env = make_env(config.env, settings.num_envs, auto_reset=False)
+    env = make_env(config.env, _num_envs(settings), auto_reset=False)
     try:
         specs = episode_list(env, settings.split, settings.num_episodes)
         model, manifest, saved = _load(config, env)
         if baseline is not None:
-            _check_comparable(baseline, manifest, env, specs, settings.allow_mismatch)
+            _check_comparable(baseline, manifest, env, specs, config)
         warnings = _compare_with_checkpoint(config, env, manifest, saved)
         device = _device(config.cluster.device)
         model = model.to(device)
         mixed = config.model.precision == "bf16-mixed"
         with (
-            PartialResults(output, _conditions(config, manifest, saved, specs)) as partial,
+            PartialResults(output, {"device": device, **conditions(config, manifest, saved, specs)}) as partial,
             torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext(),
         ):
             progress = _Progress(partial, len(specs), config.tracking.progress)
@@ -82,25 +87,73 @@ def evaluate(config: RunConfig) -> EvaluationResult:
                 greedy=settings.greedy,
                 temperature=config.rollout.temperature,
                 seed=config.seed,
-                val_micro_batch_size=config.model.val_micro_batch_size,
                 video_folder=output / "videos" if settings.num_videos_per_task else None,
                 num_videos_per_task=settings.num_videos_per_task,
                 video_size=settings.video_size,
                 known=partial.known,
                 on_result=progress.add,
             )
-            result.warnings = warnings
+            result.warnings = warnings + result.warnings
+            result.wall_s += partial.earlier_s
+            manifest.save(output)
+            write_text(output / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
             (output / COMPARISON_FILE).unlink(missing_ok=True)  # it was made of an earlier result
             result.to_json(output / RESULT_FILE)
     finally:
         env.close()
-    manifest.save(output)
-    write_text(output / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
     print(f"{result.table()}\nresults: {output / RESULT_FILE}", flush=True)
     if baseline is not None:
         print(compare_folders(baseline, output, settings.allow_mismatch).table(), flush=True)
     print(f"report: {write_report(output)}", flush=True)
     return result
+
+
+def check_output(output: Path, baseline: Path | None) -> None:
+    """Refuse a folder in which an evaluation would overwrite something.
+
+    Args:
+        output: Where results are to go.
+        baseline: Folder of the evaluation to compare with.
+
+    Raises:
+        ConfigError: It is the baseline's, holds a finished evaluation, or is or lies in a run, checkpoint or export.
+    """
+    place = output.resolve()
+    if baseline is not None and baseline.resolve() == place:
+        raise ConfigError(
+            f"evaluation.compare={baseline} and output_dir={output} are one folder: the baseline would be overwritten and "
+            "compared with itself. Type output_dir=<another folder>"
+        )
+    for folder in (place, *place.parents):
+        if _belongs_to_training(folder):
+            raise ConfigError(
+                f"output_dir is '{output}', which is or lies in a run, checkpoint or export ({folder}); an evaluation "
+                "would overwrite its files. Type output_dir=<another folder>"
+            )
+    if (place / RESULT_FILE).exists() and not (place / PARTIAL_FILE).exists():
+        raise ConfigError(
+            f"output_dir is '{output}', which holds the {RESULT_FILE} of a finished evaluation. Delete the folder, or type "
+            "output_dir=<another folder>"
+        )
+
+
+def _belongs_to_training(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in (METRICS_FILE, STATE_FILE)):
+        return True
+    if any(folder.glob(f"{CHECKPOINTS_FOLDER}/*/{STATE_FILE}")):
+        return True
+    try:
+        manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and bool(manifest.get("files"))  # that of an evaluation lists none
+
+
+def _num_envs(settings: EvaluationConfig) -> int:
+    """No more environments than there are episodes, but enough for the probe."""
+    if settings.num_episodes is None:
+        return settings.num_envs
+    return min(settings.num_envs, max(settings.num_episodes, NUM_EPISODES if settings.probe else 1))
 
 
 class _Progress:
@@ -161,7 +214,7 @@ def _compare_with_checkpoint(
     """Refuse other conditions than the checkpoint's, take the probe, and return and log what a reader should know."""
     warnings = []
     if saved is not None:
-        allowed = [name for name in config.evaluation.allow_mismatch if name not in (EPISODES, CONDITIONS)]
+        allowed = [name for name in config.evaluation.allow_mismatch if name not in COMPARISON_NAMES]
         mismatches = [mismatch for mismatch in check(saved, manifest, allowed) if mismatch.must_match]
         warnings += [f"allowed by evaluation.allow_mismatch: {mismatch}" for mismatch in mismatches]
     if config.evaluation.probe:
@@ -174,25 +227,39 @@ def _compare_with_checkpoint(
 
 
 def _check_comparable(
-    baseline: Path, manifest: Manifest, env: VectorEnv, specs: Sequence[EpisodeSpec], allow_mismatch: Sequence[str]
+    baseline: Path, manifest: Manifest, env: VectorEnv, specs: Sequence[EpisodeSpec], config: RunConfig
 ) -> None:
     """Raise now what a comparison would raise after hours of episodes."""
-    check_conditions(baseline, manifest, allow_mismatch)
-    planned = [EpisodeResult(spec, env.task_names[spec.task_id], False, 0.0, 0) for spec in specs]
-    compare(EvaluationResult.from_json(baseline / RESULT_FILE), EvaluationResult(planned), allow_mismatch)
+    allowed = config.evaluation.allow_mismatch
+    check_conditions(baseline, manifest, allowed)
+    rows = [EpisodeResult(spec, env.task_names[spec.task_id], False, 0.0, 0) for spec in specs]
+    planned = EvaluationResult(rows, config.evaluation.greedy, config.rollout.temperature, config.seed)
+    compare(EvaluationResult.from_json(baseline / RESULT_FILE), planned, allowed)
 
 
-def _conditions(
+def conditions(
     config: RunConfig, manifest: Manifest, saved: Manifest | None, specs: Sequence[EpisodeSpec]
 ) -> dict[str, Any]:
-    """Return all that a result depends on."""
+    """Return all that a result depends on, as JSON values.
+
+    Args:
+        config: Of the evaluation.
+        manifest: Of the present conditions; the weights below adapters are in it.
+        saved: The checkpoint's; None: there is none, and the weights are those that ``config.model`` names.
+        specs: The episodes.
+    """
+    model = config.model
     return {
         "episodes": [len(specs), str(specs[0]), str(specs[-1])],
-        "weights": None if saved is None else saved.files,
+        "weights": [weights_digest(path) for path in (model.model_path, model.lora_path)]
+        if saved is None
+        else saved.files,
+        "env.reward_mode": config.env.reward_mode,
+        "env.success_bonus": config.env.success_bonus,
         **{name: value for name, value in manifest.facts().items() if name not in ("git_revision", "policy_version")},
         "greedy": config.evaluation.greedy,
         "temperature": config.rollout.temperature,
-        "model.settings": to_mapping(config.model),
+        "model.settings": to_mapping(model),
     }
 
 

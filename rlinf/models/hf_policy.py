@@ -291,8 +291,10 @@ def check_loss(loss_fn: Any, temperature: float, lora_dropout: float = 0.0) -> N
         )
 
 
-def refused_together(function: Callable[[], Result], sum_values: Callable[[list[float]], list[float]] = sum_over_ranks) -> Result:
-    """Run a function without collectives on every rank; where one refuses its rows, all raise, so that none waits for it.
+def refused_together(
+    function: Callable[[], Result], sum_values: Callable[[list[float]], list[float]] = sum_over_ranks
+) -> Result:
+    """Run a function without collectives on every rank; where one refuses its rows, all raise and none waits.
 
     Args:
         function: Returns the result of this rank.
@@ -310,7 +312,9 @@ def refused_together(function: Callable[[], Result], sum_values: Callable[[list[
     if error is not None:
         raise error
     if num_refused:
-        raise ConfigError(f"{num_refused} other rank(s) refused their rows, so no step was taken. Their messages say why")
+        raise ConfigError(
+            f"{num_refused} other rank(s) refused their rows, so no step was taken. Their messages say why"
+        )
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from torch import Tensor
 
@@ -32,8 +33,15 @@ def validate_log_probability_consistency(
         Whether it is within the threshold; NaN is not. The reason of a False is logged as a warning.
 
     Raises:
-        ConfigError: The backends return log-probabilities of different shapes, or nothing was generated.
+        ConfigError: The backends know different vocabularies, return log-probabilities of different shapes, or nothing was
+            generated.
     """
+    sizes = [vocab_size(backend) for backend in (training_backend, inference_backend)]
+    if None not in sizes and sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"The training backend has vocab_size={sizes[0]}, the inference backend {sizes[1]}; required: one vocabulary. "
+            "Type model_name=<one folder for both>"
+        )
     temperatures = [getattr(backend, "temperature", None) for backend in (training_backend, inference_backend)]
     inference_backend.prepare_for_generation()
     try:
@@ -54,6 +62,14 @@ def validate_log_probability_consistency(
         hint = f" The training backend has temperature={temperatures[0]}, the inference backend {temperatures[1]}."
     logger.warning("mean exp|log-prob difference| is %.4f, more than %.4f.%s", error, threshold, hint)
     return False
+
+
+def vocab_size(backend: Any) -> int | None:
+    """Tokens that a policy or an engine knows; None where it has neither ``vocab_size`` nor a ``model`` with a ``config``."""
+    if hasattr(backend, "vocab_size"):
+        return backend.vocab_size
+    config = getattr(getattr(backend, "model", None), "config", None)
+    return None if config is None else config.get_text_config().vocab_size
 
 
 def log_probability_error(training: Tensor, inference: Tensor, mask: Tensor) -> float:

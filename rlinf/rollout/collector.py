@@ -7,15 +7,18 @@ weights and the step alone, not (but for the rounding of matrix products of anot
 lanes or ranks.
 
 Where a simulator is lost (``ChunkStep.lost_env_ids``), what the policy did in that episode stays in the batch, but with
-``loss_mask`` false, and the episode begins anew under a new id.
+``loss_mask`` false, and the episode begins anew under a new id. A lane in which the first episode of an env was lost
+counts no results: what had ended by then is mostly quick successes, and so is what ends of the second tries.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from threading import Event
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,6 +110,7 @@ class RolloutCollector:
         self.temperature = temperature
         self.autocast = autocast
         self.offload_envs = offload_envs
+        self._stop = Event()
         self.block = np.arange(num_envs).reshape(num_ranks, -1)[rank]
         self.lanes = [
             _Lane(make_env(len(ids)), ids, ThreadPoolExecutor(1, thread_name_prefix="rollout"))
@@ -114,10 +118,12 @@ class RolloutCollector:
         ]
 
     def close(self) -> None:
-        """Close the envs in the threads that own their graphics contexts."""
+        """Close the envs in the threads that own their graphics contexts; a rollout that still runs ends with its chunk."""
+        self._stop.set()
+        closings = [lane.executor.submit(lane.env.close) for lane in self.lanes]
         for lane in self.lanes:
-            lane.executor.submit(lane.env.close).result()
             lane.executor.shutdown()
+        _results(closings)
 
     def collect(
         self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0
@@ -133,21 +139,29 @@ class RolloutCollector:
 
         Returns:
             Time-major batch of this rank's envs, without the trainer's fields.
+
+        Raises:
+            Exception: What was raised in a lane; the others end with the chunk that they are in.
         """
         generator = torch.Generator().manual_seed(derive_seed(self.sampler.seed, "actions", step, attempt))
         uniforms = torch.rand(self.num_chunks, self.num_envs, model.num_uniforms, generator=generator)
         uniforms.clamp_min_(torch.finfo(torch.float32).tiny)  # the open interval (0, 1)
         recorder = _Recorder(self.num_chunks, len(self.block))
         num_threads = torch.get_num_threads()
+        self._stop = stop = Event()
         lanes = [
             _Rollout(self, lane, model, recorder, uniforms[:, lane.env_ids], (step, attempt), policy_version, num_threads)
             for lane in self.lanes
         ]
-        starts = [lane.executor.submit(rollout.start) for lane, rollout in zip(self.lanes, lanes, strict=True)]
-        recorder.allocate([start.result() for start in starts][0])
-        futures = [lane.executor.submit(rollout.play, needs_values) for lane, rollout in zip(self.lanes, lanes, strict=True)]
-        parts = [future.result() for future in futures]
-        torch.set_num_threads(num_threads)
+        pairs = list(zip(self.lanes, lanes, strict=True))
+        try:
+            recorder.allocate(_results([lane.executor.submit(rollout.start) for lane, rollout in pairs])[0])
+            parts = _results([lane.executor.submit(rollout.play, needs_values, stop) for lane, rollout in pairs])
+        except BaseException:
+            stop.set()
+            raise
+        finally:
+            torch.set_num_threads(num_threads)
         tensors = [part.tensors() for part in parts]
         return replace(
             parts[0],
@@ -156,6 +170,12 @@ class RolloutCollector:
             specs={key: spec for part in parts for key, spec in part.specs.items()},
             **{name: torch.cat([each[name] for each in tensors], dim=1) for name in tensors[0]},
         )
+
+
+def _results(futures: list[Future]) -> list[Any]:
+    """Wait until all are done, or one has raised, which is raised here."""
+    wait(futures, return_when=FIRST_EXCEPTION)
+    return [future.result() for future in futures if future.done()]
 
 
 class _Rollout:
@@ -174,6 +194,7 @@ class _Rollout:
         self.positions = np.zeros(len(lane.env_ids), dtype=np.int64)
         self.num_begun = np.zeros(len(lane.env_ids), dtype=np.int64)  # as positions, and one more for each lost episode
         self.void_episodes: list[int] = []
+        self.lost_a_first_episode = False
         self.specs: dict[int, EpisodeSpec] = {}
 
     def start(self) -> Observation:
@@ -190,15 +211,22 @@ class _Rollout:
         return self.collector.sampler.spec(self.step, int(self.env_ids[row]), int(self.positions[row]), self.attempt)
 
     @torch.no_grad()
-    def play(self, needs_values: bool) -> RolloutBatch:
-        """Act and step ``num_chunks`` times."""
-        torch.set_num_threads(self.num_threads)
+    def play(self, needs_values: bool, stop: Event) -> RolloutBatch:
+        """Act and step ``num_chunks`` times, or until ``stop`` is set.
+
+        Raises:
+            CancelledError: It was.
+        """
+        if not stop.is_set():  # else the other threads go on with all of torch's threads
+            torch.set_num_threads(self.num_threads)
         model, temperature = self.model, self.collector.temperature
         alive = np.ones(len(self.env_ids), dtype=bool)
         chunks: list[ChunkStep] = []
         tokens, logprobs, alives, episode_ids, episodes = [], [], [], [], []
         with self.collector.autocast():
             for t in range(self.collector.num_chunks):
+                if stop.is_set():
+                    raise CancelledError
                 self.recorder.write(t, self.columns, self.observation)
                 inputs = model.preprocess(self.observation)
                 prediction = model.predict_action_batch(
@@ -214,12 +242,13 @@ class _Rollout:
                 episodes += [episode for row, episode in ended if first[row]]
                 chunks.append(chunk)
                 self.void_episodes += episode_ids[-1][chunk.lost_env_ids].tolist()
+                self.lost_a_first_episode |= bool((self.positions[chunk.lost_env_ids] == 0).any())
                 self.num_begun[chunk.lost_env_ids] += 1
                 self.observation = chunk.observation
                 if not self.env.auto_reset:
                     alive = alive & ~(chunks[-1].terminated | chunks[-1].truncated)
             batch = self._batch(chunks, alives, episode_ids, tokens, logprobs)
-            batch.episodes = episodes
+            batch.episodes = [] if self.lost_a_first_episode else episodes
             if needs_values:
                 self._fill_bootstrap(chunks, batch)
         if self.collector.offload_envs:

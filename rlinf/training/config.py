@@ -21,7 +21,7 @@ class RolloutConfig:
     )
     auto_reset: bool = option(True, "Start a new episode where one ends; false: one episode per env and iteration.")
     temperature: float = option(1.0, "Divides the logits in rollout and training alike.", minimum=1e-6)
-    offload_envs: bool = option(False, "Free the simulators' graphics memory between rollouts.")
+    offload_envs: bool = option(False, "Free the simulators' graphics memory, and end their worker processes, between rollouts.")
     num_lanes: int = option(2, "Threads that each play a share of the envs: while one steps, the policy acts for another.", minimum=1)
     backend: str = option("torch", "What runs the policy: torch (the model that is trained), or vllm (an engine in its own process).", choices=("torch", "vllm"))
     vllm: VllmOptions = option(VllmOptions(), "Settings of the vLLM engine.")
@@ -41,7 +41,7 @@ class TrainerConfig:
     adam_eps: float = option(1e-8, "AdamW epsilon.", minimum=0)
     warmup_steps: int = option(0, "Optimiser steps of linear warm-up.", minimum=0)
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this global norm.", minimum=0)
-    parity_max_gap: float = option(1e-3, "Largest accepted |rollout - trainer| log-prob at step 0; above it the run stops.", minimum=0)
+    parity_max_gap: float = option(1e-3, "Largest accepted |rollout - trainer| log-prob at the first step of a process; above it the run stops.", minimum=0)
     eval_every: int = option(0, "Iterations between evaluations; 0: only before and after training.", minimum=0)
     save_every: int = option(0, "Iterations between checkpoints; 0: only at the end.", minimum=0)
     max_keep: int = option(2, "Newest checkpoints kept; -1: all.", minimum=-1)
@@ -73,6 +73,9 @@ class SFTConfig:
     )
     state_key: str | None = option(
         None, "Column of the dataset with the robot's state; null: observation.state (LeRobot), observation/state (RLDS)."
+    )
+    allow_mismatch: list[str] = option(
+        [], "Keys of `env` in which the dataset, where `rlinf collect` wrote it, may differ from the present env."
     )
     num_workers: int = option(2, "Threads per rank that read batches of the dataset ahead; 0: read when needed.", minimum=0)
     num_demonstrations: int = option(1200, "Episodes of the scripted expert.", minimum=1)

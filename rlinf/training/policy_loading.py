@@ -13,10 +13,11 @@ from rlinf.config.schema import RunConfig, build_config
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError
+from rlinf.manifest import BASE_FIELD, Manifest, Mismatch, refuse
 from rlinf.models import build_policy, get_model_config_and_processor
 from rlinf.models.config import TokenizerConfig
 from rlinf.training.checkpoint import CONFIG_FILE, is_checkpoint, load_weights, policy_folder
-from rlinf.training.model_files import STATISTICS_FILE
+from rlinf.training.model_files import STATISTICS_FILE, weights_digest
 
 
 def read_config(folder: str | os.PathLike) -> RunConfig:
@@ -49,6 +50,8 @@ def load_policy(folder: str | os.PathLike, config: RunConfig) -> Any:
 
     Raises:
         CheckpointError: The folder holds adapters and ``config`` does not expect any.
+        ManifestMismatchError: The adapters of an export belong to other base weights than those at
+            ``config.model.model_path``, and ``config.evaluation.allow_mismatch`` does not name them.
         ConfigError: A size in ``config`` is not that of the folder.
     """
     source = policy_folder(folder)
@@ -83,6 +86,8 @@ def statistics_of_env(
 def _load_adapter(folder: Path, source: Path, config: RunConfig) -> Any:
     if not config.model.is_lora:
         raise CheckpointError(f"{source} holds LoRA adapters and no base weights. Type model.is_lora=true")
+    if not is_checkpoint(folder):  # a checkpoint brings the base weights
+        _check_base(folder, config)
     overrides = None
     statistics = source / STATISTICS_FILE
     if statistics.is_file():  # those of the env, where the base weights had none
@@ -91,3 +96,13 @@ def _load_adapter(folder: Path, source: Path, config: RunConfig) -> Any:
     if is_checkpoint(folder):
         load_weights(folder, model)  # the base weights too, which may have been random ones
     return model
+
+
+def _check_base(folder: Path, config: RunConfig) -> None:
+    saved, present = Manifest.load(folder).lora.get("base_sha256"), weights_digest(config.model.model_path)
+    if saved is not None and saved != present:
+        mismatch = Mismatch(BASE_FIELD, saved, present, must_match=True)
+        sentence = (
+            f"The adapters of {folder} belong to other base weights than model.model_path={config.model.model_path}"
+        )
+        refuse([mismatch], config.evaluation.allow_mismatch, sentence)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.config.options import to_mapping
+from rlinf.config.options import override_text, to_mapping
 from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
 from rlinf.data.demonstrations import BatchSource, collect_demonstrations
@@ -25,6 +25,7 @@ from rlinf.data.formats import open_dataset
 from rlinf.distributed.process_group import launch, rank, resolve_device, set_num_threads, world_size
 from rlinf.distributed.weight_sync import WeightSync, frozen_copy
 from rlinf.envs import make_env
+from rlinf.envs.config import with_share_of_cores
 from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.probe import drift, take_probe
@@ -72,13 +73,23 @@ class Run:
         set_num_threads(config.cluster.num_threads, config.cluster.num_processes)
         seed_everything(config.seed)
         self.stop_signal: int | None = None
-        self.eval_env = make_env(config.env, config.evaluation.num_envs, auto_reset=False)
-        self.probe = take_probe(self.eval_env) if self.is_writer and config.evaluation.probe else None
+        env_config = with_share_of_cores(config.env, world_size())
+        self.eval_env = make_env(env_config, config.evaluation.num_envs, auto_reset=False)
         self.resumed_from = checkpoints.resolve_checkpoint(config.resume) if config.resume else None
         phase = "sft" if config.sft.max_steps > 0 else "rl"
+        saved: dict[str, Any] = {}
         if self.resumed_from is not None:
-            phase = checkpoints.read_loop_state(self.resumed_from)["phase"]
+            saved = checkpoints.read_loop_state(self.resumed_from)
+            phase = saved["phase"]
         self.dataset = open_dataset(config.sft, self.eval_env) if phase == "sft" and config.sft.dataset else None
+        digest = None if self.dataset is None else self.dataset.digest()
+        if phase == "sft" and saved.get("dataset", digest) != digest:
+            raise CheckpointError(
+                f"{self.resumed_from} has cloned other demonstrations than those of sft.dataset={override_text(config.sft.dataset)} "
+                "(other rows, tasks or statistics). Type sft.dataset=<the dataset of the run>, or begin a new run with "
+                f"init_from={config.resume} resume=null output_dir=<a new folder>"
+            )
+        self.probe = take_probe(self.eval_env) if self.is_writer and config.evaluation.probe else None
         self.model = self._build_model()
         sharded = world_size() > 1 if config.trainer.sharding == "auto" else config.trainer.sharding == "fsdp2"
         rollout_model = frozen_copy(self.model) if sharded else self.model
@@ -95,6 +106,8 @@ class Run:
             precision=config.model.precision,
         )
         self.state = self._initial_state(phase)
+        if phase == "sft":
+            self.state.dataset = digest
         self.tracker = self._open_tracker() if self.is_writer else None
         self.progress = Progress(enabled=config.tracking.progress and self.is_writer)
 
@@ -173,8 +186,9 @@ class Run:
         return tracker
 
     def evaluate(self, tag: str) -> EvaluationResult | None:
-        """Evaluate the rollout policy on the held-out episodes; on rank 0 only."""
+        """Evaluate the rollout policy on the held-out episodes; on rank 0 only. Until the next time its env is offloaded."""
         if not self.is_writer:
+            self.eval_env.offload()
             return None
         config = self.config.evaluation
         final = tag in SUMMARY_TAGS.values()
@@ -187,11 +201,11 @@ class Run:
                 greedy=config.greedy,
                 temperature=self.config.rollout.temperature,
                 seed=self.config.seed,
-                val_micro_batch_size=self.config.model.val_micro_batch_size,
                 video_folder=folder / "videos" if final and config.num_videos_per_task else None,
                 num_videos_per_task=config.num_videos_per_task,
                 video_size=config.video_size,
             )
+        self.eval_env.offload()
         result.to_json(folder / "result.json")
         self._manifest(self.state.policy_version).save(folder)
         self.progress.note(f"eval {tag}: {result.successes}/{result.episodes} = {result.success_rate:.1%} "
@@ -248,8 +262,9 @@ class Run:
             seed=config.seed,
             init_states=config.rollout.init_states,
         )
+        env_config = with_share_of_cores(config.env, config.rollout.num_lanes * world_size())
         return RolloutCollector(
-            lambda num_envs: make_env(config.env, num_envs, auto_reset=config.rollout.auto_reset),
+            lambda num_envs: make_env(env_config, num_envs, auto_reset=config.rollout.auto_reset),
             sampler,
             num_envs=config.rollout.num_envs,
             num_chunks=config.rollout.num_chunks,

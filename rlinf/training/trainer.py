@@ -38,6 +38,7 @@ class LoopState:
         train_wall_s: Seconds of training so far (demonstrations, cloning, RL; not evaluation).
         tracker_run_id: Identity of the metric run.
         evaluations: Tag to summary of each evaluation so far.
+        dataset: Hash of the dataset that is cloned (``StoredDemonstrations.digest``), or None.
     """
 
     phase: str = "sft"
@@ -48,6 +49,7 @@ class LoopState:
     train_wall_s: float = 0.0
     tracker_run_id: str | None = None
     evaluations: dict[str, Any] = field(default_factory=dict)
+    dataset: str | None = None
 
 
 class StopRequested(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,8 @@ from rlinf.data.demonstrations import ExpertDemonstrator, play_wave
 from rlinf.data.formats import open_dataset
 from rlinf.data.statistics import normalization_statistics
 from rlinf.envs import make_env
-from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.envs.tabletop.scene import NUM_SUBSTEPS, TIMESTEP_S
+from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, SimulatorError
 from rlinf.tracking import read_metrics
 from rlinf.training.run import train
 from rlinf.types import EpisodeSpec
@@ -82,6 +84,9 @@ def test_the_dataset_holds_what_the_expert_saw_and_wanted(expert):
     specs = [tuple(episode["spec"].values()) for episode in about["episodes"]]
     assert len(set(specs)) == len(specs) == 10, "each episode has an initial state of its own"
     assert about["demonstrator"] == "expert" and about["env"]["image_size"] == 64 and "mujoco" in about["versions"]
+    assert about["whole"] and dataset.info.env == about["env"]
+    info = json.loads((expert / "meta" / "info.json").read_text())
+    assert info["fps"] == round(1 / (TIMESTEP_S * NUM_SUBSTEPS)) == 12
 
 
 def test_only_successes_are_stored_whatever_the_number_of_envs(expert, tmp_path, capsys):
@@ -108,6 +113,58 @@ def test_nothing_is_written_where_no_episode_succeeds(tmp_path, capsys):
     words = ["collect", *ENV, *QUIET, f"dataset={tmp_path / 'data'}", "collect.num_episodes=2", "env.max_episode_steps=1"]
     assert main(words) == 2
     assert "None of 2 episodes succeeded" in (error := capsys.readouterr().err) and "Type collect.only_success=false" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def stopping(monkeypatch) -> None:
+    """Let Ctrl-C arrive while the third episode is written."""
+    add_episode = collecting.LeRobotWriter.add_episode
+
+    def interrupted(self, *args, **kwargs):
+        if self.info["total_episodes"] == 2:
+            signal.raise_signal(signal.SIGINT)
+        add_episode(self, *args, **kwargs)
+
+    monkeypatch.setattr(collecting.LeRobotWriter, "add_episode", interrupted)
+
+
+def failing(monkeypatch) -> None:
+    """Let the simulator fall over in the third wave."""
+    waves: list = []
+
+    def play(env, wave, actor):
+        if len(waves) == 2:
+            raise SimulatorError("a worker was lost too often")
+        waves.append(wave)
+        return play_wave(env, wave, actor)
+
+    monkeypatch.setattr(collecting, "play_wave", play)
+
+
+@pytest.mark.parametrize(("fault", "code", "kept"), [(stopping, 130, 3), (failing, 2, 4)])
+def test_a_collection_that_is_cut_short_keeps_what_has_ended(fault, code, kept, expert, tmp_path, monkeypatch, capsys):
+    fault(monkeypatch)
+    words = ["collect", *ENV, *QUIET, f"dataset={tmp_path / 'data'}", "collect.num_episodes=10", "collect.num_envs=2",
+             "collect.only_success=false", "sft.expert.aim_offset_m=[0.07,0.0]", "sft.expert.jitter=0.3"]  # fmt: skip
+    handler = signal.getsignal(signal.SIGINT)
+    assert main(words) == code and signal.getsignal(signal.SIGINT) is handler
+    assert f"cut short after {kept} of 10 episodes" in capsys.readouterr().out
+    found, whole = open_all(tmp_path / "data"), open_all(expert)
+    rows = np.flatnonzero(whole.episode_ids < kept)
+    np.testing.assert_array_equal(found.actions, whole.actions[rows])
+    np.testing.assert_array_equal(
+        found.rows(np.arange(len(rows)))[0].images["front"], whole.rows(rows)[0].images["front"]
+    )
+    about = recorded(tmp_path / "data")
+    assert about["episodes"] == recorded(expert)["episodes"][:kept] and not about["whole"]
+
+
+def test_nothing_is_left_of_a_collection_cut_short_before_its_first_episode(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(collecting, "play_wave", interrupted)
+    assert main(["collect", *ENV, *QUIET, f"dataset={tmp_path / 'data'}", "collect.num_episodes=2"]) == 130
     assert list(tmp_path.iterdir()) == []
 
 
@@ -143,6 +200,18 @@ def test_two_and_two_steps_on_a_dataset_equal_four(cloned, expert, tmp_path):
     whole = weights_of(cloned, 4)
     assert equal(whole, weights_of(tmp_path / "halves", 4))
     assert not equal(whole, weights_of(tmp_path / "halves", 2)), "two steps are told apart from four"
+
+
+def test_a_run_goes_on_with_the_dataset_that_it_began_with(cloned, expert, tmp_path):
+    other = collect(tmp_path / "other", "collect.num_episodes=4", "collect.only_success=false", "seed=9")
+    shutil.copytree(cloned, tmp_path / "run")
+    resume = f"resume={tmp_path / 'run'}"
+    for dataset in (f"sft.dataset={other}", "sft.dataset=null"):
+        with pytest.raises(CheckpointError, match=r"has cloned other demonstrations than .*Type sft.dataset=.*init_from="):
+            run(tmp_path / "run", expert, resume, "sft.max_steps=5", dataset)
+    moved = Path(shutil.copytree(expert, tmp_path / "moved"))
+    run(tmp_path / "run", moved, resume, "sft.max_steps=5")
+    assert (tmp_path / "run" / "checkpoints" / "sft_000005").is_dir()
 
 
 def test_the_policy_takes_its_statistics_from_the_dataset(cloned, expert):
@@ -181,6 +250,24 @@ def test_a_policy_is_collected_from_and_its_actions_are_the_stored_ones(cloned, 
     np.testing.assert_array_equal(dataset.rows(np.array(first))[0].images["front"], observation.images["front"])
     longest = max(episode["num_env_steps"] for episode in about["episodes"])
     assert len(calls) == -(-longest // 2), "the policy is asked once per chunk"
+    assert about["differences"] == []
+
+
+def test_a_policy_is_collected_from_under_its_own_conditions_or_the_differences_are_recorded(cloned, tmp_path, capsys):
+    words = ["collect", f"checkpoint={cloned}", "collect.num_episodes=2", "collect.num_envs=2", "collect.only_success=false",
+             "env.max_episode_steps=3", *QUIET]  # fmt: skip
+    assert main([*words, f"dataset={tmp_path / 'refused'}"]) == 2
+    message = capsys.readouterr().err
+    assert "ManifestMismatchError" in message and "evaluation.allow_mismatch=[env.max_episode_steps" in message
+    assert main([*words, f"dataset={tmp_path / 'data'}", "evaluation.allow_mismatch=[env]"]) == 0
+    found = recorded(tmp_path / "data")["differences"]
+    assert found and all(line.startswith("env.max_episode_steps") and "saved 8, present 3" in line for line in found)
+    damaged = Path(shutil.copytree(cloned / "checkpoints" / "sft_000004", tmp_path / "sft_000004"))
+    weights = damaged / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert main([*words[:1], f"checkpoint={damaged}", *words[2:5], *QUIET, f"dataset={tmp_path / 'damaged'}"]) == 2
+    assert "damaged or was edited" in capsys.readouterr().err
+    assert not (tmp_path / "refused").exists() and not (tmp_path / "damaged").exists()
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------
@@ -235,6 +322,23 @@ def test_a_dataset_of_another_env_is_refused(expert, tmp_path):
     (folder / "meta" / "rlinf.json").write_text(json.dumps(about))
     message = refusal("sft", *MODEL, "sft.max_steps=4", f"sft.dataset={folder}")
     assert "env.name=metaworld, and env.name is tabletop" in message and "Type env=metaworld" in message
+
+
+def test_a_dataset_of_the_same_env_under_other_settings_is_refused(expert, tmp_path):
+    folder = Path(shutil.copytree(expert, tmp_path / "other"))
+    about = recorded(folder)
+    about["env"].update(distractors=True, terminate_on_success=False, max_episode_steps=99, reward_mode="sparse", tasks=["push"])
+    (folder / "meta" / "rlinf.json").write_text(json.dumps(about))
+    base = [*MODEL, "sft.max_steps=4", f"sft.dataset={folder}"]
+    message, mended = refusal("sft", *base), ["env.terminate_on_success=false", "env.distractors=true"]
+    assert f"collected with {' '.join(mended)}, and the present env has env.terminate_on_success=true env.distractors=false" in message
+    assert f"Type {' '.join(mended)}, or sft.allow_mismatch=[terminate_on_success,distractors] to" in message
+    for name in ("max_episode_steps", "reward_mode", "tasks"):
+        assert name not in message, "what changes no row may differ"
+    assert "names 'distractor', which is no key of env" in refusal("sft", *base, "sft.allow_mismatch=[distractor]")
+    assert "env.terminate_on_success" not in refusal("sft", *base, "sft.allow_mismatch=[terminate_on_success]")
+    for accepted in (mended, ["sft.allow_mismatch=[distractors,terminate_on_success]"]):
+        validate(build_config(compose_config([*ENV, *QUIET, *base, *accepted])), "sft")
 
 
 def test_a_dataset_without_the_state_that_the_model_reads_is_refused():

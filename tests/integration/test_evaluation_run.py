@@ -13,6 +13,7 @@ from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
 from rlinf.evaluation.compare import compare_folders
+from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.partial import PartialResults
 from rlinf.evaluation.probe import take_probe
 from rlinf.evaluation.result import EvaluationResult
@@ -86,8 +87,26 @@ def test_result_does_not_depend_on_the_number_of_envs_and_run_folder_and_export_
     assert not (tmp_path / "4" / "videos").exists()
     exported = export(checkpoint[0], tmp_path / "exported")
     for source in (exported, checkpoint[0].parents[1]):
-        config = replace(configured(checkpoint, tmp_path / "other", evaluation=quiet), checkpoint=str(source))
+        config = replace(
+            configured(checkpoint, tmp_path / f"of_{source.name}", evaluation=quiet), checkpoint=str(source)
+        )
         assert evaluate(config).results == results[0]
+
+
+def test_prompts_of_several_lengths_give_the_same_results_side_by_side_and_apart():
+    """Bit by bit: a flow-matching policy shows in its actions what padding to a neighbour's prompt does to its logits."""
+    words = ["model=pi0_tiny", "env=tabletop", "env.state=proprio", "env.max_episode_steps=6", "output_dir=unused"]
+    config = build_config(compose_config(words))
+    results, model = [], None
+    for num_envs in (3, 8):
+        env = make_env(config.env, num_envs, auto_reset=False)
+        model = model or build_policy(config, {"norm_stats": {"tabletop": env.action_statistics()}})
+        specs = episode_list(env, "eval", 8)
+        observation, _ = env.reset(options={"episodes": [*specs[:num_envs]]})
+        assert len({len(text.split()) for text in observation.instruction}) > 1, "a control: prompts must differ"
+        results.append(evaluate_policy(model, env, specs).results)
+        env.close()
+    assert results[0] == results[1] and len({one.episode_return for one in results[0]}) == 8
 
 
 def test_mismatch_is_refused_before_any_episode_and_can_be_allowed(checkpoint, tmp_path, monkeypatch, caplog):
@@ -173,6 +192,83 @@ def test_all_episodes_of_the_split_are_the_list_of_a_null(checkpoint):
     env.close()
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_nothing_of_a_run_a_checkpoint_an_export_or_an_evaluation_is_overwritten(quick, tmp_path, monkeypatch):
+    evaluate(configured(quick, tmp_path / "a", evaluation={"num_episodes": 2}))
+    (tmp_path / "metrics" / "deep").mkdir(parents=True)
+    (tmp_path / "metrics" / "metrics.jsonl").write_text("{}\n")
+    exported = export(quick[0], tmp_path / "exported")
+    before = contents(tmp_path), contents(quick[0].parents[1])
+    monkeypatch.setattr("rlinf.evaluation.run.make_env", lambda *_, **__: pytest.fail("nothing may be begun"))
+    run = quick[0].parents[1]
+    for output in (quick[0], quick[0] / "model", run, run / "eval" / "mine", exported, tmp_path / "metrics" / "deep"):
+        with pytest.raises(ConfigError, match=r"output_dir is '.*', which is or lies in a run.*Type output_dir="):
+            evaluate(configured(quick, output))
+    with pytest.raises(
+        ConfigError, match=r"output_dir is '.*a', which holds the result.json of a finished.*output_dir="
+    ):
+        evaluate(configured(quick, tmp_path / "a", evaluation={"greedy": False}))
+    with pytest.raises(ConfigError, match=r"compare=.*a and output_dir=.*a are one folder.*Type output_dir="):
+        evaluate(configured(quick, tmp_path / "b" / ".." / "a", evaluation={"compare": str(tmp_path / "a")}))
+    assert (contents(tmp_path), contents(run)) == before
+
+
+def test_no_more_simulators_are_started_than_episodes_and_probe_need(quick, tmp_path, monkeypatch):
+    import rlinf.evaluation.run as module
+
+    started, make = [], module.make_env
+    monkeypatch.setattr(
+        module, "make_env", lambda config, num_envs, **k: started.append(num_envs) or make(config, num_envs, **k)
+    )
+    for number, settings in enumerate(
+        [
+            {"num_episodes": 2},
+            {"num_episodes": 2, "probe": False},
+            {"num_episodes": 6},
+            {"num_episodes": 6, "num_envs": 5},
+        ]
+    ):
+        evaluate(configured(quick, tmp_path / str(number), evaluation={"num_envs": 64} | settings))
+    assert started == [4, 2, 6, 5]
+
+
+def test_adapters_are_not_put_on_other_base_weights(checkpoint, tmp_path):
+    """Neither those of an export, whose base lies elsewhere, nor without a word those of a checkpoint."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    base = export(checkpoint[0], tmp_path / "base")
+    model = replace(checkpoint[1].model, model_path=str(base), init_config={}, is_lora=True)
+    config = replace(checkpoint[1], model=model)
+    policy = build_policy(config)
+    adapters = save_checkpoint(
+        tmp_path / "rl_000004", model=policy, optimizer=None, loop_state={"step": 4}, run_config=to_mapping(config),
+        manifest=build_manifest(config, policy, policy_version=4),
+    )  # fmt: skip
+    exported = export(adapters, tmp_path / "exported")
+    quiet = {"num_episodes": 2, "num_videos_per_task": 0}
+
+    def evaluated(source, name, **settings):
+        return evaluate(replace(configured((source, config), tmp_path / name, evaluation=quiet | settings)))
+
+    assert evaluated(exported, "same").warnings == []
+    weights = load_file(base / "model.safetensors")
+    name = next(name for name, tensor in weights.items() if tensor.is_floating_point())
+    weights[name] = weights[name] + torch.ones_like(weights[name]) / 64
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    words = (
+        r"belong to other base weights than model.model_path=.*base:\n  lora.base_sha256: .*\n.*=\[lora.base_sha256\]"
+    )
+    with pytest.raises(ManifestMismatchError, match=words):
+        evaluated(exported, "other")
+    with pytest.raises(ManifestMismatchError, match="lora.base_sha256: saved"):
+        evaluated(adapters, "other")
+    assert "lora.base_sha256" in evaluated(exported, "allowed", allow_mismatch=["lora.base_sha256"]).warnings[0]
+
+
 def stop_after(monkeypatch, number: int) -> None:
     """Have Ctrl-C pressed as the result after ``number`` others is written."""
     add = PartialResults.add
@@ -196,6 +292,8 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(quick, tmp_path, mon
         f"5 results are kept in {path}; the same command with output_dir={tmp_path / 'out'} goes on"
         in capsys.readouterr().err
     )
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | {"wall_s": 100.0})]) + "\n")
     with open(path, "a") as file:
         file.write('{"spec": {"suite": "tabl')  # the process was killed as it wrote
     runs = []
@@ -204,6 +302,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(quick, tmp_path, mon
     other_envs = configured(quick, tmp_path / "out", evaluation={"num_envs": 3})
     assert evaluate(other_envs).results == whole.results
     assert len(runs) == 4, "five were known"
+    assert (waited := EvaluationResult.from_json(tmp_path / "out" / "result.json").wall_s) > 100, waited
     assert "evaluation 5/9" in (err := capsys.readouterr().err) and "9/9" in err and not path.exists()
 
 
@@ -230,16 +329,18 @@ def test_nothing_stays_of_an_evaluation_that_had_no_result_yet(quick, tmp_path, 
 def test_a_baseline_is_compared_with_episode_by_episode(quick, tmp_path, monkeypatch, capsys):
     evaluate(configured(quick, tmp_path / "a"))
     against = {"compare": str(tmp_path / "a")}
-    evaluate(configured(quick, tmp_path / "b", evaluation=against | {"greedy": False}))
+    allowed = against | {"greedy": False, "allow_mismatch": ["greedy"]}
+    evaluate(configured(quick, tmp_path / "b", evaluation=allowed))
     data = json.loads((tmp_path / "b" / "compare.json").read_text())
     assert data["total"]["episodes"] == 9 and data["a"] == str(tmp_path / "a")
     assert "b - a = " in capsys.readouterr().out
+    assert data["mismatches"] == ["greedy: saved true, present false"]
     assert "Paired comparison" in (tmp_path / "b" / "report.html").read_text()
-    evaluate(configured(quick, tmp_path / "b"))
-    assert not (tmp_path / "b" / "compare.json").exists(), "it was of the result before"
     monkeypatch.setattr("rlinf.evaluation.run.evaluate_policy", lambda *_, **__: pytest.fail("no episode may be run"))
     with pytest.raises(ConfigError, match="9 episodes and the second 5, 5 of them in common"):
         evaluate(configured(quick, tmp_path / "c", evaluation=against | {"num_episodes": 5}))
+    with pytest.raises(ManifestMismatchError, match=r"greedy: saved true, present false\n.*allow_mismatch=\[greedy\]"):
+        evaluate(configured(quick, tmp_path / "c", evaluation=against | {"greedy": False}))
     with pytest.raises(CheckpointError, match="holds no result.json"):
         evaluate(configured(quick, tmp_path / "c", evaluation={"compare": str(tmp_path / "no")}))
 

@@ -42,32 +42,25 @@ def train_one_rank(arguments) -> None:
     torch.save(policy.generate(batch)["output_ids"], f"{output}/responses_{rank}.pt")
     with pytest.raises(ConfigError, match="no TokenLoss.*2 ranks"):
         policy.train(rows, lambda model, data: model(input_ids=data["input_ids"]).logits.sum())
+    check_refusals(folder, batch, second=rank == 1)
 
 
-def refuse_on_one_rank(arguments) -> None:
-    import torch.distributed as dist
-
-    folder, batch = arguments
-    second = dist.get_rank() == 1
+def check_refusals(folder, batch, second) -> None:
+    """Rows of the second rank are refused while they are counted and dealt, and by the loss after it."""
     policy = HuggingFacePolicy(folder, learning_rate=1e-3)
     before = policy.get_logprobs(batch)["logprobs"]
     long = BatchedDataDict({key: torch.ones(1, 65, dtype=torch.long) for key in ("input_ids", "attention_mask")})
-    # Refused while the rows are counted and dealt, and refused by the loss after it.
-    cases = [(long, NLLLossFn(), "A row has 65 tokens"), (batch, GRPOLossFn(), "needs data..advantages")]
+    bare = BatchedDataDict({key: value for key, value in batch.items() if key != "advantages"})
+    cases = [(long, NLLLossFn(), "A row has 65 tokens"), (bare, GRPOLossFn(), "needs data..advantages")]
     for bad, loss_fn, words in cases:
-        good = BatchedDataDict({**batch, "advantages": torch.ones(batch.size)})
         with pytest.raises(ConfigError, match=words if second else r"1 other rank\(s\) refused"):
-            policy.train(bad if second else good, loss_fn)
+            policy.train(bad if second else batch, loss_fn)
     assert policy.get_logprobs(batch)["logprobs"].equal(before)
     policy.train(batch, NLLLossFn())
-    assert not policy.get_logprobs(batch)["logprobs"].equal(before)
+    assert not policy.get_logprobs(batch)["logprobs"].equal(before), "the ranks still work together"
 
 
-def test_rows_refused_on_one_rank_are_refused_on_all(tiny_lm, prompts):
-    launch(refuse_on_one_rank, (tiny_lm(), prompts), 2, "cpu")
-
-
-def test_two_uneven_ranks_are_one_batch(tiny_lm, prompts, tmp_path):
+def test_two_uneven_ranks_are_one_batch_and_refuse_together(tiny_lm, prompts, tmp_path):
     prompts["advantages"] = torch.tensor([1.0, -2.0, 0.5, 3.0])
     prompts["reference_logprobs"] = 0.99 * HuggingFacePolicy(tiny_lm()).get_logprobs(prompts)["logprobs"]
     launch(train_one_rank, (tiny_lm(), prompts, str(tmp_path)), 2, "cpu")

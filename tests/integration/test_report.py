@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -195,6 +196,10 @@ def test_evaluations_of_other_episodes_are_not_compared(tmp_path):
     evaluation(0.4).to_json(tmp_path / "eval" / "before_rl" / "result.json")
     evaluation(0.9, 100).to_json(tmp_path / "eval" / "after_rl" / "result.json")
     assert "Paired comparison" not in write_report(tmp_path).read_text()
+    evaluation(0.9).to_json(tmp_path / "eval" / "after_rl" / "result.json")
+    assert "Paired comparison" in write_report(tmp_path).read_text()
+    replace(evaluation(0.9), greedy=False).to_json(tmp_path / "eval" / "after_rl" / "result.json")
+    assert "Paired comparison" not in write_report(tmp_path).read_text(), "actions were sampled in one of them"
 
 
 def test_warnings_of_the_evaluation_are_shown_and_escaped(tmp_path):
@@ -214,13 +219,26 @@ def test_difference_bar_lies_where_its_numbers_are(low, high):
     assert x == pytest.approx(80 * (low + 1), abs=0.06) and width == pytest.approx(max(1, 80 * (high - low)), abs=0.06)
 
 
+def test_share_of_solved_episodes_over_env_steps_is_that_of_the_results(tmp_path):
+    spec = EpisodeSpec("tabletop", 0, 1_000_000_000, 1)
+    ends = [(True, 2), (False, 5), (True, 4), (True, 2)]
+    rows = [EpisodeResult(replace(spec, init_state_id=i), "reach", ok, 0.0, t) for i, (ok, t) in enumerate(ends)]
+    result = EvaluationResult(rows)
+    assert result.success_by_step() == [(0, 0), (1, 0), (2, 0.5), (3, 0.5), (4, 0.75), (5, 0.75)]
+    result.to_json(tmp_path / "result.json")
+    page = write_report(tmp_path).read_text()
+    assert "Solved within t env steps" in page
+    assert page.count("share of episodes against t (env steps): evaluation") == 1
+    assert "t 2" in page and "evaluation 50%" in page and "evaluation 75%" in page
+
+
 def test_missing_parts_are_left_out(tmp_path):
     evaluation(0.5).to_json(tmp_path / "result.json")
     text = write_report(tmp_path).read_text()
     assert (
         "Success per task" in text
         and "<h2>Training curves" not in text
-        and 'class="chart"' not in text
+        and text.count('class="chart"') == 1  # that of the evaluation itself
         and "<video" not in text
     )
     with pytest.raises(CheckpointError, match="no run folder"):

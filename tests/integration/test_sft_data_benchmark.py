@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlinf.cli import main
+
 pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'rlinf[lerobot]'")
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +40,7 @@ def test_both_readers_give_the_same_rows(benchmark):
 
 def test_the_last_line_holds_the_ratio(benchmark, capsys):
     threads = torch.get_num_threads()
-    words = ["--dataset", str(DATASET), "--batch-size", "4", "--batches", "2", "--rounds", "1", "--workers", "0"]
+    words = ["--dataset", str(DATASET), "--batch-size", "4", "--batches", "2", "--rounds", "1", "--workers", "0", "--warmup", "1"]
     try:
         found = benchmark.main(words)
     finally:
@@ -61,5 +63,39 @@ def test_waiting_is_told_apart_from_the_training_step(benchmark, monkeypatch):
 
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(benchmark.time, "sleep", advance)
-    settings = argparse.Namespace(batches=5, batch_size=8, step_ms=10)
+    settings = argparse.Namespace(batches=5, batch_size=8, step_ms=10, warmup=2)
     assert benchmark.measure(batches(), settings) == pytest.approx((8 / 0.04, 0.75))
+
+
+def test_training_steps_are_timed_with_their_wait(benchmark, monkeypatch):
+    now = [0.0]
+
+    def advance(seconds: float) -> None:
+        now[0] += seconds
+
+    class Batches:
+        def next(self):
+            advance(0.03)
+            return None, None
+
+    class Worker:
+        def sft_update(self, observation, actions, step, seed):
+            advance(0.5 if step < 2 else 0.01)  # the first steps are not counted
+
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now[0])
+    settings = argparse.Namespace(batches=5, warmup=2)
+    assert benchmark.time_steps(Worker(), Batches(), settings) == pytest.approx((0.04, 0.75))
+
+
+def test_real_steps_in_memory_are_compared_with_real_steps_from_disk(benchmark, tmp_path, capsys):
+    collect = ["env=tabletop", "env.tasks=[reach]", "env.max_episode_steps=4", "collect.num_episodes=3",
+               "collect.num_envs=3", "collect.only_success=false", f"dataset={tmp_path / 'data'}"]  # fmt: skip
+    threads, train = torch.get_num_threads(), ["model=openvla_tiny", "env=tabletop"]
+    try:
+        assert main(["collect", *collect, "tracking.progress=false", "cluster.num_threads=1"]) == 0
+        words = ["--dataset", str(tmp_path / "data"), "--batch-size", "4", "--batches", "2", "--rounds", "1", "--warmup", "1"]
+        found = benchmark.main([*words, "--train", *train])
+    finally:
+        torch.set_num_threads(threads)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
+    assert found["useful_fraction"] == found["step_s"]["memory"] / found["step_s"]["disk"] > 0

@@ -227,11 +227,17 @@ def test_parity_gate_stops_at_step_zero_and_names_the_worst_sample(tmp_path):
         run.execute()
 
 
-def test_parity_gate_sees_another_temperature(tmp_path):
+def test_parity_gate_sees_another_temperature_at_the_start_and_after_a_resume(tmp_path):
     run = Run(config_of(tmp_path))
     run.worker.temperature = 1.5
-    with pytest.raises(ParityError, match="differ by"):
+    with pytest.raises(ParityError, match="differ by.*at step 0"):
         run.execute()
+    folder = tmp_path / "halves"
+    train(config_of(folder, "trainer.max_steps=1"))
+    resumed = Run(config_of(folder, "trainer.max_steps=2", f"resume={folder}"))
+    resumed.worker.temperature = 1.5
+    with pytest.raises(ParityError, match="differ by.*at step 1"):
+        resumed.execute()
 
 
 def test_not_finite_gradient_stops_with_a_report_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Phi3Config, Phi3ForCausalLM
+from transformers import Phi3Config, Phi3ForCausalLM, Qwen3MoeConfig
 
 from rlinf.cli import main
 from rlinf.config.compose import compose_config
@@ -26,6 +26,7 @@ from rlinf.models import build_policy
 from rlinf.models.generation.config import VllmOptions
 from rlinf.models.generation.vllm_engine import EngineError, EngineSpec, GenerateRequest, VllmEngine
 from rlinf.models.generation.vllm_generation import VllmGeneration, VllmGenerationWorker
+from rlinf.models.hf_model import HFModel
 from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.training.run import train
 from rlinf.types import Observation
@@ -214,7 +215,7 @@ def test_the_engine_keeps_nothing_of_the_shared_memory(policy):
 
 
 def test_a_prompt_longer_than_the_model_allows_is_a_user_error(policy):
-    with pytest.raises(ConfigError, match="vLLM refuses"):
+    with pytest.raises(ConfigError, match="vLLM refuses a prompt of 300 tokens.*type rollout.vllm.max_model_len=<more than 300>"):
         policy.engine.generate(GenerateRequest([{"prompt_token_ids": [1] * 300}], {"max_tokens": 1}))
 
 
@@ -285,19 +286,19 @@ def make_language_model(seed):
 
 
 @torch.no_grad()
-def continue_greedily(model, prompt, num_tokens):
+def continue_greedily(model, prompt, num_tokens, temperature):
     """The slow way: the whole sequence again for each token."""
     ids, logprobs = list(prompt), []
     for _ in range(num_tokens):
-        scores = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        scores = (model(torch.tensor([ids])).logits[0, -1] / temperature).log_softmax(-1)
         ids.append(int(scores.argmax()))
         logprobs.append(float(scores.max()))
     return ids, logprobs
 
 
-def check_rows(output, model, prompts, num_tokens):
+def check_rows(output, model, prompts, num_tokens, temperature=0.7):
     for row, prompt in enumerate(prompts):
-        ids, logprobs = continue_greedily(model, prompt, num_tokens)
+        ids, logprobs = continue_greedily(model, prompt, num_tokens, temperature)
         length = int(output["unpadded_sequence_lengths"][row])
         assert output["output_ids"][row, :length].tolist() == ids
         assert not output["output_ids"][row, length:].any()
@@ -313,7 +314,7 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
     generation = VllmGeneration(None, {
         "model_name": str(tmp_path), "backend": "vllm", "max_new_tokens": 5, "temperature": 0.7, "top_p": 1, "top_k": None,
         "eos_token_id": [], "max_model_len": 24,
-        "vllm_cfg": {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "gpu_memory_utilization": 0.5},
+        "vllm_cfg": {"kv_cache_memory_bytes": 16 << 20, "gpu_memory_utilization": 0.5},
     })  # fmt: skip
     prompts = [[5, 9, 3], [1, 2, 3, 4, 5, 6]]
     data = BatchedDataDict({
@@ -348,6 +349,10 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
         buffer.close()
         with pytest.raises(ConfigError, match="temprature"):
             generation.worker.generate(data["input_ids"], temprature=1)
+        with pytest.raises(ConfigError, match=r"token ids \[96, 200\]; required: 0 to 95, the vocab_size=96.*Type model_name="):
+            generation.worker.generate(torch.tensor([[5, 96, 200]]))
+        with pytest.raises(ConfigError, match="a prompt of 24 tokens.*max_model_len=24.*type vllm_cfg.max_model_len=<more than 24>"):
+            generation.worker.generate(torch.ones(1, 24, dtype=torch.long))
     finally:
         generation.finish_generation()
     generation.finish_generation()
@@ -355,6 +360,46 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
     with pytest.raises(EngineError, match="weights of version 4 and has ended since"):
         generation.generate(data, greedy=True)
     assert generation.worker.engine.pid is None
+
+
+def test_tied_weights_and_experts_arrive_under_any_of_their_names(tmp_path):
+    """vLLM keeps a head of its own for tied weights on CPUs, and takes experts under the names of a checkpoint only."""
+    config = Qwen3MoeConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, num_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+        initializer_range=0.3, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=95,
+    )  # fmt: skip
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        models.append(HFModel.from_config(config).eval())
+    models[0].save_pretrained(tmp_path)
+    generation = VllmGeneration(None, {
+        "model_name": str(tmp_path), "max_new_tokens": 4, "eos_token_id": [], "max_model_len": 24, "kv_cache_memory_bytes": 16 << 20,
+    })  # fmt: skip
+    prompts = [[5, 9, 3], [1, 2, 4]]
+    data = BatchedDataDict({"input_ids": torch.tensor(prompts), "attention_mask": torch.ones(2, 3, dtype=torch.long)})
+
+    def named(model, left_out):
+        return {name: tensor for name, tensor in model.model.state_dict().items() if name != left_out}
+
+    buffer = WeightBuffer()
+    try:
+        sampled = [generation.generate(data, greedy=False)["output_ids"]]
+        check_rows(generation.generate(data, greedy=True), models[0], prompts, 4, temperature=1.0)
+        with pytest.raises(AssertionError):
+            check_rows(generation.generate(data, greedy=True), models[1], prompts, 4, temperature=1.0)
+        generation.finish_generation()
+        sampled.append(generation.generate(data, greedy=False)["output_ids"])
+        assert not torch.equal(*sampled), "an engine started anew goes on with the random numbers"
+        weights = (named(models[1], "lm_head.weight"), named(models[0], "model.embed_tokens.weight"), models[1].public_state_dict())
+        for version, (model, tensors) in enumerate(zip((models[1], models[0], models[1]), weights, strict=True)):
+            generation.update_weights(buffer.write(tensors, version))
+            check_rows(generation.generate(data, greedy=True), model, prompts, 4, temperature=1.0)
+        assert generation.worker.engine.num_starts == 2
+    finally:
+        generation.finish_generation()
+        buffer.close()
 
 
 def test_only_allowed_tokens_are_drawn_at_their_own_logprobs(tmp_path):
@@ -393,13 +438,13 @@ def test_diagnose_checks_torch_and_vllm(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(VllmGenerationWorker, "generate", hotter)
     assert main(["diagnose", str(tmp_path)]) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if " FAIL " in line]
-    assert failed and all(line.startswith("vllm: decode against prefill") and "sampled" in line for line in failed), "control"
+    assert len(failed) == 8 and all(line.startswith("vllm: decode against prefill") for line in failed), "control"
 
 
 def test_settings_that_vllm_refuses_are_a_user_error(tmp_path):
     make_language_model(0).save_pretrained(tmp_path)
     generation = VllmGeneration(None, {"model_name": str(tmp_path), "vllm_cfg": {"no_such_argument": 1}})
-    with pytest.raises(ConfigError, match="no_such_argument"):
+    with pytest.raises(ConfigError, match="no_such_argument.*Type vllm_cfg.<setting>="):
         generation.prepare_for_generation()
     assert generation.worker.engine.pid is None
 

@@ -39,7 +39,7 @@ def described_dataset(folder: Path, config: RunConfig) -> str:
     names = ["height", "width", "channels"]
     features |= {f"observation.images.{name}": {"dtype": "image", "shape": pixels, "names": names} for name in env.cameras}
     (folder / "meta").mkdir()
-    info = {"codebase_version": "v3.0", "total_episodes": 1, "features": features}
+    info = {"codebase_version": "v3.0", "total_episodes": 1, "total_frames": 1, "features": features}
     (folder / "meta" / "info.json").write_text(json.dumps(info))
     return str(folder)
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -20,10 +26,12 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.env import TabletopVectorEnv
+from rlinf.errors import SimulatorError
 from rlinf.models import build_policy
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
+from rlinf.training.run import Run
 from rlinf.training.trainer import replace_envs, rollout_metrics
 from rlinf.types import ActionPrediction, EpisodeSpec
 
@@ -151,6 +159,88 @@ def test_a_second_attempt_plays_other_episodes_and_replaces_whole_groups(parts):
     np.testing.assert_array_equal(states[:, 2], first.observation.state.reshape(NUM_CHUNKS, NUM_ENVS, -1)[:, 4])
 
 
+class Wanderer(ActionModel, torch.nn.Module):
+    """Moves towards the middle, with noise from the given uniforms, two actions a call."""
+
+    num_logprobs = 4
+
+    def preprocess(self, observation):
+        return {"state": torch.from_numpy(observation.state)}
+
+    def predict_action_batch(self, *, do_sample, temperature, uniforms, state):
+        actions = (uniforms.view(-1, 2, 2) - 0.5 - 0.2 * state[:, None]).clamp(-1, 1)
+        return ActionPrediction(actions, actions.flatten(1), torch.zeros(len(state), 4, 2), torch.zeros(len(state)))
+
+    def rollout_logprobs(self, prediction, temperature):
+        return prediction.sequences
+
+
+@pytest.mark.parametrize("failing_lane", [0, 1, None])
+def test_a_failure_or_an_interrupt_ends_all_lanes_with_their_chunk(failing_lane):
+    """A rollout of 100 chunks of 0.1 s; one lane fails in its fifth, or Ctrl-C comes after half a second."""
+    config = WalkConfig(num_processes=0, step_sleep_s=0.1)
+    envs, num_chunks = [], 100
+
+    class FailingWalk(WalkVectorEnv):
+        num_chunks, limit = 0, None
+
+        def _step_chunk(self, ids, actions, steps_left):
+            self.num_chunks += 1
+            if self.num_chunks == self.limit:
+                raise SimulatorError("the fifth chunk")
+            return super()._step_chunk(ids, actions, steps_left)
+
+    def make(count):
+        envs.append(FailingWalk(config, count, True))
+        return envs[-1]
+
+    split = WalkVectorEnv(config, 1, True).episode_specs("train")
+    sampler = EpisodeSampler(split, 2, num_groups=2)
+    collector = RolloutCollector(make, sampler, num_envs=2, num_chunks=num_chunks, temperature=1.0, num_lanes=2)
+    timer, error = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)), KeyboardInterrupt
+    if failing_lane is not None:
+        envs[failing_lane].limit, timer, error = 5, threading.Timer(0.0, lambda: None), SimulatorError
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    timer.start()
+    begin = time.monotonic()
+    try:
+        with pytest.raises(error):
+            collector.collect(SlowPolicy(), 0, 0, needs_values=False)
+        with ThreadPoolExecutor(1) as fresh:  # torch's own threads begin like this one
+            assert fresh.submit(torch.get_num_threads).result() == 4  # each lane had two
+    finally:
+        torch.set_num_threads(num_threads)
+        timer.join()
+    collector.num_chunks = 2
+    assert collector.collect(SlowPolicy(), 1, 0, needs_values=False).loss_mask.shape == (2, 2)
+    collector.close()
+    assert time.monotonic() - begin < 5 and all(2 < env.num_chunks < 20 for env in envs) and all(env.closed for env in envs)
+
+
+def test_closing_does_not_wait_for_the_rest_of_a_rollout():
+    config = WalkConfig(num_processes=0, step_sleep_s=0.1)
+    split = WalkVectorEnv(config, 1, True).episode_specs("train")
+    collector = RolloutCollector(
+        lambda count: WalkVectorEnv(config, count, True), EpisodeSampler(split, 2, num_groups=2), num_envs=2,
+        num_chunks=100, temperature=1.0, num_lanes=2,
+    )  # fmt: skip
+    ended = []
+
+    def collect():
+        with pytest.raises(CancelledError):
+            collector.collect(SlowPolicy(), 0, 0, needs_values=False)
+        ended.append(True)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    time.sleep(0.5)
+    begin = time.monotonic()
+    collector.close()
+    thread.join()
+    assert time.monotonic() - begin < 2 and ended
+
+
 class SlowPolicy(ActionModel, torch.nn.Module):
     """Stands still; a call takes 0.1 s, and one call runs at a time."""
 
@@ -254,7 +344,9 @@ def test_a_lost_episode_is_masked_and_begins_anew_under_another_id(parts):
     for env, t in ((1, HORIZON + 2), (4, NUM_CHUNKS - 1), (1, NUM_CHUNKS - 1)):
         assert batch.bootstrap_values[t, env].item() == pytest.approx(value_after(parts, batch, t, env), abs=1e-5)
     assert rollout_metrics(batch)["rollout/lost_episodes"] == 2 and rollout_metrics(plain)["rollout/lost_episodes"] == 0
-    assert rollout_metrics(batch)["rollout/num_episodes"] == NUM_ENVS
+    assert rollout_metrics(plain)["rollout/num_episodes"] == NUM_ENVS
+    later = collect_with_losses(parts, {HORIZON: [4]})  # every env has ended its first episode
+    assert later.episodes == plain.episodes
 
 
 def test_an_episode_that_is_lost_with_the_last_call_has_no_value_behind_it(parts):
@@ -274,28 +366,77 @@ def test_advantages_after_a_loss_are_those_of_the_new_episode_alone(parts):
     torch.testing.assert_close(batch.advantages[3:, 1].sum(-1), alone[:, 0] * batch.advantages.shape[-1])
 
 
-def test_grpo_compares_returns_without_the_lost_parts(parts):
-    """Group 0 (envs 0 to 2): env 1 is lost once, env 2 twice, so that it does not end. Group 1 is not disturbed."""
-    losses = {2: [1, 2], 6: [2]}
-    batch = collect_with_losses(parts, losses, auto_reset=False, group_size=3)
+@pytest.mark.parametrize("lost_at", [0, 1, 3])
+def test_a_loss_does_not_make_the_success_rate_better(lost_at):
+    """The first half loses all its running episodes. Of what ends there, before and after, all are successes."""
+    config = WalkConfig(num_processes=0, max_episode_steps=12, tasks=["far"])
+    num_envs, ended = 64, []
+
+    class LosingWalk(WalkVectorEnv):
+        def reset(self, **kwargs):
+            self.num_chunks = 0
+            return super().reset(**kwargs)
+
+        def _step_chunk(self, ids, actions, steps_left):
+            chunk = super()._step_chunk(ids, actions, steps_left)
+            if self.num_chunks == self.lost_at:
+                self._reset_envs(ids, [self._specs[row] for row in ids])
+                self._lost[ids] = True
+                for array in chunk:
+                    array[:] = 0
+            self.num_chunks += 1
+            return chunk
+
+        def chunk_step(self, actions):
+            step = super().chunk_step(actions)
+            ended.extend(episode.success for episode in step.episodes if self.lost_at is not None)
+            return step
+
+    split = LosingWalk(config, 1, False).episode_specs("train")
+    batches = []
+    for moments in ((None, None), (lost_at, None)):
+        moments = list(moments)
+
+        def make(count, moments=moments):
+            env = LosingWalk(config, count, False)
+            env.lost_at = moments.pop(0)
+            return env
+
+        collector = RolloutCollector(
+            make, EpisodeSampler(split, 1, num_groups=num_envs // 2, group_size=2, seed=1), num_envs=num_envs, num_chunks=6,
+            temperature=1.0, num_lanes=2,
+        )  # fmt: skip
+        batches.append(collector.collect(Wanderer(), 0, 0, needs_values=False))
+        collector.close()
+    plain, batch = batches
+    half = num_envs // 2
+    assert len(plain.episodes) == num_envs and 0.1 < np.mean([e.success for e in plain.episodes[half:]]) < 0.9
+    assert len(ended) >= 4 and all(ended)  # control: what counting them would say
+    assert batch.episodes == plain.episodes[half:]
+
+
+def test_grpo_compares_returns_of_episodes_that_were_not_lost(parts):
+    """Group 0 (envs 0 to 2): env 2 is lost, and its second try ends in time. Group 1 is not disturbed."""
+    batch = collect_with_losses(parts, {2: [2]}, auto_reset=False, group_size=3)
+    assert ((batch.terminated | batch.truncated) & batch.loss_mask)[:, 2].any()
     batch.action_rewards = torch.zeros_like(batch.action_rewards)
-    batch.action_rewards[:3, 1:3] = 100.0  # the lost parts, and what does not end
-    batch.action_rewards[7:, 2] = 50.0
+    batch.action_rewards[:, 2] = 50.0
     batch.action_rewards[4, 0], batch.action_rewards[3, 1] = 1.0, 3.0
+    batch.action_rewards[5:, 1] = 100.0  # after its end
     batch.action_rewards[1, 3:] = torch.tensor([0.0, 0.0, 3.0])[:, None]
     batch.action_rewards /= batch.action_rewards.shape[-1]
     metrics = GRPO(GRPOConfig(scale_by_std=False, normalize_advantages=False)).compute_advantages(batch)
-    assert metrics["train/return_mean"] == pytest.approx((1 + 3 + 0 + 0 + 3) / 5)
+    assert metrics["train/return_mean"] == pytest.approx((1 + 3 + 0 + 0 + 3) / 5)  # of env 0, 1, 3, 4, 5
     assert metrics["rollout/zero_variance_group_fraction"] == 0
     expected = torch.tensor([-1.0, 1.0, 0.0, -1.0, -1.0, 2.0])  # return less the mean of the group's known returns
     torch.testing.assert_close(batch.advantages[4, :, 0], expected)
-    assert not batch.loss_mask[:, 2].any() and not batch.loss_mask[:3, 1].any() and batch.loss_mask[3:8, 1].all()
+    assert not batch.loss_mask[:, 2].any() and batch.loss_mask[:HORIZON, 1].all()
 
 
 def test_a_group_of_equal_known_returns_is_resampled_as_a_whole(parts):
-    batch = collect_with_losses(parts, {2: [0], 6: [0]}, auto_reset=False, group_size=3)
+    batch = collect_with_losses(parts, {2: [0]}, auto_reset=False, group_size=3)
     batch.action_rewards = torch.zeros_like(batch.action_rewards)
-    batch.action_rewards[-1, 0] = 5.0  # not known: it does not end
+    batch.action_rewards[5, 0] = 5.0  # not known: it is of a second try
     batch.action_rewards[0, 3] = 1.0
     algorithm = GRPO(GRPOConfig())
     assert algorithm.unwanted_envs(batch).tolist() == [True] * 3 + [False] * 3
@@ -331,3 +472,30 @@ def test_random_init_states_balance_tasks_and_depend_on_the_seed():
     assert len(set(played)) == len(SPECS)
     other = EpisodeSampler(SPECS, 2, num_groups=6, seed=1)
     assert played != [other.spec(step, env, 0) for step in range(50) for env in range(6)]
+
+
+def test_in_a_training_run_lanes_and_ranks_share_the_cores_and_no_worker_outlives_an_evaluation(parts, tmp_path, monkeypatch):
+    config, _, _ = parts
+    config = replace(config, env=WalkConfig(max_episode_steps=2))
+    config.rollout.num_envs, config.rollout.num_lanes, config.rollout.group_size = 64, 2, 1
+    config.evaluation.num_episodes, config.evaluation.greedy = 2, False
+    monkeypatch.setattr("rlinf.envs.config.num_cores", lambda: 12)
+    monkeypatch.setattr("rlinf.training.run.world_size", lambda: 2)
+    monkeypatch.setattr("rlinf.training.run.make_env", lambda env, count, auto_reset: WalkVectorEnv(env, count, auto_reset))
+    env = WalkVectorEnv(replace(config.env, num_processes=1), 2, False)
+    run = SimpleNamespace(
+        config=config, eval_env=env, folder=tmp_path, worker=SimpleNamespace(autocast=nullcontext),
+        sync=SimpleNamespace(rollout_model=Wanderer()), state=SimpleNamespace(policy_version=0),
+        _manifest=lambda version: SimpleNamespace(save=lambda folder: None), progress=SimpleNamespace(note=print),
+    )  # fmt: skip
+    collector = Run._collector(run)
+    for lane in collector.lanes:
+        lane.env.reset()
+        assert len(lane.env.worker_processes()) == 12 // 2 // 2
+    collector.close()
+    for run.is_writer in (True, False):
+        env.reset()
+        assert len(env.worker_processes()) == 1
+        assert (Run.evaluate(run, "step_000001") is not None) == run.is_writer
+        assert not env.worker_processes()
+    env.close()

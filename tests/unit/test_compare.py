@@ -154,6 +154,31 @@ def test_other_lists_are_refused_with_the_number_in_common():
         compare(result_of(A), twice)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "refused"),
+    [({}, {"greedy": False}, "greedy"), ({"greedy": False}, {"greedy": False, "temperature": 0.5}, "temperature"),
+     ({"greedy": False}, {"greedy": False, "seed": 1}, "seed"), ({}, {"temperature": 0.5, "seed": 1}, None)],
+)  # fmt: skip
+def test_actions_that_were_drawn_in_another_way_are_refused(tmp_path, first, second, refused):
+    """Temperature and seed only where actions are sampled."""
+    results = [replace(result_of(A), **first), replace(result_of(B), **second)]
+    a, b = (written(tmp_path / name, result, manifest()) for name, result in zip("ab", results, strict=True))
+    if refused is None:
+        assert compare(*results).mismatches == compare_folders(a, b).mismatches == []
+        return
+    for comparing in (lambda *allow: compare(*results, *allow), lambda *allow: compare_folders(a, b, *allow)):
+        with pytest.raises(ManifestMismatchError, match=rf"  {refused}: saved .*\n.*allow_mismatch=\[{refused}\]"):
+            comparing()
+        assert [text.partition(":")[0] for text in comparing([refused]).mismatches] == [refused]
+
+
+def test_an_evaluation_is_not_compared_with_itself(tmp_path):
+    a = written(tmp_path / "a", result_of(A), manifest())
+    with pytest.raises(ConfigError, match="are one evaluation.*Type rlinf evaluate --compare"):
+        compare_folders(a, a / "result.json")
+    assert not (a / "compare.json").exists()
+
+
 def test_folders_are_compared_and_the_page_shows_it(tmp_path):
     a = written(tmp_path / "a", result_of(A), manifest())
     b = written(tmp_path / "b", result_of(B), manifest(model={"class": "B"}, precision="bf16", policy_version=9))

@@ -185,6 +185,13 @@ def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
         validate(build(f"output_dir={finished.parent / 'other'}", f"resume={finished}"))
 
 
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_comparison_is_refused_where_it_would_be_left_out(command):
+    with pytest.raises(ConfigError, match=rf"evaluation.compare=a is for .*`rlinf {command}`. Type evaluation.compare=null"):
+        validate(build("evaluation.compare=a"), command)
+    validate(build("evaluation.compare=a"), "evaluate")
+
+
 def test_float16_is_accepted_for_evaluation():
     validate(build("model.precision=fp16"), "evaluate")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.evaluation.evaluator import MAX_ROWS, evaluate_policy
+from rlinf.evaluation.evaluator import NUM_ROWS, evaluate_policy
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.models.embodiment.base import ActionModel, sample_tokens
@@ -21,6 +21,7 @@ class NumberLineEnv:
     """Rows stand on a number line and must reach +3 within 12 steps; start and task come from the spec."""
 
     max_episode_steps = 12
+    num_restarts = 0
     config = None
     task_names = TASKS
 
@@ -239,11 +240,36 @@ def test_sampled_episode_does_not_depend_on_the_other_episodes():
 
 def test_every_policy_call_has_the_same_number_of_rows():
     policy = BinPolicy()
-    evaluate_policy(policy, NumberLineEnv(40), specs_of(45), val_micro_batch_size=8)
-    assert set(policy.row_counts) == {8}
-    policy.row_counts.clear()
-    evaluate_policy(policy, NumberLineEnv(40), specs_of(45), val_micro_batch_size=256)
-    assert set(policy.row_counts) == {MAX_ROWS}
+    for num_envs in (1, NUM_ROWS + 1, 40):
+        evaluate_policy(policy, NumberLineEnv(num_envs), specs_of(45))
+    assert set(policy.row_counts) == {NUM_ROWS}
+
+
+class PromptPolicy(BinPolicy):
+    """Pads the prompts of a call to the longest, as processors do, and would act by the width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widths: list[int] = []
+
+    def preprocess(self, observation):
+        lengths = [len(text) for text in observation.instruction]
+        prompts = torch.tensor([[1] * length + [0] * (max(lengths) - length) for length in lengths])
+        return {**super().preprocess(observation), "prompts": prompts}
+
+    def predict_action_batch(self, *, prompts, state, **options):
+        assert (prompts == 1).all(), "a row was padded for the sake of another"
+        self.widths.append(prompts.shape[1])
+        return super().predict_action_batch(state=state + 0.01 * prompts.shape[1], **options)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_prompts_of_different_lengths_are_never_in_one_call(greedy):
+    """So no row is padded for the sake of its neighbours, and each gets its own actions and random numbers."""
+    policy, specs = PromptPolicy(), specs_of(45)
+    results = [evaluate_policy(policy, NumberLineEnv(n), specs, greedy=greedy).results for n in (1, 7, 45)]
+    assert results[0] == results[1] == results[2]
+    assert set(policy.widths) == {len(task) for task in TASKS} and set(policy.row_counts) == {NUM_ROWS}
 
 
 @pytest.mark.parametrize("was_training", [True, False])

@@ -14,9 +14,11 @@ from rlinf.errors import MissingDependencyError
 def fresh(monkeypatch):
     """No choice made yet in this process, and none that outlives the test."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    graphics.choose_vulkan.cache_clear()
+    for choice in (graphics.choose_vulkan, graphics.choose_backend):
+        choice.cache_clear()
     yield monkeypatch
-    graphics.choose_vulkan.cache_clear()
+    for choice in (graphics.choose_vulkan, graphics.choose_backend):
+        choice.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -93,3 +95,20 @@ def test_software_vulkan_is_chosen_for_the_cpu_unless_the_user_names_a_driver(fr
     assert os.environ["VK_ICD_FILENAMES"] == str(driver)
     os.environ["VK_ICD_FILENAMES"] = "mine.json"
     assert graphics._vulkan_environment("cpu") == {}
+
+
+def test_a_backend_of_the_user_is_tried_once_and_not_again_by_children(fresh):
+    tried = []
+    fresh.setattr(graphics, "_failure_of", lambda *args: tried.append(args[1]) or "no library")
+    os.environ["MUJOCO_GL"] = "osmesa"
+    os.environ.pop(graphics.PROBED_VARIABLE, None)
+    with pytest.raises(MissingDependencyError, match="osmesa: no library.*libosmesa6"):
+        graphics.choose_backend()
+    assert tried == ["mujoco.osmesa"] and graphics.PROBED_VARIABLE not in os.environ
+    fresh.setattr(graphics, "_failure_of", lambda *args: tried.append(args[1]))
+    assert graphics.choose_backend() == "osmesa" and len(tried) == 2
+    graphics.choose_backend.cache_clear()  # as in a child process, which has the environment alone
+    assert graphics.choose_backend() == "osmesa" and len(tried) == 2
+    os.environ["MUJOCO_GL"] = "egl"
+    graphics.choose_backend.cache_clear()
+    assert graphics.choose_backend() == "egl" and tried[2:] == ["mujoco.egl"], "another one is tried again"

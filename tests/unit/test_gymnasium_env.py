@@ -8,7 +8,7 @@ import pytest
 
 from rlinf.envs import make_env
 from rlinf.envs.checker import check_env
-from rlinf.envs.gymnasium_env import GymnasiumConfig, spaces_of
+from rlinf.envs.gymnasium_env import GymnasiumConfig, GymnasiumVectorEnv, spaces_of
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.seeding import derive_seed
 
@@ -173,7 +173,8 @@ def test_pictures_are_stretched_to_a_square():
         ({"id": "walk_for_tests:Endless-v0"}, ConfigError, ["without a time limit", "env.max_episode_steps=200"]),
         ({"kwargs": {"gravityy": 1}}, ConfigError, ["gravityy", "env.kwargs={...}"]),
         ({"cameras": ["front"]}, ConfigError, ["front", "env.cameras=[render]"]),
-        ({"tasks": ["other"]}, ConfigError, ["other", "env.tasks"]),
+        ({"cameras": ["render", "render"]}, ConfigError, ["twice", "Type env.cameras=[render]"]),
+        ({"tasks": ["other"]}, ConfigError, ["other", "Type env.tasks=[Pendulum-v1]"]),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_to_type(settings, error, words):
@@ -189,6 +190,31 @@ def test_a_package_that_the_env_needs_is_named(monkeypatch):
     monkeypatch.setattr(gymnasium, "make", missing)
     with pytest.raises(MissingDependencyError, match=r"env.id=Other-v0 .*pip install"):
         spaces_of(GymnasiumConfig(id="Other-v0"))
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "words"),
+    [
+        (ImportError("run `pip install shimmy`"), MissingDependencyError, ["env.id=Other-v1", "pip install shimmy"]),
+        (ModuleNotFoundError("No module named 'jax'", name="jax"), MissingDependencyError, ["env.id=Other-v1", "jax"]),
+        (OSError("File no.xml does not exist"), ConfigError, ["no.xml", "env.kwargs={'xml_file': 'no.xml'}", "Type env.kwargs="]),
+        (ValueError("XML Error"), ConfigError, ["XML Error", "Type env.kwargs="]),
+    ],
+)
+def test_an_env_that_cannot_be_made_is_told_with_what_to_type(monkeypatch, raised, error, words):
+    def fail(*args, **kwargs):
+        raise raised
+
+    monkeypatch.setattr(gymnasium, "make", fail)
+    with pytest.raises(error) as told:
+        spaces_of(GymnasiumConfig(id="Other-v1", kwargs={"xml_file": "no.xml"}))
+    assert all(word in str(told.value) for word in words), told.value
+
+
+def test_the_physics_engine_is_among_the_packages_that_the_manifest_records():
+    pytest.importorskip("mujoco")
+    assert set(GymnasiumVectorEnv.packages_of(GymnasiumConfig(id="Reacher-v5"))) >= {"gymnasium", "mujoco"}
+    assert "mujoco" not in GymnasiumVectorEnv.packages_of(GymnasiumConfig(id="Pendulum-v1"))
 
 
 def test_frames_are_drawn_without_a_camera_and_an_env_that_cannot_is_told_how_to_do_without():

@@ -74,7 +74,6 @@ def test_micro_batches_by_tokens_change_nothing(tiny_lm, batch, family, packing,
     assert (policy.get_logprobs(batch)["logprobs"] - plain).abs().max() < 1e-5
 
 
-BF16_GAP = 1
 LFM2 = {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48}
 
 
@@ -293,16 +292,19 @@ def test_gradients_of_micro_batches_add_up_in_float32():
     assert optimizer.masters[0].grad is None
 
 
-def test_micro_batches_of_bfloat16_lose_less_than_its_rounding(tiny_lm, batch, monkeypatch):
+def test_many_micro_batches_of_bfloat16_have_almost_the_gradient_of_one(tiny_lm, monkeypatch):
+    """What is left (0.003 here) is the rounding of each one's own gradient; 64 sums in bf16 would make 0.008 of it."""
+    ids = torch.randint(3, 48, (64, 6), generator=torch.Generator().manual_seed(0))
+    batch = BatchedDataDict({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     gradients = []
-    for size in (4, 1):
+    for size in (64, 1):
         policy = HuggingFacePolicy(tiny_lm(), torch_dtype="bfloat16", micro_batch_size=size, max_grad_norm=1e9)
         with monkeypatch.context() as patch:
-            patch.setattr(policy._optimizer, "step", lambda policy=policy: gradients.append(
-                torch.cat([master.grad.flatten() for master in policy._optimizer.masters])))  # fmt: skip
+            patch.setattr(policy._optimizer, "step", lambda optimizer=policy._optimizer: gradients.append(
+                torch.cat([master.grad.flatten() for master in optimizer.masters])))  # fmt: skip
             policy.train(batch, NLLLossFn())
     assert gradients[0].dtype == torch.float32
-    assert (gradients[1] - gradients[0]).norm() < BF16_GAP * gradients[0].norm()
+    assert (gradients[1] - gradients[0]).norm() < 5e-3 * gradients[0].norm()
 
 
 def test_lora_trains_adapters_only(tiny_lm, batch):

@@ -16,6 +16,7 @@ from rlinf.distributed import BatchedDataDict
 from rlinf.errors import ConfigError
 from rlinf.models import HuggingFacePolicy
 from rlinf.models.embodiment.hf_vla_processing import load_vlm_processor
+from rlinf.models.generation.interfaces import response_mask
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from make_tiny_vlm import FAMILIES, IMAGE_SIZE, make_tiny_vlm
@@ -99,7 +100,7 @@ def test_generation_sees_the_images_of_its_rows(cases, family):
         with torch.no_grad():
             expected = model.generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)[0]
         assert output["output_ids"][row, : int(output["unpadded_sequence_lengths"][row])].equal(expected)
-    generated = output["logprobs"] != 0
+    generated = response_mask(output)
     assert float((policy.get_logprobs(output)["logprobs"] - output["logprobs"])[generated].abs().max()) < 1e-4
     sampled = policy.generate(case.batch, greedy=False)
     assert policy.train(sampled, NLLLossFn())["num_tokens"] == 16

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
@@ -18,7 +19,7 @@ from rlinf.config.compatibility import check_inputs
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import libero as adapter
-from rlinf.envs import libero_scene, libero_tasks
+from rlinf.envs import libero_assets, libero_scene, libero_tasks
 from rlinf.envs.checker import check_env
 from rlinf.envs.libero import DRAWN_OFFSET, SETTLING_ACTION, LiberoConfig, LiberoSimulator, LiberoVectorEnv
 from rlinf.envs.libero_scene import axis_angle
@@ -416,6 +417,41 @@ def test_assets_of_another_task_are_missed_by_name(tmp_path):
     with pytest.raises(MissingDependencyError, match=STOVE) as error:
         libero_scene.Scene(bddl_file("libero_goal", STOVE), tmp_path, True)
     assert str(tmp_path) in str(error.value) and "env.assets_dir=" in str(error.value)
+
+
+@needs_package
+def test_every_object_of_every_task_has_a_model_file_in_the_package_s_own_words():
+    models = libero_assets.object_models()
+    assert models["flat_stove"] == "articulated_objects/flat_stove.xml"
+    assert models["chefmate_8_frypan"] == "stable_scanned_objects/chefmate_8_frypan/chefmate_8_frypan.xml"
+    assert models["rack"] == "stable_scanned_objects/simple_rack/simple_rack.xml", "a class whose file has another name"
+    places = {"table", "kitchen_table", "living_room_table", "study_table", "floor"}  # part of the scene
+    for suite in HORIZONS:
+        for task in suite_tasks(suite):
+            text = bddl_file(suite, task).read_text()
+            assert set(re.findall(r" - (\w+)", text)) - places <= models.keys(), task
+
+
+@needs_package
+def test_an_object_without_its_files_is_missed_before_the_run(tmp_path, monkeypatch):
+    kitchen = next(task for task in suite_tasks("libero_10") if task.endswith("put_the_moka_pot_on_it"))
+    names = ("flat_stove", "chefmate_8_frypan", "moka_pot")
+    files = [libero_assets.object_models()[name] for name in names]
+    for name in ("scenes/libero_kitchen_tabletop_base_style.xml", *files):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('<mujoco><asset><!-- <mesh file="no.stl"/> --><mesh file="a.msh"/></asset></mujoco>')
+        (tmp_path / name).with_name("a.msh").touch()
+    libero_assets.check_assets(tmp_path, "libero_10", [kitchen])
+    other = next(task for task in suite_tasks("libero_10") if "STUDY" in task)
+    with pytest.raises(MissingDependencyError, match="lack scenes/libero_study_base_style.xml and .* 1 of 2 tasks") as error:
+        libero_assets.check_assets(tmp_path, "libero_10", [kitchen, other])
+    assert other in str(error.value) and f"type env.tasks=[{kitchen}]" in str(error.value)
+    (tmp_path / files[2]).with_name("a.msh").unlink()
+    libero_assets._missing_behind.cache_clear()
+    monkeypatch.setattr(adapter, "check_packages", lambda: None)
+    settings = config(suite="libero_10", tasks=[kitchen], assets_dir=str(tmp_path), cameras=[])
+    with pytest.raises(MissingDependencyError, match=f"lack a.msh of {files[2]}, which 1 of 1 tasks"):
+        LiberoVectorEnv(settings, 1, False)
 
 
 def test_a_checkpoint_whose_gripper_speaks_the_other_convention_is_refused():

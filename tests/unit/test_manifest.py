@@ -22,6 +22,7 @@ from rlinf.manifest import (
     package_versions,
     verify_files,
 )  # fmt: skip
+from rlinf.training.model_files import weights_digest
 
 STATISTICS = {"action": {"q01": [-0.05, -0.05], "q99": [0.05, 0.05], "mask": [True, True]}}
 
@@ -139,6 +140,29 @@ def test_adapter_settings_must_match():
         check(adapter, manifest(lora={"state": "adapter", "rank": 16, "alpha": 16}))
     with pytest.raises(ManifestMismatchError, match="lora.state"):
         check(adapter, manifest())
+
+
+def test_adapters_belong_to_their_base_weights():
+    adapter = {"state": "adapter", "rank": 8}
+    bound = manifest(lora=adapter | {"base_sha256": "ab"})
+    for other in ({"base_sha256": "cd"}, {}):
+        with pytest.raises(ManifestMismatchError, match=r"lora.base_sha256: saved \"ab\".*\n.*=\[lora.base_sha256\]"):
+            check(bound, manifest(lora=adapter | other))
+    assert not check(manifest(lora=adapter), bound)[0].must_match, "of a version that did not record it"
+
+
+def test_the_digest_of_base_weights_is_that_of_their_files(tmp_path):
+    for name, content in (("model-1.safetensors", b"a"), ("model-2.safetensors", b"b"), ("config.json", b"{}")):
+        (tmp_path / name).write_bytes(content)
+    before = weights_digest(str(tmp_path))
+    (tmp_path / "config.json").write_bytes(b"{ }")
+    assert weights_digest(str(tmp_path)) == before and weights_digest(None) is None
+    (tmp_path / "model-2.safetensors").write_bytes(b"bb")
+    assert weights_digest(str(tmp_path)) != before
+    (tmp_path / "model-2.safetensors").write_bytes(b"b")
+    assert weights_digest(str(tmp_path)) == before
+    (tmp_path / "model-2.safetensors").rename(tmp_path / "model-3.safetensors")
+    assert weights_digest(str(tmp_path)) != before
 
 
 def test_what_only_one_side_recorded_is_reported_and_not_refused_but_missing_statistics_are():

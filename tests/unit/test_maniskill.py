@@ -94,6 +94,30 @@ def test_an_episode_is_that_of_the_bare_env_with_the_seed_of_its_spec(vulkan):
     bare.close()
 
 
+@pytest.mark.parametrize(("task", "seed"), [("PullCubeTool-v1", 10), ("PlugCharger-v1", 8)])
+def test_an_episode_with_contacts_is_the_same_in_a_used_simulator_as_in_a_fresh_one(vulkan, task, seed):
+    """Contacts that PhysX keeps from the episode before would move things by centimetres."""
+    actions = np.random.default_rng(seed).uniform(-1, 1, (40, 7)).astype(np.float32)
+    actions[:, 2] -= 0.5  # down, into the objects and the table
+    actions[:, 3:6] *= 0.2
+    actions = actions.clip(-1, 1)
+
+    def play(simulator, number, taken):
+        simulator.reset(spec_of(number))
+        return [np.append(simulator.observe().state, simulator.step(action).dense_reward) for action in taken]
+
+    fresh = play(simulator_of(task), 0, actions)
+    used = simulator_of(task)
+    other = play(used, 2, [*actions[::-1], *[actions[3]] * 20])
+    np.testing.assert_array_equal(play(used, 0, actions), fresh)
+    assert not np.array_equal(other[0], fresh[0]), "the control: another episode begins elsewhere"
+
+
+def test_scenes_are_built_without_maniskills_warnings(vulkan, capfd):
+    simulator_of("PushCube-v1").close()
+    assert "WARNING" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(("control", "width"), [("pd_ee_delta_pose", 7), ("pd_ee_delta_pos", 4), ("pd_joint_delta_pos", 8)])
 def test_every_control_mode_has_its_actions_and_an_action_moves_the_hand(vulkan, control, width):
     env = make_env(ManiSkillConfig(control_mode=control, cameras=[], num_processes=0), 1, auto_reset=False)
@@ -185,8 +209,9 @@ def test_the_class_for_the_gpu_gives_the_numbers_of_the_simulator(vulkan):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"cameras": ["base_camra"]}, ["base_camra", "Did you mean 'base_camera'"]),
-        ({"tasks": ["PickCube"]}, ["PickCube", "Did you mean 'PickCube-v1'"]),
+        ({"cameras": ["base_camra"]}, ["base_camra", "Did you mean 'base_camera'", "Type env.cameras=[base_camera]"]),
+        ({"cameras": ["base_camera"] * 2}, ["names a camera twice", "Type env.cameras=[base_camera]"]),
+        ({"tasks": ["PickCube"]}, ["PickCube", "Did you mean 'PickCube-v1'", "Type env.tasks=[PickCube-v1]"]),
         ({"tasks": None, "state": "full"}, ["'PickCube-v1': 42", "env.state=proprio"]),
     ],
 )

@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from importlib import resources
 
@@ -161,7 +162,7 @@ def test_repeated_actions_are_single_steps_up_to_success():
 @needs_metaworld
 def test_states_have_the_declared_width_and_name_the_task():
     tasks = ["window-close-v3", "reach-v3"]
-    for state, width in (("full", 41), ("proprio", 4), ("none", 0)):
+    for state, width in (("full", 89), ("proprio", 4), ("none", 0)):
         config = MetaWorldConfig(tasks=tasks, state=state, cameras=[], num_processes=0)
         env = make_env(config, 2, auto_reset=False)
         assert env.task_names == ["reach-v3", "window-close-v3"]  # in the suite's order
@@ -178,7 +179,8 @@ def test_states_have_the_declared_width_and_name_the_task():
             low, high = env.state_bounds()
             assert ((seen.state >= low) & (seen.state <= high)).all()
         else:
-            np.testing.assert_array_equal(seen.state[:, 39:], np.eye(2))
+            places = [list(INSTRUCTIONS).index(name) for name in env.task_names]  # not their places in env.tasks
+            np.testing.assert_array_equal(seen.state[:, 39:], np.eye(50)[places])
         env.close()
 
 
@@ -234,6 +236,30 @@ def test_one_renderer_of_a_task_draws_all_its_envs():
         np.testing.assert_array_equal(pictures[-1], expected)
         own.close()
     assert sims[0]._env is not sims[1]._env and not np.array_equal(*pictures)
+
+
+@needs_metaworld
+def test_renderers_beyond_the_number_of_envs_are_closed(monkeypatch):
+    monkeypatch.setattr(adapter, "_renderers", {})
+    monkeypatch.setattr(adapter, "_simulators", weakref.WeakSet())
+    monkeypatch.setattr(adapter, "MIN_RENDERERS", 1)
+    tasks = ["reach-v3", "push-v3", "door-open-v3"]
+    sims = [MetaWorldSimulator(MetaWorldConfig(tasks=tasks, image_size=16), tasks) for _ in range(2)]
+    seen = []
+
+    def show(sim, task_id):
+        sim.reset(spec(task_id=task_id))
+        sim.observe()
+        seen.append(list(adapter._renderers[16].values())[-1])
+
+    for number in (0, 1):
+        show(sims[number], number)
+    for number in (0, 1):
+        show(sims[number], number)
+    assert seen[2:] == seen[:2], "one for each env: two tasks in turn do not take each other's"
+    show(sims[0], 2)
+    assert [renderer._gl is None for renderer in (*seen[:2], seen[-1])] == [True, False, False]
+    assert len(adapter._renderers[16]) == 2
 
 
 @needs_metaworld

@@ -71,6 +71,13 @@ def test_the_engine_is_finished_even_if_it_fails(tiny_lm, prompts):
     assert calls == ["finish"]
 
 
+def test_another_vocabulary_is_refused(tiny_lm, prompts):
+    policy, engine = HuggingFacePolicy(tiny_lm()), HuggingFaceGeneration(tiny_lm())
+    engine.model.config.vocab_size = 64
+    with pytest.raises(ConfigError, match=r"vocab_size=48, the inference backend 64.*Type model_name="):
+        validate_log_probability_consistency(policy, engine, prompts)
+
+
 def test_scores_of_another_shape_are_refused(tiny_lm, prompts):
     class Table(HuggingFacePolicy):
         def get_logprobs(self, data):
@@ -127,6 +134,21 @@ def test_the_command_prints_a_table_and_its_status(tiny_lm, capsys, monkeypatch)
     monkeypatch.setattr(diagnostics, "THRESHOLD", 0.5)
     assert main(["diagnose", tiny_lm(), "torch_dtype=bfloat16"]) == 1
     assert "FAIL" in capsys.readouterr().out
+
+
+def test_a_model_that_vllm_refuses_fails_and_keeps_the_table(tiny_lm, capsys, monkeypatch):
+    def refused(self):
+        raise ConfigError("vLLM refuses 'x': head size 8")
+
+    monkeypatch.setattr(diagnostics, "BATCH_SIZES", (1,))
+    monkeypatch.setattr(diagnostics, "PROMPT_LENGTHS", (4,))
+    monkeypatch.setattr("rlinf.models.generation.vllm_engine.require_vllm", lambda: None)
+    monkeypatch.setattr("rlinf.models.generation.vllm_generation.VllmGenerationWorker.start", refused)
+    assert main(["diagnose", tiny_lm()]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("torch: ") and " pass " in line for line in lines) == 3 + 2
+    assert [line.split()[4] for line in lines if line.startswith("vllm: runs the model")] == ["FAIL"]
+    assert lines[-1] == "vllm: vLLM refuses 'x': head size 8"
 
 
 @pytest.mark.parametrize(("words", "message"), [([], "no model"), (["m", "torch_dtyp=x"], "Did you mean 'torch_dtype'")])

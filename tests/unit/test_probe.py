@@ -103,6 +103,16 @@ def test_gap_of_poses_is_that_of_geometry():
     assert pose_gap([0, 0, 0, 1, 0, 0, 0], [0, 0, 0, -1, 0, 0, 0]) == pytest.approx((0.0, 0.0))
 
 
+def test_a_pose_or_a_state_that_is_not_a_number_has_drifted(monkeypatch):
+    before = probed(monkeypatch)
+    for change in (lambda end: end["poses"]["pusher"].__setitem__(0, float("nan")),
+                   lambda end: end["poses"]["pusher"].__setitem__(4, float("nan")),
+                   lambda end: end["state"].__setitem__(1, float("nan"))):  # fmt: skip
+        after = json.loads(json.dumps(before))
+        change(after["episodes"][0]["end"])
+        assert len(drift(before, after)) == 1 and "nan" in drift(before, after)[0]
+
+
 def test_actions_are_the_same_in_every_row_and_within_bounds():
     low, high = np.array([-1.0, 0.0, 5.0]), np.array([1.0, 0.5, 6.0])
     actions = fixed_actions(low, high, 3)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rlinf.envs.checker_recording import equal_rows, play, spread_specs
+from rlinf.envs.config import EnvConfig, with_share_of_cores
 from rlinf.errors import ConfigError, SimulatorError
 
 FIXTURES = str(Path(__file__).parents[1] / "fixtures")
@@ -35,14 +36,14 @@ def make(tmp_path):
 
     def build(num_envs=NUM_ENVS, auto_reset=False, **settings):
         settings = {"num_processes": 2, "fault_file": str(tmp_path / "fault"), **settings}
-        envs.append(WalkVectorEnv(WalkConfig(**settings), num_envs, auto_reset))
+        envs.append(build.of(WalkConfig(**settings), num_envs, auto_reset))
         return envs[-1]
 
     def fault(text):
         (tmp_path / "new").write_text(text)
         os.replace(tmp_path / "new", tmp_path / "fault")
 
-    build.fault = fault
+    build.fault, build.of = fault, WalkVectorEnv
     build.remove_fault = lambda: (tmp_path / "fault").unlink()
     yield build
     for env in envs:
@@ -282,6 +283,87 @@ def test_a_simulator_that_always_fails_ends_the_run_with_its_traceback(make):
     assert env.num_restarts == 3
 
 
+class FragileVectorEnv(WalkVectorEnv):
+    simulator_class = "walk_env:FragileSimulator"
+
+
+def test_a_simulator_that_always_fails_in_one_episode_ends_the_run_and_the_episode_is_named(make):
+    """Steps that go well lie between the failures; the other episodes, and the task "near", are innocent."""
+    make.of = FragileVectorEnv
+    env = make(num_processes=1, max_episode_steps=50)
+    specs = spread_specs(env, NUM_ENVS)
+    guilty = next(row for row, spec in enumerate(specs) if spec.task_id == 1)
+    env.reset(options={"episodes": specs})
+    with pytest.raises(SimulatorError, match="(?s)RuntimeError: unstable simulation.*failure number 3 in") as caught:
+        for _ in range(20):
+            env.chunk_step(zeros(env))
+    assert f"{specs[guilty]} of the task 'far' in row {guilty}. " in str(caught.value) and env.num_restarts == 3
+
+
+def test_failures_in_different_episodes_do_not_end_the_run(make):
+    make.of = FragileVectorEnv
+    env = make(num_envs=1, num_processes=1, max_episode_steps=50, tasks=["far"])
+    for spec in env.episode_specs("train")[:4]:
+        env.reset(options={"episodes": [spec]})
+        assert env.chunk_step(zeros(env, 3)).lost_env_ids.tolist() == [0]
+    assert env.num_restarts == 4
+
+
+def test_a_closed_env_says_so(make):
+    env = make(max_restarts=0)
+    env.reset()
+    os.kill(pids(env)[0], signal.SIGKILL)
+    with pytest.raises(SimulatorError, match="env.max_restarts=0"):
+        env.chunk_step(zeros(env))
+    others = make(), make(num_processes=0)
+    for other in others:
+        other.reset()
+        other.close()
+    for closed in (env, *others):
+        for call in (lambda: closed.chunk_step(zeros(closed)), closed.reset, lambda: closed.render_frames([0], 16)):  # noqa: B023
+            with pytest.raises(SimulatorError, match="env.name=walk is closed.*Make another env"):
+                call()
+
+
+def test_the_deadline_holds_for_a_message_that_a_stopped_worker_does_not_read(make):
+    env = make(num_processes=1, step_timeout_s=1.0, max_episode_steps=50_000)
+    env.reset()
+    os.kill(pids(env)[0], signal.SIGSTOP)
+    actions = zeros(env, 40_000)
+    assert actions.nbytes > 1 << 20  # control: more than the pipe takes without a reader
+    thread = threading.Thread(target=env.chunk_step, args=(actions,), daemon=True)
+    thread.start()
+    thread.join(15)
+    assert not thread.is_alive() and env.num_restarts == 1
+
+
+@pytest.mark.parametrize("num_processes", [0, 2])
+def test_offloading_ends_the_workers_until_the_next_reset(make, num_processes):
+    env = make(num_processes=num_processes)
+    specs = spread_specs(env, NUM_ENVS)
+    first, reference = undisturbed(make, specs, 1)
+    env.reset(options={"episodes": specs})
+    known = pids(env)
+    assert len(known) == num_processes
+    env.offload()
+    assert all(is_gone(pid) for pid in known) and not pids(env)
+    for call in (lambda: env.chunk_step(zeros(env)), env.expert_actions, lambda: env.poses([0])):
+        with pytest.raises(ConfigError, match="call reset"):
+            call()
+    again, _ = env.reset(options={"episodes": specs})
+    step = env.chunk_step(actions_of(specs, 0))
+    assert equal_rows(again, first) and equal_rows(step.observation, reference[0].observation)
+    assert not len(step.lost_env_ids) and env.num_restarts == 0
+
+
+def test_envs_that_step_at_the_same_time_share_the_cores(monkeypatch):
+    monkeypatch.setattr("rlinf.envs.config.num_cores", lambda: 12)
+    counts = [with_share_of_cores(WalkConfig(), sharers).num_processes for sharers in (1, 2, 8, 100)]
+    assert counts == [12, 6, 1, 1]
+    assert [with_share_of_cores(WalkConfig(num_processes=n), 2).num_processes for n in (0, 5)] == [0, 5]
+    assert with_share_of_cores(EnvConfig(), 2) == EnvConfig()
+
+
 def test_kills_from_outside_in_a_row_do_not_end_the_run(make):
     """A worker is killed four times before it has answered anything but the resets of its restarts."""
     env = make(num_envs=1, num_processes=1)
@@ -337,7 +419,7 @@ def test_a_module_that_cannot_be_imported_is_told_with_its_traceback(make):
         simulator_class = "no_such_module:Simulator"
 
     env = Missing(WalkConfig(num_processes=1), 1, False)
-    with pytest.raises(SimulatorError, match="No module named 'no_such_module'"):
+    with pytest.raises(SimulatorError, match="(?s)No module named 'no_such_module'.*before any simulator was at work"):
         env.reset()
     env.close()
 
@@ -358,7 +440,7 @@ def test_closing_ends_every_process(make, fault):
     if fault is not None:
         make.fault(fault)
     if fault == "step hang":
-        env._workers[0].send(("step_chunk", ([0], zeros(env)[:1], np.array([5]))))
+        env._workers[0].send(("step_chunk", ([0], zeros(env)[:1], np.array([5]))), 1.0)
     start = time.monotonic()
     env.close()
     assert time.monotonic() - start < 5 and all(is_gone(pid) for pid in known)

@@ -15,14 +15,18 @@ from rlinf.cli.memory import estimate_memory, format_bytes
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.config.validation import validate
-from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError, check_manifest
+from rlinf.distributed.batched_data_dict import BatchedDataDict
+from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.models import build_policy
 from rlinf.models.embodiment.openvla_vllm import OpenVLATwin, image_token, num_image_tokens
 from rlinf.models.generation import VllmConfig, VllmGeneration, VllmGenerationWorker, vllm_engine
 from rlinf.models.generation.config import VllmOptions
+from rlinf.models.generation.vllm_engine import GenerateResult
 from rlinf.models.generation.vllm_generation import engine_arguments, sampling_arguments
-from rlinf.models.generation.vllm_server import CPU_CACHE_BYTES, cpu_cache_bytes, required_tensors
+from rlinf.models.generation.vllm_server import CPU_CACHE_BYTES, language_model_arguments
+from rlinf.models.generation.vllm_weights import LanguageModelNames, reload_weights
+from rlinf.models.hf_model import HFModel
 from rlinf.rollout import vllm_policy
 from rlinf.rollout.vllm_policy import row_seeds
 from rlinf.types import Observation
@@ -105,7 +109,72 @@ def test_sampling_arguments_follow_the_settings():
     assert sampled == {"max_tokens": 7, "temperature": 0.5, "top_k": 3, "repetition_penalty": 1.1, "allowed_token_ids": [7, 8], "stop_token_ids": [2], "ignore_eos": True}
     assert sampling_arguments(settings, greedy=True)["temperature"] == 0.0
     assert sampling_arguments(settings | {"do_sample": False}, greedy=False)["temperature"] == 0.0
-    assert sampling_arguments({}, greedy=False) == {"max_tokens": None, "ignore_eos": False}
+    assert sampling_arguments({}, greedy=False) == {"max_tokens": 128, "temperature": 1.0, "ignore_eos": False}
+
+
+def test_temperatures_that_vllm_would_replace_are_refused():
+    assert sampling_arguments({"temperature": 0.01}, greedy=False)["temperature"] == 0.01
+    with pytest.raises(ConfigError, match=r"temperature=0.001 is below 0.01.*Type temperature=0.01, or be greedy"):
+        sampling_arguments({"temperature": 0.001}, greedy=False)
+    with pytest.raises(ConfigError, match=r"temperature=0 .*Type temperature=1.0 and do_sample=False"):
+        sampling_arguments({"temperature": 0}, greedy=False)
+
+
+class Recorded:
+    """An engine that answers each prompt with one token."""
+
+    def __init__(self):
+        self.requests = []
+
+    def generate(self, request):
+        self.requests.append(request)
+        return GenerateResult([[1]] * len(request.prompts), [[-1.0]] * len(request.prompts), 0)
+
+
+def seeds_of(config, sizes):
+    generation = VllmGeneration(None, {"model_name": "x", **config})
+    generation.worker.engine = Recorded()
+    for size in sizes:
+        generation.worker.generate(torch.ones(size, 3, dtype=torch.long))
+    return [request.seeds for request in generation.worker.engine.requests]
+
+
+def test_every_prompt_has_a_seed_of_its_own_that_depends_on_the_settings_seed_and_the_rank(has_vllm, monkeypatch):
+    first, second = seeds_of({"vllm_cfg": {"seed": 5}}, (3, 2))
+    assert len({*first, *second}) == 5 and all(0 <= seed < 2**63 for seed in first + second)
+    assert seeds_of({"seed": 5}, (5,)) == [first + second], "the same stream whatever the batches"
+    assert not {*seeds_of({}, (5,))[0]} & {*first, *second}
+    assert "seed" not in VllmGeneration(None, {"model_name": "x", "seed": 5}).worker.engine.spec.engine_args
+    monkeypatch.setattr("rlinf.models.generation.vllm_generation.rank", lambda: 1)
+    assert not {*seeds_of({"seed": 5}, (5,))[0]} & {*first, *second}
+
+
+def test_greedy_requests_carry_the_temperature_and_no_seeds(has_vllm):
+    generation = VllmGeneration(None, {"model_name": "x", "temperature": 0.7})
+    generation.worker.engine = Recorded()
+    generation.worker.generate(torch.ones(1, 3, dtype=torch.long), greedy=True)
+    request = generation.worker.engine.requests[0]
+    assert (request.sampling["temperature"], request.greedy_temperature, request.seeds) == (0.0, 0.7, None)
+
+
+def test_images_are_refused_by_name(has_vllm):
+    generation = VllmGeneration(None, {"model_name": "x"})
+    generation.worker.engine = Recorded()
+    data = {"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    generation.generate(BatchedDataDict(data), greedy=True)
+    with pytest.raises(ConfigError, match="'pixel_values'.*HuggingFaceGeneration"):
+        generation.generate(BatchedDataDict({**data, "pixel_values": torch.ones(1, 3, 8, 8)}), greedy=True)
+    assert len(generation.worker.engine.requests) == 1
+
+
+def test_the_number_format_is_the_checkpoints(tmp_path):
+    from transformers import LlamaConfig
+
+    for dtype in ("float32", "bfloat16"):
+        LlamaConfig(hidden_size=64, num_attention_heads=2, dtype=dtype).save_pretrained(tmp_path / dtype)
+        assert language_model_arguments(str(tmp_path / dtype), {})["dtype"] == dtype
+        assert language_model_arguments(str(tmp_path / dtype), {"dtype": "auto"})["dtype"] == dtype
+    assert "dtype" not in language_model_arguments(str(tmp_path / "float32"), {"dtype": "bfloat16"}), "what is given stays"
 
 
 def test_wrong_backend_missing_model_and_too_few_gpus_are_user_errors(has_vllm):
@@ -193,8 +262,13 @@ def test_the_memory_estimate_counts_weights_shared_memory_and_cache_of_the_engin
     assert estimate("rollout.vllm.gpu_memory_utilization=0.25").engine == found.weights + 250
 
 
-def test_the_cache_of_a_language_model_on_cpus_is_bounded_but_holds_one_sequence(tmp_path):
+def test_the_cache_of_a_language_model_on_cpus_is_bounded_but_holds_one_sequence(tmp_path, monkeypatch):
     from transformers import LlamaConfig
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def cpu_cache_bytes(folder, engine_args):
+        return language_model_arguments(folder, engine_args)["kv_cache_memory_bytes"]
 
     LlamaConfig(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3, max_position_embeddings=300
@@ -217,8 +291,52 @@ def test_weights_of_another_vocabulary_are_refused_by_name():
 
     buffer, weights = WeightBuffer(), LlamaForCausalLM(config(50)).state_dict()
     try:
-        check_manifest(buffer.write(weights, 1).manifest, required_tensors(config(50)))
+        assert LanguageModelNames(config(50)).read(buffer.write(weights, 1)).keys() == weights.keys()
         with pytest.raises(WeightsRefusedError, match=r"model.embed_tokens.weight is \[50, 8\].*\[48, 8\].*lm_head.weight|lm_head.weight.*embed"):
-            check_manifest(buffer.write(weights, 2).manifest, required_tensors(config(48)))
+            LanguageModelNames(config(48)).read(buffer.write(weights, 2))
     finally:
         buffer.close()
+
+
+def test_experts_are_taken_by_the_names_in_memory_and_by_those_of_a_checkpoint():
+    from transformers import Qwen3MoeConfig
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=8, moe_intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=8, num_experts=3, num_experts_per_tok=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = HFModel.from_config(config)
+    own, public = model.model.state_dict(), model.public_state_dict()
+    gate = "model.layers.0.mlp.experts.2.gate_proj.weight"
+    assert gate in public and gate not in own
+    names, buffer = LanguageModelNames(config), WeightBuffer()
+    try:
+        for weights in (own, public):
+            read = names.read(buffer.write(weights, 1))
+            assert read.keys() == public.keys() | {"lm_head.weight"}
+            assert all(torch.equal(read[name], tensor) for name, tensor in public.items())
+            assert torch.equal(read["lm_head.weight"], public["model.embed_tokens.weight"])
+        with pytest.raises(WeightsRefusedError, match=rf"missing {gate} \(1 in all\)"):
+            names.read(buffer.write({name: tensor for name, tensor in public.items() if name != gate}, 2))
+        with pytest.raises(WeightsRefusedError, match=r"missing model.layers.0.mlp.experts.down_proj \(1 in all\)"):
+            names.read(buffer.write({name: tensor for name, tensor in own.items() if "down_proj" not in name}, 3))
+    finally:
+        buffer.close()
+
+
+class BiasBlind(torch.nn.Linear):
+    """Leaves its bias out, as vLLM does with a name that it does not know."""
+
+    def load_weights(self, weights):
+        return {name for name, _ in weights if name != "bias"}
+
+
+def test_parameters_that_vllm_leaves_as_they_are_are_named():
+    model = BiasBlind(2, 2)
+    worker = SimpleNamespace(
+        get_model=lambda: model, model_config=SimpleNamespace(quantization=None),
+        reload_weights=lambda weights_iterator: model.load_weights(weights_iterator),
+    )  # fmt: skip
+    assert reload_weights(worker, list(model.state_dict().items())) == ["bias"]
+    assert model.load_weights(model.state_dict().items()) == {"weight"}, "the model has its own method again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import subprocess
@@ -12,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError, check_manifest
-from rlinf.errors import RLinfError
+from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError, check_manifest, complete_tied
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name needs Linux")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
@@ -72,8 +72,57 @@ def test_weights_of_a_closed_buffer_are_an_error_that_says_so():
     buffer = WeightBuffer()
     handle = buffer.write({"a": torch.ones(4)}, 5)
     buffer.close()
-    with pytest.raises(RLinfError, match="version 5"):
+    with pytest.raises(WeightsRefusedError, match="version 5.*while its WeightBuffer is kept"):
         handle.open()
+
+
+def test_a_handle_never_opens_as_other_weights():
+    buffer = WeightBuffer()
+    first = buffer.write({"a": torch.ones(4)}, 1)
+    second = buffer.write({"a": torch.zeros(4)}, 2)
+    with pytest.raises(WeightsRefusedError, match="version 1 no longer"):
+        first.open()
+    assert second.open()["a"].tolist() == [0.0] * 4
+    buffer.close()
+    # The number of the closed descriptor now belongs to another buffer of the same size and version.
+    other = WeightBuffer()
+    third = other.write({"a": torch.full((4,), 7.0)}, 2)
+    assert third.path == second.path, "control: the descriptor is the same"
+    with pytest.raises(WeightsRefusedError, match="version 2 no longer"):
+        second.open()
+    other.close()
+
+
+def test_a_stale_handle_leaves_a_file_under_its_descriptor_as_it_is(tmp_path):
+    buffer = WeightBuffer()
+    handle = buffer.write({"a": torch.ones(400)}, 1)
+    buffer.close()
+    with open(tmp_path / "log", "w+b") as file:
+        file.write(b"short")
+        file.flush()
+        assert handle.path.endswith(f"/{file.fileno()}"), "control: the descriptor is the same"
+        with pytest.raises(WeightsRefusedError, match="version 1 no longer"):
+            handle.open()
+    assert (tmp_path / "log").read_bytes() == b"short"
+
+
+def test_a_buffer_that_nobody_keeps_gives_its_memory_back():
+    def shared():
+        links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+        return sum("rlinf-weights" in os.readlink(link) for link in links if link.is_symlink())
+
+    gc.collect()
+    before = shared()
+    kept = WeightBuffer()
+    handle = kept.write({"a": torch.ones(4)}, 1)
+    assert shared() == before + 1
+    lost = WeightBuffer().write({"a": torch.ones(4)}, 2)
+    assert shared() == before + 1
+    with pytest.raises(WeightsRefusedError):
+        lost.open()
+    assert handle.open()["a"].tolist() == [1.0] * 4
+    kept.close()
+    assert shared() == before
 
 
 class Tied(nn.Module):
@@ -108,5 +157,7 @@ def test_one_name_of_tied_weights_is_enough_and_none_is_not(manifest):
     required, tensors = model.state_dict(keep_vars=True), dict(model.state_dict())
     for name in ("embedding.weight", "head.weight"):
         check_manifest(manifest({k: v for k, v in tensors.items() if k != name}), required)
+        tied = complete_tied({k: v for k, v in tensors.items() if k != name}, required)
+        assert tied.keys() == required.keys() and tied["embedding.weight"] is tied["head.weight"]
     with pytest.raises(WeightsRefusedError, match="missing embedding.weight, head.weight"):
         check_manifest(manifest({k: v for k, v in tensors.items() if "norm" in k}), required)

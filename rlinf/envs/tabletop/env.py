@@ -10,10 +10,10 @@ import numpy as np
 from rlinf.envs.base import SimulatorStep, VectorEnv
 from rlinf.envs.graphics import choose_backend
 from rlinf.envs.rendering import StateRenderer
+from rlinf.envs.spaces import check_cameras
 from rlinf.envs.tabletop.config import TabletopConfig
-from rlinf.envs.tabletop.scene import CAMERAS, WORKSPACE_M, TabletopSimulator
+from rlinf.envs.tabletop.scene import CAMERAS, NUM_SUBSTEPS, TIMESTEP_S, WORKSPACE_M, TabletopSimulator
 from rlinf.envs.tabletop.tasks import FAMILIES, NUM_COLOURS, Family, Scene
-from rlinf.errors import ConfigError, did_you_mean
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeSpec, Observation
 
@@ -45,9 +45,8 @@ class TabletopVectorEnv(VectorEnv):
 
     def __init__(self, config: TabletopConfig, num_envs: int, auto_reset: bool) -> None:
         super().__init__(config, num_envs, auto_reset, action_low=-np.ones(2), action_high=np.ones(2))
-        for camera in config.cameras:
-            if camera not in CAMERAS:
-                raise ConfigError(f"Unknown camera '{camera}' in env.cameras.{did_you_mean(camera, CAMERAS)}")
+        self.metadata["render_fps"] = 1 / (TIMESTEP_S * NUM_SUBSTEPS)
+        check_cameras(config.cameras, CAMERAS)
         if config.cameras:
             choose_backend()
         self._simulator = TabletopSimulator(num_envs)

@@ -77,6 +77,10 @@ def reload_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[s
             missing.extend(sorted(names - loaded))
         return loaded
 
+    if not torch.cuda.is_available():
+        for module in model.modules():
+            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                module.quant_method.moe_kernel = None  # experts on CPUs are packed only where there is no kernel yet
     model.load_weights = recorded
     try:
         worker.reload_weights(weights_iterator=weights)

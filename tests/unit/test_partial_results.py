@@ -1,0 +1,68 @@
+"""Results kept by an interrupted evaluation: continued under equal conditions only, and never written anew."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import RunConfig, build_config
+from rlinf.envs import make_env
+from rlinf.errors import ConfigError
+from rlinf.evaluation.partial import PartialResults
+from rlinf.evaluation.run import conditions, episode_list
+from rlinf.manifest import build_manifest
+from rlinf.models import build_policy
+
+
+def test_what_a_result_depends_on_is_told_apart(tmp_path):
+    """Each of these changes a condition under which kept results may be continued."""
+    config = build_config(
+        compose_config(["model=mlp", "env=tabletop", "env.tasks=[reach]", "output_dir=unused", "seed=1"])
+    )
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    env = make_env(config.env, 1, auto_reset=False)
+    specs, model = (
+        episode_list(env, "eval", 9),
+        build_policy(config, {"norm_stats": {"tabletop": env.action_statistics()}}),
+    )
+    env.close()
+
+    def found(changed: RunConfig, number: int = 9) -> dict:
+        return conditions(changed, build_manifest(changed, model, policy_version=0), None, specs[:number])
+
+    def with_(section: str, **values) -> RunConfig:
+        return replace(config, **{section: replace(getattr(config, section), **values)})
+
+    changes = {
+        "seed": replace(config, seed=2), "env.reward_mode": with_("env", reward_mode="sparse"),
+        "env.success_bonus": with_("env", success_bonus=2.0), "greedy": with_("evaluation", greedy=False),
+        "env.image_size": with_("env", image_size=config.env.image_size + 8),
+        "temperature": with_("rollout", temperature=0.5), "precision": with_("model", precision="bf16"),
+        "weights": with_("model", model_path=str(tmp_path)),
+    }  # fmt: skip
+    before = found(config)
+    assert found(config) == before, "a control"
+    for name, changed in changes.items():
+        assert found(changed).get(name) != before.get(name), name
+    assert found(config, 8)["episodes"] != before["episodes"]
+
+
+@pytest.mark.parametrize("name", ["weights", "env.success_bonus", "greedy", "a_new_one"])
+def test_kept_results_are_not_continued_where_one_condition_differs(tmp_path, name):
+    before = {"weights": None, "env.success_bonus": 1.0, "greedy": True}
+    PartialResults(tmp_path, before)._file.close()
+    assert PartialResults(tmp_path, before).known == []
+    with pytest.raises(ConfigError, match=rf"other conditions \({name}\)"):
+        PartialResults(tmp_path, before | {name: "other"})
+
+
+def test_a_kept_file_is_only_cut_where_a_line_is_not_whole(tmp_path, monkeypatch):
+    partial = PartialResults(tmp_path, {"a": "é"})
+    partial._file.close()
+    whole = partial.path.read_bytes()
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: pytest.fail("the kept results may not be written anew"))
+    for rest in (b"", b'{"spec": "\xc3'):  # in the middle of a letter, too
+        partial.path.write_bytes(whole + rest)
+        PartialResults(tmp_path, {"a": "é"})._file.close()
+        assert partial.path.read_bytes() == whole

@@ -204,7 +204,8 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         print(json.dumps(result))
         return result
     kinds: dict[str, Callable[[argparse.Namespace], Iterator[Any]]] = {"ours": ours, "peer": peer}
-    if importlib.util.find_spec("lerobot") is not None:
+    spec = importlib.util.find_spec("lerobot")
+    if spec is not None and spec.origin is not None:  # a folder of that name is no package
         kinds["lerobot"] = lerobot
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     for _ in range(arguments.rounds):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from pathlib import Path
 
 from rlinf.errors import ConfigError
 
@@ -18,13 +17,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     groups (``env=tabletop``) replace a section. With ``--compare A B`` nothing is run: two evaluations are compared
     episode by episode; ``evaluation.compare=A`` does so after an evaluation.
     """
-    from omegaconf import OmegaConf
-
-    from rlinf.cli.hydra_app import given_value, hide_progress_bars, parse, read_saved_config
-    from rlinf.config.compose import compose_config, compose_on_saved
-    from rlinf.config.schema import build_config
-    from rlinf.config.validation import validate
-    from rlinf.training.checkpoint import resolve_checkpoint
+    from rlinf.cli.hydra_app import configure, parse
 
     if not arguments:
         raise ConfigError(
@@ -37,21 +30,9 @@ def evaluate(arguments: Sequence[str]) -> int:
         usage = f"usage: rlinf evaluate checkpoint=<folder> [key=value ...]\n       rlinf evaluate {COMPARE_FLAG} A B"
         print(f"{usage}\n\n{inspect.cleandoc(evaluate.__doc__)}")
         return 0
-    if args.multirun:
-        raise ConfigError("`rlinf evaluate` runs once; sweeps (-m) are for `rlinf train` and `rlinf sft`. Leave -m out")
-    checkpoint = given_value(args.overrides, "checkpoint")
-    if checkpoint is None:
-        composed = compose_config(args.overrides, args.config_dir, args.config_name)
-    else:
-        folder = resolve_checkpoint(Path(checkpoint).expanduser())
-        composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir)
-        composed.checkpoint = str(folder)
-    if args.cfg:
-        print(OmegaConf.to_yaml(composed, resolve=args.resolve))
+    config = configure(args, "evaluate")
+    if config is None:
         return 0
-    config = build_config(composed)
-    validate(config, "evaluate")
-    hide_progress_bars()
     from rlinf.evaluation.run import evaluate as start
 
     start(config)

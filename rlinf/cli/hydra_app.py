@@ -17,7 +17,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlinf.config import search
@@ -139,6 +139,34 @@ def given_value(overrides: Sequence[str], key: str) -> str | None:
     """Return what the last override of ``key`` says, or None."""
     values = [item.value() for item in parse_overrides(overrides) if item.key_or_group == key]
     return str(values[-1]) if values and values[-1] is not None else None
+
+
+def configure(args: Namespace, command: str) -> RunConfig | None:
+    """Compose and check the configuration of a command that runs once, on top of that of ``checkpoint=`` if it is given.
+
+    Returns:
+        The configuration, or None where ``--cfg`` asked to print it only.
+
+    Raises:
+        ConfigError: A sweep was asked for, or the configuration is refused.
+        CheckpointError: The checkpoint is none.
+    """
+    if args.multirun:
+        raise ConfigError(f"`rlinf {command}` runs once; sweeps (-m) are for `rlinf train` and `rlinf sft`. Leave -m out")
+    checkpoint = given_value(args.overrides, "checkpoint")
+    if checkpoint is None:
+        composed = compose_config(args.overrides, args.config_dir, args.config_name)
+    else:
+        folder = resolve_checkpoint(Path(checkpoint).expanduser())
+        composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir)
+        composed.checkpoint = str(folder)
+    if args.cfg:
+        print(OmegaConf.to_yaml(composed, resolve=args.resolve))
+        return None
+    config = build_config(composed)
+    validate(config, command)
+    hide_progress_bars()
+    return config
 
 
 def read_saved_config(folder: Path) -> dict[str, Any]:

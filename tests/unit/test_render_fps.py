@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import gymnasium
 import pytest
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import make_env
+from rlinf.envs.libero_tasks import ASSETS_VARIABLE
 from rlinf.errors import MissingDependencyError
 
+ASSETS = os.environ.get(ASSETS_VARIABLE, str(Path(__file__).parents[3] / "shared" / "libero_assets"))
 ENVS = {
     "tabletop": (["env=tabletop"], 12.5),
     "metaworld": (["env=metaworld"], 80),
     "metaworld, repeated": (["env=metaworld", "env.action_repeat=5"], 16),
-    "libero": (["env=libero_10"], 20),
+    "libero": (["env=libero_spatial"], 20),
     "maniskill": (["env=maniskill"], 20),
     "gymnasium": (["env=gymnasium", "env.id=Pendulum-v1"], gymnasium.make("Pendulum-v1").metadata["render_fps"]),
 }
 
 
 @pytest.mark.parametrize(("overrides", "expected"), ENVS.values(), ids=ENVS)
-def test_the_rate_is_that_of_the_simulator(overrides, expected):
+def test_the_rate_is_that_of_the_simulator(overrides, expected, monkeypatch):
+    monkeypatch.setenv(ASSETS_VARIABLE, ASSETS)
     config = build_config(compose_config([*overrides, "env.cameras=[]"])).env
     try:
         env = make_env(config, 1, auto_reset=False)

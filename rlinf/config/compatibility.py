@@ -81,9 +81,9 @@ def check_logprobs(config: RunConfig) -> None:
 
 
 def check_generator(config: RunConfig) -> None:
-    """vLLM must be there, and able to run the model."""
+    """vLLM must be there, and able to run the model at the temperature."""
     from rlinf.models import MODELS
-    from rlinf.models.generation.vllm_engine import require_vllm
+    from rlinf.models.generation.vllm_engine import check_temperature, require_vllm
     from rlinf.rollout.vllm_policy import twin_of
 
     rollout = config.rollout
@@ -97,6 +97,7 @@ def check_generator(config: RunConfig) -> None:
             f"rollout.backend={rollout.backend} decodes one token after the other, and the model has action_decoding={decoding} "
             f"(bidirectional attention), which it cannot. Type {own}rollout.backend=torch"
         )
+    check_temperature(rollout.temperature, "rollout.temperature")
     require_vllm()
 
 

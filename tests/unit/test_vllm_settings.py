@@ -57,6 +57,12 @@ def test_parallel_decoding_in_vllm_is_refused_with_the_override(has_vllm):
     checked("model.init_config.action_decoding=parallel", "rollout.backend=torch")
 
 
+def test_a_temperature_below_that_of_vllm_is_refused_before_the_run(has_vllm):
+    with pytest.raises(ConfigError, match="rollout.temperature=0.001 is below 0.01.*Type rollout.temperature=0.01"):
+        checked("rollout.temperature=0.001")
+    checked("rollout.temperature=0.001", "rollout.backend=torch")
+
+
 def test_a_model_that_vllm_cannot_run_is_refused(has_vllm):
     with pytest.raises(ConfigError, match="MLPForRLActionPrediction declares no vllm_twin. Type rollout.backend=torch"):
         validate(build_config(compose_config(["experiment=tabletop_ppo_mlp", "rollout.backend=vllm"])))

@@ -195,7 +195,9 @@ def main() -> None:
     disable_progress_bar()
     model = build(arguments)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{num_parameters / 1e6:.1f}M parameters, {arguments.dtype}, prompts of {arguments.prompt_len} tokens; ms per call")
+    print(
+        f"{num_parameters / 1e6:.1f}M parameters, {arguments.dtype}, prompts of {arguments.prompt_len} tokens; ms per call"
+    )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         table, sync_ms = measure(arguments, folder)

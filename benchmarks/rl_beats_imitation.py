@@ -47,7 +47,12 @@ def run_seed(folder: Path, seed: int, overrides: list[str]) -> tuple[dict, dict]
     with_rl = json.loads((rl / "summary.json").read_text())
     cloned = sorted((rl / "checkpoints").glob("sft_*"))[-1]
     budget = with_rl["train_wall_s"]
-    more_sft = [f"resume={cloned}", f"sft.time_limit_s={budget}", f"sft.eval_every={SFT_EVAL_EVERY}", "trainer.max_steps=0"]
+    more_sft = [
+        f"resume={cloned}",
+        f"sft.time_limit_s={budget}",
+        f"sft.eval_every={SFT_EVAL_EVERY}",
+        "trainer.max_steps=0",
+    ]
     imitation = train(make_config(folder / f"imitation_seed{seed}", [*common, *more_sft, *overrides]))
     return with_rl, json.loads((imitation / "summary.json").read_text())
 
@@ -55,23 +60,33 @@ def run_seed(folder: Path, seed: int, overrides: list[str]) -> tuple[dict, dict]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[3, 4])
-    parser.add_argument("--output", type=Path, default=Path("outputs/rl_beats_imitation") / time.strftime("%Y-%m-%d_%H-%M-%S"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs/rl_beats_imitation") / time.strftime("%Y-%m-%d_%H-%M-%S")
+    )
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for both arms.")
     arguments = parser.parse_args()
     totals = {"rl": [0, 0], "imitation": [0, 0], "before": [0, 0]}
     series, walls = [], []
     for seed in arguments.seeds:
         with_rl, imitation = run_seed(arguments.output, seed, arguments.overrides)
-        rows = (("rl", with_rl["success_after_rl"]), ("imitation", imitation["success_after_sft"]), ("before", with_rl["success_before_rl"]))
+        rows = (
+            ("rl", with_rl["success_after_rl"]),
+            ("imitation", imitation["success_after_sft"]),
+            ("before", with_rl["success_before_rl"]),
+        )
         for arm, row in rows:
             totals[arm] = [totals[arm][0] + row["successes"], totals[arm][1] + row["episodes"]]
         walls.append((with_rl["train_wall_s"], imitation["train_wall_s"]))
         first = seed == arguments.seeds[0]
         for number, arm, label in ((1, "rl", "cloning, then RL"), (2, "imitation", "cloning only")):
-            series.append(Series(label if first else "", curve(arguments.output / f"{arm}_seed{seed}"), number, markers=True))
+            series.append(
+                Series(label if first else "", curve(arguments.output / f"{arm}_seed{seed}"), number, markers=True)
+            )
     chart = line_chart(series, x_label="training time (minutes)", y_label="success rate", percent=True)
     body = f"<style>{CSS}</style><h1>RL beats imitation</h1>{legend([one for one in series if one.label])}{chart}"
-    figure = write_text(arguments.output / "figure.html", f"<!doctype html><meta charset=utf-8><title>RL beats imitation</title>{body}")
+    figure = write_text(
+        arguments.output / "figure.html", f"<!doctype html><meta charset=utf-8><title>RL beats imitation</title>{body}"
+    )
     intervals = {arm: wilson_interval(*count) for arm, count in totals.items()}
     for arm, (successes, episodes) in totals.items():
         low, high = intervals[arm]

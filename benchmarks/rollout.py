@@ -77,7 +77,9 @@ def measure(num_envs: int, num_chunks: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-envs", type=int, nargs="+", default=[64, 128, 256], help="the first one is reported as ratio")
+    parser.add_argument(
+        "--num-envs", type=int, nargs="+", default=[64, 128, 256], help="the first one is reported as ratio"
+    )
     parser.add_argument("--num-chunks", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()

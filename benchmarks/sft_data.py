@@ -143,7 +143,12 @@ def measure(batches: Iterator[Any], arguments: argparse.Namespace) -> tuple[floa
 
 def measure_training(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time steps of behaviour cloning with the rows in memory and from disk, in alternating rounds, and print both."""
-    overrides = [*arguments.train, f"sft.dataset={arguments.dataset}", f"sft.batch_size={arguments.batch_size}", "sft.max_steps=1"]
+    overrides = [
+        *arguments.train,
+        f"sft.dataset={arguments.dataset}",
+        f"sft.batch_size={arguments.batch_size}",
+        "sft.max_steps=1",
+    ]
     config = build_config(compose_config(overrides))
     validate(config, "sft")
     env = make_env(config.env, 1, auto_reset=False)

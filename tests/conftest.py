@@ -19,7 +19,13 @@ def tiny_lm(tmp_path_factory):
     def build(family: str = "llama", seed: int = 0, **fields) -> str:
         key = (family, seed, repr(sorted(fields.items())))
         if key not in folders:
-            sizes = {"vocab_size": 48, "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+            sizes = {
+                "vocab_size": 48,
+                "initializer_range": 0.3,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                "pad_token_id": 0,
+            }
             if family == "gpt2":
                 sizes |= {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
             else:

@@ -90,7 +90,14 @@ class Algorithm(ABC):
             rollout_logprobs, _ = aggregate_logprobs(batch.rollout_logprobs, action_mask, config.logprob_level)
             weights = truncated_importance_weights(old_logprobs, rollout_logprobs, mask, config.tis_cap)
         total, sums = clipped_policy_loss(
-            logprobs, old_logprobs, advantages, mask, config.clip_range_low, config.clip_range_high, config.dual_clip, weights
+            logprobs,
+            old_logprobs,
+            advantages,
+            mask,
+            config.clip_range_low,
+            config.clip_range_high,
+            config.dual_clip,
+            weights,
         )
         policy_loss = total / counts.units
         metrics = {name: value / counts.units for name, value in sums.items()}

@@ -15,20 +15,36 @@ class AlgorithmConfig:
 
     name: str = option("ppo", "Registered algorithm.")
     update_epochs: int = option(1, "Passes over each rollout.", minimum=1)
-    logprob_level: str = option("action", "Unit of the importance ratio: sum of log-probs over a token, an action or a chunk.", choices=LEVELS)
-    advantage_level: str = option("chunk", "chunk: one advantage per policy call; action: rewards before an action inside its chunk are left out.", choices=("action", "chunk"))
+    logprob_level: str = option(
+        "action", "Unit of the importance ratio: sum of log-probs over a token, an action or a chunk.", choices=LEVELS
+    )
+    advantage_level: str = option(
+        "chunk",
+        "chunk: one advantage per policy call; action: rewards before an action inside its chunk are left out.",
+        choices=("action", "chunk"),
+    )
     clip_range_low: float = option(0.2, "Ratio is clipped below 1 - this.", minimum=0)
     clip_range_high: float = option(0.2, "Ratio is clipped above 1 + this.", minimum=0)
-    dual_clip: float | None = option(None, "For negative advantages the loss is at most this times |advantage| (Ye et al. 2020); null: off.", minimum=1)
-    tis_cap: float | None = option(
-        None, "Weigh policy losses by min(trainer / generator probability, this): truncated importance sampling (Yao et al. 2025); "
-        "null: off.", minimum=1,
+    dual_clip: float | None = option(
+        None,
+        "For negative advantages the loss is at most this times |advantage| (Ye et al. 2020); null: off.",
+        minimum=1,
     )
-    entropy_level: str = option("token", "Unit whose entropy is averaged: a token, or the sum over an action or a chunk.", choices=LEVELS)
+    tis_cap: float | None = option(
+        None,
+        "Weigh policy losses by min(trainer / generator probability, this): truncated importance sampling (Yao et al. 2025); "
+        "null: off.",
+        minimum=1,
+    )
+    entropy_level: str = option(
+        "token", "Unit whose entropy is averaged: a token, or the sum over an action or a chunk.", choices=LEVELS
+    )
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0)
     kl_coef: float = option(0.0, "Weight of the KL penalty to the reference policy (the policy before RL).", minimum=0)
     kl_estimator: str = option("k3", "Estimator of the KL penalty (Schulman 2020).", choices=("k1", "k2", "k3"))
-    normalize_advantages: bool = option(True, "Shift and scale advantages to mean 0, deviation 1 over the whole rollout.")
+    normalize_advantages: bool = option(
+        True, "Shift and scale advantages to mean 0, deviation 1 over the whole rollout."
+    )
 
 
 @dataclass
@@ -38,7 +54,9 @@ class PPOConfig(AlgorithmConfig):
     gamma: float = option(0.97, "Discount per policy call.", minimum=0, maximum=1)
     gae_lambda: float = option(0.95, "GAE lambda.", minimum=0, maximum=1)
     value_coef: float = option(0.5, "Weight of the value loss.", minimum=0)
-    value_clip_range: float | None = option(None, "Clip the value update to this distance from the old value; null: off.", minimum=0)
+    value_clip_range: float | None = option(
+        None, "Clip the value update to this distance from the old value; null: off.", minimum=0
+    )
     huber_delta: float | None = option(None, "Huber value loss with this threshold; null: squared error.", minimum=0)
     critic_warmup_steps: int = option(3, "First iterations train the value head only.", minimum=0)
 
@@ -48,7 +66,13 @@ class GRPOConfig(AlgorithmConfig):
     """Group relative policy optimisation (Shao et al. 2024) over episodes that share an EpisodeSpec."""
 
     name: str = option("grpo", "Registered algorithm.")
-    normalize_advantages: bool = option(False, "Shift and scale advantages over the whole rollout, on top of the groups.")
-    scale_by_std: bool = option(True, "Divide by the group's standard deviation; false: as in Dr. GRPO (Liu et al. 2025).")
-    max_resamples: int = option(0, "Further rollouts per iteration to replace groups of equal returns (DAPO, Yu et al. 2025).", minimum=0)
+    normalize_advantages: bool = option(
+        False, "Shift and scale advantages over the whole rollout, on top of the groups."
+    )
+    scale_by_std: bool = option(
+        True, "Divide by the group's standard deviation; false: as in Dr. GRPO (Liu et al. 2025)."
+    )
+    max_resamples: int = option(
+        0, "Further rollouts per iteration to replace groups of equal returns (DAPO, Yu et al. 2025).", minimum=0
+    )
     drop_zero_variance_groups: bool = option(True, "Leave groups in which all returns are equal out of the update.")

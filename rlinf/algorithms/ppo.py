@@ -44,9 +44,17 @@ class PPO(Algorithm):
     def loss(self, batch: RolloutBatch, evaluation: ActionEvaluation, counts: LossCounts, step: int) -> LossOutput:
         config = self.config
         output = super().loss(batch, evaluation, counts, step)
-        critic = value_loss(
-            evaluation.values, batch.values, batch.returns, batch.loss_mask, config.value_clip_range, config.huber_delta
-        ) / counts.calls
+        critic = (
+            value_loss(
+                evaluation.values,
+                batch.values,
+                batch.returns,
+                batch.loss_mask,
+                config.value_clip_range,
+                config.huber_delta,
+            )
+            / counts.calls
+        )
         policy = 0.0 if self.policy_is_frozen(step) else output.loss
         total = policy + config.value_coef * critic
         output.metrics |= {"value_loss": critic.detach(), "loss": total.detach()}

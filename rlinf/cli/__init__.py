@@ -13,10 +13,16 @@ COMMANDS = {
     "train": ("rlinf.cli.train:train", "behaviour cloning (if configured), then reinforcement learning"),
     "sft": ("rlinf.cli.train:sft", "behaviour cloning only"),
     "evaluate": ("rlinf.cli.evaluate:evaluate", "success rate of a checkpoint on held-out episodes, with videos"),
-    "collect": ("rlinf.cli.collect:collect", "demonstrations of the scripted expert or of a checkpoint, as a LeRobotDataset"),
+    "collect": (
+        "rlinf.cli.collect:collect",
+        "demonstrations of the scripted expert or of a checkpoint, as a LeRobotDataset",
+    ),
     "export": ("rlinf.cli.export:export", "a checkpoint as a folder for from_pretrained, adapters merged if asked"),
     "doctor": ("rlinf.cli.doctor:doctor", "what works on this machine, and the memory that an experiment needs"),
-    "diagnose": ("rlinf.cli.diagnose:diagnose", "whether a language model generates within its length, and as it scores"),
+    "diagnose": (
+        "rlinf.cli.diagnose:diagnose",
+        "whether a language model generates within its length, and as it scores",
+    ),
     "models": ("rlinf.cli.listing:models", "registered models, envs, algorithms and experiments"),
 }
 

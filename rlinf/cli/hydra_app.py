@@ -152,7 +152,9 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
         CheckpointError: The checkpoint is none.
     """
     if args.multirun:
-        raise ConfigError(f"`rlinf {command}` runs once; sweeps (-m) are for `rlinf train` and `rlinf sft`. Leave -m out")
+        raise ConfigError(
+            f"`rlinf {command}` runs once; sweeps (-m) are for `rlinf train` and `rlinf sft`. Leave -m out"
+        )
     checkpoint = given_value(args.overrides, "checkpoint")
     if checkpoint is None:
         composed = compose_config(args.overrides, args.config_dir, args.config_name)
@@ -179,7 +181,9 @@ def read_saved_config(folder: Path) -> dict[str, Any]:
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}). Use another checkpoint.") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {error}). Use another checkpoint."
+        ) from error
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path} holds no configuration. Use another checkpoint.")
     return saved

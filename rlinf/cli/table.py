@@ -10,4 +10,6 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [tuple(map(str, header)), *(tuple(map(str, row)) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     lines.insert(1, tuple("-" * width for width in widths))
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )

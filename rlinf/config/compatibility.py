@@ -48,7 +48,11 @@ def check_inputs(config: RunConfig) -> None:
         env_class.check_statistics(config.env, statistics[config.model.unnorm_key])
     given, wanted = env_class.state_width(config.env), _declared(config, "state_dim")
     if wanted is not None and given is not None and given != wanted:
-        own = f"model.init_config.state_dim={given}" if config.model.model_path is None else "model.model_path=<another folder>"
+        own = (
+            f"model.init_config.state_dim={given}"
+            if config.model.model_path is None
+            else "model.model_path=<another folder>"
+        )
         raise ConfigError(
             f"The model reads a state of width {wanted} (state_dim), and env.name={config.env.name} gives "
             f"{f'one of width {given}' if given else 'no state'}; required: the same width. Type {own if given else 'model=openvla_tiny'}"
@@ -125,12 +129,16 @@ def check_dataset(config: RunConfig) -> None:
         require_package(package, f"sft.dataset={sft.dataset} ({info.format})", package, "sft.dataset=null")
     made_for = info.env.get("name", env.name)
     if made_for != env.name:
-        raise ConfigError(f"{info.folder} was collected with env.name={made_for}, and env.name is {env.name}. Type env={made_for}, or {instead}")
+        raise ConfigError(
+            f"{info.folder} was collected with env.name={made_for}, and env.name is {env.name}. Type env={made_for}, or {instead}"
+        )
     _check_recorded_env(config, info.folder, info.env)
     for camera, column in zip(env.cameras, image_columns(info, env.cameras, sft.cameras), strict=True):
         height, width = info.image_shapes[column]
         if (height, width) != (env.image_size, env.image_size):
-            mended = f"env.image_size={height}" if height == width else "another sft.cameras=<cameras with square images>"
+            mended = (
+                f"env.image_size={height}" if height == width else "another sft.cameras=<cameras with square images>"
+            )
             raise ConfigError(
                 f"The images '{column}' of {info.folder} have {height} x {width} pixels, and the camera '{camera}' of the env has "
                 f"{env.image_size} x {env.image_size} (env.image_size); required: the same. Type {mended}, or {instead}"
@@ -158,7 +166,9 @@ def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, 
     present, allowed = to_mapping(config.env), config.sft.allow_mismatch
     for name in allowed:
         if name not in present:
-            raise ConfigError(f"sft.allow_mismatch names '{name}', which is no key of env.{did_you_mean(name, present)}")
+            raise ConfigError(
+                f"sft.allow_mismatch names '{name}', which is no key of env.{did_you_mean(name, present)}"
+            )
     free = {*ENVS.get(config.env.name).free_settings, *SEEN_IN_THE_COLUMNS, *allowed}
     differing = [name for name in present if name in recorded and name not in free and recorded[name] != present[name]]
     if not differing:
@@ -183,7 +193,9 @@ def check_collect(config: RunConfig) -> None:
     if config.dataset is None:
         raise ConfigError("`rlinf collect` needs a folder to write. Type dataset=data/<name>")
     if os.path.lexists(Path(config.dataset).expanduser()):
-        raise ConfigError(f"dataset is '{config.dataset}', which exists, and nothing is overwritten. Type dataset=<a new folder>")
+        raise ConfigError(
+            f"dataset is '{config.dataset}', which exists, and nothing is overwritten. Type dataset=<a new folder>"
+        )
     check_writable(config.dataset, "dataset")
     require_package("pyarrow", "`rlinf collect`", "pyarrow", "sft.dataset=null to clone the expert without a dataset")
     if collect.video:
@@ -215,7 +227,9 @@ def require_package(module: str, wanted_by: str, package: str, instead: str) -> 
         MissingDependencyError: With the command that installs it and the override that does without.
     """
     if importlib.util.find_spec(module) is None:
-        raise MissingDependencyError(f"{wanted_by} needs the package '{package}'. Install it: pip install {package}. Or type {instead}")
+        raise MissingDependencyError(
+            f"{wanted_by} needs the package '{package}'. Install it: pip install {package}. Or type {instead}"
+        )
 
 
 def check_new_folder(config: RunConfig) -> None:

@@ -104,7 +104,9 @@ def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigE
         options = error.options or []
         close = closest(name, options)
         hint = f" Type {group}={close}" if close else ""
-        where = f" (experiments lie in {', '.join(map(str, search.experiment_folders()))})" if group == search.GROUP else ""
+        where = (
+            f" (experiments lie in {', '.join(map(str, search.experiment_folders()))})" if group == search.GROUP else ""
+        )
         return ConfigError(f"There is no {group or 'config'} '{name}'.{did_you_mean(name, options)}{where}{hint}")
     if isinstance(error, OverrideParseException):
         return ConfigError(
@@ -168,11 +170,15 @@ def compose_on_saved(saved: dict[str, Any], overrides: Iterable[str], config_dir
         overrides: As on the command line.
         config_dir: Folder of the user's own groups and experiments.
     """
-    parsed = [item for item in parse_overrides(normalize_overrides(overrides)) if not item.key_or_group.startswith("hydra.")]
+    parsed = [
+        item for item in parse_overrides(normalize_overrides(overrides)) if not item.key_or_group.startswith("hydra.")
+    ]
     sections = {name for name, hint in typing.get_type_hints(RunConfig).items() if dataclasses.is_dataclass(hint)}
     for override in parsed:
         if override.is_sweep_override():
-            raise ConfigError(f"'{override.input_line}' asks for a sweep; only `rlinf train -m` and `rlinf sft -m` do sweeps.")
+            raise ConfigError(
+                f"'{override.input_line}' asks for a sweep; only `rlinf train -m` and `rlinf sft -m` do sweeps."
+            )
         if override.key_or_group == search.GROUP:
             raise ConfigError(
                 f"{override.input_line} cannot be laid over the configuration of a checkpoint, which has one already. "

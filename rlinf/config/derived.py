@@ -67,19 +67,39 @@ def format_derived(config: RunConfig) -> str:
     numbers, rollout, trainer = derive(config), config.rollout, config.trainer
     ranks = config.cluster.num_processes
     rows: list[tuple[str, str]] = [
-        ("policy", f"{config.model.model_type}, {config.model.action_chunks_len} x {config.model.action_token_len} numbers a call"),
+        (
+            "policy",
+            f"{config.model.model_type}, {config.model.action_chunks_len} x {config.model.action_token_len} numbers a call",
+        ),
         ("tasks", f"{config.env.name}: {', '.join(config.env.tasks) if config.env.tasks else 'all tasks'}"),
     ]
     if config.sft.max_steps > 0:
         passes = numbers.sft_micro_batches_per_rank
-        rows.append(("behaviour cloning", f"{config.sft.max_steps} steps of {config.sft.batch_size} in {_count(passes, 'micro-batch')} a rank"))
+        rows.append(
+            (
+                "behaviour cloning",
+                f"{config.sft.max_steps} steps of {config.sft.batch_size} in {_count(passes, 'micro-batch')} a rank",
+            )
+        )
     if trainer.max_steps > 0:
         groups = f" = {numbers.num_groups} groups of {rollout.group_size}" if rollout.group_size > 1 else ""
         rows += [
-            ("rollout", f"{rollout.num_envs} envs{groups} x {rollout.num_chunks} chunks = {numbers.num_samples} samples"),
-            ("minibatches", f"{numbers.minibatches_per_epoch} of {trainer.minibatch_size} x {_count(config.algorithm.update_epochs, 'epoch')}"),
-            (f"each of {_count(ranks, 'rank')}", f"{_count(numbers.envs_per_rank, 'env')}, {numbers.rows_per_rank} rows a minibatch in {_count(numbers.micro_batches_per_rank, 'micro-batch')}"),
-            ("in all", f"{trainer.max_steps} iterations, {numbers.optimizer_steps:,} optimiser steps, up to {numbers.env_steps:,} env steps"),
+            (
+                "rollout",
+                f"{rollout.num_envs} envs{groups} x {rollout.num_chunks} chunks = {numbers.num_samples} samples",
+            ),
+            (
+                "minibatches",
+                f"{numbers.minibatches_per_epoch} of {trainer.minibatch_size} x {_count(config.algorithm.update_epochs, 'epoch')}",
+            ),
+            (
+                f"each of {_count(ranks, 'rank')}",
+                f"{_count(numbers.envs_per_rank, 'env')}, {numbers.rows_per_rank} rows a minibatch in {_count(numbers.micro_batches_per_rank, 'micro-batch')}",
+            ),
+            (
+                "in all",
+                f"{trainer.max_steps} iterations, {numbers.optimizer_steps:,} optimiser steps, up to {numbers.env_steps:,} env steps",
+            ),
         ]
     num_episodes = "all" if config.evaluation.num_episodes is None else config.evaluation.num_episodes
     rows.append(("evaluation", f"{num_episodes} episodes of the split '{config.evaluation.split}'"))

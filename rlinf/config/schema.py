@@ -30,9 +30,15 @@ class RunConfig:
     )
     checkpoint: str | None = option(None, "Checkpoint or run folder to evaluate, export or collect with.")
     dataset: str | None = option(None, "New folder into which `rlinf collect` writes demonstrations.")
-    resume: str | None = option(None, "Checkpoint or run folder to continue: weights, optimiser, counters and random state.")
-    init_from: str | None = option(None, "Checkpoint or run folder whose weights start this run, and nothing else of it.")
-    plugins: list[str] = option([], "Python modules or .py files to import first; they register models, envs, algorithms.")
+    resume: str | None = option(
+        None, "Checkpoint or run folder to continue: weights, optimiser, counters and random state."
+    )
+    init_from: str | None = option(
+        None, "Checkpoint or run folder whose weights start this run, and nothing else of it."
+    )
+    plugins: list[str] = option(
+        [], "Python modules or .py files to import first; they register models, envs, algorithms."
+    )
     model: ModelConfig = option(ModelConfig(), "The policy network.")
     tokenizer: TokenizerConfig = option(TokenizerConfig(), "Tokenizer and processors.")
     env: EnvConfig = option(EnvConfig(), "The simulator.")

@@ -76,7 +76,9 @@ class ExperimentSource(FileConfigSource):
         inside = config_path.strip("/") == GROUP
         if not inside:
             return [] if results_filter == ObjectType.CONFIG else [GROUP]
-        return [] if results_filter == ObjectType.GROUP else sorted(path.stem for path in Path(self.path).glob("*.yaml"))
+        return (
+            [] if results_filter == ObjectType.GROUP else sorted(path.stem for path in Path(self.path).glob("*.yaml"))
+        )
 
     def load_config(self, config_path: str) -> ConfigResult:
         group, _, name = config_path.rpartition("/")
@@ -119,7 +121,9 @@ def register(config_dir: str | None = None) -> Path | None:
     """
     folder = None if config_dir is None else Path(config_dir).expanduser().resolve()
     if folder is not None and not folder.is_dir():
-        raise ConfigError(f"--config-dir is '{config_dir}', which is no folder. Type --config-dir <folder with YAML files>")
+        raise ConfigError(
+            f"--config-dir is '{config_dir}', which is no folder. Type --config-dir <folder with YAML files>"
+        )
     for path in sorted(folder.rglob("*.yaml")) if folder is not None else ():
         if (Path(__file__).parent / path.relative_to(folder)).is_file():
             raise ConfigError(

@@ -133,14 +133,18 @@ def check_model(config: RunConfig) -> None:
                 "model.attn_implementation=flash_attention_2 needs an NVIDIA GPU, and torch sees none here. "
                 "Type model.attn_implementation=sdpa"
             )
-        require_package("flash_attn", "model.attn_implementation=flash_attention_2", "flash-attn", "model.attn_implementation=sdpa")
+        require_package(
+            "flash_attn", "model.attn_implementation=flash_attention_2", "flash-attn", "model.attn_implementation=sdpa"
+        )
     if model.image_size is not None and (len(model.image_size) != 2 or min(model.image_size) < 1):
         raise ConfigError(
             f"model.image_size is {override_text(model.image_size)}; required: [height, width] in pixels. "
             "Type 'model.image_size=[224,224]'"
         )
     if model.lora_path is not None and not model.is_lora:
-        raise ConfigError(f"model.lora_path={model.lora_path} is given, but model.is_lora=false. Type model.is_lora=true")
+        raise ConfigError(
+            f"model.lora_path={model.lora_path} is given, but model.is_lora=false. Type model.is_lora=true"
+        )
     if model.is_lora and model.lora.dropout > 0 and config.trainer.max_steps > 0:
         raise ConfigError(
             f"model.lora.dropout={model.lora.dropout} would make the log-probs of rollout and training differ; RL needs 0. "
@@ -220,7 +224,9 @@ def check_hub_folder(key: str, path: str, markers: tuple[str, ...]) -> None:
         return
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1 or folder.exists()
     if looks_local:
-        raise ConfigError(f"{key} is '{path}', which is no folder (and no hub id such as organisation/name). Type {key}=<folder>")
+        raise ConfigError(
+            f"{key} is '{path}', which is no folder (and no hub id such as organisation/name). Type {key}=<folder>"
+        )
 
 
 def check_phases(config: RunConfig, command: str) -> None:
@@ -229,7 +235,9 @@ def check_phases(config: RunConfig, command: str) -> None:
     if command == "sft" and not cloning:
         raise ConfigError("`rlinf sft` with sft.max_steps=0 has nothing to do. Type sft.max_steps=700")
     if command == "train" and not cloning and config.trainer.max_steps == 0:
-        raise ConfigError("trainer.max_steps=0 and sft.max_steps=0: there is nothing to train. Type trainer.max_steps=100")
+        raise ConfigError(
+            "trainer.max_steps=0 and sft.max_steps=0: there is nothing to train. Type trainer.max_steps=100"
+        )
 
 
 def check_batches(config: RunConfig) -> None:

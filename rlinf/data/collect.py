@@ -229,11 +229,15 @@ def _acting(config: RunConfig, policy: RowPolicy | None):
         yield
 
 
-def _conditions(config: RunConfig, env: VectorEnv, about: dict[str, Any], results: list[EpisodeResult]) -> dict[str, Any]:
+def _conditions(
+    config: RunConfig, env: VectorEnv, about: dict[str, Any], results: list[EpisodeResult]
+) -> dict[str, Any]:
     """What the dataset records beside the format's own files."""
     stored = [result.success or not config.collect.only_success for result in results]
     numbers = iter(range(len(results)))
-    episodes = [{"episode_index": next(numbers) if kept else None, **asdict(r)} for r, kept in zip(results, stored, strict=True)]
+    episodes = [
+        {"episode_index": next(numbers) if kept else None, **asdict(r)} for r, kept in zip(results, stored, strict=True)
+    ]
     return {
         **about,
         "seed": config.seed,

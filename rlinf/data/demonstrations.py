@@ -216,7 +216,9 @@ def collect_demonstrations(
             rows = np.flatnonzero(played.alive[t] & kept)
             if len(rows):
                 observations.append(played.seen[t].select(rows))
-                actions.append(played.labels[following_rows(np.full(len(rows), t), last[rows], chunk_len), rows[:, None]])
+                actions.append(
+                    played.labels[following_rows(np.full(len(rows), t), last[rows], chunk_len), rows[:, None]]
+                )
     if not episodes:
         raise ConfigError(
             f"None of {num_episodes} demonstrations succeeded and sft.expert.keep_failures=false. "

@@ -91,7 +91,9 @@ def state_column(info: DatasetInfo, state_key: str | None) -> str | None:
         return info.state_key if info.state_key in info.state_dims else None
     if state_key not in info.state_dims:
         hint = did_you_mean(state_key, info.state_dims)
-        raise ConfigError(f"sft.state_key is '{state_key}', which {info.folder} does not have.{hint} Type sft.state_key=null")
+        raise ConfigError(
+            f"sft.state_key is '{state_key}', which {info.folder} does not have.{hint} Type sft.state_key=null"
+        )
     return state_key
 
 
@@ -101,8 +103,12 @@ def _reader(folder: str | os.PathLike) -> ModuleType:
         if (path / marker).is_file():
             return reader
     if not path.is_dir():
-        raise ConfigError(f"sft.dataset is '{folder}', which is no folder. Type sft.dataset=<folder with {' or '.join(READERS)}>")
+        raise ConfigError(
+            f"sft.dataset is '{folder}', which is no folder. Type sft.dataset=<folder with {' or '.join(READERS)}>"
+        )
     inside = sorted(child for child in path.glob("*") if any((child / marker).is_file() for marker in READERS))
     hint = f"Type sft.dataset={inside[0]}" if inside else f"Type sft.dataset=<folder with {' or '.join(READERS)}>"
     old = " (meta/info.json is missing)" if (path / "meta").is_dir() else ""
-    raise ConfigError(f"sft.dataset is '{folder}', a folder that is no dataset{old}: required is {' or '.join(READERS)}. {hint}")
+    raise ConfigError(
+        f"sft.dataset is '{folder}', a folder that is no dataset{old}: required is {' or '.join(READERS)}. {hint}"
+    )

@@ -51,7 +51,9 @@ def describe(folder: Path) -> DatasetInfo:
         state_dims={name: width for name, width in vectors.items() if name != ACTION},
         state_key=STATE,
         action_dim=vectors.get(ACTION, 0),
-        packages=("pyarrow", "av") if any(feature["dtype"] == "video" for feature in features.values()) else ("pyarrow",),
+        packages=("pyarrow", "av")
+        if any(feature["dtype"] == "video" for feature in features.values())
+        else ("pyarrow",),
         env=_recorded_env(folder / "meta" / OWN_FILE),
     )
 
@@ -73,9 +75,7 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
     pa = import_pyarrow(f"sft.dataset={folder}")
     info = read_info(folder)
     names = [name for name in (ACTION, state_key, "timestamp", "index", "episode_index", "task_index") if name]
-    spools = {
-        key: _ImageSpool(folder, key) for key in cameras.values() if info["features"][key]["dtype"] == "image"
-    }
+    spools = {key: _ImageSpool(folder, key) for key in cameras.values() if info["features"][key]["dtype"] == "image"}
     parts: list[dict[str, np.ndarray]] = []
     try:
         for path in sorted((folder / "data").glob("*/*.parquet")):
@@ -181,7 +181,9 @@ def _video_frames(
         raise _damaged(folder, f"{EPISODES_FOLDER} lacks the column or the episode {error}") from error
     files = sorted(set(zip(place["chunk_index"].tolist(), place["file_index"].tolist(), strict=True)))
     file_of = {file: number for number, file in enumerate(files)}
-    file_ids = np.array([file_of[c, f] for c, f in zip(place["chunk_index"].tolist(), place["file_index"].tolist(), strict=True)])
+    file_ids = np.array(
+        [file_of[c, f] for c, f in zip(place["chunk_index"].tolist(), place["file_index"].tolist(), strict=True)]
+    )
     paths = [
         path_inside(folder, info["video_path"].format(video_key=key, chunk_index=chunk, file_index=file))
         for chunk, file in files

@@ -24,7 +24,13 @@ STATE = "observation.state"
 IMAGES = "observation.images."
 """Prefix of the columns of cameras."""
 
-ROW_COLUMNS = {"timestamp": "float32", "frame_index": "int64", "episode_index": "int64", "index": "int64", "task_index": "int64"}
+ROW_COLUMNS = {
+    "timestamp": "float32",
+    "frame_index": "int64",
+    "episode_index": "int64",
+    "index": "int64",
+    "task_index": "int64",
+}
 """Columns that every dataset has: seconds and rows since the episode's begin, and numbers of episode, row and task."""
 
 

@@ -78,10 +78,14 @@ class LeRobotWriter:
         self._pa = import_pyarrow("Writing a LeRobotDataset")
         self.folder = Path(folder).expanduser().absolute()
         if os.path.lexists(self.folder):
-            raise ConfigError(f"dataset is '{folder}', which exists, and nothing is overwritten. Type dataset=<a new folder>")
+            raise ConfigError(
+                f"dataset is '{folder}', which exists, and nothing is overwritten. Type dataset=<a new folder>"
+            )
         odd = {name: shape for name, shape in image_shapes.items() if shape[0] % 2 or shape[1] % 2}
         if video and odd:
-            raise ConfigError(f"The images {odd} have an odd side, which MP4 files cannot hold. Type collect.video=false")
+            raise ConfigError(
+                f"The images {odd} have an odd side, which MP4 files cannot hold. Type collect.video=false"
+            )
         self.fps, self.video = int(fps), video
         self.limits = {"data": data_file_mib * MIB, "video": video_file_mib * MIB}
         self.image_shapes = {f"{IMAGES}{name}": tuple(shape) for name, shape in image_shapes.items()}
@@ -301,9 +305,17 @@ class LeRobotWriter:
         """One row per task, the instruction being the index of the data frame that pandas makes of it."""
         pa = self._pa
         index = "__index_level_0__"
-        table = pa.table({"task_index": pa.array(self._tasks.values(), pa.int64()), index: pa.array(self._tasks, pa.string())})
+        table = pa.table(
+            {"task_index": pa.array(self._tasks.values(), pa.int64()), index: pa.array(self._tasks, pa.string())}
+        )
         columns = [
-            {"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64", "metadata": None},
+            {
+                "name": "task_index",
+                "field_name": "task_index",
+                "pandas_type": "int64",
+                "numpy_type": "int64",
+                "metadata": None,
+            },
             {"name": None, "field_name": index, "pandas_type": "unicode", "numpy_type": "object", "metadata": None},
         ]
         pandas = {"index_columns": [index], "column_indexes": [], "columns": columns, "pandas_version": "2.0.0"}

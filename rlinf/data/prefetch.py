@@ -25,7 +25,9 @@ class Prefetcher:
         num_workers: Threads; 0: a batch is made when it is asked for.
     """
 
-    def __init__(self, make_batch: Callable[[int], tuple[Observation, Tensor]], first_step: int, num_workers: int) -> None:
+    def __init__(
+        self, make_batch: Callable[[int], tuple[Observation, Tensor]], first_step: int, num_workers: int
+    ) -> None:
         self._make_batch, self._next_step = make_batch, first_step
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
         self._ahead: deque[Future] = deque()

@@ -50,7 +50,9 @@ def describe(folder: Path) -> DatasetInfo:
             f"{folder} cannot be read as an RLDS dataset ({type(error).__name__}: {error}); required: {FEATURES} and "
             f"dataset_info.json with a split '{SPLIT}'. Type sft.dataset=<another folder>"
         ) from error
-    missing = [name for name, there in ((ACTION, ACTION in vectors), (INSTRUCTIONS[0], _instruction_of(features))) if not there]
+    missing = [
+        name for name, there in ((ACTION, ACTION in vectors), (INSTRUCTIONS[0], _instruction_of(features))) if not there
+    ]
     if missing:
         raise ConfigError(
             f"The RLDS dataset {folder} has no {' and no '.join(missing)}; it has {', '.join(features)}. "
@@ -61,7 +63,9 @@ def describe(folder: Path) -> DatasetInfo:
         format="RLDS",
         num_episodes=num_episodes,
         image_shapes=shapes,
-        state_dims={key.removeprefix(OBSERVATION): width for key, width in vectors.items() if key.startswith(OBSERVATION)},
+        state_dims={
+            key.removeprefix(OBSERVATION): width for key, width in vectors.items() if key.startswith(OBSERVATION)
+        },
         state_key="state",
         action_dim=vectors[ACTION],
     )
@@ -151,4 +155,6 @@ def _leaves(feature: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, t
 
 
 def _damaged(folder: Path, reason: str) -> ConfigError:
-    return ConfigError(f"The dataset {folder} is not whole ({reason}). Copy it again, or type sft.dataset=<a whole dataset>")
+    return ConfigError(
+        f"The dataset {folder} is not whole ({reason}). Copy it again, or type sft.dataset=<a whole dataset>"
+    )

@@ -107,7 +107,9 @@ class StoredDemonstrations:
         """Return a hash of everything but the pixels: numbers, tasks, and the dataset's description with its statistics."""
         found = hashlib.sha256(json.dumps(self.tasks).encode())
         for values in (self.actions, self.state, self.task_ids, self.episode_ids):
-            found.update(b"" if values is None else repr(values.shape).encode() + np.ascontiguousarray(values).tobytes())
+            found.update(
+                b"" if values is None else repr(values.shape).encode() + np.ascontiguousarray(values).tobytes()
+            )
         for name in DESCRIPTIONS:
             path = Path(self.info.folder) / name
             found.update(path.read_bytes() if path.is_file() else b"")
@@ -121,7 +123,9 @@ class StoredDemonstrations:
             state=None if self.state is None else self.state[index],
             instruction=[self.tasks[task] for task in self.task_ids[index]],
         )
-        return observation, torch.from_numpy(self.actions[following_rows(index, self._last_rows[index], self.chunk_len)])
+        return observation, torch.from_numpy(
+            self.actions[following_rows(index, self._last_rows[index], self.chunk_len)]
+        )
 
     def batch(self, step: int, batch_size: int, seed: int) -> tuple[Observation, Tensor]:
         """Return the rows of optimiser step ``step``; see ``Demonstrations.batch``."""

@@ -154,7 +154,12 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
         """Keep the first ``truncated_len`` entries of axis ``dim`` of all tensors that have it, in place; images stay whole."""
         for key, value in self.items():
-            if key not in IMAGE_KEYS and isinstance(value, Tensor) and value.ndim > dim and value.shape[dim] > truncated_len:
+            if (
+                key not in IMAGE_KEYS
+                and isinstance(value, Tensor)
+                and value.ndim > dim
+                and value.shape[dim] > truncated_len
+            ):
                 self[key] = value.narrow(dim, 0, truncated_len)
 
     def to(self, device: str | torch.device) -> BatchedDataDict:

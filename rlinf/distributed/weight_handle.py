@@ -70,7 +70,9 @@ class WeightsHandle:
             except FileNotFoundError:
                 size = 0
             # A longer mapping would lengthen the file, and the number of a closed descriptor may be another file's by now.
-            memory = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8) if size == self.nbytes else None
+            memory = (
+                torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8) if size == self.nbytes else None
+            )
         if memory is None or bytes(memory[:NONCE_LEN].tolist()) != self.nonce:
             raise WeightsRefusedError(
                 f"The shared memory holds the weights of version {self.version} no longer; nothing was loaded. A handle is valid "

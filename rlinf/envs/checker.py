@@ -204,7 +204,9 @@ def check_idle(
         active = step.executed[idle].any() or step.rewards[idle].any() or (step.terminated | step.truncated)[idle].any()
         _require(report, not active, "A row without an episode must stay idle: no reward, nothing executed, no end.")
     if (difference := first_difference(play(full, specs, max_steps), 1, lone, 1)) is not None:
-        report.append(f"An episode of {specs[1]} is another one where its neighbours are idle: it differs in {difference}.")
+        report.append(
+            f"An episode of {specs[1]} is another one where its neighbours are idle: it differs in {difference}."
+        )
     if untouched.has_expert():
         finite = bool(np.isfinite(untouched.expert_actions()).all())
         _require(report, finite, "expert_actions() must be finite in rows without an episode, too.")

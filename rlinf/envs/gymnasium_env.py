@@ -168,7 +168,9 @@ def _spaces_of(env_id: str, kwargs: str, state: str) -> Spaces:
 def _packages_behind(env_class: type) -> tuple[str, ...]:
     """Return the distributions of the modules that define ``env_class`` and its bases, and of what these import."""
     modules = [sys.modules[cls.__module__] for cls in env_class.__mro__]
-    imported = [value.__name__ for module in modules for value in vars(module).values() if isinstance(value, ModuleType)]
+    imported = [
+        value.__name__ for module in modules for value in vars(module).values() if isinstance(value, ModuleType)
+    ]
     roots = {name.partition(".")[0] for name in [*imported, *(module.__name__ for module in modules)]}
     distributions = packages_distributions()
     return tuple(sorted({name for root in roots for name in distributions.get(root, ())}))

@@ -299,7 +299,9 @@ class ProcessVectorEnv(VectorEnv):
                 f"{what}\nIt is the worker number {self.num_restarts} that was lost, and env.max_restarts="
                 f"{self.config.max_restarts}. To go on for longer, type env.max_restarts={2 * self.num_restarts}"
             )
-        logger.warning("%s\nIts episodes begin anew (restart %d of %d).", what, self.num_restarts, self.config.max_restarts)
+        logger.warning(
+            "%s\nIts episodes begin anew (restart %d of %d).", what, self.num_restarts, self.config.max_restarts
+        )
         self._lost[worker.ids] = True
         worker.start(self._task, self._memory)
 

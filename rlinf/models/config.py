@@ -14,7 +14,9 @@ class LoraConfig:
 
     rank: int = option(32, "Rank of the update matrices.", minimum=1)
     alpha: int = option(32, "Scale: the update is multiplied by alpha / rank.", minimum=1)
-    dropout: float = option(0.0, "Dropout in front of the update; must be 0 for RL, where log-probs must repeat.", minimum=0)
+    dropout: float = option(
+        0.0, "Dropout in front of the update; must be 0 for RL, where log-probs must repeat.", minimum=0
+    )
     target_modules: list[str] | None = option(None, "Module name suffixes to adapt; null: what the model declares.")
 
 
@@ -25,15 +27,21 @@ class ModelConfig:
     model_type: str = option("openvla", "Registered model type (`rlinf doctor` lists them).")
     model_path: str | None = option(None, "Checkpoint folder or hub id; null: random weights from `init_config`.")
     init_config: dict[str, Any] = option({}, "Model config fields for random weights (only without `model_path`).")
-    override_config: dict[str, Any] = option({}, "Fields of the checkpoint's config.json to replace (only with `model_path`).")
+    override_config: dict[str, Any] = option(
+        {}, "Fields of the checkpoint's config.json to replace (only with `model_path`)."
+    )
     action_token_len: int = option(2, "Numbers (tokens) of one action.", minimum=1)
     action_chunks_len: int = option(1, "Actions of one policy call.", minimum=1)
     unnorm_key: str | None = option(None, "Key of the action statistics; null: the only one there is.")
     micro_batch_size: int = option(128, "Rows of one forward-backward pass on one rank.", minimum=1)
     val_micro_batch_size: int = option(256, "Rows of one forward pass without gradients.", minimum=1)
     precision: str = option("fp32", "fp32, bf16, fp16 (weights) or bf16-mixed (float32 weights, bf16 autocast).")
-    vocab_size: int | None = option(None, "Vocabulary without padding; checked against the checkpoint; null: unchecked.")
-    hidden_size: int | None = option(None, "Width of the language model; checked against the checkpoint; null: unchecked.")
+    vocab_size: int | None = option(
+        None, "Vocabulary without padding; checked against the checkpoint; null: unchecked."
+    )
+    hidden_size: int | None = option(
+        None, "Width of the language model; checked against the checkpoint; null: unchecked."
+    )
     image_size: list[int] | None = option(None, "[height, width] that the model sees; null: from the checkpoint.")
     is_lora: bool = option(False, "Train low-rank adapters (and the value head) instead of all weights.")
     lora: LoraConfig = option(LoraConfig(), "Adapter settings.")
@@ -45,7 +53,8 @@ class ModelConfig:
     low_cpu_mem_usage: bool = option(True, "Load weights without a second copy in memory.")
     trust_remote_code: bool = option(False, "Run Python code that lies in the checkpoint folder.")
     strict: bool = option(
-        True, "Raise what a registered class raises while it loads; false: log the traceback and fall back to the generic class."
+        True,
+        "Raise what a registered class raises while it loads; false: log the traceback and fall back to the generic class.",
     )
 
 
@@ -53,4 +62,6 @@ class ModelConfig:
 class TokenizerConfig:
     """Where tokenizer and processors are loaded from."""
 
-    tokenizer_model: str | None = option(None, "Folder or hub id; null: `model.model_path`, else the packaged tiny tokenizer.")
+    tokenizer_model: str | None = option(
+        None, "Folder or hub id; null: `model.model_path`, else the packaged tiny tokenizer."
+    )

@@ -155,7 +155,9 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     The model stays as it is; adapted weights are new tensors, all others are the model's own.
     """
-    tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    tensors = {
+        name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name
+    }
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
             weight = module.get_base_layer().weight.detach()

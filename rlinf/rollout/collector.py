@@ -150,7 +150,9 @@ class RolloutCollector:
         num_threads = torch.get_num_threads()
         self._stop = stop = Event()
         lanes = [
-            _Rollout(self, lane, model, recorder, uniforms[:, lane.env_ids], (step, attempt), policy_version, num_threads)
+            _Rollout(
+                self, lane, model, recorder, uniforms[:, lane.env_ids], (step, attempt), policy_version, num_threads
+            )
             for lane in self.lanes
         ]
         pairs = list(zip(self.lanes, lanes, strict=True))

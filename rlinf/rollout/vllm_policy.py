@@ -114,7 +114,9 @@ class VllmPolicy:
         prompts = self.twin.prompts(self.model.config, inputs)
         result = self.engine.generate(GenerateRequest(prompts, sampling, seeds))
         if result.version != self.version:
-            raise RLinfError(f"The vLLM engine answered with weights of version {result.version}; pushed were {self.version}.")
+            raise RLinfError(
+                f"The vLLM engine answered with weights of version {result.version}; pushed were {self.version}."
+            )
         tokens = torch.tensor(result.token_ids, device=inputs["input_ids"].device)
         sequences = torch.cat([inputs["input_ids"], tokens], dim=1)
         logprobs = torch.tensor(result.logprobs, dtype=torch.float32, device=tokens.device)

@@ -21,14 +21,22 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/return_mean": Metric("Mean undiscounted return of these episodes.", "reward"),
     "rollout/episode_len": Metric("Mean length of these episodes.", "env steps"),
-    "rollout/num_episodes": Metric("First episodes of the envs in the rollout, which the three above are over.", "episodes"),
-    "rollout/lost_episodes": Metric("Episodes that began anew because their simulator was lost; their first part is not trained on.", "episodes"),
+    "rollout/num_episodes": Metric(
+        "First episodes of the envs in the rollout, which the three above are over.", "episodes"
+    ),
+    "rollout/lost_episodes": Metric(
+        "Episodes that began anew because their simulator was lost; their first part is not trained on.", "episodes"
+    ),
     "rollout/env_steps_total": Metric("Env steps executed since the run began, over all ranks.", "env steps"),
     "rollout/zero_variance_group_fraction": Metric("Share of groups in which all returns are equal.", "1"),
     "rollout/logprob_gap_mean": Metric("Mean |rollout log-prob - trainer log-prob| before the update.", "nat"),
     "rollout/logprob_gap_max": Metric("Largest |rollout log-prob - trainer log-prob| before the update.", "nat"),
-    "rollout/logprob_gap_exp_mean": Metric("Mean of exp |rollout log-prob - trainer log-prob|; up to 1.05 is rounding of 16 bits.", "1"),
-    "rollout/importance_ratio_mean": Metric("Mean trainer / rollout probability of a sampled action before the update; 1 if the two agree.", "1"),
+    "rollout/logprob_gap_exp_mean": Metric(
+        "Mean of exp |rollout log-prob - trainer log-prob|; up to 1.05 is rounding of 16 bits.", "1"
+    ),
+    "rollout/importance_ratio_mean": Metric(
+        "Mean trainer / rollout probability of a sampled action before the update; 1 if the two agree.", "1"
+    ),
     "rollout/importance_ratio_max": Metric(
         "Largest trainer / rollout probability of a sampled action (all its tokens) before the update.", "1"
     ),
@@ -37,7 +45,9 @@ METRICS: dict[str, Metric] = {
     "train/value_loss": Metric("Value loss before its coefficient.", "reward^2"),
     "train/entropy": Metric("Mean entropy of one action token (or action number).", "nat"),
     "train/approx_kl": Metric("KL(old || new) estimated as mean of ratio - 1 - log ratio (Schulman 2020, k3).", "nat"),
-    "train/clip_fraction": Metric("Share of importance ratios that the clip range bounds (the clipped loss is the larger one).", "1"),
+    "train/clip_fraction": Metric(
+        "Share of importance ratios that the clip range bounds (the clipped loss is the larger one).", "1"
+    ),
     "train/explained_variance": Metric("1 - Var[returns - values] / Var[returns]; 1 is a perfect critic.", "1"),
     "train/grad_norm": Metric("Global gradient norm before clipping, mean over the optimiser steps.", "1"),
     "train/learning_rate": Metric("Learning rate of the policy, mean over the optimiser steps.", "1"),
@@ -55,7 +65,9 @@ METRICS: dict[str, Metric] = {
     "time/rollout_s": Metric("Collecting the rollout.", "s"),
     "time/logprob_s": Metric("The trainer's log-probs and values of the rollout.", "s"),
     "time/update_s": Metric("Optimiser steps of the iteration.", "s"),
-    "time/data_wait_s": Metric("Waiting for the rows of an optimiser step of behaviour cloning, mean of the steps logged.", "s"),
+    "time/data_wait_s": Metric(
+        "Waiting for the rows of an optimiser step of behaviour cloning, mean of the steps logged.", "s"
+    ),
     "time/sync_s": Metric("Bringing new weights to the rollout workers.", "s"),
     "time/eval_s": Metric("Evaluation.", "s"),
     "time/total_s": Metric(
@@ -65,7 +77,9 @@ METRICS: dict[str, Metric] = {
         "Env steps of the iteration / its time (rollout, log-probs, update, sync).", "env steps/s"
     ),
     "throughput/samples_per_s": Metric("Policy calls trained on / time/update_s.", "samples/s"),
-    "throughput/data_wait_fraction": Metric("Share of behaviour cloning's time that was waiting for rows, since the last line.", "1"),
+    "throughput/data_wait_fraction": Metric(
+        "Share of behaviour cloning's time that was waiting for rows, since the last line.", "1"
+    ),
     "memory/rss_gib": Metric("Resident memory of the process of rank 0.", "GiB"),
     "memory/cuda_gib": Metric("Peak GPU memory allocated by rank 0 since the run began.", "GiB"),
 }

@@ -13,17 +13,29 @@ class RolloutConfig:
     """How experience is collected."""
 
     num_envs: int = option(64, "Parallel environments over all ranks.", minimum=1)
-    num_chunks: int = option(48, "Policy calls per environment and iteration; they must cover the longest episode.", minimum=1)
+    num_chunks: int = option(
+        48, "Policy calls per environment and iteration; they must cover the longest episode.", minimum=1
+    )
     group_size: int = option(1, "Episodes that share an EpisodeSpec (GRPO and RLOO need 2 or more).", minimum=1)
     init_states: str = option(
-        "random", "random: drawn anew; ordered: one after the other, over tasks and initial states; fixed: the first ones, in "
-        "every iteration.", choices=("random", "ordered", "fixed"),
+        "random",
+        "random: drawn anew; ordered: one after the other, over tasks and initial states; fixed: the first ones, in "
+        "every iteration.",
+        choices=("random", "ordered", "fixed"),
     )
     auto_reset: bool = option(True, "Start a new episode where one ends; false: one episode per env and iteration.")
     temperature: float = option(1.0, "Divides the logits in rollout and training alike.", minimum=1e-6)
-    offload_envs: bool = option(False, "Free the simulators' graphics memory, and end their worker processes, between rollouts.")
-    num_lanes: int = option(2, "Threads that each play a share of the envs: while one steps, the policy acts for another.", minimum=1)
-    backend: str = option("torch", "What runs the policy: torch (the model that is trained), or vllm (an engine in its own process).", choices=("torch", "vllm"))
+    offload_envs: bool = option(
+        False, "Free the simulators' graphics memory, and end their worker processes, between rollouts."
+    )
+    num_lanes: int = option(
+        2, "Threads that each play a share of the envs: while one steps, the policy acts for another.", minimum=1
+    )
+    backend: str = option(
+        "torch",
+        "What runs the policy: torch (the model that is trained), or vllm (an engine in its own process).",
+        choices=("torch", "vllm"),
+    )
     vllm: VllmOptions = option(VllmOptions(), "Settings of the vLLM engine.")
 
 
@@ -41,14 +53,22 @@ class TrainerConfig:
     adam_eps: float = option(1e-8, "AdamW epsilon.", minimum=0)
     warmup_steps: int = option(0, "Optimiser steps of linear warm-up.", minimum=0)
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this global norm.", minimum=0)
-    parity_max_gap: float = option(1e-3, "Largest accepted |rollout - trainer| log-prob at the first step of a process; above it the run stops.", minimum=0)
+    parity_max_gap: float = option(
+        1e-3,
+        "Largest accepted |rollout - trainer| log-prob at the first step of a process; above it the run stops.",
+        minimum=0,
+    )
     eval_every: int = option(0, "Iterations between evaluations; 0: only before and after training.", minimum=0)
     save_every: int = option(0, "Iterations between checkpoints; 0: only at the end.", minimum=0)
     max_keep: int = option(2, "Newest checkpoints kept; -1: all.", minimum=-1)
     target_success_rate: float | None = option(
         None, "Stop when an evaluation during training reaches this rate; null: never.", minimum=0, maximum=1
     )
-    sharding: str = option("auto", "fsdp2: shard weights over ranks; none: one process; auto: fsdp2 when there is more than one rank.", choices=("auto", "fsdp2", "none"))
+    sharding: str = option(
+        "auto",
+        "fsdp2: shard weights over ranks; none: one process; auto: fsdp2 when there is more than one rank.",
+        choices=("auto", "fsdp2", "none"),
+    )
 
 
 @dataclass
@@ -56,7 +76,11 @@ class ExpertConfig:
     """The scripted demonstrator and its faults."""
 
     aim_offset_m: list[float] = option([0.0, 0.0], "Metres (x, y) by which the demonstrator's aim is miscalibrated.")
-    jitter: float = option(0.0, "Standard deviation of noise on executed actions (labels stay clean), in units of the action range.", minimum=0)
+    jitter: float = option(
+        0.0,
+        "Standard deviation of noise on executed actions (labels stay clean), in units of the action range.",
+        minimum=0,
+    )
     keep_failures: bool = option(True, "Keep demonstrations that failed.")
 
 
@@ -66,18 +90,22 @@ class SFTConfig:
 
     max_steps: int = option(0, "Optimiser steps; 0: no behaviour cloning.", minimum=0)
     dataset: str | None = option(
-        None, "Folder of demonstrations (LeRobotDataset v3.0 or RLDS); null: the scripted expert plays them now, in memory."
+        None,
+        "Folder of demonstrations (LeRobotDataset v3.0 or RLDS); null: the scripted expert plays them now, in memory.",
     )
     cameras: list[str] | None = option(
         None, "Cameras of the dataset that stand for `env.cameras`, in their order; null: those of the same names."
     )
     state_key: str | None = option(
-        None, "Column of the dataset with the robot's state; null: observation.state (LeRobot), observation/state (RLDS)."
+        None,
+        "Column of the dataset with the robot's state; null: observation.state (LeRobot), observation/state (RLDS).",
     )
     allow_mismatch: list[str] = option(
         [], "Keys of `env` in which the dataset, where `rlinf collect` wrote it, may differ from the present env."
     )
-    num_workers: int = option(2, "Threads per rank that read batches of the dataset ahead; 0: read when needed.", minimum=0)
+    num_workers: int = option(
+        2, "Threads per rank that read batches of the dataset ahead; 0: read when needed.", minimum=0
+    )
     num_demonstrations: int = option(1200, "Episodes of the scripted expert.", minimum=1)
     expert: ExpertConfig = option(ExpertConfig(), "The demonstrator.")
     batch_size: int = option(64, "Samples of one optimiser step over all ranks.", minimum=1)

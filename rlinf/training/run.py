@@ -155,7 +155,9 @@ class Run:
         if self.state.step > 0:
             path = run_folder / REFERENCE_FILE
             if not path.is_file():
-                raise CheckpointError(f"{path} is missing: the run began without a KL penalty. Type algorithm.kl_coef=0")
+                raise CheckpointError(
+                    f"{path} is missing: the run began without a KL penalty. Type algorithm.kl_coef=0"
+                )
             reference.load_state_dict(load_file(path))
         elif self.is_writer:
             tensors = {name: tensor.detach().cpu().clone() for name, tensor in reference.state_dict().items()}
@@ -281,7 +283,9 @@ class Run:
         config = self.config
         if self.dataset is not None:
             self.dataset.chunk_len = self.model.sft_chunk_len
-            self.progress.note(f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} rows in {config.sft.dataset}")
+            self.progress.note(
+                f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} rows in {config.sft.dataset}"
+            )
             return self.dataset
         demonstrations = collect_demonstrations(
             self.eval_env, config.sft.num_demonstrations, config.sft.expert, self.model.sft_chunk_len, config.seed
@@ -353,11 +357,16 @@ def closing_table(summary: dict[str, Any]) -> str:
     lines = [f"{'':12}  success     k/n  95 % interval"]
     for key in SUMMARY_TAGS:
         if key in summary:
-            row, label = summary[key], key.removeprefix("success_").replace("_", " ").replace("rl", "RL").replace("sft", "SFT")
+            row, label = (
+                summary[key],
+                key.removeprefix("success_").replace("_", " ").replace("rl", "RL").replace("sft", "SFT"),
+            )
             low, high = row["interval"]
             count = f"{row['successes']}/{row['episodes']}"
             lines.append(f"{label:12}  {row['success_rate']:6.1%}  {count:>7}  {low:.1%} - {high:.1%}")
-    lines.append(f"training took {summary['train_wall_s']:.0f} s, {summary['env_steps']:,} env steps, seed {summary['seed']}")
+    lines.append(
+        f"training took {summary['train_wall_s']:.0f} s, {summary['env_steps']:,} env steps, seed {summary['seed']}"
+    )
     return "\n".join(lines)
 
 

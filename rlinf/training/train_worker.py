@@ -210,9 +210,7 @@ class TrainWorker:
                 parameter.grad = None
         # The value head learns at its own pace: clipping it with the policy would let a large value error shrink
         # the policy's step.
-        parts = [
-            [p for p in group if p.grad is not None] for group in (self.policy_parameters, self.value_parameters)
-        ]
+        parts = [[p for p in group if p.grad is not None] for group in (self.policy_parameters, self.value_parameters)]
         norms = [grad_norm(part) for part in parts]
         norm = float(torch.stack([part**2 for part in norms]).sum().sqrt())
         if not (np.isfinite(loss) and np.isfinite(norm)):
@@ -269,5 +267,3 @@ def minibatch_indices(valid: Tensor, minibatch_size: int, seed: int) -> list[Ten
 def sft_trainer_config(trainer: TrainerConfig, sft: SFTConfig) -> TrainerConfig:
     """The optimiser settings of behaviour cloning: those of the trainer with SFT's learning rate and warm-up."""
     return replace(trainer, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps)
-
-

@@ -123,13 +123,17 @@ class Trainer:
         seed = derive_seed(self.config.seed, "sft")
         num_workers = config.num_workers if config.dataset is not None else 0
         waits, times = [], []  # seconds of the steps since the last line
-        with Prefetcher(lambda step: demonstrations.batch(step, config.batch_size, seed), state.sft_step, num_workers) as batches:
+        with Prefetcher(
+            lambda step: demonstrations.batch(step, config.batch_size, seed), state.sft_step, num_workers
+        ) as batches:
             while self._sft_goes_on():
                 start = time.monotonic()
                 step = state.sft_step
                 observation, actions = batches.next()
                 waits.append(time.monotonic() - start)
-                metrics = self.worker.sft_update(observation, actions, step, derive_seed(self.config.seed, "sft noise", step))
+                metrics = self.worker.sft_update(
+                    observation, actions, step, derive_seed(self.config.seed, "sft noise", step)
+                )
                 state.sft_step += 1
                 state.policy_version += 1
                 times.append(time.monotonic() - start)
@@ -212,7 +216,9 @@ class Trainer:
         metrics |= clock.metrics()
         metrics["rollout/env_steps_total"] = state.env_steps
         metrics["throughput/env_steps_per_s"] = (state.env_steps - env_steps_before) / clock.total()
-        metrics["throughput/samples_per_s"] = int(flat.loss_mask.sum()) * config.algorithm.update_epochs / clock.seconds["update"]
+        metrics["throughput/samples_per_s"] = (
+            int(flat.loss_mask.sum()) * config.algorithm.update_epochs / clock.seconds["update"]
+        )
         return metrics
 
     def _collect(self, step: int, attempt: int, clock: _Clock) -> RolloutBatch:
@@ -245,7 +251,12 @@ class Trainer:
         self.sync.push(self.state.policy_version)
         result = self._evaluate(tag)
         if result is not None:
-            where = {"env_steps": self.state.env_steps, "train_wall_s": self.state.train_wall_s, "phase": phase, "step": step}
+            where = {
+                "env_steps": self.state.env_steps,
+                "train_wall_s": self.state.train_wall_s,
+                "phase": phase,
+                "step": step,
+            }
             self.state.evaluations[tag] = result.summary() | where
             metrics |= result.metrics() | {"time/eval_s": time.monotonic() - start}
             metrics |= {"time/total_s": self.state.train_wall_s, "rollout/env_steps_total": self.state.env_steps}
@@ -283,9 +294,7 @@ class _Clock:
         return {f"time/{name}_s": value for name, value in self.seconds.items()}
 
 
-def replace_envs(
-    batch: RolloutBatch, unwanted: Tensor, more: RolloutBatch, unwanted_of_more: Tensor
-) -> RolloutBatch:
+def replace_envs(batch: RolloutBatch, unwanted: Tensor, more: RolloutBatch, unwanted_of_more: Tensor) -> RolloutBatch:
     """Put what ``more`` has of wanted envs in the place of unwanted ones of ``batch`` (time-major; masks bool ``[B]``).
 
     Both masks cover whole groups, which lie side by side and have one size, so whole groups are moved.

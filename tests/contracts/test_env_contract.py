@@ -85,7 +85,9 @@ def test_the_example_of_processes_fulfils_the_contract(num_processes, tmp_path, 
         assert check_env(lambda num_envs, auto: make_env(config, num_envs, auto_reset=auto)) == []
         env = make_env(config, 3, auto_reset=False)
         env.reset()
-        assert [one.success for one in env.chunk_step(np.repeat(env.expert_actions()[:, None], 8, 1)).episodes] == [True] * 3
+        assert [one.success for one in env.chunk_step(np.repeat(env.expert_actions()[:, None], 8, 1)).episodes] == [
+            True
+        ] * 3
         env.close()
     finally:
         ENVS._entries.pop("dial")

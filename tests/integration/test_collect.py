@@ -73,10 +73,14 @@ def test_the_dataset_holds_what_the_expert_saw_and_wanted(expert):
     config = build_config(compose_config([*ENV, "sft.expert.aim_offset_m=[0.07,0.0]", "sft.expert.jitter=0.3"]))
     env = make_env(config.env, 1, auto_reset=False)
     for number, episode in enumerate(about["episodes"]):
-        wave = play_wave(env, [EpisodeSpec(**episode["spec"])], ExpertDemonstrator(env, config.sft.expert, config.seed, [number]))
+        wave = play_wave(
+            env, [EpisodeSpec(**episode["spec"])], ExpertDemonstrator(env, config.sft.expert, config.seed, [number])
+        )
         rows = np.flatnonzero(dataset.episode_ids == number)
         np.testing.assert_array_equal(actions[rows, 0].numpy(), wave.labels[:, 0])
-        np.testing.assert_array_equal(observation.images["front"][rows], np.concatenate([v.images["front"] for v in wave.seen]))
+        np.testing.assert_array_equal(
+            observation.images["front"][rows], np.concatenate([v.images["front"] for v in wave.seen])
+        )
         np.testing.assert_array_equal(observation.state[rows], np.concatenate([v.state for v in wave.seen]))
         assert {observation.instruction[row] for row in rows} == {wave.seen[0].instruction[0]}
         assert episode["success"] == wave.results[0].success and episode["num_env_steps"] == len(rows)
@@ -94,7 +98,9 @@ def test_only_successes_are_stored_whatever_the_number_of_envs(expert, tmp_path,
     folder = collect(tmp_path / "successes", "collect.num_envs=3", *wanted)
     every, kept = recorded(expert)["episodes"], recorded(folder)["episodes"]
     drop = "episode_index"
-    assert [{k: v for k, v in e.items() if k != drop} for e in kept] == [{k: v for k, v in e.items() if k != drop} for e in every]
+    assert [{k: v for k, v in e.items() if k != drop} for e in kept] == [
+        {k: v for k, v in e.items() if k != drop} for e in every
+    ]
     stored = [number for number, episode in enumerate(every) if episode["success"]]
     assert 0 < len(stored) < 10, "the expert fails now and then"
     assert [episode[drop] for episode in kept] == [stored.index(n) if n in stored else None for n in range(10)]
@@ -110,9 +116,19 @@ def test_only_successes_are_stored_whatever_the_number_of_envs(expert, tmp_path,
 
 
 def test_nothing_is_written_where_no_episode_succeeds(tmp_path, capsys):
-    words = ["collect", *ENV, *QUIET, f"dataset={tmp_path / 'data'}", "collect.num_episodes=2", "env.max_episode_steps=1"]
+    words = [
+        "collect",
+        *ENV,
+        *QUIET,
+        f"dataset={tmp_path / 'data'}",
+        "collect.num_episodes=2",
+        "env.max_episode_steps=1",
+    ]
     assert main(words) == 2
-    assert "None of 2 episodes succeeded" in (error := capsys.readouterr().err) and "Type collect.only_success=false" in error
+    assert (
+        "None of 2 episodes succeeded" in (error := capsys.readouterr().err)
+        and "Type collect.only_success=false" in error
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -207,7 +223,9 @@ def test_a_run_goes_on_with_the_dataset_that_it_began_with(cloned, expert, tmp_p
     shutil.copytree(cloned, tmp_path / "run")
     resume = f"resume={tmp_path / 'run'}"
     for dataset in (f"sft.dataset={other}", "sft.dataset=null"):
-        with pytest.raises(CheckpointError, match=r"has cloned other demonstrations than .*Type sft.dataset=.*init_from="):
+        with pytest.raises(
+            CheckpointError, match=r"has cloned other demonstrations than .*Type sft.dataset=.*init_from="
+        ):
             run(tmp_path / "run", expert, resume, "sft.max_steps=5", dataset)
     moved = Path(shutil.copytree(expert, tmp_path / "moved"))
     run(tmp_path / "run", moved, resume, "sft.max_steps=5")
@@ -242,7 +260,11 @@ def test_a_policy_is_collected_from_and_its_actions_are_the_stored_ones(cloned, 
              "collect.only_success=false", "collect.split=eval"]  # fmt: skip
     assert main([*words, *QUIET]) == 0
     about, dataset = recorded(tmp_path / "data"), open_all(tmp_path / "data")
-    assert about["demonstrator"] == "policy" and about["checkpoint"].endswith("sft_000004") and about["policy_version"] == 4
+    assert (
+        about["demonstrator"] == "policy"
+        and about["checkpoint"].endswith("sft_000004")
+        and about["policy_version"] == 4
+    )
     observation, chosen = calls[0]
     first = [int(np.flatnonzero(dataset.episode_ids == number)[0]) for number in range(3)]
     np.testing.assert_array_equal(dataset.actions[first], chosen[:, 0])
@@ -281,9 +303,15 @@ def refusal(command: str, *overrides: str) -> str:
 
 REFUSED_DATASETS = {
     "camera": (["env.cameras=[side]"], ["no camera 'side'", f"Type sft.cameras=[{COLUMN}]"]),
-    "number of cameras": (["sft.cameras=[front,side]"], ["sft.cameras is [front,side]", f"Type sft.cameras=[{COLUMN}]"]),
+    "number of cameras": (
+        ["sft.cameras=[front,side]"],
+        ["sft.cameras is [front,side]", f"Type sft.cameras=[{COLUMN}]"],
+    ),
     "image size": (["env.image_size=32"], ["64 x 64 pixels", "32 x 32", "Type env.image_size=64"]),
-    "action width": (["model.action_token_len=3"], ["have 2 numbers", "the model's 3", "Type model.action_token_len=2"]),
+    "action width": (
+        ["model.action_token_len=3"],
+        ["have 2 numbers", "the model's 3", "Type model.action_token_len=2"],
+    ),
     "state column": (["sft.state_key=next.reward"], ["width 1", "has 4", "Type sft.state_key=observation.state"]),
     "unknown state": (["sft.state_key=propio"], ["'propio'", "Type sft.state_key=null"]),
     "no folder": (["sft.dataset=nowhere"], ["'nowhere', which is no folder", "Type sft.dataset="]),
@@ -327,11 +355,16 @@ def test_a_dataset_of_another_env_is_refused(expert, tmp_path):
 def test_a_dataset_of_the_same_env_under_other_settings_is_refused(expert, tmp_path):
     folder = Path(shutil.copytree(expert, tmp_path / "other"))
     about = recorded(folder)
-    about["env"].update(distractors=True, terminate_on_success=False, max_episode_steps=99, reward_mode="sparse", tasks=["push"])
+    about["env"].update(
+        distractors=True, terminate_on_success=False, max_episode_steps=99, reward_mode="sparse", tasks=["push"]
+    )
     (folder / "meta" / "rlinf.json").write_text(json.dumps(about))
     base = [*MODEL, "sft.max_steps=4", f"sft.dataset={folder}"]
     message, mended = refusal("sft", *base), ["env.terminate_on_success=false", "env.distractors=true"]
-    assert f"collected with {' '.join(mended)}, and the present env has env.terminate_on_success=true env.distractors=false" in message
+    assert (
+        f"collected with {' '.join(mended)}, and the present env has env.terminate_on_success=true env.distractors=false"
+        in message
+    )
     assert f"Type {' '.join(mended)}, or sft.allow_mismatch=[terminate_on_success,distractors] to" in message
     for name in ("max_episode_steps", "reward_mode", "tasks"):
         assert name not in message, "what changes no row may differ"
@@ -351,8 +384,14 @@ def test_a_dataset_without_the_state_that_the_model_reads_is_refused():
 
 REFUSED_COLLECTIONS = {
     "no folder": ([], "Type dataset=data/<name>"),
-    "more than there are": (["dataset=new", "env.num_train_init_states=3", "collect.num_episodes=7"], "Type collect.num_episodes=6"),
-    "odd video": (["dataset=new", "collect.video=true", "env.image_size=33"], "Type collect.video=false, or env.image_size=34"),
+    "more than there are": (
+        ["dataset=new", "env.num_train_init_states=3", "collect.num_episodes=7"],
+        "Type collect.num_episodes=6",
+    ),
+    "odd video": (
+        ["dataset=new", "collect.video=true", "env.image_size=33"],
+        "Type collect.video=false, or env.image_size=34",
+    ),
 }
 
 

@@ -111,7 +111,9 @@ def test_a_rollout_holds_every_episode_once_while_workers_are_killed():
     batch = collector.collect(Wanderer(), 0, 0, needs_values=False)
     collector.close()
     num_lost = len(batch.episode_ids.unique()) - len(batch.episode_ids[batch.loss_mask].unique())
-    assert len(killer.killed) == NUM_KILLS and sum(env.num_restarts for env in envs) == NUM_KILLS and num_lost >= NUM_KILLS
+    assert (
+        len(killer.killed) == NUM_KILLS and sum(env.num_restarts for env in envs) == NUM_KILLS and num_lost >= NUM_KILLS
+    )
     for env in range(num_envs):
         valid = batch.loss_mask[:, env]
         ids = torch.unique_consecutive(batch.episode_ids[valid, env]).tolist()

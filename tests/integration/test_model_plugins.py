@@ -30,7 +30,16 @@ def installed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plugin")
     shutil.copytree(PACKAGE, folder / "source")  # setuptools leaves its build files there
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder / "site"), str(folder / "source")]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        *options,
+        "--target",
+        str(folder / "site"),
+        str(folder / "source"),
+    ]
     subprocess.run(command, check=True, timeout=120, cwd=folder)
     return folder / "site"
 
@@ -78,7 +87,9 @@ def test_installed_package_trains_and_every_process_sees_it(installed, tmp_path)
     assert {path.name for path in (tmp_path / "log").iterdir()} == PROCESSES
     assert len(losses_of(tmp_path / "run")) == 1
     config = saved_config(tmp_path / "run")
-    assert all(line in config for line in ("num_bins: 3", "stride: 0.25", "gamma: 0.8")), "keys of the package's own YAML files"
+    assert all(line in config for line in ("num_bins: 3", "stride: 0.25", "gamma: 0.8")), (
+        "keys of the package's own YAML files"
+    )
 
 
 def test_folder_of_ones_own_trains_and_every_process_sees_it(tmp_path):
@@ -93,7 +104,9 @@ def test_folder_of_ones_own_trains_and_every_process_sees_it(tmp_path):
         text = (source / f"{name}.py").read_text(encoding="utf-8")
         (mine / f"my_{name}.py").write_text(f"{text}\n{registration}\n", encoding="utf-8")
     experiment = (mine / "experiment" / "sample.yaml").read_text(encoding="utf-8")
-    (mine / "own.yaml").write_text(f"{experiment}\nplugins: [my_policy.py, my_line_env, my_reinforce.py]\n", encoding="utf-8")
+    (mine / "own.yaml").write_text(
+        f"{experiment}\nplugins: [my_policy.py, my_line_env, my_reinforce.py]\n", encoding="utf-8"
+    )
     (tmp_path / "log").mkdir()
     arguments = ["experiment=own", "cluster.num_processes=2", "cluster.num_threads=1", "output_dir=run"]
     result = rlinf(tmp_path, "train", "--config-dir", "mine", *arguments, SAMPLE_PLUGIN_LOG=str(tmp_path / "log"))

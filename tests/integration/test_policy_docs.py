@@ -26,7 +26,11 @@ from rlinf.models.generation import HuggingFaceGeneration
 from rlinf.models.generation import interfaces as generation
 
 DOCUMENT = next(iter(sorted((Path(__file__).resolve().parents[3] / "shared" / "seeds").glob("004_*.txt"))), None)
-BLOCKS = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE) if DOCUMENT else []
+BLOCKS = (
+    re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    if DOCUMENT
+    else []
+)
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 needs_document = pytest.mark.skipif(DOCUMENT is None, reason="the document does not lie beside the project")
 
@@ -106,10 +110,16 @@ def differences(theirs, ours) -> list[str]:
             and not (name in found and found[name].default in (parameter.default, False))
             and not (accepts_any and name not in found)
         ]
-    keys = [key for key in getattr(theirs, "__annotations__", {}) if key not in ours.__annotations__ and key != "__extra__"]
+    keys = [
+        key for key in getattr(theirs, "__annotations__", {}) if key not in ours.__annotations__ and key != "__extra__"
+    ]
     methods = {name: function for name, function in vars(theirs).items() if inspect.isfunction(function)}
     missing = [f"{theirs.__name__}.{name}" for name in methods if not hasattr(ours, name)]
-    return keys + missing + [d for name, f in methods.items() if hasattr(ours, name) for d in differences(f, getattr(ours, name))]
+    return (
+        keys
+        + missing
+        + [d for name, f in methods.items() if hasattr(ours, name) for d in differences(f, getattr(ours, name))]
+    )
 
 
 @needs_document
@@ -203,7 +213,9 @@ def test_the_settings_of_the_document_are_accepted(names, vllm):
 def test_the_complete_pipeline(names, vllm):
     settings = run(block("hf_config = ", "vllm_config = "), dict(names))["vllm_config"]
     done = run(block("for batch in dataloader"), names | {"vllm_config": settings})
-    assert done["loss"]["loss"] < 0.6931 and done["logprobs"]["logprobs"].shape == done["ref_logprobs"]["logprobs"].shape
+    assert (
+        done["loss"]["loss"] < 0.6931 and done["logprobs"]["logprobs"].shape == done["ref_logprobs"]["logprobs"].shape
+    )
 
 
 @needs_document

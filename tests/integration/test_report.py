@@ -206,7 +206,7 @@ def test_warnings_of_the_evaluation_are_shown_and_escaped(tmp_path):
     result = evaluation(0.5)
     result.to_json(tmp_path / "result.json")
     assert "Before you trust" not in write_report(tmp_path).read_text()
-    result.warnings = ["renderer: saved <b>, present \"osmesa\""]
+    result.warnings = ['renderer: saved <b>, present "osmesa"']
     result.to_json(tmp_path / "result.json")
     text = write_report(tmp_path).read_text()
     assert "Before you trust these numbers" in text and "saved &lt;b&gt;, present &quot;osmesa&quot;" in text

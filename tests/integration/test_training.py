@@ -72,9 +72,15 @@ def test_two_and_two_steps_of_rl_equal_four_bit_for_bit(tmp_path, kind):
     assert [line["step"] for line in halves] == [0, 1, 2, 3]
     assert whole == halves
     # Control: two steps that start from the half-way weights alone, without its optimiser and counters, end elsewhere.
-    train(config(tmp_path / "other", "trainer.max_steps=2", f"init_from={tmp_path / 'whole' / 'checkpoints' / 'rl_000002'}"))
+    train(
+        config(
+            tmp_path / "other", "trainer.max_steps=2", f"init_from={tmp_path / 'whole' / 'checkpoints' / 'rl_000002'}"
+        )
+    )
     other = weights_of(tmp_path / "other", "rl_000002")
-    assert any(not torch.equal(tensor, other[name]) for name, tensor in weights_of(tmp_path / "whole", "rl_000004").items())
+    assert any(
+        not torch.equal(tensor, other[name]) for name, tensor in weights_of(tmp_path / "whole", "rl_000004").items()
+    )
 
 
 def test_two_and_two_steps_of_cloning_equal_four_bit_for_bit(tmp_path):
@@ -279,7 +285,9 @@ def test_critic_warmup_moves_the_value_head_and_nothing_else(tmp_path):
 def test_a_signal_saves_ends_and_leaves_no_process(tmp_path, number, processes):
     overrides = [*SMALL, "trainer.max_steps=100000", f"output_dir={tmp_path}", f"cluster.num_processes={processes}"]
     command = [sys.executable, "-m", "rlinf", "train", *overrides]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     metrics = tmp_path / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and "train/loss" in metrics.read_text()):

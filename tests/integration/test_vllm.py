@@ -129,7 +129,9 @@ def test_float32_logprobs_are_the_trainers_before_and_after_two_syncs(policy):
         assert gap(policy, prediction, trainer_logprobs(model, inputs, prediction)).max() <= 1e-4
         assert gap(policy, prediction, trainer_logprobs(model, others, prediction)).max() > 0.1, "control: wrong image"
         perturb(model, version)
-        assert gap(policy, prediction, trainer_logprobs(model, inputs, prediction)).max() > 0.1, "control: stale weights"
+        assert gap(policy, prediction, trainer_logprobs(model, inputs, prediction)).max() > 0.1, (
+            "control: stale weights"
+        )
     policy.update_weights(4)
     assert policy.engine.num_starts == 1
 
@@ -176,12 +178,16 @@ def test_frequencies_of_the_first_token_are_the_trainers_probabilities(policy):
     num_draws = 1024
     one = observe(num_rows=1).select([0] * num_draws)
     inputs = policy.preprocess(one)
-    counts = torch.bincount(act(policy, inputs).sequences[:, -policy.num_sampled], minlength=policy.allowed_token_ids[-1] + 1)
+    counts = torch.bincount(
+        act(policy, inputs).sequences[:, -policy.num_sampled], minlength=policy.allowed_token_ids[-1] + 1
+    )
     with torch.no_grad():
         alone = {name: tensor[:1] for name, tensor in inputs.items()}
         logits = policy.model.predict_action_batch(do_sample=False, **alone).logits[0, 0]
     expected = num_draws * torch.softmax(logits / TEMPERATURE, -1)
-    deviations = (counts[policy.allowed_token_ids] - expected) / (expected * (1 - expected / num_draws)).sqrt().clamp_min(0.5)
+    deviations = (counts[policy.allowed_token_ids] - expected) / (
+        expected * (1 - expected / num_draws)
+    ).sqrt().clamp_min(0.5)
     assert deviations.abs().max() < 5
     assert expected.max() > 3 * expected.mean(), "control: a uniform draw would be seen"
 
@@ -215,11 +221,13 @@ def test_the_engine_keeps_nothing_of_the_shared_memory(policy):
 
 
 def test_a_prompt_longer_than_the_model_allows_is_a_user_error(policy):
-    with pytest.raises(ConfigError, match="vLLM refuses a prompt of 300 tokens.*type rollout.vllm.max_model_len=<more than 300>"):
+    with pytest.raises(
+        ConfigError, match="vLLM refuses a prompt of 300 tokens.*type rollout.vllm.max_model_len=<more than 300>"
+    ):
         policy.engine.generate(GenerateRequest([{"prompt_token_ids": [1] * 300}], {"max_tokens": 1}))
 
 
-FAULTY = '''
+FAULTY = """
 import os, time
 from rlinf.models.embodiment.openvla_vllm import OpenVLATwin
 from rlinf.models.generation.vllm_models import OpenVLAForVllm, OpenVLADummyInputs, OpenVLAMultiModalProcessor, OpenVLAProcessingInfo
@@ -240,7 +248,7 @@ class FaultyOpenVLA(OpenVLAForVllm):
         if os.path.exists(FOLDER + "/hang"):
             time.sleep(600)
         return super().embed_multimodal(**kwargs)
-'''
+"""
 
 
 def test_failed_sync_rebuilds_the_engine_and_a_hang_ends_with_stacks(tmp_path, monkeypatch):
@@ -349,9 +357,13 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
         buffer.close()
         with pytest.raises(ConfigError, match="temprature"):
             generation.worker.generate(data["input_ids"], temprature=1)
-        with pytest.raises(ConfigError, match=r"token ids \[96, 200\]; required: 0 to 95, the vocab_size=96.*Type model_name="):
+        with pytest.raises(
+            ConfigError, match=r"token ids \[96, 200\]; required: 0 to 95, the vocab_size=96.*Type model_name="
+        ):
             generation.worker.generate(torch.tensor([[5, 96, 200]]))
-        with pytest.raises(ConfigError, match="a prompt of 24 tokens.*max_model_len=24.*type vllm_cfg.max_model_len=<more than 24>"):
+        with pytest.raises(
+            ConfigError, match="a prompt of 24 tokens.*max_model_len=24.*type vllm_cfg.max_model_len=<more than 24>"
+        ):
             generation.worker.generate(torch.ones(1, 24, dtype=torch.long))
     finally:
         generation.finish_generation()
@@ -392,7 +404,11 @@ def test_tied_weights_and_experts_arrive_under_any_of_their_names(tmp_path):
         generation.finish_generation()
         sampled.append(generation.generate(data, greedy=False)["output_ids"])
         assert not torch.equal(*sampled), "an engine started anew goes on with the random numbers"
-        weights = (named(models[1], "lm_head.weight"), named(models[0], "model.embed_tokens.weight"), models[1].public_state_dict())
+        weights = (
+            named(models[1], "lm_head.weight"),
+            named(models[0], "model.embed_tokens.weight"),
+            models[1].public_state_dict(),
+        )
         for version, (model, tensors) in enumerate(zip((models[1], models[0], models[1]), weights, strict=True)):
             generation.update_weights(buffer.write(tensors, version))
             check_rows(generation.generate(data, greedy=True), model, prompts, 4, temperature=1.0)
@@ -467,7 +483,10 @@ def test_no_engine_outlives_its_parent(tmp_path, number, ready):
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", PARENT, str(tmp_path)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     try:
         if ready:

@@ -154,7 +154,9 @@ def test_loss_and_metrics_do_not_depend_on_micro_batches(level, algorithm):
     assert abs(sum(per_part) / len(per_part) - whole.loss) > 1e-4
 
 
-@pytest.mark.parametrize("algorithm", [PPO(PPOConfig(tis_cap=2.0, critic_warmup_steps=0)), GRPO(GRPOConfig(tis_cap=2.0))])
+@pytest.mark.parametrize(
+    "algorithm", [PPO(PPOConfig(tis_cap=2.0, critic_warmup_steps=0)), GRPO(GRPOConfig(tis_cap=2.0))]
+)
 def test_policy_loss_is_weighted_by_trainer_over_generator_probability(algorithm):
     batch, evaluation = make_batch()
     algorithm.compute_advantages(batch)
@@ -164,7 +166,9 @@ def test_policy_loss_is_weighted_by_trainer_over_generator_probability(algorithm
         """The loss where the trainer gives each action ``ratio`` times the probability that the generator gave it."""
         width = flat.old_logprobs.shape[1] // flat.action_mask.shape[1]
         flat.rollout_logprobs = flat.old_logprobs - math.log(ratio) / width
-        return type(algorithm)(config).loss(flat, evaluation, LossCounts.of(flat, config), 0).metrics["policy_loss"].item()
+        return (
+            type(algorithm)(config).loss(flat, evaluation, LossCounts.of(flat, config), 0).metrics["policy_loss"].item()
+        )
 
     plain = policy_loss_at(1.5, dataclasses.replace(algorithm.config, tis_cap=None))
     for ratio, weight in ((1.0, 1.0), (0.25, 0.25), (1.5, 1.5), (9.0, 2.0)):
@@ -181,7 +185,9 @@ def test_entropy_is_averaged_over_the_chosen_unit():
         flat = batch.flatten()
         output = algorithm.loss(flat, evaluation, LossCounts.of(flat, algorithm.config), step=0)
         plain = PPO(PPOConfig(entropy_level=level, entropy_coef=0.0, critic_warmup_steps=0))
-        found[level] = float(plain.loss(flat, evaluation, LossCounts.of(flat, plain.config), step=0).loss - output.loss) / 0.5
+        found[level] = (
+            float(plain.loss(flat, evaluation, LossCounts.of(flat, plain.config), step=0).loss - output.loss) / 0.5
+        )
     tokens = evaluation.entropy  # rows x (3 actions x 2 tokens)
     assert found["token"] == pytest.approx(float(tokens.mean()), abs=1e-5)
     assert found["action"] == pytest.approx(float(tokens.view(-1, 3, 2).sum(-1).mean()), abs=1e-5)

@@ -110,8 +110,12 @@ def test_dpo_refuses_odd_rows_and_says_where_the_reference_comes_from():
 def grpo(ratios, advantages, lengths, **options):
     """Loss where the old log-probs are 0 and the new ones the logs of the ratios."""
     logprobs = [[0.0] + [LOG(ratio) for ratio in row] for row in ratios]
-    extra = {key: torch.tensor(options.pop(key)) for key in ("reference_logprobs", "generation_logprobs") if key in options}
-    data = batch_of(lengths, advantages=torch.tensor(advantages), old_logprobs=torch.zeros(len(lengths), max(lengths)), **extra)
+    extra = {
+        key: torch.tensor(options.pop(key)) for key in ("reference_logprobs", "generation_logprobs") if key in options
+    }
+    data = batch_of(
+        lengths, advantages=torch.tensor(advantages), old_logprobs=torch.zeros(len(lengths), max(lengths)), **extra
+    )
     return value(GRPOLossFn(**options), logprobs, data)
 
 

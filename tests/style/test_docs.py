@@ -73,10 +73,16 @@ def test_reference_has_every_key_once():
 def test_broken_links_are_found(tmp_path):
     docs = tmp_path / "docs"
     docs.mkdir()
-    (docs / "a.md").write_text("# The Title\n[good](b.md) [anchor](#the-title) [web](https://example.org)\n```\n[code](x.md)\n```\n")
+    (docs / "a.md").write_text(
+        "# The Title\n[good](b.md) [anchor](#the-title) [web](https://example.org)\n```\n[code](x.md)\n```\n"
+    )
     (docs / "b.md").write_text("# B\n[bad](c.md) [worse](a.md#no-such-heading)\n")
     (tmp_path / "README.md").write_text("[good](docs/a.md) [bad](docs/d.md)\n")
-    assert load_generator().broken_links(docs) == ["docs/b.md: c.md", "docs/b.md: a.md#no-such-heading", "README.md: docs/d.md"]
+    assert load_generator().broken_links(docs) == [
+        "docs/b.md: c.md",
+        "docs/b.md: a.md#no-such-heading",
+        "README.md: docs/d.md",
+    ]
 
 
 def test_every_page_is_reachable_from_the_readme():
@@ -163,7 +169,14 @@ def test_commands_name_what_exists_and_compose(page, line):
 
 def test_readme_shows_the_main_commands():
     lines = " ".join(shell_lines(text_of("README.md")))
-    for words in ("scripts/quickstart.sh", "scripts/test.sh", "examples/embodiment/train.py", "rlinf doctor", "resume=", "rlinf export"):
+    for words in (
+        "scripts/quickstart.sh",
+        "scripts/test.sh",
+        "examples/embodiment/train.py",
+        "rlinf doctor",
+        "resume=",
+        "rlinf export",
+    ):
         assert words in lines
 
 
@@ -213,7 +226,10 @@ def test_envs_and_models_know_nothing_of_each_other():
         found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
         return found | {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
 
-    for folder, forbidden in (("envs", ("rlinf.models", "rlinf.training")), ("models", ("rlinf.envs", "rlinf.training"))):
+    for folder, forbidden in (
+        ("envs", ("rlinf.models", "rlinf.training")),
+        ("models", ("rlinf.envs", "rlinf.training")),
+    ):
         for path in (ROOT / "rlinf" / folder).rglob("*.py"):
             assert not [name for name in imports(path) if name.startswith(forbidden)], path
     for name in ("advantages", "losses"):
@@ -237,7 +253,13 @@ def test_every_documented_key_is_read_somewhere():
         for name, field in public_fields(cls).items():
             default = field.default_factory() if callable(field.default_factory) else field.default
             choices = field.metadata["choices"]
-            found |= names(type(default)) if is_dataclass(default) else {name} if choices is None or len(choices) > 1 else set()
+            found |= (
+                names(type(default))
+                if is_dataclass(default)
+                else {name}
+                if choices is None or len(choices) > 1
+                else set()
+            )
         return found
 
     keys = names(RunConfig).union(*(names(cls) for cls in (PPOConfig, GRPOConfig, TabletopConfig)))

@@ -37,7 +37,9 @@ def described_dataset(folder: Path, config: RunConfig) -> str:
     widths = {"action": config.model.action_token_len, "observation.state": ENVS.get(env.name).state_width(env)}
     features = {name: {"dtype": "float32", "shape": [width]} for name, width in widths.items() if width}
     names = ["height", "width", "channels"]
-    features |= {f"observation.images.{name}": {"dtype": "image", "shape": pixels, "names": names} for name in env.cameras}
+    features |= {
+        f"observation.images.{name}": {"dtype": "image", "shape": pixels, "names": names} for name in env.cameras
+    }
     (folder / "meta").mkdir()
     info = {"codebase_version": "v3.0", "total_episodes": 1, "total_frames": 1, "features": features}
     (folder / "meta" / "info.json").write_text(json.dumps(info))

@@ -41,7 +41,9 @@ def swallowing_handlers(code: str) -> list[int]:
     lines = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ExceptHandler):
-            broad = node.type is None or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException"))
+            broad = node.type is None or (
+                isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")
+            )
             acts = any(
                 isinstance(inner, ast.Raise) or (isinstance(inner, ast.Name) and inner.id == node.name)
                 for inner in ast.walk(ast.Module(node.body, []))
@@ -126,15 +128,18 @@ def test_scripts_are_executable_and_have_no_syntax_error():
         subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
 
 
-def test_ruff_is_clean():
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise", "."]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("command", [("check", "--output-format", "concise"), ("format", "--check")])
+def test_ruff_is_clean(command):
+    words = [sys.executable, "-m", "ruff", *command, "--no-cache", "."]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     if "No module named ruff" in result.stderr:
         pytest.skip("ruff is not installed: bash scripts/setup.sh --dev")
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize(("command", "limit_s"), [("import rlinf", 2.0), ("import rlinf.envs, rlinf.models, rlinf.algorithms", 2.0)])
+@pytest.mark.parametrize(
+    ("command", "limit_s"), [("import rlinf", 2.0), ("import rlinf.envs, rlinf.models, rlinf.algorithms", 2.0)]
+)
 def test_import_is_fast_and_pulls_in_nothing_heavy(command, limit_s):
     code = (
         "import time, sys; start = time.perf_counter()\n"
@@ -144,7 +149,9 @@ def test_import_is_fast_and_pulls_in_nothing_heavy(command, limit_s):
     )
     times = []
     for _ in range(3):  # The best of three: other tests run beside this one.
-        result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+        result = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        )
         seconds, _, heavy = result.stdout.strip().partition(" ")
         assert heavy == "[]"
         times.append(float(seconds))
@@ -153,5 +160,7 @@ def test_import_is_fast_and_pulls_in_nothing_heavy(command, limit_s):
 
 def test_help_of_the_command_is_fast():
     code = "import time; start = time.perf_counter()\nfrom rlinf.cli import main\nmain(['--help'])\nprint(time.perf_counter() - start)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     assert float(result.stdout.split()[-1]) <= 2.0

@@ -131,7 +131,9 @@ def test_token_budget_shards_hold_every_row_once_within_the_budget(lengths, shar
     lengths = lengths[: len(lengths) - len(lengths) % shards]
     args = {"max_tokens_per_microbatch": 12}
     batch = of_lengths(lengths)
-    parts, order = batch.shard_by_batch_size(shards, **{"sequence_packing_args" if packing else "dynamic_batching_args": args})
+    parts, order = batch.shard_by_batch_size(
+        shards, **{"sequence_packing_args" if packing else "dynamic_batching_args": args}
+    )
     assert sorted(order) == list(range(len(lengths))) == sorted(row for part in parts for row in rows_of(part))
     assert len({len(part.micro_batches) for part in parts}) == 1, "every rank has the same number of forward passes"
     for part in parts:

@@ -79,7 +79,9 @@ def test_config_name_of_an_experiment_is_the_same_as_experiment(here, started):
 
 def test_complete_config_of_the_user_is_taken_as_the_primary_one(here, started):
     (here / "mine").mkdir()
-    (here / "mine" / "whole.yaml").write_text("defaults:\n  - train\n  - override model: mlp\n  - _self_\ntrainer: {max_steps: 2}\n")
+    (here / "mine" / "whole.yaml").write_text(
+        "defaults:\n  - train\n  - override model: mlp\n  - _self_\ntrainer: {max_steps: 2}\n"
+    )
     assert main(["train", "--config-dir", "mine", "--config-name", "whole", "env.tasks=[reach]"]) == 0
     config = started[0][1]
     assert (config.model.model_type, config.trainer.max_steps) == ("mlp", 2)
@@ -87,7 +89,12 @@ def test_complete_config_of_the_user_is_taken_as_the_primary_one(here, started):
 
 def test_multirun_starts_one_run_per_value_each_in_its_own_folder(here, started):
     assert main(["train", "-m", *SMALL, "seed=1,2", "trainer.learning_rate=1e-4,1e-3"]) == 0
-    assert [(config.seed, config.trainer.learning_rate) for _, config in started] == [(1, 1e-4), (1, 1e-3), (2, 1e-4), (2, 1e-3)]
+    assert [(config.seed, config.trainer.learning_rate) for _, config in started] == [
+        (1, 1e-4),
+        (1, 1e-3),
+        (2, 1e-4),
+        (2, 1e-3),
+    ]
     folders = [Path(config.output_dir) for _, config in started]
     assert len(set(folders)) == 4 and all(here / "multirun" in folder.parents for folder in folders)
 
@@ -208,7 +215,9 @@ def test_models_shows_plugins_and_the_folder_of_the_user(here, capsys, monkeypat
         monkeypatch.setattr(sys, name, type(getattr(sys, name))(getattr(sys, name)))
     (here / "mine" / "model").mkdir(parents=True)
     (here / "mine" / "model" / "arm.yaml").write_text("model_type: arm_policy\n")
-    (here / "mine" / "arm_plugin.py").write_text("from rlinf.models import register_model\nregister_model('arm_policy', model='arm:Arm')\n")
+    (here / "mine" / "arm_plugin.py").write_text(
+        "from rlinf.models import register_model\nregister_model('arm_policy', model='arm:Arm')\n"
+    )
     assert main(["models", "--config-dir", "mine", "plugins=[arm_plugin.py]"]) == 0
     text = capsys.readouterr().out
     row = next(line for line in text.splitlines() if "arm_policy" in line)
@@ -224,7 +233,13 @@ def test_table_columns_are_aligned():
 @pytest.mark.parametrize("script", ["train.py", "evaluate.py"])
 def test_example_scripts_work_from_any_folder(script, here):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(ROOT / "examples" / "embodiment" / script), "model=mlp", "env=tabletop", "algorithm=pppo"]
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "embodiment" / script),
+        "model=mlp",
+        "env=tabletop",
+        "algorithm=pppo",
+    ]
     result = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == EXIT_USER_ERROR, result.stderr
     assert result.stderr.startswith("ConfigError: There is no algorithm 'pppo'. Did you mean 'ppo'?")

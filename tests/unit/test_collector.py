@@ -215,7 +215,11 @@ def test_a_failure_or_an_interrupt_ends_all_lanes_with_their_chunk(failing_lane)
     collector.num_chunks = 2
     assert collector.collect(SlowPolicy(), 1, 0, needs_values=False).loss_mask.shape == (2, 2)
     collector.close()
-    assert time.monotonic() - begin < 5 and all(2 < env.num_chunks < 20 for env in envs) and all(env.closed for env in envs)
+    assert (
+        time.monotonic() - begin < 5
+        and all(2 < env.num_chunks < 20 for env in envs)
+        and all(env.closed for env in envs)
+    )
 
 
 def test_closing_does_not_wait_for_the_rest_of_a_rollout():
@@ -326,14 +330,18 @@ def test_a_lost_episode_is_masked_and_begins_anew_under_another_id(parts):
     expected = torch.ones(NUM_CHUNKS, NUM_ENVS, dtype=torch.bool)
     expected[:3, 1] = expected[HORIZON, 4] = False
     assert (batch.loss_mask == expected).all() and plain.loss_mask.all()
-    numbers = [torch.unique_consecutive(batch.episode_ids[:, env], return_counts=True)[1].tolist() for env in range(NUM_ENVS)]
+    numbers = [
+        torch.unique_consecutive(batch.episode_ids[:, env], return_counts=True)[1].tolist() for env in range(NUM_ENVS)
+    ]
     whole = [HORIZON, HORIZON, NUM_CHUNKS - 2 * HORIZON]
     retried_1 = [3, HORIZON, NUM_CHUNKS - HORIZON - 3]
     retried_4 = [HORIZON, 1, HORIZON]
     assert numbers == [whole, retried_1, whole, whole, retried_4, whole]
     specs = [[batch.specs[int(i)] for i in batch.episode_ids[:, env]] for env in (1, 4)]
     assert specs[0][2] == specs[0][3] != specs[0][HORIZON + 3] and specs[1][HORIZON] == specs[1][HORIZON + 1]
-    assert len(set(batch.episode_ids[batch.loss_mask].tolist()) & set(batch.episode_ids[~batch.loss_mask].tolist())) == 0
+    assert (
+        len(set(batch.episode_ids[batch.loss_mask].tolist()) & set(batch.episode_ids[~batch.loss_mask].tolist())) == 0
+    )
     assert (batch.group_ids == plain.group_ids).all()
     others = [0, 2, 3, 5]
     for name, tensor in batch.tensors().items():
@@ -474,14 +482,18 @@ def test_random_init_states_balance_tasks_and_depend_on_the_seed():
     assert played != [other.spec(step, env, 0) for step in range(50) for env in range(6)]
 
 
-def test_in_a_training_run_lanes_and_ranks_share_the_cores_and_no_worker_outlives_an_evaluation(parts, tmp_path, monkeypatch):
+def test_in_a_training_run_lanes_and_ranks_share_the_cores_and_no_worker_outlives_an_evaluation(
+    parts, tmp_path, monkeypatch
+):
     config, _, _ = parts
     config = replace(config, env=WalkConfig(max_episode_steps=2))
     config.rollout.num_envs, config.rollout.num_lanes, config.rollout.group_size = 64, 2, 1
     config.evaluation.num_episodes, config.evaluation.greedy = 2, False
     monkeypatch.setattr("rlinf.envs.config.num_cores", lambda: 12)
     monkeypatch.setattr("rlinf.training.run.world_size", lambda: 2)
-    monkeypatch.setattr("rlinf.training.run.make_env", lambda env, count, auto_reset: WalkVectorEnv(env, count, auto_reset))
+    monkeypatch.setattr(
+        "rlinf.training.run.make_env", lambda env, count, auto_reset: WalkVectorEnv(env, count, auto_reset)
+    )
     env = WalkVectorEnv(replace(config.env, num_processes=1), 2, False)
     run = SimpleNamespace(
         config=config, eval_env=env, folder=tmp_path, worker=SimpleNamespace(autocast=nullcontext),

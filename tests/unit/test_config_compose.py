@@ -260,7 +260,9 @@ def test_group_choice_replaces_the_whole_saved_section():
     assert config.env.image_size == section_class("env", "tabletop")().image_size and config.env.success_bonus == 2.0
 
 
-@pytest.mark.parametrize("override", ["evaluation.num_epsodes=3", "experiment=quickstart", "seed=1,2", "evaluation.num_episodes=x"])
+@pytest.mark.parametrize(
+    "override", ["evaluation.num_epsodes=3", "experiment=quickstart", "seed=1,2", "evaluation.num_episodes=x"]
+)
 def test_wrong_overrides_of_a_saved_configuration_are_refused(override):
     with pytest.raises(ConfigError):
         build_config(compose_on_saved(saved_run(), [override]))
@@ -284,10 +286,16 @@ def test_group_yaml_lists_every_public_field_and_defaults_equal_the_dataclass(pa
 
     def keys(mapping: dict, cls: type) -> dict:
         hints = __import__("typing").get_type_hints(cls)
-        nested = {name: keys(mapping[name], hints[name]) for name in public_fields(cls) if hasattr(hints[name], "__dataclass_fields__")}
+        nested = {
+            name: keys(mapping[name], hints[name])
+            for name in public_fields(cls)
+            if hasattr(hints[name], "__dataclass_fields__")
+        }
         return dict.fromkeys(mapping) | nested
 
-    assert keys(values, cls) == keys(expected, cls), f"{path} must list exactly the fields of {cls.__name__}, in their order"
+    assert keys(values, cls) == keys(expected, cls), (
+        f"{path} must list exactly the fields of {cls.__name__}, in their order"
+    )
     assert list(values) == list(expected)
     if path.stem == "default" or (registered and path.stem == values["name"]):
         assert from_mapping(cls, values) == cls(), f"{path} differs from the defaults of {cls.__name__}"

@@ -187,7 +187,9 @@ def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
 
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_a_comparison_is_refused_where_it_would_be_left_out(command):
-    with pytest.raises(ConfigError, match=rf"evaluation.compare=a is for .*`rlinf {command}`. Type evaluation.compare=null"):
+    with pytest.raises(
+        ConfigError, match=rf"evaluation.compare=a is for .*`rlinf {command}`. Type evaluation.compare=null"
+    ):
         validate(build("evaluation.compare=a"), command)
     validate(build("evaluation.compare=a"), "evaluate")
 
@@ -232,10 +234,16 @@ def test_derived_numbers_by_hand():
     assert (numbers.optimizer_steps_per_iteration, numbers.optimizer_steps) == (24, 120)
     assert (numbers.max_env_steps, numbers.env_steps, numbers.sft_micro_batches_per_rank) == (3840, 19200, 2)
     text = format_derived(config)
-    for fragment in ("96 envs = 12 groups of 8 x 20 chunks = 1920 samples", "8 of 240 x 3 epochs", "120 optimiser steps"):
+    for fragment in (
+        "96 envs = 12 groups of 8 x 20 chunks = 1920 samples",
+        "8 of 240 x 3 epochs",
+        "120 optimiser steps",
+    ):
         assert fragment in text
 
 
-@pytest.mark.parametrize(("number", "wanted", "of", "best"), [(96, 64, 1, 48), (1024, 100, 1, 128), (96, 5, 2, 4), (7, 3, 2, 7)])
+@pytest.mark.parametrize(
+    ("number", "wanted", "of", "best"), [(96, 64, 1, 48), (1024, 100, 1, 128), (96, 5, 2, 4), (7, 3, 2, 7)]
+)
 def test_suggested_size_is_the_nearest_divisor(number, wanted, of, best):
     assert validation.nearest_divisor(number, wanted, of) == best

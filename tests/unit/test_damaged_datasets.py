@@ -67,8 +67,16 @@ DAMAGED_ROWS = {
     "empty image": (FRONT, with_value(2, {"bytes": None, "path": None}), "row 2 has no image"),
     "index twice": ("index", lambda values: [*values[:3], values[2], *values[4:]], "two rows with the index 2"),
     "unknown task": ("task_index", with_value(0, 99), "task_index 99, and meta/tasks.parquet has"),
-    "absolute path": (FRONT, with_value(0, {"bytes": None, "path": "/etc/hostname"}), "'/etc/hostname'; required: a path within"),
-    "path that leads out": (FRONT, with_value(0, {"bytes": None, "path": "a/../../b.png"}), "'a/../../b.png'; required"),
+    "absolute path": (
+        FRONT,
+        with_value(0, {"bytes": None, "path": "/etc/hostname"}),
+        "'/etc/hostname'; required: a path within",
+    ),
+    "path that leads out": (
+        FRONT,
+        with_value(0, {"bytes": None, "path": "a/../../b.png"}),
+        "'a/../../b.png'; required",
+    ),
     "missing image file": (FRONT, with_value(0, {"bytes": None, "path": "images/none.png"}), "none.png"),
     "torn episode": ("episode_index", lambda values: [*values[:-1], values[0]], "do not lie together"),
 }
@@ -111,13 +119,21 @@ def test_videos_outside_the_folder_are_refused(tmp_path):
 
 
 def test_one_column_cannot_stand_for_two_cameras(lerobot):
-    with pytest.raises(ConfigError, match=r"sft.cameras is \[front,observation.images.front\].* twice.*Type sft.cameras="):
+    with pytest.raises(
+        ConfigError, match=r"sft.cameras is \[front,observation.images.front\].* twice.*Type sft.cameras="
+    ):
         image_columns(describe_dataset(lerobot), ["front", "wrist"], ["front", FRONT])
 
 
 def everything(dataset) -> list[np.ndarray]:
     observation, actions = dataset.rows(np.arange(len(dataset)))
-    return [observation.images["front"], observation.state, actions.numpy(), dataset.episode_ids, np.array(observation.instruction)]
+    return [
+        observation.images["front"],
+        observation.state,
+        actions.numpy(),
+        dataset.episode_ids,
+        np.array(observation.instruction),
+    ]
 
 
 def test_rows_are_in_the_order_of_their_index_wherever_they_lie(lerobot):

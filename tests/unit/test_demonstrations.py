@@ -159,7 +159,9 @@ def test_an_error_of_a_thread_reaches_the_trainer_and_the_threads_end():
 
 
 def tabletop(*overrides, num_envs: int):
-    config = build_config(compose_config(["env=tabletop", "env.tasks=[reach,reach_zone]", "env.state=none", *overrides]))
+    config = build_config(
+        compose_config(["env=tabletop", "env.tasks=[reach,reach_zone]", "env.state=none", *overrides])
+    )
     return make_env(config.env, num_envs, auto_reset=False)
 
 
@@ -226,7 +228,9 @@ def test_labels_in_memory_follow_the_episode_and_rewards_belong_to_it():
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
-def test_demonstrations_do_not_depend_on_the_number_of_envs_and_no_episode_is_played_to_fill_rows(num_envs, monkeypatch):
+def test_demonstrations_do_not_depend_on_the_number_of_envs_and_no_episode_is_played_to_fill_rows(
+    num_envs, monkeypatch
+):
     env, begun = tabletop(num_envs=num_envs), []
     reset = env._reset_env
     monkeypatch.setattr(env, "_reset_env", lambda index, spec: (begun.append(spec), reset(index, spec)))

@@ -21,7 +21,9 @@ CAMERAS = {"front": "image", "wrist": "wrist_image"}
 
 def truth(kind: str) -> np.ndarray:
     stored = np.load(FIXTURE / "truth.npz")
-    names = sorted((name for name in stored.files if name.startswith(f"{kind}_")), key=lambda name: int(name.rpartition("_")[2]))
+    names = sorted(
+        (name for name in stored.files if name.startswith(f"{kind}_")), key=lambda name: int(name.rpartition("_")[2])
+    )
     return np.concatenate([stored[name] for name in names])
 
 
@@ -74,7 +76,9 @@ def test_packed_and_unpacked_lists_are_read():
     data = memoryview(message)
     found = parse_example(data, 0, len(data))
     assert found["packed"].tolist() == [1.5, -2.0] and found["single"].tolist() == [3.0, 4.0]
-    assert found["numbers"].tolist() == [5, 300, -1] and found["number"].tolist() == [7] and found["empty"].tolist() == []
+    assert (
+        found["numbers"].tolist() == [5, 300, -1] and found["number"].tolist() == [7] and found["empty"].tolist() == []
+    )
     assert isinstance(found["blobs"], Blobs)
     assert [bytes(data[a : a + n]) for a, n in zip(*found["blobs"], strict=True)] == [b"ab", b"", b"c"]
 
@@ -104,7 +108,9 @@ def test_a_missing_file_and_missing_parts_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="3 episodes are there, and its description says 4"):
         rlds_dataset.open_dataset(folder, CAMERAS, "state")
     features = json.loads((folder / "features.json").read_text())
-    del features["featuresDict"]["features"]["steps"]["sequence"]["feature"]["featuresDict"]["features"]["language_instruction"]
+    del features["featuresDict"]["features"]["steps"]["sequence"]["feature"]["featuresDict"]["features"][
+        "language_instruction"
+    ]
     (folder / "features.json").write_text(json.dumps(features))
     with pytest.raises(ConfigError, match="has no steps/language_instruction; it has .*steps/action"):
         describe_dataset(folder)

@@ -48,7 +48,9 @@ def test_a_machine_on_which_everything_works_exits_with_0(renders, capsys):
 
 
 def test_no_rendering_exits_with_1_and_says_what_to_install(registered, monkeypatch, capsys):
-    monkeypatch.setattr("rlinf.envs.graphics.probe_rendering", lambda: (None, "egl: no library; apt-get install libegl1"))
+    monkeypatch.setattr(
+        "rlinf.envs.graphics.probe_rendering", lambda: (None, "egl: no library; apt-get install libegl1")
+    )
     assert main(["doctor", EXPERIMENT]) == 1
     assert "apt-get install libegl1" in capsys.readouterr().out.split("cannot run here yet")[1]
 
@@ -75,7 +77,9 @@ def test_env_of_a_missing_package_matters_only_if_the_main_job_needs_it(register
     assert {finding.topic: finding.status for finding in module.check_envs()}["env tabletop"] == NO
 
 
-def test_a_simulator_that_cannot_start_says_what_to_type_and_fails_only_the_experiment_that_names_it(registered, renders, capsys):
+def test_a_simulator_that_cannot_start_says_what_to_type_and_fails_only_the_experiment_that_names_it(
+    registered, renders, capsys
+):
     class Broken(TabletopVectorEnv):
         def __init__(self, config, num_envs, auto_reset):
             raise MissingDependencyError("No Vulkan. Type bash scripts/setup.sh --sims")
@@ -100,7 +104,9 @@ def test_a_simulator_that_works_is_shown_with_the_versions_of_its_packages(regis
 
 
 def test_package_of_another_version_is_a_fault_with_its_command(monkeypatch):
-    monkeypatch.setattr(module, "requires", lambda name: ["numpy>=1", "torch==0.1", "no-such-package>2", 'ruff>99; extra == "dev"'])
+    monkeypatch.setattr(
+        module, "requires", lambda name: ["numpy>=1", "torch==0.1", "no-such-package>2", 'ruff>99; extra == "dev"']
+    )
     details = [finding.detail for finding in module.check_packages()]
     assert len(details) == 2 and 'pip install "torch==0.1"' in details[0] and "no-such-package is missing" in details[1]
 
@@ -148,7 +154,13 @@ def test_rollout_buffer_is_as_large_as_the_batch_of_an_iteration(penalty):
     from rlinf.rollout.sampler import EpisodeSampler
     from rlinf.training.policy_loading import statistics_of_env
 
-    sizes = ["rollout.num_envs=2", "rollout.num_chunks=3", "trainer.minibatch_size=6", "model.action_chunks_len=2", "env.image_size=16"]
+    sizes = [
+        "rollout.num_envs=2",
+        "rollout.num_chunks=3",
+        "trainer.minibatch_size=6",
+        "model.action_chunks_len=2",
+        "env.image_size=16",
+    ]
     config = build("model=openvla_tiny", "env=tabletop", "algorithm=ppo", *sizes, f"algorithm.kl_coef={penalty}")
     env = make_env(config.env, 2, auto_reset=True)
     model = build_policy(config, statistics_of_env(config, env)).eval()
@@ -203,7 +215,9 @@ def test_a_seven_billion_parameter_model_is_counted_without_being_built(public_o
     language = layers * rank * (4 * 2 * hidden + 3 * (hidden + inner))
     assert language < adapted.num_trainable < 2 * language, "the rest: vision towers, projector, value head"
     assert adapted.num_parameters - full.num_parameters < adapted.num_trainable
-    shallower = estimate_memory(build(*source, "model.is_lora=false", "model.override_config.text_config.num_hidden_layers=31"))
+    shallower = estimate_memory(
+        build(*source, "model.is_lora=false", "model.override_config.text_config.num_hidden_layers=31")
+    )
     layer = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden
     assert full.num_parameters - shallower.num_parameters == layer
 
@@ -215,7 +229,12 @@ def test_a_folder_without_statistics_of_the_env_is_counted_too(tmp_path):
     counts = []
     for name, statistics in (("none", {}), ("others", {"bridge": {"action": {"q01": [0.0] * 2, "q99": [1.0] * 2}}})):
         OpenVLAConfig(norm_stats=statistics, text_config=text).save_pretrained(tmp_path / name)
-        config = build("experiment=openvla_tabletop_lora", f"model.model_path={tmp_path / name}", "model.hidden_size=null", "model.vocab_size=null")
+        config = build(
+            "experiment=openvla_tabletop_lora",
+            f"model.model_path={tmp_path / name}",
+            "model.hidden_size=null",
+            "model.vocab_size=null",
+        )
         config.model.unnorm_key = "tabletop"  # statistics_of_env brings them when the run starts
         counts.append(estimate_memory(config).num_parameters)
     assert counts[0] == counts[1] > 0

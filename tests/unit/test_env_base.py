@@ -205,7 +205,10 @@ def test_task_filter_keeps_the_suites_order():
         (lambda: build().reset(options={"episode": []}), "Did you mean 'episodes'"),
         (lambda: build().reset(options={"episodes": [spec(0)]}), "1 episodes for 2 envs"),
         (lambda: build().reset(options={"episodes": [None, None]}), "None for each of 2 envs"),
-        (lambda: build(auto_reset=True).reset(options={"episodes": [spec(0), None]}), "Row 1 got None.*auto_reset=False"),
+        (
+            lambda: build(auto_reset=True).reset(options={"episodes": [spec(0), None]}),
+            "Row 1 got None.*auto_reset=False",
+        ),
         (lambda: build(1).reset(options={"episodes": [EpisodeSpec("other", 0, 0, 0)]}), "no episode of 'counting'"),
         (lambda: build(1).reset(options={"episodes": [spec(0, task_id=3)]}), "no episode of 'counting'"),
         (lambda: build().step(np.zeros((2, 1))), "call reset"),
@@ -254,7 +257,11 @@ def test_a_method_that_is_missing_is_named():
     with pytest.raises(NotImplementedError, match="Half does not implement all_task_names"):
         Half(EnvConfig(cameras=[]), 2, False)
     env = build()
-    for name, arguments in (("_reset_env", (0, spec(0))), ("_step_envs", (np.arange(2), None)), ("_observe", (np.arange(2),))):
+    for name, arguments in (
+        ("_reset_env", (0, spec(0))),
+        ("_step_envs", (np.arange(2), None)),
+        ("_observe", (np.arange(2),)),
+    ):
         with pytest.raises(NotImplementedError, match=f"CountingEnv does not implement {name}"):
             getattr(VectorEnv, name)(env, *arguments)
     with pytest.raises(NotImplementedError, match="CountingEnv does not implement state_dim"):

@@ -36,14 +36,20 @@ def fresh(monkeypatch):
 def test_the_first_visible_gpu_is_found_among_the_devices_of_egl(visible, numbers, expected):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert graphics.egl_device(environment, numbers) == expected
-    assert graphics.egl_device({**environment, "MUJOCO_EGL_DEVICE_ID": "0"}, numbers) is None, "the user's choice stands"
+    assert graphics.egl_device({**environment, "MUJOCO_EGL_DEVICE_ID": "0"}, numbers) is None, (
+        "the user's choice stands"
+    )
 
 
 def test_the_egl_device_is_set_for_egl_alone_and_only_where_gpus_are_chosen(monkeypatch):
     monkeypatch.setattr(graphics, "list_egl_devices", lambda: [None, 5, 4])
     monkeypatch.delenv("MUJOCO_EGL_DEVICE_ID", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert graphics._environment_of("egl") == {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "egl", "MUJOCO_EGL_DEVICE_ID": "2"}
+    assert graphics._environment_of("egl") == {
+        "MUJOCO_GL": "egl",
+        "PYOPENGL_PLATFORM": "egl",
+        "MUJOCO_EGL_DEVICE_ID": "2",
+    }
     assert graphics._environment_of("osmesa") == {"MUJOCO_GL": "osmesa", "PYOPENGL_PLATFORM": "osmesa"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert "MUJOCO_EGL_DEVICE_ID" not in graphics._environment_of("egl")
@@ -86,7 +92,9 @@ def test_software_vulkan_is_chosen_for_the_cpu_unless_the_user_names_a_driver(fr
     driver = tmp_path / "lvp_icd.x86_64.json"
     driver.write_text("{}")
     fresh.setattr(graphics, "LAVAPIPE_FILES", (str(tmp_path / "lvp_icd*.json"),))
-    fresh.setattr(graphics, "_VULKAN_PROBE", "import os; print('rendering works' if os.environ['VK_ICD_FILENAMES'] else '')")
+    fresh.setattr(
+        graphics, "_VULKAN_PROBE", "import os; print('rendering works' if os.environ['VK_ICD_FILENAMES'] else '')"
+    )
     fresh.setattr(graphics.importlib.util, "find_spec", lambda name: name)
     for name in ("VK_ICD_FILENAMES", "VK_DRIVER_FILES"):
         os.environ.pop(name, None)

@@ -78,9 +78,7 @@ def steps_of(env, step, count):
     """Rewards, success, terminated, truncated of each of ``count`` equal steps of a single env."""
     action = np.full((1, 1, 2), step, np.float32)
     results = [env.chunk_step(action) for _ in range(count)]
-    return [
-        (float(r.rewards[0, 0]), bool(r.success[0]), bool(r.terminated[0]), bool(r.truncated[0])) for r in results
-    ]
+    return [(float(r.rewards[0, 0]), bool(r.success[0]), bool(r.terminated[0]), bool(r.truncated[0])) for r in results]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +183,9 @@ def test_what_does_not_fit_is_refused_with_what_to_type(settings, error, words):
 
 def test_a_package_that_the_env_needs_is_named(monkeypatch):
     def missing(*args, **kwargs):
-        raise gymnasium.error.DependencyNotInstalled('pygame is not installed, run `pip install "gymnasium[classic_control]"`')
+        raise gymnasium.error.DependencyNotInstalled(
+            'pygame is not installed, run `pip install "gymnasium[classic_control]"`'
+        )
 
     monkeypatch.setattr(gymnasium, "make", missing)
     with pytest.raises(MissingDependencyError, match=r"env.id=Other-v0 .*pip install"):
@@ -197,7 +197,11 @@ def test_a_package_that_the_env_needs_is_named(monkeypatch):
     [
         (ImportError("run `pip install shimmy`"), MissingDependencyError, ["env.id=Other-v1", "pip install shimmy"]),
         (ModuleNotFoundError("No module named 'jax'", name="jax"), MissingDependencyError, ["env.id=Other-v1", "jax"]),
-        (OSError("File no.xml does not exist"), ConfigError, ["no.xml", "env.kwargs={'xml_file': 'no.xml'}", "Type env.kwargs="]),
+        (
+            OSError("File no.xml does not exist"),
+            ConfigError,
+            ["no.xml", "env.kwargs={'xml_file': 'no.xml'}", "Type env.kwargs="],
+        ),
         (ValueError("XML Error"), ConfigError, ["XML Error", "Type env.kwargs="]),
     ],
 )

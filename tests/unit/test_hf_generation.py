@@ -31,7 +31,9 @@ def test_unequal_prompts_equal_single_ones_and_greedy_generate(tiny_lm, prompts,
     plain = AutoModelForCausalLM.from_pretrained(folder)
     for row in range(4):
         single = alone(prompts, row)
-        expected = plain.generate(**single, max_new_tokens=9, do_sample=False)[0, single["input_ids"].shape[1] :].tolist()
+        expected = plain.generate(**single, max_new_tokens=9, do_sample=False)[
+            0, single["input_ids"].shape[1] :
+        ].tolist()
         assert response(output, row) == expected == response(engine.generate(single, greedy=True), 0)
     # The control: with the padding where it was, a short row is continued differently.
     padded = plain.generate(**prompts, max_new_tokens=9, do_sample=False)[3, 6:].tolist()
@@ -156,7 +158,9 @@ def test_other_columns_of_the_head_and_earlier_positions_of_the_last_mlp_are_not
 
 def test_a_model_without_a_key_value_cache_generates_too(tmp_path, prompts):
     torch.manual_seed(0)
-    config = MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=2, state_size=4, eos_token_id=2, pad_token_id=0)
+    config = MambaConfig(
+        vocab_size=48, hidden_size=16, num_hidden_layers=2, state_size=4, eos_token_id=2, pad_token_id=0
+    )
     MambaForCausalLM(config).save_pretrained(tmp_path)
     engine = HuggingFaceGeneration(str(tmp_path), max_new_tokens=4, eos_token_id=[])
     output = engine.generate(alone(prompts, 0), greedy=True)
@@ -165,7 +169,12 @@ def test_a_model_without_a_key_value_cache_generates_too(tmp_path, prompts):
 
 
 OWN_STATE = {
-    "recurrent_gemma": {"head_dim": 8, "lru_width": 32, "attention_window_size": 4, "block_types": ["recurrent", "attention"]},
+    "recurrent_gemma": {
+        "head_dim": 8,
+        "lru_width": 32,
+        "attention_window_size": 4,
+        "block_types": ["recurrent", "attention"],
+    },
     "rwkv": {"attention_hidden_size": 32},
     "minimax": {"head_dim": 8, "num_local_experts": 2, "block_size": 4},
     "mamba": {"state_size": 4},
@@ -181,7 +190,9 @@ def test_models_with_a_state_or_cache_of_their_own_continue_each_row_as_if_alone
         tokens = alone(prompts, row)["input_ids"][0].tolist()
         for _ in range(6):
             with torch.no_grad():
-                tokens.append(int(engine.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+                tokens.append(
+                    int(engine.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax())
+                )
         assert response(output, row) == tokens[-6:]
     assert engine.model.ignores_left_padding == (family in ("minimax", "mamba"))
     scored = sequence_logprobs(engine.model, *tokens_and_mask(output)).detach()
@@ -227,7 +238,9 @@ def test_padding_that_stands_there_for_a_neighbour_is_not_penalised(tiny_lm, pro
 def test_rows_stop_at_eos_and_are_filled_with_the_pad_token(tiny_lm, prompts):
     free = HuggingFaceGeneration(tiny_lm(), max_new_tokens=8, eos_token_id=[]).generate(prompts, greedy=True)
     eos = response(free, 1)[3]
-    output = HuggingFaceGeneration(tiny_lm(), max_new_tokens=8, eos_token_id=eos, pad_token_id=33).generate(prompts, greedy=True)
+    output = HuggingFaceGeneration(tiny_lm(), max_new_tokens=8, eos_token_id=eos, pad_token_id=33).generate(
+        prompts, greedy=True
+    )
     assert response(output, 1) == response(free, 1)[: response(free, 1).index(eos) + 1]
     assert verify_right_padding(output, pad_token_id=33)
     assert not output["logprobs"][1, output["unpadded_sequence_lengths"][1] :].any()
@@ -248,7 +261,9 @@ def test_prompt_and_response_stay_within_the_length(tiny_lm, prompts):
     output = engine.generate(prompts, greedy=True)
     assert output["unpadded_sequence_lengths"].tolist() == [10] * 4
     assert response(output, 3) == response(engine.generate(alone(prompts, 3), greedy=True), 0)
-    shorter = HuggingFaceGeneration(tiny_lm(), max_new_tokens=100, max_model_len=8, eos_token_id=[]).generate(prompts, False)
+    shorter = HuggingFaceGeneration(tiny_lm(), max_new_tokens=100, max_model_len=8, eos_token_id=[]).generate(
+        prompts, False
+    )
     assert shorter["unpadded_sequence_lengths"].tolist() == [8] * 4
     with pytest.raises(ConfigError, match="6 tokens.*max_model_len=6"):
         HuggingFaceGeneration(tiny_lm(), max_model_len=6).generate(prompts, greedy=True)
@@ -310,7 +325,9 @@ def test_a_folder_without_a_model_or_with_missing_weights_is_refused(tiny_lm, tm
 @pytest.mark.parametrize("device_map", [None, "auto", {"": "cpu"}])
 def test_placement_does_not_change_the_output(tiny_lm, prompts, device_map):
     outputs = [
-        HuggingFaceGeneration(tiny_lm(), max_new_tokens=4, device_map=where).generate(prompts, greedy=True)["output_ids"]
+        HuggingFaceGeneration(tiny_lm(), max_new_tokens=4, device_map=where).generate(prompts, greedy=True)[
+            "output_ids"
+        ]
         for where in (None, device_map)
     ]
     assert outputs[0].equal(outputs[1])

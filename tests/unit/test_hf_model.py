@@ -257,7 +257,12 @@ def test_weights_that_do_not_fit_are_named(folders, tmp_path):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError) as error:
         HFModel.from_pretrained(folder)
-    for word in (f"missing ['{missing}']", "unexpected ['model.layers.7.extra']", "model.norm.weight", "model.model_path="):
+    for word in (
+        f"missing ['{missing}']",
+        "unexpected ['model.layers.7.extra']",
+        "model.norm.weight",
+        "model.model_path=",
+    ):
         assert word in str(error.value)
 
 
@@ -278,9 +283,15 @@ def test_no_architecture_takes_the_choice_of_the_auto_class_and_two_are_refused(
         assert model_class_of(config) is auto_class(family)._model_mapping[type(config)]
     folder = llama(folders, tmp_path)
     edit_config(folder, architectures=["LlamaForCausalLM", "LlamaModel"])
-    with pytest.raises(ConfigError, match=r"2 classes \(LlamaForCausalLM, LlamaModel\).*override_config.architectures=\[LlamaFor"):
+    with pytest.raises(
+        ConfigError, match=r"2 classes \(LlamaForCausalLM, LlamaModel\).*override_config.architectures=\[LlamaFor"
+    ):
         HFModel.from_pretrained(folder)
-    mended = {"model_type": "llama", "model_path": str(folder), "override_config": {"architectures": ["LlamaForCausalLM"]}}
+    mended = {
+        "model_type": "llama",
+        "model_path": str(folder),
+        "override_config": {"architectures": ["LlamaForCausalLM"]},
+    }
     assert get_model(mended).model_class is transformers.LlamaForCausalLM
     edit_config(folder, architectures=["LlamaForSequenceClassification"])
     with pytest.raises(ConfigError, match="LlamaForSequenceClassification.*AutoModelForCausalLM"):
@@ -330,7 +341,7 @@ def test_lora_targets_are_the_linear_layers_of_the_units(folders, family):
     assert any(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
 
 
-CUSTOM_CODE = '''
+CUSTOM_CODE = """
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -354,7 +365,7 @@ class BigramForCausalLM(PreTrainedModel):
         pass
     def forward(self, input_ids, attention_mask=None):
         return CausalLMOutput(logits=self.head(self.embed(input_ids) * self.scale.to(self.embed.weight.dtype)))
-'''
+"""
 
 
 def test_a_model_of_the_users_own_code_trains(tmp_path, monkeypatch):
@@ -369,7 +380,10 @@ def test_a_model_of_the_users_own_code_trains(tmp_path, monkeypatch):
     edit_config(
         folder,
         architectures=["BigramForCausalLM"],
-        auto_map={"AutoConfig": "modeling_bigram.BigramConfig", "AutoModelForCausalLM": "modeling_bigram.BigramForCausalLM"},
+        auto_map={
+            "AutoConfig": "modeling_bigram.BigramConfig",
+            "AutoModelForCausalLM": "modeling_bigram.BigramForCausalLM",
+        },
     )
     section = {"model_type": "bigram", "model_path": str(folder)}
     with pytest.raises(ConfigError, match="'bigram'.*type model.trust_remote_code=true"):
@@ -404,7 +418,11 @@ def test_an_unregistered_text_model_falls_back_with_one_line(folders, caplog):
     with caplog.at_level(logging.INFO):
         model = get_model(section)
     assert isinstance(model, HFModel) and model.model_class is transformers.MistralForCausalLM
-    assert len(fallback_lines(caplog)) == 1 and "'mistral'" in fallback_lines(caplog)[0] and "HFModel" in fallback_lines(caplog)[0]
+    assert (
+        len(fallback_lines(caplog)) == 1
+        and "'mistral'" in fallback_lines(caplog)[0]
+        and "HFModel" in fallback_lines(caplog)[0]
+    )
     caplog.clear()
     transformers.AutoTokenizer.from_pretrained(TINY_TOKENIZER).save_pretrained(folders / "mistral")
     config, processor = get_model_config_and_processor({"model": section})
@@ -446,7 +464,11 @@ def test_the_line_names_the_class_that_takes_a_vision_language_model(caplog, mod
     register_model("hf_vla", model="rlinf.models.embodiment.no_such_module:Model")
     with pytest.raises(ModuleNotFoundError):
         get_model({"model_type": "gemma3"})
-    assert [line for line in fallback_lines(caplog) if "'gemma3'" in line and "hf_vla" in line] == fallback_lines(caplog) != []
+    assert (
+        [line for line in fallback_lines(caplog) if "'gemma3'" in line and "hf_vla" in line]
+        == fallback_lines(caplog)
+        != []
+    )
 
 
 def test_architectures_of_the_folder_decide_where_a_type_is_both(folders, tmp_path):
@@ -516,7 +538,9 @@ def test_heads_must_divide_over_tensor_parallel_ranks():
         config = tiny_config(family)
         for size in (1, 2, 4):  # 4 ranks: each key-value head is held twice
             check_tensor_parallel(config, size, "rollout.tp_size")
-        with pytest.raises(ConfigError, match="rollout.tp_size=3 does not divide num_attention_heads=4.*Type rollout.tp_size=2"):
+        with pytest.raises(
+            ConfigError, match="rollout.tp_size=3 does not divide num_attention_heads=4.*Type rollout.tp_size=2"
+        ):
             check_tensor_parallel(config, 3, "rollout.tp_size")
     config = transformers.LlamaConfig(**TEXT | {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96})
     with pytest.raises(ConfigError, match="=6 does not divide num_key_value_heads=4.*Type tp=4"):
@@ -527,7 +551,9 @@ def test_attention_kernels_that_a_class_lacks(folders):
     model = HFModel.from_pretrained(folders / "gpt_oss", attn_implementation="sdpa")
     plain = transformers.GptOssForCausalLM.from_pretrained(folders / "gpt_oss")
     assert model.config._attn_implementation == plain.config._attn_implementation == "eager"
-    assert HFModel.from_pretrained(folders / "llama", attn_implementation="eager").config._attn_implementation == "eager"
+    assert (
+        HFModel.from_pretrained(folders / "llama", attn_implementation="eager").config._attn_implementation == "eager"
+    )
 
 
 def test_flash_attention_for_a_class_without_it_is_refused(folders, monkeypatch):

@@ -216,7 +216,9 @@ def test_micro_batches_are_one_batch(tiny_lm, batch, name, cut, monkeypatch):
     batch["reference_logprobs"] = 0.9 * HuggingFacePolicy(tiny_lm(), seed=1).get_logprobs(batch)["logprobs"]
     options = {"max_grad_norm": 1e9}
     whole, metrics = step_gradients(HuggingFacePolicy(tiny_lm(), **options), batch, LOSSES[name], monkeypatch)
-    parts, part_metrics = step_gradients(HuggingFacePolicy(tiny_lm(), **options, **CUTS[cut]), batch, LOSSES[name], monkeypatch)
+    parts, part_metrics = step_gradients(
+        HuggingFacePolicy(tiny_lm(), **options, **CUTS[cut]), batch, LOSSES[name], monkeypatch
+    )
     # Packed rows go through other matrix shapes, whose float32 rounding is a little larger.
     assert relative_difference(parts, whole) < (3e-6 if cut == "packing" else 1e-6)
     assert part_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-6)
@@ -273,7 +275,9 @@ def test_small_steps_are_not_lost_in_bfloat16(tiny_lm, batch):
         policy.train(batch, NLLLossFn())
         exact.train(batch, NLLLossFn())
     assert policy.get_logprobs(batch)["logprobs"].dtype == torch.float32
-    moved = torch.cat([(tensor - start[name]).float().abs().flatten() > 0 for name, tensor in weights_of(policy).items()])
+    moved = torch.cat(
+        [(tensor - start[name]).float().abs().flatten() > 0 for name, tensor in weights_of(policy).items()]
+    )
     assert moved.float().mean() > 0.1
     masters = torch.cat([master.detach().flatten() for master in policy._optimizer.masters])
     begun = torch.cat([start[name].float().flatten() for name, _ in policy.model.named_parameters()])

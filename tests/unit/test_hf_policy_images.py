@@ -47,7 +47,9 @@ class Case:
                 padded = [torch.nn.functional.pad(value, (0, width - value.shape[1])) for value in values]
                 self.batch[key] = torch.cat(padded)
             else:
-                self.batch[key] = [torch.zeros(0, *values[0].shape[1:]).to(values[0]) if value is None else value for value in values]
+                self.batch[key] = [
+                    torch.zeros(0, *values[0].shape[1:]).to(values[0]) if value is None else value for value in values
+                ]
 
     def logprobs(self, model=None) -> list[torch.Tensor]:
         """Of each row alone, by transformers, with gradients."""
@@ -83,7 +85,13 @@ def test_scores_are_those_of_each_row_with_its_own_images(cases, family, cut):
         for row, expected in enumerate(case.logprobs()):
             assert float((logprobs[row, 1 : len(expected) + 1] - expected).abs().max()) < 1e-4
             assert logprobs[row, 0] == 0 and not logprobs[row, len(expected) + 1 :].any()
-    swapped = case.batch | {"pixel_values": [*case.batch["pixel_values"][3:], *case.batch["pixel_values"][1:3], case.batch["pixel_values"][0]]}
+    swapped = case.batch | {
+        "pixel_values": [
+            *case.batch["pixel_values"][3:],
+            *case.batch["pixel_values"][1:3],
+            case.batch["pixel_values"][0],
+        ]
+    }
     moved = (policy.get_logprobs(BatchedDataDict(swapped))["logprobs"] - logprobs).abs().amax(-1)
     assert (moved[[0, 3]] > 1e-3).all() and (moved[[1, 2]] < 1e-4).all(), "control: the images of other rows"
 
@@ -93,7 +101,10 @@ def test_generation_sees_the_images_of_its_rows(cases, family):
     case = cases(family)
     policy = HuggingFacePolicy(case.folder, max_new_tokens=4, eos_token_id=[], temperature=0.5)
     model = copy.deepcopy(case.model)
-    for each in (policy.model, model):  # random weights would say an image token now and then, for which there is no image
+    for each in (
+        policy.model,
+        model,
+    ):  # random weights would say an image token now and then, for which there is no image
         each.lm_head.weight.data[case.model.config.image_token_id] = 0
     output = policy.generate(case.batch, greedy=True)
     for row, inputs in enumerate(case.rows):

@@ -65,7 +65,9 @@ def test_a_dataset_of_the_lerobot_package_is_read(name):
         np.testing.assert_array_equal(images, expected["image"])
     else:
         assert error(images, expected["image"]).max() < VIDEO_ERROR
-        assert error(images, np.roll(expected["image"], 1, axis=0)).min() > VIDEO_ERROR, "a neighbour's frame is told apart"
+        assert error(images, np.roll(expected["image"], 1, axis=0)).min() > VIDEO_ERROR, (
+            "a neighbour's frame is told apart"
+        )
     order = np.random.default_rng(0).permutation(len(dataset))
     np.testing.assert_array_equal(dataset.rows(order)[0].images["front"], images[order])
 
@@ -96,7 +98,9 @@ def episodes(lengths=(5, 1, 4), size=(32, 48), state_dim=3, action_dim=2) -> lis
     for number, length in enumerate(lengths):
         rng = np.random.default_rng(number)
         ramp = np.add.outer(np.arange(height), np.arange(width))[None, :, :, None]
-        images = (ramp + rng.integers(0, 120, 3) + 14 * np.arange(length)[:, None, None, None]).clip(0, 255).astype(np.uint8)
+        images = (
+            (ramp + rng.integers(0, 120, 3) + 14 * np.arange(length)[:, None, None, None]).clip(0, 255).astype(np.uint8)
+        )
         made.append({
             "images": {"front": images, "side": images[:, ::-1]},
             "state": rng.normal(size=(length, state_dim)).astype(np.float32) if state_dim else None,

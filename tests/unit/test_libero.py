@@ -439,11 +439,15 @@ def test_an_object_without_its_files_is_missed_before_the_run(tmp_path, monkeypa
     files = [libero_assets.object_models()[name] for name in names]
     for name in ("scenes/libero_kitchen_tabletop_base_style.xml", *files):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text('<mujoco><asset><!-- <mesh file="no.stl"/> --><mesh file="a.msh"/></asset></mujoco>')
+        (tmp_path / name).write_text(
+            '<mujoco><asset><!-- <mesh file="no.stl"/> --><mesh file="a.msh"/></asset></mujoco>'
+        )
         (tmp_path / name).with_name("a.msh").touch()
     libero_assets.check_assets(tmp_path, "libero_10", [kitchen])
     other = next(task for task in suite_tasks("libero_10") if "STUDY" in task)
-    with pytest.raises(MissingDependencyError, match="lack scenes/libero_study_base_style.xml and .* 1 of 2 tasks") as error:
+    with pytest.raises(
+        MissingDependencyError, match="lack scenes/libero_study_base_style.xml and .* 1 of 2 tasks"
+    ) as error:
         libero_assets.check_assets(tmp_path, "libero_10", [kitchen, other])
     assert other in str(error.value) and f"type env.tasks=[{kitchen}]" in str(error.value)
     (tmp_path / files[2]).with_name("a.msh").unlink()

@@ -164,7 +164,9 @@ def test_a_token_that_flips_where_two_are_almost_as_likely_is_no_fault_of_the_me
 
     monkeypatch.setattr(type(model), "predict_action_batch", flipped)
     merge_lora(model, inputs)
-    monkeypatch.setattr(type(model), "predict_action_batch", lambda self, **arguments: shifted(predict(self, **arguments), self))
+    monkeypatch.setattr(
+        type(model), "predict_action_batch", lambda self, **arguments: shifted(predict(self, **arguments), self)
+    )
     with pytest.raises(CheckpointError, match="changed the logits by 1.00e"):
         merge_lora(model, inputs)
 
@@ -254,7 +256,9 @@ def test_buffers_of_what_is_trained_in_full_are_not_part_of_an_adapter(tmp_path)
     model = mlp()
     model.value_head.register_buffer("counts", torch.ones(3))
     save_adapter(model, tmp_path)
-    assert set(load_file(tmp_path / FULL_FILE)) == {n for n, _ in model.named_parameters() if is_trained_in_full(model, n)}
+    assert set(load_file(tmp_path / FULL_FILE)) == {
+        n for n, _ in model.named_parameters() if is_trained_in_full(model, n)
+    }
     mlp(lora_path=str(tmp_path))
 
 
@@ -277,7 +281,13 @@ def test_merge_check_reads_what_a_continuous_policy_predicts(monkeypatch):
 
 
 def test_a_language_model_takes_adapters_and_merges_them():
-    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     section = {"model_type": "llama", "init_config": sizes, "is_lora": True, "lora": LORA}
     torch.manual_seed(0)
     model = get_model(section).eval()

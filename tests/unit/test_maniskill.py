@@ -90,7 +90,9 @@ def test_an_episode_is_that_of_the_bare_env_with_the_seed_of_its_spec(vulkan):
         np.testing.assert_array_equal(simulator.observe().state, expected[0].numpy())
         assert (step.dense_reward, step.success) == (float(reward), bool(info["success"]))
     simulator.reset(spec_of(5))
-    assert not np.array_equal(simulator.observe().state, bare.reset(seed=seed_of("LiftPegUpright-v1", 4, 0))[0][0].numpy())
+    assert not np.array_equal(
+        simulator.observe().state, bare.reset(seed=seed_of("LiftPegUpright-v1", 4, 0))[0][0].numpy()
+    )
     bare.close()
 
 
@@ -118,7 +120,9 @@ def test_scenes_are_built_without_maniskills_warnings(vulkan, capfd):
     assert "WARNING" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("control", "width"), [("pd_ee_delta_pose", 7), ("pd_ee_delta_pos", 4), ("pd_joint_delta_pos", 8)])
+@pytest.mark.parametrize(
+    ("control", "width"), [("pd_ee_delta_pose", 7), ("pd_ee_delta_pos", 4), ("pd_joint_delta_pos", 8)]
+)
 def test_every_control_mode_has_its_actions_and_an_action_moves_the_hand(vulkan, control, width):
     env = make_env(ManiSkillConfig(control_mode=control, cameras=[], num_processes=0), 1, auto_reset=False)
     env.reset()
@@ -136,7 +140,9 @@ def test_success_is_what_the_task_says_of_the_present_state(vulkan):
     still = np.zeros(7, np.float32)
     assert not simulator.step(still).success
     env = simulator._scene._env
-    env.obj.set_pose(Pose.create_from_pq(env.goal_region.pose.p + env.obj.pose.p * env.obj.pose.p.new_tensor([0, 0, 1])))
+    env.obj.set_pose(
+        Pose.create_from_pq(env.goal_region.pose.p + env.obj.pose.p * env.obj.pose.p.new_tensor([0, 0, 1]))
+    )
     step = simulator.step(still)
     assert step.success and step.dense_reward == 1.0 and not step.terminated
 

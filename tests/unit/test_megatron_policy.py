@@ -22,7 +22,9 @@ from rlinf.models.megatron_policy import MegatronPolicyConfig
 from rlinf.models.megatron_weights import check_family
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
-needs_megatron = pytest.mark.skipif(not HAS_MEGATRON, reason="megatron-core is not installed: pip install 'rlinf[megatron]'")
+needs_megatron = pytest.mark.skipif(
+    not HAS_MEGATRON, reason="megatron-core is not installed: pip install 'rlinf[megatron]'"
+)
 OPTIONS = {"learning_rate": 1e-2, "max_new_tokens": 5, "temperature": 0.8, "max_grad_norm": 0.5}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}  # fmt: skip
@@ -72,7 +74,10 @@ def results(policy, batch) -> dict:
     before = policy.get_logprobs(generated)["logprobs"]
     scores = {"prompts": policy.get_logprobs(batch)["logprobs"], "responses": before, "sampled": generated["logprobs"]}
     metrics = train(policy, batch, GRPOLossFn(kl_coef=0.1, loss_level="sequence"))
-    scores |= {"after": policy.get_logprobs(batch)["logprobs"], "reference": policy.get_reference_logprobs(batch)["logprobs"]}
+    scores |= {
+        "after": policy.get_logprobs(batch)["logprobs"],
+        "reference": policy.get_reference_logprobs(batch)["logprobs"],
+    }
     return {"ids": generated["output_ids"], "scores": scores, "metrics": metrics, "state": state_of(policy)}
 
 
@@ -150,7 +155,9 @@ def test_what_cannot_be_is_refused_by_name(checkpoint, tiny_lm, batch, monkeypat
         MegatronPolicy(folder, use_flash_attention=True)
     with pytest.raises(ConfigError, match="torch_dtype is float32.*Type torch_dtype='bfloat16'"):
         check_device(MegatronPolicyConfig(use_flash_attention=True), torch.device("cuda"))
-    with pytest.raises(ConfigError, match="sequence_parallel=True, but the device is 'cpu'.*Type sequence_parallel=False"):
+    with pytest.raises(
+        ConfigError, match="sequence_parallel=True, but the device is 'cpu'.*Type sequence_parallel=False"
+    ):
         check_device(MegatronPolicyConfig(sequence_parallel=True), torch.device("cpu"))
     with pytest.raises(ConfigError, match="tensor_model_parallel_size=3 does not divide vocab_size=47"):
         check_family(AutoConfig.for_model("llama", vocab_size=47), 3, 1)

@@ -225,7 +225,12 @@ def test_an_override_of_one_nested_field_leaves_the_others():
 
     from rlinf.models.loading import override_fields
 
-    text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    text = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
+    }
     config = LlavaConfig(text_config=text)
     changed = override_fields(config, {"text_config": {"rope_parameters": {"rope_theta": 9.0}}}).text_config
     assert (changed.hidden_size, changed.num_hidden_layers) == (32, 2)

@@ -151,7 +151,9 @@ def test_a_model_that_vllm_refuses_fails_and_keeps_the_table(tiny_lm, capsys, mo
     assert lines[-1] == "vllm: vLLM refuses 'x': head size 8"
 
 
-@pytest.mark.parametrize(("words", "message"), [([], "no model"), (["m", "torch_dtyp=x"], "Did you mean 'torch_dtype'")])
+@pytest.mark.parametrize(
+    ("words", "message"), [([], "no model"), (["m", "torch_dtyp=x"], "Did you mean 'torch_dtype'")]
+)
 def test_bad_arguments_of_the_command(words, message, capsys):
     assert main(["diagnose", *words]) == 2
     assert message in capsys.readouterr().err

@@ -427,7 +427,9 @@ def test_absent_parts_are_refused_unless_they_are_named(base, new_parts, error, 
 
 
 def test_a_new_part_that_the_model_does_not_have_is_refused(base):
-    with pytest.raises(ConfigError, match="names 'film', which the model does not.*model.override_config.use_film=true"):
+    with pytest.raises(
+        ConfigError, match="names 'film', which the model does not.*model.override_config.use_film=true"
+    ):
         get_model(from_folder(base, {"new_parts": ["film"]}))
 
 
@@ -447,7 +449,10 @@ def test_half_a_part_is_refused_even_if_it_may_be_new(base, tmp_path):
         ({"unnorm_key": "arn"}, "Unknown model.unnorm_key 'arn'.*Known: arm.*Type model.unnorm_key=arm"),
         ({"action_token_len": 4}, "model.action_token_len is 4.*3 numbers. Type model.action_token_len=3"),
         ({"hidden_size": 64}, "model.hidden_size is 64.*32"),
-        ({"override_config": {"n_action_bins": 600}}, "n_action_bins is 600.*544.*model.override_config.n_action_bins=256"),
+        (
+            {"override_config": {"n_action_bins": 600}},
+            "n_action_bins is 600.*544.*model.override_config.n_action_bins=256",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_before_weights_are_read(base, model_type, change, message):
@@ -513,5 +518,7 @@ def test_the_manifest_refuses_another_normalisation_of_the_actions():
     saved, same = (build_manifest(config, build("discrete"), policy_version=0) for _ in range(2))
     assert check(saved, same) == []
     other = build_manifest(config, build("discrete", {"action_normalization": "bounds"}), policy_version=0)
-    with pytest.raises(ManifestMismatchError, match='actions.action_normalization: saved "bounds_q99", present "bounds"'):
+    with pytest.raises(
+        ManifestMismatchError, match='actions.action_normalization: saved "bounds_q99", present "bounds"'
+    ):
         check(saved, other)

@@ -55,7 +55,10 @@ def test_actions_that_were_not_executed_or_do_not_count_are_left_out():
 
 def test_a_large_gap_stops_the_first_step_of_a_process_only_and_names_the_worst_sample():
     different = batch(ROLLOUT, TRAINER)
-    with pytest.raises(ParityError, match=r"differ by 0.5 at step 0; at most 0.1.*call 1 of env 0, episode nine.*'second'.*parity_max_gap"):
+    with pytest.raises(
+        ParityError,
+        match=r"differ by 0.5 at step 0; at most 0.1.*call 1 of env 0, episode nine.*'second'.*parity_max_gap",
+    ):
         check_parity(different, step=0, max_gap=0.1)
     assert check_parity(different, step=1, max_gap=0.1)["rollout/logprob_gap_max"] == pytest.approx(0.5)
     with pytest.raises(ParityError, match="at step 3"):

@@ -202,7 +202,10 @@ def test_a_reset_and_a_step_have_deadlines_of_their_own(make, name, caplog):
 
 
 def test_a_loss_outside_of_a_step_is_told_at_the_next_one_which_is_not_applied(make):
-    for where, call in (("expert", lambda env: env.expert_actions()), ("render", lambda env: env.render_frames([0, 3], 16))):
+    for where, call in (
+        ("expert", lambda env: env.expert_actions()),
+        ("render", lambda env: env.render_frames([0, 3], 16)),
+    ):
         env = make()
         first, _ = env.reset()
         env.chunk_step(zeros(env, 1) + 0.5)
@@ -245,7 +248,9 @@ def test_a_frozen_row_is_not_lost(make):
     for pid in pids(env):
         os.kill(pid, signal.SIGKILL)
     after = env.chunk_step(zeros(env, 2))
-    assert not len(after.lost_env_ids) and not len(after.final_env_ids) and equal_rows(after.observation, step.observation)
+    assert (
+        not len(after.lost_env_ids) and not len(after.final_env_ids) and equal_rows(after.observation, step.observation)
+    )
     env.render_frames([0, 3], 16)
     assert env.num_restarts == 1
     after = env.chunk_step(zeros(env, 2))
@@ -263,7 +268,9 @@ def test_rows_without_an_episode_cost_no_simulator_and_workers_of_such_rows_are_
     assert equal_rows(step.observation.select(range(3)), reference[0].observation) and not step.executed[3:].any()
     assert env.expert_actions()[:3].all() and not env.expert_actions()[3:].any()
     for call in (lambda: env.render_frames([0, 4], 16), lambda: env.poses([4])):
-        with pytest.raises(ConfigError, match=r"called for the rows \[4\], which the last reset left without an episode"):
+        with pytest.raises(
+            ConfigError, match=r"called for the rows \[4\], which the last reset left without an episode"
+        ):
             call()
     os.kill(pids(env)[1], signal.SIGKILL)
     step = env.chunk_step(zeros(env))
@@ -277,7 +284,9 @@ def test_a_simulator_that_always_fails_ends_the_run_with_its_traceback(make):
     env = make(num_processes=1)
     env.reset()
     make.fault("step always_raise")
-    with pytest.raises(SimulatorError, match="(?s)RuntimeError: the gripper fell off.*failure number 3.*env.num_processes=0"):
+    with pytest.raises(
+        SimulatorError, match="(?s)RuntimeError: the gripper fell off.*failure number 3.*env.num_processes=0"
+    ):
         for _ in range(10):
             env.chunk_step(zeros(env))
     assert env.num_restarts == 3
@@ -398,7 +407,10 @@ def test_an_error_of_the_user_is_raised_as_itself_without_a_restart(make):
 @pytest.mark.parametrize("num_processes", [0, 2])
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [("state", r"state of float32 \(1,\); required: float32 \(2,\)"), ("image", r"images\['front'\] of uint8 \(15, 15, 3\)")],
+    [
+        ("state", r"state of float32 \(1,\); required: float32 \(2,\)"),
+        ("image", r"images\['front'\] of uint8 \(15, 15, 3\)"),
+    ],
 )
 def test_a_simulator_that_shows_something_else_than_declared_is_refused(make, num_processes, wrong, words):
     with pytest.raises(ConfigError, match=words):
@@ -474,7 +486,9 @@ def test_an_interrupt_leaves_no_answer_for_the_next_call(make):
     again, _ = env.reset(options={"episodes": specs})
     assert equal_rows(again, first)
     step = env.chunk_step(actions_of(specs, 0))
-    assert equal_rows(step.observation, reference[0].observation) and not len(step.lost_env_ids) and env.num_restarts == 0
+    assert (
+        equal_rows(step.observation, reference[0].observation) and not len(step.lost_env_ids) and env.num_restarts == 0
+    )
 
 
 def test_threads_may_use_an_env_each(make):

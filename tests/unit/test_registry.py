@@ -50,10 +50,17 @@ def test_plugin_that_fails_does_not_leave_its_name_behind():
 
 
 def test_taken_names_are_not_hidden_by_packages_and_the_loser_is_known(announced):
-    announced += [point("builtin", "json:loads"), point("shared", "json:loads"), point("shared", "json:dumps", ("late", "9"))]
+    announced += [
+        point("builtin", "json:loads"),
+        point("shared", "json:loads"),
+        point("shared", "json:dumps", ("late", "9")),
+    ]
     registry = Registry("thing", "rlinf.things", {"builtin": "json:dumps"})
     assert registry.get("builtin").__name__ == "dumps" and registry.get("shared").__name__ == "loads"
-    assert [(entry.name, entry.origin) for entry in registry.hidden] == [("builtin", "some-package 1.2"), ("shared", "late 9")]
+    assert [(entry.name, entry.origin) for entry in registry.hidden] == [
+        ("builtin", "some-package 1.2"),
+        ("shared", "late 9"),
+    ]
 
 
 def test_user_code_may_replace_a_name():
@@ -66,7 +73,9 @@ def test_user_code_may_replace_a_name():
 def test_name_that_stands_for_nothing_says_who_registered_it(announced, target):
     announced.append(point("thing", target))
     registry = Registry("model type", "rlinf.models", {})
-    with pytest.raises(ConfigError, match=r"The model type 'thing' of some-package 1.2 stands for 'json.*Required: module:attribute"):
+    with pytest.raises(
+        ConfigError, match=r"The model type 'thing' of some-package 1.2 stands for 'json.*Required: module:attribute"
+    ):
         registry.get("thing")
 
 

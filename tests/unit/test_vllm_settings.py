@@ -52,7 +52,9 @@ def no_vllm(monkeypatch):
 
 def test_parallel_decoding_in_vllm_is_refused_with_the_override(has_vllm):
     checked()
-    with pytest.raises(ConfigError, match="action_decoding=parallel.*Type model.init_config.action_decoding=autoregressive"):
+    with pytest.raises(
+        ConfigError, match="action_decoding=parallel.*Type model.init_config.action_decoding=autoregressive"
+    ):
         checked("model.init_config.action_decoding=parallel")
     checked("model.init_config.action_decoding=parallel", "rollout.backend=torch")
 
@@ -102,7 +104,13 @@ def test_engine_arguments_are_taken_flat_and_nested():
         model_name="x", max_new_tokens=100, temperature=0.7, top_p=1, top_k=None, backend="vllm",
         vllm_cfg={"tensor_parallel_size": 1, "gpu_memory_utilization": 0.8, "max_model_len": 2048},
     )  # fmt: skip
-    flat = {"model_name": "x", "max_new_tokens": 100, "tensor_parallel_size": 1, "gpu_memory_utilization": 0.8, "max_model_len": 2048}
+    flat = {
+        "model_name": "x",
+        "max_new_tokens": 100,
+        "tensor_parallel_size": 1,
+        "gpu_memory_utilization": 0.8,
+        "max_model_len": 2048,
+    }
     expected = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.8, "max_model_len": 2048}
     assert engine_arguments(nested) == engine_arguments(flat) == expected
     with pytest.raises(ConfigError, match="max_model_len is 64, and in vllm_cfg 2048"):
@@ -110,9 +118,25 @@ def test_engine_arguments_are_taken_flat_and_nested():
 
 
 def test_sampling_arguments_follow_the_settings():
-    settings = {"max_new_tokens": 7, "temperature": 0.5, "top_p": None, "top_k": 3, "eos_token_id": 2, "repetition_penalty": 1.1, "allowed_token_ids": [7, 8]}
+    settings = {
+        "max_new_tokens": 7,
+        "temperature": 0.5,
+        "top_p": None,
+        "top_k": 3,
+        "eos_token_id": 2,
+        "repetition_penalty": 1.1,
+        "allowed_token_ids": [7, 8],
+    }
     sampled = sampling_arguments(settings, greedy=False)
-    assert sampled == {"max_tokens": 7, "temperature": 0.5, "top_k": 3, "repetition_penalty": 1.1, "allowed_token_ids": [7, 8], "stop_token_ids": [2], "ignore_eos": True}
+    assert sampled == {
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "top_k": 3,
+        "repetition_penalty": 1.1,
+        "allowed_token_ids": [7, 8],
+        "stop_token_ids": [2],
+        "ignore_eos": True,
+    }
     assert sampling_arguments(settings, greedy=True)["temperature"] == 0.0
     assert sampling_arguments(settings | {"do_sample": False}, greedy=False)["temperature"] == 0.0
     assert sampling_arguments({}, greedy=False) == {"max_tokens": 128, "temperature": 1.0, "ignore_eos": False}
@@ -180,7 +204,9 @@ def test_the_number_format_is_the_checkpoints(tmp_path):
         LlamaConfig(hidden_size=64, num_attention_heads=2, dtype=dtype).save_pretrained(tmp_path / dtype)
         assert language_model_arguments(str(tmp_path / dtype), {})["dtype"] == dtype
         assert language_model_arguments(str(tmp_path / dtype), {"dtype": "auto"})["dtype"] == dtype
-    assert "dtype" not in language_model_arguments(str(tmp_path / "float32"), {"dtype": "bfloat16"}), "what is given stays"
+    assert "dtype" not in language_model_arguments(str(tmp_path / "float32"), {"dtype": "bfloat16"}), (
+        "what is given stays"
+    )
 
 
 def test_wrong_backend_missing_model_and_too_few_gpus_are_user_errors(has_vllm):
@@ -199,8 +225,12 @@ def test_gpus_that_do_not_divide_the_heads_are_refused_before_the_engine_starts(
 
     started = []
     monkeypatch.setattr(vllm_engine.VllmEngine, "start", lambda self: started.append(self))
-    LlamaConfig(num_attention_heads=6, num_key_value_heads=6, hidden_size=24, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=4 does not divide num_attention_heads=6.*Type tensor_parallel_size=3"):
+    LlamaConfig(
+        num_attention_heads=6, num_key_value_heads=6, hidden_size=24, architectures=["LlamaForCausalLM"]
+    ).save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size=4 does not divide num_attention_heads=6.*Type tensor_parallel_size=3"
+    ):
         VllmGenerationWorker(str(tmp_path), tensor_parallel_size=4).start()
     assert not started
     VllmGenerationWorker(str(tmp_path), tensor_parallel_size=3).start()
@@ -293,12 +323,17 @@ def test_weights_of_another_vocabulary_are_refused_by_name():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def config(vocab_size):
-        return LlamaConfig(vocab_size=vocab_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+        return LlamaConfig(
+            vocab_size=vocab_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
 
     buffer, weights = WeightBuffer(), LlamaForCausalLM(config(50)).state_dict()
     try:
         assert LanguageModelNames(config(50)).read(buffer.write(weights, 1)).keys() == weights.keys()
-        with pytest.raises(WeightsRefusedError, match=r"model.embed_tokens.weight is \[50, 8\].*\[48, 8\].*lm_head.weight|lm_head.weight.*embed"):
+        with pytest.raises(
+            WeightsRefusedError,
+            match=r"model.embed_tokens.weight is \[50, 8\].*\[48, 8\].*lm_head.weight|lm_head.weight.*embed",
+        ):
             LanguageModelNames(config(48)).read(buffer.write(weights, 2))
     finally:
         buffer.close()

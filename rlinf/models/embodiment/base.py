@@ -60,7 +60,9 @@ class ActionModel:
         raise NotImplementedError(f"{type(self).__name__} does not implement preprocess")
 
     @abstractmethod
-    def predict_action_batch(self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs) -> ActionPrediction:
+    def predict_action_batch(
+        self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs
+    ) -> ActionPrediction:
         """Act, without gradients.
 
         Args:
@@ -83,7 +85,9 @@ class ActionModel:
         raise NotImplementedError(f"{type(self).__name__} does not implement rollout_logprobs")
 
     @abstractmethod
-    def evaluate_actions(self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0) -> ActionEvaluation:
+    def evaluate_actions(
+        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
+    ) -> ActionEvaluation:
         """Score given actions, with gradients.
 
         Args:

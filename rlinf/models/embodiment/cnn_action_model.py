@@ -95,7 +95,9 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
             raise ConfigError(
                 f"image_size is {config.image_size}; required: at least 36 pixels. Type model.init_config.image_size=64"
             )
-        self.encoder = nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side**2, config.feature_dim), nn.ReLU())
+        self.encoder = nn.Sequential(
+            *layers, nn.Flatten(), nn.Linear(channels * side**2, config.feature_dim), nn.ReLU()
+        )
         self.words = nn.EmbeddingBag(config.num_words, config.feature_dim, mode="mean", padding_idx=0)
         return config.feature_dim + config.state_dim
 

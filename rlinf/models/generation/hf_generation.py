@@ -151,7 +151,9 @@ def generate_tokens(
         prompts = [ids[row, : prompt_lengths[row]] for row in rows]
         chosen = uniforms[rows] if sample else None
         inputs = image_inputs(model, BatchedDataDict(data).select_indices(rows), max(map(len, prompts)))
-        for row, response in zip(rows, _continue(model, prompts, allowed, config, chosen, ends, pad, inputs, columns), strict=True):
+        for row, response in zip(
+            rows, _continue(model, prompts, allowed, config, chosen, ends, pad, inputs, columns), strict=True
+        ):
             responses[row] = response
     lengths = torch.tensor([len(tokens) for tokens, _ in responses], device=ids.device)
     totals = mask.sum(-1) + lengths

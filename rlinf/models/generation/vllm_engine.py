@@ -294,7 +294,9 @@ def engine_environment(num_threads: int) -> dict[str, str]:
     else:
         everything = ",".join(map(str, range(torch.cuda.device_count())))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", everything).split(",")
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[torch.cuda.current_device() :])  # first the GPU of this rank
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(
+            visible[torch.cuda.current_device() :]
+        )  # first the GPU of this rank
     return environment
 
 

@@ -65,7 +65,9 @@ class VllmGenerationWorker:
             ConfigError: ``tensor_parallel_size`` does not divide the attention heads.
         """
         if self.num_gpus > 1:
-            check_tensor_parallel(load_config(self.model_name, self.trust_remote_code), self.num_gpus, "tensor_parallel_size")
+            check_tensor_parallel(
+                load_config(self.model_name, self.trust_remote_code), self.num_gpus, "tensor_parallel_size"
+            )
         self.engine.start()
 
     def generate(
@@ -97,7 +99,9 @@ class VllmGenerationWorker:
         if sampling["temperature"] == 0:
             request.greedy_temperature = settings.get("temperature")
         else:
-            request.seeds = [derive_seed(self.seed, "vllm", rank(), self.num_drawn + row) for row in range(len(prompts))]
+            request.seeds = [
+                derive_seed(self.seed, "vllm", rank(), self.num_drawn + row) for row in range(len(prompts))
+            ]
             self.num_drawn += len(prompts)
         result = self.engine.generate(request)
         pad = settings.get("pad_token_id")
@@ -191,7 +195,9 @@ def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: A key is given flat and nested, with different values.
     """
-    flat = {name: value for name, value in config.items() if name not in (*GenerationConfig.__annotations__, "vllm_cfg")}
+    flat = {
+        name: value for name, value in config.items() if name not in (*GenerationConfig.__annotations__, "vllm_cfg")
+    }
     nested = dict(config.get("vllm_cfg") or {})
     for name in flat.keys() & nested.keys():
         if flat[name] != nested[name]:
@@ -211,7 +217,9 @@ def sampling_arguments(settings: Mapping[str, Any], greedy: bool) -> dict[str, A
     temperature = SamplingConfig.temperature if temperature is None else temperature
     check_temperature(temperature, "temperature")
     if temperature == 0:
-        raise ConfigError("temperature=0 divides by 0. Type temperature=1.0 and do_sample=False, or generate with greedy=True")
+        raise ConfigError(
+            "temperature=0 divides by 0. Type temperature=1.0 and do_sample=False, or generate with greedy=True"
+        )
     max_tokens = settings.get("max_new_tokens")
     eos = settings.get("eos_token_id")
     greedy = greedy or settings.get("do_sample") is False

@@ -49,7 +49,11 @@ class VllmServer:
         from vllm import LLM, ModelRegistry
         from vllm.exceptions import VLLMError
 
-        arguments = {"enforce_eager": True, "logprobs_mode": "processed_logprobs", "disable_log_stats": True} | spec.engine_args
+        arguments = {
+            "enforce_eager": True,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+        } | spec.engine_args
         with tempfile.TemporaryDirectory() as folder:
             model = spec.model
             self.version: int | None = 0
@@ -96,7 +100,8 @@ class VllmServer:
         extra = None if request.greedy_temperature is None else {GREEDY_TEMPERATURE: request.greedy_temperature}
         try:
             sampling = [
-                SamplingParams(logprobs=0, detokenize=False, seed=seed, extra_args=extra, **request.sampling) for seed in seeds
+                SamplingParams(logprobs=0, detokenize=False, seed=seed, extra_args=extra, **request.sampling)
+                for seed in seeds
             ]
             outputs = [output.outputs[0] for output in self.llm.generate(prompts, sampling, use_tqdm=False)]
         except (VLLMClientError, ValueError) as error:

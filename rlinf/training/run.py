@@ -43,17 +43,15 @@ from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
 from rlinf.training import checkpoint as checkpoints
 from rlinf.training.fsdp import shard
+from rlinf.training.outcome import SUMMARY_TAGS, closing_table, summary_of, write_failed_batch
 from rlinf.training.policy_loading import load_policy, statistics_of_env
-from rlinf.training.train_worker import FailedBatch, TrainWorker, sft_trainer_config
+from rlinf.training.train_worker import TrainWorker, sft_trainer_config
 from rlinf.training.trainer import LoopState, StopRequested, Trainer
 
 logger = logging.getLogger("rlinf")
 
 REFERENCE_FILE = "reference.safetensors"
 """The policy with which RL began, in the run folder of a run with a KL penalty."""
-
-SUMMARY_TAGS = {"success_after_sft": "after_sft", "success_before_rl": "before_rl", "success_after_rl": "after_rl"}
-"""Keys of ``summary.json`` and the evaluations that they show."""
 
 
 class Run:
@@ -241,7 +239,10 @@ class Run:
                 trainer.run_rl()
                 trainer.evaluate_phase("after_rl")
         except NonFiniteError as error:
-            error.add_note(f"Report of the batch: {self._write_failure(self.worker.failed_batch)}")
+            folder = self.folder / "failed_batch"
+            if self.is_writer:
+                write_failed_batch(self.worker.failed_batch, folder)
+            error.add_note(f"Report of the batch: {folder}")
             raise
         finally:
             trainer.collector.close()
@@ -314,60 +315,12 @@ class Run:
         if self.tracker is not None:
             self.tracker.log(step, metrics, phase)
 
-    def _write_failure(self, failed: FailedBatch) -> Path:
-        folder = self.folder / "failed_batch"
-        if self.is_writer:
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save(failed.tensors, folder / "tensors.pt.tmp")
-            os.replace(folder / "tensors.pt.tmp", folder / "tensors.pt")
-            summary = {
-                "phase": failed.phase, "step": failed.step, "loss": str(failed.loss), "grad_norm": str(failed.grad_norm),
-                "parameters_with_bad_gradients": failed.bad_parameters, "instructions": failed.instructions,
-                "tensors": {
-                    name: {
-                        "shape": list(tensor.shape), "num_not_finite": int((~torch.isfinite(tensor.float())).sum()),
-                        "min": str(float(tensor.float().min())), "max": str(float(tensor.float().max())),
-                    }
-                    for name, tensor in failed.tensors.items()
-                },
-            }  # fmt: skip
-            write_text(folder / "report.json", json.dumps(summary, indent=1))
-        return folder
-
     def write_summary(self) -> None:
         """Write ``summary.json`` and the report, and print the closing table."""
-        state, evaluations = self.state, self.state.evaluations
-        summary: dict[str, Any] = {
-            "experiment": self.config.experiment_name,
-            "seed": self.config.seed,
-            "train_wall_s": round(state.train_wall_s, 1),
-            "env_steps": state.env_steps,
-        }
-        for key, tag in SUMMARY_TAGS.items():
-            if tag in evaluations:
-                names = ("success_rate", "successes", "episodes", "interval")
-                summary[key] = {name: evaluations[tag][name] for name in names}
+        summary = summary_of(self.config.experiment_name, self.config.seed, self.state)
         write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
         report = write_report(self.folder)
         print(closing_table(summary), f"report: {report}", sep="\n", flush=True)
-
-
-def closing_table(summary: dict[str, Any]) -> str:
-    """Return the lines that end a run: success before and after RL with intervals, and the seconds of training."""
-    lines = [f"{'':12}  success     k/n  95 % interval"]
-    for key in SUMMARY_TAGS:
-        if key in summary:
-            row, label = (
-                summary[key],
-                key.removeprefix("success_").replace("_", " ").replace("rl", "RL").replace("sft", "SFT"),
-            )
-            low, high = row["interval"]
-            count = f"{row['successes']}/{row['episodes']}"
-            lines.append(f"{label:12}  {row['success_rate']:6.1%}  {count:>7}  {low:.1%} - {high:.1%}")
-    lines.append(
-        f"training took {summary['train_wall_s']:.0f} s, {summary['env_steps']:,} env steps, seed {summary['seed']}"
-    )
-    return "\n".join(lines)
 
 
 def _execute_rank(config: RunConfig) -> None:

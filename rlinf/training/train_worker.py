@@ -157,30 +157,33 @@ class TrainWorker:
         metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         return metrics
 
-    def sft_update(self, observation: Observation, actions: Tensor, step: int, seed: int = 0) -> dict[str, float]:
-        """Take one behaviour-cloning step on rows that all ranks hold.
+    def sft_update(
+        self, observation: Observation, actions: Tensor, num_rows: int, step: int, seed: int = 0
+    ) -> dict[str, float]:
+        """Take one behaviour-cloning step on a minibatch of which every rank holds its own rows.
 
         Args:
-            observation: ``N`` rows.
-            actions: ``[N, sft_chunk_len, D]`` in env units.
-            step: For the report of a failure.
+            observation: The ``K`` rows of ``own_rows(num_rows)``.
+            actions: ``[K, sft_chunk_len, D]`` in env units.
+            num_rows: Rows of the minibatch over all ranks.
+            step: For the report of a failure, which holds the rows of its rank.
             seed: Fixes the random numbers of the loss; they are drawn for all rows at once, so that neither the
                 micro-batch size nor the number of ranks changes them.
         """
         self.model.train()
         uniforms = None
         if self.model.num_sft_uniforms:
-            shape = (len(actions), self.model.num_sft_uniforms)
+            shape = (num_rows, self.model.num_sft_uniforms)
             uniforms = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
             uniforms.clamp_min_(torch.finfo(torch.float32).tiny)  # the open interval (0, 1)
-        loss = 0.0
-        for index, valid in self._micro_batches(len(actions)):
+        loss, held = 0.0, torch.arange(len(actions)).split(self.micro_batch_size)
+        for here, (index, valid) in zip(held, self._micro_batches(num_rows), strict=True):
             with self.autocast():
-                inputs = self.model.preprocess(observation.select(index.numpy()))
+                inputs = self.model.preprocess(observation.select(here.numpy()))
                 device = next(iter(inputs.values())).device
                 drawn = () if uniforms is None else (uniforms[index].to(device),)
-                rows = self.model.sft_loss(inputs, actions[index].to(device), *drawn)
-            part = torch.where(valid.to(device), rows.float(), 0.0).sum() / len(actions)
+                rows = self.model.sft_loss(inputs, actions[here].to(device), *drawn)
+            part = torch.where(valid.to(device), rows.float(), 0.0).sum() / num_rows
             self._backward(part)
             loss += float(part.detach())
         loss = sum_over_ranks([loss])[0]
@@ -189,12 +192,7 @@ class TrainWorker:
 
     def _micro_batches(self, num_rows: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's rows of a minibatch in equal numbers of micro-batches on every rank, and which rows count."""
-        per_rank = -(-num_rows // world_size())
-        padded = torch.arange(per_rank * world_size())
-        mine = padded[rank() :: world_size()]
-        valid = mine < num_rows
-        mine = mine.clamp_max(num_rows - 1)
-        return list(zip(mine.split(self.micro_batch_size), valid.split(self.micro_batch_size), strict=True))
+        return list(zip(*(part.split(self.micro_batch_size) for part in own_rows(num_rows)), strict=True))
 
     def _backward(self, loss: Tensor) -> None:
         # FSDP2 averages gradients over ranks; the loss is a share of a global mean, so they must be added.
@@ -244,6 +242,18 @@ class TrainWorker:
             f"{' (first: ' + bad[0] + ')' if bad else ''}. The optimiser step was not taken. Lower "
             f"{phase if phase == 'sft' else 'trainer'}.learning_rate, or use model.precision=fp32."
         )
+
+
+def own_rows(num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return which rows of a minibatch this rank computes, as many on every rank.
+
+    Returns:
+        int64 ``[ceil(num_rows / ranks)]``, and bool of that shape: whether the row counts. A row that does not is the
+        minibatch's last one again, so that every rank takes part in equally many collective calls.
+    """
+    padded = torch.arange(-(-num_rows // world_size()) * world_size())
+    mine = padded[rank() :: world_size()]
+    return mine.clamp_max(num_rows - 1), mine < num_rows
 
 
 def minibatch_indices(valid: Tensor, minibatch_size: int, seed: int) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlinf.algorithms.base import Algorithm
 from rlinf.config.schema import RunConfig
-from rlinf.data.demonstrations import BatchSource
+from rlinf.data.demonstrations import BatchSource, shuffled_rows
 from rlinf.data.prefetch import Prefetcher
 from rlinf.distributed.process_group import any_rank, gather_rollout, sum_over_ranks
 from rlinf.distributed.weight_sync import WeightSync
@@ -22,8 +22,8 @@ from rlinf.memory import memory_metrics
 from rlinf.rollout.collector import RolloutCollector, concatenate_envs
 from rlinf.rollout.parity import check_parity
 from rlinf.seeding import derive_seed
-from rlinf.training.train_worker import TrainWorker, minibatch_indices
-from rlinf.types import RolloutBatch
+from rlinf.training.train_worker import TrainWorker, minibatch_indices, own_rows
+from rlinf.types import Observation, RolloutBatch
 
 
 @dataclass
@@ -118,22 +118,24 @@ class Trainer:
         self.worker.start_phase(self.config.trainer)
 
     def _clone(self, demonstrations: BatchSource) -> None:
-        """Take the optimiser steps of behaviour cloning."""
+        """Take the optimiser steps of behaviour cloning; of each minibatch, a rank reads the rows that it trains on."""
         config, state = self.config.sft, self.state
         seed = derive_seed(self.config.seed, "sft")
+        mine = own_rows(config.batch_size)[0].numpy()
         num_workers = config.num_workers if config.dataset is not None else 0
         waits, times = [], []  # seconds of the steps since the last line
-        with Prefetcher(
-            lambda step: demonstrations.batch(step, config.batch_size, seed), state.sft_step, num_workers
-        ) as batches:
+
+        def read(step: int) -> tuple[Observation, Tensor]:
+            return demonstrations.rows(shuffled_rows(len(demonstrations), step, config.batch_size, seed)[mine])
+
+        with Prefetcher(read, state.sft_step, num_workers) as batches:
             while self._sft_goes_on():
                 start = time.monotonic()
                 step = state.sft_step
                 observation, actions = batches.next()
                 waits.append(time.monotonic() - start)
-                metrics = self.worker.sft_update(
-                    observation, actions, step, derive_seed(self.config.seed, "sft noise", step)
-                )
+                noise = derive_seed(self.config.seed, "sft noise", step)
+                metrics = self.worker.sft_update(observation, actions, config.batch_size, step, noise)
                 state.sft_step += 1
                 state.policy_version += 1
                 times.append(time.monotonic() - start)

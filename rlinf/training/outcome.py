@@ -1,0 +1,73 @@
+"""What a run writes when it ends: its summary, and the batch that made it fail."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlinf.files import write_text
+from rlinf.training.train_worker import FailedBatch
+from rlinf.training.trainer import LoopState
+
+SUMMARY_TAGS = {"success_after_sft": "after_sft", "success_before_rl": "before_rl", "success_after_rl": "after_rl"}
+"""Keys of ``summary.json`` and the evaluations that they show."""
+
+
+def summary_of(experiment_name: str, seed: int, state: LoopState) -> dict[str, Any]:
+    """Return what ``summary.json`` holds: seconds of training, env steps, and the success of each evaluation so far."""
+    summary: dict[str, Any] = {
+        "experiment": experiment_name,
+        "seed": seed,
+        "train_wall_s": round(state.train_wall_s, 1),
+        "env_steps": state.env_steps,
+    }
+    for key, tag in SUMMARY_TAGS.items():
+        if tag in state.evaluations:
+            names = ("success_rate", "successes", "episodes", "interval")
+            summary[key] = {name: state.evaluations[tag][name] for name in names}
+    return summary
+
+
+def closing_table(summary: dict[str, Any]) -> str:
+    """Return the lines that end a run: success before and after RL with intervals, and the seconds of training."""
+    lines = [f"{'':12}  success     k/n  95 % interval"]
+    for key in SUMMARY_TAGS:
+        if key in summary:
+            row = summary[key]
+            label = key.removeprefix("success_").replace("_", " ").replace("rl", "RL").replace("sft", "SFT")
+            low, high = row["interval"]
+            count = f"{row['successes']}/{row['episodes']}"
+            lines.append(f"{label:12}  {row['success_rate']:6.1%}  {count:>7}  {low:.1%} - {high:.1%}")
+    lines.append(
+        f"training took {summary['train_wall_s']:.0f} s, {summary['env_steps']:,} env steps, seed {summary['seed']}"
+    )
+    return "\n".join(lines)
+
+
+def write_failed_batch(failed: FailedBatch, folder: Path) -> None:
+    """Write the tensors of a batch (``tensors.pt``), and what is wrong with them (``report.json``)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(failed.tensors, folder / "tensors.pt.tmp")
+    os.replace(folder / "tensors.pt.tmp", folder / "tensors.pt")
+    report = {
+        "phase": failed.phase,
+        "step": failed.step,
+        "loss": str(failed.loss),
+        "grad_norm": str(failed.grad_norm),
+        "parameters_with_bad_gradients": failed.bad_parameters,
+        "instructions": failed.instructions,
+        "tensors": {
+            name: {
+                "shape": list(tensor.shape),
+                "num_not_finite": int((~torch.isfinite(tensor.float())).sum()),
+                "min": str(float(tensor.float().min())),
+                "max": str(float(tensor.float().max())),
+            }
+            for name, tensor in failed.tensors.items()
+        },
+    }
+    write_text(folder / "report.json", json.dumps(report, indent=1))

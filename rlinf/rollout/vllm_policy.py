@@ -112,7 +112,8 @@ class VllmPolicy:
         }  # fmt: skip
         seeds = None if uniforms is None or not do_sample else row_seeds(uniforms)
         prompts = self.twin.prompts(self.model.config, inputs)
-        result = self.engine.generate(GenerateRequest(prompts, sampling, seeds))
+        greedy_temperature = None if do_sample else temperature
+        result = self.engine.generate(GenerateRequest(prompts, sampling, seeds, greedy_temperature))
         if result.version != self.version:
             raise RLinfError(
                 f"The vLLM engine answered with weights of version {result.version}; pushed were {self.version}."

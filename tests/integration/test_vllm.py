@@ -23,10 +23,12 @@ from rlinf.distributed.batched_data_dict import BatchedDataDict
 from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError
 from rlinf.errors import ConfigError, ParityError
 from rlinf.models import build_policy
+from rlinf.models.config import LoraConfig
 from rlinf.models.generation.config import VllmOptions
 from rlinf.models.generation.vllm_engine import EngineError, EngineSpec, GenerateRequest, VllmEngine
 from rlinf.models.generation.vllm_generation import VllmGeneration, VllmGenerationWorker
 from rlinf.models.hf_model import HFModel
+from rlinf.models.lora import apply_lora
 from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.training.run import train
 from rlinf.types import Observation
@@ -92,7 +94,7 @@ def engines_of(parent):
         if folder.name.isdigit():
             try:
                 state = (folder / "stat").read_text().rpartition(")")[2].split()
-                if int(state[1]) == parent and b"vllm_server" in (folder / "cmdline").read_bytes():
+                if int(state[1]) == parent and b"vllm_process" in (folder / "cmdline").read_bytes():
                     found.append(int(folder.name))
             except (FileNotFoundError, ProcessLookupError):
                 continue
@@ -157,9 +159,10 @@ def test_only_action_tokens_are_sampled_and_they_become_actions(policy):
     tokenizer = policy.model.action_tokenizer
     assert ((tokens >= tokenizer.first_token) & (tokens < tokenizer.vocab_size)).all()
     assert torch.equal(prediction.actions, policy.model.decode_actions(prediction.sequences))
-    greedy = policy.predict_action_batch(do_sample=False, **inputs)
-    expected = policy.model.predict_action_batch(do_sample=False, **inputs)
+    greedy = policy.predict_action_batch(do_sample=False, temperature=TEMPERATURE, **inputs)
+    expected = policy.model.predict_action_batch(do_sample=False, temperature=TEMPERATURE, **inputs)
     assert torch.equal(greedy.sequences, expected.sequences)
+    assert gap(policy, greedy, trainer_logprobs(policy.model, inputs, greedy)).max() <= 1e-4
     assert torch.equal(policy.predict_values(**inputs), expected.values)
 
 
@@ -213,6 +216,30 @@ def test_weights_that_are_not_all_there_are_refused_by_name_and_change_nothing(p
     buffer.close()
 
 
+def test_adapters_are_part_of_the_weights_that_the_engine_gets(policy):
+    model = apply_lora(make_model(seed=1), LoraConfig(rank=4, alpha=8))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    adapted = VllmPolicy(model, VllmOptions(), num_envs=64)
+    adapted.engine = policy.engine
+    try:
+        adapted.update_weights(94)
+        inputs = model.preprocess(observe())
+        prediction = act(adapted, inputs)
+        assert gap(adapted, prediction, trainer_logprobs(model, inputs, prediction)).max() <= 1e-4
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.zero_()
+        without = gap(adapted, prediction, trainer_logprobs(model, inputs, prediction)).max()
+        assert without > 0.1, "control: without adapters"
+    finally:
+        policy.update_weights(policy.version)
+        adapted.buffer.close()
+
+
 def test_the_engine_keeps_nothing_of_the_shared_memory(policy):
     inputs = policy.preprocess(observe())
     before = act(policy, inputs)
@@ -225,6 +252,13 @@ def test_a_prompt_longer_than_the_model_allows_is_a_user_error(policy):
         ConfigError, match="vLLM refuses a prompt of 300 tokens.*type rollout.vllm.max_model_len=<more than 300>"
     ):
         policy.engine.generate(GenerateRequest([{"prompt_token_ids": [1] * 300}], {"max_tokens": 1}))
+    sampling = {"max_tokens": 9, "min_tokens": 9, "ignore_eos": True}
+    with pytest.raises(
+        ConfigError, match="=256 leaves room for 6 tokens.*required: 9. Type rollout.vllm.max_model_len=259"
+    ):
+        policy.engine.generate(
+            GenerateRequest([{"prompt_token_ids": [1] * 250}, {"prompt_token_ids": [1] * 5}], sampling)
+        )
 
 
 FAULTY = """
@@ -251,7 +285,7 @@ class FaultyOpenVLA(OpenVLAForVllm):
 """
 
 
-def test_failed_sync_rebuilds_the_engine_and_a_hang_ends_with_stacks(tmp_path, monkeypatch):
+def test_failed_sync_and_kill_rebuild_the_engine_and_a_hang_ends_with_stacks(tmp_path, monkeypatch):
     (tmp_path / "faulty_twin.py").write_text(FAULTY)
     monkeypatch.syspath_prepend(str(tmp_path))
     model = make_model()
@@ -269,6 +303,9 @@ def test_failed_sync_rebuilds_the_engine_and_a_hang_ends_with_stacks(tmp_path, m
         assert (engine.num_starts, engine.version) == (2, 7) and engine.pid != first and not alive(first)
         prediction = act(policy, inputs)
         assert gap(policy, prediction, trainer_logprobs(model, inputs, prediction)).max() <= 1e-4
+        os.kill(engine.pid, signal.SIGKILL)
+        again = act(policy, inputs)
+        assert torch.equal(again.logits, prediction.logits) and engine.num_starts == 3
         (tmp_path / "hang").touch()
         engine.timeout_s, second = 1.5, engine.pid
         with pytest.raises(EngineError) as error:
@@ -316,6 +353,18 @@ def check_rows(output, model, prompts, num_tokens, temperature=0.7):
         assert not output["logprobs"][row, : len(prompt)].any() and not output["logprobs"][row, length:].any()
 
 
+def check_allowed(worker, model):
+    """Only allowed tokens are drawn, at their log-probabilities among each other."""
+    prompts = torch.tensor([[5, 9, 3], [1, 2, 3]])
+    output = worker.generate(prompts, allowed_token_ids=list(range(70, 90)), temperature=TEMPERATURE)
+    drawn = output["output_ids"][:, 3:]
+    assert ((drawn >= 70) & (drawn < 90)).all()
+    with torch.no_grad():
+        logits = model(output["output_ids"]).logits[:, 2:-1, 70:90] / TEMPERATURE
+    expected = logits.log_softmax(-1).gather(-1, drawn.unsqueeze(-1) - 70).squeeze(-1)
+    torch.testing.assert_close(output["logprobs"][:, 3:], expected, atol=1e-4, rtol=0)
+
+
 def test_language_model_generates_as_transformers_does_takes_new_weights_and_ends(tmp_path):
     model, other = make_language_model(0), make_language_model(1)
     model.save_pretrained(tmp_path)
@@ -343,6 +392,7 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
         assert int(stopped["generation_lengths"][0]) <= 2 and int(stopped["output_ids"][0, -1]) == eos
         longest = generation.worker.generate(data["input_ids"], data["attention_mask"], max_new_tokens=1000)
         assert longest["unpadded_sequence_lengths"].tolist() == [24, 24]
+        check_allowed(generation.worker, model)
         top = generation.worker.generate(data["input_ids"], data["attention_mask"], top_k=1)
         assert torch.equal(top["output_ids"], output["output_ids"])
 
@@ -397,13 +447,11 @@ def test_tied_weights_and_experts_arrive_under_any_of_their_names(tmp_path):
 
     buffer = WeightBuffer()
     try:
-        sampled = [generation.generate(data, greedy=False)["output_ids"]]
+        sampled = [generation.generate(data, greedy=False)["output_ids"] for _ in range(2)]
+        assert not torch.equal(*sampled), "other draws at every call"
         check_rows(generation.generate(data, greedy=True), models[0], prompts, 4, temperature=1.0)
         with pytest.raises(AssertionError):
             check_rows(generation.generate(data, greedy=True), models[1], prompts, 4, temperature=1.0)
-        generation.finish_generation()
-        sampled.append(generation.generate(data, greedy=False)["output_ids"])
-        assert not torch.equal(*sampled), "an engine started anew goes on with the random numbers"
         weights = (
             named(models[1], "lm_head.weight"),
             named(models[0], "model.embed_tokens.weight"),
@@ -412,31 +460,10 @@ def test_tied_weights_and_experts_arrive_under_any_of_their_names(tmp_path):
         for version, (model, tensors) in enumerate(zip((models[1], models[0], models[1]), weights, strict=True)):
             generation.update_weights(buffer.write(tensors, version))
             check_rows(generation.generate(data, greedy=True), model, prompts, 4, temperature=1.0)
-        assert generation.worker.engine.num_starts == 2
+        assert generation.worker.engine.num_starts == 1
     finally:
         generation.finish_generation()
         buffer.close()
-
-
-def test_only_allowed_tokens_are_drawn_at_their_own_logprobs(tmp_path):
-    model = make_language_model(0)
-    model.save_pretrained(tmp_path)
-    allowed = list(range(70, 90))
-    generation = VllmGeneration(None, {
-        "model_name": str(tmp_path), "max_new_tokens": 5, "temperature": TEMPERATURE, "eos_token_id": [], "max_model_len": 24,
-        "allowed_token_ids": allowed, "dtype": "float32", "kv_cache_memory_bytes": 16 << 20,
-    })  # fmt: skip
-    prompts = torch.tensor([[5, 9, 3], [1, 2, 3]])
-    try:
-        output = generation.worker.generate(prompts)
-    finally:
-        generation.finish_generation()
-    drawn = output["output_ids"][:, 3:]
-    assert ((drawn >= 70) & (drawn < 90)).all()
-    with torch.no_grad():
-        logits = model(output["output_ids"]).logits[:, 2:-1, 70:90] / TEMPERATURE
-    expected = logits.log_softmax(-1).gather(-1, drawn.unsqueeze(-1) - 70).squeeze(-1)
-    torch.testing.assert_close(output["logprobs"][:, 3:], expected, atol=1e-4, rtol=0)
 
 
 def test_diagnose_checks_torch_and_vllm(tmp_path, capsys, monkeypatch):
@@ -477,11 +504,16 @@ with VllmEngine(EngineSpec(model=sys.argv[1], engine_args=arguments)):
 """
 
 
-@pytest.mark.parametrize(("number", "ready"), [(signal.SIGKILL, True), (signal.SIGINT, False), (signal.SIGTERM, False)])
+@pytest.mark.parametrize(("number", "ready"), [(signal.SIGKILL, True), (signal.SIGINT, False)])
 def test_no_engine_outlives_its_parent(tmp_path, number, ready):
     make_language_model(0).save_pretrained(tmp_path)
     root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        "TMPDIR": str(temporary),
+    }
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path)],
         env=environment,
@@ -491,11 +523,11 @@ def test_no_engine_outlives_its_parent(tmp_path, number, ready):
     try:
         if ready:
             assert parent.stdout.readline() == b"ready\n"
-        engines = wait_until(lambda: engines_of(parent.pid), 60)
-        assert len(engines) == 1 and alive(engines[0])
+        engines = wait_until(lambda: engines_of(parent.pid), 120)
+        assert len(engines) == 1 and alive(engines[0]) and any(temporary.iterdir())
         parent.send_signal(number)
-        parent.wait(20)
-        assert wait_until(lambda: not alive(engines[0]), 10)
+        parent.wait(60)
+        assert wait_until(lambda: not alive(engines[0]), 60) and not any(temporary.iterdir())
     finally:
         parent.kill()
         parent.wait()

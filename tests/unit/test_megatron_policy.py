@@ -15,8 +15,10 @@ from transformers import AutoConfig
 
 from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
 from rlinf.distributed.process_group import launch
+from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, NonFiniteError
 from rlinf.models import HuggingFacePolicy, MegatronPolicy
+from rlinf.models.generation.vllm_weights import LanguageModelNames
 from rlinf.models.megatron_groups import check_device
 from rlinf.models.megatron_policy import MegatronPolicyConfig
 from rlinf.models.megatron_weights import check_family
@@ -139,6 +141,21 @@ def test_a_saved_policy_is_a_checkpoint_of_the_weights_it_has_then(checkpoint, b
     policy.save_pretrained(tmp_path / "saved")
     again = HuggingFacePolicy(str(tmp_path / "saved"), temperature=0.8).get_logprobs(batch)["logprobs"]
     assert float((again - policy.get_logprobs(batch)["logprobs"]).abs().max()) < 1e-5
+
+
+@needs_megatron
+@pytest.mark.parametrize("name", ["llama, tied, other rotary", "qwen2"])
+def test_an_engine_of_the_checkpoint_takes_the_weights(checkpoint, batch, name):
+    policy, buffer = MegatronPolicy(checkpoint(name), **OPTIONS), WeightBuffer()
+    policy.train(batch, NLLLossFn())
+    weights = policy.public_state_dict()
+    names = LanguageModelNames(AutoConfig.from_pretrained(policy.model_name))
+    read = names.read(buffer.write(weights, version=1))
+    assert read.keys() | {"lm_head.weight"} == HuggingFacePolicy(policy.model_name).model.state_dict().keys()
+    assert all(read[key].equal(tensor) for key, tensor in weights.items())
+    with pytest.raises(WeightsRefusedError, match="missing model.norm.weight"):
+        names.read(buffer.write({key: weights[key] for key in weights if key != "model.norm.weight"}, version=2))
+    buffer.close()
 
 
 @needs_megatron

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
 from rlinf.errors import ParityError
-from rlinf.rollout.parity import check_parity
+from rlinf.rollout.parity import accepted_gap, check_parity
 
 
 def batch(rollout, trainer, executed=None, valid=None):
@@ -57,13 +59,34 @@ def test_a_large_gap_stops_the_first_step_of_a_process_only_and_names_the_worst_
     different = batch(ROLLOUT, TRAINER)
     with pytest.raises(
         ParityError,
-        match=r"differ by 0.5 at step 0; at most 0.1.*call 1 of env 0, episode nine.*'second'.*parity_max_gap",
+        match=r"differ by 0.5 at step 0 .*at most 0.1.*call 1 of env 0, episode nine.*'second'.*parity_max_gap=1$",
     ):
         check_parity(different, step=0, max_gap=0.1)
     assert check_parity(different, step=1, max_gap=0.1)["rollout/logprob_gap_max"] == pytest.approx(0.5)
     with pytest.raises(ParityError, match="at step 3"):
         check_parity(different, step=3, max_gap=0.1, first_step=3)
     assert check_parity(different, step=0, max_gap=0.1, first_step=3)["rollout/logprob_gap_max"] == pytest.approx(0.5)
+
+
+def test_in_16_bits_the_mean_counts_and_not_a_single_gap():
+    rounded = [-1.0, -1.0, -2.0, -2.0, -1.0, -1.0, -3.0, -2.7]
+    exp_mean = check_parity(batch(ROLLOUT, rounded), step=0, max_gap=None)["rollout/logprob_gap_exp_mean"]
+    assert exp_mean == pytest.approx((7 + math.exp(0.3)) / 8) and exp_mean < 1.05
+    with pytest.raises(ParityError, match=r"mean exp\|difference\| 1.12\); at most a mean exp\|difference\| of 1.05"):
+        check_parity(batch(ROLLOUT, TRAINER), step=0, max_gap=None)
+    check_parity(batch(ROLLOUT, TRAINER), step=1, max_gap=None)
+
+
+@pytest.mark.parametrize(("overrides", "expected"), [
+    ([], 1e-3),
+    (["model.precision=bf16"], None),
+    (["model.precision=bf16-mixed"], None),
+    (["rollout.vllm.dtype=bfloat16"], None),
+    (["rollout.vllm.dtype=bfloat16", "rollout.backend=torch"], 1e-3),
+    (["model.precision=bf16", "trainer.parity_max_gap=0.2"], 0.2),
+])  # fmt: skip
+def test_the_limit_follows_from_the_number_formats_of_both_sides(overrides, expected):
+    assert accepted_gap(build_config(compose_config(["experiment=quickstart_vllm", *overrides]))) == expected
 
 
 @pytest.mark.parametrize("value", [float("nan"), -float("inf")])

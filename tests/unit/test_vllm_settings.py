@@ -59,10 +59,21 @@ def test_parallel_decoding_in_vllm_is_refused_with_the_override(has_vllm):
     checked("model.init_config.action_decoding=parallel", "rollout.backend=torch")
 
 
-def test_a_temperature_below_that_of_vllm_is_refused_before_the_run(has_vllm):
+def test_a_temperature_at_which_vllm_does_not_sample_is_refused_before_the_run(has_vllm):
     with pytest.raises(ConfigError, match="rollout.temperature=0.001 is below 0.01.*Type rollout.temperature=0.01"):
         checked("rollout.temperature=0.001")
     checked("rollout.temperature=0.001", "rollout.backend=torch")
+    with pytest.raises(ConfigError, match="rollout.temperature=2.5 is above 2,.*Type rollout.temperature=2"):
+        checked("rollout.temperature=2.5")
+    checked("rollout.temperature=2.0")
+    checked("rollout.temperature=2.5", "rollout.backend=torch")
+
+
+def test_engines_of_several_gpus_beside_several_ranks_are_refused(has_vllm):
+    checked("rollout.vllm.tensor_parallel_size=2")
+    checked("cluster.num_processes=2")
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 and cluster.num_processes=2.*Type rollout.vllm"):
+        checked("rollout.vllm.tensor_parallel_size=2", "cluster.num_processes=2")
 
 
 def test_a_model_that_vllm_cannot_run_is_refused(has_vllm):

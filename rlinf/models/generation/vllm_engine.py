@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.util
+import logging
 import math
 import os
 import signal
@@ -27,7 +28,9 @@ import torch
 from rlinf.distributed.weight_handle import WeightsHandle, WeightsRefusedError
 from rlinf.errors import ConfigError, MissingDependencyError, RLinfError
 
-SERVER = "rlinf.models.generation.vllm_server"
+logger = logging.getLogger("rlinf")
+
+PROCESS = "rlinf.models.generation.vllm_process"
 STOP_S = 10.0
 """Seconds that the engine has to end by itself."""
 LOG_LINES = 15
@@ -35,12 +38,18 @@ GREEDY_TEMPERATURE = "rlinf.models.generation.vllm_sampling:GreedyTemperature"
 """Of the engine's logits processors, and the key of its number in a request."""
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to this without a word to the caller."""
+MAX_TEMPERATURE = 2.0
+"""vLLM refuses higher ones."""
 CPU_BLOCK_LEN = 128
 """Tokens of a block of the key-value cache on CPUs."""
 
 
 class EngineError(RLinfError):
     """The engine failed, died or did not answer in time."""
+
+
+class EngineEndedError(EngineError):
+    """The engine's process ended."""
 
 
 def require_vllm() -> None:
@@ -128,11 +137,12 @@ class VllmEngine:
         self.timeout_s = timeout_s
         self.version: int | None = None
         self.num_starts = 0
-        self._pushed: int | None = None
+        self._loaded: WeightsHandle | None = None
         self._lock = threading.RLock()
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
         self._log: Any = None
+        self._folder: tempfile.TemporaryDirectory | None = None
 
     def __enter__(self) -> VllmEngine:
         self.start()
@@ -158,10 +168,12 @@ class VllmEngine:
                 return
             mine, theirs = socket.socketpair()
             self._log = tempfile.TemporaryFile()
-            command = [sys.executable, "-m", SERVER, str(theirs.fileno()), str(os.getpid())]
+            # vLLM leaves files behind; this folder takes them and goes with the engine.
+            self._folder = tempfile.TemporaryDirectory(prefix="rlinf-vllm-", ignore_cleanup_errors=True)
+            command = [sys.executable, "-m", PROCESS, str(theirs.fileno()), str(os.getpid()), self._folder.name]
             self._process = subprocess.Popen(
                 command,
-                env=engine_environment(self.spec.num_threads),
+                env=engine_environment(self.spec.num_threads) | {"TMPDIR": self._folder.name},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -173,24 +185,35 @@ class VllmEngine:
             atexit.register(self.close)
             self.num_starts += 1
             try:
-                self.version = self._call("start", self.spec)
+                version = self._call("start", self.spec)
+                # What a checkpoint holds is not what the engine was given since, even under the same number.
+                self.version = version if self._loaded is None else None
             except RLinfError:
                 self._kill()
                 raise
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate for all prompts.
+        """Generate for all prompts. If the engine's process ends meanwhile, a new one gets the same weights and does it.
 
         Raises:
-            EngineError: No weights yet, the engine failed, or it was started anew and has lost the weights it was given.
+            WeightsRefusedError: The weights for the new process are there no longer.
+            EngineError: No weights yet, the engine failed, ended twice, or was closed and has lost the weights it was given.
         """
         with self._lock:
-            if self._pushed is not None and self.version != self._pushed:
+            if self._loaded is not None and self.version != self._loaded.version:
                 raise EngineError(
-                    f"The vLLM engine was given weights of version {self._pushed} and has ended since. Call update_weights again"
+                    f"The vLLM engine was given weights of version {self._loaded.version} and has ended since. "
+                    "Call update_weights again"
                 )
             self.start()
-            return self._call("generate", request)
+            try:
+                return self._call("generate", request)
+            except EngineEndedError as error:
+                logger.warning("%s\nA new engine gets the same weights and answers.", error)
+                self.start()
+                if self._loaded is not None:
+                    self.version = self._call("update_weights", self._loaded)
+                return self._call("generate", request)
 
     def update_weights(self, handle: WeightsHandle) -> int:
         """Load new weights and empty all caches; returns the version. An engine that fails at it is built anew, once.
@@ -203,8 +226,9 @@ class VllmEngine:
             self.start()
             try:
                 self.version = self._call("update_weights", handle)
-            except EngineError:
+            except EngineError as error:
                 # Weights that were loaded by halves leave an engine that answers with neither the old nor the new ones.
+                logger.warning("%s\nA new engine gets the weights.", error)
                 self._kill()
                 self.start()
                 try:
@@ -212,7 +236,7 @@ class VllmEngine:
                 except EngineError:
                     self._kill()
                     raise
-            self._pushed = self.version
+            self._loaded = handle
             return self.version
 
     def close(self) -> None:
@@ -238,6 +262,7 @@ class VllmEngine:
         process.wait()
         self._connection.close()
         self._log.close()
+        self._folder.cleanup()
 
     def _call(self, command: str, payload: Any) -> Any:
         try:
@@ -248,7 +273,7 @@ class VllmEngine:
             code = self._process.wait()
             log = self._log_tail()
             self._kill()
-            raise EngineError(f"The vLLM engine ended (exit status {code}) during '{command}'. {log}") from error
+            raise EngineEndedError(f"The vLLM engine ended (exit status {code}) during '{command}'. {log}") from error
         except BaseException:
             self._kill()  # an answer that is still to come would be taken for the next one's
             raise
@@ -317,15 +342,20 @@ def kv_cache_bytes(text_config: Any, num_sequences: int, max_model_len: int, dty
 
 
 def check_temperature(temperature: float | None, key: str) -> None:
-    """Refuse a temperature that vLLM would replace by another one; None and 0, which is greedy, are no such.
+    """Refuse a temperature that vLLM would replace by another one, or refuse; None and 0, which is greedy, are no such.
 
     Raises:
-        ConfigError: It is between 0 and ``MIN_TEMPERATURE``, or negative.
+        ConfigError: It is between 0 and ``MIN_TEMPERATURE``, negative, or above ``MAX_TEMPERATURE``.
     """
     if temperature is not None and temperature != 0 and temperature < MIN_TEMPERATURE:
         raise ConfigError(
             f"{key}={temperature:g} is below {MIN_TEMPERATURE:g}, the lowest at which vLLM samples. "
             f"Type {key}={MIN_TEMPERATURE:g}, or be greedy"
+        )
+    if temperature is not None and temperature > MAX_TEMPERATURE:
+        raise ConfigError(
+            f"{key}={temperature:g} is above {MAX_TEMPERATURE:g}, the highest at which vLLM samples. "
+            f"Type {key}={MAX_TEMPERATURE:g}"
         )
 
 

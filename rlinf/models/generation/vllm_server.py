@@ -1,16 +1,10 @@
-"""The process of a vLLM engine: ``python -m rlinf.models.generation.vllm_server <socket> <parent>``."""
+"""What the process of a vLLM engine does: answers the commands of ``VllmEngine``."""
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import importlib
-import os
-import signal
-import sys
 import tempfile
-import threading
-import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -54,6 +48,7 @@ class VllmServer:
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
         } | spec.engine_args
+        arguments["logits_processors"] = [GREEDY_TEMPERATURE, *spec.engine_args.get("logits_processors", ())]
         with tempfile.TemporaryDirectory() as folder:
             model = spec.model
             self.version: int | None = 0
@@ -109,6 +104,13 @@ class VllmServer:
                 f"vLLM refuses a prompt or its settings {request.sampling}: {error}. If a prompt is too long, give shorter ones "
                 f"or type {self.spec.settings_key}.max_model_len=<more than {self.max_model_len}>"
             ) from error
+        wanted = request.sampling.get("min_tokens", 0)
+        shortest = min((len(output.token_ids) for output in outputs), default=wanted)
+        if shortest < wanted:
+            raise ConfigError(
+                f"max_model_len={self.max_model_len} leaves room for {shortest} tokens behind the longest prompt; required: {wanted}. "
+                f"Type {self.spec.settings_key}.max_model_len={self.max_model_len + wanted - shortest}"
+            )
         return GenerateResult(
             token_ids=[list(output.token_ids) for output in outputs],
             logprobs=[
@@ -166,13 +168,13 @@ class VllmServer:
 def language_model_arguments(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
     """Return what vLLM is told of a language model beside ``engine_args``.
 
-    Its number format, because vLLM's own ``auto`` turns float32 into 16 bits; on CPUs the size of the cache, because
-    ``gpu_memory_utilization`` would be a share of all main memory there, taken at once; and ``GreedyTemperature``.
+    Its number format, because vLLM's own ``auto`` turns float32 into 16 bits; and on CPUs the size of the cache, because
+    ``gpu_memory_utilization`` would be a share of all main memory there, taken at once.
     """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=engine_args.get("trust_remote_code", False))
-    arguments = {"logits_processors": [GREEDY_TEMPERATURE, *engine_args.get("logits_processors", ())]}
+    arguments = {}
     if engine_args.get("dtype", "auto") == "auto":
         arguments["dtype"] = str(config.dtype or config.get_text_config().dtype or torch.float32).removeprefix("torch.")
     if not torch.cuda.is_available() and engine_args.get("kv_cache_memory_bytes") is None:
@@ -216,22 +218,3 @@ def serve(connection: Connection) -> None:
         except Exception as error:  # noqa: BLE001 (whatever it is, the parent reports it)
             answer = "error", f"The vLLM engine failed at '{command}': {error}\n{traceback.format_exc()}"
         connection.send(answer)
-
-
-def end_with(parent: int) -> None:
-    """End this process and all of its own as soon as the parent is gone, whatever this process is doing."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1)
-    end_with(int(sys.argv[2]))
-    serve(Connection(int(sys.argv[1])))
-    sys.stdout.flush()
-    os._exit(0)  # vLLM's own threads and exit handlers are not waited for

@@ -1,0 +1,199 @@
+"""The parent's end of an engine: what becomes of a request when the process dies, hangs or refuses. No vLLM is needed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlinf.distributed.weight_handle import WeightsRefusedError
+from rlinf.errors import ConfigError
+from rlinf.models.generation import vllm_engine
+from rlinf.models.generation.vllm_engine import EngineError, VllmEngine
+
+SERVER = """
+import faulthandler, os, signal, sys, tempfile, time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from rlinf.models.generation.vllm_process import end, end_with
+
+faulthandler.register(signal.SIGUSR1)
+end_with(int(sys.argv[2]), sys.argv[3])
+connection, faults, weight = Connection(int(sys.argv[1])), Path(__file__).parent, 0.0
+tempfile.mkstemp()  # as vLLM, which does not remove it
+while True:
+    command, payload = connection.recv()
+    for name in ("die", "die_always"):
+        if (faults / name).exists() and command == (faults / name).read_text():
+            if name == "die":
+                (faults / name).unlink()
+            print("last words", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    answer = None
+    if command == "stop":
+        end(sys.argv[3])
+    elif command == "start":
+        answer = ("config", "no such setting") if payload.model == "bad" else ("ok", 0)
+    elif command == "update_weights" and not os.path.exists(payload.path):
+        answer = "refused", "gone"
+    elif command == "update_weights":
+        weight = float(Path(payload.path).read_text())
+        answer = "ok", payload.version
+    elif (faults / "hang").exists():
+        time.sleep(600)
+    else:
+        answer = "ok", weight
+    connection.send(answer)
+"""
+
+
+@pytest.fixture
+def faults(tmp_path, monkeypatch):
+    """A folder with the process that stands for vLLM's; a file named after a fault there brings it about."""
+    (tmp_path / "process_of_a_test.py").write_text(SERVER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(vllm_engine, "PROCESS", "process_of_a_test")
+    monkeypatch.setattr(vllm_engine, "require_vllm", lambda: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def engine(faults):
+    engine = VllmEngine(SimpleNamespace(model="good", num_threads=1), timeout_s=120.0)
+    yield engine
+    engine.close()
+    assert engine.pid is None
+    assert not any((faults / "temporary").iterdir()), "nothing is left of it"
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """What stands for a handle of one number."""
+
+    def write(value, version):
+        path = tmp_path / f"weights_{version}"
+        path.write_text(str(value))
+        return SimpleNamespace(path=str(path), version=version)
+
+    return write
+
+
+def test_a_process_that_dies_is_replaced_by_one_with_the_same_weights(engine, faults, weights, caplog):
+    assert engine.generate("request") == 0.0 and engine.num_starts == 1
+    (faults / "die").write_text("generate")
+    assert engine.generate("request") == 0.0 and engine.num_starts == 2, "those of the checkpoint, without an update"
+    engine.update_weights(weights(2.0, version=3))
+    first = engine.pid
+    (faults / "die").write_text("generate")
+    with caplog.at_level(logging.WARNING):
+        assert engine.generate("request") == 2.0
+    assert (engine.num_starts, engine.version) == (3, 3) and engine.pid != first
+    assert "exit status -9) during 'generate'" in caplog.text and "last words" in caplog.text
+
+
+def test_a_process_that_dies_of_a_request_twice_is_an_error_and_no_loop(engine, faults, weights):
+    engine.update_weights(weights(2.0, version=1))
+    (faults / "die_always").write_text("generate")
+    with pytest.raises(EngineError, match="during 'generate'"):
+        engine.generate("request")
+    assert engine.num_starts == 2 and engine.pid is None
+    (faults / "die_always").unlink()
+    with pytest.raises(EngineError, match="weights of version 1 and has ended since. Call update_weights"):
+        engine.generate("request")
+
+
+def test_a_sync_that_fails_is_repeated_with_a_new_process_once(engine, faults, weights, caplog):
+    engine.update_weights(weights(2.0, version=1))
+    (faults / "die").write_text("update_weights")
+    with caplog.at_level(logging.WARNING):
+        assert engine.update_weights(weights(4.0, version=2)) == 2
+    assert "during 'update_weights'" in caplog.text
+    assert engine.generate("request") == 4.0 and engine.num_starts == 2
+    (faults / "die_always").write_text("update_weights")
+    with pytest.raises(EngineError, match="during 'update_weights'"):
+        engine.update_weights(weights(8.0, version=3))
+    assert engine.num_starts == 3 and engine.pid is None
+
+
+def test_a_new_process_never_plays_with_other_weights_than_those_it_was_given(engine, faults, weights):
+    engine.update_weights(weights(2.0, version=0))
+    engine.close()
+    engine.start()
+    with pytest.raises(EngineError, match="weights of version 0 and has ended since"):
+        engine.generate("request")
+    handle = weights(2.0, version=1)
+    engine.update_weights(handle)
+    os.remove(handle.path)
+    (faults / "die").write_text("generate")
+    with pytest.raises(WeightsRefusedError, match="gone"):
+        engine.generate("request")
+    with pytest.raises(EngineError, match="weights of version 1 and has ended since"):
+        engine.generate("request")
+
+
+def test_a_process_that_does_not_answer_is_ended_and_tells_where_it_was(engine, faults):
+    engine.start()
+    (faults / "hang").touch()
+    engine.timeout_s = 0.5
+    with pytest.raises(
+        EngineError, match=r"did not answer 'generate' within 0.5 s.*timeout_s=1 (.|\n)*process_of_a_test"
+    ):
+        engine.generate("request")
+    assert engine.num_starts == 1 and engine.pid is None, "it is not asked again"
+
+
+def test_refused_settings_end_the_process_and_are_the_users(faults):
+    engine = VllmEngine(SimpleNamespace(model="bad", num_threads=1))
+    with pytest.raises(ConfigError, match="no such setting"):
+        engine.start()
+    assert engine.pid is None and not any((faults / "temporary").iterdir())
+
+
+PARENT = """
+import os, signal, subprocess, sys
+engine = subprocess.Popen(
+    [sys.executable, "-m", "rlinf.models.generation.vllm_process", "0", str(os.getpid()), sys.argv[1]], start_new_session=True
+)
+print(engine.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def alive(pid):
+    """A process that has not ended (a zombie has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_process_that_is_orphaned_while_it_imports_ends_and_removes_its_folder(tmp_path):
+    """The import of vLLM takes half a minute on a busy machine; here it takes for ever."""
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)\n")
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(folder)], env=environment, stdout=subprocess.PIPE)
+    pid = int(parent.stdout.readline())
+    assert parent.wait() == -signal.SIGKILL
+    try:
+        deadline = time.monotonic() + 60
+        while alive(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not alive(pid) and not folder.exists()
+    finally:
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+        parent.stdout.close()

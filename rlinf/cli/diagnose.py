@@ -2,56 +2,192 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
 from rlinf.cli.table import format_table
-from rlinf.errors import ConfigError, MissingDependencyError, RLinfError
+from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, RLinfError
+
+if TYPE_CHECKING:
+    from rlinf.config.schema import RunConfig
+    from rlinf.models.diagnostics import DiagnosticCheck
+    from rlinf.rollout.diagnostics import Trial
+
+RESULTS = {True: "pass", False: "FAIL", None: "note"}
 
 
 def diagnose(arguments: Sequence[str]) -> int:
-    """Print whether a language model generates within its length and as it scores, in torch and in vLLM where that is installed.
+    """Print whether a model acts or generates as it is scored, in torch and, where that is installed, in vLLM.
 
-    A model that vLLM does not run is a failed check. Of an action model the parity gate of ``rlinf train`` is the diagnosis.
+    An action model is named by overrides, as for `rlinf train`, or by its checkpoint; it is tried on first observations of
+    its env. A language model is named by its folder or hub id, followed by key=value of CausalLMConfig.
 
-    Args:
-        arguments: Folder or hub id, then ``key=value`` of ``CausalLMConfig``.
-
-    Returns:
-        0 if every check passed, else 1.
+    The exit status is 1 if a check failed. A model that vLLM should run and does not is a failed check.
     """
-    names = [word for word in arguments if "=" not in word]
-    if len(names) != 1:
+    from hydra._internal.utils import get_args_parser
+
+    args, unknown = get_args_parser().parse_known_intermixed_args(list(arguments))
+    if args.help:
+        usage = "usage: rlinf diagnose model=<name> [key=value ...]\n       rlinf diagnose <folder or hub id> [key=value ...]"
+        print(f"{usage}\n\n{inspect.cleandoc(diagnose.__doc__)}")
+        return 0
+    # ~key is an override, which leaves the key out; ~/folder is a folder.
+    names = [word for word in args.overrides if "=" not in word and (word[:1] != "~" or word[1:2] == "/")]
+    if len(names) > 1 or not (args.overrides or args.config_name):
         raise ConfigError(
-            f"`rlinf diagnose` got {names or 'no model'}; required: one. Type rlinf diagnose <folder or hub id>"
+            f"`rlinf diagnose` got {names or 'no model'}; required: one. Type rlinf diagnose <folder or hub id> for a language "
+            "model; experiment=quickstart, model=<name> or <run folder> for an action model"
+        )
+    if names and not unknown and not _is_checkpoint(names[0]):
+        return _diagnose_language_model(names[0], [word for word in args.overrides if word not in names])
+    return _diagnose_action_model([f"checkpoint={word}" if word in names else word for word in arguments])
+
+
+def _is_checkpoint(name: str) -> bool:
+    from rlinf.training.checkpoint import resolve_checkpoint
+
+    try:
+        resolve_checkpoint(Path(name).expanduser())
+    except CheckpointError:
+        return False
+    return True
+
+
+def _diagnose_action_model(arguments: Sequence[str]) -> int:
+    from rlinf.cli.hydra_app import configure, parse
+
+    config = configure(parse(arguments), "diagnose")
+    if config is None:
+        return 0
+    from rlinf.rollout.diagnostics import torch_checks, type_check
+
+    with _trial(config) as trial:
+        checks, note = [type_check(trial)], None
+        if checks[0].passed:  # the others build on it
+            checks += torch_checks(trial)
+            note = _check_vllm(trial, config, checks)
+    model = config.model
+    print(f"{model.model_type} on {config.env.name}, {model.precision}, temperature {config.rollout.temperature:g}\n")
+    return _report(checks, note)
+
+
+def _check_vllm(trial: Trial, config: RunConfig, checks: list[DiagnosticCheck]) -> str | None:
+    """Add the engine's checks; returns what stands below the table."""
+    import torch
+
+    from rlinf.rollout.diagnostics import NUM_ROWS, vllm_checks
+    from rlinf.rollout.vllm_policy import VllmPolicy
+
+    try:
+        player = VllmPolicy(trial.model, config.rollout.vllm, NUM_ROWS, torch.get_num_threads())
+    except (ConfigError, MissingDependencyError) as error:
+        return f"vllm: not checked. {error}"
+    try:
+        checks += vllm_checks(trial, player)
+    except RLinfError as error:
+        return _refused_by_vllm(checks, error)
+    finally:
+        player.close()
+    return None
+
+
+@contextlib.contextmanager
+def _trial(config: RunConfig) -> Iterator[Trial]:
+    """Load the policy of a configuration, or of its ``checkpoint``, and take the first observations of its env."""
+    import torch
+
+    from rlinf.distributed.process_group import resolve_device, set_num_threads
+    from rlinf.envs import make_env
+    from rlinf.manifest import Manifest, verify_files
+    from rlinf.models import build_policy
+    from rlinf.rollout.diagnostics import NUM_ROWS, Trial
+    from rlinf.seeding import seed_everything
+    from rlinf.training.checkpoint import resolve_checkpoint
+    from rlinf.training.policy_loading import load_policy, statistics_of_env
+
+    set_num_threads(config.cluster.num_threads, 1)
+    seed_everything(config.seed)
+    env = make_env(config.env, NUM_ROWS, auto_reset=False)
+    try:
+        # Before the first picture: once software OpenGL is there, libraries of transformers do not load any more.
+        if config.checkpoint is None:
+            model = build_policy(config, statistics_of_env(config, env))
+        else:
+            source = resolve_checkpoint(config.checkpoint)
+            verify_files(source, Manifest.load(source))
+            model = load_policy(source, config)
+        specs = env.episode_specs("train")
+        observation, _ = env.reset(options={"episodes": [specs[row % len(specs)] for row in range(NUM_ROWS)]})
+        observation = observation.select(range(NUM_ROWS))  # a copy, which stays when the env is closed
+        action_range = torch.from_numpy(env.action_high - env.action_low).float()
+    finally:
+        env.close()
+    device = resolve_device(config.cluster.device, 1)
+    mixed = config.model.precision == "bf16-mixed"
+    with torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext():
+        yield Trial(
+            model.to(device).eval(),
+            observation,
+            action_range,
+            config.rollout.temperature,
+            is_exact=not mixed and model.dtype == torch.float32,
+            num_trained_rows=min(NUM_ROWS, config.model.micro_batch_size),
         )
 
+
+def _diagnose_language_model(name: str, pairs: Sequence[str]) -> int:
     from rlinf.cli.hydra_app import hide_progress_bars
     from rlinf.config.options import from_mapping
+    from rlinf.models import MODELS
     from rlinf.models.causal_lm import CausalLMConfig, load_causal_lm
-    from rlinf.models.diagnostics import DiagnosticCheck, consistency_checks, length_checks, torch_engine, vllm_engine
+    from rlinf.models.diagnostics import consistency_checks, length_checks, torch_engine, vllm_engine
     from rlinf.models.generation.vllm_engine import require_vllm
+    from rlinf.models.loading import read_json
 
-    pairs = dict(word.split("=", 1) for word in arguments if "=" in word)
-    config = from_mapping(CausalLMConfig, {key: yaml.safe_load(value) for key, value in pairs.items()})
+    about = Path(name).expanduser() / "config.json"
+    model_type = read_json(about).get("model_type") if about.is_file() else None
+    if model_type in MODELS.entries() and MODELS.get(model_type).acts:
+        raise ConfigError(
+            f"'{name}' holds a model of the type '{model_type}', which acts; required: a language model. Type rlinf diagnose "
+            f"model.model_type={model_type} model.model_path={name} env=<its env>"
+        )
+    values = dict(pair.partition("=")[::2] for pair in pairs)
+    config = from_mapping(CausalLMConfig, {key: yaml.safe_load(value) for key, value in values.items()})
     hide_progress_bars()
-    model = load_causal_lm(names[0], config)
+    model = load_causal_lm(name, config)
     generate = torch_engine(model)
     checks = [*length_checks(model, generate, "torch"), *consistency_checks(model, generate, "torch")]
     note = None
     try:
         require_vllm()
-        with vllm_engine(names[0], model, config) as generate:
+        with vllm_engine(name, model, config) as generate:
             checks += length_checks(model, generate, "vllm")
             checks += consistency_checks(model, generate, "vllm")
     except MissingDependencyError as error:
         note = f"vllm: not checked. {error}"
     except RLinfError as error:
-        checks.append(DiagnosticCheck("vllm: runs the model", False, f"{type(error).__name__}, see below"))
-        note = f"vllm: {error}"
-    rows = [(check.name, "pass" if check.passed else "FAIL", check.detail) for check in checks]
-    print(format_table(("check", "result", "detail"), rows))
+        note = _refused_by_vllm(checks, error)
+    return _report(checks, note)
+
+
+def _refused_by_vllm(checks: list[DiagnosticCheck], error: RLinfError) -> str:
+    """Add a failed check; returns the message that stands below the table."""
+    from rlinf.models.diagnostics import DiagnosticCheck
+
+    checks.append(DiagnosticCheck("vllm: runs the model", False, f"{type(error).__name__}, see below"))
+    return f"vllm: {error}"
+
+
+def _report(checks: Sequence[DiagnosticCheck], note: str | None) -> int:
+    """Print the table; returns the exit status."""
+    print(
+        format_table(("check", "result", "detail"), [(each.name, RESULTS[each.passed], each.detail) for each in checks])
+    )
     if note is not None:
         print(note)
-    return int(not all(check.passed for check in checks))
+    return int(any(check.passed is False for check in checks))

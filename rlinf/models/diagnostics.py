@@ -39,12 +39,12 @@ class DiagnosticCheck:
 
     Attributes:
         name: What was tried.
-        passed: Whether it held.
+        passed: Whether it held; None: there was nothing to decide, and ``detail`` says why.
         detail: The numbers.
     """
 
     name: str
-    passed: bool
+    passed: bool | None
     detail: str
 
 

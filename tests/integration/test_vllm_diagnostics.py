@@ -1,0 +1,84 @@
+"""``rlinf diagnose`` of a policy that vLLM runs: the engine is compared with torch, before and after an update."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf.cli import main
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.models import build_policy
+from rlinf.models.generation.config import VllmOptions
+from rlinf.models.generation.vllm_engine import EngineError
+from rlinf.rollout.diagnostics import NUM_ROWS, Trial, player_checks, vllm_checks
+from rlinf.rollout.vllm_policy import VllmPolicy
+from rlinf.types import Observation
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: bash scripts/setup.sh --vllm"
+)
+UPDATE = ["vllm: rollout against training, after an update", "vllm: before the update was sent, log-probs differed"]
+
+
+@pytest.fixture(scope="module")
+def player():
+    torch.manual_seed(0)
+    model = build_policy(build_config(compose_config(["experiment=quickstart_vllm"]))).eval()
+    with torch.no_grad():
+        model.language_model.lm_head.weight.mul_(5.0)  # tokens that are far from equally likely
+    player = VllmPolicy(model, VllmOptions(), num_envs=NUM_ROWS)
+    yield player
+    player.close()
+
+
+@pytest.fixture
+def trial(player):
+    images = np.random.default_rng(0).integers(0, 256, (NUM_ROWS, 64, 64, 3), dtype=np.uint8)
+    instructions = ["reach the red block", "push the blue block into the zone"] * (NUM_ROWS // 2)
+    observation = Observation({"front": images}, None, instructions)
+    return Trial(player.model, observation, torch.full((2,), 0.1), temperature=1.3, is_exact=True)
+
+
+def failed(checks):
+    return [check.name for check in checks if not check.passed]
+
+
+def test_a_sound_engine_passes_greedy_and_sampled_before_and_after_an_update(trial, player):
+    checks = vllm_checks(trial, player)
+    assert not failed(checks) and len(checks) == 10 + 2 + 3 + 2
+    for word in ("batch 1, short prompts, greedy", "batch 4, whole prompts, sampled", "temperature 0.867, greedy"):
+        assert any(word in check.name for check in checks)
+    assert {check.name for check in checks} >= set(UPDATE)
+
+
+def test_an_engine_at_another_temperature_is_found(trial, player, monkeypatch):
+    act = player.predict_action_batch
+
+    def hotter(temperature=1.0, **inputs):
+        return act(temperature=1.2 * temperature, **inputs)
+
+    player.update_weights(3)
+    monkeypatch.setattr(player, "predict_action_batch", hotter)
+    names = failed(player_checks(trial, player, "vllm"))
+    assert len(names) == 10 and all(name.startswith("vllm: rollout against training") for name in names)
+
+
+def test_an_update_that_never_arrives_is_found(trial, player, monkeypatch):
+    send = player.update_weights
+    monkeypatch.setattr(player, "update_weights", lambda version: None if version == 2 else send(version))
+    assert failed(vllm_checks(trial, player)) == UPDATE
+
+
+def test_an_engine_that_does_not_start_is_a_failed_check(capsys, monkeypatch):
+    def refuse(self):
+        raise EngineError("no memory today")
+
+    monkeypatch.setattr("rlinf.models.generation.vllm_engine.VllmEngine.start", refuse)
+    assert main(["diagnose", "experiment=quickstart_vllm", "cluster.num_threads=1"]) == 1
+    *rows, note = capsys.readouterr().out.splitlines()
+    assert [row.split()[4] for row in rows if row.startswith("vllm: runs the model")] == ["FAIL"]
+    assert sum(" FAIL " in row for row in rows) == 1 and note == "vllm: no memory today"

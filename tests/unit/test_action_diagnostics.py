@@ -1,0 +1,330 @@
+"""``rlinf diagnose`` of action models: sound ones pass, and every defect is found by the checks that are about it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf.cli import main
+from rlinf.config.compose import compose_config
+from rlinf.config.options import to_mapping
+from rlinf.config.schema import build_config
+from rlinf.manifest import build_manifest
+from rlinf.models import build_policy
+from rlinf.rollout.diagnostics import NUM_ROWS, Trial, torch_checks, type_check
+from rlinf.training.checkpoint import save_checkpoint
+from rlinf.types import Observation
+
+ROLLOUT, ROWS, AGAIN = "rollout against training", "a row alone and in a batch", "the same again"
+COMMANDS = {
+    "mlp": ["experiment=tabletop_ppo_mlp"],
+    "cnn": ["experiment=tabletop_ppo_cnn", "model.precision=bf16-mixed"],
+    "openvla": ["model=openvla_tiny", "rollout.temperature=1.6"],
+    "openvla, bf16": ["model=openvla_tiny", "model.precision=bf16"],
+    "openvla_oft": ["model=openvla_oft_tiny", "env.state=proprio", "model.is_lora=true"],
+    "pi0": ["model=pi0_tiny", "env.state=proprio"],
+    "pi0, all steps": ["model=pi0_tiny", "env.state=proprio", "model.init_config.joint_logprob=true"],
+    "hf_vla": ["model=hf_vla_tiny"],
+}
+NOT_READ = {"mlp": ["images", "instruction"], "openvla": ["state"], "openvla, bf16": ["state"], "hf_vla": ["state"]}
+TOKENS = ("openvla", "openvla, bf16", "openvla_oft", "hf_vla")
+
+
+def observe(num_rows=NUM_ROWS, size=36):
+    """Other images, states and instructions of other lengths in all rows."""
+    random = np.random.default_rng(0)
+    return Observation(
+        images={"front": random.integers(0, 256, (num_rows, size, size, 3), dtype=np.uint8)},
+        state=random.normal(size=(num_rows, 5)).astype(np.float32),
+        instruction=["reach the red block", "push the blue block into the zone", "go", "reach the green zone slowly"],
+    )
+
+
+def make_trial(*overrides, temperature=1.0):
+    torch.manual_seed(0)
+    config = build_config(compose_config([*overrides, "model.action_chunks_len=2", "model.action_token_len=3"]))
+    bounds = {"q01": [-1.0, -2.0, -3.0], "q99": [1.0, 2.0, 3.0], "mask": [True] * 3}
+    model = build_policy(config, {"norm_stats": {"tabletop": {"action": bounds}}}).eval()
+    is_exact = config.model.precision == "fp32"
+    return Trial(model, observe(), torch.tensor([2.0, 4.0, 6.0]), temperature, is_exact)
+
+
+@pytest.fixture(scope="module")
+def sound():
+    trial = make_trial(
+        "model=cnn",
+        "model.init_config.image_size=36",
+        "model.init_config.state_dim=5",
+        "model.init_config.hidden_sizes=[16]",
+    )
+    with torch.no_grad():
+        trial.model.policy[-1].weight.mul_(100.0)  # else the policy barely depends on anything
+    return trial
+
+
+@pytest.fixture
+def trial(sound):
+    """A policy that may be changed: Gaussian, of images, state and words."""
+    return replace(sound, model=copy.deepcopy(sound.model))
+
+
+def failed(trial):
+    return [check.name.removeprefix("torch: ") for check in torch_checks(trial) if check.passed is False]
+
+
+def decided(trial, name):
+    return next(check for check in torch_checks(trial) if name in check.name)
+
+
+def change(model, name, wrap):
+    """Replace a method by ``wrap(method)``."""
+    setattr(model, name, wrap(getattr(model, name)))
+
+
+# -- sound models ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_packaged_family_passes(name, capsys):
+    assert main(["diagnose", *COMMANDS[name], "cluster.num_threads=1", "cluster.device=cpu"]) == 0
+    first, _, header, _, *lines, note = capsys.readouterr().out.splitlines()
+    assert first.split()[0] in name and header.split() == ["check", "result", "detail"]
+    assert max(map(len, lines)) <= 120 and all(line.startswith("torch: ") for line in lines)
+    results = [(line, "note" if " note " in line else "pass") for line in lines]
+    assert all(f" {result} " in line for line, result in results)
+    notes = [line for line, result in results if result == "note"]
+    assert len(notes) == len(NOT_READ.get(name, [])) + (name not in TOKENS)
+    assert all(f"another row's {part} differ" in "".join(notes) for part in NOT_READ.get(name, []))
+    for word in ("batch 1", "batch 4", "short prompts", "whole prompts", "sampled", "gradients"):
+        assert any(word in line for line in lines)
+    assert any(ROLLOUT in line and "whole prompts, greedy" in line for line in lines) == (name in TOKENS)
+    assert note.startswith("vllm: not checked. ")
+
+
+def test_a_sound_model_passes_with_the_numbers_of_the_check(trial):
+    checks = [type_check(trial), *torch_checks(trial)]
+    assert {check.passed for check in checks} == {True, None} and len(checks) == 20
+    assert len({check.name for check in checks}) == len(checks)
+
+
+def test_rows_have_prompts_of_other_lengths(trial):
+    short, whole = trial.prompts["short"], trial.prompts["whole"]
+    assert short.instruction == ["reach the", "push the blue block", "go", "reach the green"]
+    assert whole.instruction == trial.observation.instruction
+    assert trial.mixed.instruction == [short.instruction[0], whole.instruction[1], "go", whole.instruction[3]]
+    one_word = replace(trial, observation=replace(trial.observation, instruction=["go"] * NUM_ROWS))
+    assert list(one_word.prompts) == ["whole"] and one_word.mixed.instruction == ["go"] * NUM_ROWS
+    assert not failed(one_word)
+
+
+# -- defects -----------------------------------------------------------------------------------------------------
+
+
+def rollout_at_another_temperature(model):
+    def wrap(method):
+        return lambda temperature=1.0, **inputs: method(temperature=1.2 * temperature, **inputs)
+
+    change(model, "predict_action_batch", wrap)
+
+
+def scores_that_ignore_the_temperature(model):
+    change(
+        model, "evaluate_actions", lambda method: lambda inputs, sequences, temperature=1.0: method(inputs, sequences)
+    )
+
+
+def no_temperature_at_all(model):
+    scores_that_ignore_the_temperature(model)
+    change(model, "predict_action_batch", lambda method: lambda temperature=1.0, **inputs: method(**inputs))
+
+
+def rows_that_see_their_neighbours(model):
+    change(model, "_features", lambda method: lambda **inputs: (x := method(**inputs)) + 0.1 * x.mean(0))
+
+
+def padding_that_counts(model):
+    def wrap(method):
+        return lambda words, **inputs: method(words=words, **inputs) * (1 + 0.1 * words.shape[1])
+
+    change(model, "_features", wrap)
+
+
+def values_of_the_whole_batch(model):
+    change(model, "_values", lambda method: lambda features: method(features) + features.mean() + len(features))
+
+
+def greedy_that_samples(model):
+    change(model, "predict_action_batch", lambda method: lambda do_sample=True, **inputs: method(**inputs))
+
+
+def uniforms_that_are_ignored(model):
+    def wrap(method):
+        def predict(uniforms=None, **inputs):
+            return method(uniforms=None if uniforms is None else torch.rand_like(uniforms), **inputs)
+
+        return predict
+
+    change(model, "predict_action_batch", wrap)
+
+
+def samples_that_are_always_the_same(model):
+    def wrap(method):
+        return lambda uniforms=None, **inputs: method(
+            uniforms=None if uniforms is None else uniforms * 0 + 0.3, **inputs
+        )
+
+    change(model, "predict_action_batch", wrap)
+
+
+def images_without_effect(model):
+    change(
+        model, "_features", lambda method: lambda images, **inputs: method(images=torch.zeros_like(images), **inputs)
+    )
+
+
+def states_without_effect(model):
+    change(model, "_features", lambda method: lambda state, **inputs: method(state=torch.zeros_like(state), **inputs))
+
+
+def words_without_effect(model):
+    change(model, "_features", lambda method: lambda words, **inputs: method(words=torch.zeros_like(words), **inputs))
+
+
+def dropout_in_training(model):
+    model.encoder.append(torch.nn.Dropout(0.2).eval())
+
+
+def gradients_that_are_not_finite(model):
+    model.encoder[0].weight.register_hook(lambda gradient: gradient * float("nan"))
+
+
+def no_gradients(model):
+    def wrap(method):
+        return lambda *arguments: torch.no_grad()(method)(*arguments)
+
+    change(model, "evaluate_actions", wrap)
+
+
+DEFECTS = {
+    rollout_at_another_temperature: [ROLLOUT] * 5,
+    scores_that_ignore_the_temperature: [f"{ROLLOUT}, batch 4, temperature 1.5", "log-probs at another temperature"],
+    no_temperature_at_all: ["log-probs at another temperature"],
+    rows_that_see_their_neighbours: [ROWS] * 4,
+    padding_that_counts: [ROWS] * 4,
+    values_of_the_whole_batch: [f"{ROWS}, values"],
+    greedy_that_samples: [f"{ROWS}, greedy actions", f"{AGAIN}, greedy"],
+    uniforms_that_are_ignored: [f"{ROWS}, sampled actions", f"{AGAIN}, sampled"],
+    samples_that_are_always_the_same: ["other uniforms, other samples"],
+    images_without_effect: ["log-probs with another row's images"],
+    states_without_effect: ["log-probs with another row's state"],
+    words_without_effect: ["log-probs with another row's instruction"],
+    dropout_in_training: ["training mode against evaluation mode"],
+    gradients_that_are_not_finite: ["gradients reach the tensors"],
+    no_gradients: ["gradients reach the tensors"],
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
+def test_a_defect_fails_its_checks_and_no_others(defect, trial):
+    defect(trial.model)
+    names = failed(trial)
+    assert len(names) == len(DEFECTS[defect]), names
+    assert all(name.startswith(begin) for name, begin in zip(names, DEFECTS[defect], strict=True)), names
+
+
+def test_a_rollout_at_another_temperature_is_found_in_bfloat16():
+    trial = make_trial("model=openvla_tiny", "model.precision=bf16")
+    with torch.no_grad():
+        trial.model.language_model.lm_head.weight.mul_(5.0)
+    assert not failed(trial)
+    change(
+        trial.model, "predict_action_batch", lambda method: lambda temperature=1.0, **x: method(temperature=2.0, **x)
+    )
+    change(trial.model, "rollout_logprobs", lambda method: lambda prediction, temperature=1.0: method(prediction, 2.0))
+    assert sum(name.startswith(ROLLOUT) for name in failed(trial)) >= 8
+
+
+def test_parameters_without_a_gradient_are_named_and_do_not_fail(trial):
+    trial.model.spare = torch.nn.Linear(2, 2)
+    check = decided(trial, "gradients")
+    assert check.passed is None and check.detail == "18 of 20, not spare.weight"
+    trial.model.a_name_that_is_longer_than_a_cell = trial.model.spare
+    del trial.model.spare
+    assert decided(trial, "gradients").detail == "18 of 20, not a_name_that_.._a_cell.weight"
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "message"),
+    [
+        ("_values", lambda method: lambda features: method(features)[:, None], "values float32 [4, 1], required"),
+        (
+            "rollout_logprobs",
+            lambda method: lambda *x: method(*x).double(),
+            "rollout_logprobs float64 [4, 6], required",
+        ),
+        ("rollout_logprobs", lambda method: lambda *x: method(*x) - torch.inf, "rollout_logprobs not finite"),
+        ("decode_actions", lambda method: lambda sequences: method(sequences) + torch.rand(1), "decode_actions"),
+    ],
+)
+def test_wrong_types_are_named(method, wrong, message, trial):
+    change(trial.model, method, wrong)
+    check = type_check(trial)
+    assert check.passed is False and message in check.detail
+
+
+# -- the command -------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_check_is_the_exit_status(capsys, monkeypatch):
+    monkeypatch.setattr("rlinf.rollout.diagnostics.MAX_GAP", -1.0)
+    assert main(["diagnose", "experiment=tabletop_ppo_mlp", "cluster.num_threads=1"]) == 1
+    assert " FAIL " in capsys.readouterr().out
+
+
+def test_a_checkpoint_is_diagnosed_on_its_env(tmp_path, capsys):
+    config = build_config(compose_config(["experiment=tabletop_ppo_mlp", "output_dir=unused", "cluster.num_threads=1"]))
+    bounds = {"q01": [-0.05] * 2, "q99": [0.05] * 2, "mask": [True] * 2}
+    model = build_policy(config, {"norm_stats": {"tabletop": {"action": bounds}}})
+    with torch.no_grad():
+        model.log_std.fill_(float("nan"))
+    save_checkpoint(
+        tmp_path / "rl_000001", model=model, optimizer=None, loop_state={"step": 1}, run_config=to_mapping(config),
+        manifest=build_manifest(config, model, policy_version=1),
+    )  # fmt: skip
+    for words in ([f"checkpoint={tmp_path}"], [str(tmp_path)]):
+        assert main(["diagnose", *words]) == 1
+        out = capsys.readouterr().out
+        assert out.startswith("mlp on tabletop, fp32") and "rollout_logprobs not finite" in out, "its weights are tried"
+        assert out.count(" FAIL ") == 1 and " pass " not in out and "vllm" not in out, "nothing else can be told"
+    assert main(["diagnose", str(tmp_path / "rl_000001" / "model")]) == 2
+    assert "Type rlinf diagnose model.model_type=mlp model.model_path=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model=opnvla_tiny"], "Did you mean 'openvla_tiny'"),
+        (["experiment=quickstar"], "Did you mean 'quickstart"),
+        (["model=openvla_tiny", "model.precison=bf16"], "Did you mean"),
+        (
+            ["model=openvla_oft_tiny", "env.state=proprio", "model.init_config.action_head=l1"],
+            "Type model.init_config.action_head=discrete\n",
+        ),
+        (["model=openvla_tiny", "rollout.backend=vllm"], "Type model.init_config.action_decoding=autoregressive"),
+        (["model=openvla_tiny", "checkpoint=nowhere"], "nowhere"),
+        (["-m", "model=openvla_tiny,mlp"], "Leave -m out"),
+        (["one", "two"], "required: one. Type rlinf diagnose"),
+        (["model=mlp", "~model.nope"], "model.nope"),
+        (["model=mlp", "--config-dir", ".", "model.precison=bf16"], "Did you mean 'precision'"),
+        (["a_folder", "--torch_dtype=bfloat16"], "'--torch_dtype=bfloat16' is no flag"),
+    ],
+)
+def test_errors_come_before_any_weights(words, message, capsys, monkeypatch):
+    monkeypatch.setattr("rlinf.models.build_policy", None)
+    monkeypatch.setattr("rlinf.envs.make_env", None)
+    assert main(["diagnose", *words]) == 2
+    assert message in capsys.readouterr().err

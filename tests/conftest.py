@@ -1,8 +1,29 @@
-"""Language models small enough for every test."""
+"""Language models small enough for every test, and no process group that one test leaves to the next."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+
 import pytest
+
+# Some tests press Ctrl-C, which a shell has its background jobs ignore.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+# pytest-xdist gives its processes the width of a terminal, to which tables would be wrapped.
+os.environ.pop("COLUMNS", None)
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left():
+    """A Megatron policy makes one in this process. Which tests come after it here depends on the number of test processes."""
+    yield
+    groups = sys.modules.get("megatron.core.parallel_state")
+    if groups is not None:
+        groups.destroy_model_parallel()
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlinf.algorithms.losses import clipped_policy_loss, kl_penalty
 from rlinf.errors import ConfigError
-from rlinf.models.generation.interfaces import response_mask, tokens_and_mask
+from rlinf.models.generation.interfaces import response_mask, tokens_and_mask, verify_right_padding
 from rlinf.models.logprobs import batch_logprobs
 from rlinf.types import LossOutput
 
@@ -47,6 +47,9 @@ def trained_tokens(data: Mapping[str, Any]) -> Tensor:
 
     ``token_mask``; without it the response, where ``generation_lengths`` tell which it is, else every token. Never the first
     token, padding, or a row whose ``sample_mask`` is 0.
+
+    Raises:
+        ConfigError: A mask has another shape, or ``labels`` stand where ``token_mask`` is read.
     """
     ids, mask = tokens_and_mask(data)
     chosen = mask.clone()
@@ -56,10 +59,17 @@ def trained_tokens(data: Mapping[str, Any]) -> Tensor:
         if token_mask.shape != ids.shape:
             raise ConfigError(f"token_mask is {list(token_mask.shape)}; required: {list(ids.shape)}, as the tokens.")
         chosen &= token_mask.to(ids.device).bool()
+    elif isinstance(data.get("labels"), Tensor) and data["labels"].shape == ids.shape:
+        raise ConfigError("data['labels'] are not read. Give token_mask=(labels != -100) for what they leave out")
     elif "generation_lengths" in data:
         chosen &= response_mask(data)
     if "sample_mask" in data:
-        chosen &= _tensor_of(data, "sample_mask").to(ids.device).bool().unsqueeze(1)
+        sample_mask = _tensor_of(data, "sample_mask")
+        if sample_mask.shape != ids.shape[:1]:
+            raise ConfigError(
+                f"sample_mask is {list(sample_mask.shape)}; required: {list(ids.shape[:1])}, one per row."
+            )
+        chosen &= sample_mask.to(ids.device).bool().unsqueeze(1)
     return chosen
 
 
@@ -88,7 +98,8 @@ class TokenLoss(ABC):
         return False
 
     def __call__(self, model: Any, data: Mapping[str, Any]) -> Tensor:
-        """Run a causal language model on a whole batch and return the scalar loss."""
+        """Run a causal language model on a whole batch, padded on the right, and return the scalar loss."""
+        verify_right_padding(data, raise_error=True)
         return self.from_logprobs(batch_logprobs(model, data, self.temperature), data, self.counts(data)).loss
 
     def counts(self, data: Mapping[str, Any]) -> TokenCounts:

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlinf.distributed.packing import first_fit_decreasing, token_budget_runs
+from rlinf.distributed.packing import deal_by_length, first_fit_decreasing
 from rlinf.errors import ConfigError
 
 Spec = TypeVar("Spec")
 
-IMAGE_KEYS = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "spatial_shapes")
+IMAGE_KEYS = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "spatial_shapes",
+              "batch_num_images")  # fmt: skip
 """Keys whose second axis never is that of the tokens. A tensor has one image per row; a list has a tensor of the images of each row."""
 
 
@@ -92,7 +93,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         """
         sizes = {key: len(value) for key, value in self.items() if _has_rows(value)}
         if len(set(sizes.values())) != 1:
-            raise ConfigError(f"The rows of a batch are {sizes or 'missing'}; required: one number for all keys.")
+            hint = " Give images as a list, with a tensor of those of each row" if set(IMAGE_KEYS) & set(sizes) else ""
+            raise ConfigError(f"The rows of a batch are {sizes or 'missing'}; required: one number for all keys.{hint}")
         return next(iter(sizes.values()))
 
     def lengths(self, key: str | None = None) -> list[int]:
@@ -105,8 +107,17 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return (self[key] if key else self["attention_mask"].sum(-1)).tolist()
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> BatchedDataDict:
-        """Return the given rows, in the given order."""
-        rows = torch.as_tensor(indices, dtype=torch.long)
+        """Return the rows of these numbers, in this order; of a bool tensor ``[B]``, those where it is true.
+
+        Raises:
+            ConfigError: A bool tensor has not one entry per row.
+        """
+        rows = torch.as_tensor(indices)
+        if rows.dtype == torch.bool:
+            if rows.shape != (self.size,):
+                raise ConfigError(f"select_indices got bools {list(rows.shape)}; required: [{self.size}], one per row.")
+            rows = rows.nonzero().squeeze(1)
+        rows = rows.long()
 
         def select(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -152,7 +163,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return self.select_indices(torch.arange(self.size).repeat_interleave(num_repeats))
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Keep the first ``truncated_len`` entries of axis ``dim`` of all tensors that have it, in place; images stay whole."""
+        """Keep the first ``truncated_len`` entries of axis ``dim`` of all tensors that have it, in place; images stay whole.
+
+        Raises:
+            ConfigError: ``dim`` is that of the rows, or counts from the end, where it may be.
+        """
+        if dim < 1:
+            raise ConfigError(f"truncate_tensors got dim={dim}; required: 1 or more. Of rows, use slice")
         for key, value in self.items():
             if (
                 key not in IMAGE_KEYS
@@ -178,10 +195,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         """Join the batches of all ranks, in rank order, on every rank; numbers of rows and widths may differ.
 
         Args:
-            group: Process group; None: the default one. Without any, the batch itself is returned.
+            group: Process group; None: the default one. Without any, or of one rank, the batch itself is returned.
             pad_value_dict: As in ``from_batches``.
         """
-        if not dist.is_initialized():
+        if not dist.is_initialized() or dist.get_world_size(group) == 1:
             return self
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, self.to("cpu").get_dict(), group=group)
@@ -215,17 +232,19 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         Raises:
             ConfigError: The rows do not divide, a row does not fit, or the arguments exclude each other.
         """
-        batch_size = batch_size or self.size
+        batch_size = self.size if batch_size is None else batch_size
         self._check_shards(shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)
         rows: list[list[int]] = [[] for _ in range(shards)]
         micro_batches: list[list[list[int]]] = [[] for _ in range(shards)]
-        arguments = dynamic_batching_args or sequence_packing_args
-        lengths = self.lengths(arguments.get("input_lengths_key")) if arguments else []
+        arguments = sequence_packing_args if dynamic_batching_args is None else dynamic_batching_args
+        lengths = [] if arguments is None else self.lengths(arguments.get("input_lengths_key"))
         for start in range(0, self.size, batch_size):
             batch = list(range(start, min(start + batch_size, self.size)))
-            if dynamic_batching_args:
-                dealt = _deal_by_length(batch, lengths, shards, dynamic_batching_args)
-            elif sequence_packing_args:
+            if dynamic_batching_args is not None:
+                length_multiple = dynamic_batching_args.get("sequence_length_round", 1)
+                max_tokens = dynamic_batching_args["max_tokens_per_microbatch"]
+                dealt = deal_by_length(batch, lengths, shards, max_tokens, length_multiple)
+            elif sequence_packing_args is not None:
                 capacity = sequence_packing_args["max_tokens_per_microbatch"]
                 bins = first_fit_decreasing([lengths[row] for row in batch], capacity, num_bins_multiple=shards)
                 dealt = [[[batch[item] for item in each] for each in bins[rank::shards]] for rank in range(shards)]
@@ -276,15 +295,23 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return type(self)({key: cut(key, value) for key, value in self.items()})
 
     def _check_shards(self, shards: int, batch_size: int, uneven: bool, dynamic: Any, packing: Any) -> None:
-        if dynamic and packing:
+        if min(shards, batch_size) < 1:
+            raise ConfigError(f"shard_by_batch_size got shards={shards}, batch_size={batch_size}; required: 1 or more.")
+        for given, spec in ((dynamic, DynamicBatchingArgs), (packing, SequencePackingArgs)):
+            known = spec.__annotations__.keys()
+            if given is not None and not {"max_tokens_per_microbatch"} <= given.keys() <= known:
+                raise ConfigError(
+                    f"shard_by_batch_size got {dict(given)}; required: max_tokens_per_microbatch, and of {', '.join(known)} no others."
+                )
+        if dynamic is not None and packing is not None:
             raise ConfigError("dynamic_batching_args and sequence_packing_args exclude each other. Give one of them")
-        if uneven and (dynamic or packing):
+        if uneven and (dynamic is not None or packing is not None):
             raise ConfigError(
                 "allow_uneven_shards=True is for plain shards; dynamic batching and packing choose the rows."
             )
-        if packing or uneven:
+        if packing is not None or uneven:
             return
-        hint = "" if dynamic else ", or allow_uneven_shards=True"
+        hint = "" if dynamic is not None else ", or allow_uneven_shards=True"
         if self.size % batch_size:
             raise ConfigError(
                 f"{self.size} rows do not divide into batch_size={batch_size}. Use a divisor of {self.size}{hint}"
@@ -304,21 +331,24 @@ def tokens_and_mask(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     Outputs (``output_ids``) come first, so that a batch to which they were added is read as prompt and response.
 
     Raises:
-        ConfigError: A key is missing, or ids and mask have different shapes.
+        ConfigError: A key is missing, is no tensor, or has another shape than the other asks for.
     """
-    if "output_ids" in data:
-        ids = data["output_ids"]
-        if "unpadded_sequence_lengths" not in data:
-            raise ConfigError(f"output_ids come without unpadded_sequence_lengths; the batch has {sorted(data)}.")
-        lengths = data["unpadded_sequence_lengths"].to(ids.device)
-        return ids, torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
-    for key in ("input_ids", "attention_mask"):
+    generated = "output_ids" in data
+    keys = ("output_ids", "unpadded_sequence_lengths") if generated else ("input_ids", "attention_mask")
+    for key in keys:
         if key not in data:
             raise ConfigError(f"The batch has no '{key}'; it has {sorted(data)}.")
-    if data["input_ids"].ndim != 2 or data["input_ids"].shape != data["attention_mask"].shape:
-        shapes = [list(data[key].shape) for key in ("input_ids", "attention_mask")]
-        raise ConfigError(f"input_ids {shapes[0]} and attention_mask {shapes[1]} must have one shape [B, S].")
-    return data["input_ids"], data["attention_mask"].bool()
+        if not isinstance(data[key], Tensor):
+            raise ConfigError(
+                f"'{key}' is a {type(data[key]).__name__}; required: a torch.Tensor, padded on the right."
+            )
+    ids, other = (data[key] for key in keys)
+    if ids.ndim != 2 or other.shape != (ids.shape[:1] if generated else ids.shape):
+        required = "[B, S] and [B]" if generated else "one shape [B, S]"
+        raise ConfigError(f"{keys[0]} are {list(ids.shape)} and {keys[1]} {list(other.shape)}; required: {required}.")
+    if not generated:
+        return ids, other.bool()
+    return ids, torch.arange(ids.shape[1], device=ids.device) < other.to(ids.device).unsqueeze(1)
 
 
 def _has_rows(value: Any) -> bool:
@@ -339,6 +369,8 @@ def _bounds(total: int, parts: int) -> list[int]:
 
 def _join(values: list[Any], pad_value: float, key: str) -> Any:
     first = values[0]
+    if len({(isinstance(value, list), isinstance(value, Tensor)) for value in values}) > 1:
+        raise ConfigError(f"from_batches: '{key}' is of the types {[type(value).__name__ for value in values]}.")
     if isinstance(first, list):
         return [item for value in values for item in value]
     if not _has_rows(first):
@@ -346,28 +378,23 @@ def _join(values: list[Any], pad_value: float, key: str) -> Any:
         if not same:
             raise ConfigError(f"from_batches: '{key}' belongs to the whole batch and differs: {values}.")
         return first
+    return join_padded(values, key, pad_value)
+
+
+def join_padded(values: Sequence[Tensor], key: str, pad_value: float = 0.0) -> Tensor:
+    """Join tensors along the rows, every other axis padded at its end to the longest.
+
+    Raises:
+        ConfigError: They have different numbers of axes; names ``key``.
+    """
     if len({value.ndim for value in values}) > 1:
-        raise ConfigError(f"from_batches: '{key}' has the shapes {[list(value.shape) for value in values]}.")
-    widest = [max(value.shape[axis] for value in values) for axis in range(1, first.ndim)]
+        raise ConfigError(
+            f"'{key}' has the shapes {[list(value.shape) for value in values]}; required: equally many axes."
+        )
+    widest = [max(value.shape[axis] for value in values) for axis in range(1, values[0].ndim)]
     return torch.cat([_pad_right(value, widest, pad_value) for value in values])
 
 
 def _pad_right(value: Tensor, widths: list[int], pad_value: float) -> Tensor:
     missing = [amount for axis in range(len(widths), 0, -1) for amount in (0, widths[axis - 1] - value.shape[axis])]
     return torch.nn.functional.pad(value, missing, value=pad_value) if any(missing) else value
-
-
-def _deal_by_length(
-    batch: list[int], lengths: list[int], shards: int, arguments: DynamicBatchingArgs
-) -> list[list[list[int]]]:
-    """Deal rows by falling length, then cut all shards at the same places, where the longest row of each place counts."""
-    ordered = sorted(batch, key=lambda row: -lengths[row])
-    dealt = [ordered[rank::shards] for rank in range(shards)]
-    # The rows of a place are neighbours in the order, and the first shard has the longest of them.
-    runs = token_budget_runs(
-        [lengths[row] for row in dealt[0]],
-        arguments["max_tokens_per_microbatch"],
-        arguments.get("sequence_length_round", 1),
-    )
-    bounds = [sum(runs[:index]) for index in range(len(runs) + 1)]
-    return [[rows[bounds[i] : bounds[i + 1]] for i in range(len(runs))] for rows in dealt]

@@ -35,10 +35,6 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multipl
         ConfigError: An item is longer than ``capacity``, or there are too few items for the multiple.
     """
     check_fits(lengths, capacity)
-    if len(lengths) < num_bins_multiple:
-        raise ConfigError(
-            f"{len(lengths)} sequences do not make {num_bins_multiple} bins. Use shards={len(lengths)} or fewer"
-        )
     bins: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -51,6 +47,11 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multipl
         room[chosen] -= lengths[item]
     while len(bins) % num_bins_multiple:
         largest = max(range(len(bins)), key=lambda index: len(bins[index]))
+        if len(bins[largest]) == 1:
+            raise ConfigError(
+                f"{len(lengths)} sequences do not make a multiple of {num_bins_multiple} bins of {capacity} tokens, one or more in each. "
+                f"Use shards=1, or a number of sequences that {num_bins_multiple} divides"
+            )
         bins.append(bins[largest][1::2])
         bins[largest] = bins[largest][::2]
     return [sorted(each) for each in bins]
@@ -107,6 +108,28 @@ def micro_batch_rows(
         ends = [sum(runs[: index + 1]) for index in range(len(runs))]
         groups = [order[end - run : end] for run, end in zip(runs, ends, strict=True)]
     return [[sample * rows_per_sample + row for sample in group for row in range(rows_per_sample)] for group in groups]
+
+
+def deal_by_length(
+    rows: Sequence[int], lengths: Sequence[int], shards: int, max_tokens: int, length_multiple: int = 1
+) -> list[list[list[int]]]:
+    """Deal rows over shards by falling length, and cut all shards at the same places, as the longest row there asks for.
+
+    Args:
+        rows: Row numbers; ``shards`` divides how many.
+        lengths: Tokens by row number.
+        shards: Number of parts.
+        max_tokens, length_multiple: As in ``token_budget_runs``.
+
+    Returns:
+        Of each shard, the row numbers of each micro-batch.
+    """
+    ordered = sorted(rows, key=lambda row: -lengths[row])
+    dealt = [ordered[rank::shards] for rank in range(shards)]
+    # The rows of a place are neighbours in the order, and the first shard has the longest of them.
+    runs = token_budget_runs([lengths[row] for row in dealt[0]], max_tokens, length_multiple)
+    bounds = [sum(runs[:index]) for index in range(len(runs) + 1)]
+    return [[share[bounds[i] : bounds[i + 1]] for i in range(len(runs))] for share in dealt]
 
 
 def check_fits(lengths: Sequence[int], max_tokens: int) -> None:

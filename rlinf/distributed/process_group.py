@@ -6,9 +6,9 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -24,6 +24,10 @@ from rlinf.types import Observation, RolloutBatch
 
 GRACE_S = 5.0
 """Seconds that the other ranks have to end by themselves once one has failed."""
+
+
+class RankError(RuntimeError):
+    """A rank failed by what is no user error; the message has its traceback."""
 
 
 def rank() -> int:
@@ -70,10 +74,11 @@ def launch(
 
     One process has a process group only when ``process_group`` asks for it.
 
-    A rank that fails ends the others; an ``RLinfError`` is raised here as it is, anything else with the rank's traceback. SIGINT and SIGTERM reach every rank as SIGTERM;
-    a second SIGINT kills them. No process outlives the call, nor this process.
+    A rank that fails ends the others, and the first error is raised here: an ``RLinfError`` as it is.
+    SIGINT and SIGTERM reach every rank as SIGTERM; a second SIGINT kills them. No process outlives the call, nor this process.
 
     Raises:
+        RankError: Another error of a rank, with its traceback.
         SystemExit: With 128 + signal number, after a signal and an orderly end of all ranks.
     """
     if num_processes == 1:
@@ -85,11 +90,10 @@ def launch(
             if process_group:
                 dist.destroy_process_group()
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    user_errors = multiprocessing.get_context("spawn").SimpleQueue()
-    arguments = (function, argument, num_processes, port, device, user_errors)
+    # The store listens before its port is told: a free port that is only looked for may be another's when it is used.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    errors = multiprocessing.get_context("spawn").SimpleQueue()
+    arguments = (function, argument, num_processes, store.port, device, errors)
     context = mp.start_processes(_run_rank, arguments, nprocs=num_processes, join=False, start_method="spawn")
     received: list[int] = []
 
@@ -110,10 +114,13 @@ def launch(
                 for process in context.processes:
                     process.join(GRACE_S)
                     process.kill()
-        if not user_errors.empty():
-            raise user_errors.get()
+        error = None if errors.empty() else errors.get()
+        if isinstance(error, RLinfError):
+            raise error
         if received:
             sys.exit(128 + received[0])
+        if error is not None:
+            raise error
         while not context.join():
             pass
     finally:
@@ -126,21 +133,28 @@ def launch(
 
 
 def _run_rank(
-    rank: int, function: Callable, argument: Any, num_processes: int, port: int, device: str, user_errors: Any
+    rank: int, function: Callable, argument: Any, num_processes: int, port: int, device: str, errors: Any
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent passes it on
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
+    os.environ["LOCAL_RANK"] = str(rank)
     # The parent ends the other ranks when one dies, so this only has to outlast the longest evaluation of rank 0.
-    dist.init_process_group(backend_of(device), rank=rank, world_size=num_processes, timeout=timedelta(hours=12))
+    timeout = timedelta(hours=12)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=num_processes, timeout=timeout)
     try:
         function(argument)
         dist.barrier()  # gloo aborts when one rank closes its connections while another still uses them
-    except RLinfError as error:
-        if user_errors.empty():
-            user_errors.put(type(error)("\n".join([str(error), *getattr(error, "__notes__", [])])))
-        sys.exit(1)
+    except Exception as error:
+        # Told before this rank closes its connections, which then fails the other ranks: theirs is not the cause.
+        if errors.empty():
+            text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+            own = isinstance(error, RLinfError)
+            errors.put(
+                type(error)(text) if own else RankError(f"Rank {rank} failed.\n{traceback.format_exc()[-20000:]}")
+            )
+        raise
     finally:
         dist.destroy_process_group()
 

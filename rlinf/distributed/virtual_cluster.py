@@ -24,10 +24,10 @@ class RayVirtualCluster:
     """
 
     def __init__(self, bundle_ct_per_node_list: Sequence[int], use_gpus: bool = True) -> None:
-        counts = list(bundle_ct_per_node_list)
-        if len(counts) != 1 or counts[0] < 1:
+        counts = bundle_ct_per_node_list
+        if not isinstance(counts, Sequence) or len(counts) != 1 or counts[0] < 1:
             raise ConfigError(
-                f"RayVirtualCluster got {counts}; required: the number of processes on this one machine. "
+                f"RayVirtualCluster got {counts}; required: a list, the number of processes on this one machine. "
                 "Type RayVirtualCluster([1])"
             )
         found = torch.cuda.device_count()

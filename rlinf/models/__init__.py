@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -233,13 +234,15 @@ def _say_what_takes_it(cfg: ModelConfig) -> None:
 
 
 def _or_fall_back(cfg: ModelConfig, load: Callable[[ModelEntry], Any]) -> Any:
-    """Load by the model type's own entry; what a registered one raises is raised, unless ``cfg.strict`` is false."""
+    """Load by the model type's own entry; with ``cfg.strict`` off, by the generic one if the own class raises."""
     entry = entry_for(cfg)
+    if cfg.strict or cfg.model_type not in MODELS:
+        return load(entry)
     try:
         return load(entry)
     except Exception:
         found = folder_config(cfg.model_path).get("model_type")
-        if cfg.strict or found is None or cfg.model_type not in MODELS:
+        if found is None:
             raise
         generic = _generic_entry(replace(cfg, model_type=found))
         logger.exception(
@@ -262,7 +265,10 @@ def _load(entry: ModelEntry, cfg: ModelConfig, overrides: Mapping[str, Any] | No
     else:
         model = load_generic_model(entry, cfg, config)
     if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        try:
+            model.gradient_checkpointing_enable()
+        except ValueError as error:
+            raise ConfigError(f"{error} Type model.gradient_checkpointing=false") from error
     if cfg.is_lora:
         from rlinf.models.lora import apply_lora
 
@@ -333,8 +339,11 @@ def _section(cfg: Any, name: str) -> Any:
 
 
 def _model_section(cfg: Any) -> ModelConfig:
-    return cfg if isinstance(cfg, ModelConfig) else from_mapping(ModelConfig, cfg, "model")
+    section = cfg if isinstance(cfg, ModelConfig) else from_mapping(ModelConfig, cfg, "model")
+    paths = {name: getattr(section, name) for name in ("model_path", "lora_path")}
+    return replace(section, **{name: path and os.path.expanduser(path) for name, path in paths.items()})
 
 
 def _tokenizer_section(cfg: Any) -> TokenizerConfig:
-    return cfg if isinstance(cfg, TokenizerConfig) else from_mapping(TokenizerConfig, cfg or {}, "tokenizer")
+    section = cfg if isinstance(cfg, TokenizerConfig) else from_mapping(TokenizerConfig, cfg or {}, "tokenizer")
+    return replace(section, tokenizer_model=section.tokenizer_model and os.path.expanduser(section.tokenizer_model))

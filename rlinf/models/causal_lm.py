@@ -15,6 +15,7 @@ from rlinf.config.options import option
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.models.dropout import switch_off_dropout
 from rlinf.models.hf_model import HFModel
+from rlinf.models.loading import check_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,10 +44,11 @@ def load_causal_lm(model_name: str, config: CausalLMConfig) -> Any:
 
     Raises:
         ConfigError: The number format is unknown, or two quantisations are asked for.
-        MissingDependencyError: Quantisation without bitsandbytes.
+        MissingDependencyError: Quantisation without bitsandbytes, or FlashAttention that is not installed.
         CheckpointError: Nothing can be loaded from there, or weights are missing.
     """
     dtype = torch_dtype_of(config.torch_dtype)
+    check_attention(config.attn_implementation)
     quantization = _quantization(config)
     num_accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     arguments = {
@@ -91,9 +93,18 @@ def end_tokens(model: Any, tokenizer: Any, given: int | list[int] | None) -> lis
 
 
 def padding_token(model: Any, tokenizer: Any, given: int | None, ends: list[int]) -> int:
-    """Id that fills rows: the one given, else the model's, the tokenizer's, the first end token, or 0."""
+    """Id that fills rows: the one given, else the model's, the tokenizer's, the first end token, or 0.
+
+    Published models name ids that they have no embedding for, -1 among them; these are passed over.
+
+    Raises:
+        ConfigError: The one given is not in the vocabulary.
+    """
+    vocab_size = model.config.get_text_config().vocab_size
+    if given is not None and not 0 <= given < vocab_size:
+        raise ConfigError(f"pad_token_id={given}; required: 0 to {vocab_size - 1}. Type pad_token_id=0")
     candidates = (given, model.generation_config.pad_token_id, getattr(tokenizer, "pad_token_id", None), *ends[:1], 0)
-    return next(value for value in candidates if value is not None)
+    return next(value for value in candidates if value is not None and 0 <= value < vocab_size)
 
 
 def context_length(model: Any) -> int | None:
@@ -118,7 +129,7 @@ def _load_spread(model_name: str, **arguments: Any) -> Any:
 
     try:
         model, report = AutoModelForCausalLM.from_pretrained(model_name, output_loading_info=True, **arguments)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last where torch has no such device
         raise CheckpointError(
             f"'{model_name}' cannot be loaded with device_map={arguments['device_map']} ({error}). Type device_map='auto'"
         ) from error

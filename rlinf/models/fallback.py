@@ -63,7 +63,7 @@ def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
     raise ConfigError(
         f"model.model_type is '{name}', which is neither registered nor a causal or image-text-to-text type of "
         f"transformers.{did_you_mean(name, registered)} Type model.model_type={(alike or [closest(name, registered)])[0] or 'openvla'}"
-        ", or register it in a plugin: plugins=[module]"
+        ", or register it in a plugin (docs/adding_a_model.md): plugins=[module]"
     )
 
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mxfp4Config, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.modeling_utils import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models.loading import check_fit
 
 AUTO_CLASSES = (AutoModelForImageTextToText, AutoModelForCausalLM)
 """What makes a class usable: one of them knows it. The first one wins where ``architectures`` leaves the choice."""
@@ -87,7 +88,7 @@ class HFModel(nn.Module):
             raise CheckpointError(
                 f"The weights of '{path}' cannot be read: {error}. Type model.model_path=<complete checkpoint folder>"
             ) from error
-        _check_complete(path, info)
+        check_fit(path, info)
         # For classes outside transformers, loading leaves these buffers without values.
         computed = _unsaved_buffers(_without_weights(model_class, config, **arguments))
         for key, (buffers, name) in _unsaved_buffers(model).items():
@@ -143,10 +144,15 @@ class HFModel(nn.Module):
 
     @property
     def lora_target_modules(self) -> tuple[str, ...]:
-        """Last parts of the names of all linear layers inside the units of ``fsdp_wrap_modules``."""
+        """Last parts of the names of all linear layers inside the units of ``fsdp_wrap_modules``.
+
+        Routers of experts are left out: those that are linear layers return more than a product, which adapters cannot add to.
+        """
         units = [module for module in self.model.modules() if type(module).__name__ in self.fsdp_wrap_modules]
         layers = [item for unit in units for item in unit.named_modules() if isinstance(item[1], (nn.Linear, Conv1D))]
-        return tuple(sorted({name.rpartition(".")[2] for name, _ in layers}))
+        return tuple(
+            sorted({name.rpartition(".")[2] for name, layer in layers if "Router" not in type(layer).__name__})
+        )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> Any:
         """Run the wrapped model.
@@ -315,6 +321,12 @@ def _unsaved_buffers(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | Non
 def _attention(model_class: type[PreTrainedModel], implementation: str | None) -> dict[str, str]:
     if implementation is None or (implementation == "sdpa" and not model_class._supports_sdpa):
         return {}
+    kernels = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
+    if implementation not in kernels and "/" not in implementation:  # with a slash: a kernel of the hub
+        raise ConfigError(
+            f"model.attn_implementation is '{implementation}'; required: one of {', '.join(kernels)}. Type "
+            "model.attn_implementation=sdpa"
+        )
     if implementation == "flash_attention_2" and not model_class._supports_flash_attn:
         raise ConfigError(
             f"model.attn_implementation=flash_attention_2 does not exist for {model_class.__name__}. "
@@ -335,17 +347,6 @@ def _dequantization(config: PreTrainedConfig) -> dict[str, Any]:
         f"The checkpoint is quantised by '{method}', and its weights cannot be trained; required: weights in 16 or 32 bits, or "
         "mxfp4, which is dequantised. Type model.model_path=<folder of the unquantised model>"
     )
-
-
-def _check_complete(path: str | Path, info: Mapping[str, Any]) -> None:
-    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    mismatched = sorted(str(key) for key in info["mismatched_keys"])
-    if missing or unexpected or mismatched:
-        raise CheckpointError(
-            f"The weights in '{path}' do not fit its config.json: missing {missing[:5]} ({len(missing)}), unexpected "
-            f"{unexpected[:5]} ({len(unexpected)}), of another shape {mismatched[:5]} ({len(mismatched)}). "
-            "Type model.model_path=<another folder>"
-        )
 
 
 HFLLMModel = HFModel

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,8 @@ from rlinf.models.generation.interfaces import (
 from rlinf.models.hf_model import HFModel
 from rlinf.models.interfaces import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
 from rlinf.models.logprobs import batch_logprobs, micro_batches
+from rlinf.models.lora import merged_state_dict
+from rlinf.models.master_adamw import MasterAdamW
 from rlinf.seeding import derive_seed
 
 Result = TypeVar("Result")
@@ -42,7 +45,7 @@ class HuggingFacePolicyConfig(CausalLMConfig, SamplingConfig):
 
     learning_rate: float = option(1e-5, "Of AdamW.", minimum=0)
     weight_decay: float = option(0.0, "Of AdamW.", minimum=0)
-    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", minimum=0)
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", minimum=1e-6)
     micro_batch_size: int = option(8, "Rows of one forward-backward pass.", minimum=1)
     max_tokens_per_microbatch: int | None = option(None, "Instead: rows by tokens, padding included.", minimum=1)
     sequence_packing: bool = option(False, "Lay the rows of such a micro-batch end to end instead of padding them.")
@@ -95,7 +98,7 @@ class HuggingFacePolicy(PolicyInterface):
         self._optimizer = MasterAdamW(self.model, self.config.learning_rate, self.config.weight_decay)
         self._num_steps = 0
         self._reference: nn.Module | None = None
-        self._checksum = weights_checksum(self.model)
+        self._checksum: list[float] | None = None
         self._random = sampling_generator(self.config.seed, rank())
 
     def generate(
@@ -150,6 +153,8 @@ class HuggingFacePolicy(PolicyInterface):
                 )
             else:
                 loss = loss_fn(self.model, data)
+                if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                    raise ConfigError(f"loss_fn returned {loss!r}; required: a tensor of one number with a gradient.")
                 loss.backward()
                 self._optimizer.gather_gradients()
                 metrics = {"loss": loss.item()}
@@ -162,17 +167,38 @@ class HuggingFacePolicy(PolicyInterface):
             raise NonFiniteError(
                 f"The loss is {metrics['loss']} and the gradient norm {grad_norm}; the step was not taken."
             )
+        if self._num_steps == 0 and self._reference is None and self.config.lora is None:
+            self._checksum = weights_checksum(self.model)
         self._optimizer.step()
         self._num_steps += 1
         self._optimizer.zero_grad()
         return {**metrics, "grad_norm": grad_norm, **memory_metrics()}
 
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a folder that transformers, the engines and another policy load; adapters are added to the weights.
+
+        Every rank calls it, and the first one writes.
+
+        Raises:
+            ConfigError: There are adapters on quantised weights, to which they cannot be added.
+        """
+        if self.config.load_in_8bit or self.config.load_in_4bit:
+            raise ConfigError(
+                "Adapters cannot be added to quantised weights. Type load_in_8bit=False, load_in_4bit=False"
+            )
+        if rank() == 0:
+            merged = None if self.config.lora is None else merged_state_dict(self.model)
+            self.model.save_pretrained(folder, state_dict=merged)
+        if world_size() > 1:
+            dist.barrier()
+
     def _accumulate(self, data: BatchedDataDict, loss_fn: TokenLoss) -> dict[str, float]:
         def prepare() -> tuple[TokenCounts, list[BatchedDataDict]]:
+            counts = loss_fn.counts(data)
             rows = self._micro_batches(data, loss_fn.rows_per_sample)
             if loss_fn.needs_reference and "reference_logprobs" not in data:
                 data["reference_logprobs"] = self.get_reference_logprobs(data)["logprobs"]
-            return loss_fn.counts(data), [data.select_indices(each) for each in rows]
+            return counts, [data.select_indices(each) for each in rows]
 
         own, parts = refused_together(prepare)
         counts = TokenCounts(*sum_over_ranks([own.tokens, own.samples]))
@@ -227,43 +253,6 @@ class HuggingFacePolicy(PolicyInterface):
         return model
 
 
-class MasterAdamW:
-    """AdamW (Loshchilov and Hutter 2019) on float32 copies of parameters in 16 bits, and on others directly.
-
-    Attributes:
-        parameters: The trained parameters of the model.
-        masters: What is stepped, in the same order: a float32 copy, or the parameter itself.
-    """
-
-    def __init__(self, model: nn.Module, learning_rate: float, weight_decay: float) -> None:
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self.parameters]
-        self._adamw = torch.optim.AdamW(self.masters, lr=learning_rate, weight_decay=weight_decay)
-
-    def zero_grad(self) -> None:
-        """Forget the gradients of parameters and copies."""
-        for tensor in (*self.parameters, *self.masters):
-            tensor.grad = None
-
-    def gather_gradients(self) -> None:
-        """Add the gradients of a backward pass to those of the float32 copies, where sums are not rounded to 16 bits."""
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter and parameter.grad is not None:
-                gradient = parameter.grad.float()
-                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-                parameter.grad = None
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Step the copies by what was gathered, and round them to the parameters."""
-        self.gather_gradients()
-        self._adamw.step()
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                parameter.copy_(master)
-                master.grad = None
-
-
 def check_loss(loss_fn: Any, temperature: float, lora_dropout: float = 0.0) -> None:
     """Refuse a loss that a policy cannot train with.
 
@@ -275,7 +264,7 @@ def check_loss(loss_fn: Any, temperature: float, lora_dropout: float = 0.0) -> N
     Raises:
         ConfigError: It is no loss, or would take log-probabilities of another temperature or with dropout.
     """
-    if not callable(loss_fn):
+    if not callable(loss_fn) or isinstance(loss_fn, type):
         raise ConfigError(f"loss_fn is {loss_fn!r}; required: a loss. Give e.g. rlinf.algorithms.NLLLossFn()")
     if not isinstance(loss_fn, TokenLoss):
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,11 @@ OPTIONAL_ARGUMENTS = ("action_chunks_len", "value_head", "detach_value")
 
 REPLACED_WHOLE = ("norm_stats",)
 """Fields of which an override leaves nothing: the data sets of other robots must not stay beside those given."""
+
+
+def typed(override: str) -> str:
+    """Return the sentence that ends an error about a field of a model's own configuration."""
+    return f"Type model.override_config.{override}, or model.init_config.{override} for random weights"
 
 
 def import_target(target: Any) -> Any:
@@ -80,6 +86,47 @@ def read_json(path: str | Path) -> dict[str, Any]:
     except ValueError as error:  # of the JSON, or of its encoding
         found = str(error)
     raise CheckpointError(f"'{path}' is no JSON object ({found}). Type model.model_path=<another folder>")
+
+
+def checkpoint_folder(path: str | Path) -> Path:
+    """Return a checkpoint's folder; a hub id (``owner/name``) is downloaded.
+
+    Raises:
+        CheckpointError: Neither a folder nor a hub id that can be reached.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    reason = "there is no such folder"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(str(path)))
+        except (OSError, ValueError) as error:
+            reason = f"there is no such folder, and as a hub id it cannot be downloaded: {error}"
+    raise CheckpointError(f"model.model_path is '{path}': {reason}. Type model.model_path=<checkpoint folder>")
+
+
+def check_fit(folder: str | Path, loading_info: Mapping[str, Any], hint: str = "") -> None:
+    """Refuse weights that are not exactly those of the model.
+
+    Args:
+        folder: Where they came from.
+        loading_info: ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys``, as transformers reports them.
+        hint: What else the user may type, behind "Type model.model_path=<another folder>".
+
+    Raises:
+        CheckpointError: One of the three is not empty.
+    """
+    missing, unexpected = sorted(loading_info["missing_keys"]), sorted(loading_info["unexpected_keys"])
+    mismatched = [str(key) for key in loading_info["mismatched_keys"]]
+    if missing or unexpected or mismatched:
+        raise CheckpointError(
+            f"The weights in '{folder}' do not fit its config.json: missing {missing[:5]} ({len(missing)}), "
+            f"unexpected {unexpected[:5]} ({len(unexpected)}), of another shape {mismatched[:5]} "
+            f"({len(mismatched)}). Type model.model_path=<another folder>{hint}"
+        )
 
 
 def check_model_type(config_class: Any, values: Mapping[str, Any], path: str | Path) -> None:
@@ -242,7 +289,8 @@ def load_action_model(entry: ModelEntry, cfg: ModelConfig, config: Any) -> Any:
     arguments = {"hidden_size": cfg.hidden_size, "unnorm_key": cfg.unnorm_key, "action_dim": cfg.action_token_len}
     arguments |= _optional_arguments(entry.model, cfg)
     if cfg.model_path is not None:
-        return entry.model.from_pretrained(
+        return _load_exactly(
+            entry.model,
             cfg.model_path,
             config=config,
             torch_dtype=dtype,
@@ -256,6 +304,24 @@ def load_action_model(entry: ModelEntry, cfg: ModelConfig, config: Any) -> Any:
 
         config.norm_stats = unit_range_stats(cfg.action_token_len, getattr(config, "state_dim", None))
     return entry.model._from_config(config, dtype=dtype, attn_implementation=cfg.attn_implementation, **arguments)
+
+
+def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:
+    """Call ``from_pretrained``; where that is transformers' own, which draws what does not fit at random, refuse the folder."""
+    from transformers import PreTrainedModel
+
+    own, theirs = (inspect.getattr_static(each, "from_pretrained", None) for each in (model_class, PreTrainedModel))
+    if own is not theirs:
+        return model_class.from_pretrained(path, **arguments)
+    arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = model_class.from_pretrained(path, **arguments)
+    missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
+    for head in getattr(model_class, "trained_in_full", ("value_head",)):  # may be absent as a whole, on either side
+        own = {key for key in model.state_dict() if key.split(".")[0] == head}
+        missing -= own if own <= missing else set()
+        unexpected -= {key for key in unexpected if not own and key.split(".")[0] == head}
+    check_fit(path, {**info, "missing_keys": missing, "unexpected_keys": unexpected})
+    return model
 
 
 def load_generic_model(entry: ModelEntry, cfg: ModelConfig, config: Any) -> Any:
@@ -275,10 +341,9 @@ def load_standard_processor(entry: ModelEntry, path: str, trust_remote_code: boo
     from transformers import AutoProcessor, AutoTokenizer
 
     remote = {"trust_remote_code": trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **remote)
-    parts = {"tokenizer": tokenizer}
-    if entry.image_processor is not None:
-        parts["image_processor"] = entry.image_processor.from_pretrained(path, **remote)
     if entry.processor is None:
         return AutoProcessor.from_pretrained(path, padding_side="left", **remote)
+    parts = {"tokenizer": AutoTokenizer.from_pretrained(path, padding_side="left", **remote)}
+    if entry.image_processor is not None:
+        parts["image_processor"] = entry.image_processor.from_pretrained(path, **remote)
     return entry.processor.from_pretrained(path, **parts, **remote)

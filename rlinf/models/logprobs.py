@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlinf.distributed.batched_data_dict import IMAGE_KEYS, BatchedDataDict
+from rlinf.distributed.batched_data_dict import IMAGE_KEYS, BatchedDataDict, join_padded
 from rlinf.distributed.packing import micro_batch_rows, pack_rows
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import token_logprobs
@@ -18,6 +18,7 @@ from rlinf.models.generation.interfaces import tokens_and_mask, verify_right_pad
 
 TOKEN_TYPE_KEYS = {"token_type_ids", "mm_token_type_ids"}
 """``[B, S]`` that tell image tokens from text; generated tokens are text, which is 0."""
+_KNOWN = {"input_ids", "attention_mask", "labels", *IMAGE_KEYS, *TOKEN_TYPE_KEYS}
 
 
 def batch_logprobs(model: Any, data: Mapping[str, Any], temperature: float = 1.0, packed: bool = False) -> Tensor:
@@ -63,11 +64,17 @@ def image_inputs(model: Any, data: Mapping[str, Any], width: int) -> dict[str, T
         width: Columns of the tokens.
 
     Raises:
-        ConfigError: The model takes no such images.
+        ConfigError: The model takes no such images, or takes something of the batch that would be left out.
     """
-    if not any(key in data for key in (*IMAGE_KEYS, *TOKEN_TYPE_KEYS)):
-        return {}
     taken = inspect.signature(model.forward).parameters
+    lost = [
+        key for key, value in data.items() if key in taken and key not in _KNOWN and isinstance(value, Tensor | list)
+    ]
+    if lost:
+        raise ConfigError(
+            f"The batch has {lost}, which {type(model).__name__} takes and a policy does not pass on, so that the numbers "
+            f"would be others. Leave out of the batch, or rename, {', '.join(lost)}"
+        )
     weight = next(model.parameters())
     inputs = {}
     for key in IMAGE_KEYS:
@@ -76,7 +83,7 @@ def image_inputs(model: Any, data: Mapping[str, Any], width: int) -> dict[str, T
                 raise ConfigError(
                     f"The batch has '{key}', and {type(model).__name__} takes none. Leave it out of the batch"
                 )
-            images = torch.cat(data[key]) if isinstance(data[key], list) else data[key]
+            images = join_padded(data[key], key) if isinstance(data[key], list) else data[key]
             if len(images):
                 inputs[key] = images.to(weight.device, weight.dtype if images.is_floating_point() else images.dtype)
     for key in TOKEN_TYPE_KEYS:

@@ -27,7 +27,6 @@ from rlinf.models.generation.hf_generation import SamplingConfig, generate_token
 from rlinf.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec, tokens_and_mask
 from rlinf.models.hf_model import HFModel, load_config
 from rlinf.models.hf_policy import (
-    MasterAdamW,
     check_loss,
     check_sampling,
     refused_together,
@@ -36,6 +35,7 @@ from rlinf.models.hf_policy import (
 )
 from rlinf.models.interfaces import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
 from rlinf.models.logprobs import micro_batches
+from rlinf.models.master_adamw import MasterAdamW
 from rlinf.models.megatron_groups import MegatronGroups, check_device, check_ranks, device_of_this_rank
 from rlinf.models.megatron_weights import (
     build_gpt,
@@ -62,7 +62,7 @@ class MegatronPolicyConfig(SamplingConfig):
     tokenizer: Any = option(None, "Tokenizer that gives the padding and end tokens where the model names none.")
     learning_rate: float = option(1e-5, "Of AdamW.", minimum=0)
     weight_decay: float = option(0.0, "Of AdamW.", minimum=0)
-    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", minimum=0)
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", minimum=1e-6)
     micro_batch_size: int = option(8, "Rows of one forward-backward pass.", minimum=1)
     max_tokens_per_microbatch: int | None = option(None, "Instead: rows by tokens, padding included.", minimum=1)
 

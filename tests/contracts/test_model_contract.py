@@ -128,7 +128,7 @@ def your_processor(tmp_path_factory):
     """Registers the template under its name; returns a folder with its tokenizer, and the id of ``<image>``."""
     from transformers import AutoTokenizer
 
-    from rlinf.models.embodiment.openvla_processing import TINY_TOKENIZER
+    from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
     from rlinf.models.embodiment.your_model_action_model import YourImageProcessor, YourProcessor
 
     folder = tmp_path_factory.mktemp("your_model")

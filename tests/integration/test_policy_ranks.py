@@ -40,6 +40,9 @@ def train_one_rank(arguments) -> None:
         metrics, gradients = step(policy, rows, loss_fn)
         torch.save((metrics, gradients, policy.model.state_dict()), f"{output}/{name}_{rank}.pt")
     torch.save(policy.generate(batch)["output_ids"], f"{output}/responses_{rank}.pt")
+    policy.save_pretrained(f"{output}/saved")
+    again = HuggingFacePolicy(f"{output}/saved")
+    assert again.get_logprobs(batch)["logprobs"].equal(policy.get_logprobs(batch)["logprobs"])
     with pytest.raises(ConfigError, match="no TokenLoss.*2 ranks"):
         policy.train(rows, lambda model, data: model(input_ids=data["input_ids"]).logits.sum())
     check_refusals(folder, batch, second=rank == 1)

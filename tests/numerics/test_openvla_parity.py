@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from rlinf.errors import CheckpointError
 from rlinf.models import get_model
-from rlinf.models.embodiment.openvla_processing import PrismaticImageProcessor, move_bos_to_front
+from rlinf.models.embodiment.openvla_processing import PrismaticImageProcessor, PrismaticProcessor
 
 ROOT = Path(os.environ.get("RLINF_PARITY_DIR", Path(__file__).parents[2].parent / "shared" / "parity")) / "openvla"
 pytestmark = pytest.mark.skipif(
@@ -186,9 +186,25 @@ def test_control_statistics_of_another_data_set_give_other_actions(plain):
 # -- the RL variant ----------------------------------------------------------------------------------------------
 
 
-def test_bos_moves_to_the_front(rl):
+class GivenTokens:
+    """A tokenizer whose prompts are the numbers of rows of left-padded ids."""
+
+    pad_token_id = 32000
+
+    def __init__(self, left):
+        self.rows = [row[row != self.pad_token_id].tolist() for row in left]
+        self.bos_token_id = self.rows[0][0]
+
+    def __call__(self, prompt, add_special_tokens):
+        return {"input_ids": self.rows[int(prompt)]}
+
+
+def test_prompts_are_padded_behind_bos(rl):
     left = rl["tokenizer_left_padded_ids"]
-    input_ids, attention_mask = move_bos_to_front(left, (left != 32000).long(), 32000)
+    tokenizer = GivenTokens(left)
+    processor = PrismaticProcessor(PrismaticImageProcessor(), tokenizer, max_prompt_len=left.shape[1])
+    input_ids, attention_mask = processor.encode([str(row) for row in range(len(left))])
+    assert len({len(row) for row in tokenizer.rows}) > 1
     assert torch.equal(input_ids, rl["input_ids"])
     assert torch.equal(attention_mask, rl["attention_mask"])
 

@@ -219,6 +219,17 @@ def test_missing_or_misshapen_keys_are_named():
             trained_tokens(batch_of([2], **{key: [1]}))
     with pytest.raises(ConfigError, match=r"token_mask is \[1, 3\]"):
         trained_tokens(batch_of([2], token_mask=torch.ones(1, 3)))
+    with pytest.raises(ConfigError, match=r"sample_mask is \[1, 1\]; required: \[1\]"):
+        trained_tokens(batch_of([2], sample_mask=torch.ones(1, 1)))
+
+
+def test_labels_are_refused_where_a_token_mask_would_be_read():
+    labels = torch.tensor([[-100, -100, 5]])
+    with pytest.raises(ConfigError, match=r"Give token_mask=\(labels != -100\)"):
+        trained_tokens(batch_of([3], labels=labels))
+    data = batch_of([3], labels=labels, token_mask=labels != -100)
+    assert trained_tokens(data).tolist() == [[False, False, True]]
+    assert trained_tokens(batch_of([3], labels=["cat"])).sum() == 2, "labels of another kind are the user's own"
 
 
 # -- parts of a batch --------------------------------------------------------------------------------------------

@@ -57,7 +57,8 @@ def test_from_batches_pads_every_axis():
 @pytest.mark.parametrize(
     ("batches", "words"),
     [([], "one or more"), ([{"a": [1]}, {"b": [1]}], "'a', 'b'"), ([{"a": [1], "n": 1}, {"a": [1], "n": 2}], "'n' belongs"),
-     ([{"a": torch.zeros(1)}, {"a": torch.zeros(1, 1)}], r"\[\[1\], \[1, 1\]\]")],
+     ([{"a": torch.zeros(1)}, {"a": torch.zeros(1, 1)}], r"\[\[1\], \[1, 1\]\]"),
+     ([{"a": torch.zeros(1)}, {"a": [0.0]}], "'a' is of the types .'Tensor', 'list'")],
 )  # fmt: skip
 def test_from_batches_refuses_what_does_not_fit(batches, words):
     with pytest.raises(ConfigError, match=words):
@@ -70,6 +71,11 @@ def test_selection_by_rows():
     assert rows_of(batch.get_batch(1, 2)) == [2, 3] and rows_of(batch.get_batch(2, 2)) == [4]
     assert rows_of(batch.select_indices([4, 0, 0])) == [4, 0, 0]
     assert batch.select_indices(torch.tensor([3, 1]))["name"] == ["r3", "r1"]
+    chosen = batch.select_indices(batch["row"] > 2)
+    assert rows_of(chosen) == [3, 4] and chosen["name"] == ["r3", "r4"]
+    assert rows_of(batch.select_indices([])) == []
+    with pytest.raises(ConfigError, match=r"bools \[2\]; required: \[5\]"):
+        batch.select_indices([True, False])
     assert rows_of(batch.repeat_interleave(2)) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert batch.repeat_interleave(2)["scale"] == 0.5
     with pytest.raises(ConfigError, match="Rows 4 to 6 were asked of a batch with 5"):
@@ -94,6 +100,9 @@ def test_truncation_touches_only_tensors_with_that_axis():
     batch = BatchedDataDict({"ids": torch.ones(2, 5), "row": torch.arange(2), "short": torch.ones(2, 2)})
     batch.truncate_tensors(1, 3)
     assert batch["ids"].shape == (2, 3) and batch["short"].shape == (2, 2) and rows_of(batch) == [0, 1]
+    for dim in (0, -1):
+        with pytest.raises(ConfigError, match=f"dim={dim}; required: 1 or more"):
+            batch.truncate_tensors(dim, 1)
 
 
 def test_to_moves_tensors_and_keeps_the_rest():
@@ -182,8 +191,16 @@ def test_contradicting_shard_arguments_are_refused():
         of_lengths([1, 2]).shard_by_batch_size(1, allow_uneven_shards=True, sequence_packing_args=args)
     with pytest.raises(ConfigError, match="9 tokens is longer than max_tokens_per_microbatch=8.*=9 or more"):
         of_lengths([9, 2]).shard_by_batch_size(1, sequence_packing_args=args)
-    with pytest.raises(ConfigError, match="1 sequences do not make 2 bins"):
-        of_lengths([2]).shard_by_batch_size(2, sequence_packing_args=args)
+    for lengths, shards in (([2], 2), ([8, 7, 8, 7, 8], 3)):
+        with pytest.raises(ConfigError, match=f"{len(lengths)} sequences do not make a multiple of {shards} bins of 8"):
+            of_lengths(lengths).shard_by_batch_size(shards, sequence_packing_args=args)
+    for wrong in ({}, {"max_tokens": 8}, args | {"sequence_len_round": 4}):
+        for kind in ("dynamic_batching_args", "sequence_packing_args"):
+            with pytest.raises(ConfigError, match="required: max_tokens_per_microbatch"):
+                of_lengths([2]).shard_by_batch_size(1, **{kind: wrong})
+    for shards, batch_size in ((0, None), (1, 0), (1, -2)):
+        with pytest.raises(ConfigError, match=f"shards={shards}, batch_size=.*required: 1 or more"):
+            of_lengths([2]).shard_by_batch_size(shards, batch_size)
 
 
 def test_first_fit_decreasing_by_hand():

@@ -246,6 +246,21 @@ def test_rows_stop_at_eos_and_are_filled_with_the_pad_token(tiny_lm, prompts):
     assert not output["logprobs"][1, output["unpadded_sequence_lengths"][1] :].any()
 
 
+@pytest.mark.parametrize("pad", [-1, 48])
+def test_a_padding_token_without_an_embedding_is_refused_or_of_a_checkpoint_passed_over(
+    tiny_lm, tmp_path, prompts, pad
+):
+    with pytest.raises(ConfigError, match=f"pad_token_id={pad}; required: 0 to 47. Type pad_token_id=0"):
+        HuggingFaceGeneration(tiny_lm(), max_new_tokens=4, pad_token_id=pad).generate(prompts, greedy=True)
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm())
+    model.save_pretrained(tmp_path)
+    settings = tmp_path / "generation_config.json"
+    settings.write_text(settings.read_text().replace('"pad_token_id": 0', f'"pad_token_id": {pad}'))
+    expected = HuggingFaceGeneration(tiny_lm(), max_new_tokens=8, pad_token_id=2).generate(prompts, greedy=True)
+    output = HuggingFaceGeneration(str(tmp_path), max_new_tokens=8).generate(prompts, greedy=True)
+    assert output["output_ids"].equal(expected["output_ids"]), "the end token fills, which is 2"
+
+
 def test_sampling_settings_of_the_checkpoint_are_not_used_but_its_end_tokens_are(tiny_lm, tmp_path, prompts):
     model = AutoModelForCausalLM.from_pretrained(tiny_lm())
     free = HuggingFaceGeneration(tiny_lm(), max_new_tokens=8, eos_token_id=[]).generate(prompts, greedy=True)
@@ -290,6 +305,8 @@ def test_prepare_and_finish_may_be_repeated_and_weights_stay(tiny_lm, prompts):
         ({"top_k": 0}, ConfigError, "top_k is 0"),
         ({"max_new_tokens": 0}, ConfigError, "max_new_tokens is 0"),
         ({"backend": "vllm"}, ConfigError, "backend is 'vllm'.*backend=hf"),
+        ({"attn_implementation": "flash"}, ConfigError, "'flash'; required: one of eager, .*attn_implementation=sdpa"),
+        ({"device_map": "foo"}, CheckpointError, "device_map=foo.*Type device_map='auto'"),
         ({"torch_dtype": "bf17"}, ConfigError, "torch_dtype is 'bf17'.*bfloat16"),
         ({"load_in_8bit": True}, MissingDependencyError, "load_in_8bit=True.*pip install bitsandbytes"),
         ({"load_in_4bit": True}, MissingDependencyError, "load_in_4bit=True.*pip install bitsandbytes"),
@@ -339,7 +356,7 @@ def test_padding_on_the_left_and_empty_prompts_are_refused(tiny_lm, prompts):
     with pytest.raises(ConfigError, match="Row 1 is not padded on the right"):
         engine.generate(left, greedy=True)
     prompts["attention_mask"][2] = 0
-    with pytest.raises(ConfigError, match="Row 2"):
+    with pytest.raises(ConfigError, match="Row 2 has no tokens"):
         engine.generate(prompts, greedy=True)
     with pytest.raises(ConfigError, match=r"no rows: its tokens are \[0, 6\]. Give one row or more"):
         engine.generate(prompts.slice(0, 0), greedy=True)
@@ -353,3 +370,16 @@ def test_malformed_batches_are_refused(prompts):
         tokens_and_mask({"input_ids": prompts["input_ids"], "attention_mask": torch.ones(4, 3)})
     with pytest.raises(ConfigError, match="unpadded_sequence_lengths"):
         tokens_and_mask({"output_ids": prompts["input_ids"]})
+    with pytest.raises(ConfigError, match=r"output_ids are \[4, 6\] and .* \[4, 6\]; required: \[B, S\] and \[B\]"):
+        tokens_and_mask({"output_ids": prompts["input_ids"], "unpadded_sequence_lengths": prompts["attention_mask"]})
+    with pytest.raises(ConfigError, match="'input_ids' is a list; required: a torch.Tensor"):
+        tokens_and_mask({key: value.tolist() for key, value in prompts.items()})
+
+
+def test_rows_of_all_keys_are_counted_and_ids_of_32_bits_are_read(tiny_lm, prompts):
+    engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=2)
+    with pytest.raises(ConfigError, match="'name': 3.*one number for all keys"):
+        engine.generate(prompts | {"name": ["a", "b", "c"]}, greedy=True)
+    short = engine.generate({key: value.int() for key, value in prompts.items()}, greedy=True)
+    assert short["output_ids"].dtype == torch.int64
+    assert short["output_ids"].equal(engine.generate(prompts, greedy=True)["output_ids"])

@@ -26,7 +26,7 @@ from rlinf.models import (
     register_model,
 )
 from rlinf.models.config import LoraConfig, ModelConfig
-from rlinf.models.embodiment.openvla_processing import TINY_TOKENIZER
+from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.models.hf_model import check_tensor_parallel, load_config, model_class_of
 from rlinf.models.lora import apply_lora
 
@@ -341,6 +341,14 @@ def test_lora_targets_are_the_linear_layers_of_the_units(folders, family):
     assert any(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
 
 
+def test_a_router_that_is_a_linear_layer_gets_no_adapter(tiny_lm):
+    model = HFModel.from_pretrained(tiny_lm("llama4_text", head_dim=8, num_local_experts=2, intermediate_size_mlp=16))
+    model = apply_lora(model, LoraConfig(rank=2, alpha=2))
+    adapted = {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
+    assert {"q_proj", "down_proj"} <= adapted and "router" not in adapted
+    model(torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+
+
 CUSTOM_CODE = """
 import torch
 from torch import nn
@@ -554,6 +562,11 @@ def test_attention_kernels_that_a_class_lacks(folders):
     assert (
         HFModel.from_pretrained(folders / "llama", attn_implementation="eager").config._attn_implementation == "eager"
     )
+
+
+def test_an_unknown_attention_kernel_is_refused(folders):
+    with pytest.raises(ConfigError, match="attn_implementation is 'spda'; required: one of eager, .*Type .*=sdpa"):
+        HFModel.from_pretrained(folders / "llama", attn_implementation="spda")
 
 
 def test_flash_attention_for_a_class_without_it_is_refused(folders, monkeypatch):

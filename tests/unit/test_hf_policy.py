@@ -13,7 +13,7 @@ from rlinf.distributed import BatchedDataDict
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
 from rlinf.models import HuggingFacePolicy
 from rlinf.models.generation.interfaces import response_mask
-from rlinf.models.hf_policy import MasterAdamW
+from rlinf.models.master_adamw import MasterAdamW
 
 LOSSES = {"nll": NLLLossFn(), "dpo": DPOLossFn(), "grpo": GRPOLossFn(loss_level="sequence", kl_coef=0.1)}
 
@@ -144,6 +144,17 @@ def test_a_folder_that_changed_is_no_reference(tiny_lm, batch, tmp_path):
     policy.model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="no longer holds.*before the first train"):
         policy.get_reference_logprobs(batch)
+
+
+def test_weights_that_were_put_in_before_the_first_step_are_the_reference(tiny_lm, batch):
+    start = HuggingFacePolicy(tiny_lm(seed=1)).get_logprobs(batch)["logprobs"]
+    early, late = (HuggingFacePolicy(tiny_lm()) for _ in range(2))
+    for policy in (early, late):
+        policy.model.load_state_dict(AutoModelForCausalLM.from_pretrained(tiny_lm(seed=1)).state_dict())
+    assert early.get_reference_logprobs(batch)["logprobs"].equal(start)
+    late.train(batch, NLLLossFn())
+    with pytest.raises(CheckpointError, match="Call get_reference_logprobs once before the first train"):
+        late.get_reference_logprobs(batch)
 
 
 # -- steps -------------------------------------------------------------------------------------------------------
@@ -319,6 +330,18 @@ def test_lora_trains_adapters_only(tiny_lm, batch):
     assert changed and all("q_proj.lora_B" in name for name in changed)
 
 
+@pytest.mark.parametrize(("family", "lora"), [("llama", None), ("llama", {"rank": 2}), ("qwen2", {"rank": 2})])
+def test_a_saved_policy_scores_as_it_did(tiny_lm, batch, tmp_path, family, lora):
+    folder = tiny_lm(family, tie_word_embeddings=family == "qwen2")
+    policy = HuggingFacePolicy(folder, learning_rate=1e-2, lora=lora)
+    start = policy.get_logprobs(batch)["logprobs"]
+    policy.train(batch, NLLLossFn())
+    policy.save_pretrained(tmp_path)
+    expected = policy.get_logprobs(batch)["logprobs"]
+    assert (HuggingFacePolicy(str(tmp_path)).get_logprobs(batch)["logprobs"] - expected).abs().max() < 1e-5
+    assert (start - expected).abs().max() > 0.1, "control: the weights before the step"
+
+
 def test_gradient_checkpointing_gives_the_same_gradients(tiny_lm, batch, monkeypatch):
     plain, _ = step_gradients(HuggingFacePolicy(tiny_lm()), batch, NLLLossFn(), monkeypatch)
     policy = HuggingFacePolicy(tiny_lm(), gradient_checkpointing=True)
@@ -342,6 +365,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight(tiny_lm, batch):
     [
         ({"learning_rat": 1.0}, "learning_rat.*Did you mean 'learning_rate'"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; required: at least 1e-06"),
         ({"torch_dtype": "float16"}, "torch_dtype=float16.*Type torch_dtype='bfloat16'"),
         ({"top_p": 0.9}, "top_p=0.9.*Type top_p=1.0"),
         ({"top_k": 5}, "top_k=5.*Type top_k=None"),
@@ -377,6 +401,14 @@ def test_batches_that_do_not_fit_the_loss_are_refused(tiny_lm, batch):
     left = BatchedDataDict({key: batch[key].flip(1) for key in ("input_ids", "attention_mask")})
     with pytest.raises(ConfigError, match="Row 1 is not padded on the right"):
         HuggingFacePolicy(tiny_lm()).get_logprobs(left)
+    with pytest.raises(ConfigError, match="Row 1 is not padded on the right: column 0 is padding"):
+        NLLLossFn()(HuggingFacePolicy(tiny_lm()).model, left)
+    with pytest.raises(
+        ConfigError, match=r"loss_fn returned tensor\(\[.*required: a tensor of one number with a gradient"
+    ):
+        HuggingFacePolicy(tiny_lm()).train(batch, lambda model, data: model(data["input_ids"]).logits.mean((1, 2)))
+    with pytest.raises(ConfigError, match="loss_fn is <class .*required: a loss. Give e.g. .*NLLLossFn"):
+        HuggingFacePolicy(tiny_lm()).train(batch, NLLLossFn)
 
 
 @pytest.mark.parametrize("call", ["get_logprobs", "generate"])

@@ -21,7 +21,7 @@ from rlinf.models.generation.interfaces import response_mask
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from make_tiny_vlm import FAMILIES, IMAGE_SIZE, make_tiny_vlm
 
-USED = ("llava", "gemma3", "qwen2_5_vl")
+USED = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
 TEXTS = ("reach the red block", "go to the zone", "push the blue block into the green zone", "reach the zone")
 NUM_IMAGES = (1, 2, 0, 1)
 
@@ -152,6 +152,13 @@ def test_images_that_would_be_lost_are_refused(cases, tiny_lm, prompts):
     batch = BatchedDataDict(prompts | {"pixel_values": torch.zeros(4, 3, 8, 8)})
     with pytest.raises(ConfigError, match="'pixel_values', and LlamaForCausalLM takes none"):
         HuggingFacePolicy(tiny_lm()).get_logprobs(batch)
+    for key in ("position_ids", "inputs_embeds"):
+        with pytest.raises(ConfigError, match=f"The batch has .'{key}'., which LlamaForCausalLM takes and"):
+            HuggingFacePolicy(tiny_lm()).get_logprobs(BatchedDataDict(prompts | {key: torch.zeros(4, 6)}))
+    flat = cases("llava").batch | {"pixel_values": torch.cat(cases("llava").batch["pixel_values"])[:3]}
+    for call in ("generate", "get_logprobs"):
+        with pytest.raises(ConfigError, match="'pixel_values': 3.*Give images as a list"):
+            getattr(HuggingFacePolicy(cases("llava").folder), call)(BatchedDataDict(flat))
     packed = HuggingFacePolicy(cases("llava").folder, sequence_packing=True, max_tokens_per_microbatch=400)
     with pytest.raises(ConfigError, match="no place for pixel_values. Type sequence_packing=False"):
         packed.get_logprobs(cases("llava").batch)

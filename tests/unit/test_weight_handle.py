@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import pickle
@@ -84,12 +85,12 @@ def test_a_handle_never_opens_as_other_weights():
         first.open()
     assert second.open()["a"].tolist() == [0.0] * 4
     buffer.close()
-    # The number of the closed descriptor now belongs to another buffer of the same size and version.
+    # The number of the closed descriptor may by now belong to another buffer of the same size and version.
     other = WeightBuffer()
     third = other.write({"a": torch.full((4,), 7.0)}, 2)
-    assert third.path == second.path, "control: the descriptor is the same"
     with pytest.raises(WeightsRefusedError, match="version 2 no longer"):
-        second.open()
+        dataclasses.replace(second, path=third.path).open()
+    assert third.open()["a"].tolist() == [7.0] * 4, "control"
     other.close()
 
 
@@ -100,9 +101,8 @@ def test_a_stale_handle_leaves_a_file_under_its_descriptor_as_it_is(tmp_path):
     with open(tmp_path / "log", "w+b") as file:
         file.write(b"short")
         file.flush()
-        assert handle.path.endswith(f"/{file.fileno()}"), "control: the descriptor is the same"
         with pytest.raises(WeightsRefusedError, match="version 1 no longer"):
-            handle.open()
+            dataclasses.replace(handle, path=f"/proc/{os.getpid()}/fd/{file.fileno()}").open()
     assert (tmp_path / "log").read_bytes() == b"short"
 
 

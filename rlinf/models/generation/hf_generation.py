@@ -102,7 +102,7 @@ class HuggingFaceGeneration(GenerationInterface):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Continue each row; equal prompts give equal greedy responses whoever shares the batch."""
+        """Continue each row; whoever shares the batch changes no more than the rounding of a row."""
         self.prepare_for_generation()
         return generate_tokens(self.model, data, self.config, greedy, self._random, self.config.tokenizer)
 
@@ -129,9 +129,10 @@ def generate_tokens(
         tokenizer: Names padding and end tokens where neither ``config`` nor the model does.
 
     Raises:
-        ConfigError: There is no prompt; one is empty, not padded on the right, or leaves no room in the model's context; or a
-            token of a prompt or an allowed token is not in the vocabulary.
+        ConfigError: There is no prompt, or keys have different numbers of rows; one is empty, not padded on the right, or leaves
+            no room in the model's context; or a token of a prompt, an allowed or the padding token is not in the vocabulary.
     """
+    data = BatchedDataDict(data)
     verify_token_ids(data, model.config.get_text_config().vocab_size)
     verify_right_padding(data, raise_error=True)
     columns = _allowed_columns(config, model)
@@ -142,7 +143,7 @@ def generate_tokens(
     room = _new_tokens_allowed(prompt_lengths, config, context_length(model))
     sample = config.do_sample and not greedy
     uniforms = torch.rand(len(room), config.max_new_tokens, generator=random) if sample else None
-    responses: list[tuple[Tensor, Tensor]] = [(ids, ids)] * len(room)
+    responses: list[tuple[Tensor, Tensor]] = [(ids, ids)] * data.size
     may_pad = len(set(prompt_lengths)) == 1 or _ignores_left_padding(model)
     # Rows near the end of the context stop earlier, and some models do not bear padding: equal rows share a call.
     groups = [(allowed, 0 if may_pad else length) for allowed, length in zip(room, prompt_lengths, strict=True)]
@@ -150,14 +151,14 @@ def generate_tokens(
         rows, allowed = [row for row, value in enumerate(groups) if value == group], group[0]
         prompts = [ids[row, : prompt_lengths[row]] for row in rows]
         chosen = uniforms[rows] if sample else None
-        inputs = image_inputs(model, BatchedDataDict(data).select_indices(rows), max(map(len, prompts)))
+        inputs = image_inputs(model, data.select_indices(rows), max(map(len, prompts)))
         for row, response in zip(
             rows, _continue(model, prompts, allowed, config, chosen, ends, pad, inputs, columns), strict=True
         ):
             responses[row] = response
     lengths = torch.tensor([len(tokens) for tokens, _ in responses], device=ids.device)
     totals = mask.sum(-1) + lengths
-    output_ids = torch.full((len(room), int(totals.max())), pad, dtype=ids.dtype, device=ids.device)
+    output_ids = torch.full((len(room), int(totals.max())), pad, dtype=torch.long, device=ids.device)
     logprobs = torch.zeros(output_ids.shape, device=ids.device)
     for row, (tokens, scores) in enumerate(responses):
         start, end = prompt_lengths[row], int(totals[row])

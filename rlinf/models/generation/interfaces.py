@@ -120,7 +120,7 @@ def verify_right_padding(data: Mapping[str, Any], pad_token_id: int | None = Non
         raise_error: Raise instead of returning False.
 
     Returns:
-        Whether every row is tokens first, then padding.
+        Whether every row is tokens, one or more, and then padding.
 
     Raises:
         ConfigError: With ``raise_error``: names the first bad row.
@@ -133,9 +133,14 @@ def verify_right_padding(data: Mapping[str, Any], pad_token_id: int | None = Non
         bad |= ((ids != pad_token_id) & ~expected).any(-1)
     if raise_error and bad.any():
         row = int(bad.nonzero()[0, 0])
+        if not lengths[row]:
+            raise ConfigError(f"Row {row} has no tokens: its mask is 0 everywhere. Give each row one token or more")
+        if mask[row].equal(expected[row]):
+            raise ConfigError(f"Row {row} has other tokens than pad_token_id={pad_token_id} in its padding")
+        first = int((~mask[row]).nonzero()[0, 0])
         raise ConfigError(
-            f"Row {row} is not padded on the right: its attention mask is {mask[row].int().tolist()}, its tokens "
-            f"{ids[row].tolist()}. Put all tokens first and padding after them"
+            f"Row {row} is not padded on the right: column {first} is padding, and tokens come after it. Put all tokens "
+            "first and padding after them"
         )
     return not bool(bad.any())
 

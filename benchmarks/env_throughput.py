@@ -3,18 +3,18 @@
 Meta-World and LIBERO: the peers get single envs around the same ``Simulator`` class, so that physics, pictures and GL settings
 are the same on every side; the tabletop's single env is that of ``vector_env.py``. Every side has ``--num-envs`` envs,
 random actions, one thread per process and no limit on the length of episodes. Rounds of the sides alternate; the best round of
-each counts.
+each counts. Ours is in one lane, ``make_env(config, num_envs)`` as it comes, with one worker process per core for the simulators,
+and in two lanes, the halves of the envs with a thread and workers of their own, as ``RolloutCollector`` has them. The better of the
+two (``rollout.num_lanes``) is compared with the better of the peers.
 
-env only: one action a call, and a picture of every env after every action. Ours is ``make_env(config, num_envs)`` as it
-comes: for the simulators that is one worker process per core.
+env only: one action a call, and a picture of every env after every action. As both sides draw the same pictures with the
+same class, nearly all the time is the simulator's, and what can differ is how well the cores are kept busy.
 
 with policy: before every chunk of ``--chunk-len`` actions a policy has to be asked, which takes ``--policy-s`` seconds of
 sleep elsewhere, as on an accelerator: a lock lets in one call at a time, and a call takes as long for a half of the envs as for
 all of them, as with a large model at small batches, which is the assumption least in favour of halves. gymnasium knows no
-chunks: its envs draw after every action, and wait while the policy is asked. Ours draws once per chunk. Two lanes are two
-halves of the envs, each with a thread and workers of its own, as ``RolloutCollector`` has them: one steps while the other asks.
-One lane asks for all envs and waits. The better of the two (``rollout.num_lanes``) is compared with the better of the peers.
-8 actions a call are what OpenVLA-OFT and pi0 execute.
+chunks: its envs draw after every action, and wait while the policy is asked. Ours draws once per chunk, and one of two lanes
+steps while the other asks. 8 actions a call are what OpenVLA-OFT and pi0 execute.
 
     python benchmarks/env_throughput.py [--envs tabletop metaworld libero] [--seconds 30]
 
@@ -167,13 +167,11 @@ def compare(name: str, arguments: argparse.Namespace) -> dict[str, dict[str, flo
         ):
             shape = (16, num_envs, chunk_len, action_dim)
             actions = np.random.default_rng(0).uniform(low, high, shape).astype(np.float32)
-            names = [name for name in sides if (part, name) != ("env_only", "two_lanes")]
-            best = dict.fromkeys(names, 0.0)
+            best = dict.fromkeys(sides, 0.0)
             for _ in range(arguments.rounds):
-                for side in names:
-                    rate = sides[side].rate(arguments.seconds / arguments.rounds, actions, policy)
-                    best[side] = max(best[side], rate)
-            mine, theirs = max(best["one_lane"], best.get("two_lanes", 0.0)), max(best["sync"], best["async"])
+                for side, envs in sides.items():
+                    best[side] = max(best[side], envs.rate(arguments.seconds / arguments.rounds, actions, policy))
+            mine, theirs = max(best["one_lane"], best["two_lanes"]), max(best["sync"], best["async"])
             results[part] = {"ours": mine, "peer": theirs, "ratio": mine / theirs} | best
             line = ", ".join(f"{side} {rate:.1f}" for side, rate in best.items())
             print(f"{name}, {num_envs} envs, {part}: {line} env steps/s; ratio {mine / theirs:.2f}", flush=True)

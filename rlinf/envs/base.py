@@ -191,6 +191,10 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         """
         return [{} for _ in ids]
 
+    def rows_lost_with(self, ids: np.ndarray) -> np.ndarray:
+        """Return ``ids`` and the rows whose simulators are lost whenever one of theirs is; unless told otherwise, all."""
+        return np.arange(self.num_envs) if len(ids) else ids
+
     def offload(self) -> None:
         """Free what the next reset can rebuild (graphics contexts, GPU memory, processes); nothing by default.
 
@@ -221,6 +225,15 @@ class VectorEnv(gymnasium.vector.VectorEnv):
 
         Raises:
             ConfigError: It does; with the override that fits.
+        """
+
+    @classmethod
+    def check_drawing(cls, config: EnvConfig) -> None:
+        """Refuse an env whose videos (``render``) would fail, as far as that shows before a simulator starts; accepts all by default.
+
+        Raises:
+            ConfigError: It has no pictures.
+            MissingDependencyError: It needs a package for them that is not installed.
         """
 
     @classmethod

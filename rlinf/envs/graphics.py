@@ -6,6 +6,7 @@ end a process without a word, so every first attempt is made in another one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import glob
 import importlib
@@ -26,7 +27,8 @@ INSTALL_HINT = (
 )
 PROBED_VARIABLE = "RLINF_PROBED_MUJOCO_GL"
 """Tells child processes which backend a parent has tried with success, so that they need not try again."""
-PROBE_TIMEOUT_S = 20.0
+PROBE_TIMEOUT_S = 60.0
+"""A probe takes one to two seconds, and many times that on a busy machine or a cold disk."""
 _PROBE = """
 import importlib, mujoco, sys
 context = importlib.import_module(sys.argv[1]).GLContext(16, 16)
@@ -127,6 +129,9 @@ def choose_backend() -> str:
         raise MissingDependencyError(message)
     os.environ.update({**_environment_of(backend), PROBED_VARIABLE: backend})
     _single_threaded_mesa()
+    # Mesa's LLVM hides that of triton, whose import (by torch and transformers) crashes the process if it comes later.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton")
     return backend
 
 

@@ -1,32 +1,33 @@
-"""Any environment that is registered with gymnasium and acts with bounded numbers."""
+"""Any environment that is registered with gymnasium and acts with bounded or whole numbers."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import gymnasium
 import numpy as np
 
 from rlinf.config.options import option
 from rlinf.envs.config import ProcessEnvConfig
-from rlinf.envs.graphics import choose_backend
+from rlinf.envs.graphics import choose_backend, import_mujoco
 from rlinf.envs.process_env import ProcessVectorEnv
 from rlinf.envs.simulator import Simulator, SingleStep, View
 from rlinf.envs.spaces import check_cameras
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 from rlinf.seeding import derive_seed
-
-if TYPE_CHECKING:
-    from rlinf.types import EpisodeSpec
+from rlinf.types import EpisodeSpec
 
 CAMERA = "render"
+MAKE_ERRORS = TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError, OSError
+"""What the constructor of an env may raise of arguments that it does not take."""
 
 
 @dataclass
@@ -46,6 +47,11 @@ class GymnasiumConfig(ProcessEnvConfig):
         "Pendulum-v1", "Id for gymnasium.make; 'module:Id' imports the module first, which registers the id."
     )
     kwargs: dict[str, Any] = option({}, "Arguments for gymnasium.make besides render_mode.")
+    new_each_episode: bool = option(
+        True,
+        "Make the env anew for each episode: some keep things over a reset (Box2D's contacts, where MuJoCo's camera looks), and "
+        "an episode would depend on what ran before; false: reset it only, for envs that are slow to make.",
+    )
     state: str = option("full", "full: the flattened observation; none.", choices=("full", "none"))
     instruction: str = option("do the task", "What a policy of language is told.")
     reward_scale: float = option(1.0, "Factor of the env's rewards; returns of some units or tens are learnt fastest.")
@@ -89,7 +95,7 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
 
     Raises:
         ConfigError: The id is not registered, its module cannot be imported, or the env refuses ``env.kwargs``.
-        MissingDependencyError: The env needs a package that is not installed.
+        MissingDependencyError: The env needs a package that is not installed, or MuJoCo a GL.
     """
     try:
         return gymnasium.make(
@@ -117,9 +123,11 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
         raise MissingDependencyError(
             f"env.id={config.id} needs a package that is missing or too old: {error}. Install it, or type another env.id=..."
         ) from error
-    except (TypeError, ValueError, OSError, gymnasium.error.Error) as error:
+    except (*MAKE_ERRORS, gymnasium.error.Error) as error:
+        if importlib.util.find_spec("mujoco") is not None:
+            import_mujoco()  # which tells of a GL that fails: MuJoCo loads it when it is imported
         raise ConfigError(
-            f"gymnasium.make('{config.id}') fails with env.kwargs={config.kwargs}: {error}. "
+            f"gymnasium.make('{config.id}') fails with env.kwargs={config.kwargs}: {type(error).__name__}: {error}. "
             "Type env.kwargs={...} with arguments that the environment takes"
         ) from error
 
@@ -138,12 +146,7 @@ def spaces_of(config: GymnasiumConfig) -> Spaces:
 def _spaces_of(env_id: str, kwargs: str, state: str) -> Spaces:
     env = make_single(GymnasiumConfig(id=env_id, kwargs=json.loads(kwargs)), None)
     try:
-        action, observation = env.action_space, env.observation_space
-        if not isinstance(action, gymnasium.spaces.Box) or not action.is_bounded("both"):
-            raise ConfigError(
-                f"env.id={env_id} acts in {action}; needed is a Box with finite bounds. Register a version of it with an "
-                "action wrapper that has one (gymnasium.ActionWrapper), and name that in env.id"
-            )
+        observation, (low, high) = env.observation_space, action_bounds(env.action_space, env_id)
         bounds = np.zeros(0), np.zeros(0)
         if state == "full":
             try:
@@ -156,13 +159,52 @@ def _spaces_of(env_id: str, kwargs: str, state: str) -> Spaces:
                     "Type env.state=none, or name a version of it with an observation wrapper in env.id"
                 )
             bounds = flat.low.astype(np.float64), flat.high.astype(np.float64)
-        low, high = (bound.astype(np.float32).ravel() for bound in (action.low, action.high))
         horizon, can_draw = gymnasium.spec(env.spec.id).max_episode_steps, "rgb_array" in env.metadata["render_modes"]
         uses_mujoco = any("mujoco" in cls.__module__ for cls in type(env.unwrapped).__mro__)
         fps, packages = env.metadata.get("render_fps"), _packages_behind(type(env.unwrapped))
         return Spaces(low, high, *bounds, horizon, can_draw, uses_mujoco, fps, packages)
     finally:
         env.close()
+
+
+def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bounds of the numbers ``[D]`` that stand for an action of ``space``, float32 each.
+
+    A choice among ``n`` is one number, which ``action_of`` rounds: its bounds lie half beyond the first and the last choice,
+    so that each choice has an equal share of the range.
+
+    Args:
+        space: A ``Box`` with finite bounds, ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``.
+        env_id: For the message.
+
+    Raises:
+        ConfigError: It is another space.
+    """
+    match space:
+        case gymnasium.spaces.Discrete():
+            low, high = space.start, space.start + space.n - 1
+        case gymnasium.spaces.MultiDiscrete():
+            low, high = space.start, space.start + space.nvec - 1
+        case gymnasium.spaces.MultiBinary():
+            low, high = np.zeros(space.shape), np.ones(space.shape)
+        case gymnasium.spaces.Box() if space.is_bounded("both"):
+            low, high = space.low, space.high
+        case _:
+            raise ConfigError(
+                f"env.id={env_id} acts in {space}; needed is a Box with finite bounds, or Discrete, MultiDiscrete or "
+                "MultiBinary. Register a version of it with an action wrapper that has one (gymnasium.ActionWrapper), and "
+                "name that in env.id"
+            )
+    margin = 0.5 if np.issubdtype(space.dtype, np.integer) else 0.0
+    return np.float32(np.ravel(low) - margin), np.float32(np.ravel(high) + margin)
+
+
+def action_of(space: gymnasium.Space, numbers: np.ndarray) -> Any:
+    """Return the action that ``numbers`` (float32 ``[D]``, within ``action_bounds``) stand for, of the type of ``space``."""
+    if np.issubdtype(space.dtype, np.integer):
+        low, high = action_bounds(space, "")
+        numbers = np.clip(np.rint(numbers), low + 0.5, high - 0.5)
+    return numbers.reshape(space.shape).astype(space.dtype)[()]  # of a Discrete a number, which may be a key
 
 
 def _packages_behind(env_class: type) -> tuple[str, ...]:
@@ -179,8 +221,8 @@ def _packages_behind(env_class: type) -> tuple[str, ...]:
 class GymnasiumVectorEnv(ProcessVectorEnv):
     """Envs of one gymnasium id: observation as state, picture as image, reward as dense reward.
 
-    What the env says of its end is passed on as ``terminated``, its own truncation too; the time limit of the
-    registration is kept by ``VectorEnv``.
+    What the env says of its end is passed on as ``terminated``, its own truncation before the time limit too; the time limit
+    is kept by ``VectorEnv``.
 
     Args:
         config: Settings.
@@ -203,8 +245,8 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         spaces = spaces_of(config)
         if config.cameras and not spaces.can_draw:
             raise ConfigError(f"env.id={config.id} has no render_mode=rgb_array. Type env.cameras=[]")
-        if config.cameras and spaces.uses_mujoco:
-            choose_backend()
+        if config.cameras:
+            _draw_once(config.id, json.dumps(config.kwargs, sort_keys=True), config.state)
         super().__init__(config, num_envs, auto_reset, spaces.action_low, spaces.action_high)
         if spaces.render_fps is not None:
             self.metadata["render_fps"] = spaces.render_fps
@@ -223,6 +265,18 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
     def packages_of(cls, config: GymnasiumConfig) -> tuple[str, ...]:
         """Return gymnasium, and the packages that the env of ``config.id`` is made of (``mujoco``, ``box2d``, ...)."""
         return spaces_of(config).packages
+
+    @classmethod
+    def check_drawing(cls, config: GymnasiumConfig) -> None:
+        """Refuse an id that cannot be drawn; draws a picture, unless it is MuJoCo's, which would open a GL in this process."""
+        spaces = spaces_of(config)
+        if not spaces.can_draw:
+            raise ConfigError(
+                f"env.id={config.id} has no render_mode=rgb_array, so there can be no videos. Type "
+                "evaluation.num_videos_per_task=0"
+            )
+        if not spaces.uses_mujoco:
+            _draw_once(config.id, json.dumps(config.kwargs, sort_keys=True), config.state)
 
     @classmethod
     def state_width(cls, config: GymnasiumConfig) -> int:
@@ -260,24 +314,26 @@ class GymnasiumSimulator(Simulator):
     def __init__(self, config: GymnasiumConfig, task_names: Sequence[str]) -> None:
         super().__init__(config, task_names)
         self._spaces = spaces_of(config)
-        self._env = make_single(config, "rgb_array" if self._spaces.can_draw else None)
+        self._env: Any = None
         self._horizon = GymnasiumVectorEnv.horizon_of(config, config.id)
         self._observation: Any = None
         self._num_steps, self._return = 0, 0.0
 
     def reset(self, spec: EpisodeSpec) -> None:
-        """Reset the env with a seed of ``spec``."""
+        """Reset a new env, or with ``new_each_episode=false`` the same one, with a seed of ``spec``."""
         seed = derive_seed(spec.seed, "gymnasium", self.config.id, spec.init_state_id) % 2**31
+        if self._env is None or self.config.new_each_episode:
+            self.close()
+            self._env = make_single(self.config, "rgb_array" if self._spaces.can_draw else None)
         self._observation, _ = self._env.reset(seed=seed)
         self._num_steps, self._return = 0, 0.0
 
     def step(self, action: np.ndarray) -> SingleStep:
         """Advance by one env step."""
-        space = self._env.action_space
-        taken = action.reshape(space.shape).astype(space.dtype)
+        taken = action_of(self._env.action_space, action)
         self._observation, reward, terminated, truncated, info = self._env.step(taken)
         self._num_steps, self._return = self._num_steps + 1, self._return + float(reward)
-        over = bool(terminated or truncated)
+        over = bool(terminated or (truncated and self._num_steps < self._horizon))
         if self.config.success_return is None:
             success = bool(info.get("success", info.get("is_success", False)))
         else:
@@ -303,20 +359,35 @@ class GymnasiumSimulator(Simulator):
 
     def close(self) -> None:
         """Close the env."""
-        self._env.close()
+        if self._env is not None:
+            self._env.close()
+        self._env = None
 
     def _picture(self, size: int) -> np.ndarray:
         from PIL import Image
 
         if self._spaces.uses_mujoco:
             choose_backend()
-        without = "Type env.cameras=[] evaluation.num_videos_per_task=0"
+        viewer = getattr(getattr(self._env.unwrapped, "mujoco_renderer", None), "viewer", None)
+        if viewer is not None:
+            viewer.make_context_current()  # gymnasium leaves current what another row has drawn with
+        without = "env.cameras=[] evaluation.num_videos_per_task=0"
         try:
             picture = self._env.render() if self._spaces.can_draw else None
         except gymnasium.error.DependencyNotInstalled as error:
             raise MissingDependencyError(
-                f"Pictures of env.id={self.config.id} need a package that is missing: {error}. Or {without}"
+                f"Pictures of env.id={self.config.id} need a package that is missing: {error}. Or type {without}"
             ) from error
         if not isinstance(picture, np.ndarray) or picture.ndim != 3:
-            raise ConfigError(f"env.id={self.config.id} gives no picture under render_mode=rgb_array. {without}")
+            raise ConfigError(f"env.id={self.config.id} gives no picture under render_mode=rgb_array. Type {without}")
         return np.asarray(Image.fromarray(picture.astype(np.uint8)).resize((size, size)))
+
+
+@functools.cache
+def _draw_once(env_id: str, kwargs: str, state: str) -> None:
+    """Draw a picture, so that a package or a GL that is missing is told before a run begins."""
+    config = GymnasiumConfig(id=env_id, kwargs=json.loads(kwargs), state=state, max_episode_steps=1)
+    simulator = GymnasiumSimulator(config, [env_id])
+    simulator.reset(EpisodeSpec("gymnasium", 0, 0, 0))
+    simulator.render(16)
+    simulator.close()

@@ -41,7 +41,7 @@ NUM_RECORDED = 50
 DRAWN_OFFSET = 1000
 """First ``init_state_id`` of states that are drawn; smaller ones are recorded states."""
 EVAL_SEED, TRAIN_SEED = 0, 1
-"""Seeds of the splits. The evaluation script of OpenVLA seeds each task's env with 0."""
+"""Seeds of the splits. The evaluation scripts of OpenVLA and OpenVLA-OFT seed each task's env with 0."""
 SETTLING_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
 STATE_LOW = np.array([-0.6, -0.5, 0.0, -4.0, -4.0, -4.0, 0.0, -0.04])
 STATE_HIGH = np.array([0.3, 0.5, 1.6, 4.0, 4.0, 4.0, 0.04, 0.0])

@@ -125,13 +125,17 @@ class ProcessVectorEnv(VectorEnv):
         """Return the processes that run now, in the order of their rows."""
         return [worker.process for worker in self._workers if worker.process is not None]
 
+    def rows_lost_with(self, ids: np.ndarray) -> np.ndarray:
+        """Return the rows of the workers that own the rows ``ids``."""
+        return np.concatenate([ids, *(worker.ids for worker in self._workers if len(worker.positions(ids)))])
+
     def offload(self) -> None:
         """End the workers; the next reset starts others, and nothing else may be called before."""
         self.close_extras()
         self._specs = None
 
     def close_extras(self, **kwargs: object) -> None:
-        """End the workers: they are asked to, then terminated, then killed."""
+        """End the workers: they are asked to, then killed."""
         if self._local is not None:
             self._local.close()
         for worker in self._workers:
@@ -254,7 +258,7 @@ class ProcessVectorEnv(VectorEnv):
                 for worker in waiting:
                     num_calls, since = last[worker]
                     if worker.connection in ready or worker.process.poll() is not None:
-                        results[worker] = worker.receive()
+                        results[worker] = worker.receive(timeout_s, calls[worker][0])
                     elif self._num_calls(worker) != num_calls:
                         last[worker] = (self._num_calls(worker), time.monotonic())
                     elif time.monotonic() - since > timeout_s:

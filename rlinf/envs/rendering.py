@@ -13,6 +13,11 @@ import numpy as np
 
 from rlinf.envs.graphics import CONTEXT_MODULES, cannot_render, choose_backend, import_mujoco
 
+SIGHT_MARGIN = 0.001
+"""Of a mesh's box and of the model's extent: what is farther than that outside of the picture is not drawn."""
+
+DEFAULT_GROUPS = np.array([1, 1, 1, 0, 0, 0], dtype=np.uint8)
+
 _open_renderers: weakref.WeakSet[StateRenderer] = weakref.WeakSet()
 
 
@@ -34,7 +39,8 @@ class StateRenderer:
     """Draws states of one model into square pictures of one size.
 
     The GL context is made at the first picture. It is current only during a call, so any thread may call; calls are
-    serialised by a lock.
+    serialised by a lock. Meshes outside of a picture, which would cost as much as those in it, are left out where neither
+    their shadows nor their reflections could be seen (``fast``).
 
     Args:
         model: ``mujoco.MjModel``.
@@ -49,6 +55,7 @@ class StateRenderer:
         self._gl: Any = None
         self._lock = threading.Lock()
         self._max_geoms, self._fast = max_geoms, fast
+        self._meshes = np.flatnonzero(model.geom_type == self._mujoco.mjtGeom.mjGEOM_MESH) if fast else np.empty(0, int)
 
     def _open(self) -> None:
         mujoco, backend = self._mujoco, choose_backend()
@@ -80,8 +87,7 @@ class StateRenderer:
         Args:
             states: ``mujoco.MjData`` with up-to-date kinematics, ``K`` of them.
             camera_ids: Ids of fixed cameras of the model.
-            geom_groups: uint8 ``[K, 6]``, 1 where a state shows a geom group; None: MuJoCo's default groups. What
-                lies outside the picture costs as much as what is seen, so leave it out.
+            geom_groups: uint8 ``[K, 6]``, 1 where a state shows a geom group; None: MuJoCo's default groups.
 
         Returns:
             uint8 ``[len(camera_ids), len(states), size, size, 3]``.
@@ -91,23 +97,58 @@ class StateRenderer:
         """
         mujoco = self._mujoco
         pixels = np.empty((len(camera_ids), len(states), self.size, self.size, 3), dtype=np.uint8)
-        everything = mujoco.mjtCatBit.mjCAT_ALL.value
         with self._lock:
             if self._gl is None:
                 self._open()
             else:
                 self._gl.make_current()
-            model, scene, context, viewport = self.model, self._scene, self._context, self._viewport
+            scene, context, viewport = self._scene, self._context, self._viewport
             for row, state in enumerate(states):
-                if geom_groups is not None:
-                    self._option.geomgroup = geom_groups[row]
+                self._option.geomgroup = DEFAULT_GROUPS if geom_groups is None else geom_groups[row]
                 for column, camera_id in enumerate(camera_ids):
                     self._camera.fixedcamid = camera_id
-                    mujoco.mjv_updateScene(model, state, self._option, None, self._camera, everything, scene)
+                    self._update_scene(state)
                     mujoco.mjr_render(viewport, scene, context)
                     mujoco.mjr_readPixels(pixels[column, row], None, viewport, context)
             self._release()
         return np.ascontiguousarray(pixels[:, :, ::-1])
+
+    def _update_scene(self, state: Any) -> None:
+        mujoco, model = self._mujoco, self.model
+        hidden = np.flatnonzero(self._option.geomgroup == 0)
+        groups = model.geom_group.copy()
+        if len(self._meshes) and len(hidden):
+            model.geom_group[self._out_of_sight(state)] = hidden[0]
+        everything = mujoco.mjtCatBit.mjCAT_ALL.value
+        mujoco.mjv_updateScene(model, state, self._option, None, self._camera, everything, self._scene)
+        model.geom_group[:] = groups
+
+    def _out_of_sight(self, state: Any) -> np.ndarray:
+        """Return the meshes whose bounding boxes lie wholly beyond one of the planes that bound the view (not the far one)."""
+        model, meshes = self.model, self._meshes
+        self._mujoco.mjv_updateCamera(model, state, self._camera, self._scene)
+        view = self._mujoco.mjv_averageCamera(*self._scene.camera)  # of the two eyes
+        if view.orthographic:
+            return meshes[:0]
+        forward, up = np.float64(view.forward), np.float64(view.up)
+        right, near, centre = np.cross(forward, up), view.frustum_near, view.frustum_center
+        half_width = view.frustum_width or (view.frustum_top - view.frustum_bottom) / 2
+        normals = np.stack(
+            [
+                forward,
+                near * right - (centre - half_width) * forward,
+                (centre + half_width) * forward - near * right,
+                near * up - view.frustum_bottom * forward,
+                view.frustum_top * forward - near * up,
+            ]
+        )  # inwards
+        normals /= np.linalg.norm(normals, axis=1, keepdims=True)
+        axes = state.geom_xmat[meshes].reshape(-1, 3, 3)
+        centres, half_sizes = model.geom_aabb[meshes, :3], model.geom_aabb[meshes, 3:]
+        places = state.geom_xpos[meshes] + (axes @ centres[:, :, None])[:, :, 0] - view.pos
+        reach = (np.abs(normals @ axes) * half_sizes[:, None]).sum(2)  # of a box along each normal, [G, 5]
+        reach += SIGHT_MARGIN * (reach + model.stat.extent)
+        return meshes[(places @ normals.T < -reach).any(1)]
 
     def close(self) -> None:
         """Free the GL context; a later ``render`` opens a new one."""

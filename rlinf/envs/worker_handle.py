@@ -22,7 +22,8 @@ POLL_S = 1.0
 DUMP_WAIT_S = 0.3
 _START = """
 import os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what becomes of this process
+for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the parent decides what becomes of this process
+    signal.signal(number, signal.SIG_IGN)
 sys.path[:] = sys.argv[1].split(os.pathsep)
 from rlinf.envs.worker_process import main
 main()
@@ -71,7 +72,8 @@ class Worker:
         """Send, and return whether that was done before the deadline, which a stopped process may miss."""
         with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
             limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                pipe.setsockopt(socket.SOL_SOCKET, option, limit)
         try:
             self.connection.send(message)
         except (BrokenPipeError, ConnectionResetError):
@@ -80,11 +82,13 @@ class Worker:
             return False
         return True
 
-    def receive(self) -> Any:
-        """Return the answer, or the ``Failure``."""
+    def receive(self, timeout_s: float, name: str) -> Any:
+        """Return the answer to ``name``, or the ``Failure``: the process has died, or was stopped within its answer."""
         try:
             if self.connection.poll():
                 return self.connection.recv()
+        except BlockingIOError:
+            return self.give_up(timeout_s, name)
         except (EOFError, OSError):
             pass
         self.end(deadline=time.monotonic() + POLL_S)
@@ -110,18 +114,15 @@ class Worker:
             self.connection.close()
 
     def end(self, deadline: float) -> None:
-        """Wait for the process until ``deadline`` (of ``time.monotonic``), then terminate it, then kill it."""
+        """Wait for the process until ``deadline`` (of ``time.monotonic``), then kill it."""
         if self.process is None:
             return
         self.connection.close()
-        for stop in (self.process.terminate, self.process.kill):
-            try:
-                self.process.wait(max(0.0, deadline - time.monotonic()))
-                return
-            except subprocess.TimeoutExpired:
-                stop()
-                deadline = max(deadline, time.monotonic() + 0.5)
-        self.process.wait()
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def _read_log(self) -> str:
         self.log.seek(0)

@@ -7,8 +7,8 @@ weights and the step alone, not (but for the rounding of matrix products of anot
 lanes or ranks.
 
 Where a simulator is lost (``ChunkStep.lost_env_ids``), what the policy did in that episode stays in the batch, but with
-``loss_mask`` false, and the episode begins anew under a new id. A lane in which the first episode of an env was lost
-counts no results: what had ended by then is mostly quick successes, and so is what ends of the second tries.
+``loss_mask`` false, and the episode begins anew under a new id. Where the first episode of an env was lost, all envs of its
+process count no results: what had ended by then is mostly quick successes, and so is what ends of the second tries.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class _Rollout:
         self.positions = np.zeros(len(lane.env_ids), dtype=np.int64)
         self.num_begun = np.zeros(len(lane.env_ids), dtype=np.int64)  # as positions, and one more for each lost episode
         self.void_episodes: list[int] = []
-        self.lost_a_first_episode = False
+        self.disturbed = np.zeros(len(lane.env_ids), dtype=bool)
         self.specs: dict[int, EpisodeSpec] = {}
 
     def start(self) -> Observation:
@@ -241,16 +241,17 @@ class _Rollout:
                 first = self.positions == 0
                 chunk = self.env.chunk_step(prediction.actions.cpu().numpy())
                 ended = zip(chunk.final_env_ids, chunk.episodes, strict=True)
-                episodes += [episode for row, episode in ended if first[row]]
+                episodes += [(row, episode) for row, episode in ended if first[row]]
                 chunks.append(chunk)
                 self.void_episodes += episode_ids[-1][chunk.lost_env_ids].tolist()
-                self.lost_a_first_episode |= bool((self.positions[chunk.lost_env_ids] == 0).any())
+                lost = chunk.lost_env_ids[self.positions[chunk.lost_env_ids] == 0]
+                self.disturbed[self.env.rows_lost_with(lost)] = True
                 self.num_begun[chunk.lost_env_ids] += 1
                 self.observation = chunk.observation
                 if not self.env.auto_reset:
                     alive = alive & ~(chunks[-1].terminated | chunks[-1].truncated)
             batch = self._batch(chunks, alives, episode_ids, tokens, logprobs)
-            batch.episodes = [] if self.lost_a_first_episode else episodes
+            batch.episodes = [episode for row, episode in episodes if not self.disturbed[row]]
             if needs_values:
                 self._fill_bootstrap(chunks, batch)
         if self.collector.offload_envs:

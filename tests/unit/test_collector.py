@@ -423,6 +423,44 @@ def test_a_loss_does_not_make_the_success_rate_better(lost_at):
     assert batch.episodes == plain.episodes[half:]
 
 
+def test_after_a_loss_the_envs_of_other_processes_count():
+    """24 envs in two processes, one of which is killed before the fourth chunk."""
+    config, killed, ended = WalkConfig(num_processes=2, max_episode_steps=12, tasks=["far"]), [], []
+
+    class KilledWalk(WalkVectorEnv):
+        num_chunks = 0
+
+        def chunk_step(self, actions):
+            if killed and self.num_chunks == 3:
+                worker = self.worker_processes()[0]
+                worker.kill()
+                worker.wait()
+            step = super().chunk_step(actions)
+            self.num_chunks += 1
+            ended.extend(step.final_env_ids[step.final_env_ids < 12].tolist())
+            return step
+
+    sampler = EpisodeSampler(KilledWalk(config, 1, False).episode_specs("train"), 1, num_groups=24, seed=1)
+    batches = []
+    for kill in (False, True):
+        killed[:], ended[:] = [True] * kill, []
+        collector = RolloutCollector(
+            lambda count: KilledWalk(config, count, False),
+            sampler,
+            num_envs=24,
+            num_chunks=6,
+            temperature=1.0,
+            num_lanes=1,
+        )
+        batches.append(collector.collect(Wanderer(), 0, 0, needs_values=False))
+        collector.close()
+    plain, batch = batches
+    others = [sampler.spec(0, env, 0) for env in range(12, 24)]
+    assert len(plain.episodes) == 24 and ended  # control: of the killed process, some do end
+    assert batch.episodes == [episode for episode in plain.episodes if episode.spec in others]
+    assert len(batch.episodes) == 12
+
+
 def test_grpo_compares_returns_of_episodes_that_were_not_lost(parts):
     """Group 0 (envs 0 to 2): env 2 is lost, and its second try ends in time. Group 1 is not disturbed."""
     batch = collect_with_losses(parts, {2: [2]}, auto_reset=False, group_size=3)
@@ -499,6 +537,7 @@ def test_in_a_training_run_lanes_and_ranks_share_the_cores_and_no_worker_outlive
         config=config, eval_env=env, folder=tmp_path, worker=SimpleNamespace(autocast=nullcontext),
         sync=SimpleNamespace(rollout_model=Wanderer()), state=SimpleNamespace(policy_version=0),
         _manifest=lambda version: SimpleNamespace(save=lambda folder: None), progress=SimpleNamespace(note=print),
+        _stopping_at_once=nullcontext,
     )  # fmt: skip
     collector = Run._collector(run)
     for lane in collector.lanes:

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
 import gymnasium
 import numpy as np
 import pytest
 
-from rlinf.envs import make_env
+from rlinf.config.compatibility import check_evaluation
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.envs import graphics, make_env
 from rlinf.envs.checker import check_env
-from rlinf.envs.gymnasium_env import GymnasiumConfig, GymnasiumVectorEnv, spaces_of
+from rlinf.envs.gymnasium_env import (
+    GymnasiumConfig,
+    GymnasiumSimulator,
+    GymnasiumVectorEnv,
+    action_bounds,
+    action_of,
+    spaces_of,
+)
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.seeding import derive_seed
+from rlinf.types import EpisodeSpec
 
 MODULE = '''
 import gymnasium
@@ -47,7 +63,39 @@ class Walk(gymnasium.Env):
         return np.full((30, 60, 3), int(np.clip(100 + 50 * self.place[0], 0, 255)), np.uint8)
 
 
+class Remembers(Walk):
+    """Its first episode begins elsewhere than the ones after it."""
+
+    def reset(self, seed=None, options=None):
+        self.start, before = 0.5, self.start
+        super().reset(seed=seed)
+        self.place[0] = before
+        return self.observe(), {}
+
+
+class Short(Walk):
+    """Says itself that time is over, after 4 steps."""
+
+    def reset(self, seed=None, options=None):
+        self.time = 0
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        self.time += 1
+        *most, _, info = super().step(action)
+        return *most, self.time >= 4, info
+
+
+class Undrawable(Walk):
+    def render(self):
+        raise gymnasium.error.DependencyNotInstalled("run `pip install paint`")
+
+
+gymnasium.register("Undrawable-v0", entry_point=Undrawable, max_episode_steps=6)
+gymnasium.register("Remembers-v0", entry_point=Remembers, max_episode_steps=6)
+gymnasium.register("Short-v0", entry_point=Short)
 for name, changes in {"Walk-v0": {}, "Unbounded-v0": {"action_space": gymnasium.spaces.Box(-np.inf, np.inf, (1,))},
+                      "Tuple-v0": {"action_space": gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(2)])},
                       "Blind-v0": {"metadata": {"render_modes": []}},
                       "Words-v0": {"observation_space": gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(2))}}.items():
     gymnasium.register(name, entry_point=type(name[:-3], (Walk,), changes), max_episode_steps=6)
@@ -62,7 +110,7 @@ def walk_module(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         yield
-    for name in ("Walk-v0", "Unbounded-v0", "Blind-v0", "Words-v0", "Endless-v0"):
+    for name in [name for name, spec in gymnasium.registry.items() if "walk_for_tests" in str(spec.entry_point)]:
         gymnasium.registry.pop(name, None)
 
 
@@ -129,6 +177,92 @@ def test_a_state_is_the_flattened_observation_and_has_its_bounds():
     np.testing.assert_array_equal(env.state_bounds()[1], [1, 1, 2, 2])
 
 
+SPACES = {
+    "a choice": (gymnasium.spaces.Discrete(3, start=-1), [[-1.5, 1.5]], [[-1.5], [-0.4], [0.6], [1.5]], [-1, 0, 1, 1]),
+    "choices": (
+        gymnasium.spaces.MultiDiscrete([[2, 3]]),
+        [[-0.5, 1.5], [-0.5, 2.5]],
+        [[-0.5, -0.5], [0.4, 1.6], [1.5, 2.5]],
+        [[[0, 0]], [[0, 2]], [[1, 2]]],
+    ),
+    "switches": (gymnasium.spaces.MultiBinary(2), [[-0.5, 1.5]] * 2, [[-0.5, 1.5], [0.6, 0.4]], [[0, 1], [1, 0]]),
+    "whole numbers": (gymnasium.spaces.Box(0, 5, (1,), np.uint8), [[-0.5, 5.5]], [[-0.5], [2.6], [5.5]], [[0], [3], [5]]),
+    "numbers": (gymnasium.spaces.Box(-2, 1, (1, 1), np.float64), [[-2, 1]], [[-2], [0.25], [1]], [[[-2]], [[0.25]], [[1]]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_numbers_stand_for_actions_of_the_space(kind):
+    space, bounds, given, expected = SPACES[kind]
+    low, high = action_bounds(space, "Any-v0")
+    assert low.dtype == high.dtype == np.float32 and np.stack([low, high], 1).tolist() == bounds
+    for numbers, action in zip(given, expected, strict=True):
+        taken = action_of(space, np.float32(numbers))
+        assert space.contains(taken) and np.array_equal(taken, action), (numbers, taken)
+
+
+def test_each_choice_has_an_equal_share_of_the_range():
+    space = gymnasium.spaces.Discrete(5, start=2)
+    low, high = action_bounds(space, "Any-v0")
+    drawn = np.random.default_rng(0).uniform(low[0], high[0], 5000)
+    counts = np.bincount([action_of(space, np.float32([number])) for number in drawn])
+    assert counts[:2].tolist() == [0, 0] and (np.abs(counts[2:] - 1000) < 120).all()
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "FrozenLake-v1"])
+def test_an_env_of_choices_takes_the_nearest_one(name):
+    env = make_env(GymnasiumConfig(id=name, num_processes=0), 1, auto_reset=False)
+    bare = gymnasium.make(name)
+    spec = env.episode_specs("train")[1]
+    env.reset(options={"episodes": [spec]})
+    bare.reset(seed=derive_seed(spec.seed, "gymnasium", name, spec.init_state_id) % 2**31)
+    for choice in (1, 0, 1):
+        seen, *_ = env.step(np.array([[choice + 0.4]]))
+        expected = gymnasium.spaces.flatten(bare.observation_space, bare.step(choice)[0])
+        np.testing.assert_array_equal(seen.state[0], np.float32(expected))
+
+
+def test_an_env_that_keeps_things_over_a_reset_is_made_anew_for_each_episode():
+    env = build(name="Remembers-v0")
+    places = [env.reset(seed=number)[0].state[0, 2] for number in range(3)]
+    assert places == [0.0, 0.0, 0.0] and check_env(lambda n, auto: build(n, auto, name="Remembers-v0")) == []
+    kept = build(name="Remembers-v0", new_each_episode=False)
+    assert [kept.reset(seed=number)[0].state[0, 2] for number in range(3)] == [0.0, 0.5, 0.5], "the control"
+
+
+def test_pictures_of_a_mujoco_env_depend_on_the_episode_alone():
+    pytest.importorskip("mujoco")
+    if graphics.probe_rendering()[0] is None:
+        pytest.skip(graphics.probe_rendering()[1])
+    size = {"width": 48, "height": 48}
+    config = GymnasiumConfig(id="InvertedPendulum-v5", cameras=["render"], image_size=48, kwargs=size)
+
+    def pictures(settings, numbers):
+        """The first pictures of episodes that follow each other in one simulator."""
+        simulator = GymnasiumSimulator(settings, [settings.id])
+        seen = []
+        for number in numbers:
+            simulator.reset(EpisodeSpec("gymnasium", 0, number, 0))
+            seen.append(simulator.observe().images["render"])
+        simulator.close()
+        return seen
+
+    (first,), (other, again) = pictures(config, [0]), pictures(config, [1, 0])
+    np.testing.assert_array_equal(again, first)
+    assert not np.array_equal(other, first)
+    kept = pictures(replace(config, new_each_episode=False), [1, 0])
+    assert not np.array_equal(kept[1], first), "the control: the camera looks where the first episode began"
+
+
+def test_an_env_s_own_time_limit_is_a_truncation_where_it_is_that_of_the_config_and_an_end_before():
+    env = build(name="Short-v0", max_episode_steps=4)
+    env.reset()
+    assert steps_of(env, 0.0, 4)[-1][2:] == (False, True)
+    env = build(name="Short-v0", max_episode_steps=5)
+    env.reset()
+    assert steps_of(env, 0.0, 4)[-1][2:] == (True, False)
+
+
 def test_success_termination_and_the_time_limit_are_passed_on():
     env = build()
     env.reset()
@@ -165,7 +299,8 @@ def test_pictures_are_stretched_to_a_square():
     [
         ({"id": "Pendulun-v1"}, ConfigError, ["Pendulun-v1", "Did you mean 'Pendulum-v1'"]),
         ({"id": "no_such_module_at_all:Env-v0"}, ConfigError, ["no_such_module_at_all", "PYTHONPATH"]),
-        ({"id": "CartPole-v1"}, ConfigError, ["Discrete(2)", "Box with finite bounds", "env.id"]),
+        ({"id": "FrozenLake-v1", "kwargs": {"map_name": "9x9"}}, ConfigError, ["KeyError: '9x9'", "env.kwargs={...}"]),
+        ({"id": "walk_for_tests:Tuple-v0"}, ConfigError, ["Tuple(", "Box with finite bounds, or Discrete", "env.id"]),
         ({"id": "walk_for_tests:Unbounded-v0"}, ConfigError, ["inf", "finite bounds"]),
         ({"id": "walk_for_tests:Words-v0"}, ConfigError, ["Sequence", "env.state=none"]),
         ({"id": "walk_for_tests:Endless-v0"}, ConfigError, ["without a time limit", "env.max_episode_steps=200"]),
@@ -215,6 +350,14 @@ def test_an_env_that_cannot_be_made_is_told_with_what_to_type(monkeypatch, raise
     assert all(word in str(told.value) for word in words), told.value
 
 
+def test_a_gl_that_mujoco_cannot_load_is_named():
+    pytest.importorskip("mujoco")
+    program = "from rlinf.envs.gymnasium_env import *; spaces_of(GymnasiumConfig(id='Reacher-v5'))"
+    environment = {**os.environ, "MUJOCO_GL": "nonsense"}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert "MissingDependencyError: MuJoCo cannot render with MUJOCO_GL=nonsense" in result.stderr
+
+
 def test_the_physics_engine_is_among_the_packages_that_the_manifest_records():
     pytest.importorskip("mujoco")
     assert set(GymnasiumVectorEnv.packages_of(GymnasiumConfig(id="Reacher-v5"))) >= {"gymnasium", "mujoco"}
@@ -231,3 +374,43 @@ def test_frames_are_drawn_without_a_camera_and_an_env_that_cannot_is_told_how_to
         env.render_frames([0], 32)
     with pytest.raises(ConfigError, match=r"Blind-v0.*env.cameras=\[\]"):
         build(name="Blind-v0", cameras=["render"])
+
+
+def test_an_env_whose_observation_is_no_state_can_be_drawn():
+    env = build(name="Words-v0", state="none", cameras=["render"])
+    assert env.reset()[0].images["render"].shape == (1, 64, 64, 3)
+
+
+def test_triton_can_be_imported_after_a_picture_of_mujoco():
+    for package in ("triton", "mujoco"):
+        pytest.importorskip(package)
+    if graphics.probe_rendering()[0] is None:
+        pytest.skip(graphics.probe_rendering()[1])
+    script = (
+        "from rlinf.envs import make_env; from rlinf.envs.gymnasium_env import GymnasiumConfig\n"
+        "make_env(GymnasiumConfig(id='InvertedPendulum-v5', cameras=['render']), 1, auto_reset=False)\n"
+        "import triton"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=300).returncode == 0
+
+
+def test_what_pictures_need_and_lack_is_told_before_a_run_begins():
+    with pytest.raises(MissingDependencyError, match=r"Undrawable-v0 need.*pip install paint.*env\.cameras=\[\]"):
+        build(name="Undrawable-v0", cameras=["render"])
+    build(name="Undrawable-v0").reset()
+
+
+def test_videos_that_cannot_be_drawn_are_refused_before_the_run(monkeypatch):
+    def check(name, num_videos=2):
+        given = ["env=gymnasium", f"env.id={name}", f"evaluation.num_videos_per_task={num_videos}"]
+        check_evaluation(build_config(compose_config(given)))
+
+    check("walk_for_tests:Walk-v0")
+    with pytest.raises(MissingDependencyError, match="pip install paint.*Or type .*evaluation.num_videos_per_task=0"):
+        check("walk_for_tests:Undrawable-v0")
+    with pytest.raises(ConfigError, match="no render_mode=rgb_array.*Type evaluation.num_videos_per_task=0"):
+        check("walk_for_tests:Blind-v0")
+    for name in ("walk_for_tests:Undrawable-v0", "walk_for_tests:Blind-v0"):
+        check(name, num_videos=0)
+    monkeypatch.setattr("rlinf.envs.gymnasium_env._draw_once", lambda *_: pytest.fail("opened a GL"))
+    check("InvertedPendulum-v5")

@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -22,6 +24,8 @@ if FIXTURES not in sys.path:
 from walk_env import WalkConfig, WalkVectorEnv  # noqa: E402
 
 NUM_ENVS = 4
+PATIENCE_S = 60.0
+"""How long to wait for what a defect would put off for longer, on a busy machine too."""
 
 
 @pytest.fixture(autouse=True)
@@ -156,18 +160,16 @@ def test_a_killed_worker_loses_its_episodes_and_only_these_and_they_begin_anew(m
         ("raise", ["RuntimeError: the gripper fell off", "in _fault", "walk_env.py"]),
         ("exit", ["it ended with status 7"]),
         ("crash", ["SIGSEGV", "Fatal Python error", "in _fault"]),
-        ("hang", ["env.step_timeout_s=1 seconds", "in fall_asleep", "walk_env.py"]),
-        ("grip", ["env.step_timeout_s=1 seconds", "in _fault", "walk_env.py"]),
+        ("hang", ["env.step_timeout_s=2 seconds", "in fall_asleep", "walk_env.py"]),
+        ("grip", ["env.step_timeout_s=2 seconds", "in _fault", "walk_env.py"]),
     ],
 )
 def test_a_simulator_that_fails_in_a_step_shows_its_traceback_and_is_replaced(make, caplog, what, words):
-    env = make(num_envs=2, num_processes=1, step_timeout_s=1.0)
+    env = make(num_envs=2, num_processes=1, step_timeout_s=2.0)
     env.reset()
     make.fault(f"step {what}")
-    start = time.monotonic()
     with caplog.at_level(logging.WARNING, "rlinf"):
         step = env.chunk_step(zeros(env, 2))
-    assert time.monotonic() - start < 15
     assert step.lost_env_ids.tolist() == [0, 1] and env.num_restarts == 1
     for word in words:
         assert word in caplog.text
@@ -175,29 +177,31 @@ def test_a_simulator_that_fails_in_a_step_shows_its_traceback_and_is_replaced(ma
 
 
 def test_the_deadline_is_of_a_step_and_not_of_a_chunk(make):
-    """Eight steps of 0.25 s: 2 s of work under a deadline of 1 s."""
-    env = make(num_processes=1, num_envs=1, step_sleep_s=0.25, step_timeout_s=1.0)
+    """30 steps of 0.1 s: 3 s of work under a deadline of 2 s."""
+    env = make(num_processes=1, num_envs=1, step_sleep_s=0.1, step_timeout_s=2.0, max_episode_steps=30)
     env.reset()
     start = time.monotonic()
-    step = env.chunk_step(zeros(env, 8))
-    assert time.monotonic() - start > 1.9 and not len(step.lost_env_ids) and step.executed.all()
+    step = env.chunk_step(zeros(env, 30))
+    assert time.monotonic() - start >= 3.0 and not len(step.lost_env_ids) and step.executed.all()
 
 
 @pytest.mark.parametrize("name", ["reset_timeout_s", "step_timeout_s"])
-def test_a_reset_and_a_step_have_deadlines_of_their_own(make, name, caplog):
+def test_a_reset_and_a_step_have_deadlines_of_their_own(make, name, caplog, tmp_path):
     """The reset hangs: only the short ``reset_timeout_s`` notices it soon."""
-    env = make(num_processes=1, **{"reset_timeout_s": 60.0, "step_timeout_s": 60.0, name: 2.0})
+    env = make(num_processes=1, **{"reset_timeout_s": 600.0, "step_timeout_s": 600.0, name: 3.0})
     make.fault("reset hang")
     thread = threading.Thread(target=env.reset)
     with caplog.at_level(logging.WARNING, "rlinf"):
         thread.start()
-        thread.join(6.0 if name == "reset_timeout_s" else 4.0)
+        while thread.is_alive() and (tmp_path / "fault").exists():
+            time.sleep(0.01)
+        thread.join(PATIENCE_S if name == "reset_timeout_s" else 4.0)
     if name == "reset_timeout_s":
-        assert not thread.is_alive() and "reset did not get on for env.reset_timeout_s=2 seconds" in caplog.text
+        assert not thread.is_alive() and "reset did not get on for env.reset_timeout_s=3 seconds" in caplog.text
         return
     assert thread.is_alive() and not env.num_restarts
     os.kill(pids(env)[0], signal.SIGKILL)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive() and env.num_restarts == 1
 
 
@@ -342,7 +346,7 @@ def test_the_deadline_holds_for_a_message_that_a_stopped_worker_does_not_read(ma
     assert actions.nbytes > 1 << 20  # control: more than the pipe takes without a reader
     thread = threading.Thread(target=env.chunk_step, args=(actions,), daemon=True)
     thread.start()
-    thread.join(15)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive() and env.num_restarts == 1
 
 
@@ -455,7 +459,7 @@ def test_closing_ends_every_process(make, fault):
         env._workers[0].send(("step_chunk", ([0], zeros(env)[:1], np.array([5]))), 1.0)
     start = time.monotonic()
     env.close()
-    assert time.monotonic() - start < 5 and all(is_gone(pid) for pid in known)
+    assert time.monotonic() - start < PATIENCE_S and all(is_gone(pid) for pid in known)
 
 
 def test_nothing_is_left_open_by_workers_that_were_replaced(make):
@@ -470,6 +474,23 @@ def test_nothing_is_left_open_by_workers_that_were_replaced(make):
     assert counts[0] == counts[1] == counts[2]
 
 
+def test_the_deadline_holds_for_the_rest_of_an_answer(make):
+    """Of a worker that is stopped while it sends: the parent has seen the beginning, and waits for no more than that."""
+    env = make(num_envs=1, num_processes=1, step_timeout_s=1.0)
+    env.reset()
+    worker = env._workers[0]
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    here, there = socket.socketpair()
+    there.sendall(struct.pack("!i", 1000) + b"the first of 1000 bytes")
+    os.dup2(here.fileno(), worker.connection.fileno())
+    worker.send(("poses", ([0],)), 1.0)
+    thread = threading.Thread(target=lambda: found.append(worker.receive(1.0, "poses")), daemon=True)
+    found = []
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert "poses did not get on for env.step_timeout_s=1 seconds" in found[0].message
+
+
 def test_an_interrupt_leaves_no_answer_for_the_next_call(make):
     """Ctrl-C in a chunk; then the env starts again, and tells of the new episode."""
     env = make(step_sleep_s=0.3)
@@ -477,11 +498,18 @@ def test_an_interrupt_leaves_no_answer_for_the_next_call(make):
     first, reference = undisturbed(make, specs, 1)
     env.reset(options={"episodes": specs})
     known = pids(env)
-    timer = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    before = env._rows["num_calls"].sum()
+
+    def interrupt():
+        while env._rows["num_calls"].sum() == before:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
         env.chunk_step(zeros(env, 8) + 1)
-    timer.join()
+    thread.join()
     assert all(is_gone(pid) for pid in known)
     again, _ = env.reset(options={"episodes": specs})
     assert equal_rows(again, first)

@@ -32,6 +32,16 @@ def run(env, act):
     return np.mean([result.success for result in results])
 
 
+def test_triton_can_be_imported_after_a_picture():
+    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+    script = (
+        "from rlinf.envs import make_env; from rlinf.envs.tabletop.config import TabletopConfig\n"
+        "env = make_env(TabletopConfig(), 1, auto_reset=False); env.reset(); env.close()\n"
+        "import triton"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=300).returncode == 0
+
+
 @pytest.mark.parametrize("distractors", [False, True])
 @pytest.mark.parametrize("task", list(FAMILIES))
 def test_expert_succeeds_and_idling_does_not(task, distractors):

@@ -27,7 +27,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from torch.utils.data import DataLoader, Dataset
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.config.validation import validate
-from rlinf.data.demonstrations import Demonstrations
+from rlinf.data.demonstrations import BatchSource, Demonstrations, shuffled_rows
 from rlinf.data.formats import open_dataset as open_for_env
 from rlinf.data.lerobot_dataset import describe, open_dataset
 from rlinf.data.lerobot_format import ACTION, read_info
@@ -94,12 +93,17 @@ class PlainDataset(Dataset):
         return self.videos[path].frame_at(about[f"videos/{key}/from_timestamp"] + columns["timestamp"][row])
 
 
+def prefetched(source: BatchSource, batch_size: int, num_workers: int) -> Prefetcher:
+    """Shuffled batches, made ahead by threads."""
+    return Prefetcher(lambda step: source.rows(shuffled_rows(len(source), step, batch_size, 0)), 0, num_workers)
+
+
 def ours(arguments: argparse.Namespace) -> Iterator[Any]:
     """Batches as training reads them."""
     columns = describe(arguments.dataset).image_shapes
     dataset = open_dataset(arguments.dataset, {key: key for key in columns}, None)
     dataset.chunk_len = arguments.chunk_len
-    with Prefetcher(lambda step: dataset.batch(step, arguments.batch_size, 0), 0, arguments.workers) as batches:
+    with prefetched(dataset, arguments.batch_size, arguments.workers) as batches:
         while True:
             yield batches.next()
 
@@ -165,7 +169,7 @@ def measure_training(arguments: argparse.Namespace) -> dict[str, Any]:
     for _ in range(arguments.rounds):
         for name, source in sources.items():
             num_workers = arguments.workers if name == "disk" else 0
-            with Prefetcher(partial(source.batch, batch_size=arguments.batch_size, seed=0), 0, num_workers) as batches:
+            with prefetched(source, arguments.batch_size, num_workers) as batches:
                 found[name].append(time_steps(worker, batches, arguments))
     steps = {name: statistics.median(step for step, _ in rounds) for name, rounds in found.items()}
     waits = {name: statistics.median(wait for _, wait in rounds) for name, rounds in found.items()}
@@ -184,7 +188,8 @@ def time_steps(worker: TrainWorker, batches: Prefetcher, arguments: argparse.Nam
         start = time.perf_counter()
         observation, actions = batches.next()
         waiting = time.perf_counter() - start
-        worker.sft_update(observation, actions, number, number)  # its loss is read, so an accelerator has ended, too
+        # Its loss is read, so an accelerator has ended, too.
+        worker.sft_update(observation, actions, arguments.batch_size, number, number)
         if number >= arguments.warmup:
             waited, elapsed = waited + waiting, elapsed + time.perf_counter() - start
     return elapsed / arguments.batches, waited / elapsed

@@ -71,7 +71,7 @@ def collect(config: RunConfig) -> Path:
     records the env's configuration, what acted, and how every episode ended.
 
     Returns:
-        The folder. It holds the episodes that have ended, too, where Ctrl-C or a simulator cut the collection short.
+        The folder. It holds the episodes that have ended, too, where Ctrl-C, SIGTERM or a simulator cut the collection short.
 
     Raises:
         KeyboardInterrupt, SimulatorError: The collection was cut short; what had ended is stored.
@@ -95,7 +95,7 @@ def collect(config: RunConfig) -> Path:
             video=settings.video,
             robot_type=env.suite,
         )
-        with writer:
+        with _sigterm_is_ctrl_c(), writer:
             results: list[EpisodeResult] = []
             cut_short: KeyboardInterrupt | SimulatorError | None = None
             try:
@@ -167,7 +167,7 @@ def _record(
 ) -> None:
     """Play all episodes in waves of one per env, write those that are wanted in the order of ``specs``, and append to
     ``results`` how each that is written or unwanted has ended."""
-    progress = Progress(enabled=config.tracking.progress)
+    progress = Progress(updates=config.tracking.progress)
     for start in range(0, len(specs), env.num_envs):
         wave = list(specs[start : start + env.num_envs])
         numbers = range(start, start + env.num_envs)
@@ -199,6 +199,19 @@ def _write_episode(writer: LeRobotWriter, played: Wave, row: int) -> None:
         rewards=played.rewards[times, row],
         success=played.success[times, row],
     )
+
+
+@contextlib.contextmanager
+def _sigterm_is_ctrl_c():
+    """Let SIGTERM, with which a cluster announces that it takes the machine back, do what Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager

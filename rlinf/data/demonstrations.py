@@ -21,8 +21,11 @@ from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 class BatchSource(Protocol):
     """What behaviour cloning reads: demonstrations in memory, or on disk."""
 
-    def batch(self, step: int, batch_size: int, seed: int) -> tuple[Observation, Tensor]:
-        """Return the rows of optimiser step ``step`` and their actions ``[B, C, D]``, a pure function of the arguments."""
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
+        """Return the rows ``index`` (int64 ``[B]``) and their actions ``[B, C, D]``; threads may call it side by side."""
 
 
 class Demonstrator(Protocol):
@@ -58,9 +61,8 @@ class Demonstrations:
         """Of the demonstrator itself."""
         return float(np.mean([episode.success for episode in self.episodes]))
 
-    def batch(self, step: int, batch_size: int, seed: int) -> tuple[Observation, Tensor]:
-        """Return the rows of optimiser step ``step``: epochs of shuffled rows, a pure function of the arguments."""
-        index = shuffled_rows(len(self), step, batch_size, seed)
+    def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
+        """Return the rows ``index`` (int64 ``[B]``) and their actions."""
         return self.observation.select(index), self.actions[torch.from_numpy(index)]
 
 

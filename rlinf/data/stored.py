@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.demonstrations import following_rows, shuffled_rows
+from rlinf.data.demonstrations import following_rows
 from rlinf.data.frames import Frames
 from rlinf.data.statistics import normalization_statistics
 from rlinf.errors import ConfigError
@@ -126,7 +126,3 @@ class StoredDemonstrations:
         return observation, torch.from_numpy(
             self.actions[following_rows(index, self._last_rows[index], self.chunk_len)]
         )
-
-    def batch(self, step: int, batch_size: int, seed: int) -> tuple[Observation, Tensor]:
-        """Return the rows of optimiser step ``step``; see ``Demonstrations.batch``."""
-        return self.rows(shuffled_rows(len(self), step, batch_size, seed))

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 NUM_ROWS = 16  # rows of a policy call; larger calls gain little, and waste more when few episodes still run
 
+MAX_SLUG_LEN = 100
+"""Letters of a task's name in the name of a video: file names end at 255."""
+
 
 @contextmanager
 def evaluation_mode(model: ActionModel) -> Iterator[None]:
@@ -138,6 +141,12 @@ def evaluate_policy(
             f"{env.num_restarts - num_restarts} of the simulators' worker processes were lost and replaced, and the episodes "
             "that ran in them began anew; the log tells why"
         )
+    num_missing = len(env.task_names) - len({spec.task_id for spec in specs})
+    if num_missing:
+        evaluation.warnings.append(
+            f"{num_missing} of {len(env.task_names)} tasks have no episode in the list of {len(specs)} "
+            "(evaluation.num_episodes), so the total is that of the other tasks"
+        )
     evaluation.wall_s = time.monotonic() - start
     return evaluation
 
@@ -205,7 +214,7 @@ def _record(
             _replay(policy, env, [r.spec for r in wave], size), first
         ):
             outcome = "success" if result.success else "failure"
-            slug = re.sub(r"[^a-z0-9]+", "_", result.task.lower()).strip("_")
+            slug = re.sub(r"[^a-z0-9]+", "_", result.task.lower()).strip("_")[:MAX_SLUG_LEN]
             path = write_video(folder / f"{slug}_{outcome}_{number:03d}.mp4", frames, instruction, result.success)
             about = {"task": result.task, "instruction": instruction, "success": bool(result.success)}
             videos.append({"path": f"{folder.name}/{path.name}", **about})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import sys
@@ -32,7 +34,7 @@ class PartialResults:
         conditions: JSON values: all that results depend on.
 
     Raises:
-        ConfigError: The file holds results under other conditions; names them.
+        ConfigError: The file holds results under other conditions, which it names; or another process writes into it.
         CheckpointError: It cannot be read.
     """
 
@@ -42,12 +44,16 @@ class PartialResults:
         self.known: list[EpisodeResult] = []
         self.earlier_s = 0.0
         self._start = time.monotonic()
-        if self.path.exists():
-            self._read()
-        self.num_results = len(self.known)
         folder.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a", encoding="utf-8")
-        if not self._file.tell():
+        try:
+            self._lock()
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+        self.num_results = len(self.known)
+        if not self.path.stat().st_size:
             self._write(self.conditions)
 
     def add(self, result: EpisodeResult) -> None:
@@ -59,12 +65,24 @@ class PartialResults:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *details: object) -> None:
-        self._file.close()
-        if error_type is None or not self.num_results:
-            self.path.unlink()
-            return
+        with self._file:
+            if error_type is None or not self.num_results:
+                self.path.unlink()
+                return
         kept = f"{self.num_results} results are kept in {self.path}"
         print(f"\n{kept}; the same command with output_dir={self.path.parent} goes on", file=sys.stderr, flush=True)
+
+    def _lock(self) -> None:
+        """Keep other processes out until this one ends, however that happens; some file systems of clusters have no locks."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{self.path} is being written by another evaluation. Wait for its end, or type output_dir=<another folder>"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
+                raise
 
     def _write(self, values: dict[str, Any]) -> None:
         self._file.write(json.dumps(values) + "\n")

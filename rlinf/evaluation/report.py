@@ -54,7 +54,7 @@ def write_report(run_folder: str | os.PathLike) -> Path:
 
 
 def _header(title: str, data: RunData) -> str:
-    config = _yaml(data.config)
+    config = data.settings
     facts = {
         "model": _get(config, "model", "model_type"), "env": _get(config, "env", "name"),
         "algorithm": _get(config, "algorithm", "name"), "seed": data.summary.get("seed", config.get("seed")),
@@ -83,8 +83,10 @@ def _success_curves(data: RunData) -> str:
     ):
         # Rollouts sample their actions and evaluations do not, so the two differ for the same policy.
         rollouts = _series(shown, x, "rollout/success_rate", "rollouts (sampled, training episodes)", 3)
-        cards.append(_card(title, [rollouts, _evaluated(shown, x)], x_label, "success rate", percent=True))
-    return f'<section class="charts first">{"".join(cards)}</section>' if any(cards) else ""
+        cards.append(
+            _card(title, [rollouts, _evaluated(shown, x, data.episodes)], x_label, "success rate", percent=True)
+        )
+    return f'<section class="charts">{"".join(cards)}</section>' if any(cards) else ""
 
 
 def _success_by_step(data: RunData) -> str:
@@ -154,11 +156,11 @@ def _series(lines: Sequence[dict[str, Any]], x: str, name: str, label: str, colo
     return Series(label, [(line[x], line[name]) for line in lines if name in line], colour)
 
 
-def _evaluated(lines: Sequence[dict[str, Any]], x: str) -> Series:
+def _evaluated(lines: Sequence[dict[str, Any]], x: str, episodes: str) -> Series:
     found = [line for line in lines if line.get("eval/success_rate") is not None]
     bands = [(line["eval/interval_low"], line["eval/interval_high"]) for line in found]
     return Series(
-        "evaluation (held-out episodes)",
+        f"evaluation ({episodes})",
         [(line[x], line["eval/success_rate"]) for line in found],
         1,
         bands,
@@ -201,14 +203,6 @@ def _texts(data: RunData) -> str:
         for name, text in (("Configuration", data.config), ("Manifest", data.manifest)) if text
     ]  # fmt: skip
     return f"<h2>Configuration and manifest</h2>{''.join(blocks)}" if blocks else ""
-
-
-def _yaml(text: str) -> dict[str, Any]:
-    if not text:
-        return {}
-    import yaml
-
-    return yaml.safe_load(text) or {}
 
 
 def _get(config: dict[str, Any], section: str, key: str) -> Any:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.compare import COMPARISON_FILE, compare, sampling_differences
@@ -54,6 +57,17 @@ class RunData:
     comparison: dict[str, Any] | None = None
     config: str = ""
     manifest: str = ""
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The configuration as a mapping; empty: there is none."""
+        return yaml.safe_load(self.config) or {}
+
+    @property
+    def episodes(self) -> str:
+        """What was evaluated on, in words."""
+        split = (self.settings.get("evaluation") or {}).get("split")
+        return "training episodes" if split == "train" else "held-out episodes"
 
     def evaluation(self, *tags: str) -> Evaluation | None:
         """Return the first of the tags that there is."""

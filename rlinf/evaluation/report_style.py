@@ -17,7 +17,7 @@ h1 { font-size: 27px; letter-spacing: -0.01em; margin: 0 0 6px; }
 h2 { font-size: 18px; margin: 40px 0 14px; }
 h3 { font-size: 14px; margin: 0 0 8px; font-weight: 600; }
 p.note, .foot { color: var(--soft); font-size: 13px; margin: 6px 0 0; }
-.facts { display: flex; flex-wrap: wrap; gap: 6px 18px; color: var(--soft); font-size: 13.5px; }
+.facts { display: flex; flex-wrap: wrap; gap: 6px 18px; margin-bottom: 10px; color: var(--soft); font-size: 13.5px; }
 .facts b { color: var(--ink); font-weight: 600; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 16px 18px; }
 .headline { display: grid; grid-template-columns: repeat(auto-fit, minmax(230px, 1fr)); gap: 14px; margin-top: 24px; }
@@ -26,9 +26,8 @@ p.note, .foot { color: var(--soft); font-size: 13px; margin: 6px 0 0; }
   font-variant-numeric: tabular-nums; }
 .headline .detail { color: var(--soft); font-size: 13px; font-variant-numeric: tabular-nums; }
 .headline .interval { margin-top: 8px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 14px; }
-section.first { margin-top: 14px; }
-.charts.small { grid-template-columns: repeat(auto-fit, minmax(min(330px, 100%), 1fr)); }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(440px, 100%), 1fr)); gap: 14px; margin-top: 14px; }
+.charts.small { grid-template-columns: repeat(auto-fill, minmax(min(330px, 100%), 1fr)); }
 .chart { display: block; width: 100%; height: auto; }
 .chart text { font-size: 11px; fill: var(--soft); font-family: inherit; font-variant-numeric: tabular-nums; }
 .chart .label { font-size: 11.5px; }
@@ -61,6 +60,7 @@ th { text-align: left; font-weight: 600; color: var(--soft); font-size: 12.5px; 
   border-bottom: 1px solid var(--line); }
 td { padding: 8px 14px 8px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 td.wrap { white-space: normal; min-width: 160px; }
+h1, td.wrap, figcaption, .facts, .warning, p.note { overflow-wrap: anywhere; }
 tr:last-child td { border-bottom: 0; }
 tr.total td { font-weight: 650; }
 td small { color: var(--soft); margin-left: 8px; font-weight: 400; }
@@ -70,7 +70,7 @@ td small { color: var(--soft); margin-left: 8px; font-weight: 400; }
 .gallery figcaption { padding: 9px 12px 11px; font-size: 13px; display: flex; justify-content: space-between;
   gap: 8px; align-items: baseline; }
 figcaption small { display: block; color: var(--soft); }
-.badge { font-size: 12px; border-radius: 20px; padding: 1px 9px; font-weight: 600; }
+.badge { font-size: 12px; border-radius: 20px; padding: 1px 9px; font-weight: 600; white-space: nowrap; flex: none; }
 .badge.yes { color: var(--good); background: var(--good-bg); } .badge.no { color: var(--bad);
   background: var(--bad-bg); }
 h4 { font-size: 14px; color: var(--soft); margin: 18px 0 10px; font-weight: 600; }

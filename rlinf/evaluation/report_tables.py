@@ -67,7 +67,7 @@ def tasks(data: RunData) -> str:
     return (
         f'<h2>Success per task</h2><div class="card scroll"><table><thead><tr><th>task</th>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"
-        '<p class="note">Held-out episodes, each run once; bars are 95 % Wilson intervals.</p>'
+        f'<p class="note">{data.episodes.capitalize()}, each run once; bars are 95 % Wilson intervals.</p>'
     )
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from rlinf.config.options import to_mapping
 from rlinf.config.schema import RunConfig
-from rlinf.distributed.process_group import set_num_threads
+from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError
@@ -46,6 +46,9 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 
 logger = logging.getLogger("rlinf")
 
+VERSION_FIELDS = ("versions.", "simulators.")
+"""Fields of a manifest whose differences are told also where they are not refused."""
+
 
 def evaluate(config: RunConfig) -> EvaluationResult:
     """Evaluate ``config.checkpoint`` (a checkpoint, a run folder or an export), or the configured model without one.
@@ -72,7 +75,7 @@ def evaluate(config: RunConfig) -> EvaluationResult:
         if baseline is not None:
             _check_comparable(baseline, manifest, env, specs, config)
         warnings = _compare_with_checkpoint(config, env, manifest, saved)
-        device = _device(config.cluster.device)
+        device = resolve_device(config.cluster.device, 1)
         model = model.to(device)
         mixed = config.model.precision == "bf16-mixed"
         with (
@@ -93,18 +96,20 @@ def evaluate(config: RunConfig) -> EvaluationResult:
                 known=partial.known,
                 on_result=progress.add,
             )
+            for warning in result.warnings:
+                logger.warning(warning)
             result.warnings = warnings + result.warnings
             result.wall_s += partial.earlier_s
             manifest.save(output)
             write_text(output / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
             (output / COMPARISON_FILE).unlink(missing_ok=True)  # it was made of an earlier result
             result.to_json(output / RESULT_FILE)
+            print(f"{result.table()}\nresults: {output / RESULT_FILE}", flush=True)
+            if baseline is not None:
+                print(compare_folders(baseline, output, settings.allow_mismatch).table(), flush=True)
+            print(f"report: {write_report(output)}", flush=True)
     finally:
         env.close()
-    print(f"{result.table()}\nresults: {output / RESULT_FILE}", flush=True)
-    if baseline is not None:
-        print(compare_folders(baseline, output, settings.allow_mismatch).table(), flush=True)
-    print(f"report: {write_report(output)}", flush=True)
     return result
 
 
@@ -159,10 +164,10 @@ def _num_envs(settings: EvaluationConfig) -> int:
 class _Progress:
     """Keeps each result, and shows how far the evaluation is."""
 
-    def __init__(self, partial: PartialResults, num_episodes: int, enabled: bool) -> None:
+    def __init__(self, partial: PartialResults, num_episodes: int, updates: bool) -> None:
         self._partial, self._num_episodes = partial, num_episodes
         self._successes = sum(result.success for result in partial.known)
-        self._line = Progress(enabled=enabled)
+        self._line = Progress(updates=updates)
         if partial.known:
             self._line.note(f"{partial.num_results} of {num_episodes} episodes are known from {partial.path}")
             self._show()
@@ -175,8 +180,7 @@ class _Progress:
 
     def _show(self) -> None:
         done = self._partial.num_results
-        rate = self._successes / done
-        self._line.update("evaluation", done, self._num_episodes, success_rate=rate, successes=self._successes)
+        self._line.update("evaluation", done, self._num_episodes, successes=self._successes)
 
 
 def episode_list(env: VectorEnv, split: str, num_episodes: int | None) -> list[EpisodeSpec]:
@@ -215,8 +219,11 @@ def _compare_with_checkpoint(
     warnings = []
     if saved is not None:
         allowed = [name for name in config.evaluation.allow_mismatch if name not in COMPARISON_NAMES]
-        mismatches = [mismatch for mismatch in check(saved, manifest, allowed) if mismatch.must_match]
-        warnings += [f"allowed by evaluation.allow_mismatch: {mismatch}" for mismatch in mismatches]
+        for mismatch in check(saved, manifest, allowed):
+            if mismatch.must_match:
+                warnings.append(f"allowed by evaluation.allow_mismatch: {mismatch}")
+            elif mismatch.field.startswith(VERSION_FIELDS):
+                warnings.append(f"another version than the checkpoint was made with: {mismatch}")
     if config.evaluation.probe:
         manifest.probe = take_probe(env)
         moved = drift(saved.probe, manifest.probe) if saved is not None else []
@@ -261,9 +268,3 @@ def conditions(
         "temperature": config.rollout.temperature,
         "model.settings": to_mapping(model),
     }
-
-
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name

@@ -132,16 +132,20 @@ def test_nothing_is_written_where_no_episode_succeeds(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def stopping(monkeypatch) -> None:
-    """Let Ctrl-C arrive while the third episode is written."""
+def stopping(monkeypatch, number: int = signal.SIGINT) -> None:
+    """Let a signal arrive while the third episode is written."""
     add_episode = collecting.LeRobotWriter.add_episode
 
     def interrupted(self, *args, **kwargs):
         if self.info["total_episodes"] == 2:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         add_episode(self, *args, **kwargs)
 
     monkeypatch.setattr(collecting.LeRobotWriter, "add_episode", interrupted)
+
+
+def terminating(monkeypatch) -> None:
+    stopping(monkeypatch, signal.SIGTERM)
 
 
 def failing(monkeypatch) -> None:
@@ -157,13 +161,14 @@ def failing(monkeypatch) -> None:
     monkeypatch.setattr(collecting, "play_wave", play)
 
 
-@pytest.mark.parametrize(("fault", "code", "kept"), [(stopping, 130, 3), (failing, 2, 4)])
+@pytest.mark.parametrize(("fault", "code", "kept"), [(stopping, 130, 3), (terminating, 130, 3), (failing, 2, 4)])
 def test_a_collection_that_is_cut_short_keeps_what_has_ended(fault, code, kept, expert, tmp_path, monkeypatch, capsys):
     fault(monkeypatch)
     words = ["collect", *ENV, *QUIET, f"dataset={tmp_path / 'data'}", "collect.num_episodes=10", "collect.num_envs=2",
              "collect.only_success=false", "sft.expert.aim_offset_m=[0.07,0.0]", "sft.expert.jitter=0.3"]  # fmt: skip
-    handler = signal.getsignal(signal.SIGINT)
-    assert main(words) == code and signal.getsignal(signal.SIGINT) is handler
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert main(words) == code
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert f"cut short after {kept} of 10 episodes" in capsys.readouterr().out
     found, whole = open_all(tmp_path / "data"), open_all(expert)
     rows = np.flatnonzero(whole.episode_ids < kept)

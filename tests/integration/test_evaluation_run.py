@@ -93,9 +93,14 @@ def test_result_does_not_depend_on_the_number_of_envs_and_run_folder_and_export_
         assert evaluate(config).results == results[0]
 
 
-def test_prompts_of_several_lengths_give_the_same_results_side_by_side_and_apart():
+MODELS = {name: [] for name in ("openvla_tiny", "hf_vla_tiny", "cnn", "mlp")}
+MODELS |= {name: ["env.state=proprio"] for name in ("pi0_tiny", "openvla_oft_tiny")}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_of_several_lengths_give_the_same_results_side_by_side_and_apart(name):
     """Bit by bit: a flow-matching policy shows in its actions what padding to a neighbour's prompt does to its logits."""
-    words = ["model=pi0_tiny", "env=tabletop", "env.state=proprio", "env.max_episode_steps=6", "output_dir=unused"]
+    words = [f"model={name}", "env=tabletop", *MODELS[name], "env.max_episode_steps=6", "output_dir=unused"]
     config = build_config(compose_config(words))
     results, model = [], None
     for num_envs in (3, 8):
@@ -106,7 +111,7 @@ def test_prompts_of_several_lengths_give_the_same_results_side_by_side_and_apart
         assert len({len(text.split()) for text in observation.instruction}) > 1, "a control: prompts must differ"
         results.append(evaluate_policy(model, env, specs).results)
         env.close()
-    assert results[0] == results[1] and len({one.episode_return for one in results[0]}) == 8
+    assert results[0] == results[1] and len({one.episode_return for one in results[0]}) == 8, "each has its own"
 
 
 def test_mismatch_is_refused_before_any_episode_and_can_be_allowed(checkpoint, tmp_path, monkeypatch, caplog):
@@ -151,6 +156,17 @@ def test_other_versions_statistics_or_adapters_are_refused(checkpoint, tmp_path,
     folder = edited(checkpoint, tmp_path / "rl_000003", **{change: value})
     with pytest.raises(ManifestMismatchError, match=f"  {change}"):
         evaluate(replace(configured(checkpoint, tmp_path / "out"), checkpoint=str(folder)))
+
+
+def test_another_version_of_a_library_is_told_where_it_is_not_refused(quick, tmp_path, caplog):
+    saved = Manifest.load(quick[0])
+    assert evaluate(configured(quick, tmp_path / "same")).warnings == []
+    changes = {"versions": {**saved.versions, "torch": "1.0.0"}, "seed": 9, "policy_version": 8}
+    folder = edited(quick, tmp_path / "rl_000003", **changes)
+    result = evaluate(replace(configured(quick, tmp_path / "other"), checkpoint=str(folder)))
+    line = f'versions.torch: saved "1.0.0", present "{saved.versions["torch"]}"'
+    assert result.warnings == [f"another version than the checkpoint was made with: {line}"]
+    assert line in caplog.text and line in (tmp_path / "other" / "report.html").read_text().replace("&quot;", '"')
 
 
 def test_edited_statistics_file_is_refused(checkpoint, tmp_path):
@@ -304,6 +320,21 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(quick, tmp_path, mon
     assert len(runs) == 4, "five were known"
     assert (waited := EvaluationResult.from_json(tmp_path / "out" / "result.json").wall_s) > 100, waited
     assert "evaluation 5/9" in (err := capsys.readouterr().err) and "9/9" in err and not path.exists()
+
+
+def test_an_evaluation_that_was_killed_before_its_report_is_finished_without_an_episode(quick, tmp_path, monkeypatch):
+    """Between any two of the files that it writes."""
+    baseline = evaluate(configured(quick, tmp_path / "a"))
+    config = configured(quick, tmp_path / "b", evaluation={"compare": str(tmp_path / "a")})
+    for step in ("EvaluationResult.to_json", "compare_folders", "write_report"):
+        with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+            context.setattr(f"rlinf.evaluation.run.{step}", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+            evaluate(config)
+    monkeypatch.setattr(PartialResults, "add", lambda self, result: pytest.fail(f"{result.spec} is run again"))
+    assert evaluate(config).results == baseline.results
+    files = ["compare.json", "config.yaml", "manifest.json", "report.html", "result.json"]
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == files
+    assert "Paired comparison" in (tmp_path / "b" / "report.html").read_text()
 
 
 def test_results_of_other_conditions_are_not_continued(quick, tmp_path, monkeypatch):

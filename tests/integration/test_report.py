@@ -232,6 +232,14 @@ def test_share_of_solved_episodes_over_env_steps_is_that_of_the_results(tmp_path
     assert "t 2" in page and "evaluation 50%" in page and "evaluation 75%" in page
 
 
+@pytest.mark.parametrize(("split", "words"), [("eval", "Held-out episodes"), ("train", "Training episodes")])
+def test_the_page_says_which_episodes_were_run(tmp_path, split, words):
+    evaluation(0.5).to_json(tmp_path / "result.json")
+    (tmp_path / "config.yaml").write_text(f"evaluation: {{split: {split}}}\n")
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert [text for text in ("Held-out episodes", "Training episodes") if text in page] == [words]
+
+
 def test_missing_parts_are_left_out(tmp_path):
     evaluation(0.5).to_json(tmp_path / "result.json")
     text = write_report(tmp_path).read_text()
@@ -284,14 +292,40 @@ def test_ticks_are_round_and_cover_the_range():
     assert [format_number(x) for x in (0, 0.25, 12_500, 3e6, 4e-5)] == ["0", "0.25", "12.5k", "3M", "4e-05"]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)")
-def test_chromium_shows_curves_and_videos(run, tmp_path):
+def dom_of(page: Path, profile: Path) -> str:
+    """What Chromium makes of a page in a window 1100 pixels wide, as HTML."""
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
-    flags += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000"]
-    command = [CHROMIUM, *flags, (run / "report.html").as_uri()]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    flags += [f"--user-data-dir={profile}", "--virtual-time-budget=5000", "--window-size=1100,900"]
+    result = subprocess.run([CHROMIUM, *flags, page.as_uri()], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]
-    dom = result.stdout
+    return result.stdout
+
+
+NEEDS_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)")
+LONG = "KITCHEN_SCENE3_turn_on_the_stove_and_put_the_moka_pot_on_it_" + 60 * "x"
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.parametrize("breaks", [True, False])
+def test_long_names_leave_the_numbers_in_sight(tmp_path, breaks):
+    """The control is a page whose style does not break words."""
+    result = evaluation(0.5)
+    result.results = [replace(one, task=f"{one.task}_{LONG}") for one in result.results]
+    result.videos = [{"path": "videos/1.mp4", "task": LONG, "instruction": LONG, "success": True}]
+    result.to_json(tmp_path / "result.json")
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    if not breaks:
+        page = page.replace("overflow-wrap: anywhere", "")
+    too_wide = "[...document.querySelectorAll('.scroll, figcaption, body')].filter(e => e.scrollWidth > e.clientWidth)"
+    page += f"<script>document.title = {too_wide}.length</script>"
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    title = re.search("<title>(.*?)</title>", dom_of(tmp_path / "page.html", tmp_path / "profile"))[1]
+    assert (title == "0") == breaks and title.isdigit()
+
+
+@NEEDS_CHROMIUM
+def test_chromium_shows_curves_and_videos(run, tmp_path):
+    dom = dom_of(run / "report.html", tmp_path)
     assert dom.count('<svg class="chart"') >= 14 and dom.count('class="curve s') >= 17
     assert dom.count("<video") == 12 and dom.count("</video>") == 12
     assert "<details" in dom and "quickstart" in dom

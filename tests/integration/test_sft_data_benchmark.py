@@ -92,11 +92,11 @@ def test_training_steps_are_timed_with_their_wait(benchmark, monkeypatch):
             return None, None
 
     class Worker:
-        def sft_update(self, observation, actions, step, seed):
+        def sft_update(self, observation, actions, num_rows, step, seed):
             advance(0.5 if step < 2 else 0.01)  # the first steps are not counted
 
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now[0])
-    settings = argparse.Namespace(batches=5, warmup=2)
+    settings = argparse.Namespace(batches=5, warmup=2, batch_size=8)
     assert benchmark.time_steps(Worker(), Batches(), settings) == pytest.approx((0.04, 0.75))
 
 

@@ -25,8 +25,10 @@ from rlinf.data.stored import DatasetInfo, StoredDemonstrations
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError
 from rlinf.seeding import derive_seed
+from rlinf.training import train_worker
 from rlinf.training.config import ExpertConfig
 from rlinf.training.policy_loading import statistics_of_env
+from rlinf.training.trainer import LoopState, Trainer
 from rlinf.types import Observation
 
 # -- rows of a step ----------------------------------------------------------------------------------------------
@@ -92,12 +94,13 @@ def test_labels_are_the_following_actions_of_the_episode(chunk_len):
         assert not np.array_equal(actions.numpy(), across), "labels that run into the next episode are told apart"
 
 
-def test_a_dataset_gives_the_same_batches_as_demonstrations_in_memory():
+def test_a_dataset_gives_the_same_rows_as_demonstrations_in_memory():
     dataset, episodes = stored()
     observation, actions = dataset.rows(np.arange(len(dataset)))
     memory = Demonstrations(observation, actions, [])
     for step in range(5):
-        (first, labels), (second, others) = dataset.batch(step, 5, seed=2), memory.batch(step, 5, seed=2)
+        index = shuffled_rows(len(dataset), step, 5, seed=2)
+        (first, labels), (second, others) = dataset.rows(index), memory.rows(index)
         assert torch.equal(labels, others) and first.instruction == second.instruction
         np.testing.assert_array_equal(first.images["front"], second.images["front"])
         np.testing.assert_array_equal(first.state, second.state)
@@ -106,6 +109,59 @@ def test_a_dataset_gives_the_same_batches_as_demonstrations_in_memory():
 def test_rows_past_the_last_one_repeat_it():
     found = following_rows(np.array([0, 2, 5]), np.array([2, 2, 5]), 3)
     assert found.tolist() == [[0, 1, 2], [2, 2, 2], [5, 5, 5]]
+
+
+class Recording:
+    """Demonstrations that note which rows are read, and a worker that notes what it is given, in one."""
+
+    config = None
+
+    def __init__(self, dataset):
+        self.dataset, self.read, self.given = dataset, [], []
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def rows(self, index):
+        self.read.append(index.tolist())
+        return self.dataset.rows(index)
+
+    def sft_update(self, observation, actions, num_rows, step, seed):
+        self.given.append((observation.images["front"][:, 0, 0, 0].tolist(), num_rows, step, seed))
+        return {"loss": 0.0}
+
+    def start_phase(self, config):
+        self.config = config
+
+
+@pytest.mark.parametrize(("batch_size", "ranks"), [(6, 1), (6, 2), (7, 2), (5, 3), (1, 2)])
+def test_every_rank_reads_the_rows_that_it_trains_on_and_no_others(monkeypatch, batch_size, ranks):
+    config = build_config(
+        compose_config(["sft.max_steps=4", f"sft.batch_size={batch_size}", "tracking.progress=false"])
+    )
+    unused = dict.fromkeys(("collector", "algorithm", "sync", "make_reference", "evaluate"))
+    found = []
+    for rank in range(ranks):
+        monkeypatch.setattr(train_worker, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(train_worker, "world_size", lambda: ranks)
+        source = Recording(stored()[0])
+        state = LoopState()
+        Trainer(
+            config, worker=source, save=lambda state: None, log=lambda *line: None, progress=lambda *_, **__: None,
+            should_stop=lambda: False, state=state, **unused,
+        ).run_sft(lambda source=source: source)  # fmt: skip
+        assert source.read == [rows for rows, *_ in source.given] and state.sft_step == 4
+        found.append(source)
+    seed = derive_seed(config.seed, "sft")
+    for step in range(4):
+        index = shuffled_rows(len(found[0]), step, batch_size, seed).tolist()
+        assert {source.given[step][1:] for source in found} == {
+            (batch_size, step, derive_seed(config.seed, "sft noise", step))
+        }
+        shares = [source.read[step] for source in found]
+        assert {len(share) for share in shares} == {-(-batch_size // ranks)}, "collective calls must be equally many"
+        joined = [row for rows in zip(*shares, strict=True) for row in rows]
+        assert joined[:batch_size] == index and set(joined[batch_size:]) <= {index[-1]}
 
 
 # -- reading ahead -----------------------------------------------------------------------------------------------
@@ -133,7 +189,7 @@ def test_batches_are_made_ahead_and_not_without_limit():
         return numbered_batch(step)
 
     with Prefetcher(make_batch, 0, 2):
-        assert enough.wait(5), "nothing was asked for yet, and batches are there"
+        assert enough.wait(60), "nothing was asked for yet, and batches are there"
         time.sleep(0.05)
         assert sorted(made) == [0, 1, 2, 3]
     made.clear()

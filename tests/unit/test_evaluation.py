@@ -327,12 +327,28 @@ def test_replayed_episode_is_the_evaluated_one_and_has_a_frame_per_env_step(tmp_
         assert (num_frames, instruction, success) == (first.num_env_steps + 1, first.task, first.success)
 
 
+def test_a_task_of_any_name_gets_a_video(tmp_path, monkeypatch):
+    names = ("put the red block into " + 60 * "the drawer and ", "把红色方块放进抽屉")
+    monkeypatch.setitem(globals(), "TASKS", names)
+    monkeypatch.setattr(NumberLineEnv, "task_names", names)
+    result = evaluate_policy(BinPolicy(), NumberLineEnv(8), specs_of(8), video_folder=tmp_path, video_size=32)
+    assert {video["task"] for video in result.videos} == set(names)
+    assert all((tmp_path.parent / video["path"]).is_file() for video in result.videos)
+
+
 def test_no_failure_no_failure_video(tmp_path):
     specs = [spec for spec in specs_of(60)]
     policy = BinPolicy()
     good = [r.spec for r in evaluate_policy(policy, NumberLineEnv(30), specs).results if r.success]
     result = evaluate_policy(policy, NumberLineEnv(30), good, video_folder=tmp_path, video_size=32)
     assert result.videos and all(video["success"] for video in result.videos)
+
+
+@pytest.mark.parametrize(("num_episodes", "warned"), [(1, True), (2, False), (5, False)])
+def test_tasks_without_an_episode_are_warned_of(num_episodes, warned):
+    result = evaluate_policy(BinPolicy(), NumberLineEnv(2), specs_of(num_episodes))
+    expected = "1 of 2 tasks have no episode in the list of 1 (evaluation.num_episodes), so the total is that of the other tasks"
+    assert result.warnings == [expected] * warned
 
 
 def test_endless_env_and_empty_list_are_errors():

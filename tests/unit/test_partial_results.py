@@ -1,5 +1,8 @@
 """Results kept by an interrupted evaluation: continued under equal conditions only, and never written anew."""
 
+import errno
+import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +58,22 @@ def test_kept_results_are_not_continued_where_one_condition_differs(tmp_path, na
     assert PartialResults(tmp_path, before).known == []
     with pytest.raises(ConfigError, match=rf"other conditions \({name}\)"):
         PartialResults(tmp_path, before | {name: "other"})
+
+
+def test_two_evaluations_do_not_write_into_one_folder(tmp_path):
+    with PartialResults(tmp_path, {}), pytest.raises(ConfigError, match="by another evaluation. .* output_dir="):
+        PartialResults(tmp_path, {})
+    PartialResults(tmp_path, {})._file.close()  # a control: the first one has ended
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_without_locks_will_do_and_one_that_fails_will_not(tmp_path, monkeypatch, number):
+    def flock(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("rlinf.evaluation.partial.fcntl.flock", flock)
+    with nullcontext() if number != errno.EIO else pytest.raises(OSError, match="Input/output"):
+        PartialResults(tmp_path, {})._file.close()
 
 
 def test_a_kept_file_is_only_cut_where_a_line_is_not_whole(tmp_path, monkeypatch):

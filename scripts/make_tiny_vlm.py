@@ -20,9 +20,10 @@ from transformers import AutoConfig, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rlinf.models.embodiment.checkpoint_policy import no_progress_bars
 from rlinf.models.embodiment.hf_vla_config import HfVlaConfig
-from rlinf.models.embodiment.hf_vla_processing import TINY_TOKENIZER, load_vlm_processor
-from rlinf.models.embodiment.openvla_weights import no_progress_bars
+from rlinf.models.embodiment.hf_vla_processing import load_vlm_processor
+from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 
 VOCAB_SIZE = 544
 IMAGE_SIZE = 32

@@ -62,7 +62,7 @@ def test_the_page_runs(page):
 def test_excerpts_are_the_templates_own_lines():
     source = Path(template.__file__).read_text(encoding="utf-8")
     excerpts = [code for excerpt, language, code in BLOCKS if excerpt and language == "python"]
-    assert len(excerpts) == 4
+    assert len(excerpts) == 5
     assert all(code in source for code in excerpts)
 
 
@@ -182,5 +182,5 @@ def test_template_without_value_head_gives_zeros(page):
     policy = build_policy(section)
     inputs = policy.preprocess(observe())
     prediction = policy.predict_action_batch(**inputs)
-    assert not hasattr(policy, "value_head") and not prediction.values.any()
+    assert policy.value_head is None and not prediction.values.any()
     assert not policy.evaluate_actions(inputs, prediction.sequences).values.any()

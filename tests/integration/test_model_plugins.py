@@ -74,7 +74,7 @@ def test_installed_package_is_listed_with_its_name_and_version(installed, tmp_pa
     for key in (("model type", "sample_policy"), ("env", "sample_line"), ("algorithm", "sample_reinforce")):
         assert rows[key] == "rlinf-sample-plugin 0.3"
     assert rows["model type", "openvla"] == rows["env", "tabletop"] == rows["algorithm", "ppo"] == "rlinf"
-    assert "sample" in next(line for line in result.stdout.splitlines() if line.startswith("model=")).split(", ")
+    assert "sample" in next(line for line in result.stdout.splitlines() if line.startswith("model=")).split()
     without = rlinf(tmp_path, "models")
     assert without.returncode == 0 and "sample" not in without.stdout, "control: not installed, not listed"
 

@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
-from rlinf.errors import ConfigError
+from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats, unit_range_stats
+from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.models.embodiment.modules.value_head import ValueHead
-from rlinf.models.embodiment.openvla_processing import TINY_TOKENIZER, PrismaticImageProcessor, PrismaticProcessor
+from rlinf.models.embodiment.openvla_processing import PrismaticImageProcessor, PrismaticProcessor
 from rlinf.types import Observation
 
 # -- action tokens -----------------------------------------------------------------------------------------------
@@ -58,7 +60,7 @@ def test_midpoints_by_hand():
 def test_bad_bins_are_refused():
     with pytest.raises(ConfigError, match="n_action_bins is 1"):
         ActionTokenizer(1, 100)
-    with pytest.raises(ConfigError, match="midpoints, grid"):
+    with pytest.raises(ConfigError, match="midpoints or grid.*action_bin_rule=midpoints"):
         ActionTokenizer(5, 100, "edges")
 
 
@@ -263,6 +265,51 @@ def test_mlp_save_and_load(tmp_path):
     model.save_pretrained(tmp_path)
     again = build_policy({"model": {"model_type": "mlp", "model_path": str(tmp_path), "action_token_len": 2}})
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def damage(weights, how):
+    if how == "missing":
+        del weights["policy.0.weight"]
+    elif how == "unexpected":
+        weights["policy.9.weight"] = torch.zeros(1)
+    elif how == "another shape":
+        weights["policy.0.bias"] = torch.zeros(3)
+    return weights
+
+
+@pytest.mark.parametrize("how", ["missing", "unexpected", "another shape"])
+def test_mlp_weights_that_do_not_fit_are_refused(tmp_path, how):
+    mlp(hidden_sizes=[8]).save_pretrained(tmp_path)
+    section = {"model_type": "mlp", "model_path": str(tmp_path), "action_token_len": 2}
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(damage(weights, "not at all"), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    build_policy({"model": section})
+    save_file(damage(weights, how), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{how} \[\W*policy"):
+        build_policy({"model": section})
+
+
+def test_mlp_value_head_is_dropped_or_drawn_anew(tmp_path):
+    model = mlp()
+    model.save_pretrained(tmp_path / "whole")
+    section = {"model_type": "mlp", "model_path": str(tmp_path / "whole"), "action_token_len": 2}
+    headless = build_policy({"model": section | {"value_head": False}})
+    assert headless.value_head is None
+    headless.save_pretrained(tmp_path / "headless")
+    again = build_policy({"model": section | {"model_path": str(tmp_path / "headless")}})
+    same = {name: torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items()}
+    assert all(same[name] for name in same if not name.startswith("value_head."))
+    assert not same["value_head.0.weight"], "control: the head is another one"
+    weight = again.value_head[0].weight.detach()
+    torch.testing.assert_close(weight.T @ weight, 2.0 * torch.eye(5), atol=1e-5, rtol=0)
+
+
+def test_mlp_random_number_that_is_exactly_zero_gives_a_finite_action(monkeypatch):
+    model = mlp()
+    inputs = model.preprocess(state())
+    monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.zeros(*size))
+    prediction = model.predict_action_batch(**inputs)
+    assert prediction.sequences.isfinite().all() and model.rollout_logprobs(prediction).isfinite().all()
 
 
 def test_mlp_critic_and_policy_share_no_weights():

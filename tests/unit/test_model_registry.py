@@ -1,11 +1,14 @@
 """Model types by name: registration, loading, and the errors of a mistyped configuration."""
 
+import contextlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
@@ -19,8 +22,8 @@ from rlinf.models import (
     torch_dtype_from_precision,
 )
 from rlinf.models.config import ModelConfig
+from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.models.embodiment.modules.value_head import ValueHead
-from rlinf.models.embodiment.openvla_processing import TINY_TOKENIZER
 from rlinf.models.loading import check_model_type
 from rlinf.registry import Registry
 
@@ -104,6 +107,31 @@ def test_a_model_of_user_code_loads_by_name(models, folder):
     assert model.config._attn_implementation == "sdpa"
 
 
+def without(weights, prefix):
+    return {name: tensor for name, tensor in weights.items() if not name.startswith(prefix)}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda weights: weights, None),
+        (lambda weights: without(weights, "value_head."), None),
+        (lambda weights: without(weights, "model.norm.weight"), "missing .'model.norm"),
+        (lambda weights: without(weights, "value_head.mlp.0.bias"), "missing .'value_head.mlp.0.bias"),
+        (lambda weights: weights | {"model.more.weight": torch.zeros(1)}, "unexpected .'model.more"),
+        (lambda weights: weights | {"model.norm.weight": torch.zeros(3)}, "another shape .*model.norm"),
+    ],
+    ids=["whole", "without value head", "missing", "half a value head", "unexpected", "another shape"],
+)
+def test_a_model_of_user_code_takes_exactly_its_weights(models, folder, change, message):
+    register_model("seed_pattern", config=PatternConfig, processor=PatternProcessor, model=PatternModel)
+    file = Path(folder) / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    section = {"model_type": "seed_pattern", "model_path": folder, "action_token_len": 3, "hidden_size": 16}
+    with contextlib.nullcontext() if message is None else pytest.raises(CheckpointError, match=message):
+        get_model(section)
+
+
 def test_registration_by_name_imports_at_first_use(models):
     register_model("later", model="rlinf.models.embodiment.no_such_module:Model")
     assert "later" in models
@@ -144,6 +172,29 @@ def test_precision_is_the_dtype_of_the_weights():
     section = {"model_type": "mlp", "init_config": {"state_dim": 3}}
     assert {p.dtype for p in get_model(section | {"precision": "bf16"}).parameters()} == {torch.bfloat16}
     assert {p.dtype for p in get_model(section | {"precision": "bf16-mixed"}).parameters()} == {torch.float32}
+
+
+def test_a_folder_below_the_home_folder_is_found(tmp_path, monkeypatch):
+    get_model({"model_type": "mlp", "init_config": {"state_dim": 3, "hidden_sizes": [4]}}).save_pretrained(
+        tmp_path / "mlp"
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert get_model({"model_type": "mlp", "model_path": "~/mlp"}).config.state_dim == 3
+    with pytest.raises(CheckpointError, match="mpl"):
+        get_model({"model_type": "mlp", "model_path": "~/mpl"})
+
+
+def test_an_index_without_weights_is_refused(tmp_path):
+    get_model({"model_type": "mlp", "init_config": {"state_dim": 3, "hidden_sizes": [4]}}).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"missing \['log_std'"):
+        get_model({"model_type": "mlp", "model_path": str(tmp_path)})
+
+
+def test_a_model_without_gradient_checkpointing_names_the_override():
+    section = {"model_type": "mlp", "init_config": {"state_dim": 3}, "gradient_checkpointing": True}
+    with pytest.raises(ConfigError, match="MLP.* does not support .*model.gradient_checkpointing=false"):
+        get_model(section)
 
 
 def test_missing_flash_attention_names_the_override():

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rlinf.errors import ConfigError
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
 
 class ActionModel:
     """Mixin of every policy that acts in an environment; the other base is a Hugging Face ``PreTrainedModel``.
 
-    Model code is single-device code. What distributed training and adapters need is declared:
+    Model code is single-device code. What distributed training and adapters need is declared.
+
+    Args:
+        config: Configuration of the model.
+        hidden_size: Width that the language model must have; None: not checked.
+        unnorm_key: Data set whose statistics the actions are in; None: the only one there is.
+        action_dim: ``D``, numbers of one action.
+        action_chunks_len: ``C``, actions of one call.
+        value_head: Add a value head; without one, values are 0.
+        detach_value: Stop gradients at the value head's input.
 
     Attributes:
         fsdp_wrap_modules: Class names of the submodules that are sharded as units.
@@ -22,7 +32,7 @@ class ActionModel:
         trained_in_full: First parts of the names of parameters that are trained beside LoRA adapters, without any of
             their own.
         lora_exclude_modules: Regular expression of modules that never get an adapter, because no gradient reaches them.
-        num_logprobs: ``A``, log-probability columns of one policy call.
+        processor: Prompts and images to tensors; set by ``build_policy``.
         vllm_twin: ``module:Class`` that tells vLLM how to run the model (see ``OpenVLATwin``); None: it cannot.
     """
 
@@ -31,8 +41,16 @@ class ActionModel:
     trained_in_full: ClassVar[tuple[str, ...]] = ("value_head",)
     lora_exclude_modules: ClassVar[str | None] = None
     vllm_twin: ClassVar[str | None] = None
+    processor: Any = None
+    action_dim: int
     action_chunks_len: int = 1
-    num_logprobs: int
+    value_head: nn.Module | None
+    detach_value: bool
+
+    @property
+    def num_logprobs(self) -> int:
+        """``A``, log-probability columns of one policy call."""
+        return self.action_dim * self.action_chunks_len
 
     @property
     def num_sampled(self) -> int:
@@ -114,6 +132,42 @@ class ActionModel:
         """Decode the last ``K`` columns of ``sequences`` into actions in env units, float32 ``[B, C, D]``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement decode_actions")
 
+    def _ready_processor(self) -> Any:
+        """Return ``processor``.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if self.processor is None:
+            raise ConfigError(
+                "This model has no processor; build it with rlinf.models.build_policy, or set model.processor."
+            )
+        return self.processor
+
+    def _values(self, hidden_states: Tensor) -> Tensor:
+        """Values float32 ``[B]`` of hidden states ``[B, H]``."""
+        if self.value_head is None:
+            return hidden_states.new_zeros(len(hidden_states), dtype=torch.float32)
+        return self.value_head(hidden_states.detach() if self.detach_value else hidden_states)
+
+
+def check_hidden_size(given: int | None, found: int) -> None:
+    """Refuse a ``hidden_size`` that is not the model's.
+
+    Raises:
+        ConfigError: With both.
+    """
+    if given not in (None, found):
+        raise ConfigError(
+            f"model.hidden_size is {given}, but the model has {found}. "
+            f"Type model.hidden_size={found} or model.hidden_size=null"
+        )
+
+
+def draw_uniforms(*shape: int, device: torch.device | None = None) -> Tensor:
+    """Return float32 numbers in (0, 1), of which none is 0, from torch's global generator."""
+    return torch.rand(shape, device=device).clamp_min_(torch.finfo(torch.float32).tiny)
+
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropy of categorical action tokens: the one function of rollout and training.
@@ -150,6 +204,6 @@ def sample_tokens(logits: Tensor, do_sample: bool, temperature: float = 1.0, uni
         return logits.argmax(-1)
     cumulative = torch.softmax(logits.float() / temperature, dim=-1).cumsum(-1)
     if uniforms is None:
-        uniforms = torch.rand(cumulative.shape[:-1], device=cumulative.device)
+        uniforms = draw_uniforms(*cumulative.shape[:-1], device=cumulative.device)
     threshold = (uniforms.to(cumulative) * cumulative[..., -1]).unsqueeze(-1)
     return (cumulative <= threshold).sum(-1).clamp_max(logits.shape[-1] - 1)

@@ -61,11 +61,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
 
     Args:
         config: See ``CNNConfig``.
-        hidden_size: Must be None or the last hidden width.
-        unnorm_key: Data set whose statistics the actions are in; None: the only one there is.
-        action_dim: Numbers of one action.
-        action_chunks_len: Actions of one call.
-        value_head: Add the critic; without one, values are 0.
+        hidden_size, unnorm_key, action_dim, action_chunks_len, value_head: See ``MLPForRLActionPrediction``.
         detach_value: Stop the gradient of the value loss at the features, which the policy then has to itself.
     """
 

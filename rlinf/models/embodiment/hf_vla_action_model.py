@@ -20,15 +20,14 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.embodiment.base import sample_tokens
+from rlinf.models.embodiment.base import check_hidden_size, sample_tokens
+from rlinf.models.embodiment.checkpoint_policy import no_progress_bars, refuse_adapters
 from rlinf.models.embodiment.hf_vla_config import HfVlaConfig
-from rlinf.models.embodiment.hf_vla_processing import HfVlaProcessor
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.embodiment.modules.value_head import ValueHead
-from rlinf.models.embodiment.openvla_config import checkpoint_folder
-from rlinf.models.embodiment.openvla_weights import check_fit, no_progress_bars, refuse_adapters
 from rlinf.models.embodiment.token_action_model import TokenActionModel
+from rlinf.models.loading import check_fit, checkpoint_folder
 from rlinf.types import ActionPrediction, Observation
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -51,12 +50,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
 
     Args:
         config: See ``HfVlaConfig``.
-        hidden_size: Width of the language model; None: not checked.
-        unnorm_key: Data set whose statistics the actions are in; None: the only one there is.
-        action_dim: Numbers of one action.
-        action_chunks_len: Actions of one call.
-        value_head: Add a value head; without one, values are 0.
-        detach_value: Stop gradients at the value head's input.
+        hidden_size, unnorm_key, action_dim, action_chunks_len, value_head, detach_value: See ``ActionModel``.
         vlm: Loaded weights; None: drawn at random.
     """
 
@@ -81,11 +75,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     ) -> None:
         super().__init__(config)
         width = config.text_config.hidden_size
-        if hidden_size not in (None, width):
-            raise ConfigError(
-                f"model.hidden_size is {hidden_size}, but the language model has {width}. Type model.hidden_size={width}"
-            )
-        self.processor: HfVlaProcessor | None = None
+        check_hidden_size(hidden_size, width)
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
         self.detach_value, self.unnorm_key = detach_value, unnorm_key
         self.action_tokenizer = ActionTokenizer(config.n_action_bins, config.action_tokens_end, config.action_bin_rule)
@@ -146,11 +136,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Run the VLM's processor over the rows, with all cameras of the observation."""
-        if self.processor is None:
-            raise ConfigError(
-                "This model has no processor; build it with rlinf.models.build_policy, or set model.processor."
-            )
-        inputs = self.processor(observation)
+        inputs = self._ready_processor()(observation)
         return {
             name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
             for name, tensor in inputs.items()
@@ -263,10 +249,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     ) -> None:
         """Write a folder of the VLM's own format, and beside it the value head and the processor's files.
 
-        Args:
-            save_directory: Folder.
-            state_dict: Gathered weights under our names; None: the model's own.
-            **kwargs: As in transformers.
+        See ``CheckpointPolicy.save_pretrained``.
         """
         state = self.state_dict() if state_dict is None else state_dict
         refuse_adapters(state)

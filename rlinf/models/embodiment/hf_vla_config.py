@@ -11,8 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.embodiment.openvla_config import checkpoint_folder
-from rlinf.models.loading import read_json
+from rlinf.models.loading import checkpoint_folder, read_json, typed
 
 OWN_KEY = "hf_vla"
 """Key of a VLM's ``config.json`` under which our fields lie."""
@@ -76,8 +75,7 @@ class HfVlaConfig(PreTrainedConfig):
         super().__init__(**kwargs)
         if type(n_action_bins) is not int or n_action_bins < 2:
             raise ConfigError(
-                f"n_action_bins is {n_action_bins!r}; required: a whole number of at least 2. "
-                "Type model.override_config.n_action_bins=256 (without a checkpoint: model.init_config.n_action_bins=256)"
+                f"n_action_bins is {n_action_bins!r}; required: a whole number of at least 2. {typed('n_action_bins=256')}"
             )
         if prompt_template is not None and fields_of(prompt_template) != {"image", "instruction"}:
             raise ConfigError(
@@ -115,8 +113,7 @@ class HfVlaConfig(PreTrainedConfig):
         longest = max(length for length, _ in free)
         raise ConfigError(
             f"n_action_bins is {self.n_action_bins}, and the vocabulary of {vocab_size} ids has at most {longest} in a row that are no "
-            f"special tokens; required: as many as bins. Type model.override_config.n_action_bins={longest} (without a "
-            f"checkpoint: model.init_config.n_action_bins={longest})"
+            f"special tokens; required: as many as bins. {typed(f'n_action_bins={longest}')}"
         )
 
     def vlm_class(self) -> type:

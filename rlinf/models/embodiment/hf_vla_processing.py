@@ -12,12 +12,12 @@ from transformers import AutoImageProcessor, AutoTokenizer, BatchFeature, PreTra
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.types import Observation
 
 if TYPE_CHECKING:
     from rlinf.models.embodiment.hf_vla_config import HfVlaConfig
 
-TINY_TOKENIZER = Path(__file__).parent / "assets" / "tiny_tokenizer"
 DEFAULT_TEMPLATE = "{image}{instruction}"
 _USED_PARTS = {"image_processor", "tokenizer", "video_processor"}
 

@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.embodiment.base import check_hidden_size, draw_uniforms
+from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
@@ -42,7 +43,7 @@ class MLPConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
 
-class MLPForRLActionPrediction(ActionModel, PreTrainedModel):
+class MLPForRLActionPrediction(CheckpointPolicy):
     """Diagonal Gaussian with a deviation that does not depend on the state; policy and critic share no weights.
 
     Actions are drawn in normalised units, where the action statistics span [-1, 1]; ``sequences`` holds them as drawn,
@@ -51,11 +52,8 @@ class MLPForRLActionPrediction(ActionModel, PreTrainedModel):
 
     Args:
         config: See ``MLPConfig``.
-        hidden_size: Must be None or the last hidden width.
-        unnorm_key: Data set whose statistics the actions are in; None: the only one there is.
-        action_dim: Numbers of one action.
-        action_chunks_len: Actions of one call.
-        value_head: Add the critic; without one, values are 0.
+        hidden_size: The last hidden width, or None.
+        unnorm_key, action_dim, action_chunks_len, value_head: See ``ActionModel``.
     """
 
     config_class = MLPConfig
@@ -76,11 +74,7 @@ class MLPForRLActionPrediction(ActionModel, PreTrainedModel):
         value_head: bool = True,
     ) -> None:
         super().__init__(config)
-        if hidden_size is not None and hidden_size != config.hidden_sizes[-1]:
-            raise ConfigError(
-                f"model.hidden_size is {hidden_size}, but the last hidden layer has {config.hidden_sizes[-1]}."
-            )
-        self.processor = None
+        check_hidden_size(hidden_size, config.hidden_sizes[-1])
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
         self.action_normalizer = ActionNormalizer(select_action_stats(config.norm_stats, unnorm_key), action_dim)
         widths = [self._add_encoder(config), *config.hidden_sizes]
@@ -97,10 +91,9 @@ class MLPForRLActionPrediction(ActionModel, PreTrainedModel):
         """Features ``[B, F]`` of what ``preprocess`` returned."""
         return state
 
-    @property
-    def num_logprobs(self) -> int:
-        """Numbers of one call."""
-        return self.action_dim * self.action_chunks_len
+    @classmethod
+    def _new_heads(cls, config: MLPConfig, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:
+        return {"value_head": cls(config, **arguments).value_head}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -146,7 +139,7 @@ class MLPForRLActionPrediction(ActionModel, PreTrainedModel):
         drawn = mean
         if do_sample:
             if uniforms is None:
-                uniforms = torch.rand(mean.shape, device=mean.device)
+                uniforms = draw_uniforms(*mean.shape, device=mean.device)
             drawn = mean + log_std.exp() * torch.special.ndtri(uniforms.double()).to(mean)
         return ActionPrediction(
             self.decode_actions(drawn), drawn, torch.stack([mean, log_std], dim=-1), self._values(features)

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.base import sample_tokens
+from rlinf.models.embodiment.base import check_hidden_size, sample_tokens
+from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, read_safetensors
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.kv_cache import KVCache
 from rlinf.models.embodiment.modules.llama_layer import run_layers, use_action_layers
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.modules.vision_tower import Projector, VisionBackbone, VisionTower
-from rlinf.models.embodiment.openvla_config import OpenVLAConfig, checkpoint_folder
-from rlinf.models.embodiment.openvla_processing import PrismaticProcessor
-from rlinf.models.embodiment.openvla_weights import (
-    check_fit,
-    from_public,
-    no_progress_bars,
-    read_safetensors,
-    refuse_adapters,
-    to_public,
-)
+from rlinf.models.embodiment.openvla_config import OpenVLAConfig
+from rlinf.models.embodiment.openvla_weights import from_public, to_public
 from rlinf.models.embodiment.token_action_model import TokenActionModel
 from rlinf.types import ActionPrediction, Observation
 
 
-class OpenVLAForRLActionPrediction(TokenActionModel, PreTrainedModel):
+class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     """Image and instruction in, action tokens out, with a value head.
 
     Sequence: BOS, image tokens, (padding,) prompt, then ``A = action_dim * action_chunks_len`` action tokens
@@ -44,12 +36,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, PreTrainedModel):
 
     Args:
         config: See ``OpenVLAConfig``.
-        hidden_size: Width of the language model; None: not checked.
-        unnorm_key: Data set whose statistics the actions are in; None: the only one there is.
-        action_dim: Numbers of one action.
-        action_chunks_len: Actions of one call.
-        value_head: Add a value head; without one, values are 0.
-        detach_value: Stop gradients at the value head's input.
+        hidden_size, unnorm_key, action_dim, action_chunks_len, value_head, detach_value: See ``ActionModel``.
     """
 
     config_class = OpenVLAConfig
@@ -79,9 +66,8 @@ class OpenVLAForRLActionPrediction(TokenActionModel, PreTrainedModel):
         detach_value: bool = True,
     ) -> None:
         super().__init__(config)
-        self._check_arguments(config, hidden_size, unnorm_key, action_dim)
+        self.check_settings(config, hidden_size=hidden_size, unnorm_key=unnorm_key, action_dim=action_dim)
         text_config = config.text_config
-        self.processor: PrismaticProcessor | None = None
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
         self.detach_value = detach_value
         self.unnorm_key = unnorm_key
@@ -95,23 +81,15 @@ class OpenVLAForRLActionPrediction(TokenActionModel, PreTrainedModel):
         self.value_head = ValueHead(text_config.hidden_size) if value_head else None
         self._add_modules()
         self.post_init()
+        self._freeze()
 
     @classmethod
-    def _check_arguments(
-        cls, config: OpenVLAConfig, hidden_size: int | None, unnorm_key: str | None, action_dim: int, **_: Any
+    def check_settings(
+        cls, config: OpenVLAConfig, *, hidden_size: int | None, unnorm_key: str | None, action_dim: int, **_: Any
     ) -> None:
-        """Refuse what can be seen to be wrong without weights; arguments as those of the constructor.
-
-        Raises:
-            ConfigError: With the override to type.
-        """
-        found = config.text_config.hidden_size
-        if hidden_size not in (None, found):
-            raise ConfigError(
-                f"model.hidden_size is {hidden_size}, but the language model has {found}. "
-                f"Type model.hidden_size={found} or model.hidden_size=null"
-            )
-        config.vision_towers()
+        """See ``CheckpointPolicy.check_settings``."""
+        check_hidden_size(hidden_size, config.text_config.hidden_size)
+        config.token_block()
         _action_units(config, unnorm_key, action_dim)
 
     def _add_modules(self) -> None:
@@ -133,6 +111,12 @@ class OpenVLAForRLActionPrediction(TokenActionModel, PreTrainedModel):
     def max_action(self) -> Any:
         """Upper bound of the action statistics, float64 ``[D]``."""
         return self.action_normalizer.high
+
+    @property
+    def frozen_modules(self) -> list[str]:
+        """What lies behind the feature layers of the vision towers: part of public files, and never run."""
+        towers = [(name, module) for name, module in self.named_modules() if isinstance(module, VisionTower)]
+        return [f"{name}.{part}" for name, tower in towers for part in tower.unused]
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding."""
@@ -174,10 +158,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, PreTrainedModel):
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Tokenise instructions and send uint8 images to the model's device, where they are resized and normalised."""
-        if self.processor is None:
-            raise ConfigError(
-                "This model has no processor; build it with rlinf.models.build_policy, or set model.processor."
-            )
+        processor = self._ready_processor()
         wanted = self.config.num_images_in_input
         if len(observation.images) < wanted:
             raise ConfigError(
@@ -185,11 +166,11 @@ class OpenVLAForRLActionPrediction(TokenActionModel, PreTrainedModel):
                 f"({', '.join(observation.images)}); add cameras to env.cameras."
             )
         device = self.device
-        input_ids, attention_mask = self.processor.encode_instructions(observation.instruction)
+        input_ids, attention_mask = processor.encode_instructions(observation.instruction)
         pixels = []
         for image in list(observation.images.values())[:wanted]:
             frames = torch.from_numpy(image).to(device, non_blocking=True).permute(0, 3, 1, 2)
-            pixels.append(self.processor.image_processor.preprocess_tensors(frames))
+            pixels.append(processor.image_processor.preprocess_tensors(frames))
         return {
             "input_ids": input_ids.to(device),
             "attention_mask": attention_mask.to(device),
@@ -197,7 +178,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, PreTrainedModel):
         }
 
     def _embed_prompt(
-        self, input_ids: Tensor, attention_mask: Tensor | None, **observed: Tensor
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **observed: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return embeddings ``[B, 1 + P + L - 1, H]`` and their bool mask, None when nothing is padding."""
         key_mask = None if attention_mask is None else attention_mask.bool()
@@ -322,82 +303,15 @@ class OpenVLAForRLActionPrediction(TokenActionModel, PreTrainedModel):
     # -- files ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def _read_weights(cls, folder: Path, config: OpenVLAConfig) -> dict[str, Tensor]:
-        """Return all tensors of a checkpoint folder, blocks of the vision towers under timm's names or ours."""
-        return read_safetensors(folder)
+    def _read_weights(cls, folder: Path, config: OpenVLAConfig, arguments: dict[str, Any]) -> dict[str, Tensor]:
+        return from_public(read_safetensors(folder), config)
 
     @classmethod
-    def _draw_absent_parts(
-        cls, folder: Path, config: OpenVLAConfig, state_dict: dict[str, Tensor], arguments: dict[str, Any]
-    ) -> dict[str, Tensor]:
-        """Return random tensors of the parts that a folder need not have; ``arguments`` are the constructor's."""
-        if not arguments["value_head"] or any(name.startswith("value_head.") for name in state_dict):
-            return {}
-        fresh = ValueHead(config.text_config.hidden_size).state_dict()
-        return {f"value_head.{name}": tensor for name, tensor in fresh.items()}
+    def _new_heads(cls, config: OpenVLAConfig, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:
+        return {"value_head": ValueHead(config.text_config.hidden_size) if arguments["value_head"] else None}
 
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any
-    ) -> OpenVLAForRLActionPrediction:
-        """Load a public OpenVLA folder, or one that we saved.
-
-        Args:
-            pretrained_model_name_or_path: Folder or hub id.
-            *args: Passed to the constructor.
-            **kwargs: As in transformers; arguments of the constructor among them.
-
-        Raises:
-            CheckpointError: A weight is missing, unexpected or of another shape (only a value head may be
-                absent; it is drawn anew).
-            ConfigError: Arguments and configuration do not fit; found before weights are read.
-        """
-        folder = checkpoint_folder(pretrained_model_name_or_path)
-        config = kwargs.pop("config", None)
-        if not isinstance(config, cls.config_class):
-            config = cls.config_class.from_pretrained(config or folder)
-        parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]  # without self and config
-        arguments = {each.name: kwargs.get(each.name, each.default) for each in parameters}
-        arguments |= dict(zip(arguments, args, strict=False))
-        cls._check_arguments(config, **arguments)
-        state_dict = from_public(cls._read_weights(folder, config), config)
-        if not arguments["value_head"]:
-            state_dict = {name: tensor for name, tensor in state_dict.items() if not name.startswith("value_head.")}
-        state_dict |= cls._draw_absent_parts(folder, config, state_dict, arguments)
-        wanted_info = kwargs.pop("output_loading_info", False)
-        with no_progress_bars():
-            model, info = super().from_pretrained(
-                None,
-                *args,
-                config=config,
-                state_dict=state_dict,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, with everything else that does not fit
-                **kwargs,
-            )
-        check_fit(folder, info)
-        for module in model.modules():
-            if isinstance(module, VisionTower):
-                module.freeze_unused()  # loading made new parameters of them
-        return (model, info) if wanted_info else model
-
-    def save_pretrained(
-        self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
-    ) -> None:
-        """Write a folder in the public layout (and the processor's files, where the model has one).
-
-        Args:
-            save_directory: Folder.
-            state_dict: Gathered weights under our names; None: the model's own.
-            **kwargs: As in transformers.
-        """
-        state_dict = self.state_dict() if state_dict is None else state_dict
-        refuse_adapters(state_dict)
-        public = to_public(state_dict, self.config)
-        with no_progress_bars():
-            super().save_pretrained(save_directory, state_dict=public, **kwargs)
-        if self.processor is not None:
-            self.processor.save_pretrained(save_directory)
+    def _public_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        return to_public(state_dict, self.config)
 
 
 def _action_units(

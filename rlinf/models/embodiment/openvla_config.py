@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from transformers import LlamaConfig, PreTrainedConfig
 
-from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.loading import read_json
+from rlinf.errors import ConfigError
+from rlinf.models.loading import checkpoint_folder, read_json, typed
 
 OPENVLA_PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
 
@@ -61,26 +61,6 @@ class VisionTowerSpec:
     def num_used_blocks(self) -> int:
         """Blocks that are run; the others only lie in the file."""
         return self.depth + self.feature_layer + 1 if self.feature_layer < 0 else self.feature_layer + 1
-
-
-def checkpoint_folder(path: str | Path) -> Path:
-    """Return a checkpoint's folder; a hub id (``owner/name``) is downloaded.
-
-    Raises:
-        CheckpointError: Neither a folder nor a hub id that can be reached.
-    """
-    folder = Path(path)
-    if folder.is_dir():
-        return folder
-    reason = "there is no such folder"
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):
-        from huggingface_hub import snapshot_download
-
-        try:
-            return Path(snapshot_download(str(path)))
-        except (OSError, ValueError) as error:
-            reason = f"there is no such folder, and as a hub id it cannot be downloaded: {error}"
-    raise CheckpointError(f"model.model_path is '{path}': {reason}. Type model.model_path=<checkpoint folder>")
 
 
 class OpenVLAConfig(PreTrainedConfig):
@@ -220,36 +200,34 @@ class OpenVLAConfig(PreTrainedConfig):
         if towers != (2 if self.use_fused_vision_backbone else 1):
             raise ConfigError(
                 f"use_fused_vision_backbone is {self.use_fused_vision_backbone} and timm_model_ids has {towers} names; "
-                "two towers are fused, one is not."
+                f"required: two towers, which are fused, or one. {typed('use_fused_vision_backbone=null')}"
             )
         for name in ("image_sizes", "timm_override_act_layers", "vision_overrides"):
             if len(getattr(self, name)) != towers:
                 raise ConfigError(
-                    f"{name} has {len(getattr(self, name))} entries; it needs one per vision tower ({towers})."
+                    f"{name} has {len(getattr(self, name))} entries; required: one per vision tower ({towers}). "
+                    f"{typed(f'{name}=null')}"
                 )
-        if self.action_decoding not in ("autoregressive", "parallel"):
-            raise ConfigError(f"action_decoding is '{self.action_decoding}'; it must be autoregressive or parallel.")
-        if self.weight_init not in ("normal", "fan_in"):
-            raise ConfigError(f"weight_init is '{self.weight_init}'; it must be normal or fan_in.")
-        self._check_images()
-        if self.text_config.model_type != "llama":
-            raise ConfigError(f"text_config.model_type is '{self.text_config.model_type}'; only llama is supported.")
-
-    def _check_images(self) -> None:
-        if self.image_preparation not in ("none", "rlds"):
-            raise ConfigError(
-                f"image_preparation is '{self.image_preparation}'; required: none or rlds. "
-                "Type model.override_config.image_preparation=rlds (random weights: model.init_config.image_preparation=rlds)"
-            )
+        for name, known in (
+            ("action_decoding", ("autoregressive", "parallel")),
+            ("weight_init", ("normal", "fan_in")),
+            ("image_preparation", ("rlds", "none")),
+        ):
+            check_choice(self, name, known)
         if not isinstance(self.center_crop, bool):
             raise ConfigError(
                 f"center_crop is '{self.center_crop}'; required: true (0.9 of the area) or false. "
-                "Type model.override_config.center_crop=true (random weights: model.init_config.center_crop=true)"
+                f"{typed('center_crop=true')}"
             )
         if len(set(self.image_sizes)) > 1 and (self.center_crop or self.image_preparation != "none"):
             raise ConfigError(
                 f"image_sizes are {self.image_sizes}, and center_crop and image_preparation prepare pictures of one size; "
                 "required: one size. Type model.override_config.center_crop=false model.override_config.image_preparation=none"
+            )
+        if self.text_config.model_type != "llama":
+            raise ConfigError(
+                f"text_config.model_type is '{self.text_config.model_type}'; required: llama. Type model.model_type=hf_vla "
+                "for a vision-language model of another kind"
             )
 
     @property
@@ -268,8 +246,36 @@ class OpenVLAConfig(PreTrainedConfig):
         return self.text_config.vocab_size - self.pad_to_multiple_of
 
     def vision_towers(self) -> list[VisionTowerSpec]:
-        """Read the towers off their names, image sizes and overrides."""
-        return [self._tower(i) for i in range(len(self.timm_model_ids))]
+        """Read the towers off their names, image sizes and overrides.
+
+        Raises:
+            ConfigError: There is no such tower, or the two have different numbers of patches.
+        """
+        towers = [self._tower(i) for i in range(len(self.timm_model_ids))]
+        if len({tower.grid_size for tower in towers}) > 1:
+            sizes = ",".join(str(towers[0].grid_size * tower.patch_size) for tower in towers)
+            raise ConfigError(
+                f"image_sizes are {self.image_sizes}, which are {[tower.grid_size for tower in towers]} patches per side; "
+                f"required: as many for both towers. {typed(f'image_sizes=[{sizes}]')}"
+            )
+        return towers
+
+    def token_block(self) -> tuple[int, int]:
+        """Return height and width, in patches, of what becomes one token.
+
+        Raises:
+            ConfigError: ``patches_per_token`` does not divide the grid of patches.
+        """
+        grid_size, patches = self.vision_towers()[0].grid_size, self.patches_per_token
+        side = round(patches**0.5)
+        if side * side == patches and grid_size % side == 0:
+            return side, side
+        if grid_size % patches == 0:
+            return 1, patches
+        raise ConfigError(
+            f"patches_per_token is {patches}; required: a number that divides a grid of {grid_size} x {grid_size} patches "
+            f"into square blocks or into runs within a row. {typed('patches_per_token=1')}"
+        )
 
     def _tower(self, index: int) -> VisionTowerSpec:
         name, override = self.timm_model_ids[index], dict(self.vision_overrides[index])
@@ -279,7 +285,7 @@ class OpenVLAConfig(PreTrainedConfig):
         if kind is None or size is None or patch is None:
             raise ConfigError(
                 f"Vision tower '{name}' is not supported; names look like vit_large_patch14_reg4_dinov2.lvd142m or "
-                f"vit_so400m_patch14_siglip_224 (sizes: {', '.join(_VIT_SIZES)})."
+                f"vit_so400m_patch14_siglip_224 (sizes: {', '.join(_VIT_SIZES)}). {typed('timm_model_ids=null')}"
             )
         embed_dim = override.pop("embed_dim", size[0])
         depth = override.pop("depth", size[1])
@@ -288,7 +294,10 @@ class OpenVLAConfig(PreTrainedConfig):
         patch_size = override.pop("patch_size", int(patch[1]))
         act = override.pop("hidden_act", None) or self.timm_override_act_layers[index] or "gelu"
         if override:
-            raise ConfigError(f"vision_overrides[{index}] has unknown keys: {', '.join(sorted(override))}.")
+            raise ConfigError(
+                f"vision_overrides[{index}] has unknown keys: {', '.join(sorted(override))}; required: of embed_dim, depth, "
+                f"num_heads, mlp_ratio, patch_size, hidden_act. {typed('vision_overrides=null')}"
+            )
         registers = re.search(r"reg(\d+)", name)
         spec = VisionTowerSpec(
             kind=kind,
@@ -306,8 +315,24 @@ class OpenVLAConfig(PreTrainedConfig):
         )
         if not 1 <= spec.num_used_blocks <= depth:
             raise ConfigError(
-                f"vision_feature_layer={self.vision_feature_layer} does not exist in a tower of depth {depth}."
+                f"vision_feature_layer is {self.vision_feature_layer}; required: a block of a tower of depth {depth}. "
+                f"{typed('vision_feature_layer=-1')}"
             )
         if spec.image_size % patch_size:
-            raise ConfigError(f"Image size {spec.image_size} is not a multiple of the patch size {patch_size}.")
+            fitting = [size // patch_size * patch_size for size in self.image_sizes]
+            raise ConfigError(
+                f"image_sizes are {self.image_sizes}; required: a multiple of the patch size {patch_size} of '{name}'. "
+                f"{typed(f'image_sizes={fitting}'.replace(' ', ''))}"
+            )
         return spec
+
+
+def check_choice(config: PreTrainedConfig, name: str, known: tuple[str, ...]) -> None:
+    """Refuse a field of a configuration that is not one of the known values, of which the first one is suggested.
+
+    Raises:
+        ConfigError: With the override to type.
+    """
+    value = getattr(config, name)
+    if value not in known:
+        raise ConfigError(f"{name} is '{value}'; required: {' or '.join(known)}. {typed(f'{name}={known[0]}')}")

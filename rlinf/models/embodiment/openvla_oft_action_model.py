@@ -17,6 +17,8 @@ from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_
 from rlinf.models.embodiment.openvla_action_model import OpenVLAForRLActionPrediction
 from rlinf.models.embodiment.openvla_oft_config import OpenVLAOFTConfig
 from rlinf.models.embodiment.openvla_oft_weights import absent_parts, draw_parts, read_oft_weights
+from rlinf.models.embodiment.openvla_weights import from_public
+from rlinf.models.loading import typed
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
 
@@ -32,7 +34,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
 
     Args:
         config: See ``OpenVLAOFTConfig``.
-        hidden_size, unnorm_key, action_dim, action_chunks_len, value_head, detach_value: As in the base class.
+        hidden_size, unnorm_key, action_dim, action_chunks_len, value_head, detach_value: See ``ActionModel``.
     """
 
     config_class = OpenVLAOFTConfig
@@ -53,10 +55,9 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         config.new_parts = []  # a folder written from here on has them
 
     @classmethod
-    def _check_arguments(
-        cls, config: OpenVLAOFTConfig, hidden_size: int | None, unnorm_key: str | None, action_dim: int, **_: Any
-    ) -> None:
-        super()._check_arguments(config, hidden_size, unnorm_key, action_dim)
+    def check_settings(cls, config: OpenVLAOFTConfig, *, unnorm_key: str | None, **arguments: Any) -> None:
+        """See ``CheckpointPolicy.check_settings``."""
+        super().check_settings(config, unnorm_key=unnorm_key, **arguments)
         _state_normalizer(config, unnorm_key)
 
     @property
@@ -117,16 +118,9 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         hidden_states = self._read_out(inputs)
         return self._bin_logits(hidden_states), hidden_states[:, 0]
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        pixel_values: Tensor | None = None,
-        proprio: Tensor | None = None,
-    ) -> CausalLMOutput:
+    def forward(self, **inputs: Tensor | None) -> CausalLMOutput:
         """Return ``logits [B, A, vocab_size]`` and ``hidden_states`` (``[B, A, H]``, after the norm) of the read-out."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}
-        hidden_states = self._read_out(inputs | {"proprio": proprio})
+        hidden_states = self._read_out(inputs)
         return CausalLMOutput(logits=self.language_model.lm_head(hidden_states), hidden_states=(hidden_states,))
 
     # -- the contract --------------------------------------------------------------------------------------------
@@ -135,16 +129,13 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     def predict_action_batch(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        pixel_values: Tensor | None = None,
-        proprio: Tensor | None = None,
         do_sample: bool = True,
         temperature: float = 1.0,
         uniforms: Tensor | None = None,
+        **inputs: Tensor | None,
     ) -> ActionPrediction:
         """Act on ``input_ids [B, L]`` (BOS, padding, text); see ``ActionModel.predict_action_batch``."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}
-        hidden_states = self._read_out(inputs | {"proprio": proprio})
+        hidden_states = self._read_out({"input_ids": input_ids, **inputs})
         values = self._values(hidden_states[:, 0])
         if self.action_head is not None:
             normalized = self.action_head(hidden_states).flatten(1)
@@ -173,7 +164,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         if self.action_head is not None:
             raise ConfigError(
                 "action_head is 'l1', which gives one action and no log-probabilities; required: discrete. "
-                "Type model.override_config.action_head=discrete (random weights: model.init_config.action_head=discrete)"
+                f"{typed('action_head=discrete')}"
             )
 
     def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
@@ -193,19 +184,13 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     # -- files ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def _read_weights(cls, folder: Path, config: OpenVLAOFTConfig) -> dict[str, Tensor]:
-        return read_oft_weights(folder, config)
-
-    @classmethod
-    def _draw_absent_parts(
-        cls, folder: Path, config: OpenVLAOFTConfig, state_dict: dict[str, Tensor], arguments: dict[str, Any]
-    ) -> dict[str, Tensor]:
+    def _read_weights(cls, folder: Path, config: OpenVLAOFTConfig, arguments: dict[str, Any]) -> dict[str, Tensor]:
+        state_dict = from_public(read_oft_weights(folder, config), config)
         parts = absent_parts(folder, config, state_dict)
         action_dim, chunk_len = arguments["action_dim"], arguments["action_chunks_len"]
         normalizer = _state_normalizer(config, arguments["unnorm_key"])
         state_dim = 0 if normalizer is None else len(normalizer.low)
-        drawn = draw_parts(parts, config, action_dim, action_dim * chunk_len, state_dim)
-        return super()._draw_absent_parts(folder, config, state_dict, arguments) | drawn
+        return state_dict | draw_parts(parts, config, action_dim, action_dim * chunk_len, state_dim)
 
 
 def _state_normalizer(config: OpenVLAOFTConfig, unnorm_key: str | None) -> ActionNormalizer | None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from rlinf.config.options import closest
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.openvla_config import OpenVLAConfig
+from rlinf.models.embodiment.openvla_config import OpenVLAConfig, check_choice
 
 NEW_PARTS = {
     "action_head": "action_head=l1",
@@ -87,24 +87,18 @@ class OpenVLAOFTConfig(OpenVLAConfig):
         return values, rest
 
     def _check(self) -> None:
-        super()._check()
         for name, known in (
             ("action_head", ("discrete", "l1")),
             ("action_normalization", tuple(ACTION_BOUNDS)),
             ("action_decoding", ("parallel",)),
         ):
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(
-                    f"{name} is '{value}'; required: {' or '.join(known)}. Type model.override_config.{name}={known[0]} "
-                    f"(random weights: model.init_config.{name}={known[0]})"
-                )
+            check_choice(self, name, known)
+        super()._check()
         if self.state_dim is not None and not self.use_proprio:
             raise ConfigError(
                 f"state_dim is {self.state_dim}, but use_proprio is false: no state is read. "
                 "Type model.init_config.use_proprio=true or model.init_config.state_dim=null"
             )
-
         for part in self.new_parts:
             if part not in NEW_PARTS:
                 raise ConfigError(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.errors import CheckpointError
+from rlinf.models.embodiment.checkpoint_policy import read_safetensors
 from rlinf.models.embodiment.modules.action_head import L1ActionHead, ProprioProjector
 from rlinf.models.embodiment.openvla_oft_config import NEW_PARTS, OpenVLAOFTConfig
-from rlinf.models.embodiment.openvla_weights import read_safetensors
 
 logger = logging.getLogger("rlinf")
 

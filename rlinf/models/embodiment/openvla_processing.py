@@ -17,9 +17,10 @@ from transformers.image_processing_utils import BaseImageProcessor
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.modules.image_resize import crop_and_resize, resize_bicubic, resize_lanczos3
 from rlinf.models.embodiment.modules.jpeg import jpeg_round_trip
+from rlinf.models.embodiment.modules.tokenizer import load_tokenizer
 from rlinf.models.embodiment.openvla_config import OPENVLA_PROMPT, OpenVLAConfig
+from rlinf.models.loading import typed
 
-TINY_TOKENIZER = Path(__file__).parent / "assets" / "tiny_tokenizer"
 STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
 CROP_AREA = 0.9
 """Part of a picture that models see which were trained on random crops of it (the public fine-tuning's ``image_aug``)."""
@@ -238,17 +239,6 @@ class PrismaticProcessor:
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, padding_side="left", **remote)
         return cls(image_processor or PrismaticImageProcessor.from_pretrained(path), tokenizer, **kwargs)
 
-    @classmethod
-    def for_config(cls, config: OpenVLAConfig, image_processor: Any, tokenizer: Any) -> PrismaticProcessor:
-        """Build with the prompt rules of a model."""
-        return cls(
-            image_processor,
-            tokenizer,
-            prompt_template=config.prompt_template,
-            prompt_suffix_token_id=config.prompt_suffix_token_id,
-            max_prompt_len=config.max_prompt_len,
-        )
-
     def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
         """Write tokenizer and image processor files into a folder."""
         self.tokenizer.save_pretrained(str(save_directory))
@@ -278,8 +268,8 @@ class PrismaticProcessor:
         if self.max_prompt_len is not None:
             if longest > self.max_prompt_len:
                 raise ConfigError(
-                    f"A prompt has {longest} tokens and max_prompt_len is {self.max_prompt_len}; "
-                    f"set model.init_config.max_prompt_len={longest} or shorten the instruction."
+                    f"A prompt has {longest} tokens and max_prompt_len is {self.max_prompt_len}. "
+                    f"{typed(f'max_prompt_len={longest}')}"
                 )
             longest = self.max_prompt_len
         pad = self.tokenizer.pad_token_id
@@ -308,22 +298,9 @@ def load_processor(tokenizer_config: Any, model_config: OpenVLAConfig, path: str
     What is done to images before the public processor sees them is said by ``model_config`` alone.
 
     Raises:
-        ConfigError: The folder holds no tokenizer.
+        ConfigError: See ``load_tokenizer``.
     """
-    folder = str(TINY_TOKENIZER) if path is None else path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"'{folder}' holds no tokenizer that can be loaded ({error}). "
-            "Type tokenizer.tokenizer_model=<folder with one>"
-        ) from error
-    if len(tokenizer) > model_config.text_config.vocab_size:
-        raise ConfigError(
-            f"The tokenizer in '{folder}' has {len(tokenizer)} tokens and the model's vocabulary "
-            f"{model_config.text_config.vocab_size}. "
-            "Type tokenizer.tokenizer_model=<the model's own tokenizer>"
-        )
+    tokenizer = load_tokenizer(path, model_config.text_config.vocab_size)
     has_images = path is not None and (Path(path) / "preprocessor_config.json").is_file()
     images = (
         PrismaticImageProcessor.from_pretrained(path)
@@ -331,16 +308,10 @@ def load_processor(tokenizer_config: Any, model_config: OpenVLAConfig, path: str
         else PrismaticImageProcessor.for_config(model_config)
     )
     images.image_preparation, images.do_center_crop = model_config.image_preparation, model_config.center_crop
-    return PrismaticProcessor.for_config(model_config, images, tokenizer)
-
-
-def move_bos_to_front(input_ids: Tensor, attention_mask: Tensor, pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Turn left-padded prompts ``[pad.., BOS, text]`` into ``[BOS, pad.., text]`` (``[B, L]`` each)."""
-    input_ids, attention_mask = input_ids.clone(), attention_mask.clone()
-    first = attention_mask.long().argmax(dim=1, keepdim=True)
-    bos = input_ids.gather(1, first)
-    input_ids.scatter_(1, first, pad_token_id)
-    attention_mask.scatter_(1, first, 0)
-    input_ids[:, :1] = bos
-    attention_mask[:, 0] = 1
-    return input_ids, attention_mask
+    return PrismaticProcessor(
+        images,
+        tokenizer,
+        prompt_template=model_config.prompt_template,
+        prompt_suffix_token_id=model_config.prompt_suffix_token_id,
+        max_prompt_len=model_config.max_prompt_len,
+    )

@@ -7,20 +7,12 @@ some layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers.utils import logging
 
-from rlinf.errors import CheckpointError
 from rlinf.models.embodiment.openvla_config import OpenVLAConfig
-from rlinf.models.loading import read_json
 
 _BLOCK = re.compile(r"(vision_backbone\.(?:fused_)?featurizer)\.blocks\.(\d+)\.(.+)")
 # public name inside a block -> ours; three targets: rows are split into queries, keys and values
@@ -88,82 +80,3 @@ def to_public(state_dict: Mapping[str, Tensor], config: OpenVLAConfig) -> dict[s
         parts = [state_dict[f"{stem}{each}{rest}"] for each in targets]
         result[f"{stem}{public}{rest}"] = parts[0] if len(parts) == 1 else torch.cat(parts)
     return result
-
-
-def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
-    """Read all ``*.safetensors`` of a checkpoint folder.
-
-    Raises:
-        CheckpointError: There is no such file, one cannot be read, or a shard named by the index is missing.
-    """
-    folder = Path(folder)
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise CheckpointError(f"'{folder}' holds no model*.safetensors; model.model_path needs a checkpoint folder.")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        wanted = set(read_json(index)["weight_map"].values())
-        missing = wanted - {file.name for file in files}
-        if missing:
-            raise CheckpointError(
-                f"'{folder}' is incomplete: {', '.join(sorted(missing))} named by its index is missing."
-            )
-        files = [folder / name for name in sorted(wanted)]
-    state_dict: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            state_dict.update(load_file(file))
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"'{file}' cannot be read as safetensors ({error}). Type model.model_path=<another folder>"
-            ) from error
-    return state_dict
-
-
-def check_fit(folder: Path, loading_info: Mapping[str, Any], hint: str = "") -> None:
-    """Refuse weights that are not exactly those of the model.
-
-    Args:
-        folder: Where they came from.
-        loading_info: ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys``, as transformers reports them.
-        hint: What else the user may type, behind "Type model.model_path=<another folder>".
-
-    Raises:
-        CheckpointError: One of the three is not empty.
-    """
-    missing, unexpected = sorted(loading_info["missing_keys"]), sorted(loading_info["unexpected_keys"])
-    mismatched = [str(key) for key in loading_info["mismatched_keys"]]
-    if missing or unexpected or mismatched:
-        raise CheckpointError(
-            f"The weights in '{folder}' do not fit its config.json: missing {missing[:5]} ({len(missing)}), "
-            f"unexpected {unexpected[:5]} ({len(unexpected)}), of another shape {mismatched[:5]} "
-            f"({len(mismatched)}). Type model.model_path=<another folder>{hint}"
-        )
-
-
-def refuse_adapters(names: Iterable[str]) -> None:
-    """Refuse to write LoRA layers into a folder of another format.
-
-    Args:
-        names: Of the tensors to write.
-
-    Raises:
-        CheckpointError: One belongs to an adapter.
-    """
-    if any(".lora_" in name for name in names):
-        raise CheckpointError(
-            "The model has LoRA layers, which a public folder cannot hold; write them with "
-            "rlinf.models.lora.save_adapter, or merge them first with rlinf.models.lora.merge_lora."
-        )
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Keep transformers' bars, one per file read or written, off the terminal."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

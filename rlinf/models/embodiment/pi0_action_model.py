@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.embodiment.base import check_hidden_size, draw_uniforms
 from rlinf.models.embodiment.modules.flow import (
     denoising_times,
     gaussian_entropy,
@@ -19,16 +18,17 @@ from rlinf.models.embodiment.modules.flow import (
     step_moments,
     training_times,
 )
-from rlinf.models.embodiment.modules.normalizer import select_action_stats
-from rlinf.models.embodiment.pi0_config import NUM_CAMERA_SLOTS, Pi0Config, check_attention, check_sizes, typed
+from rlinf.models.embodiment.modules.normalizer import select_stats
+from rlinf.models.embodiment.pi0_config import NUM_CAMERA_SLOTS, Pi0Config, check_attention, check_sizes
 from rlinf.models.embodiment.pi0_network import Pi0Network, Prefix
 from rlinf.models.embodiment.pi0_processing import StatisticsNormalizer, resize_with_pad
+from rlinf.models.loading import typed
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
 GREEDY_NOISE_SEED = 0
 
 
-class Pi0ForRLActionPrediction(ActionModel, Pi0Network):
+class Pi0ForRLActionPrediction(Pi0Network):
     """Images, instruction and state in, a chunk of actions out, by ``n`` denoising steps from noise.
 
     **Density.** ``noise_method`` makes a step ``x[i] -> x[i+1]`` a Gaussian (see ``step_moments``). With ``joint_logprob``
@@ -50,12 +50,9 @@ class Pi0ForRLActionPrediction(ActionModel, Pi0Network):
 
     Args:
         config: See ``Pi0Config``.
-        hidden_size: Width of the language model; None: not checked.
-        unnorm_key: Data set whose statistics states and actions are in; None: the only one there is.
-        action_dim: Numbers of one action of the env, at most ``config.action_dim``.
+        hidden_size, unnorm_key, value_head, detach_value: See ``ActionModel``.
+        action_dim: At most ``config.action_dim``.
         action_chunks_len: Executed actions of one call, at most ``config.action_horizon``.
-        value_head: Add a value head; without one, values are 0.
-        detach_value: Stop gradients at the value head's input.
     """
 
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("GemmaActionLayer", "SiglipEncoderLayer")
@@ -72,51 +69,38 @@ class Pi0ForRLActionPrediction(ActionModel, Pi0Network):
         value_head: bool = True,
         detach_value: bool = True,
     ) -> None:
-        normalizer = self.check_settings(config, hidden_size, unnorm_key, action_dim, action_chunks_len)
+        self.check_settings(
+            config,
+            hidden_size=hidden_size,
+            unnorm_key=unnorm_key,
+            action_dim=action_dim,
+            action_chunks_len=action_chunks_len,
+        )
         super().__init__(config, value_head)
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
         self.detach_value = detach_value
         self.unnorm_key = unnorm_key
-        self.action_normalizer = normalizer
+        self.action_normalizer = _action_normalizer(config, unnorm_key, action_dim)
 
     @classmethod
     def check_settings(
         cls,
         config: Pi0Config,
-        hidden_size: int | None = None,
-        unnorm_key: str | None = None,
-        action_dim: int = 7,
-        action_chunks_len: int = 1,
+        *,
+        hidden_size: int | None,
+        unnorm_key: str | None,
+        action_dim: int,
+        action_chunks_len: int,
         attn_implementation: str | None = None,
         **_: Any,
-    ) -> StatisticsNormalizer:
-        """Return the normaliser of the actions.
-
-        Raises:
-            ConfigError: A setting does not fit the configuration, or there are no statistics that do.
-        """
+    ) -> None:
+        """See ``CheckpointPolicy.check_settings``."""
         check_attention(attn_implementation or config._attn_implementation)
-        check_sizes(config, hidden_size, action_dim, action_chunks_len)
-        if not config.norm_stats:
-            raise ConfigError(
-                "The checkpoint holds no statistics of actions and states (norm_stats of its config.json, or files "
-                "assets/<name>/norm_stats.json). Type model.unnorm_key=<env.name>, e.g. model.unnorm_key=tabletop, to take those "
-                "of the environment, or put the file of its data set into the folder"
-            )
-        stats = select_action_stats(config.norm_stats, unnorm_key)
-        return StatisticsNormalizer(stats, action_dim, config.by_quantiles, "action")
-
-    @property
-    def lora_exclude_modules(self) -> str:
-        """``frozen_modules``, where an adapter would get no gradient."""
-        return rf"({'|'.join(map(re.escape, self.frozen_modules))})(\..*)?"
+        check_hidden_size(hidden_size, config.hidden_size)
+        check_sizes(config, action_dim, action_chunks_len)
+        _action_normalizer(config, unnorm_key, action_dim)
 
     # -- facts ---------------------------------------------------------------------------------------------------
-
-    @property
-    def num_logprobs(self) -> int:
-        """Numbers of the executed actions of one call."""
-        return self.action_dim * self.action_chunks_len
 
     @property
     def _chunk_size(self) -> int:
@@ -150,10 +134,7 @@ class Pi0ForRLActionPrediction(ActionModel, Pi0Network):
         Absent cameras are left out. They would only be masked keys, and positions count present tokens, so the numbers are
         those of a sequence with black images in their places.
         """
-        if self.processor is None:
-            raise ConfigError(
-                "This model has no processor; build it with rlinf.models.build_policy, or set model.processor."
-            )
+        processor = self._ready_processor()
         images = [
             resize_with_pad(
                 torch.from_numpy(observation.images[name]).to(self.device, non_blocking=True).permute(0, 3, 1, 2),
@@ -166,7 +147,7 @@ class Pi0ForRLActionPrediction(ActionModel, Pi0Network):
         pixel_values = pixel_values.sub_(mean).div_(std)
         state = self._state(observation) if self.config.reads_state else None
         in_prompt = state.numpy() if self.config.state_in_prompt else None
-        input_ids, attention_mask = self.processor.encode(observation.instruction, in_prompt)
+        input_ids, attention_mask = processor.encode(observation.instruction, in_prompt)
         inputs = {
             "pixel_values": pixel_values,
             "image_mask": torch.ones(pixel_values.shape[:2], dtype=torch.bool, device=self.device),
@@ -203,9 +184,9 @@ class Pi0ForRLActionPrediction(ActionModel, Pi0Network):
                 f"The environment's state has {width} numbers and the policy takes {self.config.action_dim} (action_dim of "
                 "its config). Type env.state=proprio"
             )
-        key = self.unnorm_key or next(iter(self.config.norm_stats))
-        stats = self.config.norm_stats[key].get("proprio")
+        stats = select_stats(self.config.norm_stats, self.unnorm_key).get("proprio")
         if stats is None:
+            key = self.unnorm_key or next(iter(self.config.norm_stats))
             raise ConfigError(
                 f"The policy reads the robot's state, and the statistics of '{key}' are about actions only. Type "
                 "model.unnorm_key=<data set with 'proprio' statistics>"
@@ -236,10 +217,7 @@ class Pi0ForRLActionPrediction(ActionModel, Pi0Network):
         euler, zero = step_moments("flow_ode", *grid, config.noise_level)
         sampled = sampled[:, None, None]
         mean, std = torch.where(sampled, mean, euler), torch.where(sampled, std * temperature**0.5, zero)
-        if self.value_head is None:
-            return mean, std, x.new_zeros(len(x))
-        feature = output.mean(1)
-        return mean, std, self.value_head(feature.detach() if self.detach_value else feature)
+        return mean, std, self._values(output.mean(1))
 
     # -- the contract --------------------------------------------------------------------------------------------
 
@@ -261,7 +239,7 @@ class Pi0ForRLActionPrediction(ActionModel, Pi0Network):
             nothing = torch.full((batch,), -1, device=self.device)
             return self.denoise(inputs, noise, torch.zeros_like(noise).unsqueeze(1), nothing, False, temperature)
         if uniforms is None:
-            uniforms = torch.rand(batch, self.num_uniforms).clamp_min_(torch.finfo(torch.float32).tiny)
+            uniforms = draw_uniforms(batch, self.num_uniforms)
         uniforms = uniforms.to(self.device)
         drawn = standard_normal(uniforms[:, :-1]).unflatten(1, (-1, *shape))
         step = (uniforms[:, -1] * config.num_steps).long().clamp_max(config.num_steps - 1)
@@ -357,7 +335,7 @@ class Pi0ForRLActionPrediction(ActionModel, Pi0Network):
         actions = self.action_normalizer.normalize(actions).float().to(self.device)
         actions = nn.functional.pad(actions, (0, self.config.action_dim - actions.shape[-1]))
         if uniforms is None:
-            uniforms = torch.rand(len(actions), self.num_sft_uniforms).clamp_min_(torch.finfo(torch.float32).tiny)
+            uniforms = draw_uniforms(len(actions), self.num_sft_uniforms)
         uniforms = uniforms.to(self.device)
         noise = standard_normal(uniforms[:, :-1]).view_as(actions)
         return self.flow_loss(inputs, actions, noise, training_times(uniforms[:, -1])).mean((1, 2))
@@ -382,6 +360,17 @@ class Pi0ForRLActionPrediction(ActionModel, Pi0Network):
     def _executed(self, terms: Tensor) -> Tensor:
         """Cut ``[B, horizon, action_dim]`` to the executed actions, ``[B, A]``."""
         return terms[:, : self.action_chunks_len, : self.action_dim].flatten(1)
+
+
+def _action_normalizer(config: Pi0Config, unnorm_key: str | None, action_dim: int) -> StatisticsNormalizer:
+    if not config.norm_stats:
+        raise ConfigError(
+            "The checkpoint holds no statistics of actions and states (norm_stats of its config.json, or files "
+            "assets/<name>/norm_stats.json). Type model.unnorm_key=<env.name>, e.g. model.unnorm_key=tabletop, to take those "
+            "of the environment, or put the file of its data set into the folder"
+        )
+    stats = select_stats(config.norm_stats, unnorm_key)["action"]
+    return StatisticsNormalizer(stats, action_dim, config.by_quantiles, "action")
 
 
 def _standard_logprobs(x: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ from transformers import PreTrainedConfig
 
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.embodiment.modules.flow import NOISE_METHODS
-from rlinf.models.embodiment.openvla_config import checkpoint_folder
-from rlinf.models.loading import check_model_type, read_json
+from rlinf.models.loading import check_model_type, checkpoint_folder, read_json, typed
 
 _HEADS = {"num_heads": 8, "num_kv_heads": 1, "head_dim": 256}
 GEMMA_SIZES = {
@@ -224,11 +223,6 @@ class Pi0Config(PreTrainedConfig):
         return cls.from_dict(values, **kwargs)
 
 
-def typed(override: str) -> str:
-    """The sentence that ends an error about a field of this configuration."""
-    return f"Type model.override_config.{override}, or model.init_config.{override} for random weights"
-
-
 def check_attention(implementation: str | None) -> None:
     """Refuse a kernel that takes no masks."""
     if implementation not in (None, "sdpa", "eager"):
@@ -238,13 +232,8 @@ def check_attention(implementation: str | None) -> None:
         )
 
 
-def check_sizes(config: Pi0Config, hidden_size: int | None, action_dim: int, action_chunks_len: int) -> None:
-    """Refuse sizes of the model section that are not, or exceed, those of the network."""
-    if hidden_size is not None and hidden_size != config.hidden_size:
-        raise ConfigError(
-            f"model.hidden_size is {hidden_size}, but the language model has {config.hidden_size}. "
-            f"Type model.hidden_size={config.hidden_size} or null"
-        )
+def check_sizes(config: Pi0Config, action_dim: int, action_chunks_len: int) -> None:
+    """Refuse sizes of the model section that exceed those of the network."""
     if action_dim > config.action_dim:
         raise ConfigError(
             f"model.action_token_len is {action_dim}, and the policy's actions have {config.action_dim} numbers at most. "

@@ -9,17 +9,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from rlinf.files import write_text
+from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, read_safetensors
 from rlinf.models.embodiment.modules.flow import time_embedding
-from rlinf.models.embodiment.modules.flow_heads import FlowValueHead, NoiseHead
+from rlinf.models.embodiment.modules.flow_heads import NoiseHead, deviation_bounds
 from rlinf.models.embodiment.modules.gemma_expert import AdaRMSNorm, GemmaStack, SiglipTower
-from rlinf.models.embodiment.openvla_config import checkpoint_folder
-from rlinf.models.embodiment.openvla_weights import check_fit, no_progress_bars, read_safetensors, refuse_adapters
+from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.pi0_config import Pi0Config
-from rlinf.models.embodiment.pi0_processing import Pi0Processor
 from rlinf.models.embodiment.pi0_weights import from_public, to_public
 
 NEW_STD_RANGE = (0.08, 0.16)
@@ -38,7 +36,7 @@ class Prefix:
     mask: Tensor
 
 
-class Pi0Network(PreTrainedModel):
+class Pi0Network(CheckpointPolicy):
     """SigLIP and Gemma read images and text; the action expert, attending to their keys, predicts velocities.
 
     Args:
@@ -56,7 +54,6 @@ class Pi0Network(PreTrainedModel):
 
     def __init__(self, config: Pi0Config, value_head: bool) -> None:
         super().__init__(config)
-        self.processor: Pi0Processor | None = None
         attention, width = config._attn_implementation, config.expert["width"]
         self.vision_tower = SiglipTower(config.vision, attention)
         self.projector = nn.Linear(config.vision["hidden_size"], config.hidden_size)
@@ -71,7 +68,7 @@ class Pi0Network(PreTrainedModel):
         else:
             self.state_proj = nn.Linear(config.action_dim, width)
             self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * width, width), nn.Linear(width, width)
-        for name, head in _new_heads(config, value_head).items():
+        for name, head in _heads(config, value_head).items():
             setattr(self, name, head)
         self.post_init()
         self._freeze()
@@ -92,10 +89,6 @@ class Pi0Network(PreTrainedModel):
         parts = ("self_attn.q_proj", "self_attn.o_proj", "post_attention_layernorm", "mlp")
         return ["expert_lm_head", "language_model.norm", *(f"{last}.{part}" for part in parts)]
 
-    def _freeze(self) -> None:
-        for name in self.frozen_modules:
-            self.get_submodule(name).requires_grad_(False)
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Random weights: deviation 1/sqrt(inputs), embeddings that come out with deviation 1, adaptive norms at zero."""
@@ -106,17 +99,13 @@ class Pi0Network(PreTrainedModel):
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
         elif type(module).__name__ == "GemmaRMSNorm":
             init.zeros_(module.weight)
-        elif isinstance(module, FlowValueHead):
+        elif isinstance(module, ValueHead):
             module.reset_parameters()
         elif module is self:
             for norm in self.modules():
                 if isinstance(norm, AdaRMSNorm):
                     init.zeros_(norm.dense.weight)
                     init.zeros_(norm.dense.bias)
-
-    @classmethod
-    def check_settings(cls, config: Pi0Config, *args: Any, **kwargs: Any) -> Any:
-        """Refuse what the constructor would refuse; it takes the constructor's arguments and those of ``from_pretrained``."""
 
     # -- forward pass --------------------------------------------------------------------------------------------
 
@@ -177,69 +166,34 @@ class Pi0Network(PreTrainedModel):
     # -- files ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Pi0Network:
-        """Load an openpi or lerobot folder, or one that we saved.
-
-        Args:
-            pretrained_model_name_or_path: Folder or hub id.
-            *args: Passed to the constructor.
-            **kwargs: As in transformers; arguments of the constructor among them.
-
-        Raises:
-            ConfigError: A setting does not fit the configuration; found before weights are read.
-            CheckpointError: A weight is missing, unexpected or of another shape (only the heads may be absent; they are
-                drawn anew).
-        """
-        folder = checkpoint_folder(pretrained_model_name_or_path)
-        config = kwargs.pop("config", None)
-        if not isinstance(config, Pi0Config):
-            config = Pi0Config.from_pretrained(config or folder)
-        cls.check_settings(config, *args, **kwargs)
+    def _read_weights(cls, folder: Path, config: Pi0Config, arguments: dict[str, Any]) -> dict[str, Tensor]:
         state_dict = from_public(read_safetensors(folder))
-        for name, head in _new_heads(config, kwargs.get("value_head", True)).items():
-            if head is None:
-                state_dict = {key: tensor for key, tensor in state_dict.items() if not key.startswith(f"{name}.")}
-            elif not any(key.startswith(f"{name}.") for key in state_dict):
-                state_dict |= {f"{name}.{key}": tensor for key, tensor in head.state_dict().items()}
-            elif name == "noise_head" and config.noise_std_range is not None:
-                state_dict |= {f"{name}.{key}": tensor for key, tensor in head.named_buffers()}
-        wanted_info = kwargs.pop("output_loading_info", False)
-        with no_progress_bars():
-            model, info = super().from_pretrained(
-                None,
-                *args,
-                config=config,
-                state_dict=state_dict,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, with everything else that does not fit
-                **kwargs,
-            )
-        check_fit(folder, info, f", or what differs, e.g. model.override_config.pi05={str(not config.pi05).lower()}")
-        model._freeze()  # loading made new parameters
-        return (model, info) if wanted_info else model
+        if config.noise_std_range is not None and "noise_head.logvar_min" in state_dict:
+            state_dict |= {
+                f"noise_head.{name}": bound for name, bound in deviation_bounds(config.noise_std_range).items()
+            }
+        return state_dict
 
-    def save_pretrained(
-        self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
-    ) -> None:
-        """Write a folder with openpi's tensor names and statistics files (and the tokenizer, where there is one).
+    @classmethod
+    def _new_heads(cls, config: Pi0Config, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:
+        return _heads(config, arguments["value_head"])
 
-        Args:
-            save_directory: Folder.
-            state_dict: Gathered weights under our names; None: the model's own.
-            **kwargs: As in transformers.
-        """
-        state_dict = self.state_dict() if state_dict is None else state_dict
-        refuse_adapters(state_dict)
-        with no_progress_bars():
-            super().save_pretrained(save_directory, state_dict=to_public(state_dict), **kwargs)
+    def _public_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        return to_public(state_dict)
+
+    @classmethod
+    def _hint(cls, config: Pi0Config) -> str:
+        return f", or what differs, e.g. model.override_config.pi05={str(not config.pi05).lower()}"
+
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Write a folder with openpi's tensor names and statistics files; see ``CheckpointPolicy.save_pretrained``."""
+        super().save_pretrained(save_directory, *args, **kwargs)
         for name, stats in self.config.norm_stats.items():
             if "proprio" in stats:
                 path = Path(save_directory) / "assets" / name / "norm_stats.json"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 values = {"state": stats["proprio"], "actions": stats["action"]}
                 write_text(path, json.dumps({"norm_stats": values}, indent=1))
-        if self.processor is not None:
-            self.processor.save_pretrained(save_directory)
 
 
 def prefix_positions(mask: Tensor) -> Tensor:
@@ -247,13 +201,13 @@ def prefix_positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(1) - 1).clamp_min(0)
 
 
-def _new_heads(config: Pi0Config, value_head: bool) -> dict[str, nn.Module | None]:
+def _heads(config: Pi0Config, value_head: bool) -> dict[str, nn.Module | None]:
     width, noise_head = config.expert["width"], None
     if config.noise_method == "flow_noise":
         noise_head = NoiseHead(
             width, config.noise_hidden_sizes, config.action_dim, config.noise_std_range or NEW_STD_RANGE
         )
     return {
-        "value_head": FlowValueHead(width, config.value_hidden_sizes) if value_head else None,
+        "value_head": ValueHead(width, config.value_hidden_sizes, nn.ReLU, bias=True) if value_head else None,
         "noise_head": noise_head,
     }

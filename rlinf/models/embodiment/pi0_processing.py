@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.pi0_config import Pi0Config, typed
+from rlinf.models.embodiment.modules.tokenizer import load_tokenizer
+from rlinf.models.embodiment.pi0_config import Pi0Config
+from rlinf.models.loading import typed
 
-TINY_TOKENIZER = Path(__file__).parent / "assets" / "tiny_tokenizer"
 EPSILON = 1e-6
 _NUM_STATE_BINS = 256
 
@@ -144,19 +144,7 @@ def load_processor(tokenizer_config: Any, model_config: Pi0Config, path: str | N
     """Load the tokenizer from ``path``; without one, take the packaged tiny tokenizer.
 
     Raises:
-        ConfigError: The folder holds no tokenizer, or one with more tokens than the model.
+        ConfigError: See ``load_tokenizer``.
     """
-    folder = str(TINY_TOKENIZER) if path is None else path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"'{folder}' holds no tokenizer that can be loaded ({str(error).splitlines()[0]}); checkpoints of pi0 often have none. "
-            "Type tokenizer.tokenizer_model=<folder of the PaliGemma tokenizer>"
-        ) from error
-    if len(tokenizer) > model_config.vocab_size:
-        raise ConfigError(
-            f"The tokenizer in '{folder}' has {len(tokenizer)} tokens and the model's vocabulary "
-            f"{model_config.vocab_size}. Type tokenizer.tokenizer_model=<the model's own tokenizer>"
-        )
+    tokenizer = load_tokenizer(path, model_config.vocab_size)
     return Pi0Processor(tokenizer, model_config.longest_prompt)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlinf.models.embodiment.base import ActionModel, token_logprobs
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
@@ -20,18 +19,12 @@ class TokenActionModel(ActionModel):
     Its class implements ``_score``, ``preprocess`` and ``predict_action_batch``, and sets the attributes below.
 
     Attributes:
-        action_dim: Numbers of one action.
         action_tokenizer: Tokens to normalised actions and back.
         action_normalizer: Normalised actions to env units and back.
-        value_head: Hidden states to values; None: values are 0.
-        detach_value: Stop gradients at the value head's input.
     """
 
-    action_dim: int
     action_tokenizer: ActionTokenizer
     action_normalizer: ActionNormalizer
-    value_head: nn.Module | None
-    detach_value: bool
 
     @abstractmethod
     def _score(self, inputs: dict[str, Tensor], tokens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -40,24 +33,13 @@ class TokenActionModel(ActionModel):
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement _score")
 
-    @property
-    def num_logprobs(self) -> int:
-        """Action tokens of one call."""
-        return self.action_dim * self.action_chunks_len
-
     def get_action_stats(self, unnorm_key: str | None) -> dict[str, Any]:
         """Return ``q01``, ``q99`` and ``mask`` of a data set.
 
         Raises:
             ConfigError: The key is unknown, or None while there are several.
         """
-        return dict(select_action_stats(self.config.norm_stats, unnorm_key))
-
-    def _values(self, hidden_states: Tensor) -> Tensor:
-        """Values float32 ``[B]`` of hidden states ``[B, H]``."""
-        if self.value_head is None:
-            return hidden_states.new_zeros(len(hidden_states), dtype=torch.float32)
-        return self.value_head(hidden_states.detach() if self.detach_value else hidden_states)
+        return dict(select_action_stats(self.config.norm_stats or {}, unnorm_key))
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         """Log-probabilities float32 ``[B, A]`` of sampled tokens under the logits that they were drawn from."""

@@ -24,11 +24,12 @@ from transformers import (
 )
 from transformers.image_processing_utils import BaseImageProcessor
 
-from rlinf.models.embodiment.base import ActionModel, sample_tokens, token_logprobs
+from rlinf.models.embodiment.base import sample_tokens, token_logprobs
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
-from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
 from rlinf.models.embodiment.modules.value_head import ValueHead
-from rlinf.types import ActionEvaluation, ActionPrediction, Observation
+from rlinf.models.embodiment.token_action_model import TokenActionModel
+from rlinf.types import ActionPrediction, Observation
 
 
 class YourModelConfig(LlavaConfig):
@@ -117,16 +118,12 @@ class DrawLogitsProcessor(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
 
 
-class YourModelForRLActionPrediction(ActionModel, LlavaForConditionalGeneration):
+class YourModelForRLActionPrediction(TokenActionModel, LlavaForConditionalGeneration):
     """The policy.
 
     Args:
         config: Configuration of the base, with ``n_action_bins`` and ``norm_stats``.
-        hidden_size: Width of the language model; None: as in ``config``.
-        unnorm_key: Data set whose statistics the actions are in; None: the only one there is.
-        action_dim: Numbers of one action.
-        value_head: Add a value head; without one, values are 0.
-        detach_value: Stop the gradient of the value loss at the value head's input.
+        hidden_size, unnorm_key, action_dim, value_head, detach_value: See ``ActionModel``.
     """
 
     config_class = YourModelConfig
@@ -157,11 +154,9 @@ class YourModelForRLActionPrediction(ActionModel, LlavaForConditionalGeneration)
         self.min_action = np.array(action_norm_stats["q01"])
         self.max_action = np.array(action_norm_stats["q99"])
         self.action_tokenizer = ActionTokenizer(config.n_action_bins, config.text_config.vocab_size)
-        if value_head:
-            self.value_head = ValueHead(hidden_size or config.text_config.hidden_size)
+        self.value_head = ValueHead(hidden_size or config.text_config.hidden_size) if value_head else None
         self.detach_value = detach_value
         self.action_dim = action_dim
-        self.processor: YourProcessor | None = None
         self.post_init()
 
     def _init_logits_processor(self) -> None:
@@ -172,15 +167,6 @@ class YourModelForRLActionPrediction(ActionModel, LlavaForConditionalGeneration)
         super()._init_weights(module)
         if isinstance(module, ValueHead):
             module.reset_parameters()
-
-    def get_action_stats(self, unnorm_key: str | None) -> dict[str, Any]:
-        """Return ``q01``, ``q99`` and ``mask`` of a data set; an unknown key raises and lists the known ones."""
-        return dict(select_action_stats(self.config.norm_stats or {}, unnorm_key))
-
-    @property
-    def num_logprobs(self) -> int:
-        """Action tokens of one call, ``A``."""
-        return self.action_dim
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Put the first camera's image tokens in front of the instruction."""
@@ -221,10 +207,7 @@ class YourModelForRLActionPrediction(ActionModel, LlavaForConditionalGeneration)
         sequences = generated.sequences
         actions = self.decode_actions(sequences)
         logits = torch.stack(generated.logits, dim=1)
-        if hasattr(self, "value_head"):
-            values = self.value_head(generated.hidden_states[0][-1][:, -1])
-        else:
-            values = torch.zeros_like(logits[:, 0, 0], dtype=torch.float32)
+        values = self._values(generated.hidden_states[0][-1][:, -1])
         return ActionPrediction(actions, sequences, logits, values)
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
@@ -246,27 +229,3 @@ class YourModelForRLActionPrediction(ActionModel, LlavaForConditionalGeneration)
         hidden_states = outputs.last_hidden_state[:, -self.num_logprobs :]
         action_rows = self.lm_head.weight[-self.config.n_action_bins :]
         return nn.functional.linear(hidden_states, action_rows), hidden_states[:, 0]
-
-    def evaluate_actions(
-        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
-    ) -> ActionEvaluation:
-        """Score the last ``A`` tokens of ``sequences``; see ``ActionModel.evaluate_actions``."""
-        tokens = sequences[:, -self.num_logprobs :]
-        logits, state = self._score(inputs, tokens)
-        logprobs, entropy = token_logprobs(logits, tokens - self.action_tokenizer.first_token, temperature)
-        if hasattr(self, "value_head"):
-            values = self.value_head(state.detach() if self.detach_value else state)
-        else:
-            values = torch.zeros_like(logprobs[:, 0])
-        return ActionEvaluation(logprobs, entropy, values)
-
-    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Mean negative log-probability of the tokens of ``actions [B, 1, D]``; ``[B]``."""
-        tokens = self.action_tokenizer.encode(self.action_normalizer.normalize(actions)).flatten(1).to(self.device)
-        logits, _ = self._score(inputs, tokens)
-        return -token_logprobs(logits, tokens - self.action_tokenizer.first_token)[0].mean(-1)
-
-    def decode_actions(self, sequences: Tensor) -> Tensor:
-        """Turn the last ``A`` tokens into actions in env units, float32 ``[B, 1, D]``."""
-        tokens = sequences[:, None, -self.num_logprobs :]
-        return self.action_normalizer.unnormalize(self.action_tokenizer.decode(tokens)).float()

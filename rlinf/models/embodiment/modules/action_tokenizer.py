@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rlinf.errors import ConfigError
+from rlinf.models.loading import typed
 
 BIN_RULES = ("midpoints", "grid")
 
@@ -31,11 +32,13 @@ class ActionTokenizer:
 
     def __init__(self, num_bins: int, vocab_size: int, rule: str = "midpoints") -> None:
         if rule not in BIN_RULES:
-            raise ConfigError(f"action_bin_rule is '{rule}'; it must be one of {', '.join(BIN_RULES)}.")
+            raise ConfigError(
+                f"action_bin_rule is '{rule}'; required: {' or '.join(BIN_RULES)}. {typed('action_bin_rule=midpoints')}"
+            )
         if not 2 <= num_bins <= vocab_size:
             raise ConfigError(
-                f"n_action_bins is {num_bins}; it must be between 2 and the vocabulary size {vocab_size}. "
-                f"Type model.override_config.n_action_bins={min(256, vocab_size)} (random weights: model.init_config)"
+                f"n_action_bins is {num_bins}; required: between 2 and the vocabulary size {vocab_size}. "
+                f"{typed(f'n_action_bins={min(256, vocab_size)}')}"
             )
         self.num_bins = num_bins
         self.rule = rule

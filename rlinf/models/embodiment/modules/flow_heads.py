@@ -1,4 +1,4 @@
-"""Heads of a flow policy: the critic and the learned deviation of ``flow_noise``, with the names of public RL weights."""
+"""The head of a flow policy that learns the deviation of ``flow_noise``, with the names of public RL weights."""
 
 from __future__ import annotations
 
@@ -8,38 +8,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-
-
-class FlowValueHead(nn.Module):
-    """ReLU perceptron ``mlp.{0,2,...}`` from the mean of the expert's outputs to a value.
-
-    Hidden layers keep torch's default initialisation, the last one is normal with deviation 0.02.
-
-    Args:
-        width: Width ``W`` of the action expert.
-        hidden_sizes: Widths of the hidden layers.
-    """
-
-    def __init__(self, width: int, hidden_sizes: Sequence[int]) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        for size in hidden_sizes:
-            layers += [nn.Linear(width, size), nn.ReLU()]
-            width = size
-        self.mlp = nn.Sequential(*layers, nn.Linear(width, 1))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw new weights (see the class)."""
-        for layer in self.mlp:
-            if isinstance(layer, nn.Linear):
-                layer.reset_parameters()
-        nn.init.normal_(self.mlp[-1].weight, std=0.02)
-        nn.init.zeros_(self.mlp[-1].bias)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map ``[B, W]`` to float32 values ``[B]``."""
-        return self.mlp(hidden_states.to(self.mlp[0].weight.dtype)).squeeze(-1).float()
 
 
 class NoiseHead(nn.Module):
@@ -65,9 +33,8 @@ class NoiseHead(nn.Module):
             layers.append(nn.Sequential(parts))
         self.mlp_logvar = nn.Module()
         self.mlp_logvar.moduleList = nn.ModuleList(layers)
-        low, high = (2.0 * math.log(bound) for bound in std_range)
-        self.register_buffer("logvar_min", torch.tensor([low]))
-        self.register_buffer("logvar_max", torch.tensor([high]))
+        for name, bound in deviation_bounds(std_range).items():
+            self.register_buffer(name, bound)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Map ``[B, H, W]`` to float32 deviations ``[B, H, action_dim]``."""
@@ -76,3 +43,9 @@ class NoiseHead(nn.Module):
             output = layer(output)
         low, high = self.logvar_min.float(), self.logvar_max.float()
         return torch.exp(0.5 * (low + (high - low) * (torch.tanh(output.float()) + 1.0) / 2.0))
+
+
+def deviation_bounds(std_range: Sequence[float]) -> dict[str, Tensor]:
+    """Return the buffers of a ``NoiseHead``: the logarithms of the squared bounds."""
+    low, high = (torch.tensor([2.0 * math.log(bound)]) for bound in std_range)
+    return {"logvar_min": low, "logvar_max": high}

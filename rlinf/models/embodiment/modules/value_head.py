@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 
 class ValueHead(nn.Module):
-    """Two-layer GELU perceptron: Linear(H, 512), Linear(512, 128), Linear(128, 1, no bias).
+    """Perceptron ``mlp.{0,2,...}``; by default Linear(H, 512), GELU, Linear(512, 128), GELU, Linear(128, 1, no bias).
 
-    Parameter names are those of public RL checkpoints: ``mlp.{0,2,4}``. Initialisation: the hidden layers keep torch's
-    default (uniform in +-1/sqrt(fan_in)), the last layer is normal with deviation 0.02, so that values start near 0.
+    Parameter names are those of public RL checkpoints. Initialisation: the hidden layers keep torch's default (uniform in
+    +-1/sqrt(fan_in)), the last layer is normal with deviation 0.02 and bias 0, so that values start near 0.
 
     Args:
         hidden_size: Width ``H`` of the hidden states.
+        hidden_sizes: Widths of the hidden layers.
+        activation: Between the layers.
+        bias: Of the last layer.
     """
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        hidden_sizes: Sequence[int] = (512, 128),
+        activation: type[nn.Module] = nn.GELU,
+        bias: bool = False,
+    ) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(
-            nn.Linear(hidden_size, 512),
-            nn.GELU(),
-            nn.Linear(512, 128),
-            nn.GELU(),
-            nn.Linear(128, 1, bias=False),
-        )
+        layers: list[nn.Module] = []
+        for width in hidden_sizes:
+            layers += [nn.Linear(hidden_size, width), activation()]
+            hidden_size = width
+        self.mlp = nn.Sequential(*layers, nn.Linear(hidden_size, 1, bias=bias))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -32,6 +41,8 @@ class ValueHead(nn.Module):
             if isinstance(layer, nn.Linear):
                 layer.reset_parameters()
         nn.init.normal_(self.mlp[-1].weight, std=0.02)
+        if self.mlp[-1].bias is not None:
+            nn.init.zeros_(self.mlp[-1].bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Map ``[B, H]`` or ``[B, S, H]`` to float32 values ``[B]`` or ``[B, S]``."""

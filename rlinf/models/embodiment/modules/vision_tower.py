@@ -109,7 +109,7 @@ class AttentionPool(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """One vision transformer, run up to the block ``feature_layer``; what lies behind it is kept frozen for saving.
+    """One vision transformer, run up to the block ``feature_layer``; what lies behind it is kept for saving.
 
     Args:
         spec: Sizes and kind.
@@ -138,18 +138,12 @@ class VisionTower(nn.Module):
             self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
             if spec.kind == "siglip":
                 self.attn_pool = AttentionPool(spec)
-        self.freeze_unused()
 
-    def freeze_unused(self) -> None:
-        """Take what lies behind the feature layer out of training."""
-        unused = [
-            *self.blocks[self.spec.num_used_blocks :],
-            getattr(self, "norm", None),
-            getattr(self, "attn_pool", None),
-        ]
-        for module in unused:
-            if module is not None:
-                module.requires_grad_(False)
+    @property
+    def unused(self) -> list[str]:
+        """Names of what lies behind the feature layer."""
+        blocks = [f"blocks.{index}" for index in range(self.spec.num_used_blocks, self.spec.depth)]
+        return blocks + [name for name in ("norm", "attn_pool") if hasattr(self, name)]
 
     def forward(self, pixel_values: Tensor, text: Tensor | None = None) -> Tensor:
         """Map ``[B, 3, H, W]`` to patch features ``[B, N, embed_dim]``; ``text [B, film_dim]`` feeds FiLM."""
@@ -179,8 +173,6 @@ class VisionBackbone(nn.Module):
         self.fused_featurizer = VisionTower(specs[1], config) if len(specs) == 2 else None
         self.embed_dim = sum(spec.embed_dim for spec in specs)
         self.grid_size = specs[0].grid_size
-        if any(spec.grid_size != self.grid_size for spec in specs):
-            raise ValueError(f"Fused towers need equal patch grids, not {[spec.grid_size for spec in specs]} per side.")
 
     def forward(self, pixel_values: Tensor, text: Tensor | None = None) -> Tensor:
         """Map ``[B, 3 * towers * images, H, W]`` to ``[B, images * N, embed_dim]``."""
@@ -203,7 +195,7 @@ class Projector(nn.Module):
     def __init__(self, config: OpenVLAConfig, vision_dim: int, grid_size: int) -> None:
         super().__init__()
         self.grid_size = grid_size
-        self.block_height, self.block_width = _token_block(config.patches_per_token, grid_size)
+        self.block_height, self.block_width = config.token_block()
         vision_dim, hidden = vision_dim * config.patches_per_token, config.text_config.hidden_size
         if config.use_fused_vision_backbone:
             self.fc1 = nn.Linear(vision_dim, 4 * vision_dim)
@@ -233,19 +225,6 @@ class Projector(nn.Module):
             return features.reshape(batch, -1, run * width)
         blocks = features.reshape(batch, -1, height, self.grid_size // run, run, width).transpose(2, 3)
         return blocks.reshape(batch, -1, height * run * width)
-
-
-def _token_block(patches_per_token: int, grid_size: int) -> tuple[int, int]:
-    """Return height and width, in patches, of what becomes one token."""
-    side = round(patches_per_token**0.5)
-    if side * side == patches_per_token and grid_size % side == 0:
-        return side, side
-    if grid_size % patches_per_token == 0:
-        return 1, patches_per_token
-    raise ValueError(
-        f"patches_per_token={patches_per_token} does not divide a grid of {grid_size} x {grid_size} patches into "
-        "square blocks or into runs within a row."
-    )
 
 
 def _dino_config(spec: VisionTowerSpec, config: OpenVLAConfig) -> Dinov2WithRegistersConfig:

@@ -1,0 +1,190 @@
+"""Policies whose checkpoint folder fits exactly, or is refused."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from rlinf.errors import CheckpointError
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.loading import check_fit, checkpoint_folder, read_json
+
+
+class CheckpointPolicy(ActionModel, PreTrainedModel):
+    """Policy that reads and writes ``model*.safetensors``; its class says what is special about its folders, below."""
+
+    @classmethod
+    def check_settings(cls, config: Any, **arguments: Any) -> None:
+        """Refuse what can be seen to be wrong without weights.
+
+        Args:
+            config: Configuration of the model.
+            **arguments: Of the constructor; ``attn_implementation`` among them, while it is not in ``config`` yet.
+
+        Raises:
+            ConfigError: With the override to type.
+        """
+
+    @classmethod
+    def _read_weights(cls, folder: Path, config: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors of a folder under the names of our modules."""
+        return read_safetensors(folder)
+
+    @classmethod
+    def _new_heads(cls, config: Any, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:
+        """Return heads with new weights, which a folder need not have, by name; None: the model is to have none."""
+        return {}
+
+    def _public_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Undo ``_read_weights``."""
+        return state_dict
+
+    @classmethod
+    def _hint(cls, config: Any) -> str:
+        """What else the user may type if the weights do not fit, behind "Type model.model_path=<another folder>"."""
+        return ""
+
+    @property
+    def frozen_modules(self) -> list[str]:
+        """Names of modules that are never trained."""
+        return []
+
+    @property
+    def lora_exclude_modules(self) -> str | None:
+        """``frozen_modules``, where an adapter would get no gradient."""
+        names = "|".join(map(re.escape, self.frozen_modules))
+        return rf"({names})(\..*)?" if names else None
+
+    def _freeze(self) -> None:
+        """Take ``frozen_modules`` out of training: at the end of the constructor, and after loading, which makes new parameters."""
+        for name in self.frozen_modules:
+            self.get_submodule(name).requires_grad_(False)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
+        """Load a public folder, or one that we saved.
+
+        Args:
+            pretrained_model_name_or_path: Folder or hub id.
+            *args: Passed to the constructor.
+            **kwargs: As in transformers; arguments of the constructor among them.
+
+        Raises:
+            CheckpointError: A weight is missing, unexpected or of another shape (only the heads may be absent as a whole;
+                they are drawn anew).
+            ConfigError: A setting does not fit the configuration; found before weights are read.
+        """
+        folder = checkpoint_folder(pretrained_model_name_or_path)
+        config = kwargs.pop("config", None)
+        if not isinstance(config, cls.config_class):
+            config = cls.config_class.from_pretrained(config or folder)
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]  # without self and config
+        arguments = {each.name: kwargs.get(each.name, each.default) for each in parameters}
+        arguments |= dict(zip(arguments, args, strict=False))
+        cls.check_settings(config, attn_implementation=kwargs.get("attn_implementation"), **arguments)
+        state_dict = cls._read_weights(folder, config, arguments)
+        for name, head in cls._new_heads(config, arguments).items():
+            own = {key for key in state_dict if key.startswith(f"{name}.")}
+            if head is None:
+                state_dict = {key: tensor for key, tensor in state_dict.items() if key not in own}
+            elif not own:
+                state_dict |= {f"{name}.{key}": tensor for key, tensor in head.state_dict().items()}
+        wanted_info = kwargs.pop("output_loading_info", False)
+        with no_progress_bars():
+            model, info = super().from_pretrained(
+                None,
+                *args,
+                config=config,
+                state_dict=state_dict,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, with everything else that does not fit
+                **kwargs,
+            )
+        check_fit(folder, info, cls._hint(config))
+        model._freeze()
+        return (model, info) if wanted_info else model
+
+    def save_pretrained(
+        self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        """Write a folder in the public layout, and the processor's files, where the model has one.
+
+        Args:
+            save_directory: Folder.
+            state_dict: Gathered weights under our names; None: the model's own.
+            **kwargs: As in transformers.
+        """
+        state_dict = self.state_dict() if state_dict is None else state_dict
+        refuse_adapters(state_dict)
+        with no_progress_bars():
+            super().save_pretrained(save_directory, state_dict=self._public_weights(state_dict), **kwargs)
+        if self.processor is not None:
+            self.processor.save_pretrained(save_directory)
+
+
+def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
+    """Read all ``*.safetensors`` of a checkpoint folder.
+
+    Raises:
+        CheckpointError: There is no such file, one cannot be read, or a shard named by the index is missing.
+    """
+    folder = Path(folder)
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"'{folder}' holds no model*.safetensors; model.model_path needs a checkpoint folder.")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        wanted = set(read_json(index).get("weight_map", {}).values())
+        missing = wanted - {file.name for file in files}
+        if missing:
+            raise CheckpointError(
+                f"'{folder}' is incomplete: {', '.join(sorted(missing))} named by its index is missing."
+            )
+        files = [folder / name for name in sorted(wanted)]
+    state_dict: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            state_dict.update(load_file(file))
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"'{file}' cannot be read as safetensors ({error}). Type model.model_path=<another folder>"
+            ) from error
+    return state_dict
+
+
+def refuse_adapters(names: Iterable[str]) -> None:
+    """Refuse to write LoRA layers into a folder of another format.
+
+    Args:
+        names: Of the tensors to write.
+
+    Raises:
+        CheckpointError: One belongs to an adapter.
+    """
+    if any(".lora_" in name for name in names):
+        raise CheckpointError(
+            "The model has LoRA layers, which a public folder cannot hold; write them with "
+            "rlinf.models.lora.save_adapter, or merge them first with rlinf.models.lora.merge_lora."
+        )
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers' bars, one per file read or written, off the terminal."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,34 @@
+"""The tokenizer of a checkpoint folder, or the packaged one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from rlinf.errors import ConfigError
+
+TINY_TOKENIZER = Path(__file__).parents[1] / "assets" / "tiny_tokenizer"
+
+
+def load_tokenizer(path: str | None, vocab_size: int) -> Any:
+    """Load the tokenizer of a folder, padding on the left; None: the packaged tiny one.
+
+    Raises:
+        ConfigError: The folder holds no tokenizer, or one with more tokens than the model's ``vocab_size``.
+    """
+    folder = str(TINY_TOKENIZER) if path is None else path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"'{folder}' holds no tokenizer that can be loaded ({str(error).splitlines()[0]}); many public checkpoints "
+            "have none, and name that of the language model they began with. Type tokenizer.tokenizer_model=<its folder>"
+        ) from error
+    if len(tokenizer) > vocab_size:
+        raise ConfigError(
+            f"The tokenizer in '{folder}' has {len(tokenizer)} tokens and the model's vocabulary {vocab_size}. "
+            "Type tokenizer.tokenizer_model=<the model's own tokenizer>"
+        )
+    return tokenizer

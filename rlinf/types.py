@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-if (
-    TYPE_CHECKING
-):  # Worker processes of simulators import this module; torch would cost each of them seconds and memory.
+# Worker processes of simulators import this module; torch would cost each of them seconds and memory.
+if TYPE_CHECKING:
     from torch import Tensor
 
 

@@ -92,11 +92,11 @@ fi
 
 # 2. Python.
 if ! command -v "$PYTHON" >/dev/null; then
-  say "there is no '$PYTHON'. Install Python 3.11 or newer, or name it: PYTHON=/path/to/python3 bash scripts/setup.sh" >&2
+  say "there is no '$PYTHON'. Install Python 3.11, 3.12 or 3.13, or name it: PYTHON=/path/to/python3 bash scripts/setup.sh" >&2
   exit 1
 fi
-if ! "$PYTHON" -c "import sys; sys.exit(sys.version_info < (3, 11))"; then
-  say "$("$PYTHON" --version) is too old; Python 3.11 or newer is needed: PYTHON=/path/to/python3 bash scripts/setup.sh" >&2
+if ! "$PYTHON" -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))"; then
+  say "this is $("$PYTHON" --version); Python 3.11, 3.12 or 3.13 is needed: PYTHON=/path/to/python3 bash scripts/setup.sh" >&2
   exit 1
 fi
 
@@ -108,6 +108,10 @@ if [ "$(cat "$stamp_file" 2>/dev/null)" = "$stamp" ] && "$VENV/bin/python" -c "i
   say "$VENV is up to date"
 else
   if [ ! -x "$VENV/bin/python" ]; then
+    if ! mkdir -p "$VENV" 2>/dev/null || [ ! -w "$VENV" ]; then
+      say "nothing can be written in $VENV; name another folder: RLINF_VENV=<folder> bash scripts/setup.sh" >&2
+      exit 1
+    fi
     if ! "$PYTHON" -m venv "$VENV"; then
       say "'$PYTHON -m venv' failed. On Debian or Ubuntu: sudo apt-get install -y python3-venv" >&2
       exit 1
@@ -116,7 +120,7 @@ else
   index="${RLINF_TORCH_INDEX:-}"
   pip=("$VENV/bin/python" -m pip --disable-pip-version-check install -qq)
   torch="$(sed -n 's/^ *"\(torch==[^"]*\)",*$/\1/p' "$ROOT/pyproject.toml")"
-  say "installing $torch${index:+ from $index}"
+  say "installing $torch${index:+ from $index}; all packages together can take ten minutes"
   "${pip[@]}" ${index:+--extra-index-url "$index"} "$torch"
   say "installing rlinf[$EXTRAS]"
   "${pip[@]}" ${index:+--extra-index-url "$index"} -e "$ROOT[$EXTRAS]"

@@ -21,7 +21,7 @@ COMMANDS = {
     "doctor": ("rlinf.cli.doctor:doctor", "what works on this machine, and the memory that an experiment needs"),
     "diagnose": (
         "rlinf.cli.diagnose:diagnose",
-        "whether a language model generates within its length, and as it scores",
+        "whether a model acts or generates as it is scored, in torch and in vLLM",
     ),
     "models": ("rlinf.cli.listing:models", "registered models, envs, algorithms and experiments"),
 }
@@ -36,6 +36,7 @@ EXAMPLES = """examples:
   rlinf collect env=tabletop dataset=data/tabletop collect.num_episodes=200
   rlinf export checkpoint=outputs/quickstart/<time> output=my_policy merge_lora=true
   rlinf doctor experiment=quickstart
+  rlinf diagnose experiment=quickstart
 
 Configuration: docs/configuration.md. Your own YAML files: --config-dir <folder>."""
 
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after ``rlinf``; None: those of the process.
 
     Returns:
-        Exit status: 0 success, 1 ``doctor`` found a fault, 2 an error that the user can mend, 130 interrupted. Other
+        Exit status: 0 success, 1 ``doctor`` or ``diagnose`` found a fault, 2 an error that the user can mend, 130 interrupted. Other
         errors are bugs and keep their traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)

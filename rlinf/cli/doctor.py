@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import platform
 import shutil
@@ -11,9 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlinf.cli.table import format_table
 from rlinf.errors import RLinfError
+
+if TYPE_CHECKING:
+    from rlinf.config.schema import RunConfig
 
 YES, NO, OPTIONAL = "yes", "no", "-"
 MAIN_JOB = "quickstart"
@@ -36,11 +41,14 @@ class Finding:
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """Print what works here; with ``experiment=...`` or other overrides also whether that experiment can run.
+    """Print what works here, and whether the main job can run, or the experiment, the env or the checkpoint that is given.
 
-    Returns:
-        0 if the main job (or the given experiment) can run, else 1.
+    The exit status is 0 if it can, else 1.
     """
+    if {"-h", "--help"} & set(arguments):
+        print("usage: rlinf doctor [experiment=<name> | checkpoint=<folder> | env=<name>] [key=value ...]")
+        print(f"\n{inspect.cleandoc(doctor.__doc__)}")
+        return 0
     findings = [
         check_python(),
         *check_packages(),
@@ -52,8 +60,7 @@ def doctor(arguments: Sequence[str]) -> int:
         check_disk(Path.cwd()),
     ]
     print(format_table(("what", "works", "detail"), [(f.topic, f.status, f.detail) for f in findings]))
-    print()
-    findings += check_experiment(list(arguments) or [f"experiment={MAIN_JOB}"])
+    findings += check_choice(list(arguments) or [f"experiment={MAIN_JOB}"])
     faults = [finding for finding in findings if finding.status == NO]
     what = " ".join(arguments) or "The main job"
     if faults:
@@ -65,9 +72,10 @@ def doctor(arguments: Sequence[str]) -> int:
 
 
 def check_python() -> Finding:
-    """Python must be 3.11 or newer."""
-    status = YES if sys.version_info >= (3, 11) else NO
-    return Finding("python", status, f"{platform.python_version()}, {sys.executable}")
+    """Python must be one for which all packages are built."""
+    status = YES if (3, 11) <= sys.version_info < (3, 14) else NO
+    needed = "" if status == YES else "; needed: 3.11, 3.12 or 3.13"
+    return Finding("python", status, f"{platform.python_version()}, {sys.executable}{needed}")
 
 
 def check_packages() -> list[Finding]:
@@ -156,7 +164,7 @@ def check_registered() -> list[Finding]:
 def check_extras() -> list[Finding]:
     """Optional packages and programs: there, or the command that installs them."""
     findings = []
-    for module, purpose in (("wandb", "tracking"), ("ray", "several machines")):
+    for module, purpose in (("wandb", "tracking"), ("ray", "VllmGenerationWorker as an actor, docs/megatron.md")):
         if importlib.util.find_spec(module) is None:
             findings.append(Finding(module, OPTIONAL, f"not installed ({purpose}): pip install {module}"))
         else:
@@ -214,26 +222,47 @@ def check_disk(folder: Path) -> Finding:
     )
 
 
-def check_experiment(overrides: list[str]) -> list[Finding]:
-    """Compose and check an experiment, print its derived numbers and the memory that it needs."""
-    from rlinf.cli.hydra_app import parse
-    from rlinf.cli.memory import NOT_COUNTED, available_memory, estimate_memory, format_bytes
-    from rlinf.config.compose import compose_config
-    from rlinf.config.derived import format_derived
-    from rlinf.config.schema import build_config
-    from rlinf.config.validation import validate
-    from rlinf.envs import make_env
+def check_choice(words: list[str]) -> list[Finding]:
+    """Check what the words choose: an experiment or a model to train, a checkpoint to evaluate, or an env alone.
 
-    label = " ".join(overrides)
+    Args:
+        words: As for `rlinf train`.
+    """
+    from rlinf.cli.hydra_app import configure, given_value, parse
+    from rlinf.config.compose import ROOT, compose_config, parse_overrides
+    from rlinf.config.schema import build_config
+    from rlinf.config.search import GROUP
+    from rlinf.config.validation import check_names
+    from rlinf.envs import make_env
+    from rlinf.manifest import Manifest, verify_files
+
+    label = " ".join(words)
     try:
-        args = parse(overrides)
-        config = build_config(compose_config(args.overrides, args.config_dir, args.config_name))
-        validate(config, "train")
+        args = parse(words)
+        args.cfg = None  # which prints a configuration and checks nothing
+        chosen = {item.key_or_group.partition(".")[0] for item in parse_overrides(args.overrides)}
+        trains = bool(chosen & {GROUP, "model", "resume", "init_from"}) or args.config_name != ROOT
+        if given_value(args.overrides, "checkpoint") is not None:
+            config, trains = configure(args, "evaluate"), False
+            verify_files(Path(config.checkpoint), Manifest.load(config.checkpoint))
+        elif trains:
+            config = configure(args, "train")
+        else:
+            config = build_config(compose_config(args.overrides, args.config_dir))
+            check_names(config)
         make_env(config.env, 1, auto_reset=False).close()
     except (RLinfError, ImportError, OSError) as error:
         return [Finding(label, NO, _reason(error))]
+    return check_memory(label, config) if trains else []
+
+
+def check_memory(label: str, config: RunConfig) -> list[Finding]:
+    """Print the derived numbers of an experiment, and the memory that it needs, which must be there."""
+    from rlinf.cli.memory import NOT_COUNTED, available_memory, estimate_memory, format_bytes
+    from rlinf.config.derived import format_derived
+
     config.output_dir = None
-    print(f"{label}\n{format_derived(config)}\n")
+    print(f"\n{label}\n{format_derived(config)}\n")
     if config.model.model_path is not None and not Path(config.model.model_path).is_dir():
         print(f"memory: unknown until the weights of {config.model.model_path} are on this machine")
         return []
@@ -243,12 +272,13 @@ def check_experiment(overrides: list[str]) -> list[Finding]:
         return [Finding(label, NO, _reason(error))]
     print(format_table(("role", "memory", "size"), estimate.rows()))
     print(NOT_COUNTED)
-    free = available_memory()
-    if free is not None and estimate.total * config.cluster.num_processes > free:
-        needed = format_bytes(estimate.total * config.cluster.num_processes)
+    needed, free = estimate.total * config.cluster.num_processes, available_memory(config.cluster.num_processes)
+    if free is not None and needed > free:
         return [
             Finding(
-                label, NO, f"needs {needed} without activations, {format_bytes(free)} are free; try model.is_lora=true"
+                label,
+                NO,
+                f"needs {format_bytes(needed)} without activations, {format_bytes(free)} are free; try model.is_lora=true",
             )
         ]
     return []

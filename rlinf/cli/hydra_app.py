@@ -8,10 +8,8 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import hydra
-import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
@@ -21,21 +19,35 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlinf.config import search
-from rlinf.config.compose import ROOT, compose_config, compose_on_saved, explain, normalize_overrides, parse_overrides
+from rlinf.config.compose import (
+    ROOT,
+    compose_config,
+    compose_on_saved,
+    explain,
+    keys_named,
+    no_such_option,
+    normalize_overrides,
+    parse_overrides,
+)
 from rlinf.config.derived import format_derived
+from rlinf.config.saved import changes_since, read_saved_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.config.validation import validate
-from rlinf.errors import CheckpointError, ConfigError, RLinfError, did_you_mean
-from rlinf.training.checkpoint import CHECKPOINTS_FOLDER, CONFIG_FILE, resolve_checkpoint
+from rlinf.distributed.process_group import resolve_device
+from rlinf.envs.config import num_cores
+from rlinf.errors import ConfigError, RLinfError
+from rlinf.training.checkpoint import CHECKPOINTS_FOLDER, resolve_checkpoint
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
     """Parse the flags and overrides that Hydra knows; ``--config-name`` of an experiment becomes ``experiment=``.
 
     Raises:
-        ConfigError: The named config, or the folder of ``--config-dir``, does not exist.
+        ConfigError: The named config, or the folder of ``--config-dir``, does not exist, or a flag is none.
     """
-    args = get_args_parser().parse_args(list(arguments))
+    args, unknown = get_args_parser().parse_known_intermixed_args(list(arguments))
+    if unknown:
+        raise _no_flag(unknown[0], args.overrides)
     search.register(args.config_dir)
     args.overrides = normalize_overrides(args.overrides)
     name = args.config_name
@@ -43,16 +55,24 @@ def parse(arguments: Sequence[str]) -> Namespace:
     if name is not None and name.removesuffix(".yaml") != ROOT:
         path = search.find_experiment(name)
         if path is None:
-            folders = ", ".join(map(str, search.experiment_folders()))
             raise ConfigError(
-                f"--config-name is '{name}', but there is no {name.removesuffix('.yaml')}.yaml in {folders}."
-                f"{did_you_mean(name, search.experiment_names())} Type experiment=<name>, or --config-dir <folder>"
+                f"--config-name is '{name}'. {no_such_option(search.GROUP, name, search.experiment_names())}"
             )
         if search.is_complete(path):
             args.config_name = path.stem
         else:
             args.overrides.insert(0, f"{search.GROUP}={path.stem}")
     return args
+
+
+def _no_flag(flag: str, others: Sequence[str]) -> ConfigError:
+    """Say how the setting is written that somebody gave as a flag."""
+    name, _, value = flag.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    value = value or next((word for word in others if "=" not in word), "<value>")
+    keys = [name] if "." in name else keys_named(name)
+    example = " or ".join(f"{key}={value}" for key in keys) or "e.g. trainer.max_steps=10"
+    return ConfigError(f"'{flag}' is no flag; settings have no dashes: key=value. Type {example}")
 
 
 def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], object]) -> int:
@@ -67,20 +87,20 @@ def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], obje
         task: Called with the configuration of each run; ``output_dir`` is set and exists.
     """
     args = parse(arguments)
-    resumed = given_value(args.overrides, "resume")
-    if resumed is not None and not (args.multirun or args.help or args.cfg or args.info):
-        config = build_config(compose_resumed(args, resumed))
-        start(config, command, task)
+    is_one_run = not (args.multirun or args.help or args.cfg or args.info)
+    resumed = given_value(args.overrides, "resume") if is_one_run else None
+    if resumed is not None:
+        start(build(compose_resumed(args, resumed), command), command, task)
         return 0
     if not any((args.cfg, args.info, args.help, args.hydra_help, args.shell_completion)):
         for overrides in sweep_jobs(args.overrides) if args.multirun else [args.overrides]:
-            validate(build_config(compose_config(overrides, args.config_dir, args.config_name)), command)
+            validate(build(compose_config(overrides, args.config_dir, args.config_name), command), command)
 
     failures: list[RLinfError] = []
 
     def execute(composed: DictConfig) -> None:
         try:
-            config = build_config(composed)
+            config = build(composed, command)
             config.output_dir = HydraConfig.get().runtime.output_dir
             start(config, command, task)
         except RLinfError as error:  # Hydra would print it its own way; the other runs of a sweep go on.
@@ -97,11 +117,26 @@ def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], obje
     return 0
 
 
+def build(composed: DictConfig, command: str) -> RunConfig:
+    """Return the typed configuration of ``train`` or ``sft``, the latter without its RL."""
+    config = build_config(composed)
+    if command == "sft":
+        config.trainer.max_steps = 0
+    return config
+
+
 def start(config: RunConfig, command: str, task: Callable[[RunConfig], object]) -> None:
-    """Check a configuration, make its folder, print its numbers, and run."""
+    """Check a configuration, make its folder, print its numbers and what a resumed run changes, and run."""
     validate(config, command)
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     print(format_derived(config), flush=True)
+    if config.resume is not None:
+        folder = resolve_checkpoint(config.resume)
+        for change in changes_since(read_saved_config(folder), config):
+            print(f"changed since {folder.name}: {change}", flush=True)
+    ranks, cores = config.cluster.num_processes, num_cores()
+    if ranks > cores and resolve_device(config.cluster.device, ranks) == "cpu":
+        print(f"warning: cluster.num_processes={ranks}, and this machine has {cores} cores for them", flush=True)
     hide_progress_bars()
     task(config)
 
@@ -136,9 +171,21 @@ def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
 
 
 def given_value(overrides: Sequence[str], key: str) -> str | None:
-    """Return what the last override of ``key`` says, or None."""
-    values = [item.value() for item in parse_overrides(overrides) if item.key_or_group == key]
-    return str(values[-1]) if values and values[-1] is not None else None
+    """Return what the last override of ``key`` says, or None.
+
+    Raises:
+        ConfigError: It lists several values.
+    """
+    given = [item for item in parse_overrides(overrides) if item.key_or_group == key]
+    if not given or given[-1].value() is None:
+        return None
+    if given[-1].is_sweep_override():
+        text = given[-1].input_line
+        raise ConfigError(
+            f"'{text}' lists several values; required: one. A path with a comma in it needs quotes of its own. "
+            f"Type '{key}=\"{text.partition('=')[2]}\"'"
+        )
+    return str(given[-1].value())
 
 
 def configure(args: Namespace, command: str) -> RunConfig | None:
@@ -169,24 +216,6 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
     validate(config, command)
     hide_progress_bars()
     return config
-
-
-def read_saved_config(folder: Path) -> dict[str, Any]:
-    """Read the resolved configuration that a checkpoint holds.
-
-    Raises:
-        CheckpointError: It is missing or is no YAML mapping.
-    """
-    path = folder / CONFIG_FILE
-    try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {error}). Use another checkpoint."
-        ) from error
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{path} holds no configuration. Use another checkpoint.")
-    return saved
 
 
 def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:

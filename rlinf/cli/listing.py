@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlinf.cli.table import format_table
+from rlinf.cli.table import format_columns, format_table
 from rlinf.errors import ConfigError
 from rlinf.registry import Registry
 
@@ -34,7 +34,8 @@ def models(arguments: Sequence[str]) -> int:
     print(format_table(("kind", "name", "from"), rows))
     print(f"\n{FALLBACK}\n")
     for group in ("model", "env", "algorithm", "experiment"):
-        print(f"{group}=...  {', '.join(group_options(group))}")
+        label = f"{group}=..."
+        print(f"{label:<16}{format_columns(group_options(group), 16)}")
     return 0
 
 

@@ -173,12 +173,12 @@ def checkpoint_parameters(folder: str | Path) -> int:
     return total
 
 
-def available_memory() -> int | None:
-    """Return the bytes that are free on this machine's first GPU, else in its main memory; None where unknown."""
+def available_memory(num_ranks: int) -> int | None:
+    """Return the bytes that are free on the GPUs of the ranks together, else in main memory; None where unknown."""
     import torch
 
     if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0]
+        return sum(torch.cuda.mem_get_info(i)[0] for i in range(min(num_ranks, torch.cuda.device_count())))
     for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Sequence
+
+MIN_WIDTH = 40
+"""Least width of a wrapped column, whatever the terminal's."""
+UNLIMITED = 1 << 16
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal; no limit where the output goes elsewhere, so that a row is a line."""
+    return shutil.get_terminal_size((UNLIMITED, 24)).columns
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table with left-aligned columns as wide as their widest cell."""
+    """Return a table with left-aligned columns as wide as their widest cell; the last is wrapped to the terminal's width."""
     lines = [tuple(map(str, header)), *(tuple(map(str, row)) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    lines.insert(1, tuple("-" * width for width in widths))
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    indent = sum(widths[:-1]) + 2 * len(widths[:-1])
+    widths[-1] = min(widths[-1], max(MIN_WIDTH, terminal_width() - indent))
+    rule = tuple("-" * width for width in (*widths[:-1], min(widths[-1], MIN_WIDTH)))
+    return "\n".join(_row(line, widths, indent) for line in (lines[0], rule, *lines[1:]))
+
+
+def _row(cells: Sequence[str], widths: Sequence[int], indent: int) -> str:
+    first = "".join(cell.ljust(width) + "  " for cell, width in zip(cells[:-1], widths[:-1], strict=True))
+    last = textwrap.wrap(cells[-1], widths[-1], break_long_words=False, break_on_hyphens=False)
+    return (first + f"\n{' ' * indent}".join(last)).rstrip()
+
+
+def format_columns(names: Sequence[str], indent: int) -> str:
+    """Return names in columns that fill the terminal's width, read downwards; all lines but the first are indented."""
+    width = max(map(len, names), default=0) + 2
+    num_columns = max(1, (terminal_width() - indent) // width)
+    num_lines = -(-len(names) // num_columns)
+    lines = ("".join(name.ljust(width) for name in names[row::num_lines]).rstrip() for row in range(num_lines))
+    return f"\n{' ' * indent}".join(lines)

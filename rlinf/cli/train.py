@@ -39,9 +39,7 @@ def sft(arguments: Sequence[str]) -> int:
 
 def _require_choice(arguments: Sequence[str], command: str) -> None:
     if not arguments:
-        from rlinf.config.search import experiment_names
-
         raise ConfigError(
-            f"`rlinf {command}` needs an experiment ({', '.join(experiment_names())}) or a choice of model, env and algorithm. "
+            f"`rlinf {command}` needs an experiment (`rlinf models` lists them) or a choice of model, env and algorithm. "
             f"Type rlinf {command} experiment=quickstart, or rlinf {command} model=openvla_tiny env=tabletop algorithm=ppo"
         )

@@ -70,8 +70,13 @@ def check_inputs(config: RunConfig) -> None:
         )
 
 
-def check_logprobs(config: RunConfig) -> None:
-    """RL needs log-probabilities, which a model may not have under some values of its own configuration."""
+def check_logprobs(config: RunConfig, without: str | None = "trainer.max_steps=0") -> None:
+    """RL needs log-probabilities, which a model may not have under some values of its own configuration.
+
+    Args:
+        config: Typed configuration.
+        without: Override that does without them, if there is one.
+    """
     from rlinf.models import entry_for, values_refused_for_rl
 
     for field, instead in values_refused_for_rl(entry_for(config.model)).items():
@@ -80,12 +85,12 @@ def check_logprobs(config: RunConfig) -> None:
             raise ConfigError(
                 f"The model's {field} is '{value}', which gives actions without log-probabilities: such a policy can be cloned and "
                 f"evaluated, but not trained by RL. Required: {field}={instead[value]}. "
-                f"Type model.{_section_of(config)}.{field}={instead[value]}, or trainer.max_steps=0"
+                f"Type model.{_section_of(config)}.{field}={instead[value]}{f', or {without}' if without else ''}"
             )
 
 
 def check_generator(config: RunConfig) -> None:
-    """vLLM must be there, and able to run the model at the temperature."""
+    """vLLM must be there, and able to run the model at the temperature, on GPUs of its own."""
     from rlinf.models import MODELS
     from rlinf.models.generation.vllm_engine import check_temperature, require_vllm
     from rlinf.rollout.vllm_policy import twin_of
@@ -102,6 +107,13 @@ def check_generator(config: RunConfig) -> None:
             f"(bidirectional attention), which it cannot. Type {own}rollout.backend=torch"
         )
     check_temperature(rollout.temperature, "rollout.temperature")
+    size, ranks = rollout.vllm.tensor_parallel_size, config.cluster.num_processes
+    if size > 1 and ranks > 1:
+        raise ConfigError(
+            f"rollout.vllm.tensor_parallel_size={size} and cluster.num_processes={ranks}: each rank has an engine, which begins at the "
+            "rank's own GPU and would spread over those of the next ranks. Type rollout.vllm.tensor_parallel_size=1, or "
+            "cluster.num_processes=1"
+        )
     require_vllm()
 
 
@@ -115,6 +127,23 @@ def check_demonstrator(config: RunConfig) -> None:
             f"sft.max_steps={config.sft.max_steps} clones a scripted expert, and env.name={config.env.name} has none "
             f"({env_class.__name__} does not override expert_actions). Type sft.max_steps=0"
         )
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """There must be as many different episodes as are asked for, and what draws the videos."""
+    from rlinf.envs import ENVS
+
+    env, evaluation = config.env, config.evaluation
+    env_class = ENVS.get(env.name)
+    num_tasks = len(env.tasks or env_class.all_task_names(env))
+    per_task = env.num_eval_init_states if evaluation.split == "eval" else env.num_train_init_states
+    if evaluation.num_episodes is not None and evaluation.num_episodes > num_tasks * per_task:
+        raise ConfigError(
+            f"evaluation.num_episodes={evaluation.num_episodes}, but the split '{evaluation.split}' has {num_tasks} tasks x "
+            f"{per_task} initial states = {num_tasks * per_task}. Type evaluation.num_episodes={num_tasks * per_task}"
+        )
+    if evaluation.num_videos_per_task:
+        env_class.check_drawing(env)
 
 
 def check_dataset(config: RunConfig) -> None:
@@ -234,7 +263,7 @@ def require_package(module: str, wanted_by: str, package: str, instead: str) -> 
 
 def check_new_folder(config: RunConfig) -> None:
     """A run starts in a folder without another run, unless it continues that one."""
-    from rlinf.training.checkpoint import CHECKPOINTS_FOLDER, resolve_checkpoint
+    from rlinf.training.checkpoint import CHECKPOINTS_FOLDER, STATE_FILE, resolve_checkpoint
 
     folder = Path(config.output_dir).expanduser().resolve()
     found = [name for name in ("metrics.jsonl", CHECKPOINTS_FOLDER) if (folder / name).exists()]
@@ -242,9 +271,12 @@ def check_new_folder(config: RunConfig) -> None:
         return
     if config.resume is not None and folder in resolve_checkpoint(config.resume).resolve().parents:
         return
+    instead = f"resume={config.output_dir} to continue it, or output_dir=<another folder>"
+    if not any(folder.glob(f"{CHECKPOINTS_FOLDER}/*/{STATE_FILE}")):
+        instead = "output_dir=<another folder>, or delete this one: its run ended before the first checkpoint"
     raise ConfigError(
         f"output_dir is '{config.output_dir}', which already holds a run ({', '.join(found)}), and a new one would mix with it. "
-        f"Type resume={config.output_dir} to continue it, or output_dir=<another folder>"
+        f"Type {instead}"
     )
 
 

@@ -7,6 +7,7 @@ import re
 import typing
 from collections.abc import Iterable
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -19,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlinf.config import search
-from rlinf.config.options import closest, unknown_key_message
-from rlinf.config.schema import RunConfig
+from rlinf.config.options import closest, override_text, public_fields, to_mapping, unknown_key_message
+from rlinf.config.schema import REGISTRIES, RunConfig
 from rlinf.errors import ConfigError, did_you_mean
 
 ROOT = "train"
@@ -38,20 +39,43 @@ def normalize_overrides(overrides: Iterable[str]) -> list[str]:
     Raises:
         ConfigError: One is no ``key=value`` at all.
     """
-    result = []
-    for override in overrides:
+    result, overrides = [], list(overrides)
+    for position, override in enumerate(overrides):
         match = _KEY.match(override)
         if not match or (match[3] is None and match[1] != "~"):
-            hint = closest(override, search.experiment_names())
-            example = f"experiment={hint}" if hint else "trainer.max_steps=10"
-            raise ConfigError(f"'{override}' is no override; required: key=value. Type e.g. {example}")
+            raise _bare_word(override, next((word for word in overrides[position + 1 :] if "=" not in word), "<value>"))
         prefix, key, value = match[1] or "", match[2], match[3] or ""
         if key == search.GROUP and prefix in ("+", "++"):
             prefix = ""
-        if not prefix and any(key.startswith(f"{path}.") for path in free_form_sections()):
+        # The keys of ``env`` and ``algorithm`` are those of the class that was chosen; ``build_config`` checks them against it.
+        if not prefix and any(key.startswith(f"{path}.") for path in (*free_form_sections(), *REGISTRIES)):
             prefix = "++"
         result.append(f"{prefix}{key}{value}")
     return result
+
+
+def _bare_word(word: str, following: str) -> ConfigError:
+    """Say what a word without ``=`` was probably meant to be."""
+    hint = closest(word, search.experiment_names())
+    if keys_named(word):
+        example = " or ".join(f"{key}={following}" for key in keys_named(word))
+    elif Path(word).expanduser().is_dir():
+        example = f"checkpoint={word} to evaluate, export or collect with it, resume={word} to train on"
+    else:
+        example = f"e.g. experiment={hint}" if hint else "e.g. trainer.max_steps=10"
+    return ConfigError(f"'{word}' is no override; required: key=value. Type {example}")
+
+
+def keys_named(name: str) -> list[str]:
+    """Return the dotted keys whose last part is ``name``: ``trainer.max_steps`` and ``sft.max_steps`` for ``max_steps``."""
+
+    def below(mapping: dict[str, Any], path: str) -> list[str]:
+        found = [path + name] if name in mapping else []
+        for key, value in mapping.items():
+            found += below(value, f"{path}{key}.") if isinstance(value, dict) else []
+        return found
+
+    return [name] if name == search.GROUP else below(to_mapping(RunConfig()), "")
 
 
 def free_form_sections(cls: type = RunConfig, path: str = "") -> list[str]:
@@ -102,20 +126,17 @@ def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigE
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         options = error.options or []
-        close = closest(name, options)
-        hint = f" Type {group}={close}" if close else ""
-        where = (
-            f" (experiments lie in {', '.join(map(str, search.experiment_folders()))})" if group == search.GROUP else ""
-        )
-        return ConfigError(f"There is no {group or 'config'} '{name}'.{did_you_mean(name, options)}{where}{hint}")
+        return ConfigError(no_such_option(group, name, options))
     if isinstance(error, OverrideParseException):
-        return ConfigError(
-            f"The override '{error.override}' cannot be read: {first_line(error)}. Quote it for the shell if it holds "
-            "brackets, commas or spaces, e.g. 'model.image_size=[224,224]'"
-        )
+        written = str(error.override).removeprefix("++")  # which ``normalize_overrides`` may have added
+        key, _, value = written.partition("=")
+        hint = "Quote it for the shell if it holds brackets, commas or spaces, e.g. 'model.image_size=[224,224]'"
+        if "=" in value and not value.startswith(("[", "{")):
+            hint = f"A value with '=' in it needs quotes of its own. Type '{key}=\"{value}\"'"
+        return ConfigError(f"The override '{written}' cannot be read: {first_line(error)}. {hint}")
     if isinstance(error, yaml.YAMLError):
         return ConfigError(f"A YAML file cannot be read: {' '.join(str(error).split())}")
-    ambiguous = re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", str(error))
+    ambiguous = re.match(r"Ambiguous value for argument '(?:\+\+)?([^=]+)=(.*)'", str(error))
     if ambiguous:
         key, value = ambiguous.groups()
         return ConfigError(
@@ -132,6 +153,18 @@ def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigE
     return ConfigError(first_line(error))
 
 
+def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
+    """Say that a group has no such option, and which one was meant or where they are listed."""
+    close = closest(name, options)
+    if close:
+        hint = f" Did you mean '{close}'? Type {group}={close}"
+    elif group == search.GROUP:
+        hint = " `rlinf models` lists them; files of yours need --config-dir <folder>"
+    else:
+        hint = did_you_mean(name, options)
+    return f"There is no {group or 'config'} '{name}'.{hint}"
+
+
 def _unknown_key(override: Override, root: str) -> str | None:
     """Explain an override of a key that does not exist, by walking the configuration without it."""
     node: Any = _compose([], root)
@@ -143,15 +176,30 @@ def _unknown_key(override: Override, root: str) -> str | None:
             if not known:
                 return f"'{'.'.join(parts[:depth])}' is a value, so there is no key '{path}' in it."
             rest = ".".join(parts[depth + 1 :])
-            message = unknown_key_message(path, override.value(), known if depth else [*known, search.GROUP])
+            message = _no_key(path, override.value(), known if depth else [*known, search.GROUP])
             return re.sub(r"(Type [\w.]+)=", rf"\1.{rest}=", message) if rest else message
         node = node[part]
     return None
 
 
+def _no_key(dotted: str, value: Any, known: Iterable[str]) -> str:
+    """Say that there is no such key, and where its name is one."""
+    elsewhere = keys_named(dotted.rpartition(".")[2])
+    if not elsewhere:
+        return unknown_key_message(dotted, value, known)
+    return f"There is no key '{dotted}'. Type {' or '.join(f'{key}={override_text(value)}' for key in elsewhere)}"
+
+
 def parse_overrides(overrides: Iterable[str]) -> list[Override]:
-    """Parse overrides with Hydra's grammar."""
-    return OverridesParser.create().parse_overrides(list(overrides))
+    """Parse overrides with Hydra's grammar.
+
+    Raises:
+        ConfigError: One is not of the grammar.
+    """
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except OverrideParseException as error:
+        raise explain(error, []) from error
 
 
 def first_line(error: BaseException) -> str:
@@ -162,8 +210,8 @@ def first_line(error: BaseException) -> str:
 def compose_on_saved(saved: dict[str, Any], overrides: Iterable[str], config_dir: str | None = None) -> DictConfig:
     """Lay overrides over the configuration of an earlier run: what is not overridden stays as it was.
 
-    Group choices (``env=tabletop``) replace the whole section, values replace single keys. ``output_dir``, ``resume`` and
-    ``init_from`` belong to the earlier run and are not taken over.
+    Group choices (``env=tabletop``) replace the whole section, values replace single keys. ``output_dir`` and the keys that
+    name a checkpoint or a dataset to write belong to the earlier run and are not taken over.
 
     Args:
         saved: Resolved configuration of the earlier run.
@@ -184,10 +232,18 @@ def compose_on_saved(saved: dict[str, Any], overrides: Iterable[str], config_dir
                 f"{override.input_line} cannot be laid over the configuration of a checkpoint, which has one already. "
                 "Leave it out, and override single keys or whole groups, e.g. env=tabletop"
             )
+        key = override.key_or_group
+        if override.is_delete():
+            raise ConfigError(
+                f"'{override.input_line}' cannot be done: the configuration of a checkpoint has a value for every key. "
+                f"Type {key}=<value>"
+            )
+        if key.partition(".")[0] not in public_fields(RunConfig):
+            raise ConfigError(_no_key(key, override.value(), public_fields(RunConfig)))
     groups = [item for item in parsed if item.key_or_group in sections and isinstance(item.value(), str)]
     fresh = compose_config([item.input_line for item in groups], config_dir)
     config = OmegaConf.create(saved)
-    config.resume = config.init_from = None
+    config.resume = config.init_from = config.checkpoint = config.dataset = None
     for override in groups:
         config[override.key_or_group] = fresh[override.key_or_group]
     for override in parsed:

@@ -10,6 +10,7 @@ from rlinf.config.compatibility import (
     check_collect,
     check_dataset,
     check_demonstrator,
+    check_evaluation,
     check_generator,
     check_inputs,
     check_logprobs,
@@ -19,11 +20,12 @@ from rlinf.config.compatibility import (
 )
 from rlinf.config.derived import DerivedNumbers, derive
 from rlinf.config.options import closest, override_text
+from rlinf.config.saved import check_start
 from rlinf.config.schema import RunConfig, section_class
 from rlinf.errors import ConfigError, did_you_mean
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
-COMMANDS = ("train", "sft", "evaluate", "collect")
+COMMANDS = ("train", "sft", "evaluate", "collect", "diagnose")
 
 
 def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
@@ -31,7 +33,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
 
     Args:
         config: Typed configuration.
-        command: ``train``, ``sft``, ``evaluate`` or ``collect``; what a command does not use is not checked for it.
+        command: One of ``COMMANDS``; what a command does not use is not checked for it.
 
     Returns:
         The numbers that follow from the configuration.
@@ -49,10 +51,15 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
         if config.checkpoint is None:  # The scripted expert acts.
             return derive(config)
     check_model(config)
-    check_devices(config)
+    check_devices(config, config.cluster.num_processes if command in ("train", "sft") else 1)
     check_sources(config)
+    if command in ("train", "sft"):
+        check_start(config, command)
     check_inputs(config)
-    if command == "collect":
+    if command == "diagnose":
+        check_logprobs(config, without=None)
+        check_generator(config)
+    if command in ("collect", "diagnose"):
         return derive(config)
     check_evaluation(config)
     if command != "evaluate":
@@ -70,7 +77,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
             check_demonstrator(config)
         else:
             check_dataset(config)
-    if config.tracking.wandb:
+    if command != "evaluate" and config.tracking.wandb:
         require_package("wandb", "tracking.wandb=true", "wandb", "tracking.wandb=false")
     if config.output_dir is not None:
         check_writable(config.output_dir)
@@ -152,8 +159,8 @@ def check_model(config: RunConfig) -> None:
         )
 
 
-def check_devices(config: RunConfig) -> None:
-    """Processes and devices must be there."""
+def check_devices(config: RunConfig, num_processes: int) -> None:
+    """Processes and devices must be there; ``num_processes`` is what the command starts."""
     cluster = config.cluster
     if config.trainer.sharding == "none" and cluster.num_processes > 1:
         raise ConfigError(
@@ -164,10 +171,10 @@ def check_devices(config: RunConfig) -> None:
         import torch
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count < cluster.num_processes:
+        if count < num_processes:
             example = f"cluster.num_processes={count}" if count else "cluster.device=cpu"
             raise ConfigError(
-                f"cluster.device=cuda with cluster.num_processes={cluster.num_processes} needs {cluster.num_processes} GPUs, "
+                f"cluster.device=cuda with {num_processes} processes (cluster.num_processes) needs a GPU for each, "
                 f"but torch sees {count}. Type {example}"
             )
 
@@ -335,20 +342,6 @@ def check_sft(config: RunConfig) -> None:
         raise ConfigError(
             f"sft.expert.aim_offset_m is {override_text(sft.expert.aim_offset_m)}; required: [x, y] in metres. "
             "Type 'sft.expert.aim_offset_m=[0.055,0.0]'"
-        )
-
-
-def check_evaluation(config: RunConfig) -> None:
-    """There must be as many different episodes as are asked for."""
-    from rlinf.envs import ENVS
-
-    env, evaluation = config.env, config.evaluation
-    num_tasks = len(env.tasks or ENVS.get(env.name).all_task_names(env))
-    per_task = env.num_eval_init_states if evaluation.split == "eval" else env.num_train_init_states
-    if evaluation.num_episodes is not None and evaluation.num_episodes > num_tasks * per_task:
-        raise ConfigError(
-            f"evaluation.num_episodes={evaluation.num_episodes}, but the split '{evaluation.split}' has {num_tasks} tasks x "
-            f"{per_task} initial states = {num_tasks * per_task}. Type evaluation.num_episodes={num_tasks * per_task}"
         )
 
 

@@ -25,7 +25,9 @@ METRICS: dict[str, Metric] = {
         "First episodes of the envs in the rollout, which the three above are over.", "episodes"
     ),
     "rollout/lost_episodes": Metric(
-        "Episodes that began anew because their simulator was lost; their first part is not trained on.", "episodes"
+        "Episodes that began anew because their simulator was lost; their first part is not trained on, and where it was the "
+        "first episode of an env, the envs of that process have no success, return and length.",
+        "episodes",
     ),
     "rollout/env_steps_total": Metric("Env steps executed since the run began, over all ranks.", "env steps"),
     "rollout/zero_variance_group_fraction": Metric("Share of groups in which all returns are equal.", "1"),

@@ -23,6 +23,7 @@ class Progress:
 
     Args:
         enabled: False prints nothing.
+        updates: False prints notes only.
         stream: Where to; None: stderr.
         interval_s: Least seconds between two lines when ``stream`` is no terminal.
         clock: Seconds of a monotonic clock.
@@ -31,12 +32,13 @@ class Progress:
     def __init__(
         self,
         enabled: bool = True,
+        updates: bool = True,
         stream: TextIO | None = None,
         interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream or sys.stderr
-        self._enabled = enabled
+        self._enabled, self._updates = enabled, updates
         self._interval_s = interval_s
         self._clock = clock
         self._live = enabled and self._stream.isatty()
@@ -64,7 +66,7 @@ class Progress:
             env_steps_per_s: Env steps per second.
             **extra: More numbers to show, by name.
         """
-        if not self._enabled:
+        if not (self._enabled and self._updates):
             return
         now = self._clock()
         if phase != self._phase:

@@ -214,7 +214,10 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
         if found
         else f"no {STATE_FILE} in {path} or in {parent}/*"
     )
-    raise CheckpointError(f"{path} holds no usable checkpoint: {looked}. Give a checkpoint folder or a run folder.")
+    raise CheckpointError(
+        f"{path} holds no usable checkpoint: {looked}. Give a checkpoint folder or a run folder; a run that ended before its "
+        "first checkpoint can only be started again."
+    )
 
 
 def on_rank_zero(action: Callable[[], None], what: str) -> None:

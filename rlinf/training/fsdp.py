@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +22,8 @@ def shard(model: nn.Module, device: str) -> nn.Module:
     Raises:
         ConfigError: No declared module class occurs in the model, so nothing would be sharded as a unit.
     """
+    # It warns of writing into what the model returns, which nobody here does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     mesh = init_device_mesh(device, (world_size(),))
     names = set(model.fsdp_wrap_modules)
     units = [module for module in model.modules() if type(module).__name__ in names]

@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from transformers.utils import logging as transformers_logging
 from rlinf.algorithms import ALGORITHMS
 from rlinf.config.options import override_text, to_mapping
 from rlinf.config.plugins import load_plugins
+from rlinf.config.saved import check_model_type
 from rlinf.config.schema import RunConfig
 from rlinf.data.demonstrations import BatchSource, collect_demonstrations
 from rlinf.data.formats import open_dataset
-from rlinf.distributed.process_group import launch, rank, resolve_device, set_num_threads, world_size
+from rlinf.distributed.process_group import any_rank, launch, rank, resolve_device, set_num_threads, world_size
 from rlinf.distributed.weight_sync import WeightSync, frozen_copy
 from rlinf.envs import make_env
 from rlinf.envs.config import with_share_of_cores
@@ -71,6 +73,7 @@ class Run:
         set_num_threads(config.cluster.num_threads, config.cluster.num_processes)
         seed_everything(config.seed)
         self.stop_signal: int | None = None
+        self.stops_at_once = False
         env_config = with_share_of_cores(config.env, world_size())
         self.eval_env = make_env(env_config, config.evaluation.num_envs, auto_reset=False)
         self.resumed_from = checkpoints.resolve_checkpoint(config.resume) if config.resume else None
@@ -107,7 +110,7 @@ class Run:
         if phase == "sft":
             self.state.dataset = digest
         self.tracker = self._open_tracker() if self.is_writer else None
-        self.progress = Progress(enabled=config.tracking.progress and self.is_writer)
+        self.progress = Progress(enabled=self.is_writer, updates=config.tracking.progress)
 
     def _build_model(self) -> torch.nn.Module:
         """Build the policy anew, or from the checkpoint that is resumed or started from, whose conditions must fit."""
@@ -118,11 +121,7 @@ class Run:
         if source is None:
             return build_policy(config, statistics_of_env(config, self.eval_env, self.dataset)).to(self.device)
         saved = Manifest.load(source)
-        if saved.model["model_type"] != config.model.model_type:
-            raise CheckpointError(
-                f"{source} holds a '{saved.model['model_type']}' and model.model_type is '{config.model.model_type}'. "
-                f"Type model.model_type={saved.model['model_type']}, or name another checkpoint"
-            )
+        check_model_type(source, saved, config)
         verify_files(source, saved)
         model = load_policy(source, config)
         # A new run may go on in another env or precision; a resumed one may not.
@@ -193,24 +192,39 @@ class Run:
         config = self.config.evaluation
         final = tag in SUMMARY_TAGS.values()
         folder = self.folder / "eval" / tag
-        with self.worker.autocast():
-            result = evaluate_policy(
-                self.sync.rollout_model,
-                self.eval_env,
-                episode_list(self.eval_env, config.split, config.num_episodes),
-                greedy=config.greedy,
-                temperature=self.config.rollout.temperature,
-                seed=self.config.seed,
-                video_folder=folder / "videos" if final and config.num_videos_per_task else None,
-                num_videos_per_task=config.num_videos_per_task,
-                video_size=config.video_size,
-            )
-        self.eval_env.offload()
+        try:
+            with self.worker.autocast(), self._stopping_at_once():
+                result = evaluate_policy(
+                    self.sync.rollout_model,
+                    self.eval_env,
+                    episode_list(self.eval_env, config.split, config.num_episodes),
+                    greedy=config.greedy,
+                    temperature=self.config.rollout.temperature,
+                    seed=self.config.seed,
+                    video_folder=folder / "videos" if final and config.num_videos_per_task else None,
+                    num_videos_per_task=config.num_videos_per_task,
+                    video_size=config.video_size,
+                )
+        except StopRequested:  # the trainer saves, and stops all ranks
+            return None
+        finally:
+            self.eval_env.offload()
         result.to_json(folder / "result.json")
         self._manifest(self.state.policy_version).save(folder)
         self.progress.note(f"eval {tag}: {result.successes}/{result.episodes} = {result.success_rate:.1%} "
                            f"(95 % {result.interval[0]:.1%} - {result.interval[1]:.1%})")  # fmt: skip
         return result
+
+    @contextmanager
+    def _stopping_at_once(self) -> Iterator[None]:
+        """Let a signal raise ``StopRequested`` inside, where nothing is trained."""
+        if self.stop_signal is not None:
+            raise StopRequested("stopped by a signal")
+        self.stops_at_once = True
+        try:
+            yield
+        finally:
+            self.stops_at_once = False
 
     def execute(self) -> None:
         """Run behaviour cloning and RL as configured, then write summary and report."""
@@ -288,9 +302,12 @@ class Run:
                 f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} rows in {config.sft.dataset}"
             )
             return self.dataset
-        demonstrations = collect_demonstrations(
-            self.eval_env, config.sft.num_demonstrations, config.sft.expert, self.model.sft_chunk_len, config.seed
-        )
+        with suppress(StopRequested), self._stopping_at_once():
+            demonstrations = collect_demonstrations(
+                self.eval_env, config.sft.num_demonstrations, config.sft.expert, self.model.sft_chunk_len, config.seed
+            )
+        if any_rank(self.stop_signal is not None):  # else a rank that was done before would wait for those that stop
+            raise StopRequested("stopped by a signal")
         self.progress.note(f"{len(demonstrations.episodes)} demonstrations, {len(demonstrations)} rows; the demonstrator "
                            f"succeeds in {demonstrations.success_rate:.1%}")  # fmt: skip
         return demonstrations
@@ -332,14 +349,17 @@ def _execute_rank(config: RunConfig) -> None:
         run.execute()
     except StopRequested as stop:
         if run.is_writer:
-            print(f"\n{stop}; continue with resume={config.output_dir}", file=sys.stderr, flush=True)
+            folders = (run.folder / "checkpoints").glob("*")
+            saved = any(checkpoints.is_checkpoint(folder) for folder in folders)
+            way_on = f"continue with: rlinf train resume={run.folder}" if saved else "nothing had been trained yet"
+            print(f"\n{stop}; {way_on}", file=sys.stderr, flush=True)
         sys.exit(128 + run.stop_signal if run.stop_signal else 1)
     finally:
         restore()
 
 
 def _handle_signals(run: Run) -> Callable[[], None]:
-    """Let the first SIGINT or SIGTERM end the run after the present step, and a second SIGINT at once."""
+    """Let the first SIGINT or SIGTERM end the run after the present step or in its evaluation, and a second SIGINT at once."""
 
     def handle(number: int, _frame: object) -> None:
         if run.stop_signal is not None and number == signal.SIGINT:
@@ -347,7 +367,12 @@ def _handle_signals(run: Run) -> Callable[[], None]:
         run.stop_signal = number
         if run.is_writer:
             # Not print: the handler may interrupt a write to the same buffered stream.
-            os.write(2, b"\nstopping after this step; the state is saved first\n")
+            os.write(
+                2, b"\nstopping %s; the state is saved first\n" % (b"now" if run.stops_at_once else b"after this step")
+            )
+        if run.stops_at_once:
+            run.stops_at_once = False
+            raise StopRequested("stopped by a signal")
 
     numbers = (signal.SIGINT, signal.SIGTERM) if world_size() == 1 else (signal.SIGTERM,)
     previous = {number: signal.signal(number, handle) for number in numbers}

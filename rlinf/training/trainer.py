@@ -20,7 +20,7 @@ from rlinf.distributed.weight_sync import WeightSync
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.memory import memory_metrics
 from rlinf.rollout.collector import RolloutCollector, concatenate_envs
-from rlinf.rollout.parity import check_parity
+from rlinf.rollout.parity import accepted_gap, check_parity
 from rlinf.seeding import derive_seed
 from rlinf.training.train_worker import TrainWorker, minibatch_indices, own_rows
 from rlinf.types import Observation, RolloutBatch
@@ -104,6 +104,8 @@ class Trainer:
         self._should_stop = should_stop
         self.state = state
         self.first_step = state.step
+        self._saved_version: int | None = None  # of the policy in the newest checkpoint
+        self.accepted_gap = accepted_gap(config)
 
     def run_sft(self, collect: Callable[[], BatchSource]) -> None:
         """Clone demonstrations from ``state.sft_step`` on, then switch the state to RL with a fresh optimiser."""
@@ -202,7 +204,7 @@ class Trainer:
                 break
             more = self._collect(step, attempt, clock)
             batch = replace_envs(batch, unwanted, more, algorithm.unwanted_envs(more))
-        metrics = check_parity(batch, step, config.trainer.parity_max_gap, self.first_step)
+        metrics = check_parity(batch, step, self.accepted_gap, self.first_step)
         metrics |= rollout_metrics(batch)
         metrics |= algorithm.compute_advantages(batch)
         flat = batch.flatten()
@@ -246,6 +248,10 @@ class Trainer:
         self._evaluate_now(tag, step, "sft" if is_sft else "rl", metrics)
         if metrics:
             self._log(step, metrics, "sft" if is_sft else "rl")
+        if any_rank(self._should_stop()):
+            if self._saved_version != self.state.policy_version:
+                self._save(self.state)
+            raise StopRequested(f"stopped by a signal during the evaluation {tag}")
 
     def _evaluate_now(self, tag: str, step: int, phase: str, metrics: dict[str, float]) -> EvaluationResult | None:
         """Evaluate on rank 0 while the others wait; adds the numbers to ``metrics`` and to the state."""
@@ -271,6 +277,7 @@ class Trainer:
         stop = any_rank(self._should_stop())
         if last or stop or (every and step % every == 0):
             self._save(self.state)
+            self._saved_version = self.state.policy_version
         if stop:
             raise StopRequested(f"stopped by a signal after step {step} of phase {self.state.phase}")
 

@@ -18,6 +18,7 @@ from rlinf import manifest
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.errors import ManifestMismatchError, NonFiniteError, ParityError
+from rlinf.training import run as run_module
 from rlinf.training import train_worker
 from rlinf.training.run import Run, train
 
@@ -123,7 +124,7 @@ def test_results_do_not_depend_on_how_work_is_cut(tmp_path, overrides):
 
 def test_two_ranks_equal_one(tmp_path):
     shared = ["trainer.max_steps=2", "trainer.save_every=1", "trainer.max_keep=-1", "sft.max_steps=2",
-              "sft.num_demonstrations=8", "sft.batch_size=16", SMOOTH]  # fmt: skip
+              "sft.num_demonstrations=8", "sft.batch_size=15", SMOOTH]  # fmt: skip
     train(config_of(tmp_path / "one", *shared))
     train(config_of(tmp_path / "two", *shared, "cluster.num_processes=2"))
     for checkpoint in ("sft_000002", "rl_000001", "rl_000002"):
@@ -302,6 +303,51 @@ def test_a_signal_saves_ends_and_leaves_no_process(tmp_path, number, processes):
     while process_group_lives(process.pid):
         assert time.monotonic() < deadline, "processes of the run are still alive"
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("step", "checkpoint"), [(0, "rl_000000"), (2, "rl_000002"), (4, "rl_000004")])
+def test_a_signal_is_heard_within_an_evaluation(tmp_path, monkeypatch, capsys, step, checkpoint):
+    """Before RL, every two steps of it, after it: the evaluation is given up, and the resumed run ends as one without a stop."""
+    steps = ["trainer.eval_every=2"]
+    evaluate = run_module.evaluate_policy
+    calls = []
+
+    def never_ending(*args, **kwargs):
+        calls.append(len(calls))
+        if 2 * calls[-1] < step:
+            return evaluate(*args, **kwargs)
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("the signal was not heard")
+
+    monkeypatch.setattr(run_module, "evaluate_policy", never_ending)
+    with pytest.raises(SystemExit) as ended:
+        train(config_of(tmp_path / "run", *steps))
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert f"continue with: rlinf train resume={tmp_path / 'run'}" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [checkpoint]
+    monkeypatch.setattr(run_module, "evaluate_policy", evaluate)
+    train(config_of(tmp_path / "run", *steps, f"resume={tmp_path / 'run'}"))
+    train(config_of(tmp_path / "whole", *steps))
+    assert_equal(weights_of(tmp_path / "run", "rl_000004"), weights_of(tmp_path / "whole", "rl_000004"))
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "whole")]
+    assert summaries[0] | {"train_wall_s": 0} == summaries[1] | {"train_wall_s": 0}
+
+
+def test_a_signal_while_demonstrations_are_made_ends_the_run_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_module, "collect_demonstrations", lambda *args: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(SystemExit) as ended:
+        train(config_of(tmp_path, "sft.max_steps=2"))
+    assert ended.value.code == 128 + signal.SIGINT
+    assert "nothing had been trained yet" in capsys.readouterr().err
+
+
+def test_a_rank_that_is_done_with_its_demonstrations_stops_with_one_that_heard_the_signal(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(run_module, "any_rank", lambda _mine: True)
+    with pytest.raises(SystemExit):
+        train(config_of(tmp_path, "sft.max_steps=2"))
+    assert "nothing had been trained yet" in capsys.readouterr().err
 
 
 def process_group_lives(group: int) -> bool:

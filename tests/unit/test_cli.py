@@ -13,9 +13,9 @@ import yaml
 from rlinf import cli
 from rlinf.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, main
 from rlinf.cli.hydra_app import sweep_jobs
-from rlinf.cli.table import format_table
+from rlinf.cli.table import format_columns, format_table
 from rlinf.config.options import to_mapping
-from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
+from rlinf.errors import ConfigError, NonFiniteError
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]
@@ -51,6 +51,26 @@ def test_misspelt_command_gets_a_suggestion(capsys):
     assert "Did you mean 'train'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train output_dir", "evaluate checkpoint", "collect dataset", "train resume"])
+def test_a_path_with_an_equals_sign_gets_the_quotes_to_type(command, capsys):
+    """As the folders of a sweep have it, ``trainer.learning_rate=1e-4``."""
+    name, key = command.split()
+    assert main([name, f"{key}=runs/lr=1e-4"]) == EXIT_USER_ERROR
+    assert f"Type '{key}=\"runs/lr=1e-4\"'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["evaluate checkpoint", "collect checkpoint", "train resume"])
+def test_a_path_with_a_comma_gets_the_quotes_to_type(command, capsys):
+    name, key = command.split()
+    assert main([name, f"{key}=runs/a,b"]) == EXIT_USER_ERROR
+    assert f"Type '{key}=\"runs/a,b\"'" in capsys.readouterr().err
+
+
+def test_a_list_that_is_not_closed_is_one_line(capsys):
+    assert main(["train", "env.tasks=[reach"]) == EXIT_USER_ERROR
+    assert capsys.readouterr().err.startswith("ConfigError: The override 'env.tasks=[reach' cannot be read: ")
+
+
 def test_train_runs_in_one_folder_below_the_present_one(here, started, capsys):
     assert main(["train", *SMALL]) == 0
     ((name, config),) = started
@@ -63,6 +83,51 @@ def test_train_runs_in_one_folder_below_the_present_one(here, started, capsys):
 def test_sft_starts_cloning(here, started):
     assert main(["sft", "experiment=tabletop_sft_openvla_tiny"]) == 0
     assert started[0][0] == "sft"
+
+
+def test_sft_shows_no_plan_of_an_rl_phase_that_it_does_not_run(here, started, capsys):
+    assert main(["sft", "experiment=quickstart"]) == 0
+    assert "behaviour cloning" in (shown := capsys.readouterr().out) and "iterations" not in shown
+    assert main(["train", "experiment=quickstart"]) == 0
+    assert "iterations" in capsys.readouterr().out
+
+
+def test_more_ranks_than_cores_is_one_line_of_warning(here, started, capsys, monkeypatch):
+    monkeypatch.setattr("rlinf.cli.hydra_app.num_cores", lambda: 2)
+    ranks = ["cluster.device=cpu", "cluster.num_processes=4"]
+    assert main(["train", *SMALL, *ranks]) == 0
+    assert (
+        capsys.readouterr().out.splitlines()[-1].startswith("warning: cluster.num_processes=4, and this machine has 2")
+    )
+    assert main(["train", *SMALL, ranks[0], "cluster.num_processes=2"]) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "typed"),
+    [
+        ("train max_steps=3", "Type trainer.max_steps=3 or sft.max_steps=3"),
+        ("train --max_steps 3", "Type trainer.max_steps=3 or sft.max_steps=3"),
+        ("train --max-steps=3 experiment=quickstart", "Type trainer.max_steps=3 or sft.max_steps=3"),
+        ("train --seed=3", "Type seed=3"),
+        ("train --trainer.max_steps=3", "Type trainer.max_steps=3"),
+        ("train experiment=quickstart --dry-run", "Type e.g. trainer.max_steps=10"),
+        ("train trainer.temperature=1", "Type rollout.temperature=1"),
+        ("train experiment quickstart", "Type experiment=quickstart"),
+        ("train model openvla_tiny seed=3", "Type model=openvla_tiny"),
+        ("evaluate .", "Type checkpoint=. to evaluate"),
+        (
+            "train experiment=quikstart",
+            "no experiment 'quikstart'. Did you mean 'quickstart'? Type experiment=quickstart",
+        ),
+        ("train experiment=zzz", "no experiment 'zzz'. `rlinf models` lists them"),
+        ("train experiment=your_config", "register it in a plugin (docs/adding_a_model.md)"),
+    ],
+)
+def test_a_likely_mistake_is_answered_with_what_to_type(arguments, typed, here, started, capsys):
+    assert main(arguments.split()) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert typed in said and "libero_10_ppo_openvla" not in said and len(said.splitlines()) == 1
 
 
 def test_output_dir_is_the_run_folder(here, started):
@@ -178,16 +243,6 @@ def test_interruption_exits_with_130_and_the_status_of_the_trainer_is_passed_on(
     assert caught.value.code == 143
 
 
-def test_saved_configuration_that_is_damaged_is_a_checkpoint_error(tmp_path):
-    from rlinf.cli.hydra_app import read_saved_config
-
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_saved_config(tmp_path)
-    (tmp_path / "config.yaml").write_text("- a list")
-    with pytest.raises(CheckpointError, match="holds no configuration"):
-        read_saved_config(tmp_path)
-
-
 def test_export_refuses_to_write_into_a_folder_that_is_not_empty(here):
     (here / "old").mkdir()
     (here / "old" / "file").write_text("")
@@ -202,9 +257,18 @@ def test_models_lists_what_is_registered_and_which_groups_there_are(capsys):
     table, fallback, groups = capsys.readouterr().out.split("\n\n")
     assert all(name in table for name in ("openvla", "mlp", "pi0", "hf_vla", "tabletop", "ppo", "grpo"))
     assert "HFModel" in fallback and "hf_vla" in fallback
-    options = dict(line.split("=...  ") for line in groups.strip().splitlines())
+    options = options_of(groups)
     assert list(options) == ["model", "env", "algorithm", "experiment"]
     assert "openvla_tiny" in options["model"] and "quickstart" in options["experiment"]
+
+
+def options_of(groups: str) -> dict[str, list[str]]:
+    """The names that ``rlinf models`` prints of each group."""
+    found: dict[str, list[str]] = {}
+    for line in groups.strip().splitlines():
+        group, _, names = line.rpartition("=...")
+        found.setdefault(group or list(found)[-1], []).extend(names.split())
+    return found
 
 
 def test_models_shows_plugins_and_the_folder_of_the_user(here, capsys, monkeypatch):
@@ -222,12 +286,28 @@ def test_models_shows_plugins_and_the_folder_of_the_user(here, capsys, monkeypat
     text = capsys.readouterr().out
     row = next(line for line in text.splitlines() if "arm_policy" in line)
     assert row.endswith(str(here / "mine" / "arm_plugin.py"))
-    assert "arm" in next(line for line in text.splitlines() if line.startswith("model=...")).split("  ")[1].split(", ")
+    assert "arm" in options_of(text.split("\n\n")[2])["model"]
 
 
 def test_table_columns_are_aligned():
     lines = format_table(("a", "long"), [("xxx", "1"), ("y", "22222")]).splitlines()
     assert lines == ["a    long", "---  -----", "xxx  1", "y    22222"]
+
+
+def test_tables_and_lists_are_no_wider_than_the_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = format_table(("what", "detail"), [("a", "words " * 50), ("b", "x" * 70), ("c", "")]).splitlines()
+    assert lines[1] == "----  " + "-" * 40
+    assert lines[2].startswith("a     words") and lines[3].startswith("      words")
+    assert max(len(line) for line in lines if "x" not in line) <= 60
+    assert lines[-2:] == ["b     " + "x" * 70, "c"], "a path stays in one piece"
+    names = [f"name_{number}" for number in range(9)]
+    assert format_columns(names, 20).splitlines() == [
+        "name_0  name_2  name_4  name_6  name_8",
+        " " * 20 + "name_1  name_3  name_5  name_7",
+    ]
+    assert main(["models"]) == 0
+    assert max(map(len, capsys.readouterr().out.split("\n\n")[2].splitlines())) <= 60
 
 
 @pytest.mark.parametrize("script", ["train.py", "evaluate.py"])
@@ -243,51 +323,3 @@ def test_example_scripts_work_from_any_folder(script, here):
     result = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == EXIT_USER_ERROR, result.stderr
     assert result.stderr.startswith("ConfigError: There is no algorithm 'pppo'. Did you mean 'ppo'?")
-
-
-@pytest.fixture
-def saved_run(here):
-    """A run folder with one checkpoint, whose weights are never looked at."""
-    from rlinf.config.compose import compose_config
-    from rlinf.config.schema import build_config
-    from rlinf.config.yaml_text import yaml_text
-
-    config = build_config(compose_config(["experiment=tabletop_ppo_mlp", "seed=5", "output_dir=outputs/x/run"]))
-    folder = here / "outputs" / "x" / "run" / "checkpoints" / "rl_000001"
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml_text(to_mapping(config)))
-    (folder / "state.json").write_text("{}")
-    return folder
-
-
-def test_resume_goes_on_in_the_same_folder_with_the_saved_configuration(saved_run, started):
-    assert main(["train", f"resume={saved_run}", "trainer.max_steps=7"]) == 0
-    ((_, config),) = started
-    assert (config.seed, config.trainer.max_steps, config.model.model_type) == (5, 7, "mlp")
-    assert Path(config.output_dir) == saved_run.parent.parent and config.resume == str(saved_run)
-
-
-def test_resume_with_an_experiment_composes_it_afresh_and_output_dir_is_free(saved_run, started, here):
-    assert main(["train", "experiment=quickstart", f"resume={saved_run}", "output_dir=elsewhere"]) == 0
-    ((_, config),) = started
-    assert (config.seed, config.experiment_name, config.output_dir) == (0, "quickstart", "elsewhere")
-
-
-def test_evaluate_takes_the_saved_configuration_and_the_overrides(saved_run, monkeypatch, here):
-    import rlinf.evaluation.run as run
-
-    calls = []
-    monkeypatch.setattr(run, "evaluate", calls.append)
-    assert main(["evaluate", f"checkpoint={saved_run}", "evaluation.num_episodes=7"]) == 0
-    (config,) = calls
-    assert (config.checkpoint, config.seed, config.model.model_type) == (str(saved_run), 5, "mlp")
-    assert config.evaluation.num_episodes == 7 and config.output_dir.startswith("outputs/tabletop_ppo_mlp/evaluate_")
-
-
-def test_export_passes_folders_and_choice_on(saved_run, monkeypatch, here):
-    import rlinf.training.export as module
-
-    calls = []
-    monkeypatch.setattr(module, "export", lambda *arguments: calls.append(arguments))
-    assert main(["export", f"checkpoint={saved_run}", "output=policy", "merge_lora=true"]) == 0
-    assert calls == [(saved_run, Path("policy"), True)]

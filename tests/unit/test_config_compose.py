@@ -147,6 +147,17 @@ def test_misspelt_overrides_are_answered_in_one_line_with_what_to_type(override,
         assert fragment in message
 
 
+def test_keys_of_an_env_or_algorithm_are_those_of_the_chosen_one():
+    with pytest.raises(ConfigError, match=r"no key 'env\.upriht'\. Did you mean 'upright'"):
+        build("env=metaworld", "env.upriht=false")
+    with pytest.raises(ConfigError, match=r"no key 'env\.distractors'.* Known: action_repeat"):
+        build("env=metaworld", "env.distractors=true")  # of the default env
+    with pytest.raises(ConfigError, match=r"no key 'algorithm\.max_resample'\. Did you mean 'max_resamples'"):
+        build("algorithm=grpo", "algorithm.max_resample=1")
+    assert build("env=gymnasium", "env.kwargs.g=9.8").env.kwargs == {"g": 9.8}
+    assert build("env=gymnasium", "env.kwargs={g: 1.6}").env.kwargs == {"g": 1.6}
+
+
 def test_free_form_section_takes_new_keys_without_a_plus():
     assert build("model.init_config.depth=3").model.init_config == {"depth": 3}
     assert normalize_overrides(["model.init_config.depth=3", "seed=1"]) == ["++model.init_config.depth=3", "seed=1"]

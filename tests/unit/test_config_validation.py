@@ -172,12 +172,15 @@ def finished(tmp_path):
 
 
 def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
+    checkpoint = finished / "checkpoints" / "rl_000002"
+    checkpoint.mkdir()
+    (checkpoint / "state.json").write_text("{}")
     with pytest.raises(ConfigError, match="already holds a run") as caught:
         validate(build(f"output_dir={finished}"))
     assert f"Type resume={finished} " in str(caught.value) and "output_dir=<another folder>" in str(caught.value)
     validate(build(f"output_dir={finished}"), "evaluate")
     validate(build(f"output_dir={finished}_2"))
-    checkpoint = finished / "checkpoints" / "rl_000002"
+    monkeypatch.setattr(validation, "check_start", lambda *_: None)
     monkeypatch.setattr("rlinf.training.checkpoint.resolve_checkpoint", lambda folder: checkpoint)
     validate(build(f"output_dir={finished}", f"resume={finished}"))
     (finished.parent / "other" / "checkpoints").mkdir(parents=True)
@@ -219,6 +222,16 @@ def test_missing_optional_package_is_reported_with_its_install_command(monkeypat
     with pytest.raises(MissingDependencyError, match="pip install wandb.*tracking.wandb=false"):
         validate(build("tracking.wandb=true"))
     validate(build("tracking.wandb=false"))
+    validate(build("tracking.wandb=true"), "evaluate")  # of a run that was tracked elsewhere
+
+
+def test_a_command_of_one_process_needs_one_gpu_whatever_the_training_had(monkeypatch):
+    config = build("cluster.device=cuda", "cluster.num_processes=4")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    validate(config, "evaluate")
+    with pytest.raises(ConfigError, match="4 processes .* torch sees 1. Type cluster.num_processes=1"):
+        validate(config, "train")
 
 
 def test_derived_numbers_by_hand():

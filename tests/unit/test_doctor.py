@@ -12,7 +12,9 @@ from rlinf.cli import main
 from rlinf.cli.doctor import NO, OPTIONAL, YES, Finding
 from rlinf.cli.memory import checkpoint_parameters, estimate_memory, format_bytes, policy_on_meta_device, sample_bytes
 from rlinf.config.compose import compose_config
+from rlinf.config.options import to_mapping
 from rlinf.config.schema import build_config
+from rlinf.config.yaml_text import yaml_text
 from rlinf.envs import ENVS
 from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import MissingDependencyError
@@ -69,6 +71,50 @@ def test_experiment_that_cannot_run_exits_with_1_and_its_reason(renders, capsys)
     assert main(["doctor", "experiment=quickstrat"]) == 1
 
 
+def test_an_env_alone_is_checked_without_a_model(registered, renders, capsys):
+    made = []
+
+    class Recorded(TabletopVectorEnv):
+        def __init__(self, config, num_envs, auto_reset):
+            made.append(config)
+            super().__init__(config, num_envs, auto_reset)
+
+    registered.register("recorded", Recorded)
+    assert main(["doctor", "env=tabletop", "env.name=recorded", "env.image_size=24"]) == 0
+    assert made[-1].image_size == 24 and "model_path" not in capsys.readouterr().out
+    assert main(["doctor", "env=tabletop", "env.tasks=[raech]"]) == 1
+    assert "Type env.tasks=[reach]" in capsys.readouterr().out
+    assert main(["doctor", "model=default", "env=tabletop"]) == 1, "a model that cannot be trained"
+
+
+def test_a_checkpoint_is_checked_as_for_its_evaluation(renders, tmp_path, capsys):
+    from rlinf.manifest import Manifest, hash_files
+
+    assert main(["doctor", f"checkpoint={tmp_path}"]) == 1
+    assert "holds no usable checkpoint" in capsys.readouterr().out
+    config = build(EXPERIMENT, "env.image_size=24")
+    get_model(config.model).save_pretrained(tmp_path)
+    (tmp_path / "config.yaml").write_text(yaml_text(to_mapping(config)))
+    Manifest(
+        versions={}, model={"model_type": "mlp"}, normalization={}, preprocessing={}, actions={}, lora={}, precision="fp32",
+        env={}, renderer=None, policy_version=6, seed=5, files=hash_files(tmp_path),
+    ).save(tmp_path)  # fmt: skip
+    assert main(["doctor", f"checkpoint={tmp_path}"]) == 0
+    assert "AdamW" not in capsys.readouterr().out
+    assert main(["doctor", f"checkpoint={tmp_path}", "env.cameras=[nowhere]"]) == 1
+    capsys.readouterr()
+    (tmp_path / "config.yaml").write_text(yaml_text(to_mapping(config)) + "\n# edited\n")
+    assert main(["doctor", f"checkpoint={tmp_path}"]) == 1
+    assert "is damaged or was edited" in capsys.readouterr().out
+
+
+def test_a_python_without_builds_of_all_packages_is_a_fault(monkeypatch):
+    assert module.check_python().status == YES
+    for wrong in ((3, 10, 9), (3, 14, 0)):
+        monkeypatch.setattr(module.sys, "version_info", wrong)
+        assert module.check_python().status == NO and "3.13" in module.check_python().detail
+
+
 def test_env_of_a_missing_package_matters_only_if_the_main_job_needs_it(registered):
     registered.register("other", "no_such_package.env:Env", origin="a plugin")
     statuses = {finding.topic: finding.status for finding in module.check_envs()}
@@ -118,7 +164,7 @@ def test_folder_without_permission_is_a_fault(monkeypatch, tmp_path):
 
 
 def test_estimate_too_large_for_the_machine_is_a_fault(renders, monkeypatch, capsys):
-    monkeypatch.setattr("rlinf.cli.memory.available_memory", lambda: 1024)
+    monkeypatch.setattr("rlinf.cli.memory.available_memory", lambda num_ranks: 1024)
     assert main(["doctor", EXPERIMENT]) == 1
     assert "1024" not in capsys.readouterr().err
 

@@ -232,8 +232,16 @@ def test_real_wandb_writes_offline_runs_of_one_id(tmp_path, monkeypatch):
     assert steps_of(tmp_path) == [("rl", 0), ("rl", 1)]
 
 
-def test_notes_are_printed_only_when_progress_is():
+def test_a_disabled_progress_prints_no_notes():
     shown, hidden = io.StringIO(), io.StringIO()
     Progress(stream=shown).note("12 demonstrations")
     Progress(enabled=False, stream=hidden).note("12 demonstrations")
     assert (shown.getvalue(), hidden.getvalue()) == ("12 demonstrations\n", "")
+
+
+def test_without_the_live_line_notes_are_still_printed():
+    stream = io.StringIO()
+    progress = Progress(updates=False, stream=stream)
+    progress.update("sft", 1, 2)
+    progress.note("eval before_rl: 3/4")
+    assert stream.getvalue() == "eval before_rl: 3/4\n"

@@ -1,0 +1,113 @@
+"""The configuration that a checkpoint holds, and what a resumed run changes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlinf.config.options import override_text, to_mapping
+from rlinf.config.schema import RunConfig
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.manifest import Manifest
+
+NOT_OF_TRAINING = {
+    "checkpoint": "resume={0} to continue its run, or init_from={0} to begin with its weights",
+    "dataset": "sft.dataset={0} to clone it",
+}
+"""Keys of other commands, and what to type for training instead."""
+
+OF_ONE_START = ("output_dir", "resume", "init_from")
+"""Keys that say how a run was started, and change nothing that it computes."""
+
+
+def read_saved_config(folder: Path) -> dict[str, Any]:
+    """Read the resolved configuration that a checkpoint holds.
+
+    Raises:
+        CheckpointError: It is missing or is no YAML mapping.
+    """
+    from rlinf.training.checkpoint import CONFIG_FILE
+
+    path = folder / CONFIG_FILE
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {error}). Use another checkpoint."
+        ) from error
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{path} holds no configuration. Use another checkpoint.")
+    return saved
+
+
+def check_start(config: RunConfig, command: str) -> None:
+    """What ``resume`` or ``init_from`` names must be able to go on as configured, and no other key may name what is left out.
+
+    Args:
+        config: Typed configuration.
+        command: ``train`` or ``sft``.
+
+    Raises:
+        CheckpointError: It is another model, or an exported policy that is to be resumed.
+        ConfigError: The resumed run has another seed, or has done more than is asked for; or a key of another command is set.
+    """
+    from rlinf.training.checkpoint import read_loop_state, resolve_checkpoint
+
+    for key, instead in NOT_OF_TRAINING.items():
+        value = getattr(config, key)
+        if value is not None:
+            raise ConfigError(f"{key}={value} is not read by `rlinf {command}`. Type {instead.format(value)}")
+    source = config.resume or config.init_from
+    if source is None:
+        return
+    folder = resolve_checkpoint(source)
+    state = read_loop_state(folder) if config.resume is not None else None
+    check_model_type(folder, Manifest.load(folder), config)
+    if state is None:
+        return
+    seed = read_saved_config(folder).get("seed")
+    if seed != config.seed:
+        raise ConfigError(
+            f"seed is {config.seed}, and {folder} was made with seed={seed}; a run has one seed. Type seed={seed}, or begin a new "
+            f"run: init_from={config.resume} resume=null output_dir=<a new folder>"
+        )
+    if command == "sft" and state["phase"] == "rl":
+        raise ConfigError(f"{folder} has done its cloning and is in RL. Type rlinf train resume={config.resume}")
+    if command == "train" and state["step"] > config.trainer.max_steps:
+        raise ConfigError(
+            f"trainer.max_steps={config.trainer.max_steps}, and {folder} has done {state['step']} iterations; required: at least "
+            f"as many. Type trainer.max_steps={state['step'] + 10}, or resume=<an earlier checkpoint>"
+        )
+
+
+def check_model_type(folder: Path, saved: Manifest, config: RunConfig) -> None:
+    """Weights must be of the model type that is configured.
+
+    Raises:
+        CheckpointError: They are of another.
+    """
+    if saved.model["model_type"] != config.model.model_type:
+        raise CheckpointError(
+            f"{folder} holds a '{saved.model['model_type']}' and model.model_type is '{config.model.model_type}'. "
+            f"Type model.model_type={saved.model['model_type']}, or name another checkpoint"
+        )
+
+
+def changes_since(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """Return ``key before -> now`` for each key that differs from a saved configuration and that both have."""
+    before, now = _flat(saved), _flat(to_mapping(config))
+    return [
+        f"{key} {override_text(before[key])} -> {override_text(value)}"
+        for key, value in now.items()
+        if key in before and before[key] != value and key not in OF_ONE_START
+    ]
+
+
+def _flat(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    found = {}
+    for key, value in mapping.items():
+        found |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return found

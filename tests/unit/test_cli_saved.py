@@ -1,0 +1,169 @@
+"""The command line on top of a checkpoint: what is taken over, what a resumed run tells, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlinf.cli import EXIT_USER_ERROR, main
+from rlinf.config.options import to_mapping
+from rlinf.errors import CheckpointError
+from rlinf.manifest import Manifest
+
+SMALL = ["experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty present folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The configurations with which training and cloning would have started."""
+    import rlinf.training.run as run
+
+    calls = []
+    for name in ("train", "sft"):
+        monkeypatch.setattr(run, name, lambda config, name=name: calls.append((name, config)))
+    return calls
+
+
+@pytest.fixture
+def saved_run(here):
+    """A run folder with one checkpoint, whose weights are never looked at."""
+    from rlinf.config.compose import compose_config
+    from rlinf.config.schema import build_config
+    from rlinf.config.yaml_text import yaml_text
+
+    config = build_config(compose_config(["experiment=tabletop_ppo_mlp", "seed=5", "output_dir=outputs/x/run"]))
+    folder = here / "outputs" / "x" / "run" / "checkpoints" / "rl_000006"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml_text(to_mapping(config)))
+    state = {"format": 1, "saved_at": 0.0, "world_size": 1, "loop_state": {"phase": "rl", "step": 6}}
+    (folder / "state.json").write_text(json.dumps(state))
+    Manifest(
+        versions={}, model={"model_type": "mlp"}, normalization={}, preprocessing={}, actions={}, lora={}, precision="fp32",
+        env={}, renderer=None, policy_version=6, seed=5,
+    ).save(folder)  # fmt: skip
+    return folder
+
+
+def test_resume_goes_on_in_the_same_folder_with_the_saved_configuration(saved_run, started):
+    assert main(["train", f"resume={saved_run}", "trainer.max_steps=7"]) == 0
+    ((_, config),) = started
+    assert (config.seed, config.trainer.max_steps, config.model.model_type) == (5, 7, "mlp")
+    assert Path(config.output_dir) == saved_run.parent.parent and config.resume == str(saved_run)
+
+
+def test_resume_with_an_experiment_composes_it_afresh_and_output_dir_is_free(saved_run, started, here):
+    assert main(["train", *SMALL[:1], "seed=5", f"resume={saved_run}", "output_dir=elsewhere"]) == 0
+    ((_, config),) = started
+    assert (config.seed, config.experiment_name, config.output_dir) == (5, "tabletop_ppo_mlp", "elsewhere")
+
+
+def test_resume_tells_every_key_that_has_changed_and_no_other(saved_run, started, capsys):
+    changed = ["rollout.num_envs=64", "trainer.learning_rate=1e-5", "env.success_bonus=2", "output_dir=elsewhere"]
+    assert main(["train", f"resume={saved_run}", *changed]) == 0
+    saved = yaml.safe_load((saved_run / "config.yaml").read_text())
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since")] == [
+        f"changed since rl_000006: env.success_bonus {saved['env']['success_bonus']} -> 2.0",
+        f"changed since rl_000006: rollout.num_envs {saved['rollout']['num_envs']} -> 64",
+        f"changed since rl_000006: trainer.learning_rate {saved['trainer']['learning_rate']} -> 1e-05",
+    ]
+    assert main(["train", f"resume={saved_run}"]) == 0
+    assert "changed since" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "said"),
+    [
+        ("train", ["seed=9"], "seed is 9, and {} was made with seed=5; a run has one seed. Type seed=5"),
+        ("train", ["trainer.max_steps=5"], "trainer.max_steps=5, and {} has done 6 iterations"),
+        ("train", ["experiment=quickstart", "seed=5"], "{} holds a 'mlp' and model.model_type is 'openvla'"),
+        ("sft", ["sft.max_steps=9"], "{} has done its cloning and is in RL. Type rlinf train resume="),
+    ],
+)
+def test_a_run_that_cannot_go_on_so_is_refused_before_any_work(saved_run, started, capsys, command, overrides, said):
+    assert main([command, f"resume={saved_run}", *overrides]) == EXIT_USER_ERROR
+    captured = capsys.readouterr()
+    assert said.format(saved_run) in captured.err and captured.out == "" and started == []
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "typed"),
+    [
+        ("train", "checkpoint", "resume="),
+        ("train", "checkpoint", "init_from="),
+        ("sft", "dataset", "Type sft.dataset="),
+    ],
+)
+def test_a_folder_that_training_would_not_read_is_refused(saved_run, started, capsys, command, key, typed):
+    assert main([command, "experiment=quickstart", f"{key}={saved_run}"]) == EXIT_USER_ERROR
+    assert f"{typed}{saved_run}" in capsys.readouterr().err and started == []
+
+
+def test_an_exported_policy_cannot_be_resumed_and_one_of_another_model_starts_no_run(saved_run, started, capsys, here):
+    (saved_run / "state.json").unlink()
+    (saved_run / "config.json").write_text('{"state_dim": 31}')
+    assert main(["train", f"resume={saved_run}"]) == EXIT_USER_ERROR
+    assert "It is an exported policy, which can start a run (init_from=)" in capsys.readouterr().err
+    assert main(["train", f"init_from={saved_run}", "experiment=quickstart"]) == EXIT_USER_ERROR
+    assert "holds a 'mlp'" in capsys.readouterr().err and started == []
+    assert main(["train", f"init_from={saved_run}", *SMALL, "output_dir=new", "seed=9"]) == 0
+
+
+def test_a_folder_whose_run_ended_before_its_first_checkpoint_is_no_dead_end(here, started, capsys):
+    (here / "run").mkdir()
+    (here / "run" / "metrics.jsonl").write_text("")
+    assert main(["train", *SMALL, "output_dir=run"]) == EXIT_USER_ERROR
+    assert "Type output_dir=<another folder>, or delete this one" in capsys.readouterr().err
+    assert main(["train", "resume=run"]) == EXIT_USER_ERROR
+    assert "can only be started again" in capsys.readouterr().err
+
+
+def test_evaluate_takes_the_saved_configuration_and_the_overrides(saved_run, monkeypatch, here):
+    import rlinf.evaluation.run as run
+
+    calls = []
+    monkeypatch.setattr(run, "evaluate", calls.append)
+    assert main(["evaluate", f"checkpoint={saved_run}", "evaluation.num_episodes=7"]) == 0
+    (config,) = calls
+    assert (config.checkpoint, config.seed, config.model.model_type) == (str(saved_run), 5, "mlp")
+    assert config.evaluation.num_episodes == 7 and config.output_dir.startswith("outputs/tabletop_ppo_mlp/evaluate_")
+
+
+def test_export_passes_folders_and_choice_on(saved_run, monkeypatch, here):
+    import rlinf.training.export as module
+
+    calls = []
+    monkeypatch.setattr(module, "export", lambda *arguments: calls.append(arguments))
+    assert main(["export", f"checkpoint={saved_run}", "output=policy", "merge_lora=true"]) == 0
+    assert calls == [(saved_run, Path("policy"), True)]
+
+
+def test_saved_configuration_that_is_damaged_is_a_checkpoint_error(tmp_path):
+    from rlinf.config.saved import read_saved_config
+
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_saved_config(tmp_path)
+    (tmp_path / "config.yaml").write_text("- a list")
+    with pytest.raises(CheckpointError, match="holds no configuration"):
+        read_saved_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "typed"),
+    [
+        ("~evaluation.video_size", "Type evaluation.video_size=<value>"),
+        ("num_episodes=3", "Type collect.num_episodes=3 or evaluation.num_episodes=3"),
+    ],
+)
+def test_a_likely_mistake_on_top_of_a_checkpoint_is_answered_with_what_to_type(override, typed, saved_run, capsys):
+    assert main(["evaluate", f"checkpoint={saved_run}", override]) == EXIT_USER_ERROR
+    assert typed in capsys.readouterr().err

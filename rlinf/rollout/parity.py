@@ -62,6 +62,7 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float | None, first_st
     too_far = exp_mean > MAX_EXP_MEAN if max_gap is None else largest > max_gap
     if not largest < float("inf") or (step == first_step and too_far):
         spec = batch.specs.get(int(batch.episode_ids[chunk, env]))
+        way_on = f" If the precision explains it, type trainer.parity_max_gap={2 * largest:.2g}"
         accepted = f"a mean exp|difference| of {MAX_EXP_MEAN:g}" if max_gap is None else f"{max_gap:g}"
         raise ParityError(
             f"Rollout and trainer log-probabilities differ by {largest:.3g} at step {step} (mean exp|difference| {exp_mean:.3g}); at "
@@ -69,7 +70,7 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float | None, first_st
             f"instruction '{batch.observation.instruction[worst]}', rollout "
             f"{[round(x, 4) for x in batch.rollout_logprobs[chunk, env].tolist()]}, trainer "
             f"{[round(x, 4) for x in batch.old_logprobs[chunk, env].tolist()]}. The two see different weights, inputs or "
-            f"temperatures. If the precision explains it, type trainer.parity_max_gap={2 * largest:.2g}"
+            f"temperatures.{way_on if largest < float('inf') else ''}"
         )
     ratios = difference.sum(-1).exp()[mask.squeeze(-1)]
     if not len(ratios):

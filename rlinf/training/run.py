@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +45,9 @@ from rlinf.training import checkpoint as checkpoints
 from rlinf.training.fsdp import shard
 from rlinf.training.outcome import SUMMARY_TAGS, closing_table, summary_of, write_failed_batch
 from rlinf.training.policy_loading import load_policy, statistics_of_env
+from rlinf.training.stop_signal import StopRequested, StopSignal
 from rlinf.training.train_worker import TrainWorker, sft_trainer_config
-from rlinf.training.trainer import LoopState, StopRequested, Trainer
+from rlinf.training.trainer import LoopState, Trainer
 
 logger = logging.getLogger("rlinf")
 
@@ -72,8 +71,7 @@ class Run:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         set_num_threads(config.cluster.num_threads, config.cluster.num_processes)
         seed_everything(config.seed)
-        self.stop_signal: int | None = None
-        self.stops_at_once = False
+        self.stop_signal = StopSignal(announce=self.is_writer)
         env_config = with_share_of_cores(config.env, world_size())
         self.eval_env = make_env(env_config, config.evaluation.num_envs, auto_reset=False)
         self.resumed_from = checkpoints.resolve_checkpoint(config.resume) if config.resume else None
@@ -193,7 +191,7 @@ class Run:
         final = tag in SUMMARY_TAGS.values()
         folder = self.folder / "eval" / tag
         try:
-            with self.worker.autocast(), self._stopping_at_once():
+            with self.worker.autocast(), self.stop_signal.at_once():
                 result = evaluate_policy(
                     self.sync.rollout_model,
                     self.eval_env,
@@ -215,17 +213,6 @@ class Run:
                            f"(95 % {result.interval[0]:.1%} - {result.interval[1]:.1%})")  # fmt: skip
         return result
 
-    @contextmanager
-    def _stopping_at_once(self) -> Iterator[None]:
-        """Let a signal raise ``StopRequested`` inside, where nothing is trained."""
-        if self.stop_signal is not None:
-            raise StopRequested("stopped by a signal")
-        self.stops_at_once = True
-        try:
-            yield
-        finally:
-            self.stops_at_once = False
-
     def execute(self) -> None:
         """Run behaviour cloning and RL as configured, then write summary and report."""
         config = self.config
@@ -240,7 +227,7 @@ class Run:
             save=self.save,
             log=self._log,
             progress=self.progress.update,
-            should_stop=lambda: self.stop_signal is not None,
+            should_stop=lambda: self.stop_signal.number is not None,
             state=self.state,
         )
         try:
@@ -302,11 +289,13 @@ class Run:
                 f"{self.dataset.num_episodes} demonstrations, {len(self.dataset)} rows in {config.sft.dataset}"
             )
             return self.dataset
-        with suppress(StopRequested), self._stopping_at_once():
+        with suppress(StopRequested), self.stop_signal.at_once():
             demonstrations = collect_demonstrations(
                 self.eval_env, config.sft.num_demonstrations, config.sft.expert, self.model.sft_chunk_len, config.seed
             )
-        if any_rank(self.stop_signal is not None):  # else a rank that was done before would wait for those that stop
+        if any_rank(
+            self.stop_signal.number is not None
+        ):  # else a rank that was done before would wait for those that stop
             raise StopRequested("stopped by a signal")
         self.progress.note(f"{len(demonstrations.episodes)} demonstrations, {len(demonstrations)} rows; the demonstrator "
                            f"succeeds in {demonstrations.success_rate:.1%}")  # fmt: skip
@@ -344,44 +333,16 @@ def _execute_rank(config: RunConfig) -> None:
     load_plugins(config.plugins)
     transformers_logging.disable_progress_bar()
     run = Run(config)
-    restore = _handle_signals(run)
     try:
-        run.execute()
+        with run.stop_signal.heard():
+            run.execute()
     except StopRequested as stop:
         if run.is_writer:
-            folders = (run.folder / "checkpoints").glob("*")
-            saved = any(checkpoints.is_checkpoint(folder) for folder in folders)
+            saved = any(map(checkpoints.is_checkpoint, (run.folder / "checkpoints").glob("*")))
             way_on = f"continue with: rlinf train resume={run.folder}" if saved else "nothing had been trained yet"
             print(f"\n{stop}; {way_on}", file=sys.stderr, flush=True)
-        sys.exit(128 + run.stop_signal if run.stop_signal else 1)
-    finally:
-        restore()
-
-
-def _handle_signals(run: Run) -> Callable[[], None]:
-    """Let the first SIGINT or SIGTERM end the run after the present step or in its evaluation, and a second SIGINT at once."""
-
-    def handle(number: int, _frame: object) -> None:
-        if run.stop_signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        run.stop_signal = number
-        if run.is_writer:
-            # Not print: the handler may interrupt a write to the same buffered stream.
-            os.write(
-                2, b"\nstopping %s; the state is saved first\n" % (b"now" if run.stops_at_once else b"after this step")
-            )
-        if run.stops_at_once:
-            run.stops_at_once = False
-            raise StopRequested("stopped by a signal")
-
-    numbers = (signal.SIGINT, signal.SIGTERM) if world_size() == 1 else (signal.SIGTERM,)
-    previous = {number: signal.signal(number, handle) for number in numbers}
-
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    return restore
+        number = run.stop_signal.number
+        sys.exit(1 if number is None else 128 + number)  # None: another rank has heard it
 
 
 def train(config: RunConfig) -> Path:

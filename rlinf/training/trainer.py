@@ -22,6 +22,7 @@ from rlinf.memory import memory_metrics
 from rlinf.rollout.collector import RolloutCollector, concatenate_envs
 from rlinf.rollout.parity import accepted_gap, check_parity
 from rlinf.seeding import derive_seed
+from rlinf.training.stop_signal import StopRequested
 from rlinf.training.train_worker import TrainWorker, minibatch_indices, own_rows
 from rlinf.types import Observation, RolloutBatch
 
@@ -50,10 +51,6 @@ class LoopState:
     tracker_run_id: str | None = None
     evaluations: dict[str, Any] = field(default_factory=dict)
     dataset: str | None = None
-
-
-class StopRequested(Exception):
-    """A signal asked for an orderly end; the loop has saved its state."""
 
 
 class Trainer:

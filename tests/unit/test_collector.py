@@ -537,7 +537,7 @@ def test_in_a_training_run_lanes_and_ranks_share_the_cores_and_no_worker_outlive
         config=config, eval_env=env, folder=tmp_path, worker=SimpleNamespace(autocast=nullcontext),
         sync=SimpleNamespace(rollout_model=Wanderer()), state=SimpleNamespace(policy_version=0),
         _manifest=lambda version: SimpleNamespace(save=lambda folder: None), progress=SimpleNamespace(note=print),
-        _stopping_at_once=nullcontext,
+        stop_signal=SimpleNamespace(at_once=nullcontext),
     )  # fmt: skip
     collector = Run._collector(run)
     for lane in collector.lanes:

@@ -91,5 +91,5 @@ def test_the_limit_follows_from_the_number_formats_of_both_sides(overrides, expe
 
 @pytest.mark.parametrize("value", [float("nan"), -float("inf")])
 def test_a_log_probability_that_is_not_finite_stops_any_step(value):
-    with pytest.raises(ParityError, match="call 0 of env 0, episode four"):
+    with pytest.raises(ParityError, match="call 0 of env 0, episode four.*or temperatures.$"):  # no limit would do
         check_parity(batch(ROLLOUT, [value, *TRAINER[1:]]), step=7, max_gap=1.0)

@@ -520,6 +520,13 @@ def test_bounds_of_the_deviation_are_those_of_the_weights_unless_they_are_set(tm
     other = get_model(cfg | {"override_config": {"noise_std_range": [0.1, 0.5]}})
     found = [other.noise_head.logvar_min.item(), other.noise_head.logvar_max.item()]
     assert found == pytest.approx([2 * math.log(0.1), 2 * math.log(0.5)])
+    for name in ("logvar_min", "logvar_max"):
+        del tensors[f"noise_head.{name}"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="missing .'noise_head.logvar_max"):
+        get_model(cfg)
+    bare = get_model(cfg | {"override_config": {"noise_std_range": [0.1, 0.5]}}).noise_head
+    assert [bare.logvar_min.item(), bare.logvar_max.item()] == found, "a folder without bounds needs them set"
     other.save_pretrained(tmp_path / "again")
     again = get_model(cfg | {"model_path": str(tmp_path / "again")}).noise_head
     assert [again.logvar_min.item(), again.logvar_max.item()] == found

@@ -168,7 +168,7 @@ class Pi0Network(CheckpointPolicy):
     @classmethod
     def _read_weights(cls, folder: Path, config: Pi0Config, arguments: dict[str, Any]) -> dict[str, Tensor]:
         state_dict = from_public(read_safetensors(folder))
-        if config.noise_std_range is not None and "noise_head.logvar_min" in state_dict:
+        if config.noise_std_range is not None and any(name.startswith("noise_head.") for name in state_dict):
             state_dict |= {
                 f"noise_head.{name}": bound for name, bound in deviation_bounds(config.noise_std_range).items()
             }

@@ -150,9 +150,7 @@ class RolloutCollector:
         num_threads = torch.get_num_threads()
         self._stop = stop = Event()
         lanes = [
-            _Rollout(
-                self, lane, model, recorder, uniforms[:, lane.env_ids], (step, attempt), policy_version, num_threads
-            )
+            _Rollout(self, lane, model, recorder, uniforms[:, lane.env_ids], step, attempt, policy_version, num_threads)
             for lane in self.lanes
         ]
         pairs = list(zip(self.lanes, lanes, strict=True))
@@ -164,14 +162,7 @@ class RolloutCollector:
             raise
         finally:
             torch.set_num_threads(num_threads)
-        tensors = [part.tensors() for part in parts]
-        return replace(
-            parts[0],
-            observation=recorder.observation(),
-            episodes=[episode for part in parts for episode in part.episodes],
-            specs={key: spec for part in parts for key, spec in part.specs.items()},
-            **{name: torch.cat([each[name] for each in tensors], dim=1) for name in tensors[0]},
-        )
+        return _join(parts, recorder.observation())
 
 
 def _results(futures: list[Future]) -> list[Any]:
@@ -185,11 +176,11 @@ class _Rollout:
 
     def __init__(
         self, collector: RolloutCollector, lane: _Lane, model: ActionModel, recorder: _Recorder, uniforms: Tensor,
-        moment: tuple[int, int], policy_version: int, num_threads: int,
+        step: int, attempt: int, policy_version: int, num_threads: int,
     ) -> None:  # fmt: skip
         self.collector, self.env, self.env_ids, self.model = collector, lane.env, lane.env_ids, model
         self.recorder, self.uniforms, self.policy_version = recorder, uniforms, policy_version
-        self.step, self.attempt = moment
+        self.step, self.attempt = step, attempt
         self.num_threads = max(1, num_threads // len(collector.lanes))
         first = int(lane.env_ids[0] - collector.block[0])
         self.columns = slice(first, first + len(lane.env_ids))
@@ -326,10 +317,15 @@ def concatenate_envs(parts: list[RolloutBatch]) -> RolloutBatch:
     order = np.concatenate(
         [offsets[p] + t * width + np.arange(width) for t in range(num_chunks) for p, width in enumerate(widths)]
     )
+    return _join(parts, Observation.concatenate([part.observation for part in parts]).select(order))
+
+
+def _join(parts: list[RolloutBatch], observation: Observation) -> RolloutBatch:
+    """Join everything but the observations, which are given."""
     tensors = [part.tensors() for part in parts]
     return replace(
         parts[0],
-        observation=Observation.concatenate([part.observation for part in parts]).select(order),
+        observation=observation,
         episodes=[episode for part in parts for episode in part.episodes],
         specs={key: spec for part in parts for key, spec in part.specs.items()},
         **{name: torch.cat([each[name] for each in tensors], dim=1) for name in tensors[0]},

@@ -16,34 +16,17 @@ import pytest
 import torch
 
 from rlinf.evaluation.evaluator import evaluate_policy
-from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
-from rlinf.types import ActionPrediction
 
 FIXTURES = str(Path(__file__).parents[1] / "fixtures")
 if FIXTURES not in sys.path:
     sys.path.append(FIXTURES)  # workers import from the same path
 
 from walk_env import WalkConfig, WalkVectorEnv  # noqa: E402
+from wanderer import Wanderer  # noqa: E402
 
 NUM_KILLS = 4
-
-
-class Wanderer(ActionModel, torch.nn.Module):
-    """Moves towards the middle, with noise from the given uniforms, two actions a call."""
-
-    num_logprobs = 4
-
-    def preprocess(self, observation):
-        return {"state": torch.from_numpy(observation.state)}
-
-    def predict_action_batch(self, *, do_sample, temperature, uniforms, state):
-        actions = (uniforms.view(-1, 2, 2) - 0.5 - 0.2 * state[:, None]).clamp(-1, 1)
-        return ActionPrediction(actions, actions.flatten(1), torch.zeros(len(state), 4, 2), torch.zeros(len(state)))
-
-    def rollout_logprobs(self, prediction, temperature):
-        return prediction.sequences
 
 
 class Killer(threading.Thread):

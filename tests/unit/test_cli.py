@@ -21,24 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """An empty present folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """The configurations with which training and cloning would have started."""
-    import rlinf.training.run as run
-
-    calls = []
-    for name in ("train", "sft"):
-        monkeypatch.setattr(run, name, lambda config, name=name: calls.append((name, config)))
-    return calls
-
-
 def test_help_lists_every_command_and_no_command_is_an_error(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out

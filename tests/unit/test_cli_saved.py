@@ -17,24 +17,6 @@ SMALL = ["experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """An empty present folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """The configurations with which training and cloning would have started."""
-    import rlinf.training.run as run
-
-    calls = []
-    for name in ("train", "sft"):
-        monkeypatch.setattr(run, name, lambda config, name=name: calls.append((name, config)))
-    return calls
-
-
-@pytest.fixture
 def saved_run(here):
     """A run folder with one checkpoint, whose weights are never looked at."""
     from rlinf.config.compose import compose_config

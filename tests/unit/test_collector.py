@@ -40,6 +40,7 @@ if FIXTURES not in sys.path:
     sys.path.append(FIXTURES)  # workers import from the same path
 
 from walk_env import WalkConfig, WalkVectorEnv  # noqa: E402
+from wanderer import Wanderer  # noqa: E402
 
 NUM_ENVS, NUM_CHUNKS, HORIZON = 6, 11, 5
 OVERRIDES = ["model=mlp", "env.tasks=[reach,reach_zone]", "env.cameras=[]", f"env.max_episode_steps={HORIZON}"]
@@ -157,22 +158,6 @@ def test_a_second_attempt_plays_other_episodes_and_replaces_whole_groups(parts):
     same = replace_envs(first, unwanted, more, torch.ones(NUM_ENVS, dtype=torch.bool))
     assert sorted(same.group_ids[0].tolist()) == sorted(first.group_ids[0].tolist())
     np.testing.assert_array_equal(states[:, 2], first.observation.state.reshape(NUM_CHUNKS, NUM_ENVS, -1)[:, 4])
-
-
-class Wanderer(ActionModel, torch.nn.Module):
-    """Moves towards the middle, with noise from the given uniforms, two actions a call."""
-
-    num_logprobs = 4
-
-    def preprocess(self, observation):
-        return {"state": torch.from_numpy(observation.state)}
-
-    def predict_action_batch(self, *, do_sample, temperature, uniforms, state):
-        actions = (uniforms.view(-1, 2, 2) - 0.5 - 0.2 * state[:, None]).clamp(-1, 1)
-        return ActionPrediction(actions, actions.flatten(1), torch.zeros(len(state), 4, 2), torch.zeros(len(state)))
-
-    def rollout_logprobs(self, prediction, temperature):
-        return prediction.sequences
 
 
 @pytest.mark.parametrize("failing_lane", [0, 1, None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import sys
 import time
@@ -16,6 +17,8 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 PARTIAL_FILE = "result.partial.jsonl"
+
+logger = logging.getLogger("rlinf")
 
 
 class PartialResults:
@@ -83,6 +86,7 @@ class PartialResults:
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
                 raise
+            logger.warning("%s is not locked (%s): start no other evaluation in this folder", self.path, error.strerror)
 
     def _write(self, values: dict[str, Any]) -> None:
         self._file.write(json.dumps(values) + "\n")

@@ -67,13 +67,14 @@ def test_two_evaluations_do_not_write_into_one_folder(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EIO])
-def test_a_file_system_without_locks_will_do_and_one_that_fails_will_not(tmp_path, monkeypatch, number):
+def test_a_file_system_without_locks_will_do_and_one_that_fails_will_not(tmp_path, monkeypatch, caplog, number):
     def flock(file, operation):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("rlinf.evaluation.partial.fcntl.flock", flock)
     with nullcontext() if number != errno.EIO else pytest.raises(OSError, match="Input/output"):
         PartialResults(tmp_path, {})._file.close()
+    assert ("is not locked" in caplog.text) == (number != errno.EIO)
 
 
 def test_a_kept_file_is_only_cut_where_a_line_is_not_whole(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -24,6 +25,11 @@ from rlinf.types import Observation, RolloutBatch
 
 GRACE_S = 5.0
 """Seconds that the other ranks have to end by themselves once one has failed."""
+
+KILLED_HINT = (
+    "SIGKILL: mostly out of memory (`dmesg` tells). SIGSEGV, SIGABRT: a crash in native code, whose Python stack stands "
+    "above. Go on from the last checkpoint with rlinf train resume=<run folder>"
+)
 
 
 class RankError(RuntimeError):
@@ -62,9 +68,27 @@ def resolve_device(device: str, num_processes: int) -> str:
     return device
 
 
+GLOO = "gloo_one_thread"
+
+
+def _gloo_with_one_thread(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """Make torch's gloo with one worker thread instead of two.
+
+    The two threads of PyTorch 2.13 assign the name of the collective that ended to one string without a lock. Names of
+    more than 15 letters, as those of the gathers of FSDP, are on the heap, and now and then it is freed twice.
+    """
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout, options._threads = timeout, 1
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+dist.Backend.register_backend(GLOO, _gloo_with_one_thread, devices=["cpu"])
+
+
 def backend_of(device: str) -> str:
-    """Name of the collective backend of a device."""
-    return "nccl" if device == "cuda" else "gloo"
+    """Name of the collective backend of a device: nccl, or gloo with one thread."""
+    return "nccl" if device == "cuda" else GLOO
 
 
 def launch(
@@ -74,11 +98,11 @@ def launch(
 
     One process has a process group only when ``process_group`` asks for it.
 
-    A rank that fails ends the others, and the first error is raised here: an ``RLinfError`` as it is.
+    A rank that fails or is killed ends the others, and the first error is raised here: an ``RLinfError`` as it is.
     SIGINT and SIGTERM reach every rank as SIGTERM; a second SIGINT kills them. No process outlives the call, nor this process.
 
     Raises:
-        RankError: Another error of a rank, with its traceback.
+        RankError: Another error of a rank, with its traceback, or the signal that killed a rank.
         SystemExit: With 128 + signal number, after a signal and an orderly end of all ranks.
     """
     if num_processes == 1:
@@ -96,6 +120,7 @@ def launch(
     arguments = (function, argument, num_processes, store.port, device, errors)
     context = mp.start_processes(_run_rank, arguments, nprocs=num_processes, join=False, start_method="spawn")
     received: list[int] = []
+    killed: list[str] = []
 
     def forward(number: int, _frame: object) -> None:
         kill = bool(received) and number == signal.SIGINT
@@ -111,14 +136,21 @@ def launch(
             multiprocessing.connection.wait([process.sentinel for process in alive])
             if any(process.exitcode for process in context.processes) and not received:
                 # A rank inside a collective call cannot run its handler, so it is killed.
-                for process in context.processes:
+                for index, process in enumerate(context.processes):
                     process.join(GRACE_S)
-                    process.kill()
+                    if process.exitcode is None:
+                        process.kill()
+                        process.join()
+                    elif process.exitcode < 0:
+                        killed.append(f"Rank {index} was killed by {signal.Signals(-process.exitcode).name}")
+                break
         error = None if errors.empty() else errors.get()
         if isinstance(error, RLinfError):
             raise error
         if received:
             sys.exit(128 + received[0])
+        if killed:  # the others then fail because its connections are gone, which is not the cause
+            raise RankError(f"{'; '.join(killed)}. {KILLED_HINT}")
         if error is not None:
             raise error
         while not context.join():
@@ -136,6 +168,7 @@ def _run_rank(
     rank: int, function: Callable, argument: Any, num_processes: int, port: int, device: str, errors: Any
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent passes it on
+    faulthandler.enable()
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ["LOCAL_RANK"] = str(rank)

@@ -247,21 +247,24 @@ class ProcessVectorEnv(VectorEnv):
         """
         results: dict[Worker, Any] = {}
         try:
-            last = {}
+            num_calls, silent_s = {}, dict.fromkeys(calls, 0.0)
             for worker, call in calls.items():
                 self._rows["busy"][worker.ids] = False
-                last[worker] = (self._num_calls(worker), time.monotonic())
+                num_calls[worker] = self._num_calls(worker)
                 if not worker.send(call, timeout_s):
                     results[worker] = worker.give_up(timeout_s, call[0])
+            poll_s, now = min(POLL_S, timeout_s / 4), time.monotonic()
             while waiting := [worker for worker in calls if worker not in results]:
-                ready = wait([worker.connection for worker in waiting], timeout=min(POLL_S, timeout_s / 4))
+                ready = wait([worker.connection for worker in waiting], timeout=poll_s)
+                before, now = now, time.monotonic()
                 for worker in waiting:
-                    num_calls, since = last[worker]
+                    # While this process stood still itself (Ctrl-Z, a machine that stalled), no worker was silent.
+                    silent_s[worker] += min(now - before, poll_s)
                     if worker.connection in ready or worker.process.poll() is not None:
                         results[worker] = worker.receive(timeout_s, calls[worker][0])
-                    elif self._num_calls(worker) != num_calls:
-                        last[worker] = (self._num_calls(worker), time.monotonic())
-                    elif time.monotonic() - since > timeout_s:
+                    elif (finished := self._num_calls(worker)) != num_calls[worker]:
+                        num_calls[worker], silent_s[worker] = finished, 0.0
+                    elif silent_s[worker] > timeout_s:
                         results[worker] = worker.give_up(timeout_s, calls[worker][0])
         except BaseException:  # Ctrl-C: nobody will read the answers, and the next call must not take them for its own.
             for worker in calls:

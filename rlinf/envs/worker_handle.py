@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.envs.worker_process import DUMP_SIGNAL, Failure, SimulatorTask
+from rlinf.envs.worker_process import Failure, SimulatorTask
+from rlinf.stack_dump import dump_stacks
 
 POLL_S = 1.0
-DUMP_WAIT_S = 0.3
 _START = """
 import os, signal, sys
 for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the parent decides what becomes of this process
@@ -98,8 +98,7 @@ class Worker:
 
     def give_up(self, timeout_s: float, name: str) -> Failure:
         """Kill a process that has been silent for too long, after it has told where it is."""
-        self.process.send_signal(DUMP_SIGNAL)
-        time.sleep(DUMP_WAIT_S)
+        dump_stacks(self.process, self.log)
         self.process.kill()
         key = "env.reset_timeout_s" if name == "reset" else "env.step_timeout_s"
         return Failure(None, f"{name} did not get on for {key}={timeout_s:g} seconds; it was here:", self._read_log())

@@ -22,12 +22,11 @@ from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.simulator import Simulator
 from rlinf.envs.steps import SimulatorChunk
 from rlinf.errors import ConfigError, RLinfError
+from rlinf.stack_dump import DUMP_SIGNAL
 
 if TYPE_CHECKING:
     from rlinf.types import EpisodeSpec
 
-DUMP_SIGNAL = signal.SIGUSR1
-"""Makes a worker write where it is (a Python traceback) into its log, even when it is busy in C code."""
 PARENT_POLL_S = 0.5
 MARGIN_S = 2.0
 

@@ -113,10 +113,11 @@ import os, sys, threading, time
 import numpy as np
 from walk_env import WalkConfig, WalkVectorEnv
 
-env = WalkVectorEnv(WalkConfig(num_processes=2, fault_file=sys.argv[1], step_timeout_s=2.0, reset_timeout_s=5.0), 4, False)
+how, limit_s = sys.argv[2], 8.0 if sys.argv[2] == "grip" else 600.0
+config = WalkConfig(num_processes=2, fault_file=sys.argv[1], step_timeout_s=limit_s, reset_timeout_s=limit_s)
+env = WalkVectorEnv(config, 4, False)
 env.reset()
 print(*[process.pid for process in env.worker_processes()], flush=True)
-how = sys.argv[2]
 if how in ("hang", "grip"):
     open(sys.argv[1], "w").write("step always_" + how)
     env.chunk_step(np.zeros((4, 1, 2)))
@@ -156,8 +157,8 @@ def test_no_process_outlives_its_parent(how, signal_sent, to_group, tmp_path):
         time.sleep(0.5)
         assert not any(is_gone(pid) for pid in pids)
         os.killpg(process.pid, signal_sent) if to_group else process.send_signal(signal_sent)
-    messages = process.communicate(timeout=60)[1]
-    # Where C code holds Python's lock, the deadlines of 2 and 5 s have to pass first; the sleeps last for 1000 s.
+    messages = process.communicate(timeout=280)[1]
+    # Where C code holds Python's lock, the deadlines of 8 s have to pass first; the sleeps last for 1000 s.
     deadline = time.monotonic() + 60.0
     while not all(is_gone(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -110,6 +110,7 @@ def walk_module(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         yield
+    sys.modules.pop("walk_for_tests", None)  # so that tests which come back to this file on this worker register again
     for name in [name for name, spec in gymnasium.registry.items() if "walk_for_tests" in str(spec.entry_point)]:
         gymnasium.registry.pop(name, None)
 

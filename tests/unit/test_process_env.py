@@ -1,14 +1,18 @@
 """The vector env of processes: the same numbers however it is cut, and what happens when a worker is lost."""
 
+import gc
+import itertools
 import logging
 import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ import pytest
 from rlinf.envs.checker_recording import equal_rows, play, spread_specs
 from rlinf.envs.config import EnvConfig, with_share_of_cores
 from rlinf.errors import ConfigError, SimulatorError
+from rlinf.stack_dump import DUMP_SIGNAL, dump_stacks
 
 FIXTURES = str(Path(__file__).parents[1] / "fixtures")
 if FIXTURES not in sys.path:
@@ -160,12 +165,13 @@ def test_a_killed_worker_loses_its_episodes_and_only_these_and_they_begin_anew(m
         ("raise", ["RuntimeError: the gripper fell off", "in _fault", "walk_env.py"]),
         ("exit", ["it ended with status 7"]),
         ("crash", ["SIGSEGV", "Fatal Python error", "in _fault"]),
-        ("hang", ["env.step_timeout_s=2 seconds", "in fall_asleep", "walk_env.py"]),
-        ("grip", ["env.step_timeout_s=2 seconds", "in _fault", "walk_env.py"]),
+        ("hang", ["env.step_timeout_s=3 seconds", "in fall_asleep", "walk_env.py"]),
+        ("grip", ["env.step_timeout_s=3 seconds", "in _fault", "walk_env.py"]),
     ],
 )
-def test_a_simulator_that_fails_in_a_step_shows_its_traceback_and_is_replaced(make, caplog, what, words):
-    env = make(num_envs=2, num_processes=1, step_timeout_s=2.0)
+def test_a_simulator_that_fails_in_a_step_shows_its_traceback_and_is_replaced(make, caplog, monkeypatch, what, words):
+    monkeypatch.setattr("rlinf.stack_dump.MAX_POLLS", 600)
+    env = make(num_envs=2, num_processes=1, step_timeout_s=3.0 if what in ("hang", "grip") else PATIENCE_S)
     env.reset()
     make.fault(f"step {what}")
     with caplog.at_level(logging.WARNING, "rlinf"):
@@ -176,13 +182,55 @@ def test_a_simulator_that_fails_in_a_step_shows_its_traceback_and_is_replaced(ma
     assert env.chunk_step(zeros(env, 2)).executed.all()
 
 
-def test_the_deadline_is_of_a_step_and_not_of_a_chunk(make):
-    """30 steps of 0.1 s: 3 s of work under a deadline of 2 s."""
-    env = make(num_processes=1, num_envs=1, step_sleep_s=0.1, step_timeout_s=2.0, max_episode_steps=30)
+def test_the_deadline_is_of_a_step_and_not_of_a_chunk(make, monkeypatch):
+    """30 steps of 1 s by the clock of the deadline of 1 s, which is looked at more often than they end."""
+    env = make(num_processes=1, num_envs=1, step_sleep_s=0.1, step_timeout_s=1.0, max_episode_steps=30)
     env.reset()
-    start = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: float(env._rows["num_calls"].sum()))
+    monkeypatch.setattr("rlinf.envs.process_env.POLL_S", 0.05)
+    monkeypatch.setattr("rlinf.envs.process_env.time", clock)
     step = env.chunk_step(zeros(env, 30))
-    assert time.monotonic() - start >= 3.0 and not len(step.lost_env_ids) and step.executed.all()
+    assert not len(step.lost_env_ids) and step.executed.all()
+
+
+def test_no_worker_is_given_up_because_the_parent_stood_still(make, monkeypatch):
+    """Ctrl-Z, or a machine that stalled: before the first look at a step, which goes on until the third, 100 s pass."""
+    env = make(num_processes=1, num_envs=1, step_timeout_s=60.0)
+    env.reset()
+    times = itertools.chain([0.0], itertools.count(100.0, 0.1))
+
+    def clock():
+        now = next(times)
+        if now > 100.15:
+            os.kill(pids(env)[0], signal.SIGCONT)
+        return now
+
+    monkeypatch.setattr("rlinf.envs.process_env.POLL_S", 0.1)
+    monkeypatch.setattr("rlinf.envs.process_env.time", SimpleNamespace(monotonic=clock))
+    os.kill(pids(env)[0], signal.SIGSTOP)
+    step = env.chunk_step(zeros(env))
+    assert not len(step.lost_env_ids) and env.num_restarts == 0
+
+
+def test_the_stacks_of_a_process_that_is_slow_to_write_them_are_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlinf.stack_dump.MAX_POLLS", 600)
+    script = f"import faulthandler, time; faulthandler.register({int(DUMP_SIGNAL)}); print(flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", script]
+    with open(tmp_path / "log", "w+") as log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        threading.Timer(1.0, process.send_signal, [signal.SIGCONT]).start()
+        dump_stacks(process, log)
+        process.kill()
+    assert 'File "<string>", line 1 in <module>' in (tmp_path / "log").read_text()
+
+
+def test_stacks_that_are_written_at_once_are_not_waited_for(tmp_path, monkeypatch):
+    naps = []
+    monkeypatch.setattr("rlinf.stack_dump.time", SimpleNamespace(sleep=naps.append))
+    with open(tmp_path / "log", "wb", buffering=0) as log:
+        dump_stacks(SimpleNamespace(send_signal=lambda _: log.write(b"stacks"), poll=lambda: None), log)
+    assert len(naps) == 2
 
 
 @pytest.mark.parametrize("name", ["reset_timeout_s", "step_timeout_s"])
@@ -466,6 +514,7 @@ def test_nothing_is_left_open_by_workers_that_were_replaced(make):
     env = make(num_processes=1)
     env.reset()
     counts = []
+    gc.collect()  # files of other tests
     for _ in range(3):
         os.kill(pids(env)[0], signal.SIGKILL)
         env.chunk_step(zeros(env))
@@ -491,23 +540,23 @@ def test_the_deadline_holds_for_the_rest_of_an_answer(make):
     assert "poses did not get on for env.step_timeout_s=1 seconds" in found[0].message
 
 
-def test_an_interrupt_leaves_no_answer_for_the_next_call(make):
-    """Ctrl-C in a chunk; then the env starts again, and tells of the new episode."""
+def test_an_interrupt_leaves_no_answer_for_the_next_call(make, tmp_path):
+    """Ctrl-C in a chunk in which one worker hangs; then the env starts again, and tells of the new episode."""
     env = make(step_sleep_s=0.3)
     specs = spread_specs(env, NUM_ENVS)
     first, reference = undisturbed(make, specs, 1)
     env.reset(options={"episodes": specs})
     known = pids(env)
-    before = env._rows["num_calls"].sum()
 
     def interrupt():
-        while env._rows["num_calls"].sum() == before:
+        while (tmp_path / "fault").exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
+    make.fault("step hang")
     thread = threading.Thread(target=interrupt)
-    thread.start()
     with pytest.raises(KeyboardInterrupt):
+        thread.start()
         env.chunk_step(zeros(env, 8) + 1)
     thread.join()
     assert all(is_gone(pid) for pid in known)

@@ -53,7 +53,7 @@ def trained_tokens(data: Mapping[str, Any]) -> Tensor:
     """
     ids, mask = tokens_and_mask(data)
     chosen = mask.clone()
-    chosen[:, 0] = False
+    chosen[:, :1] = False
     if "token_mask" in data:
         token_mask = _tensor_of(data, "token_mask")
         if token_mask.shape != ids.shape:

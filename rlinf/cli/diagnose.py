@@ -80,11 +80,13 @@ def _check_vllm(trial: Trial, config: RunConfig, checks: list[DiagnosticCheck]) 
     """Add the engine's checks; returns what stands below the table."""
     import torch
 
+    from rlinf.models.generation.vllm_engine import check_temperature
     from rlinf.rollout.diagnostics import NUM_ROWS, vllm_checks
     from rlinf.rollout.vllm_policy import VllmPolicy
 
     try:
         player = VllmPolicy(trial.model, config.rollout.vllm, NUM_ROWS, torch.get_num_threads())
+        check_temperature(trial.temperature, "rollout.temperature")
     except (ConfigError, MissingDependencyError) as error:
         return f"vllm: not checked. {error}"
     try:
@@ -98,9 +100,10 @@ def _check_vllm(trial: Trial, config: RunConfig, checks: list[DiagnosticCheck]) 
 
 @contextlib.contextmanager
 def _trial(config: RunConfig) -> Iterator[Trial]:
-    """Load the policy of a configuration, or of its ``checkpoint``, and take the first observations of its env."""
+    """Load the policy of a configuration, or of the checkpoint that it names, and take the first observations of its env."""
     import torch
 
+    from rlinf.config.saved import check_model_type
     from rlinf.distributed.process_group import resolve_device, set_num_threads
     from rlinf.envs import make_env
     from rlinf.manifest import Manifest, verify_files
@@ -110,16 +113,20 @@ def _trial(config: RunConfig) -> Iterator[Trial]:
     from rlinf.training.checkpoint import resolve_checkpoint
     from rlinf.training.policy_loading import load_policy, statistics_of_env
 
+    named = config.checkpoint or config.init_from or config.resume
+    source = None if named is None else resolve_checkpoint(named)
+    if source is not None:
+        saved = Manifest.load(source)
+        check_model_type(source, saved, config)
+        verify_files(source, saved)
     set_num_threads(config.cluster.num_threads, 1)
     seed_everything(config.seed)
     env = make_env(config.env, NUM_ROWS, auto_reset=False)
     try:
         # Before the first picture: once software OpenGL is there, libraries of transformers do not load any more.
-        if config.checkpoint is None:
+        if source is None:
             model = build_policy(config, statistics_of_env(config, env))
         else:
-            source = resolve_checkpoint(config.checkpoint)
-            verify_files(source, Manifest.load(source))
             model = load_policy(source, config)
         specs = env.episode_specs("train")
         observation, _ = env.reset(options={"episodes": [specs[row % len(specs)] for row in range(NUM_ROWS)]})

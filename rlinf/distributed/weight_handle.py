@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.errors import RLinfError
+from rlinf.errors import ConfigError, RLinfError
 
 ALIGNMENT = 64
 """Bytes; every tensor begins at a multiple. As many come before the first one: the header, whose first bytes are the nonce."""
@@ -21,7 +21,7 @@ NONCE_LEN = 16
 
 
 class WeightsRefusedError(RLinfError):
-    """A handle lacks tensors, has unknown ones or one of another shape, or its memory was rewritten; nothing was loaded."""
+    """A handle lacks tensors, has unknown ones or one of another kind, or its memory was rewritten; nothing was loaded."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,13 @@ class WeightBuffer:
 
     @torch.no_grad()
     def write(self, tensors: Mapping[str, Tensor], version: int) -> WeightsHandle:
-        """Copy tensors (all on one device, bit for bit); handles of earlier versions become invalid."""
+        """Copy tensors (all on one device, bit for bit); handles of earlier versions become invalid.
+
+        Raises:
+            ConfigError: There is no tensor.
+        """
+        if not tensors:
+            raise ConfigError("WeightBuffer.write got no tensors. Give all of the model, such as model.state_dict()")
         manifest: dict[str, TensorEntry] = {}
         end, nonce = ALIGNMENT, secrets.token_bytes(NONCE_LEN)
         for name, tensor in tensors.items():
@@ -142,7 +148,8 @@ def check_manifest(given: Mapping[str, TensorEntry], required: Mapping[str, Tens
             several names (tied weights) one name is enough.
 
     Raises:
-        WeightsRefusedError: Naming what is missing, unknown, or of another shape.
+        WeightsRefusedError: Naming what is missing, unknown, of another shape, or whole numbers where fractions belong, as
+            quantised weights are.
     """
     present = {id(tensor) for name, tensor in required.items() if name in given}
     missing = sorted(name for name, tensor in required.items() if id(tensor) not in present)
@@ -152,9 +159,15 @@ def check_manifest(given: Mapping[str, TensorEntry], required: Mapping[str, Tens
         for name, entry in given.items()
         if name in required and tuple(required[name].shape) != entry.shape
     )
-    if missing or unknown or reshaped:
+    quantised = sorted(
+        f"{name} is {entry.dtype} instead of {required[name].dtype}"
+        for name, entry in given.items()
+        if name in required and required[name].is_floating_point() > entry.dtype.is_floating_point
+    )
+    if missing or unknown or reshaped or quantised:
         parts = [f"{label} {', '.join(names[:8])} ({len(names)} in all)"
-                 for label, names in (("missing", missing), ("unknown", unknown), ("other shape:", reshaped)) if names]  # fmt: skip
+                 for label, names in (("missing", missing), ("unknown", unknown), ("other shape:", reshaped),
+                                       ("no fractions:", quantised)) if names]  # fmt: skip
         raise WeightsRefusedError(
             f"Weights refused, nothing was changed: {'; '.join(parts)}. Required: the {len(required)} tensors of the model"
         )

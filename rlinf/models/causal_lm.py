@@ -96,13 +96,8 @@ def padding_token(model: Any, tokenizer: Any, given: int | None, ends: list[int]
     """Id that fills rows: the one given, else the model's, the tokenizer's, the first end token, or 0.
 
     Published models name ids that they have no embedding for, -1 among them; these are passed over.
-
-    Raises:
-        ConfigError: The one given is not in the vocabulary.
     """
     vocab_size = model.config.get_text_config().vocab_size
-    if given is not None and not 0 <= given < vocab_size:
-        raise ConfigError(f"pad_token_id={given}; required: 0 to {vocab_size - 1}. Type pad_token_id=0")
     candidates = (given, model.generation_config.pad_token_id, getattr(tokenizer, "pad_token_id", None), *ends[:1], 0)
     return next(value for value in candidates if value is not None and 0 <= value < vocab_size)
 

@@ -23,7 +23,7 @@ from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
 from rlinf.memory import memory_metrics
 from rlinf.models.causal_lm import CausalLMConfig, context_length, evaluation_mode, load_causal_lm
 from rlinf.models.config import LoraConfig
-from rlinf.models.generation.hf_generation import SamplingConfig, generate_tokens
+from rlinf.models.generation.hf_generation import SamplingConfig, generate_tokens, refuse_other_names
 from rlinf.models.generation.interfaces import (
     GenerationDatumSpec,
     GenerationOutputSpec,
@@ -79,6 +79,7 @@ class HuggingFacePolicy(PolicyInterface):
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
+        refuse_other_names(kwargs)
         self.config = from_mapping(HuggingFacePolicyConfig, kwargs)
         check_sampling(self.config)
         _check_training(self.config)

@@ -36,7 +36,8 @@ class MegatronGroups:
 
         sizes = (config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
         if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel(*sizes)
+            # Its further groups over gloo have two threads each (see process_group) and are not needed here.
+            parallel_state.initialize_model_parallel(*sizes, create_gloo_process_groups=False)
         found = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),

@@ -23,8 +23,13 @@ from rlinf.distributed.batched_data_dict import BatchedDataDict
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, NonFiniteError
 from rlinf.memory import memory_metrics
 from rlinf.models.causal_lm import evaluation_mode, torch_dtype_of
-from rlinf.models.generation.hf_generation import SamplingConfig, generate_tokens
-from rlinf.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec, tokens_and_mask
+from rlinf.models.generation.hf_generation import SamplingConfig, generate_tokens, refuse_other_names
+from rlinf.models.generation.interfaces import (
+    GenerationDatumSpec,
+    GenerationOutputSpec,
+    tokens_and_mask,
+    verify_text_only,
+)
 from rlinf.models.hf_model import HFModel, load_config
 from rlinf.models.hf_policy import (
     check_loss,
@@ -91,6 +96,7 @@ class MegatronPolicy(PolicyInterface):
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
+        refuse_other_names(kwargs)
         self.config = config = from_mapping(MegatronPolicyConfig, kwargs)
         check_sampling(config)
         self._dtype = torch_dtype_of(config.torch_dtype)
@@ -118,6 +124,7 @@ class MegatronPolicy(PolicyInterface):
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Continue each row; ``logprobs`` are those that ``get_logprobs`` gives of the result."""
+        verify_text_only(data, "MegatronPolicy", "HuggingFacePolicy")
         return generate_tokens(self._causal_lm, data, self.config, greedy, self._random, self.config.tokenizer)
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
@@ -308,8 +315,7 @@ class MegatronPolicy(PolicyInterface):
         return logits
 
     def _micro_batches(self, data: BatchedDataDict, rows_per_sample: int) -> list[list[int]]:
-        if "pixel_values" in data:
-            raise ConfigError("The batch has 'pixel_values', and MegatronPolicy is for text. Use HuggingFacePolicy")
+        verify_text_only(data, "MegatronPolicy", "HuggingFacePolicy")
         config = self.config
         context = self._hf_config.max_position_embeddings
         return micro_batches(

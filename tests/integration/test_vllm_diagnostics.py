@@ -82,3 +82,13 @@ def test_an_engine_that_does_not_start_is_a_failed_check(capsys, monkeypatch):
     *rows, note = capsys.readouterr().out.splitlines()
     assert [row.split()[4] for row in rows if row.startswith("vllm: runs the model")] == ["FAIL"]
     assert sum(" FAIL " in row for row in rows) == 1 and note == "vllm: no memory today"
+
+
+def test_a_temperature_at_which_torch_plays_and_vllm_cannot_is_a_note(capsys, monkeypatch):
+    monkeypatch.setattr("rlinf.rollout.vllm_policy.VllmEngine", lambda *_, **__: None)
+    words = ["experiment=quickstart_vllm", "rollout.temperature=3", "cluster.num_threads=1"]
+    assert main(["diagnose", *words, "rollout.backend=torch"]) == 0
+    *rows, note = capsys.readouterr().out.splitlines()
+    assert not any(" FAIL " in row for row in rows)
+    assert note.startswith("vllm: not checked. rollout.temperature=3 is above 2")
+    assert main(["diagnose", *words]) == 2, "an engine that is to play must be able to"

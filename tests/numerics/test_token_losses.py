@@ -56,6 +56,10 @@ def test_a_batch_that_trains_on_nothing_is_refused():
     data = batch_of([2], sample_mask=torch.tensor([0]))
     with pytest.raises(ConfigError, match="sample_mask"):
         value(NLLLossFn(), [[0.0, -1.0]], data)
+    nothing = torch.zeros(2, 0, dtype=torch.long)
+    with pytest.raises(ConfigError, match="Row 0 has no tokens"):
+        NLLLossFn()(None, {"input_ids": nothing, "attention_mask": nothing})
+    assert NLLLossFn().counts({"input_ids": nothing, "attention_mask": nothing}).tokens == 0
 
 
 # -- likelihood --------------------------------------------------------------------------------------------------

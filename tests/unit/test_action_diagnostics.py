@@ -295,13 +295,19 @@ def test_a_checkpoint_is_diagnosed_on_its_env(tmp_path, capsys):
         tmp_path / "rl_000001", model=model, optimizer=None, loop_state={"step": 1}, run_config=to_mapping(config),
         manifest=build_manifest(config, model, policy_version=1),
     )  # fmt: skip
-    for words in ([f"checkpoint={tmp_path}"], [str(tmp_path)]):
+    for words in (
+        [f"checkpoint={tmp_path}"],
+        [str(tmp_path)],
+        ["experiment=tabletop_ppo_mlp", f"init_from={tmp_path}"],
+    ):
         assert main(["diagnose", *words]) == 1
         out = capsys.readouterr().out
         assert out.startswith("mlp on tabletop, fp32") and "rollout_logprobs not finite" in out, "its weights are tried"
         assert out.count(" FAIL ") == 1 and " pass " not in out and "vllm" not in out, "nothing else can be told"
     assert main(["diagnose", str(tmp_path / "rl_000001" / "model")]) == 2
     assert "Type rlinf diagnose model.model_type=mlp model.model_path=" in capsys.readouterr().err
+    assert main(["diagnose", "model=openvla_tiny", f"init_from={tmp_path}"]) == 2
+    assert "Type model.model_type=mlp" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

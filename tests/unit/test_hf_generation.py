@@ -250,7 +250,9 @@ def test_rows_stop_at_eos_and_are_filled_with_the_pad_token(tiny_lm, prompts):
 def test_a_padding_token_without_an_embedding_is_refused_or_of_a_checkpoint_passed_over(
     tiny_lm, tmp_path, prompts, pad
 ):
-    with pytest.raises(ConfigError, match=f"pad_token_id={pad}; required: 0 to 47. Type pad_token_id=0"):
+    with pytest.raises(
+        ConfigError, match=rf"pad_token_id has the ids \[{pad}\]; required: .* 0 to 47. Type pad_token_id="
+    ):
         HuggingFaceGeneration(tiny_lm(), max_new_tokens=4, pad_token_id=pad).generate(prompts, greedy=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_lm())
     model.save_pretrained(tmp_path)
@@ -317,12 +319,6 @@ def test_bad_settings_name_the_value_and_what_to_type(tiny_lm, settings, error, 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(error, match=words):
         HuggingFaceGeneration(tiny_lm(), **settings)
-
-
-@pytest.mark.parametrize(("token_ids", "words"), [([5, 48], "5 to 48; required: ids from 0 to 47"), ([], "are empty")])
-def test_allowed_tokens_outside_the_vocabulary_are_refused(tiny_lm, prompts, token_ids, words):
-    with pytest.raises(ConfigError, match=words + ".*Type allowed_token_ids=None"):
-        HuggingFaceGeneration(tiny_lm(), allowed_token_ids=token_ids).generate(prompts, greedy=True)
 
 
 def test_a_folder_without_a_model_or_with_missing_weights_is_refused(tiny_lm, tmp_path):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
+from rlinf.distributed import BatchedDataDict
 from rlinf.distributed.process_group import launch
 from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, NonFiniteError
@@ -164,8 +165,6 @@ def test_what_cannot_be_is_refused_by_name(checkpoint, tiny_lm, batch, monkeypat
     policy = MegatronPolicy(folder)
     with pytest.raises(ConfigError, match="no TokenLoss"):
         policy.train(batch, lambda model, data: None)
-    with pytest.raises(ConfigError, match="'pixel_values'.*Use HuggingFacePolicy"):
-        policy.get_logprobs(batch | {"pixel_values": torch.zeros(4, 3, 8, 8)})
     with pytest.raises(ConfigError, match="tensor_model_parallel_size=2 .* 8 ranks.*there are 1"):
         MegatronPolicy(folder, tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
     with pytest.raises(ConfigError, match="use_flash_attention=True.*Type use_flash_attention=False"):
@@ -195,6 +194,23 @@ def test_what_cannot_be_is_refused_by_name(checkpoint, tiny_lm, batch, monkeypat
     with pytest.raises(NonFiniteError, match="loss is nan"):
         policy.train(batch, GRPOLossFn())
     assert all(tensor.equal(before[key]) for key, tensor in policy.public_state_dict().items())
+
+
+@needs_megatron
+@pytest.mark.parametrize("key", ["pixel_values", "image_sizes", "image_grid_thw", "position_ids", "inputs_embeds"])
+def test_what_is_not_read_is_refused_by_every_method(checkpoint, batch, key):
+    policy = MegatronPolicy(checkpoint(), max_new_tokens=2)
+    batch[key] = torch.zeros(4, 6, dtype=torch.long)
+    methods = (
+        policy.generate,
+        policy.get_logprobs,
+        policy.get_reference_logprobs,
+        lambda data: policy.train(data, NLLLossFn()),
+    )
+    for method in methods:
+        with pytest.raises(ConfigError, match=f"'{key}', and MegatronPolicy takes token ids only"):
+            method(batch)
+        method(BatchedDataDict({name: value for name, value in batch.items() if name != key}))
 
 
 @needs_megatron
@@ -276,7 +292,7 @@ def test_importing_needs_no_megatron_and_constructing_names_the_extra():
         "except ImportError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
     assert "extra 'megatron'" in done.stdout and "pip install 'rlinf[megatron]'" in done.stdout
 
 

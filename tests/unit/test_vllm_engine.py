@@ -70,7 +70,7 @@ def faults(tmp_path, monkeypatch):
 
 @pytest.fixture
 def engine(faults):
-    engine = VllmEngine(SimpleNamespace(model="good", num_threads=1), timeout_s=120.0)
+    engine = VllmEngine(SimpleNamespace(model="good", num_threads=1, settings_key="vllm_cfg"), timeout_s=280.0)
     yield engine
     engine.close()
     assert engine.pid is None
@@ -142,12 +142,13 @@ def test_a_new_process_never_plays_with_other_weights_than_those_it_was_given(en
         engine.generate("request")
 
 
-def test_a_process_that_does_not_answer_is_ended_and_tells_where_it_was(engine, faults):
+def test_a_process_that_does_not_answer_is_ended_and_tells_where_it_was(engine, faults, monkeypatch):
     engine.start()
     (faults / "hang").touch()
+    monkeypatch.setattr("rlinf.stack_dump.MAX_POLLS", 600)
     engine.timeout_s = 0.5
     with pytest.raises(
-        EngineError, match=r"did not answer 'generate' within 0.5 s.*timeout_s=1 (.|\n)*process_of_a_test"
+        EngineError, match=r"did not answer 'generate' within 0.5 s.*vllm_cfg.timeout_s=1 (.|\n)*process_of_a_test"
     ):
         engine.generate("request")
     assert engine.num_starts == 1 and engine.pid is None, "it is not asked again"

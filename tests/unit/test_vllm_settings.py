@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -18,9 +19,9 @@ from rlinf.config.validation import validate
 from rlinf.distributed.batched_data_dict import BatchedDataDict
 from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError
 from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.models import build_policy
+from rlinf.models import HuggingFacePolicy, MegatronPolicy, build_policy
 from rlinf.models.embodiment.openvla_vllm import OpenVLATwin, image_token, num_image_tokens
-from rlinf.models.generation import VllmConfig, VllmGeneration, VllmGenerationWorker, vllm_engine
+from rlinf.models.generation import HuggingFaceGeneration, VllmConfig, VllmGeneration, VllmGenerationWorker, vllm_engine
 from rlinf.models.generation.config import VllmOptions
 from rlinf.models.generation.vllm_engine import GenerateResult
 from rlinf.models.generation.vllm_generation import engine_arguments, sampling_arguments
@@ -150,7 +151,81 @@ def test_sampling_arguments_follow_the_settings():
     }
     assert sampling_arguments(settings, greedy=True)["temperature"] == 0.0
     assert sampling_arguments(settings | {"do_sample": False}, greedy=False)["temperature"] == 0.0
-    assert sampling_arguments({}, greedy=False) == {"max_tokens": 128, "temperature": 1.0, "ignore_eos": False}
+    unset = {"max_tokens": 128, "temperature": 1.0, "repetition_penalty": 1.0, "ignore_eos": False}
+    assert sampling_arguments({}, greedy=False) == unset == sampling_arguments(dict.fromkeys(settings), greedy=False)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"max_tokens": 8}, "no setting 'max_tokens'. Type max_new_tokens=<number>"),
+        ({"stop": ["x"]}, r"no setting 'stop'. Type eos_token_id=\[<ids>\]; text is not decoded here"),
+        ({"stop_strings": ["x"]}, r"no setting 'stop_strings'. Type eos_token_id="),
+        ({"stop_token_ids": [3]}, r"no setting 'stop_token_ids'. Type eos_token_id=\[<ids>\]$"),
+        ({"ignore_eos": True}, r"no setting 'ignore_eos'. Type eos_token_id=\[\]"),
+        ({"max_new_tokens": 1.5}, r"max_new_tokens is '1.5' \(float\); required: int"),
+        ({"max_new_tokens": "8"}, r"max_new_tokens is '8' \(str\); required: int"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; required: at least 1"),
+        ({"top_k": -1}, "top_k is -1; required: at least 1"),
+        ({"top_p": 0.0}, "top_p is 0.0; required: at least 1e-06"),
+        ({"top_p": 1.5}, "top_p is 1.5; required: .* at most 1"),
+        ({"temperature": -1.0}, "temperature is -1.0; required: at least 1e-06"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; required: at least 1e-06"),
+    ],
+)
+def test_settings_are_refused_by_engines_and_policies_with_one_message(has_vllm, setting, message):
+    with pytest.raises(ConfigError, match=message):
+        VllmGeneration(None, {"model_name": "x", **setting})
+    for build in (HuggingFaceGeneration, HuggingFacePolicy, MegatronPolicy):
+        with pytest.raises(ConfigError, match=message):
+            build("x", **setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "ids"),
+    [
+        ({"eos_token_id": 48}, "[48]"),
+        ({"eos_token_id": [2, -1]}, "[-1]"),
+        ({"pad_token_id": 48}, "[48]"),
+        ({"allowed_token_ids": [5, 99, 48]}, "[48, 99]"),
+        ({"allowed_token_ids": []}, "[]"),
+    ],
+)
+def test_tokens_that_the_model_has_not_are_refused_by_both_engines(has_vllm, tiny_lm, prompts, setting, ids):
+    name = next(iter(setting))
+    message = f"{name} has the ids {re.escape(ids)}; required: one or more from 0 to 47. Type {name}=None"
+    generation = VllmGeneration(None, {"model_name": tiny_lm(), **setting})
+    calls = (
+        generation.prepare_for_generation,
+        lambda: generation.generate(prompts, greedy=True),
+        lambda: VllmGenerationWorker(tiny_lm()).generate(prompts["input_ids"], prompts["attention_mask"], **setting),
+        lambda: HuggingFaceGeneration(tiny_lm(), **setting).generate(prompts, greedy=True),
+    )
+    for call in calls:
+        with pytest.raises(ConfigError, match=message):
+            call()
+
+
+IDS = torch.full((2, 3), 7)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"input_ids": IDS[:0], "attention_mask": IDS[:0]}, r"The batch has no rows: its tokens are \[0, 3\]"),
+        ({"input_ids": IDS.float(), "attention_mask": IDS}, "token ids are torch.float32; required: integers"),
+        ({"input_ids": IDS, "attention_mask": IDS, "tag": ["a"]}, "rows of a batch are.*required: one number"),
+        ({"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1]] * 2)}, "Row 0 is not padded on the right"),
+        ({"input_ids": IDS, "attention_mask": 0 * IDS}, "Row 0 has no tokens"),
+    ],
+)
+def test_batches_are_refused_by_both_engines_with_one_message(has_vllm, tiny_lm, batch, message):
+    generation = recorded()
+    for engine in (generation, HuggingFaceGeneration(tiny_lm())):
+        with pytest.raises(ConfigError, match=message):
+            engine.generate(BatchedDataDict(batch), greedy=True)
+    assert not generation.worker.engine.requests
 
 
 def test_temperatures_that_vllm_would_replace_are_refused():
@@ -172,9 +247,14 @@ class Recorded:
         return GenerateResult([[1]] * len(request.prompts), [[-1.0]] * len(request.prompts), 0)
 
 
-def seeds_of(config, sizes):
+def recorded(**config):
     generation = VllmGeneration(None, {"model_name": "x", **config})
-    generation.worker.engine = Recorded()
+    generation.worker.engine, generation.worker.vocab_size = Recorded(), 48
+    return generation
+
+
+def seeds_of(config, sizes):
+    generation = recorded(**config)
     for size in sizes:
         generation.worker.generate(torch.ones(size, 3, dtype=torch.long))
     return [request.seeds for request in generation.worker.engine.requests]
@@ -191,20 +271,20 @@ def test_every_prompt_has_a_seed_of_its_own_that_depends_on_the_settings_seed_an
 
 
 def test_greedy_requests_carry_the_temperature_and_no_seeds(has_vllm):
-    generation = VllmGeneration(None, {"model_name": "x", "temperature": 0.7})
-    generation.worker.engine = Recorded()
+    generation = recorded(temperature=0.7)
     generation.worker.generate(torch.ones(1, 3, dtype=torch.long), greedy=True)
     request = generation.worker.engine.requests[0]
     assert (request.sampling["temperature"], request.greedy_temperature, request.seeds) == (0.0, 0.7, None)
 
 
-def test_images_are_refused_by_name(has_vllm):
-    generation = VllmGeneration(None, {"model_name": "x"})
-    generation.worker.engine = Recorded()
+def test_images_and_positions_are_refused_by_name(has_vllm):
+    generation = recorded()
     data = {"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
     generation.generate(BatchedDataDict(data), greedy=True)
     with pytest.raises(ConfigError, match="'pixel_values'.*HuggingFaceGeneration"):
         generation.generate(BatchedDataDict({**data, "pixel_values": torch.ones(1, 3, 8, 8)}), greedy=True)
+    with pytest.raises(ConfigError, match="'position_ids'.*takes token ids only"):
+        generation.generate(BatchedDataDict({**data, "position_ids": torch.arange(3)[None]}), greedy=True)
     assert len(generation.worker.engine.requests) == 1
 
 

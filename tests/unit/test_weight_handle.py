@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError, check_manifest, complete_tied
+from rlinf.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name needs Linux")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
@@ -140,7 +141,7 @@ def manifest():
     return of
 
 
-def test_weights_must_be_complete_known_and_of_the_right_shape(manifest):
+def test_weights_must_be_complete_known_and_of_the_right_shape_and_kind(manifest):
     model = Tied()
     required, tensors = model.state_dict(keep_vars=True), dict(model.state_dict())
     check_manifest(manifest(tensors), required)
@@ -150,6 +151,11 @@ def test_weights_must_be_complete_known_and_of_the_right_shape(manifest):
         check_manifest(manifest(tensors | {"extra": torch.zeros(1)}), required)
     with pytest.raises(WeightsRefusedError, match=r"norm.bias is \[3\] instead of \[4\]"):
         check_manifest(manifest(tensors | {"norm.bias": torch.zeros(3)}), required)
+    check_manifest(manifest({name: tensor.bfloat16() for name, tensor in tensors.items()}), required)
+    with pytest.raises(WeightsRefusedError, match="norm.bias is torch.int8 instead of torch.float32"):
+        check_manifest(manifest(tensors | {"norm.bias": torch.zeros(4, dtype=torch.int8)}), required)
+    with pytest.raises(ConfigError, match="got no tensors"):
+        manifest({})
 
 
 def test_one_name_of_tied_weights_is_enough_and_none_is_not(manifest):

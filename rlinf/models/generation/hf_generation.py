@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,9 @@ class SamplingConfig:
 
     max_new_tokens: int = option(128, "Largest number of tokens of a response.", minimum=1)
     temperature: float = option(1.0, "Divides the logits; more than 0.", minimum=1e-6)
-    top_p: float | None = option(None, "Sample from the most likely tokens that add up to this.", minimum=0, maximum=1)
+    top_p: float | None = option(
+        None, "Sample from the most likely tokens that add up to this.", minimum=1e-6, maximum=1
+    )
     top_k: int | None = option(None, "Sample from this many most likely tokens.", minimum=1)
     repetition_penalty: float = option(
         1.0, "Divides positive logits of earlier tokens (Keskar et al. 2019).", minimum=1e-6
@@ -56,6 +59,16 @@ class SamplingConfig:
     eos_token_id: int | list[int] | None = option(None, "Ends a row; null: the model's; []: none does.")
     max_model_len: int | None = option(None, "Largest prompt plus response; null: what the model declares.", minimum=1)
     seed: int = option(0, "Seed of the sampling.")
+
+
+OTHER_NAMES = {
+    "max_tokens": "max_new_tokens=<number>",
+    "stop": "eos_token_id=[<ids>]; text is not decoded here",
+    "stop_strings": "eos_token_id=[<ids>]; text is not decoded here",
+    "stop_token_ids": "eos_token_id=[<ids>]",
+    "ignore_eos": "eos_token_id=[]",
+}
+"""Settings of other libraries, and what to type instead."""
 
 
 @dataclass
@@ -81,6 +94,7 @@ class HuggingFaceGeneration(GenerationInterface):
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
+        refuse_other_names(kwargs)
         self.config = from_mapping(HuggingFaceGenerationConfig, kwargs)
         self.model = load_causal_lm(model_name, self.config)
         self.temperature = self.config.temperature
@@ -107,6 +121,33 @@ class HuggingFaceGeneration(GenerationInterface):
         return generate_tokens(self.model, data, self.config, greedy, self._random, self.config.tokenizer)
 
 
+def refuse_other_names(settings: Iterable[str]) -> None:
+    """Refuse names that settings of the sampling have elsewhere.
+
+    Raises:
+        ConfigError: Says what is typed here.
+    """
+    for name in settings:
+        if name in OTHER_NAMES:
+            raise ConfigError(f"There is no setting '{name}'. Type {OTHER_NAMES[name]}")
+
+
+def verify_sampling_tokens(config: SamplingConfig, vocab_size: int) -> None:
+    """Refuse settings that name tokens which the model has not, or leave it none.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    for name in ("allowed_token_ids", "eos_token_id", "pad_token_id"):
+        value = getattr(config, name)
+        ids = [] if value is None else [value] if isinstance(value, int) else value
+        unknown = sorted({token for token in ids if not 0 <= token < vocab_size})
+        if unknown or (name == "allowed_token_ids" and value == []):
+            raise ConfigError(
+                f"{name} has the ids {unknown[:8]}; required: one or more from 0 to {vocab_size - 1}. Type {name}=None for the default"
+            )
+
+
 @torch.no_grad()
 def generate_tokens(
     model: Any,
@@ -130,12 +171,12 @@ def generate_tokens(
 
     Raises:
         ConfigError: There is no prompt, or keys have different numbers of rows; one is empty, not padded on the right, or leaves
-            no room in the model's context; or a token of a prompt, an allowed or the padding token is not in the vocabulary.
+            no room in the model's context; or a token of a prompt or of ``config`` is not in the vocabulary.
     """
     data = BatchedDataDict(data)
     verify_token_ids(data, model.config.get_text_config().vocab_size)
     verify_right_padding(data, raise_error=True)
-    columns = _allowed_columns(config, model)
+    verify_sampling_tokens(config, model.config.get_text_config().vocab_size)
     ids, mask = tokens_and_mask(data)
     prompt_lengths = mask.sum(-1).tolist()
     ends = end_tokens(model, tokenizer, config.eos_token_id)
@@ -143,6 +184,9 @@ def generate_tokens(
     room = _new_tokens_allowed(prompt_lengths, config, context_length(model))
     sample = config.do_sample and not greedy
     uniforms = torch.rand(len(room), config.max_new_tokens, generator=random) if sample else None
+    columns = None
+    if config.allowed_token_ids is not None:
+        columns = torch.tensor(sorted(set(config.allowed_token_ids)), device=next(model.parameters()).device)
     responses: list[tuple[Tensor, Tensor]] = [(ids, ids)] * data.size
     may_pad = len(set(prompt_lengths)) == 1 or _ignores_left_padding(model)
     # Rows near the end of the context stop earlier, and some models do not bear padding: equal rows share a call.
@@ -275,20 +319,6 @@ class _Sampler(LogitsProcessor):
         real[:, : self.prompt_mask.shape[1]] = self.prompt_mask
         seen = torch.zeros_like(scores).scatter_add(1, input_ids, real.to(scores.dtype)) > 0
         return torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
-
-
-def _allowed_columns(config: SamplingConfig, model: Any) -> Tensor | None:
-    """int64 ``[N]``, each once and in ascending order; None: all tokens."""
-    if config.allowed_token_ids is None:
-        return None
-    vocab_size = model.config.get_text_config().vocab_size
-    found = sorted(set(config.allowed_token_ids))
-    if not found or found[0] < 0 or found[-1] >= vocab_size:
-        span = f"{found[0]} to {found[-1]}" if found else "empty"
-        raise ConfigError(
-            f"allowed_token_ids are {span}; required: ids from 0 to {vocab_size - 1}. Type allowed_token_ids=None for all of them"
-        )
-    return torch.tensor(found, device=next(model.parameters()).device)
 
 
 def _new_tokens_allowed(prompt_lengths: list[int], config: SamplingConfig, declared: int | None) -> list[int]:

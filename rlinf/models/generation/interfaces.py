@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from rlinf.distributed.batched_data_dict import BatchedDataDict, tokens_and_mask
+from rlinf.distributed.batched_data_dict import IMAGE_KEYS, BatchedDataDict, tokens_and_mask
 from rlinf.errors import ConfigError
 
 
@@ -145,6 +145,25 @@ def verify_right_padding(data: Mapping[str, Any], pad_token_id: int | None = Non
     return not bool(bad.any())
 
 
+def verify_text_only(data: Mapping[str, Any], reader: str, instead: str) -> None:
+    """Refuse what would change the numbers of a model and is not read.
+
+    Args:
+        data: Prompts, training data or outputs of a generation.
+        reader: Class that takes token ids and nothing else.
+        instead: Class that takes images.
+
+    Raises:
+        ConfigError: Names the first such key.
+    """
+    for key in (*IMAGE_KEYS, "position_ids", "inputs_embeds"):
+        if key in data:
+            images = f", or use {instead}" if key in IMAGE_KEYS else ""
+            raise ConfigError(
+                f"The batch has '{key}', and {reader} takes token ids only. Leave it out of the batch{images}"
+            )
+
+
 def response_mask(data: Mapping[str, Any]) -> Tensor:
     """bool ``[B, S]``: the generated tokens of ``GenerationOutputSpec``, of rows that were cut short too."""
     ids, mask = tokens_and_mask(data)
@@ -153,17 +172,23 @@ def response_mask(data: Mapping[str, Any]) -> Tensor:
     return mask & (torch.arange(ids.shape[1], device=ids.device) >= starts)
 
 
-def verify_token_ids(data: Mapping[str, Any], vocab_size: int) -> None:
+def verify_token_ids(data: Mapping[str, Any], vocab_size: int | None = None) -> None:
     """Refuse what no model can read.
 
+    Args:
+        data: Prompts, training data or outputs of a generation.
+        vocab_size: Tokens of the model; None: whoever comes next looks at it.
+
     Raises:
-        ConfigError: There is no row, or a token is no integer or not in the vocabulary.
+        ConfigError: There is no row, keys have different numbers of them, or a token is no integer or not in the vocabulary.
     """
     ids, mask = tokens_and_mask(data)
-    if not len(ids):
+    if not BatchedDataDict(data).size:
         raise ConfigError(f"The batch has no rows: its tokens are {list(ids.shape)}. Give one row or more")
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ConfigError(f"The token ids are {ids.dtype}; required: integers. Give input_ids.long()")
+    if vocab_size is None:
+        return
     bad = ((ids < 0) | (ids >= vocab_size)) & mask
     if bad.any():
         row = int(bad.any(-1).nonzero()[0, 0])

@@ -27,6 +27,7 @@ import torch
 
 from rlinf.distributed.weight_handle import WeightsHandle, WeightsRefusedError
 from rlinf.errors import ConfigError, MissingDependencyError, RLinfError
+from rlinf.stack_dump import dump_stacks
 
 logger = logging.getLogger("rlinf")
 
@@ -287,11 +288,10 @@ class VllmEngine:
         deadline = time.monotonic() + self.timeout_s
         while not self._connection.poll(min(1.0, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
-                os.kill(self._process.pid, signal.SIGUSR1)  # writes the stacks of all threads to the log
-                time.sleep(0.5)
+                dump_stacks(self._process, self._log)
                 message = (
                     f"The vLLM engine (process {self._process.pid}) did not answer '{command}' within {self.timeout_s:g} s. "
-                    f"Type rollout.vllm.timeout_s={2 * self.timeout_s:g} if it only needs longer. {self._log_tail(60)}"
+                    f"Type {self.spec.settings_key}.timeout_s={2 * self.timeout_s:g} if it only needs longer. {self._log_tail(60)}"
                 )
                 raise EngineError(message)
 
@@ -357,11 +357,3 @@ def check_temperature(temperature: float | None, key: str) -> None:
             f"{key}={temperature:g} is above {MAX_TEMPERATURE:g}, the highest at which vLLM samples. "
             f"Type {key}={MAX_TEMPERATURE:g}"
         )
-
-
-def strip_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[list[int]]:
-    """Return the token ids of each row of ``input_ids [B, L]`` that ``attention_mask`` does not hide."""
-    if attention_mask is None:
-        return input_ids.tolist()
-    rows = zip(input_ids.cpu(), attention_mask.bool().cpu(), strict=True)
-    return [ids[mask].tolist() for ids, mask in rows]

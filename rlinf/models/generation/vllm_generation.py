@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlinf.distributed.batched_data_dict import IMAGE_KEYS, BatchedDataDict
+from rlinf.config.options import from_mapping
+from rlinf.distributed.batched_data_dict import BatchedDataDict
 from rlinf.distributed.process_group import rank
 from rlinf.distributed.weight_handle import WeightsHandle
 from rlinf.errors import ConfigError
-from rlinf.models.generation.hf_generation import SamplingConfig
+from rlinf.models.generation.hf_generation import SamplingConfig, refuse_other_names, verify_sampling_tokens
 from rlinf.models.generation.interfaces import (
     GenerationConfig,
     GenerationDatumSpec,
@@ -20,13 +22,14 @@ from rlinf.models.generation.interfaces import (
     GenerationOutputSpec,
     tokens_and_mask,
     verify_right_padding,
+    verify_text_only,
+    verify_token_ids,
 )
 from rlinf.models.generation.vllm_engine import (
     EngineSpec,
     GenerateRequest,
     VllmEngine,
     check_temperature,
-    strip_padding,
 )
 from rlinf.models.hf_model import check_tensor_parallel, load_config
 from rlinf.seeding import derive_seed
@@ -45,11 +48,12 @@ class VllmGenerationWorker:
 
     Raises:
         MissingDependencyError: vLLM is not installed.
-        ConfigError: An engine argument is given twice with different values.
+        ConfigError: A setting is out of its bounds, or an engine argument is given twice with different values.
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
         self.settings = {name: value for name, value in kwargs.items() if name in GenerationConfig.__annotations__}
+        sampling_config(self.settings)
         engine_args = engine_arguments(kwargs)
         self.seed, self.num_drawn = engine_args.pop("seed", 0), 0
         timeout_s = engine_args.pop("timeout_s", TIMEOUT_S)
@@ -62,12 +66,12 @@ class VllmGenerationWorker:
         """Start the engine, unless it runs.
 
         Raises:
-            ConfigError: ``tensor_parallel_size`` does not divide the attention heads.
+            ConfigError: A setting names a token that the model has not, or ``tensor_parallel_size`` does not divide the
+                attention heads.
         """
+        verify_sampling_tokens(sampling_config(self.settings), self.vocab_size)
         if self.num_gpus > 1:
-            check_tensor_parallel(
-                load_config(self.model_name, self.trust_remote_code), self.num_gpus, "tensor_parallel_size"
-            )
+            check_tensor_parallel(self._model_config, self.num_gpus, "tensor_parallel_size")
         self.engine.start()
 
     def generate(
@@ -86,15 +90,21 @@ class VllmGenerationWorker:
             penalty, allowed tokens, top-k and top-p; greedy ones too, without the last two.
 
         Raises:
-            ConfigError: vLLM refuses a setting or would replace it, a prompt is too long, or holds tokens that the model has not.
+            ConfigError: vLLM refuses a setting or would replace it, a prompt is too long, or either holds tokens that the model
+                has not.
             EngineError: The engine failed or did not answer in time.
         """
         unknown = sorted(set(kwargs) - set(GenerationConfig.__annotations__))
         if unknown:
             raise ConfigError(f"generate got {unknown}; known: {', '.join(GenerationConfig.__annotations__)}")
         settings = self.settings | kwargs
-        prompts = strip_padding(input_ids, attention_mask)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        batch = {"input_ids": input_ids, "attention_mask": mask}
+        verify_token_ids(batch)
+        verify_right_padding(batch, raise_error=True)
+        prompts = [row[:length].tolist() for row, length in zip(input_ids, mask.bool().sum(-1), strict=True)]
         sampling = sampling_arguments(settings, greedy)
+        verify_sampling_tokens(sampling_config(settings), self.vocab_size)
         request = GenerateRequest([{"prompt_token_ids": ids} for ids in prompts], sampling)
         if sampling["temperature"] == 0:
             request.greedy_temperature = settings.get("temperature")
@@ -118,6 +128,15 @@ class VllmGenerationWorker:
     def stop(self) -> None:
         """End the engine; all its memory is free then."""
         self.engine.close()
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        return self._model_config.get_text_config().vocab_size
+
+    @cached_property
+    def _model_config(self) -> Any:
+        return load_config(self.model_name, self.trust_remote_code)
 
 
 class VllmGeneration(GenerationInterface):
@@ -155,17 +174,12 @@ class VllmGeneration(GenerationInterface):
         """Continue each row; starts the engine where ``prepare_for_generation`` was not called. Further keys are passed on.
 
         Raises:
-            ConfigError: The batch has images; see also ``VllmGenerationWorker.generate``.
+            ConfigError: The batch has images or positions; see also ``VllmGenerationWorker.generate``.
         """
-        images = [key for key in IMAGE_KEYS if key in data]
-        if images:
-            raise ConfigError(
-                f"The batch has '{images[0]}', and VllmGeneration takes token ids only. Leave it out of the batch, or generate "
-                "with HuggingFaceGeneration"
-            )
-        verify_right_padding(data, raise_error=True)
+        verify_text_only(data, "VllmGeneration", "HuggingFaceGeneration")
+        verify_token_ids(data)
         ids, mask = tokens_and_mask(data)
-        output = self.worker.generate(ids, mask, greedy)
+        output = self.worker.generate(ids, mask, greedy).to(ids.device)
         extra = {name: value for name, value in data.items() if name not in ("input_ids", "attention_mask", *output)}
         return BatchedDataDict({**extra, **output})
 
@@ -178,7 +192,7 @@ class VllmGeneration(GenerationInterface):
     @property
     def vocab_size(self) -> int:
         """Tokens that the model knows."""
-        return load_config(self.worker.model_name, self.worker.trust_remote_code).get_text_config().vocab_size
+        return self.worker.vocab_size
 
     def update_weights(self, weights_handle: WeightsHandle) -> int:
         """See ``VllmGenerationWorker.update_weights``."""
@@ -193,43 +207,49 @@ def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the arguments of ``vllm.LLM``: everything but the keys of ``GenerationConfig``, and what ``vllm_cfg`` holds.
 
     Raises:
-        ConfigError: A key is given flat and nested, with different values.
+        ConfigError: A key is given flat and nested, with different values, or is vLLM's name of a setting of the generation.
     """
     flat = {
         name: value for name, value in config.items() if name not in (*GenerationConfig.__annotations__, "vllm_cfg")
     }
     nested = dict(config.get("vllm_cfg") or {})
+    refuse_other_names((*flat, *nested))
     for name in flat.keys() & nested.keys():
         if flat[name] != nested[name]:
             raise ConfigError(f"{name} is {flat[name]}, and in vllm_cfg {nested[name]}; give it once")
     return flat | nested
 
 
-def sampling_arguments(settings: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
-    """Turn settings of a generation into arguments of ``vllm.SamplingParams``; None and missing keys restrict nothing.
-
-    Only the length has a limit of its own: that of ``HuggingFaceGeneration``.
+def sampling_config(settings: Mapping[str, Any]) -> SamplingConfig:
+    """Check settings of a generation as ``HuggingFaceGeneration`` does; None and missing keys are the default.
 
     Raises:
-        ConfigError: vLLM would sample at another temperature.
+        ConfigError: One is of another type or out of its bounds, or vLLM would sample at another temperature.
     """
-    temperature = settings.get("temperature")
-    temperature = SamplingConfig.temperature if temperature is None else temperature
-    check_temperature(temperature, "temperature")
-    if temperature == 0:
+    given = {
+        key: value for key, value in settings.items() if value is not None and key not in ("backend", "model_name")
+    }
+    if given.get("temperature") == 0:
         raise ConfigError(
             "temperature=0 divides by 0. Type temperature=1.0 and do_sample=False, or generate with greedy=True"
         )
-    max_tokens = settings.get("max_new_tokens")
-    eos = settings.get("eos_token_id")
-    greedy = greedy or settings.get("do_sample") is False
+    config = from_mapping(SamplingConfig, given)
+    check_temperature(config.temperature, "temperature")
+    return config
+
+
+def sampling_arguments(settings: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
+    """Turn settings of a generation into arguments of ``vllm.SamplingParams``."""
+    config = sampling_config(settings)
+    greedy = greedy or not config.do_sample
+    eos = config.eos_token_id
     values = {
-        "max_tokens": SamplingConfig.max_new_tokens if max_tokens is None else max_tokens,
-        "temperature": 0.0 if greedy else temperature,
-        "top_p": None if greedy else settings.get("top_p"),
-        "top_k": None if greedy else settings.get("top_k"),
-        "repetition_penalty": settings.get("repetition_penalty"),
-        "allowed_token_ids": settings.get("allowed_token_ids"),
+        "max_tokens": config.max_new_tokens,
+        "temperature": 0.0 if greedy else config.temperature,
+        "top_p": None if greedy else config.top_p,
+        "top_k": None if greedy else config.top_k,
+        "repetition_penalty": config.repetition_penalty,
+        "allowed_token_ids": config.allowed_token_ids,
         "stop_token_ids": [eos] if isinstance(eos, int) else eos,
         "ignore_eos": eos is not None,  # the model's own is replaced by the given one
     }

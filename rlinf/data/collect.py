@@ -85,7 +85,7 @@ def collect(config: RunConfig) -> Path:
     env = make_env(config.env, min(settings.num_envs, settings.num_episodes), auto_reset=False)
     try:
         specs = collection_specs(env, settings.split, settings.num_episodes, config.seed)
-        policy, about = _policy(config)
+        policy, about = _policy(config, env.task_names)
         writer = LeRobotWriter(
             config.dataset,
             fps=settings.fps or max(1, round(env.metadata.get("render_fps", DEFAULT_FPS))),
@@ -137,7 +137,7 @@ def collection_specs(env: VectorEnv, split: str, num_episodes: int, seed: int) -
     return [available[int(drawn[i // num_tasks]) * num_tasks + i % num_tasks] for i in range(num_episodes)]
 
 
-def _policy(config: RunConfig) -> tuple[RowPolicy | None, dict[str, Any]]:
+def _policy(config: RunConfig, task_names: Sequence[str]) -> tuple[RowPolicy | None, dict[str, Any]]:
     """Return the policy of ``checkpoint`` (None: the expert acts), and what the dataset records of who acted."""
     if config.checkpoint is None:
         return None, {"demonstrator": "expert", "expert": to_mapping(config.sft.expert)}
@@ -148,7 +148,7 @@ def _policy(config: RunConfig) -> tuple[RowPolicy | None, dict[str, Any]]:
     present = build_manifest(config, model, policy_version=saved.policy_version)
     differences = [str(mismatch) for mismatch in check(saved, present, config.evaluation.allow_mismatch)]
     model = model.to(resolve_device(config.cluster.device, 1))
-    policy = RowPolicy(model, config.collect.greedy, config.rollout.temperature, config.seed)
+    policy = RowPolicy(model, task_names, config.collect.greedy, config.rollout.temperature, config.seed)
     return policy, {
         "demonstrator": "policy",
         "checkpoint": str(source),
@@ -268,9 +268,10 @@ def _summary(folder: Path, results: list[EpisodeResult], stored: list[EpisodeRes
     successes = sum(result.success for result in results)
     low, high = wilson_interval(successes, len(results))
     tasks = sorted({result.task for result in results})
+    noun = "task" if len(tasks) == 1 else "tasks"
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     lines = [
-        f"played    {len(results)} episodes of {len(tasks)} tasks, {successes} successes = {successes / len(results):.1%} "
+        f"played    {len(results)} episodes of {len(tasks)} {noun}, {successes} successes = {successes / len(results):.1%} "
         f"(95 % {low:.1%} - {high:.1%})",
         f"stored    {len(stored)} episodes, {num_rows:,} rows, {size / 2**20:.1f} MiB",
         f"dataset   {folder}",

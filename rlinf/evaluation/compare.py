@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +121,7 @@ class Comparison:
             counts = [f"{one.successes}/{one.episodes}" for one in (pairs.a, pairs.b)]
             lines.append(
                 f"{name.ljust(width)}  {counts[0]:>7}  {counts[1]:>7}  {100 * pairs.difference:+6.1f}  "
-                f"{pairs.only_a:>6}  {pairs.only_b:>6}  {pairs.p_value:.3g}"
+                f"{pairs.only_a:>6}  {pairs.only_b:>6}  {p_text(pairs.p_value).removeprefix('p = ')}"
             )
         lines += [f"allowed by evaluation.allow_mismatch: {mismatch}" for mismatch in self.mismatches]
         return "\n".join([*lines, self.verdict(), f"{METHOD}."])
@@ -131,8 +132,13 @@ class Comparison:
         low, high = (100 * end for end in total.interval)
         return (
             f"b - a = {100 * total.difference:+.1f} percentage points, 95 % interval {low:+.1f} to {high:+.1f}, "
-            f"p = {total.p_value:.3g}"
+            f"{p_text(total.p_value)}"
         )
+
+
+def p_text(p_value: float) -> str:
+    """Return ``p = 0.00012``; of one that no float64 holds, what is known of it."""
+    return f"p = {p_value:.3g}" if p_value else f"p < {sys.float_info.min:.0e}"
 
 
 def mcnemar_exact(only_a: int, only_b: int) -> float:

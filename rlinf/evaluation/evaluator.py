@@ -50,12 +50,15 @@ def evaluation_mode(model: ActionModel) -> Iterator[None]:
 class RowPolicy:
     """Acts for single rows, each with its own random numbers and inputs, in calls of ``NUM_ROWS`` rows of one shape."""
 
-    def __init__(self, model: ActionModel, greedy: bool, temperature: float, seed: int) -> None:
-        self.model = model
+    def __init__(
+        self, model: ActionModel, task_names: Sequence[str], greedy: bool, temperature: float, seed: int
+    ) -> None:
+        self.model, self.task_names = model, task_names
         self.greedy, self.temperature, self.seed = greedy, temperature, seed
 
     def stream(self, spec: EpisodeSpec) -> np.random.Generator:
-        words = ("evaluation", spec.suite, spec.task_id, spec.init_state_id, spec.seed)
+        """Return the random numbers of an episode: by its task's name, whose number changes with ``env.tasks``."""
+        words = ("evaluation", spec.suite, self.task_names[spec.task_id], spec.init_state_id, spec.seed)
         return np.random.default_rng(derive_seed(self.seed, *words))
 
     def act(self, observation: Observation, streams: Sequence[np.random.Generator]) -> np.ndarray:
@@ -125,7 +128,7 @@ def evaluate_policy(
     if not specs:
         raise ConfigError("The list of evaluation episodes is empty; use evaluation.num_episodes=200 or more.")
     start, num_restarts = time.monotonic(), env.num_restarts
-    policy = RowPolicy(model, greedy, temperature, seed)
+    policy = RowPolicy(model, env.task_names, greedy, temperature, seed)
     found = {result.spec: result for result in known}
     queue = [spec for spec in specs if spec not in found]
     with evaluation_mode(model):
@@ -135,7 +138,10 @@ def evaluate_policy(
         results = [found[spec] for spec in specs]
         evaluation = EvaluationResult(results, greedy, temperature, seed)
         if video_folder is not None:
-            evaluation.videos = _record(policy, env, results, Path(video_folder), num_videos_per_task, video_size)
+            evaluation.videos, warnings = _record(
+                policy, env, results, Path(video_folder), num_videos_per_task, video_size
+            )
+            evaluation.warnings += warnings
     if env.num_restarts > num_restarts:
         evaluation.warnings.append(
             f"{env.num_restarts - num_restarts} of the simulators' worker processes were lost and replaced, and the episodes "
@@ -198,8 +204,12 @@ def _run(
 
 def _record(
     policy: RowPolicy, env: VectorEnv, results: Sequence[EpisodeResult], folder: Path, num_per_task: int, size: int
-) -> list[dict[str, Any]]:
-    """Replay the first success and the first failure of each task, and write what is seen as MP4s."""
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Replay the first success and the first failure of each task, and write what is seen as MP4s.
+
+    Returns:
+        The videos, and a warning if an episode did not end as it was counted.
+    """
     chosen: dict[tuple[str, bool], list[EpisodeResult]] = {}
     limits = {True: (num_per_task + 1) // 2, False: num_per_task // 2}
     for result in results:
@@ -207,18 +217,24 @@ def _record(
         if len(kept) < limits[result.success]:
             kept.append(result)
     queue = [result for key in sorted(chosen, key=lambda key: (key[0], not key[1])) for result in chosen[key]]
-    videos = []
+    videos, changed = [], []
     for first in range(0, len(queue), env.num_envs):
         wave = queue[first : first + env.num_envs]
-        for number, (result, instruction, frames) in enumerate(
-            _replay(policy, env, [r.spec for r in wave], size), first
-        ):
+        replays = _replay(policy, env, [counted.spec for counted in wave], size)
+        for number, (counted, (result, instruction, frames)) in enumerate(zip(wave, replays, strict=True), first):
+            if (result.success, result.num_env_steps) != (counted.success, counted.num_env_steps):
+                changed.append(f"{result.task}, init state {result.spec.init_state_id}")
             outcome = "success" if result.success else "failure"
             slug = re.sub(r"[^a-z0-9]+", "_", result.task.lower()).strip("_")[:MAX_SLUG_LEN]
             path = write_video(folder / f"{slug}_{outcome}_{number:03d}.mp4", frames, instruction, result.success)
             about = {"task": result.task, "instruction": instruction, "success": bool(result.success)}
             videos.append({"path": f"{folder.name}/{path.name}", **about})
-    return videos
+    if not changed:
+        return videos, []
+    return videos, [
+        f"{len(changed)} of {len(queue)} episodes ended otherwise when they were played again for the videos (first: "
+        f"{changed[0]}): the simulator or the policy does not repeat itself, so another evaluation may give other numbers"
+    ]
 
 
 def _replay(

@@ -38,25 +38,49 @@ def write_report(run_folder: str | os.PathLike) -> Path:
         CheckpointError: The folder has neither metrics nor an evaluation.
     """
     data = read_run(run_folder)
-    title = str(data.summary.get("experiment") or data.folder.resolve().name)
+    title = _title(data)
     parts = (
         headline, warnings, _success_curves, tasks, _success_by_step, comparisons, all_evaluations, _gallery, _training_curves,
         _texts,
     )  # fmt: skip
     sections = [_header(title, data), *(part(data) for part in parts)]
+    tab = ": ".join([title, *_newest_result(data)])
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)} - rlinf report</title><style>{CSS}</style></head><body><main>"
+        f"<title>{escape(tab)} - rlinf</title><style>{CSS}</style></head><body><main>"
         f"{''.join(sections)}</main></body></html>\n"
     )
     return write_text(data.folder / REPORT_FILE, page)
 
 
+def _title(data: RunData) -> str:
+    """The run or the evaluated policy, and the env: ``reach_ppo on tabletop``, ``run1/rl_000012 on libero_spatial``."""
+    config = data.settings
+    if data.lines or data.summary:
+        name = data.summary.get("experiment") or config.get("experiment_name")
+    else:
+        source = config.get("checkpoint") or _get(config, "model", "model_path")
+        name = _place(Path(source)) if source else _get(config, "model", "model_type")
+    env = data.suite or _get(config, "env", "name")
+    return f"{name or _place(data.folder.resolve())}{f' on {env}' if env else ''}"
+
+
+def _place(folder: Path) -> str:
+    """The folder's name, below the name of the run in which it lies, where the path tells it."""
+    run = folder.parents[1].name if folder.parent.name in ("checkpoints", "eval") else ""
+    return f"{run}/{folder.name}" if run else folder.name
+
+
+def _newest_result(data: RunData) -> list[str]:
+    shown = data.after or next(reversed(data.evaluations), None)
+    return [f"{shown.result.success_rate:.1%} ({shown.result.successes}/{shown.result.episodes})"] if shown else []
+
+
 def _header(title: str, data: RunData) -> str:
     config = data.settings
     facts = {
-        "model": _get(config, "model", "model_type"), "env": _get(config, "env", "name"),
+        "model": _get(config, "model", "model_type"), "env": data.suite or _get(config, "env", "name"),
         "algorithm": _get(config, "algorithm", "name"), "seed": data.summary.get("seed", config.get("seed")),
         "env steps": f"{data.summary['env_steps']:,}" if "env_steps" in data.summary else None,
         "checkpoint": config.get("checkpoint"), "actions": _actions(data),
@@ -69,8 +93,9 @@ def _header(title: str, data: RunData) -> str:
 
 
 def _actions(data: RunData) -> str | None:
-    greedy = {one.result.greedy for one in data.evaluations}
-    return None if len(greedy) != 1 else "greedy" if greedy == {True} else "sampled"
+    results = [one.result for one in data.evaluations]
+    found = {"greedy" if one.greedy else f"sampled at temperature {one.temperature:g}" for one in results}
+    return found.pop() if len(found) == 1 else None
 
 
 def _success_curves(data: RunData) -> str:
@@ -193,7 +218,7 @@ def _gallery(data: RunData) -> str:
             parts.append(f'<h4>{escape(name)}</h4><div class="gallery">{"".join(figures)}</div>')
     if not parts:
         return ""
-    note = '<p class="note">The first success and the first failure of each task, where there is one.</p>'
+    note = '<p class="note">The first successes and the first failures of each task, played again for the camera.</p>'
     return f"<h2>Videos</h2>{note}{''.join(parts)}"
 
 

@@ -69,6 +69,11 @@ class RunData:
         split = (self.settings.get("evaluation") or {}).get("split")
         return "training episodes" if split == "train" else "held-out episodes"
 
+    @property
+    def suite(self) -> str | None:
+        """The suite of the episodes that were evaluated; None: there are none."""
+        return self.evaluations[-1].result.results[0].spec.suite if self.evaluations else None
+
     def evaluation(self, *tags: str) -> Evaluation | None:
         """Return the first of the tags that there is."""
         found = {one.tag: one for one in self.evaluations}
@@ -83,6 +88,21 @@ class RunData:
     def after(self) -> Evaluation | None:
         """The evaluation after RL."""
         return self.evaluation("after_rl")
+
+    @cached_property
+    def gain(self) -> dict[str, Any] | None:
+        """``before`` (a) against ``after`` (b), paired, as in ``compare.json``; None where one is missing, or where the
+        episodes or the way of drawing actions were changed between them."""
+        if self.before is None or self.after is None:
+            return None
+        first, second = self.before.result, self.after.result
+        if {one.spec for one in first.results} != {one.spec for one in second.results}:
+            return None
+        if sampling_differences(first, second):
+            return None
+        comparison = compare(first, second)
+        comparison.a, comparison.b = self.before.name, self.after.name
+        return comparison.as_dict()
 
 
 def read_run(folder: str | os.PathLike) -> RunData:
@@ -109,8 +129,8 @@ def read_run(folder: str | os.PathLike) -> RunData:
         data.summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     if (folder / COMPARISON_FILE).exists():
         data.comparison = json.loads((folder / COMPARISON_FILE).read_text(encoding="utf-8"))
-    elif data.before is not None and data.after is not None:
-        data.comparison = _gain(data.before, data.after)
+    else:
+        data.comparison = data.gain
     newest_first = sorted(folder.glob("checkpoints/*/state.json"), key=lambda path: -path.stat().st_mtime)
     places = [folder, *(path.parent for path in newest_first)]
     for name in ("config", "manifest"):
@@ -119,14 +139,3 @@ def read_run(folder: str | os.PathLike) -> RunData:
         if found is not None:
             setattr(data, name, found.read_text(encoding="utf-8"))
     return data
-
-
-def _gain(before: Evaluation, after: Evaluation) -> dict[str, Any] | None:
-    """Compare two evaluations of a run; None where episodes or the way of drawing actions were changed between them."""
-    if {one.spec for one in before.result.results} != {one.spec for one in after.result.results}:
-        return None
-    if sampling_differences(before.result, after.result):
-        return None
-    comparison = compare(before.result, after.result)
-    comparison.a, comparison.b = before.name, after.name
-    return comparison.as_dict()

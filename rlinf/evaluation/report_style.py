@@ -75,6 +75,8 @@ figcaption small { display: block; color: var(--soft); }
   background: var(--bad-bg); }
 h4 { font-size: 14px; color: var(--soft); margin: 18px 0 10px; font-weight: 600; }
 details { margin-top: 12px; } summary { cursor: pointer; font-weight: 600; }
+@media (max-width: 640px) { main { padding: 20px 14px 40px; } td { white-space: normal; } td.wrap { min-width: 90px; }
+  td .interval { display: none; } td small { margin-left: 0; } }
 pre { overflow: auto; max-height: 480px;
   font: 12.5px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; margin: 12px 0 0; }
 """

@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 from rlinf.evaluation.charts import difference_bar, interval_bar
+from rlinf.evaluation.compare import p_text
 from rlinf.evaluation.report_data import RunData
 from rlinf.evaluation.result import Success
 
@@ -23,16 +24,26 @@ def headline(data: RunData) -> str:
         tiles.append(_tile(f"Success {before.name}", before.result.total, 2))
     tiles.append(_tile("Success after RL", after.result.total, 1))
     if before is not None:
-        gain = 100 * (after.result.success_rate - before.result.success_rate)
-        apart = (
-            after.result.interval[0] > before.result.interval[1] or before.result.interval[0] > after.result.interval[1]
-        )
-        verdict = "the 95 % intervals do not overlap" if apart else "the 95 % intervals overlap"
-        tiles.append(
-            f'<div class="card"><div class="name">Gain by RL</div><div class="value">{gain:+.1f}</div>'
-            f'<div class="detail">percentage points; {verdict}</div></div>'
-        )
+        tiles.append(_gain_tile(before.result.success_rate, after.result.success_rate, data.gain))
     return f'<section class="headline">{"".join(tiles)}</section>'
+
+
+def _gain_tile(before: float, after: float, paired: dict[str, Any] | None) -> str:
+    """The difference with its paired test; ``paired``: as in ``RunData.gain``."""
+    if paired is None:
+        detail = "percentage points, not tested: the two did not play the same episodes in the same way"
+    else:
+        total = paired["total"]
+        low, high = (100 * end for end in total["interval"])
+        detail = (
+            f"percentage points, 95 % interval {low:+.1f} to {high:+.1f}; of the same {total['episodes']} episodes, "
+            f"{total['only_b']} were solved only after RL and {total['only_a']} only before: "
+            f"{p_text(total['p_value'])} (McNemar)"
+        )
+    return (
+        f'<div class="card"><div class="name">Gain by RL</div><div class="value">{100 * (after - before):+.1f}</div>'
+        f'<div class="detail">{escape(detail)}</div></div>'
+    )
 
 
 def _tile(name: str, success: Success, colour: int) -> str:
@@ -67,7 +78,7 @@ def tasks(data: RunData) -> str:
     return (
         f'<h2>Success per task</h2><div class="card scroll"><table><thead><tr><th>task</th>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"
-        f'<p class="note">{data.episodes.capitalize()}, each run once; bars are 95 % Wilson intervals.</p>'
+        f'<p class="note">{data.episodes.capitalize()}, each run once; the intervals are 95 % Wilson intervals.</p>'
     )
 
 
@@ -101,7 +112,7 @@ def comparisons(data: RunData) -> str:
     body = "".join(
         f'<tr{style}><td class="wrap">{escape(task)}</td>{_count_cell(pairs, "a")}{_count_cell(pairs, "b")}'
         f"<td>{_difference(pairs)}</td><td>{pairs['only_a']}</td><td>{pairs['only_b']}</td>"
-        f"<td>{pairs['p_value']:.3g}</td></tr>"
+        f"<td>{escape(p_text(pairs['p_value']).removeprefix('p = '))}</td></tr>"
         for task, pairs, style in rows
     )
     notes = [

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.intervals import wilson_interval
+from rlinf.files import write_text
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 
@@ -138,12 +139,7 @@ class EvaluationResult:
 
     def to_json(self, path: str | os.PathLike) -> Path:
         """Write ``as_dict()`` to ``path``, atomically."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.tmp")
-        partial.write_text(json.dumps(self.as_dict(), indent=1), encoding="utf-8")
-        os.replace(partial, path)
-        return path
+        return write_text(path, json.dumps(self.as_dict(), indent=1))
 
     @classmethod
     def from_json(cls, path: str | os.PathLike) -> EvaluationResult:

@@ -173,14 +173,63 @@ def test_headline_holds_the_numbers_of_the_results(run):
         for success in result.per_task.values():
             assert f"({success.successes}/{success.episodes}," in text
     assert f"{100 * (after.success_rate - before.success_rate):+.1f}" in text
-    assert "the 95 % intervals do not overlap" in text
 
 
-def test_overlapping_intervals_are_said_to_overlap(tmp_path):
-    evaluation(0.5).to_json(tmp_path / "eval" / "before_rl" / "result.json")
-    evaluation(0.52).to_json(tmp_path / "eval" / "after_rl" / "result.json")
-    text = write_report(tmp_path).read_text()
-    assert "the 95 % intervals overlap" in text and "do not overlap" not in text
+def gain_tile(page: Path) -> str:
+    return re.search(r'Gain by RL</div>.*?<div class="detail">([^<]*)</div>', page.read_text(encoding="utf-8"))[1]
+
+
+@pytest.mark.parametrize("rates", [(0.41, 0.91), (0.5, 0.52)])
+def test_gain_is_given_with_its_paired_test(tmp_path, rates):
+    before, after = map(evaluation, rates)
+    for tag, result in (("before_rl", before), ("after_rl", after)):
+        result.to_json(tmp_path / "eval" / tag / "result.json")
+    pairs = list(zip(before.results, after.results, strict=True))
+    only_before = sum(a.success and not b.success for a, b in pairs)
+    only_after = sum(b.success and not a.success for a, b in pairs)
+    total = compare(before, after).total
+    low, high = (100 * end for end in total.interval)
+    tile = gain_tile(write_report(tmp_path))
+    assert f"of the same 200 episodes, {only_after} were solved only after RL and {only_before} only before" in tile
+    assert f"95 % interval {low:+.1f} to {high:+.1f}" in tile and f"p = {total.p_value:.3g} (McNemar)" in tile
+    assert (total.p_value < 0.05) == (low > 0) == (rates[1] > 0.9), "a control: one gain is chance"
+
+
+def title_of(page: Path) -> str:
+    return re.search("<title>(.*?)</title>", page.read_text(encoding="utf-8"))[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ("checkpoint: outputs/run_3/checkpoints/rl_000012", "run_3/rl_000012"),
+        ("checkpoint: checkpoints/rl_000012", "rl_000012"),
+        ("checkpoint: /models/exported", "exported"),
+        ("model: {model_path: org/openvla-7b, model_type: openvla}", "openvla-7b"),
+        ("model: {model_path: null, model_type: mlp}", "mlp"),
+        ("", "evening"),
+    ],
+)
+def test_the_browser_tab_names_what_was_evaluated_the_suite_and_the_result(tmp_path, config, name):
+    folder = tmp_path / "evening"
+    result = evaluation(0.5)
+    result.results = [replace(one, spec=replace(one.spec, suite="libero_goal")) for one in result.results]
+    result.to_json(folder / "result.json")
+    (folder / "config.yaml").write_text(config + "\nexperiment_name: default\n" if config else "{}")
+    share = f"{result.successes / 200:.1%} ({result.successes}/200)"
+    assert title_of(write_report(folder)) == f"{name} on libero_goal: {share} - rlinf"
+
+
+@pytest.mark.parametrize(("greedy", "words"), [(True, "greedy"), (False, "sampled at temperature 0.7")])
+def test_the_head_of_the_page_says_how_actions_were_drawn(tmp_path, greedy, words):
+    replace(evaluation(0.5), greedy=greedy, temperature=0.7).to_json(tmp_path / "result.json")
+    assert f"<span>actions <b>{words}</b></span>" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_the_browser_tab_of_a_run_names_the_experiment_and_the_success_after_rl(run):
+    after = EvaluationResult.from_json(run / "eval" / "after_rl" / "result.json")
+    expected = f"quickstart on tabletop: {after.success_rate:.1%} ({after.successes}/200) - rlinf"
+    assert title_of(run / "report.html") == expected
 
 
 def test_gain_by_rl_is_compared_pair_by_pair(run):
@@ -196,6 +245,7 @@ def test_evaluations_of_other_episodes_are_not_compared(tmp_path):
     evaluation(0.4).to_json(tmp_path / "eval" / "before_rl" / "result.json")
     evaluation(0.9, 100).to_json(tmp_path / "eval" / "after_rl" / "result.json")
     assert "Paired comparison" not in write_report(tmp_path).read_text()
+    assert "not tested" in gain_tile(tmp_path / "report.html") and "p =" not in gain_tile(tmp_path / "report.html")
     evaluation(0.9).to_json(tmp_path / "eval" / "after_rl" / "result.json")
     assert "Paired comparison" in write_report(tmp_path).read_text()
     replace(evaluation(0.9), greedy=False).to_json(tmp_path / "eval" / "after_rl" / "result.json")

@@ -238,6 +238,22 @@ def test_sampled_episode_does_not_depend_on_the_other_episodes():
     assert alone == every[5:6]
 
 
+def test_sampled_episode_does_not_depend_on_which_tasks_are_left(monkeypatch):
+    """``env.tasks`` changes a task's number, and not its name."""
+    policy, start = BinPolicy(), NumberLineEnv._start
+    monkeypatch.setattr(NumberLineEnv, "_start", lambda env, spec: start(env, replace(spec, task_id=1)))
+    every = evaluate_policy(policy, NumberLineEnv(20), specs_of(20), greedy=False).results
+    second = [result for result in every if result.task == TASKS[1]]
+    monkeypatch.setitem(globals(), "TASKS", TASKS[1:])
+    monkeypatch.setattr(NumberLineEnv, "task_names", TASKS)
+    alone = evaluate_policy(
+        policy, NumberLineEnv(20), [replace(one.spec, task_id=0) for one in second], greedy=False
+    ).results
+    assert [replace(one, spec=two.spec) for one, two in zip(alone, second, strict=True)] == second
+    other = evaluate_policy(policy, NumberLineEnv(20), [one.spec for one in alone], greedy=False, seed=1).results
+    assert other != alone, "a control"
+
+
 def test_every_policy_call_has_the_same_number_of_rows():
     policy = BinPolicy()
     for num_envs in (1, NUM_ROWS + 1, 40):
@@ -325,6 +341,22 @@ def test_replayed_episode_is_the_evaluated_one_and_has_a_frame_per_env_step(tmp_
     for video, (_, num_frames, instruction, success) in zip(result.videos, recorded, strict=True):
         first = next(r for r in result.results if (r.task, r.success) == (video["task"], video["success"]))
         assert (num_frames, instruction, success) == (first.num_env_steps + 1, first.task, first.success)
+
+
+class ForgetfulEnv(NumberLineEnv):
+    """Begins an episode elsewhere when it is played for the second time."""
+
+    def _start(self, spec):
+        self.seen = {**getattr(self, "seen", {}), spec: getattr(self, "seen", {}).get(spec, -1) + 1}
+        return super()._start(spec) - 2 * self.seen[spec]
+
+
+@pytest.mark.parametrize(("env", "warned"), [(ForgetfulEnv, True), (NumberLineEnv, False)])
+def test_replays_that_end_otherwise_than_counted_are_warned_of(tmp_path, env, warned):
+    result = evaluate_policy(BinPolicy(), env(8), specs_of(30), video_folder=tmp_path, video_size=32)
+    found = [text for text in result.warnings if f"of {len(result.videos)} episodes ended otherwise" in text]
+    assert result.warnings == found and bool(found) == warned
+    assert result.results == evaluate_policy(BinPolicy(), NumberLineEnv(8), specs_of(30)).results, "counts stay"
 
 
 def test_a_task_of_any_name_gets_a_video(tmp_path, monkeypatch):

@@ -41,6 +41,19 @@ class NonFiniteError(RLinfError):
     """A loss or a gradient is NaN or infinite."""
 
 
+class RankError(RuntimeError):
+    """A rank was killed, or failed by what is no user error: the message has its traceback, and the CLI adds none."""
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    """Return the known name that looks most like ``name``, or for which it is short (``lr``, ``gpu_mem``), or None."""
+    name, known = str(name), [str(option) for option in names]
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if not found and len(name) > 1:
+        found = [o for o in known if o.startswith(name) or name == "".join(word[:1] for word in o.split("_"))]
+    return found[0] if found else None
+
+
 def did_you_mean(name: str, options: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the closest option, and the list of all options.
 
@@ -49,6 +62,6 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
         options: What would have been accepted.
     """
     names = sorted(str(option) for option in options)
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f" Did you mean '{close[0]}'?" if close else ""
+    close = closest(name, names)
+    hint = f" Did you mean '{close}'?" if close else ""
     return f"{hint} Known: {', '.join(names) if names else '(none)'}."

@@ -150,6 +150,23 @@ class Mismatch:
         return f"{self.field}: saved {_short(self.saved)}, present {_short(self.present)}"
 
 
+def conditions_of(config: RunConfig) -> dict[str, Any]:
+    """Return the fields of a manifest that follow from a configuration and this machine, without the model."""
+    from rlinf.envs import ENVS
+    from rlinf.envs.episodes import select_tasks
+
+    env_class = ENVS.get(config.env.name)
+    tasks = select_tasks(env_class.all_task_names(config.env), config.env.tasks)
+    env = {name: value for name, value in asdict(config.env).items() if name not in env_class.free_settings}
+    return {
+        "versions": library_versions(),
+        "precision": config.model.precision,
+        "env": {**env, "max_episode_steps": {task: env_class.horizon_of(config.env, task) for task in tasks}},
+        "simulators": package_versions(env_class.packages_of(config.env)),
+        "seed": config.seed,
+    }
+
+
 def build_manifest(
     config: RunConfig, model: nn.Module, *, policy_version: int, probe: dict[str, Any] | None = None
 ) -> Manifest:
@@ -161,16 +178,8 @@ def build_manifest(
         policy_version: Weight updates behind its weights.
         probe: What ``take_probe`` returned, where it was taken.
     """
-    from rlinf.envs import ENVS
-    from rlinf.envs.episodes import select_tasks
     from rlinf.training.model_files import weights_digest
 
-    env_class = ENVS.get(config.env.name)
-    tasks = select_tasks(env_class.all_task_names(config.env), config.env.tasks)
-    settings_of_env = {
-        **{name: value for name, value in asdict(config.env).items() if name not in env_class.free_settings},
-        "max_episode_steps": {task: env_class.horizon_of(config.env, task) for task in tasks},
-    }
     settings = model.config.to_dict()
     lora: dict[str, Any] = {"state": "merged" if settings.get("merged_adapters") else "none"}
     if config.model.is_lora:
@@ -179,7 +188,7 @@ def build_manifest(
     names = (*ACTION_FIELDS, *getattr(type(model.config), "manifest_fields", ()))
     actions = {name: settings[name] for name in names if name in settings}
     return Manifest(
-        versions=library_versions(),
+        **conditions_of(config),
         model={"model_type": config.model.model_type, "class": type(model).__name__.removeprefix("FSDP")},
         normalization=_normalization(config.model.unnorm_key, settings),
         preprocessing={
@@ -194,12 +203,8 @@ def build_manifest(
             **actions,
         },
         lora=lora,
-        precision=config.model.precision,
-        env=settings_of_env,
         renderer=os.environ.get("MUJOCO_GL"),
         policy_version=policy_version,
-        seed=config.seed,
-        simulators=package_versions(env_class.packages_of(config.env)),
         probe=probe,
         git_revision=git_revision(),
     )

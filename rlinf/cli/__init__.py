@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
 
-from rlinf.errors import RLinfError, did_you_mean
+from rlinf.errors import RankError, RLinfError, did_you_mean
 
 COMMANDS = {
     "train": ("rlinf.cli.train:train", "behaviour cloning (if configured), then reinforcement learning"),
@@ -40,6 +41,7 @@ EXAMPLES = """examples:
 
 Configuration: docs/configuration.md. Your own YAML files: --config-dir <folder>."""
 
+EXIT_FAULT = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -57,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after ``rlinf``; None: those of the process.
 
     Returns:
-        Exit status: 0 success, 1 ``doctor`` or ``diagnose`` found a fault, 2 an error that the user can mend, 130 interrupted. Other
-        errors are bugs and keep their traceback.
+        Exit status: 0 success, 1 ``doctor`` or ``diagnose`` found a fault or a rank of several failed, 2 an error that the user can
+        mend, 130 interrupted. Other errors are bugs and keep their traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -78,12 +80,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RLinfError as error:
         print_error(error)
         return EXIT_USER_ERROR
+    except RankError as error:
+        print_error(error)
+        return EXIT_FAULT
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"The disk is full: {error}. Free some space, or choose a folder on another disk", file=sys.stderr)
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
-def print_error(error: RLinfError) -> None:
-    """Print the name, the message and the notes of an error that the user can mend."""
+def print_error(error: Exception) -> None:
+    """Print the name, the message and the notes of an error, without a traceback."""
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
     print(f"{type(error).__name__}: {error}{notes}", file=sys.stderr, flush=True)

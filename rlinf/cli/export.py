@@ -31,11 +31,11 @@ def export(arguments: Sequence[str]) -> int:
         raise ConfigError(f"output is '{config.output}', which exists and is not empty. Type output=<a new folder>")
 
     from rlinf.cli.hydra_app import hide_progress_bars
-    from rlinf.config.validation import check_writable
+    from rlinf.config.folders import check_writable
     from rlinf.training.checkpoint import resolve_checkpoint
     from rlinf.training.export import export as write
 
-    check_writable(config.output)
+    check_writable(config.output, "output")
     hide_progress_bars()
     checkpoint = resolve_checkpoint(Path(config.checkpoint).expanduser())
     print(f"exported {checkpoint} to {write(checkpoint, output, config.merge_lora)}")

@@ -35,7 +35,7 @@ from rlinf.config.schema import RunConfig, build_config
 from rlinf.config.validation import validate
 from rlinf.distributed.process_group import resolve_device
 from rlinf.envs.config import num_cores
-from rlinf.errors import ConfigError, RLinfError
+from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.training.checkpoint import CHECKPOINTS_FOLDER, resolve_checkpoint
 
 
@@ -43,11 +43,15 @@ def parse(arguments: Sequence[str]) -> Namespace:
     """Parse the flags and overrides that Hydra knows; ``--config-name`` of an experiment becomes ``experiment=``.
 
     Raises:
-        ConfigError: The named config, or the folder of ``--config-dir``, does not exist, or a flag is none.
+        ConfigError: The named config, or the folder of ``--config-dir``, does not exist, a flag is none, or two exclude each other.
     """
     args, unknown = get_args_parser().parse_known_intermixed_args(list(arguments))
     if unknown:
         raise _no_flag(unknown[0], args.overrides)
+    modes = {"-m": args.multirun, "--cfg": args.cfg, "--info": args.info, "--shell-completion": args.shell_completion}
+    given = [flag for flag, wanted in modes.items() if wanted]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other; required: one of them. Leave {given[0]} out")
     search.register(args.config_dir)
     args.overrides = normalize_overrides(args.overrides)
     name = args.config_name
@@ -87,23 +91,27 @@ def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], obje
         task: Called with the configuration of each run; ``output_dir`` is set and exists.
     """
     args = parse(arguments)
-    is_one_run = not (args.multirun or args.help or args.cfg or args.info)
-    resumed = given_value(args.overrides, "resume") if is_one_run else None
+    only_tells = args.info or args.help or args.hydra_help or args.shell_completion
+    resumed = None if only_tells or args.multirun else given_value(args.overrides, "resume")
     if resumed is not None:
-        start(build(compose_resumed(args, resumed), command), command, task)
+        composed = compose_resumed(args, resumed)
+        config = build(composed, command)
+        show(composed, args) if args.cfg else start(config, command, task)
         return 0
-    if not any((args.cfg, args.info, args.help, args.hydra_help, args.shell_completion)):
+    if not only_tells:
         for overrides in sweep_jobs(args.overrides) if args.multirun else [args.overrides]:
-            validate(build(compose_config(overrides, args.config_dir, args.config_name), command), command)
+            config = build(compose_config(overrides, args.config_dir, args.config_name), command)
+            if not args.cfg:
+                validate(config, command)
 
-    failures: list[RLinfError] = []
+    failures: list[RLinfError | RankError] = []
 
     def execute(composed: DictConfig) -> None:
         try:
             config = build(composed, command)
             config.output_dir = HydraConfig.get().runtime.output_dir
             start(config, command, task)
-        except RLinfError as error:  # Hydra would print it its own way; the other runs of a sweep go on.
+        except (RLinfError, RankError) as error:  # Hydra would print it its own way; the other runs of a sweep go on.
             failures.append(error)
 
     with _arguments(args):
@@ -123,6 +131,11 @@ def build(composed: DictConfig, command: str) -> RunConfig:
     if command == "sft":
         config.trainer.max_steps = 0
     return config
+
+
+def show(composed: DictConfig, args: Namespace) -> None:
+    """Print what ``--cfg job`` asks for."""
+    print(OmegaConf.to_yaml(composed, resolve=args.resolve))
 
 
 def start(config: RunConfig, command: str, task: Callable[[RunConfig], object]) -> None:
@@ -209,10 +222,10 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
         folder = resolve_checkpoint(Path(checkpoint).expanduser())
         composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir)
         composed.checkpoint = str(folder)
-    if args.cfg:
-        print(OmegaConf.to_yaml(composed, resolve=args.resolve))
-        return None
     config = build_config(composed)
+    if args.cfg:
+        show(composed, args)
+        return None
     validate(config, command)
     hide_progress_bars()
     return config

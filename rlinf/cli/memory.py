@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -155,22 +153,6 @@ def policy_on_meta_device(config: RunConfig) -> Any:
         )
     with torch.device("meta"):
         return get_model(model_config, overrides)
-
-
-def checkpoint_parameters(folder: str | Path) -> int:
-    """Count the elements of all tensors in the safetensors files of a folder, from their headers."""
-    total = 0
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = json.loads(file.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                count = 1
-                for size in entry["shape"]:
-                    count *= size
-                total += count
-    return total
 
 
 def available_memory(num_ranks: int) -> int | None:

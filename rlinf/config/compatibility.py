@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlinf.config.folders import check_writable
 from rlinf.config.options import override_text, public_fields, to_mapping
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
@@ -44,8 +45,9 @@ def check_inputs(config: RunConfig) -> None:
         )
     _check_camera_names(config, _declared(config, "cameras"))
     statistics = _declared(config, "norm_stats") or {}
-    if config.model.unnorm_key in statistics:
-        env_class.check_statistics(config.env, statistics[config.model.unnorm_key])
+    key = config.model.unnorm_key or (next(iter(statistics)) if len(statistics) == 1 else None)
+    if key in statistics:
+        env_class.check_statistics(config.env, statistics[key])
     given, wanted = env_class.state_width(config.env), _declared(config, "state_dim")
     if wanted is not None and given is not None and given != wanted:
         own = (
@@ -125,7 +127,7 @@ def check_demonstrator(config: RunConfig) -> None:
     if not env_class.has_expert():
         raise ConfigError(
             f"sft.max_steps={config.sft.max_steps} clones a scripted expert, and env.name={config.env.name} has none "
-            f"({env_class.__name__} does not override expert_actions). Type sft.max_steps=0"
+            f"({env_class.__name__} does not override expert_actions). Type sft.dataset=<folder>, or sft.max_steps=0 for RL alone"
         )
 
 
@@ -133,17 +135,24 @@ def check_evaluation(config: RunConfig) -> None:
     """There must be as many different episodes as are asked for, and what draws the videos."""
     from rlinf.envs import ENVS
 
-    env, evaluation = config.env, config.evaluation
-    env_class = ENVS.get(env.name)
-    num_tasks = len(env.tasks or env_class.all_task_names(env))
-    per_task = env.num_eval_init_states if evaluation.split == "eval" else env.num_train_init_states
-    if evaluation.num_episodes is not None and evaluation.num_episodes > num_tasks * per_task:
+    if config.evaluation.num_episodes is not None:
+        _check_num_episodes(config, "evaluation")
+    if config.evaluation.num_videos_per_task:
+        ENVS.get(config.env.name).check_drawing(config.env)
+
+
+def _check_num_episodes(config: RunConfig, section: str) -> None:
+    """The split of a section must have as many episodes as are asked for."""
+    from rlinf.envs import ENVS
+
+    env, wanted = config.env, getattr(config, section)
+    num_tasks = len(env.tasks or ENVS.get(env.name).all_task_names(env))
+    per_task = env.num_eval_init_states if wanted.split == "eval" else env.num_train_init_states
+    if wanted.num_episodes > num_tasks * per_task:
         raise ConfigError(
-            f"evaluation.num_episodes={evaluation.num_episodes}, but the split '{evaluation.split}' has {num_tasks} tasks x "
-            f"{per_task} initial states = {num_tasks * per_task}. Type evaluation.num_episodes={num_tasks * per_task}"
+            f"{section}.num_episodes={wanted.num_episodes}, but the split '{wanted.split}' has {num_tasks} tasks x {per_task} "
+            f"initial states = {num_tasks * per_task}. Type {section}.num_episodes={num_tasks * per_task}"
         )
-    if evaluation.num_videos_per_task:
-        env_class.check_drawing(env)
 
 
 def check_dataset(config: RunConfig) -> None:
@@ -215,7 +224,6 @@ def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, 
 
 def check_collect(config: RunConfig) -> None:
     """A new folder to write into, something that acts, and enough episodes."""
-    from rlinf.config.validation import check_writable
     from rlinf.envs import ENVS
 
     collect, env = config.collect, config.env
@@ -235,13 +243,7 @@ def check_collect(config: RunConfig) -> None:
             f"env.name={env.name} has no scripted expert, and checkpoint is null: nothing can act. "
             "Type checkpoint=<checkpoint or run folder>"
         )
-    num_tasks = len(env.tasks or env_class.all_task_names(env))
-    per_task = env.num_eval_init_states if collect.split == "eval" else env.num_train_init_states
-    if collect.num_episodes > num_tasks * per_task:
-        raise ConfigError(
-            f"collect.num_episodes={collect.num_episodes}, but the split '{collect.split}' has {num_tasks} tasks x {per_task} initial "
-            f"states = {num_tasks * per_task}. Type collect.num_episodes={num_tasks * per_task}"
-        )
+    _check_num_episodes(config, "collect")
     if collect.video and env.image_size % 2:
         raise ConfigError(
             f"env.image_size={env.image_size} is odd, which MP4 files cannot hold. Type collect.video=false, or "
@@ -259,25 +261,6 @@ def require_package(module: str, wanted_by: str, package: str, instead: str) -> 
         raise MissingDependencyError(
             f"{wanted_by} needs the package '{package}'. Install it: pip install {package}. Or type {instead}"
         )
-
-
-def check_new_folder(config: RunConfig) -> None:
-    """A run starts in a folder without another run, unless it continues that one."""
-    from rlinf.training.checkpoint import CHECKPOINTS_FOLDER, STATE_FILE, resolve_checkpoint
-
-    folder = Path(config.output_dir).expanduser().resolve()
-    found = [name for name in ("metrics.jsonl", CHECKPOINTS_FOLDER) if (folder / name).exists()]
-    if not found:
-        return
-    if config.resume is not None and folder in resolve_checkpoint(config.resume).resolve().parents:
-        return
-    instead = f"resume={config.output_dir} to continue it, or output_dir=<another folder>"
-    if not any(folder.glob(f"{CHECKPOINTS_FOLDER}/*/{STATE_FILE}")):
-        instead = "output_dir=<another folder>, or delete this one: its run ended before the first checkpoint"
-    raise ConfigError(
-        f"output_dir is '{config.output_dir}', which already holds a run ({', '.join(found)}), and a new one would mix with it. "
-        f"Type {instead}"
-    )
 
 
 def _declared(config: RunConfig, field: str) -> Any:

@@ -20,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlinf.config import search
-from rlinf.config.options import closest, override_text, public_fields, to_mapping, unknown_key_message
-from rlinf.config.schema import REGISTRIES, RunConfig
+from rlinf.config.options import closest, override_text, public_fields
+from rlinf.config.schema import REGISTRIES, RunConfig, fields_named, no_key
 from rlinf.errors import ConfigError, did_you_mean
 
 ROOT = "train"
@@ -67,15 +67,8 @@ def _bare_word(word: str, following: str) -> ConfigError:
 
 
 def keys_named(name: str) -> list[str]:
-    """Return the dotted keys whose last part is ``name``: ``trainer.max_steps`` and ``sft.max_steps`` for ``max_steps``."""
-
-    def below(mapping: dict[str, Any], path: str) -> list[str]:
-        found = [path + name] if name in mapping else []
-        for key, value in mapping.items():
-            found += below(value, f"{path}{key}.") if isinstance(value, dict) else []
-        return found
-
-    return [name] if name == search.GROUP else below(to_mapping(RunConfig()), "")
+    """Return what a user may mean by ``name``: the keys with this last part, or ``experiment``."""
+    return [name] if name == search.GROUP else fields_named(name)
 
 
 def free_form_sections(cls: type = RunConfig, path: str = "") -> list[str]:
@@ -168,26 +161,22 @@ def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
 def _unknown_key(override: Override, root: str) -> str | None:
     """Explain an override of a key that does not exist, by walking the configuration without it."""
     node: Any = _compose([], root)
-    parts = override.key_or_group.split(".")
+    whole, parts = node, override.key_or_group.split(".")
     for depth, part in enumerate(parts):
         if not isinstance(node, DictConfig) or part not in node:
             known = [str(key) for key in node] if isinstance(node, DictConfig) else []
             path = ".".join(parts[: depth + 1])
             if not known:
                 return f"'{'.'.join(parts[:depth])}' is a value, so there is no key '{path}' in it."
-            rest = ".".join(parts[depth + 1 :])
-            message = _no_key(path, override.value(), known if depth else [*known, search.GROUP])
-            return re.sub(r"(Type [\w.]+)=", rf"\1.{rest}=", message) if rest else message
+            if depth == len(parts) - 1:
+                return no_key(path, override.value(), known if depth else [*known, search.GROUP])
+            near = closest(part, known)
+            meant = ".".join([*parts[:depth], near or part, *parts[depth + 1 :]])
+            keys = [meant] if near and OmegaConf.select(whole, meant) is not None else fields_named(parts[-1])
+            typed = " or ".join(f"{key}={override_text(override.value())}" for key in keys)
+            return f"There is no key '{path}'.{f' Type {typed}' if keys else did_you_mean(part, known)}"
         node = node[part]
     return None
-
-
-def _no_key(dotted: str, value: Any, known: Iterable[str]) -> str:
-    """Say that there is no such key, and where its name is one."""
-    elsewhere = keys_named(dotted.rpartition(".")[2])
-    if not elsewhere:
-        return unknown_key_message(dotted, value, known)
-    return f"There is no key '{dotted}'. Type {' or '.join(f'{key}={override_text(value)}' for key in elsewhere)}"
 
 
 def parse_overrides(overrides: Iterable[str]) -> list[Override]:
@@ -239,7 +228,7 @@ def compose_on_saved(saved: dict[str, Any], overrides: Iterable[str], config_dir
                 f"Type {key}=<value>"
             )
         if key.partition(".")[0] not in public_fields(RunConfig):
-            raise ConfigError(_no_key(key, override.value(), public_fields(RunConfig)))
+            raise ConfigError(no_key(key, override.value(), public_fields(RunConfig)))
     groups = [item for item in parsed if item.key_or_group in sections and isinstance(item.value(), str)]
     fresh = compose_config([item.input_line for item in groups], config_dir)
     config = OmegaConf.create(saved)

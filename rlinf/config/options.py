@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlinf.errors import ConfigError, did_you_mean
+from rlinf.errors import ConfigError, closest, did_you_mean
 
 
 def option(
@@ -89,12 +88,6 @@ def unknown_key_message(dotted: str, value: Any, known: typing.Iterable[str]) ->
     return message
 
 
-def closest(name: str, names: typing.Iterable[str]) -> str | None:
-    """Return the known name that looks most like ``name``, or None."""
-    found = difflib.get_close_matches(str(name), [str(known) for known in names], n=1, cutoff=0.5)
-    return found[0] if found else None
-
-
 def override_text(value: Any) -> str:
     """Write a value the way the command line takes it: ``null``, ``true``, ``[1,2]``; ``...`` for a section."""
     if value is None:
@@ -159,6 +152,8 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
     default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
     example = f"{dotted}={override_text(default)}"
     if not accepted:
+        if _match([value], hint)[0]:  # one item in the place of a list
+            example = f"'{dotted}={override_text([value])}'"
         raise ConfigError(
             f"{dotted} is {override_text(value)!r} ({type(value).__name__}); required: {type_name(hint)}. Type e.g. {example}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 from rlinf.config.options import override_text, to_mapping
 from rlinf.config.schema import RunConfig
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.manifest import Manifest
+from rlinf.manifest import Manifest, compare, conditions_of, refuse
 
 NOT_OF_TRAINING = {
     "checkpoint": "resume={0} to continue its run, or init_from={0} to begin with its weights",
@@ -51,7 +52,8 @@ def check_start(config: RunConfig, command: str) -> None:
         command: ``train`` or ``sft``.
 
     Raises:
-        CheckpointError: It is another model, or an exported policy that is to be resumed.
+        CheckpointError: It is another model, or an exported policy that is to be resumed; or env, number format or versions
+            are not those of the resumed run (``ManifestMismatchError``), as far as the configuration tells.
         ConfigError: The resumed run has another seed, or has done more than is asked for; or a key of another command is set.
     """
     from rlinf.training.checkpoint import read_loop_state, resolve_checkpoint
@@ -65,15 +67,23 @@ def check_start(config: RunConfig, command: str) -> None:
         return
     folder = resolve_checkpoint(source)
     state = read_loop_state(folder) if config.resume is not None else None
-    check_model_type(folder, Manifest.load(folder), config)
+    saved = Manifest.load(folder)
+    check_model_type(folder, saved, config)
     if state is None:
         return
+    begin_anew = f"init_from={config.resume} resume=null output_dir=<a new folder>"
     seed = read_saved_config(folder).get("seed")
     if seed != config.seed:
         raise ConfigError(
             f"seed is {config.seed}, and {folder} was made with seed={seed}; a run has one seed. Type seed={seed}, or begin a new "
-            f"run: init_from={config.resume} resume=null output_dir=<a new folder>"
+            f"run: {begin_anew}"
         )
+    preprocessing = {**saved.preprocessing, "cameras": list(config.env.cameras)}
+    refuse(
+        compare(saved, replace(saved, **conditions_of(config), preprocessing=preprocessing)),
+        config.evaluation.allow_mismatch,
+        f"{folder} was made under conditions that differ from the present ones (a new run may begin with its weights: {begin_anew})",
+    )
     if command == "sft" and state["phase"] == "rl":
         raise ConfigError(f"{folder} has done its cloning and is in RL. Type rlinf train resume={config.resume}")
     if command == "train" and state["step"] > config.trainer.max_steps:

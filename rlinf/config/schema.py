@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlinf.algorithms.config import AlgorithmConfig, PPOConfig
-from rlinf.config.options import from_mapping, option, override_text, plain_container
+from rlinf.config.options import (
+    from_mapping,
+    option,
+    override_text,
+    plain_container,
+    public_fields,
+    to_mapping,
+    unknown_key_message,
+)
 from rlinf.config.plugins import load_plugins
 from rlinf.data.config import CollectConfig
 from rlinf.envs.config import EnvConfig
@@ -72,6 +80,26 @@ def section_class(section: str, name: str) -> type:
     return registry.get(name).config_class
 
 
+def fields_named(name: str) -> list[str]:
+    """Return the dotted keys whose last part is ``name``: ``trainer.max_steps`` and ``sft.max_steps`` for ``max_steps``."""
+
+    def below(mapping: dict[str, Any], path: str) -> list[str]:
+        found = [path + name] if name in mapping else []
+        for key, value in mapping.items():
+            found += below(value, f"{path}{key}.") if isinstance(value, dict) else []
+        return found
+
+    return below(to_mapping(RunConfig()), "")
+
+
+def no_key(dotted: str, value: Any, known: Iterable[str]) -> str:
+    """Say that there is no such key, and where its name is one, or which of the ``known`` ones was meant."""
+    elsewhere = [key for key in fields_named(dotted.rpartition(".")[2]) if key != dotted]
+    if not elsewhere:
+        return unknown_key_message(dotted, value, known)
+    return f"There is no key '{dotted}'. Type {' or '.join(f'{key}={override_text(value)}' for key in elsewhere)}"
+
+
 def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     """Turn a composed configuration into a ``RunConfig``; plugins are imported first, so that their names are known.
 
@@ -86,8 +114,12 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     for section in REGISTRIES:
         given = values.get(section)
         if isinstance(given, Mapping):
-            default_name = getattr(RunConfig(), section).name
-            values[section] = from_mapping(section_class(section, given.get("name", default_name)), given, section)
+            cls = section_class(section, given.get("name", getattr(RunConfig(), section).name))
+            known = public_fields(cls)
+            for key, value in given.items():
+                if key not in known:
+                    raise ConfigError(no_key(f"{section}.{key}", value, known))
+            values[section] = from_mapping(cls, given, section)
         elif section not in values:
             values[section] = section_class(section, getattr(RunConfig(), section).name)()
     return from_mapping(RunConfig, values)

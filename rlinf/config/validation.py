@@ -1,10 +1,10 @@
-"""All cross-checks of a configuration, before any process, model or simulator starts."""
+"""All cross-checks of a configuration, before any process, model or simulator starts.
+
+``validate`` is their list. Here are those of names, devices and batch sizes; in ``compatibility`` whether model, env, dataset
+and command fit each other; in ``folders`` and ``saved`` what is on disk.
+"""
 
 from __future__ import annotations
-
-import os
-import tempfile
-from pathlib import Path
 
 from rlinf.config.compatibility import (
     check_collect,
@@ -14,11 +14,11 @@ from rlinf.config.compatibility import (
     check_generator,
     check_inputs,
     check_logprobs,
-    check_new_folder,
     check_precision,
     require_package,
 )
 from rlinf.config.derived import DerivedNumbers, derive
+from rlinf.config.folders import check_new_folder, check_sources, check_writable
 from rlinf.config.options import closest, override_text
 from rlinf.config.saved import check_start
 from rlinf.config.schema import RunConfig, section_class
@@ -104,10 +104,10 @@ def check_names(config: RunConfig) -> None:
         raise ConfigError(f"env.tasks is []; required: at least one task, or null for all. Type env.tasks=[{known[0]}]")
     for task in wanted or []:
         if task not in known:
-            mended = [closest(task, known) or known[0] if name == task else name for name in wanted]
+            fitting = (name if name in known else closest(name, known) or known[0] for name in wanted)
             raise ConfigError(
                 f"env.tasks names '{task}', which {config.env.name} does not have.{did_you_mean(task, known)} "
-                f"Type env.tasks={override_text(mended)}"
+                f"Type env.tasks={override_text(list(dict.fromkeys(fitting)))}"
             )
     if wanted is not None and len(set(wanted)) < len(wanted):
         raise ConfigError(
@@ -177,63 +177,6 @@ def check_devices(config: RunConfig, num_processes: int) -> None:
                 f"cluster.device=cuda with {num_processes} processes (cluster.num_processes) needs a GPU for each, "
                 f"but torch sees {count}. Type {example}"
             )
-
-
-def check_sources(config: RunConfig) -> None:
-    """Folders that will be loaded must be there and be what they are taken for."""
-    from rlinf.training.checkpoint import resolve_checkpoint
-
-    if config.resume is not None and config.init_from is not None:
-        raise ConfigError(
-            f"resume={config.resume} and init_from={config.init_from} exclude each other: resume continues a run, init_from "
-            "starts a new one from its weights. Type resume=null or init_from=null"
-        )
-    for key in ("resume", "init_from", "checkpoint"):
-        folder = getattr(config, key)
-        if folder is not None:
-            resolve_checkpoint(folder)
-    if config.checkpoint is not None:
-        return  # Weights and processor come from there.
-    model = config.model
-    if (config.resume or config.init_from) is None and model.model_path is None and not model.init_config:
-        raise ConfigError(
-            "model.model_path is null and model.init_config is empty: there are no weights to load, and no sizes for random "
-            "ones. Type model.model_path=<folder or hub id>, or model=openvla_tiny"
-        )
-    from rlinf.models import config_file_names, entry_for
-
-    markers = config_file_names(entry_for(model))
-    for key, names in (("model_path", markers), ("lora_path", ("adapter_config.json",))):
-        path = getattr(model, key)
-        if path is not None:
-            check_hub_folder(f"model.{key}", path, names)
-    if config.tokenizer.tokenizer_model is not None:
-        check_hub_folder("tokenizer.tokenizer_model", config.tokenizer.tokenizer_model, ())
-
-
-def check_hub_folder(key: str, path: str, markers: tuple[str, ...]) -> None:
-    """A folder must exist and hold one of ``markers``; ``organisation/name`` is left to the hub.
-
-    Raises:
-        ConfigError: Neither a folder nor a hub id, or a folder without any of ``markers``.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-
-        def fits(candidate: Path) -> bool:
-            return not markers or any((candidate / name).is_file() for name in markers)
-
-        if not fits(folder):
-            wanted = " or ".join(markers)
-            inside = [child for child in ("model", "adapter") if fits(folder / child)]
-            hint = f" Type {key}={folder / inside[0]}" if inside else f" Type {key}=<folder with {wanted}>"
-            raise ConfigError(f"{key} is '{path}', a folder without {wanted}.{hint}")
-        return
-    looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1 or folder.exists()
-    if looks_local:
-        raise ConfigError(
-            f"{key} is '{path}', which is no folder (and no hub id such as organisation/name). Type {key}=<folder>"
-        )
 
 
 def check_phases(config: RunConfig, command: str) -> None:
@@ -352,20 +295,6 @@ def check_no_comparison(config: RunConfig, command: str) -> None:
             f"evaluation.compare={config.evaluation.compare} is for `rlinf evaluate`, not for `rlinf {command}`. Type "
             f"evaluation.compare=null, and later: rlinf evaluate --compare {config.evaluation.compare} <run folder>/eval/<tag>"
         )
-
-
-def check_writable(output_dir: str, key: str = "output_dir") -> None:
-    """The folder, or the nearest folder above it that exists, must be a folder that this user may write to."""
-    folder = Path(output_dir).expanduser().absolute()
-    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if not existing.is_dir():
-        raise ConfigError(f"{key} is '{output_dir}', but '{existing}' is no folder. Type {key}=<another folder>")
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".rlinf-", dir=existing))
-    except OSError as error:
-        raise ConfigError(
-            f"{key} is '{output_dir}', but nothing can be written in '{existing}' ({error.strerror}). Type {key}=<another folder>"
-        ) from error
 
 
 def nearest_multiple(number: int, of: int) -> int:

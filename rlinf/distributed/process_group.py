@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rlinf.errors import ConfigError, RLinfError
+from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.types import Observation, RolloutBatch
 
 GRACE_S = 5.0
@@ -30,10 +30,6 @@ KILLED_HINT = (
     "SIGKILL: mostly out of memory (`dmesg` tells). SIGSEGV, SIGABRT: a crash in native code, whose Python stack stands "
     "above. Go on from the last checkpoint with rlinf train resume=<run folder>"
 )
-
-
-class RankError(RuntimeError):
-    """A rank failed by what is no user error; the message has its traceback."""
 
 
 def rank() -> int:
@@ -104,6 +100,7 @@ def launch(
     Raises:
         RankError: Another error of a rank, with its traceback, or the signal that killed a rank.
         SystemExit: With 128 + signal number, after a signal and an orderly end of all ranks.
+        KeyboardInterrupt: After SIGINT, where it came before the ranks could end in an orderly way.
     """
     if num_processes == 1:
         if process_group:
@@ -118,25 +115,30 @@ def launch(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     errors = multiprocessing.get_context("spawn").SimpleQueue()
     arguments = (function, argument, num_processes, store.port, device, errors)
-    context = mp.start_processes(_run_rank, arguments, nprocs=num_processes, join=False, start_method="spawn")
+    processes: list[Any] = []
     received: list[int] = []
     killed: list[str] = []
 
     def forward(number: int, _frame: object) -> None:
         kill = bool(received) and number == signal.SIGINT
         received.append(number)
-        for process in context.processes:
+        for process in processes:
             if process.is_alive():
                 process.kill() if kill else process.terminate()
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the ranks do from their start: a terminal tells them too
+        context = mp.start_processes(_run_rank, arguments, nprocs=num_processes, join=False, start_method="spawn")
+        processes += context.processes
+        for number in previous:
+            signal.signal(number, forward)
         # A rank that fails leaves the others waiting for it, so its end ends them all.
-        while alive := [process for process in context.processes if process.is_alive()]:
+        while alive := [process for process in processes if process.is_alive()]:
             multiprocessing.connection.wait([process.sentinel for process in alive])
-            if any(process.exitcode for process in context.processes) and not received:
+            if any(process.exitcode for process in processes) and not received:
                 # A rank inside a collective call cannot run its handler, so it is killed.
-                for index, process in enumerate(context.processes):
+                for index, process in enumerate(processes):
                     process.join(GRACE_S)
                     if process.exitcode is None:
                         process.kill()
@@ -148,6 +150,8 @@ def launch(
         if isinstance(error, RLinfError):
             raise error
         if received:
+            if received[0] == signal.SIGINT and processes[0].exitcode == -signal.SIGTERM:
+                raise KeyboardInterrupt  # before the ranks had begun to listen
             sys.exit(128 + received[0])
         if killed:  # the others then fail because its connections are gone, which is not the cause
             raise RankError(f"{'; '.join(killed)}. {KILLED_HINT}")
@@ -158,7 +162,7 @@ def launch(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        for process in context.processes:
+        for process in processes:
             if process.is_alive():
                 process.terminate()
             process.join()
@@ -167,7 +171,6 @@ def launch(
 def _run_rank(
     rank: int, function: Callable, argument: Any, num_processes: int, port: int, device: str, errors: Any
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent passes it on
     faulthandler.enable()
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

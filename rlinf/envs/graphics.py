@@ -109,7 +109,8 @@ def probe_rendering() -> tuple[str | None, str]:
         if failure is None:
             return backend, f"MuJoCo renders with {backend}."
         failures.append(f"{backend}: {failure}")
-    return None, f"MuJoCo cannot render here ({'; '.join(failures)}). {INSTALL_HINT}"
+    own = " Or type `unset MUJOCO_GL`, and what works is chosen by trying." if os.environ.get("MUJOCO_GL") else ""
+    return None, f"MuJoCo cannot render here ({'; '.join(failures)}). {INSTALL_HINT}{own}"
 
 
 @functools.cache

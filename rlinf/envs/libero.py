@@ -172,9 +172,9 @@ class LiberoVectorEnv(ProcessVectorEnv):
             ConfigError: Its gripper numbers begin at 0 with ``env.gripper=env``, or below with ``env.gripper=openvla``.
         """
         action = statistics["action"]
-        numbers = action["min"] if "min" in action else action["q01"]
-        if len(numbers) != 7:
-            return  # of another robot; the model's own width is checked elsewhere
+        numbers = action.get("min", action.get("q01"))
+        if numbers is None or len(numbers) != 7:
+            return  # mean and deviation alone do not tell; another width is another robot's, and is checked elsewhere
         lowest = float(numbers[6])
         needed = "openvla" if lowest >= 0.0 else "env"
         if needed != config.gripper:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlinf.config.options import plain_container, public_fields
+from rlinf.config.options import override_text, plain_container, public_fields
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
 from rlinf.models.config import ModelConfig
 
@@ -250,7 +250,8 @@ def check_declared_sizes(cfg: ModelConfig, config: Any) -> None:
     ):
         if declared is not None and found is not None and declared != found:
             raise ConfigError(
-                f"model.{key} is {declared}, but the model has {found}. Type model.{key}={found} or model.{key}=null"
+                f"model.{key} is {override_text(declared)}, but the model has {override_text(found)}. "
+                f"Type model.{key}={override_text(found)} or model.{key}=null"
             )
 
 

@@ -252,7 +252,8 @@ def on_every_rank(action: Callable[[], None], what: str) -> None:
 
 
 def _start_folder(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in partial.parent.glob(".*.tmp"):  # by a process that was killed while it wrote
+        shutil.rmtree(left, ignore_errors=True)
     (partial / "rng").mkdir(parents=True)
 
 

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from rlinf.files import sha256_of, write_text
@@ -29,13 +30,21 @@ def save_model_files(folder: Path, model: Any, weights: dict[str, Tensor]) -> No
 
 
 def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
-    """Write weights (or adapters), config, processor and action statistics into ``folder`` itself."""
-    if is_adapter(model):
-        from rlinf.models.lora import save_adapter
+    """Write weights (or adapters), config, processor and action statistics into ``folder`` itself.
 
-        save_adapter(model, folder, weights)
-    else:
-        model.save_pretrained(folder, state_dict=weights)
+    Raises:
+        OSError: The folder cannot be written, or the disk is full.
+    """
+    try:
+        if is_adapter(model):
+            from rlinf.models.lora import save_adapter
+
+            save_adapter(model, folder, weights)
+        else:
+            model.save_pretrained(folder, state_dict=weights)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    if not is_adapter(model):
         processor = getattr(model, "processor", None)
         if processor is not None:
             processor.save_pretrained(folder)

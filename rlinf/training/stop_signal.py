@@ -58,7 +58,7 @@ class StopSignal:
         if self.announce:
             when = "now" if self._raises else "after this step"
             # Not print: the handler may interrupt a write to the same buffered stream.
-            os.write(2, f"\nstopping {when}; the state is saved first\n".encode())
+            os.write(2, f"\nstopping {when}; what was trained is saved first\n".encode())
         if self._raises:
             self._raises = False
             raise StopRequested("stopped by a signal")

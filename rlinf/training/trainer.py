@@ -101,7 +101,7 @@ class Trainer:
         self._should_stop = should_stop
         self.state = state
         self.first_step = state.step
-        self._saved_version: int | None = None  # of the policy in the newest checkpoint
+        self._saved_steps: tuple[int, int] | None = None  # of cloning and RL, in the newest checkpoint
         self.accepted_gap = accepted_gap(config)
 
     def run_sft(self, collect: Callable[[], BatchSource]) -> None:
@@ -128,6 +128,8 @@ class Trainer:
             return demonstrations.rows(shuffled_rows(len(demonstrations), step, config.batch_size, seed)[mine])
 
         with Prefetcher(read, state.sft_step, num_workers) as batches:
+            self._evaluate_if_due(last=False)
+            self._stop_if_asked()
             while self._sft_goes_on():
                 start = time.monotonic()
                 step = state.sft_step
@@ -148,11 +150,7 @@ class Trainer:
                     self._log(step, named | {"throughput/samples_per_s": config.batch_size / times[-1]}, "sft")
                     waits, times = [], []
                 self._progress("sft", state.sft_step, max(config.max_steps, state.sft_step), loss=metrics["loss"])
-                if config.eval_every and state.sft_step % config.eval_every == 0 and not last:
-                    evaluation: dict[str, float] = {}
-                    self._evaluate_now(f"sft_{state.sft_step:06d}", state.sft_step, "sft", evaluation)
-                    if evaluation:
-                        self._log(state.sft_step, evaluation, "sft")
+                self._evaluate_if_due(last)
                 self._checkpoint_if_due(state.sft_step, last)
 
     def _sft_goes_on(self) -> bool:
@@ -165,7 +163,9 @@ class Trainer:
         config, state = self.config.trainer, self.state
         self.sync.push(state.policy_version)
         self.reference = self.make_reference()
-        while state.step < config.max_steps:
+        reached = self._evaluate_if_due(last=state.step == config.max_steps)
+        self._stop_if_asked()
+        while state.step < config.max_steps and not reached:
             start = time.monotonic()
             step = state.step
             metrics = self.iteration(step)
@@ -178,15 +178,9 @@ class Trainer:
                 "rl", state.step, config.max_steps, success_rate=metrics.get("rollout/success_rate"),
                 env_steps_per_s=metrics["throughput/env_steps_per_s"],
             )  # fmt: skip
-            if config.eval_every and state.step % config.eval_every == 0 and not last:
-                result = self._evaluate_now(f"step_{state.step:06d}", step, "rl", metrics)
-                target = config.target_success_rate
-                if target is not None and any_rank(result is not None and result.success_rate >= target):
-                    self._log(step, metrics, "rl")
-                    self._checkpoint_if_due(state.step, True)
-                    return
             self._log(step, metrics, "rl")
-            self._checkpoint_if_due(state.step, last)
+            reached = self._evaluate_if_due(last)
+            self._checkpoint_if_due(state.step, last or reached)
 
     def iteration(self, step: int) -> dict[str, float]:
         """One iteration of reinforcement learning; returns its metrics."""
@@ -239,44 +233,64 @@ class Trainer:
         """Evaluate between phases and remember the result under ``tag``; a resumed run does not repeat it."""
         if tag in self.state.evaluations:
             return
-        metrics: dict[str, float] = {}
         is_sft = tag == "after_sft"
-        step = self.state.sft_step if is_sft else self.state.step
-        self._evaluate_now(tag, step, "sft" if is_sft else "rl", metrics)
-        if metrics:
-            self._log(step, metrics, "sft" if is_sft else "rl")
-        if any_rank(self._should_stop()):
-            if self._saved_version != self.state.policy_version:
-                self._save(self.state)
-            raise StopRequested(f"stopped by a signal during the evaluation {tag}")
+        self._evaluate_now(tag, self.state.sft_step if is_sft else self.state.step, "sft" if is_sft else "rl")
+        self._stop_if_asked()
 
-    def _evaluate_now(self, tag: str, step: int, phase: str, metrics: dict[str, float]) -> EvaluationResult | None:
-        """Evaluate on rank 0 while the others wait; adds the numbers to ``metrics`` and to the state."""
-        start = time.monotonic()
-        self.sync.push(self.state.policy_version)
+    def _evaluate_if_due(self, last: bool) -> bool:
+        """Evaluate every ``eval_every`` steps of a phase but the last; a resumed run begins with what a signal interrupted.
+
+        Returns:
+            Whether the evaluation after the present step, made now or before a resume, reaches the target of RL.
+        """
+        state, in_sft = self.state, self.state.phase == "sft"
+        every = (self.config.sft if in_sft else self.config.trainer).eval_every
+        done = state.sft_step if in_sft else state.step
+        if last or not every or not done or done % every:
+            return False
+        tag = f"{'sft' if in_sft else 'step'}_{done:06d}"
+        if not any_rank(tag in state.evaluations):
+            self._evaluate_now(tag, done - 1, state.phase)
+        target = self.config.trainer.target_success_rate
+        if in_sft or target is None:
+            return False
+        return any_rank(tag in state.evaluations and state.evaluations[tag]["success_rate"] >= target)
+
+    def _evaluate_now(self, tag: str, step: int, phase: str) -> None:
+        """Evaluate on rank 0 while the others wait; the result gets a line of its own and a place in the state."""
+        start, state = time.monotonic(), self.state
+        self.sync.push(state.policy_version)
         result = self._evaluate(tag)
         if result is not None:
-            where = {
-                "env_steps": self.state.env_steps,
-                "train_wall_s": self.state.train_wall_s,
-                "phase": phase,
-                "step": step,
-            }
-            self.state.evaluations[tag] = result.summary() | where
-            metrics |= result.metrics() | {"time/eval_s": time.monotonic() - start}
-            metrics |= {"time/total_s": self.state.train_wall_s, "rollout/env_steps_total": self.state.env_steps}
+            where = {"env_steps": state.env_steps, "train_wall_s": state.train_wall_s, "phase": phase, "step": step}
+            state.evaluations[tag] = result.summary() | where
+            metrics = result.metrics() | {"time/eval_s": time.monotonic() - start, "time/total_s": state.train_wall_s}
+            self._log(step, metrics | {"rollout/env_steps_total": state.env_steps}, phase)
         sum_over_ranks([0.0])  # the other ranks wait here
-        return result
 
     def _checkpoint_if_due(self, step: int, last: bool) -> None:
         """Save at the end of a phase, every ``save_every`` steps, and before stopping on a signal."""
         every = self.config.trainer.save_every
-        stop = any_rank(self._should_stop())
-        if last or stop or (every and step % every == 0):
-            self._save(self.state)
-            self._saved_version = self.state.policy_version
-        if stop:
-            raise StopRequested(f"stopped by a signal after step {step} of phase {self.state.phase}")
+        if last or (every and step % every == 0):
+            self._save_now()
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        """End the run where a signal has asked for it; what is not in a checkpoint yet is saved first."""
+        state = self.state
+        if any_rank(self._should_stop()):
+            step = state.sft_step if state.phase == "sft" else state.step
+            # A resumed run drops the lines at or beyond its step, so it makes their evaluations again.
+            state.evaluations = {
+                tag: one for tag, one in state.evaluations.items() if one["phase"] != state.phase or one["step"] < step
+            }
+            if self._saved_steps != (state.sft_step, state.step):
+                self._save_now()
+            raise StopRequested(f"stopped by a signal after step {step} of phase {state.phase}")
+
+    def _save_now(self) -> None:
+        self._save(self.state)
+        self._saved_steps = (self.state.sft_step, self.state.step)
 
 
 class _Clock:

@@ -285,6 +285,13 @@ def test_saving_again_replaces(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["rl_000001"]
 
 
+def test_what_a_killed_process_had_begun_to_write_is_deleted(tmp_path):
+    model, optimizer = build()
+    (tmp_path / "checkpoints" / ".rl_000001.tmp" / "rng").mkdir(parents=True)
+    save(tmp_path / "checkpoints" / "rl_000002", model, optimizer)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["rl_000002"]
+
+
 def test_failed_save_leaves_the_former_checkpoint_and_no_rest(tmp_path, monkeypatch):
     model, optimizer = build()
     folder = save(tmp_path / "rl_000001", model, optimizer, step=1)

@@ -167,6 +167,20 @@ def test_export_that_reads_back_other_numbers_is_not_written(tmp_path, monkeypat
     assert not (tmp_path / "exported").exists()
 
 
+def test_weights_that_cannot_be_written_are_no_crash(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path / "rl_000001", "mlp")
+    write = export_module.write_policy
+
+    def write_over_a_folder(folder, model, weights):
+        (folder / "model.safetensors").mkdir()
+        write(folder, model, weights)
+
+    monkeypatch.setattr(export_module, "write_policy", write_over_a_folder)
+    with pytest.raises(CheckpointError, match="Cannot write .*exported: .*Check space"):
+        export(tmp_path / "rl_000001", tmp_path / "exported")
+    assert [path.name for path in tmp_path.iterdir()] == ["rl_000001"]
+
+
 def test_damaged_checkpoint_is_not_exported(tmp_path):
     make_checkpoint(tmp_path / "rl_000001", "mlp")
     (tmp_path / "rl_000001" / "model" / "config.json").write_text("{}")

@@ -290,47 +290,123 @@ def test_a_signal_saves_ends_and_leaves_no_process(tmp_path, number, processes):
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     metrics = tmp_path / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 280
     while not (metrics.exists() and "train/loss" in metrics.read_text()):
-        assert time.monotonic() < deadline and process.poll() is None, process.stdout.read()
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(process.communicate()[0])
         time.sleep(0.2)
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=280)[0]
     assert process.returncode == 128 + number, output
     assert "resume=" in output
     assert list((tmp_path / "checkpoints").glob("rl_*/manifest.json"))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while process_group_lives(process.pid):
         assert time.monotonic() < deadline, "processes of the run are still alive"
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("step", "checkpoint"), [(0, "rl_000000"), (2, "rl_000002"), (4, "rl_000004")])
-def test_a_signal_is_heard_within_an_evaluation(tmp_path, monkeypatch, capsys, step, checkpoint):
-    """Before RL, every two steps of it, after it: the evaluation is given up, and the resumed run ends as one without a stop."""
-    steps = ["trainer.eval_every=2"]
-    evaluate = run_module.evaluate_policy
+def stop_in_evaluation(monkeypatch, number: int, within: bool = True) -> None:
+    """Let SIGTERM come in the middle of the evaluation of this number, or when its result is there."""
+    place, name = (run_module, "evaluate_policy") if within else (Run, "evaluate")
+    evaluate = getattr(place, name)
     calls = []
 
-    def never_ending(*args, **kwargs):
-        calls.append(len(calls))
-        if 2 * calls[-1] < step:
-            return evaluate(*args, **kwargs)
-        signal.raise_signal(signal.SIGTERM)
-        pytest.fail("the signal was not heard")
+    def stopped(*args, **kwargs):
+        calls.append(None)
+        if within and len(calls) == number:
+            signal.raise_signal(signal.SIGTERM)
+            pytest.fail("the signal was not heard")
+        result = evaluate(*args, **kwargs)
+        if len(calls) == number:
+            signal.raise_signal(signal.SIGTERM)
+        return result
 
-    monkeypatch.setattr(run_module, "evaluate_policy", never_ending)
-    with pytest.raises(SystemExit) as ended:
+    monkeypatch.setattr(place, name, stopped)
+
+
+def assert_goes_on_as_one_without_a_stop(tmp_path: Path, overrides: list[str], checkpoint: str) -> None:
+    """The run in ``run`` was stopped: resumed, it has weights, metrics and summary of one that was not."""
+    train(config_of(tmp_path / "run", *overrides, f"resume={tmp_path / 'run'}"))
+    train(config_of(tmp_path / "whole", *overrides))
+    assert_equal(weights_of(tmp_path / "run", checkpoint), weights_of(tmp_path / "whole", checkpoint))
+    assert lines_of(tmp_path / "run") == lines_of(tmp_path / "whole")
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "whole")]
+    assert summaries[0] | {"train_wall_s": 0} == summaries[1] | {"train_wall_s": 0}
+
+
+@pytest.mark.parametrize(
+    ("number", "within", "checkpoint"),
+    [(1, True, "rl_000000"), (1, False, "rl_000000"), (2, True, "rl_000002"), (3, True, "rl_000004")],
+)
+def test_a_signal_is_heard_within_an_evaluation(tmp_path, monkeypatch, capsys, number, within, checkpoint):
+    """Before RL, every two steps of it, after it: the evaluation is given up, and made when the run goes on."""
+    steps = ["trainer.eval_every=2"]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        stop_in_evaluation(patch, number, within)
         train(config_of(tmp_path / "run", *steps))
     assert ended.value.code == 128 + signal.SIGTERM
     assert f"continue with: rlinf train resume={tmp_path / 'run'}" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [checkpoint]
-    monkeypatch.setattr(run_module, "evaluate_policy", evaluate)
-    train(config_of(tmp_path / "run", *steps, f"resume={tmp_path / 'run'}"))
-    train(config_of(tmp_path / "whole", *steps))
-    assert_equal(weights_of(tmp_path / "run", "rl_000004"), weights_of(tmp_path / "whole", "rl_000004"))
-    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "whole")]
-    assert summaries[0] | {"train_wall_s": 0} == summaries[1] | {"train_wall_s": 0}
+    assert_goes_on_as_one_without_a_stop(tmp_path, steps, "rl_000004")
+    assert sum("eval/success_rate" in line for line in lines_of(tmp_path / "run")) == 3
+
+
+def test_a_signal_between_the_evaluation_before_rl_and_the_first_step_loses_no_line(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Run, "make_reference", lambda run: signal.raise_signal(signal.SIGTERM))
+        train(config_of(tmp_path / "run"))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["rl_000000"]
+    assert_goes_on_as_one_without_a_stop(tmp_path, [], "rl_000004")
+    assert "eval/success_rate" in lines_of(tmp_path / "run")[0]
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["within", "after"])
+def test_the_last_evaluation_of_cloning_is_made_once_however_often_it_is_interrupted(tmp_path, monkeypatch, within):
+    steps = ["trainer.max_steps=0", "sft.max_steps=2", "sft.num_demonstrations=8", "sft.batch_size=16"]
+    for resume in ([], [f"resume={tmp_path / 'run'}"]):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            stop_in_evaluation(patch, 1, within)
+            train(config_of(tmp_path / "run", *steps, *resume))
+    assert_goes_on_as_one_without_a_stop(tmp_path, steps, "sft_000002")
+    assert sum("eval/success_rate" in line for line in lines_of(tmp_path / "run")) == 1
+
+
+def test_an_evaluation_that_is_interrupted_again_is_still_made(tmp_path, monkeypatch):
+    steps = ["trainer.eval_every=2"]
+    for number, resume in ((2, []), (1, [f"resume={tmp_path / 'run'}"])):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            stop_in_evaluation(patch, number)
+            train(config_of(tmp_path / "run", *steps, *resume))
+        assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["rl_000002"]
+    assert_goes_on_as_one_without_a_stop(tmp_path, steps, "rl_000004")
+
+
+def test_a_run_that_had_reached_its_target_trains_no_more_when_it_is_resumed(tmp_path, monkeypatch):
+    steps = ["trainer.eval_every=2", "trainer.target_success_rate=0.0"]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        stop_in_evaluation(patch, 3)
+        train(config_of(tmp_path / "run", *steps))
+    assert_goes_on_as_one_without_a_stop(tmp_path, steps, "rl_000002")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["rl_000002"]
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["within", "after"])
+def test_a_stop_at_an_evaluation_of_cloning_neither_loses_nor_repeats_it(tmp_path, monkeypatch, within):
+    steps = [
+        "trainer.max_steps=0",
+        "sft.max_steps=4",
+        "sft.eval_every=2",
+        "sft.num_demonstrations=8",
+        "sft.batch_size=16",
+    ]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        stop_in_evaluation(patch, 1, within)
+        train(config_of(tmp_path / "run", *steps))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["sft_000002"]
+    assert_goes_on_as_one_without_a_stop(tmp_path, steps, "sft_000004")
+    assert sum("eval/success_rate" in line for line in lines_of(tmp_path / "run")) == 2
 
 
 def test_a_signal_while_demonstrations_are_made_ends_the_run_at_once(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,11 +12,11 @@ import pytest
 import yaml
 
 from rlinf import cli
-from rlinf.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, main
+from rlinf.cli import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_USER_ERROR, main
 from rlinf.cli.hydra_app import sweep_jobs
 from rlinf.cli.table import format_columns, format_table
 from rlinf.config.options import to_mapping
-from rlinf.errors import ConfigError, NonFiniteError
+from rlinf.errors import ConfigError, NonFiniteError, RankError
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]
@@ -172,6 +173,10 @@ def test_cfg_job_prints_the_configuration_and_starts_nothing(here, started, caps
         ["train", "experiment=quickstart", "env.tasks=[raech]"],
         ["train", "-m", "experiment=quickstart", "trainer.max_stps=1,2"],
         ["train", "--config-name", "quickstrat"],
+        ["train", "--cfg", "job", "env.tsks=[reach]"],
+        ["train", "--cfg", "job", "-m", "experiment=quickstart", "seed=1,2"],
+        ["evaluate", "--cfg", "job", "env.tsks=[reach]"],
+        ["collect", "--cfg", "job", "algorithm.gama=1"],
         ["train", "--config-dir", "nowhere", "experiment=quickstart"],
         ["evaluate"],
         ["evaluate", "checkpoint=nowhere"],
@@ -191,6 +196,12 @@ def test_user_errors_are_one_line_with_status_2_and_leave_nothing_behind(argumen
     assert started == [] and list(here.iterdir()) == []
 
 
+def test_an_export_that_cannot_be_written_names_its_own_key(here, capsys):
+    assert main(["export", "checkpoint=nowhere", "output=/proc/new"]) == EXIT_USER_ERROR
+    printed = capsys.readouterr().err
+    assert "Error: output is '/proc/new'" in printed and "Type output=<another folder>" in printed
+
+
 def test_error_of_the_run_is_printed_with_its_notes_and_a_bug_keeps_its_traceback(here, monkeypatch, capsys):
     import rlinf.training.run as run
 
@@ -202,6 +213,21 @@ def test_error_of_the_run_is_printed_with_its_notes_and_a_bug_keeps_its_tracebac
     monkeypatch.setattr(run, "train", diverge)
     assert main(["train", *SMALL]) == EXIT_USER_ERROR
     assert capsys.readouterr().err == "NonFiniteError: loss is nan\n  Report of the batch: failed_batch\n"
+
+    def write(config):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run, "train", write)
+    assert main(["train", *SMALL]) == EXIT_USER_ERROR
+    printed = capsys.readouterr().err
+    assert "The disk is full: [Errno 28] No space left" in printed and "Traceback" not in printed
+
+    def killed(config):
+        raise RankError("Rank 1 was killed by SIGKILL")
+
+    monkeypatch.setattr(run, "train", killed)
+    assert main(["train", *SMALL]) == EXIT_FAULT
+    assert capsys.readouterr().err == "RankError: Rank 1 was killed by SIGKILL\n"
 
     def bug(config):
         raise ZeroDivisionError("a bug")
@@ -302,6 +328,6 @@ def test_example_scripts_work_from_any_folder(script, here):
         "env=tabletop",
         "algorithm=pppo",
     ]
-    result = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == EXIT_USER_ERROR, result.stderr
     assert result.stderr.startswith("ConfigError: There is no algorithm 'pppo'. Did you mean 'ppo'?")

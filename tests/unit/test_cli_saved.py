@@ -11,7 +11,7 @@ import yaml
 from rlinf.cli import EXIT_USER_ERROR, main
 from rlinf.config.options import to_mapping
 from rlinf.errors import CheckpointError
-from rlinf.manifest import Manifest
+from rlinf.manifest import Manifest, conditions_of
 
 SMALL = ["experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]
 
@@ -30,8 +30,8 @@ def saved_run(here):
     state = {"format": 1, "saved_at": 0.0, "world_size": 1, "loop_state": {"phase": "rl", "step": 6}}
     (folder / "state.json").write_text(json.dumps(state))
     Manifest(
-        versions={}, model={"model_type": "mlp"}, normalization={}, preprocessing={}, actions={}, lora={}, precision="fp32",
-        env={}, renderer=None, policy_version=6, seed=5,
+        **conditions_of(config), model={"model_type": "mlp"}, normalization={}, preprocessing={"cameras": config.env.cameras}, actions={}, lora={},
+        renderer=None, policy_version=6,
     ).save(folder)  # fmt: skip
     return folder
 
@@ -69,12 +69,43 @@ def test_resume_tells_every_key_that_has_changed_and_no_other(saved_run, started
         ("train", ["trainer.max_steps=5"], "trainer.max_steps=5, and {} has done 6 iterations"),
         ("train", ["experiment=quickstart", "seed=5"], "{} holds a 'mlp' and model.model_type is 'openvla'"),
         ("sft", ["sft.max_steps=9"], "{} has done its cloning and is in RL. Type rlinf train resume="),
+        ("train", ["env=metaworld"], 'env.name: saved "tabletop", present "metaworld"\n'),
+        (
+            "train",
+            ["env.cameras=[]", "env.image_size=32"],
+            'preprocessing.cameras: saved ["front"], present []\n  env.image_size: saved 64, present 32',
+        ),
+        (
+            "train",
+            ["env.max_episode_steps=9"],
+            "init_from={} resume=null output_dir=<a new folder>):\n  env.max_episode_steps.",
+        ),
+        (
+            "train",
+            ["model.precision=bf16-mixed"],
+            "or accept the differences with 'evaluation.allow_mismatch=[precision]'",
+        ),
     ],
 )
 def test_a_run_that_cannot_go_on_so_is_refused_before_any_work(saved_run, started, capsys, command, overrides, said):
     assert main([command, f"resume={saved_run}", *overrides]) == EXIT_USER_ERROR
     captured = capsys.readouterr()
     assert said.format(saved_run) in captured.err and captured.out == "" and started == []
+
+
+def test_conditions_may_differ_where_the_user_names_them(saved_run, started):
+    assert (
+        main(["train", f"resume={saved_run}", "model.precision=bf16-mixed", "evaluation.allow_mismatch=[precision]"])
+        == 0
+    )
+    assert started[0][1].model.precision == "bf16-mixed"
+
+
+def test_cfg_job_of_a_resumed_run_prints_what_would_run(saved_run, started, capsys):
+    assert main(["train", f"resume={saved_run}", "trainer.max_steps=7", "--cfg", "job"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["seed"], printed["model"]["model_type"], printed["trainer"]["max_steps"]) == (5, "mlp", 7)
+    assert started == []
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,17 @@ def test_seed_template_is_accepted_once_its_model_is_registered_and_given_weight
         ("env.name=tabeltop", ["env.name is 'tabeltop'", "Did you mean 'tabletop'"]),
         ("algorithm.name=dppo", ["algorithm.name is 'dppo'", "Did you mean 'ppo'"]),
         ("seed=${nope}", ["nope"]),
+        ("algorithm.gama=1", ["Did you mean 'gamma'?", "Type algorithm.gamma=1"]),
+        ("algorithm.entropy=0.1", ["Type algorithm.entropy_coef=0.1"]),
+        ("trainer.lr=0.1", ["Type trainer.learning_rate=0.1"]),
+        ("rollout.vllm.gpu_mem=1", ["Type rollout.vllm.gpu_memory_utilization=1"]),
+        ("env.gamma=1", ["no key 'env.gamma'. Type algorithm.gamma=1"]),
+        ("algorithm.adam_eps=1", ["no key 'algorithm.adam_eps'. Type trainer.adam_eps=1"]),
+        ("evalution.num_episodes=7", ["no key 'evalution'. Type evaluation.num_episodes=7"]),
+        ("qqq.seed=3", ["no key 'qqq'. Type seed=3"]),
+        ("generation.top_k=1", ["no key 'generation'. Did you mean 'evaluation'? Known: algorithm"]),
+        ("env.task=push", ["Type env.tasks=push"]),
+        ("env.tasks=push", ["env.tasks is 'push'", "Type e.g. 'env.tasks=[push]'"]),
     ],
 )
 def test_misspelt_overrides_are_answered_in_one_line_with_what_to_type(override, fragments):

@@ -48,6 +48,7 @@ CASES = {
     "rollout ends inside the longest task": (
         ["algorithm=grpo", "env.tasks=[reach,push]", "rollout.num_chunks=16"], "16 env steps per iteration"),
     "unknown task": (["env.tasks=[reach,psuh]"], "'psuh'"),
+    "two unknown tasks": (["env.tasks=[raech,psuh,reach-v3]"], "'raech'"),
     "no task": (["env.tasks=[]"], "env.tasks is []"),
     "task twice": (["env.tasks=[reach,reach]"], "twice"),
     "unknown model": (["model.model_type=opnvla"], "'opnvla'"),
@@ -100,6 +101,25 @@ def test_contradiction_is_refused_and_the_suggested_override_mends_it(name, tmp_
 def test_a_good_configuration_passes_for_every_command():
     for command, algorithm in itertools.product(("train", "sft", "evaluate"), ("ppo", "grpo")):
         validate(build(f"algorithm={algorithm}", "sft.max_steps=10"), command)
+
+
+def test_cloning_in_an_env_without_an_expert_asks_for_a_dataset(monkeypatch):
+    config = build("sft.max_steps=2")
+    assert validate(config, "sft")
+    monkeypatch.setattr(ENVS.get("tabletop"), "has_expert", lambda: False)
+    with pytest.raises(ConfigError, match=r"Type sft\.dataset=<folder>"):
+        validate(config, "sft")
+
+
+def test_the_env_judges_the_statistics_that_the_policy_takes(monkeypatch):
+    judged = []
+    monkeypatch.setattr(ENVS.get("tabletop"), "check_statistics", lambda config, statistics: judged.append(statistics))
+    arm, leg = ({"action": {"q01": [low, low], "q99": [1, 1]}} for low in (-1, 0))
+    text = "+model.init_config.norm_stats.{}={{action:{{q01:[{low},{low}],q99:[1,1]}}}}"
+    one, other = text.format("arm", low=-1), text.format("leg", low=0)
+    for overrides in ([one], [one, "model.unnorm_key=arm"], [one, other, "model.unnorm_key=leg"], [one, other]):
+        validate(build(*overrides))
+    assert judged == [arm, arm, leg], "null stands for the only ones; of two it names none"
 
 
 def test_what_a_command_does_not_use_is_not_checked():
@@ -211,7 +231,7 @@ def test_inputs_of_a_checkpoint_folder_are_read_from_its_config(tmp_path):
 
 def test_cloning_needs_a_scripted_expert(monkeypatch):
     monkeypatch.setattr(ENVS.get("tabletop"), "expert_actions", VectorEnv.expert_actions)
-    with pytest.raises(ConfigError, match="env.name=tabletop has none.*Type sft.max_steps=0"):
+    with pytest.raises(ConfigError, match="env.name=tabletop has none.*Type sft.dataset=<folder>, or sft.max_steps=0"):
         validate(build("sft.max_steps=5"))
     validate(build("sft.max_steps=0"))
 

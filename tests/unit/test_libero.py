@@ -465,6 +465,8 @@ def test_a_checkpoint_whose_gripper_speaks_the_other_convention_is_refused():
         LiberoVectorEnv.check_statistics(LiberoConfig(gripper=fits), statistics)
         with pytest.raises(ConfigError, match=f"Type env.gripper={fits}"):
             LiberoVectorEnv.check_statistics(LiberoConfig(gripper=other), statistics)
+        neither = {"action": {"mean": [0.0] * 7, "std": [1.0] * 7}}
+        LiberoVectorEnv.check_statistics(LiberoConfig(gripper=other), neither)
 
 
 @needs_package

@@ -449,6 +449,7 @@ def test_half_a_part_is_refused_even_if_it_may_be_new(base, tmp_path):
         ({"unnorm_key": "arn"}, "Unknown model.unnorm_key 'arn'.*Known: arm.*Type model.unnorm_key=arm"),
         ({"action_token_len": 4}, "model.action_token_len is 4.*3 numbers. Type model.action_token_len=3"),
         ({"hidden_size": 64}, "model.hidden_size is 64.*32"),
+        ({"image_size": [13, 13]}, r"image_size is \[13,13\].*Type model.image_size=\[\d+,\d+\] or"),
         (
             {"override_config": {"n_action_bins": 600}},
             "n_action_bins is 600.*544.*model.override_config.n_action_bins=256",

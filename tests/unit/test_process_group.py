@@ -44,6 +44,26 @@ def test_a_rank_that_is_killed_is_the_cause_and_not_the_one_that_lost_its_connec
     assert crashed == (number == signal.SIGSEGV)
 
 
+def test_ctrl_c_while_ranks_start_is_one_interrupt_that_they_do_not_hear_themselves(monkeypatch, capfd):
+    wait, ends = multiprocessing.connection.wait, []
+
+    def interrupted(sentinels):
+        monkeypatch.undo()
+        ranks = multiprocessing.active_children()
+        for process in ranks:  # as a terminal does
+            os.kill(process.pid, signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        ends.extend(ranks)
+        return wait(sentinels)
+
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(multiprocessing.connection, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        process_group.launch(time.sleep, 600, 2, "cpu")
+    assert [process.exitcode for process in ends] == 2 * [-signal.SIGTERM]
+    assert "Traceback" not in capfd.readouterr().err and signal.getsignal(signal.SIGINT) is handler
+
+
 def assert_one_worker_thread(_argument) -> None:
     for group in (dist.group.WORLD, dist.new_group([0, 1])):
         assert group._get_backend(torch.device("cpu")).options._threads == 1

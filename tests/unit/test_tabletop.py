@@ -236,6 +236,7 @@ def test_a_machine_without_gl_is_told_what_to_install(monkeypatch):
     monkeypatch.setattr(graphics, "_PROBE", "raise OSError('libEGL is not here')")
     backend, message = graphics.probe_rendering()
     assert backend is None and "libEGL is not here" in message and "apt-get install libegl1 libgl1" in message
+    assert "unset" not in message
     graphics.choose_backend.cache_clear()
     try:
         with pytest.raises(MissingDependencyError, match="libosmesa6"):
@@ -244,9 +245,10 @@ def test_a_machine_without_gl_is_told_what_to_install(monkeypatch):
         graphics.choose_backend.cache_clear()
 
 
-def test_an_unknown_mujoco_gl_is_named(monkeypatch):
+def test_an_unknown_mujoco_gl_is_named_and_to_be_unset(monkeypatch):
     monkeypatch.setenv("MUJOCO_GL", "vulkan")
-    assert "MUJOCO_GL=vulkan" in graphics.probe_rendering()[1]
+    message = graphics.probe_rendering()[1]
+    assert "MUJOCO_GL=vulkan" in message and "`unset MUJOCO_GL`" in message
 
 
 def test_rendering_is_probed_in_another_process():

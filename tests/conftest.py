@@ -1,17 +1,34 @@
-"""Language models small enough for every test, and no process group that one test leaves to the next."""
+"""Language models small enough for every test, and nothing that one test leaves to the next."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 
+import hypothesis
+import numpy as np
 import pytest
 
 # Some tests press Ctrl-C, which a shell has its background jobs ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest-xdist gives its processes the width of a terminal, to which tables would be wrapped.
 os.environ.pop("COLUMNS", None)
+# The same examples in every run, however slowly they are drawn.
+hypothesis.settings.register_profile(
+    "rlinf", derandomize=True, database=None, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("rlinf")
+
+
+@pytest.fixture(autouse=True)
+def random_numbers_do_not_depend_on_other_tests():
+    """Which tests come before one in its process depends on the number of test processes, and on their speed."""
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,7 @@ def installed(tmp_path_factory):
         str(folder / "site"),
         str(folder / "source"),
     ]
-    subprocess.run(command, check=True, timeout=120, cwd=folder)
+    subprocess.run(command, check=True, timeout=280, cwd=folder)
     return folder / "site"
 
 
@@ -49,7 +49,7 @@ def rlinf(folder, *arguments, site=None, **environment):
     path = os.pathsep.join([str(ROOT), *([str(site)] if site else [])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-m", "rlinf", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def rows_of(text):

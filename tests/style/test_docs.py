@@ -49,7 +49,7 @@ def load_generator():
 
 def test_generated_pages_are_up_to_date_and_links_are_whole():
     command = [sys.executable, str(ROOT / "scripts" / "build_docs.py"), "--check"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -86,7 +86,8 @@ def largest_gap(a, b):
 def test_rollout_and_training_agree_on_every_action_token(zoo, family):
     model = zoo.policy(family)
     inputs = model.preprocess(observe())
-    prediction = model.predict_action_batch(**inputs, temperature=0.7)
+    uniforms = torch.rand(3, NUM_TOKENS, generator=torch.Generator().manual_seed(5))  # different tokens in every family
+    prediction = model.predict_action_batch(**inputs, temperature=0.7, uniforms=uniforms)
     assert prediction.actions.shape == (3, 2, 3) and prediction.actions.dtype == torch.float32
     assert prediction.logits.shape == (3, NUM_TOKENS, NUM_BINS) and prediction.values.dtype == torch.float32
     assert torch.equal(prediction.sequences[:, :-NUM_TOKENS], inputs["input_ids"])

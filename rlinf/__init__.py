@@ -1,3 +1,42 @@
-"""Reinforcement learning of vision-language-action models in robot simulators."""
+"""Reinforcement learning of vision-language-action models in robot simulators.
+
+The functions below are what the commands run; docs/python.md shows them at work. Importing this package imports neither
+torch nor a simulator: each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlinf.api import compare, evaluate, load_policy, make_env, train
+    from rlinf.policy import Policy
+    from rlinf.types import EpisodeSpec, Observation
 
 __version__ = "0.1.0"
+
+_LAZY = {
+    "load_policy": "rlinf.api",
+    "make_env": "rlinf.api",
+    "train": "rlinf.api",
+    "evaluate": "rlinf.api",
+    "compare": "rlinf.api",
+    "Policy": "rlinf.policy",
+    "Observation": "rlinf.types",
+    "EpisodeSpec": "rlinf.types",
+}
+"""Public name to the module that defines it."""
+
+__all__ = ["EpisodeSpec", "Observation", "Policy", "compare", "evaluate", "load_policy", "make_env", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

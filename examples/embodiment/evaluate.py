@@ -1,4 +1,4 @@
-"""Evaluate a policy: ``python evaluate.py checkpoint=outputs/quickstart/<time> evaluation.num_episodes=500``."""
+"""Evaluate a policy: ``python evaluate.py checkpoint=outputs/quickstart/latest evaluation.num_episodes=500``."""
 
 import sys
 

@@ -9,7 +9,12 @@ from rlinf.registry import Registry
 ALGORITHMS: Registry = Registry(
     "algorithm",
     "rlinf.algorithms",
-    {"ppo": "rlinf.algorithms.ppo:PPO", "grpo": "rlinf.algorithms.grpo:GRPO"},
+    {
+        "ppo": "rlinf.algorithms.ppo:PPO",
+        "grpo": "rlinf.algorithms.grpo:GRPO",
+        "rloo": "rlinf.algorithms.rloo:RLOO",
+        "reinforce_pp": "rlinf.algorithms.reinforce_pp:ReinforcePP",
+    },
 )
 
 

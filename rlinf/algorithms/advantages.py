@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+ROUNDING = 1e-6
+"""A deviation of at most this times the largest magnitude is rounding of float32, and counts as none."""
+
 
 def gae(
     rewards: Tensor,
@@ -33,7 +36,11 @@ def gae(
 
     Returns:
         Advantages ``[T, B]`` and returns ``advantages + values [T, B]``.
+
+    Raises:
+        ValueError: A reward or a value is NaN or infinite.
     """
+    refuse_not_finite(rewards=rewards, values=values, bootstrap_values=bootstrap_values)
     num_steps = rewards.shape[0]
     following = torch.cat([values[1:], bootstrap_values[-1:]])
     following = torch.where(truncated, bootstrap_values, following)
@@ -67,8 +74,16 @@ def action_advantages(advantages: Tensor, action_rewards: Tensor) -> Tensor:
 
 
 def episode_returns(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return the undiscounted sum of rewards over the valid steps of one episode per column: ``[T, B] -> [B]``."""
-    return (rewards * loss_mask).sum(0)
+    """Return the undiscounted sum of rewards over the valid steps of one episode per column: ``[T, B] -> [B]``.
+
+    Summed in float64, so that equal rewards in another order give equal returns.
+
+    Raises:
+        ValueError: A valid reward is NaN or infinite; a NaN deviation would pass for a group without variance.
+    """
+    valid = torch.where(loss_mask, rewards, 0.0)
+    refuse_not_finite(rewards=valid)
+    return valid.double().sum(0).to(rewards.dtype)
 
 
 def group_advantages(
@@ -76,7 +91,8 @@ def group_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Group relative advantages (Shao et al. 2024, eq. 3 of DeepSeekMath): ``(R_i - mean) / (std + eps)``.
 
-    The standard deviation is the population's (divided by the group size), so a group of equal returns has exactly 0.
+    The standard deviation is the population's (divided by the group size ``n``), so no advantage is larger than
+    ``sqrt(n - 1)``. A deviation of at most ``eps`` or of the size of rounding counts as 0.
 
     Args:
         returns: ``[B]``, one per episode.
@@ -87,20 +103,73 @@ def group_advantages(
     Returns:
         Advantages ``[B]`` and bool ``[B]``: the episode's group has different returns.
     """
+    centred, std, _, varied = _compare_in_groups(returns, group_ids, eps)
+    advantages = centred / (std + eps) if scale_by_std else centred
+    return torch.where(varied, advantages, 0.0).to(returns.dtype), varied
+
+
+def leave_one_out_advantages(returns: Tensor, group_ids: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """RLOO (Kool et al. 2019; Ahmadian et al. 2024): ``R_i - 1 / (n - 1) sum_{j != i} R_j`` in a group of ``n``.
+
+    Equal to ``n / (n - 1) (R_i - mean)``: the advantages of a group sum to 0, and none is larger than the largest difference
+    of two returns. Nothing is divided by a deviation, least of all by that of the other episodes, which is 0 in a group
+    ``[y, x, x, x]``.
+
+    Args:
+        returns: ``[B]``, one per episode.
+        group_ids: int64 ``[B]``; an episode without others has advantage 0.
+        eps: A deviation of at most this, or of the size of rounding, counts as 0.
+
+    Returns:
+        Advantages ``[B]`` and bool ``[B]``: the episode's group has different returns.
+    """
+    centred, _, counts, varied = _compare_in_groups(returns, group_ids, eps)
+    advantages = centred * counts / (counts - 1).clamp_min(1)
+    return torch.where(varied, advantages, 0.0).to(returns.dtype), varied
+
+
+def _compare_in_groups(returns: Tensor, group_ids: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return less the mean of its group, deviation and size of the group, and whether its returns differ, ``[B]`` each.
+
+    A deviation that is not a number is none of rounding, so it is not taken for equal returns.
+    """
     _, inverse = torch.unique(group_ids, return_inverse=True)
-    num_groups = int(inverse.max()) + 1
-    counts = torch.zeros(num_groups).index_add_(0, inverse, torch.ones_like(returns))
-    mean = torch.zeros(num_groups).index_add_(0, inverse, returns) / counts
-    centred = returns - mean[inverse]
-    std = (torch.zeros(num_groups).index_add_(0, inverse, centred**2) / counts).sqrt()
-    varied = (std > eps)[inverse]
-    advantages = centred / (std[inverse] + eps) if scale_by_std else centred
-    return torch.where(varied, advantages, torch.zeros_like(advantages)), varied
+    values, num_groups = returns.double(), int(inverse.max()) + 1
+    zeros = values.new_zeros(num_groups)
+    counts = zeros.index_add(0, inverse, torch.ones_like(values))
+    centred = values - (zeros.index_add(0, inverse, values) / counts)[inverse]
+    std = (zeros.index_add(0, inverse, centred**2) / counts).sqrt()
+    largest = zeros.scatter_reduce(0, inverse, values.abs(), "amax")
+    equal = std <= eps + ROUNDING * largest
+    return centred, std[inverse], counts[inverse], ~equal[inverse]
 
 
 def masked_normalize(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Shift and scale to mean 0 and deviation 1 over the elements where ``mask``; the others become 0."""
+    """Shift and scale to mean 0 and deviation 1 over the elements where ``mask``; the others become 0.
+
+    Where the deviation is of the size of rounding, all become 0.
+    """
     count = mask.sum().clamp_min(1)
     mean = (advantages * mask).sum() / count
     std = (((advantages - mean) ** 2 * mask).sum() / count).sqrt()
-    return (advantages - mean) / (std + eps) * mask
+    equal = std <= ROUNDING * (advantages * mask).abs().max()
+    return torch.where(equal, 0.0, (advantages - mean) / (std + eps)) * mask
+
+
+def refuse_not_finite(**tensors: Tensor) -> None:
+    """Refuse numbers that no advantage can be computed from.
+
+    Args:
+        **tensors: ``[T, B]`` by name.
+
+    Raises:
+        ValueError: Names the first number that is NaN or infinite.
+    """
+    for name, tensor in tensors.items():
+        bad = torch.nonzero(~torch.isfinite(tensor)).tolist()
+        if bad:
+            step, env = bad[0]
+            raise ValueError(
+                f"{name} of the rollout are not finite in {len(bad)} of {tensor.numel()} policy calls; the first is {tensor[step, env]} "
+                f"at call {step} of env {env}. No setting mends it: look at what gives these numbers"
+            )

@@ -43,13 +43,17 @@ class Algorithm(ABC):
     Attributes:
         config_class: Its configuration dataclass.
         needs_values: The model must have a value head.
-        needs_groups: Episodes are compared with others of the same ``EpisodeSpec`` (``rollout.group_size`` of 2 or more,
-            one episode per env and iteration).
+        needs_whole_episodes: A return is that of the whole episode (one episode per env and iteration).
+        needs_groups: Episodes are compared with others of the same ``EpisodeSpec`` (``rollout.group_size`` of 2 or more, and
+            whole episodes).
+        penalizes_rewards: The KL penalty is taken off the rewards in ``compute_advantages``, so the loss has none.
     """
 
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     needs_values: ClassVar[bool] = False
+    needs_whole_episodes: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False
+    penalizes_rewards: ClassVar[bool] = False
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
@@ -61,7 +65,7 @@ class Algorithm(ABC):
 
     @property
     def max_resamples(self) -> int:
-        """Further rollouts that an iteration may take to replace ``unwanted_envs``."""
+        """How often an iteration may play ``unwanted_envs`` again to replace them."""
         return 0
 
     def unwanted_envs(self, batch: RolloutBatch) -> Tensor:
@@ -108,7 +112,8 @@ class Algorithm(ABC):
         if self.needs_reference:
             ref_logprobs, _ = aggregate_logprobs(batch.ref_logprobs, action_mask, config.logprob_level)
             kl = kl_penalty(logprobs, ref_logprobs, mask, config.kl_estimator) / counts.units
-            loss = loss + config.kl_coef * kl
+            if not self.penalizes_rewards:
+                loss = loss + config.kl_coef * kl
             metrics["kl_to_reference"] = kl.detach()
         metrics |= {"policy_loss": policy_loss.detach(), "entropy": entropy.detach(), "loss": loss.detach()}
         return LossOutput(loss, metrics)

@@ -62,17 +62,42 @@ class PPOConfig(AlgorithmConfig):
 
 
 @dataclass
-class GRPOConfig(AlgorithmConfig):
-    """Group relative policy optimisation (Shao et al. 2024) over episodes that share an EpisodeSpec."""
+class GroupConfig(AlgorithmConfig):
+    """What every algorithm has that compares episodes which share an EpisodeSpec."""
 
-    name: str = option("grpo", "Registered algorithm.")
     normalize_advantages: bool = option(
         False, "Shift and scale advantages over the whole rollout, on top of the groups."
     )
+    max_resamples: int = option(
+        0,
+        "Times per iteration that groups of equal returns, and only these, are played again from other initial states to replace "
+        "them (DAPO, Yu et al. 2025).",
+        minimum=0,
+    )
+    drop_zero_variance_groups: bool = option(True, "Leave groups in which all returns are equal out of the update.")
+
+
+@dataclass
+class GRPOConfig(GroupConfig):
+    """Group relative policy optimisation (Shao et al. 2024) over episodes that share an EpisodeSpec."""
+
+    name: str = option("grpo", "Registered algorithm.")
     scale_by_std: bool = option(
         True, "Divide by the group's standard deviation; false: as in Dr. GRPO (Liu et al. 2025)."
     )
-    max_resamples: int = option(
-        0, "Further rollouts per iteration to replace groups of equal returns (DAPO, Yu et al. 2025).", minimum=0
-    )
-    drop_zero_variance_groups: bool = option(True, "Leave groups in which all returns are equal out of the update.")
+
+
+@dataclass
+class RLOOConfig(GroupConfig):
+    """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024) over episodes that share an EpisodeSpec."""
+
+    name: str = option("rloo", "Registered algorithm.")
+
+
+@dataclass
+class ReinforcePPConfig(AlgorithmConfig):
+    """REINFORCE++ (Hu et al. 2025): returns-to-go, normalised over the whole rollout; the KL penalty is a reward."""
+
+    name: str = option("reinforce_pp", "Registered algorithm.")
+    kl_estimator: str = option("k1", "Estimator of the KL penalty (Schulman 2020).", choices=("k1", "k2", "k3"))
+    gamma: float = option(1.0, "Discount per policy call.", minimum=0, maximum=1)

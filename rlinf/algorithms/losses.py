@@ -89,20 +89,24 @@ def truncated_importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor,
     return torch.where(mask, old_logprobs - rollout_logprobs, 0.0).exp().clamp_max(cap)
 
 
-def kl_penalty(
-    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str, weights: Tensor | float = 1.0
-) -> Tensor:
-    """Sum over valid elements of an estimate of KL(policy || reference) (Schulman 2020, "Approximating KL divergence").
+def kl_estimates(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str) -> Tensor:
+    """Estimate KL(policy || reference) from each element (Schulman 2020, "Approximating KL divergence"); 0 where masked.
 
-    With ``d = logprobs - ref_logprobs``: k1 = ``d``, k2 = ``d^2 / 2``, k3 = ``exp(-d) - 1 + d``. ``weights``, broadcastable
-    to them, multiply the elements.
+    With ``d = logprobs - ref_logprobs``: k1 = ``d``, k2 = ``d^2 / 2``, k3 = ``exp(-d) - 1 + d``. Equal shapes.
     """
     d = torch.where(mask, logprobs - ref_logprobs, 0.0)
     if estimator == "k1":
-        return (weights * d).sum()
+        return d
     if estimator == "k2":
-        return (weights * d**2 / 2).sum()
-    return (weights * (torch.exp(-d) - 1 + d)).sum()
+        return d**2 / 2
+    return torch.exp(-d) - 1 + d
+
+
+def kl_penalty(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str, weights: Tensor | float = 1.0
+) -> Tensor:
+    """Sum of ``kl_estimates`` over valid elements; ``weights``, broadcastable to them, multiply the elements."""
+    return (weights * kl_estimates(logprobs, ref_logprobs, mask, estimator)).sum()
 
 
 def value_loss(

@@ -1,10 +1,11 @@
-"""The command ``rlinf``: ``train``, ``sft``, ``evaluate``, ``collect``, ``export``, ``doctor``, ``diagnose``,
-``models``."""
+"""The command ``rlinf``: ``train``, ``sft``, ``evaluate``, ``play``, ``report``, ``collect``, ``export``, ``doctor``,
+``check``, ``diagnose``, ``models``."""
 
 from __future__ import annotations
 
 import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,12 +15,15 @@ COMMANDS = {
     "train": ("rlinf.cli.train:train", "behaviour cloning (if configured), then reinforcement learning"),
     "sft": ("rlinf.cli.train:sft", "behaviour cloning only"),
     "evaluate": ("rlinf.cli.evaluate:evaluate", "success rate of a checkpoint on held-out episodes, with videos"),
+    "play": ("rlinf.cli.play:play", "one episode of a checkpoint as a video, in a window where there is a display"),
+    "report": ("rlinf.cli.report:report", "the page of a run, or the curves of several runs with intervals over seeds"),
     "collect": (
         "rlinf.cli.collect:collect",
         "demonstrations of the scripted expert or of a checkpoint, as a LeRobotDataset",
     ),
     "export": ("rlinf.cli.export:export", "a checkpoint as a folder for from_pretrained, adapters merged if asked"),
     "doctor": ("rlinf.cli.doctor:doctor", "what works on this machine, and the memory that an experiment needs"),
+    "check": ("rlinf.cli.check:check", "whether an env keeps its contract, yours included, property by property"),
     "diagnose": (
         "rlinf.cli.diagnose:diagnose",
         "whether a model acts or generates as it is scored, in torch and in vLLM",
@@ -33,17 +37,21 @@ EXAMPLES = """examples:
   rlinf train model=openvla_tiny env=tabletop algorithm=ppo
   rlinf train experiment=quickstart --cfg job            print the configuration and stop
   rlinf train -m experiment=quickstart seed=0,1,2        one run per value
-  rlinf evaluate checkpoint=outputs/quickstart/<time> evaluation.num_episodes=500
+  rlinf evaluate checkpoint=outputs/quickstart/latest evaluation.num_episodes=500
+  rlinf play checkpoint=outputs/quickstart/latest episode=3
+  rlinf report multirun/quickstart/latest                the runs of a sweep on one page
   rlinf collect env=tabletop dataset=data/tabletop collect.num_episodes=200
-  rlinf export checkpoint=outputs/quickstart/<time> output=my_policy merge_lora=true
+  rlinf export checkpoint=outputs/quickstart/latest output=my_policy merge_lora=true
   rlinf doctor experiment=quickstart
+  rlinf check env=gymnasium env.id=Pendulum-v1
   rlinf diagnose experiment=quickstart
 
-Configuration: docs/configuration.md. Your own YAML files: --config-dir <folder>."""
+In Python: import rlinf (docs/python.md). Configuration: docs/configuration.md. Your own YAML files: --config-dir <folder>."""
 
 EXIT_FAULT = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_PIPE = 141
 
 
 def usage() -> str:
@@ -59,8 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after ``rlinf``; None: those of the process.
 
     Returns:
-        Exit status: 0 success, 1 ``doctor`` or ``diagnose`` found a fault or a rank of several failed, 2 an error that the user can
-        mend, 130 interrupted. Other errors are bugs and keep their traceback.
+        Exit status: 0 success, 1 ``doctor``, ``check`` or ``diagnose`` found a fault or a rank of several failed, 2 an error that
+        the user can mend, 130 interrupted, 141 nobody reads the output any more (``| head``). Other errors are bugs and keep
+        their traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -76,14 +85,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
     module, _, attribute = COMMANDS[words[0]][0].partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)(words[1:])
+        status = getattr(importlib.import_module(module), attribute)(words[1:])
+        sys.stdout.flush()  # here, where the reader of a pipe that is gone is no traceback
+        return status
     except RLinfError as error:
         print_error(error)
         return EXIT_USER_ERROR
     except RankError as error:
         print_error(error)
         return EXIT_FAULT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered is written at the exit
+        return EXIT_PIPE
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            name = error.filename or "A path"
+            print(f"{name!r} is longer than a path may be on this system. Type a shorter one", file=sys.stderr)
+            return EXIT_USER_ERROR
         if error.errno != errno.ENOSPC:
             raise
         print(f"The disk is full: {error}. Free some space, or choose a folder on another disk", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import os
@@ -49,6 +50,7 @@ def doctor(arguments: Sequence[str]) -> int:
         print("usage: rlinf doctor [experiment=<name> | checkpoint=<folder> | env=<name>] [key=value ...]")
         print(f"\n{inspect.cleandoc(doctor.__doc__)}")
         return 0
+    import_plugins(arguments)
     findings = [
         check_python(),
         *check_packages(),
@@ -69,6 +71,17 @@ def doctor(arguments: Sequence[str]) -> int:
         return 1
     print(f"\n{what} can run here.")
     return 0
+
+
+def import_plugins(arguments: Sequence[str]) -> None:
+    """Import what ``plugins=`` or an experiment names, so that it is listed; ``check_choice`` says what is wrong with it."""
+    from rlinf.cli.hydra_app import parse
+    from rlinf.config.compose import compose_config
+    from rlinf.config.plugins import load_plugins
+
+    with contextlib.suppress(RLinfError):
+        args = parse(arguments)
+        load_plugins(compose_config(args.overrides, args.config_dir, args.config_name).plugins)
 
 
 def check_python() -> Finding:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rlinf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlinf.evaluation.result import EvaluationResult
 
 COMPARE_FLAG = "--compare"
 
@@ -14,29 +18,34 @@ def evaluate(arguments: Sequence[str]) -> int:
     """Evaluate a checkpoint under its own configuration, or (without ``checkpoint=``) the configured model as it is.
 
     Model and env come from the configuration that the checkpoint was trained with; overrides change single keys, whole
-    groups (``env=tabletop``) replace a section. With ``--compare A B`` nothing is run: two evaluations are compared
-    episode by episode; ``evaluation.compare=A`` does so after an evaluation.
+    groups (``env=tabletop``) replace a section. With ``--compare A B`` nothing is run: two evaluations (or the closing ones
+    of two runs) are compared episode by episode; ``evaluation.compare=A`` does so after an evaluation.
     """
-    from rlinf.cli.hydra_app import configure, parse
-
     if not arguments:
         raise ConfigError(
-            "`rlinf evaluate` needs a checkpoint or run folder. Type rlinf evaluate checkpoint=outputs/quickstart/<time>"
+            "`rlinf evaluate` needs a checkpoint or run folder. Type rlinf evaluate checkpoint=outputs/quickstart/latest"
         )
     if COMPARE_FLAG in arguments:
         return _compare(list(arguments))
+    run(arguments)
+    return 0
+
+
+def run(arguments: Sequence[str]) -> EvaluationResult | None:
+    """Evaluate, for the command and for ``rlinf.evaluate``; None where the arguments only ask to be told something."""
+    from rlinf.cli.hydra_app import configure, parse
+
     args = parse(arguments)
     if args.help:
         usage = f"usage: rlinf evaluate checkpoint=<folder> [key=value ...]\n       rlinf evaluate {COMPARE_FLAG} A B"
         print(f"{usage}\n\n{inspect.cleandoc(evaluate.__doc__)}")
-        return 0
+        return None
     config = configure(args, "evaluate")
     if config is None:
-        return 0
+        return None
     from rlinf.evaluation.run import evaluate as start
 
-    start(config)
-    return 0
+    return start(config)
 
 
 def _compare(words: list[str]) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlinf.config.options import from_mapping, option, public_fields
+from rlinf.config.options import from_mapping, option, public_fields, unknown_key_message
+from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 
 
@@ -20,9 +21,13 @@ class ExportConfig:
 
 
 def export(arguments: Sequence[str]) -> int:
-    """Write a checkpoint as a folder that ``from_pretrained`` loads."""
-    config = from_mapping(ExportConfig, _pairs(arguments))
-    usage = "Type rlinf export checkpoint=outputs/quickstart/<time> output=my_policy"
+    """Write a checkpoint as a folder that ``from_pretrained`` loads.
+
+    Other keys are laid over the checkpoint's configuration, e.g. ``plugins=[my_model.py]``, which it may need.
+    """
+    own, overrides = _split(arguments)
+    config = from_mapping(ExportConfig, own)
+    usage = "Type rlinf export checkpoint=outputs/quickstart/latest output=my_policy"
     for key in ("checkpoint", "output"):
         if getattr(config, key) is None:
             raise ConfigError(f"`rlinf export` needs {key}=<folder>. {usage}")
@@ -38,16 +43,23 @@ def export(arguments: Sequence[str]) -> int:
     check_writable(config.output, "output")
     hide_progress_bars()
     checkpoint = resolve_checkpoint(Path(config.checkpoint).expanduser())
-    print(f"exported {checkpoint} to {write(checkpoint, output, config.merge_lora)}")
+    print(f"exported {checkpoint} to {write(checkpoint, output, config.merge_lora, overrides)}")
     return 0
 
 
-def _pairs(arguments: Sequence[str]) -> dict:
-    """Read ``key=value`` words; ``merge_lora`` takes true and false."""
-    pairs: dict = {}
+def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
+    """Return the command's own keys (``merge_lora`` takes true and false), and the overrides of the configuration."""
+    own: dict = {}
+    others = []
+    known = [*public_fields(ExportConfig), *public_fields(RunConfig)]
     for word in arguments:
         key, equals, value = word.partition("=")
         if not equals:
             raise ConfigError(f"'{word}' is no key=value; keys are {', '.join(public_fields(ExportConfig))}.")
-        pairs[key] = {"true": True, "false": False}.get(value.lower(), value) if key == "merge_lora" else value
-    return pairs
+        if key in public_fields(ExportConfig):
+            own[key] = {"true": True, "false": False}.get(value.lower(), value) if key == "merge_lora" else value
+        elif key.partition(".")[0] in public_fields(RunConfig):
+            others.append(word)
+        else:
+            raise ConfigError(unknown_key_message(key, value, known))
+    return own, others

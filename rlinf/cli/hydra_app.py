@@ -31,12 +31,20 @@ from rlinf.config.compose import (
 )
 from rlinf.config.derived import format_derived
 from rlinf.config.saved import changes_since, read_saved_config
-from rlinf.config.schema import RunConfig, build_config
+from rlinf.config.schema import RunConfig, build_config, overrides_text
 from rlinf.config.validation import validate
 from rlinf.distributed.process_group import resolve_device
 from rlinf.envs.config import num_cores
 from rlinf.errors import ConfigError, RankError, RLinfError
+from rlinf.evaluation.config import TRAINING_SPLIT
+from rlinf.files import mark_latest
 from rlinf.training.checkpoint import CHECKPOINTS_FOLDER, resolve_checkpoint
+
+MOST_ENVS_PER_CORE = 1024
+"""More are warned of: they are more likely a slip of the keyboard than meant."""
+
+SUMMARY_FILE = "summary.json"
+"""What a run writes last."""
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -75,12 +83,12 @@ def _no_flag(flag: str, others: Sequence[str]) -> ConfigError:
     name = name.replace("-", "_")
     value = value or next((word for word in others if "=" not in word), "<value>")
     keys = [name] if "." in name else keys_named(name)
-    example = " or ".join(f"{key}={value}" for key in keys) or "e.g. trainer.max_steps=10"
+    example = overrides_text(keys, value) or "e.g. trainer.max_steps=10"
     return ConfigError(f"'{flag}' is no flag; settings have no dashes: key=value. Type {example}")
 
 
-def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], object]) -> int:
-    """Compose, check and run.
+def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], object]) -> list[Path]:
+    """Compose, check and run; a sweep ends with a table of its runs.
 
     Every run (of a sweep, too) is composed and checked before Hydra makes a folder, so that a refused configuration leaves
     nothing.
@@ -89,6 +97,9 @@ def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], obje
         arguments: Words after the command.
         command: ``train`` or ``sft``.
         task: Called with the configuration of each run; ``output_dir`` is set and exists.
+
+    Returns:
+        The folders of the runs that ended in this process.
     """
     args = parse(arguments)
     only_tells = args.info or args.help or args.hydra_help or args.shell_completion
@@ -96,14 +107,18 @@ def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], obje
     if resumed is not None:
         composed = compose_resumed(args, resumed)
         config = build(composed, command)
-        show(composed, args) if args.cfg else start(config, command, task)
-        return 0
+        if args.cfg:
+            show(composed, args)
+            return []
+        start(config, command, task)
+        return [Path(config.output_dir)]
     if not only_tells:
         for overrides in sweep_jobs(args.overrides) if args.multirun else [args.overrides]:
             config = build(compose_config(overrides, args.config_dir, args.config_name), command)
             if not args.cfg:
                 validate(config, command)
 
+    folders: list[Path] = []
     failures: list[RLinfError | RankError] = []
 
     def execute(composed: DictConfig) -> None:
@@ -111,6 +126,7 @@ def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], obje
             config = build(composed, command)
             config.output_dir = HydraConfig.get().runtime.output_dir
             start(config, command, task)
+            folders.append(Path(config.output_dir))
         except (RLinfError, RankError) as error:  # Hydra would print it its own way; the other runs of a sweep go on.
             failures.append(error)
 
@@ -120,9 +136,23 @@ def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], obje
             hydra.main(version_base="1.3", config_path="pkg://rlinf.config", config_name=args.config_name)(execute)()
         except (HydraException, OmegaConfBaseException) as error:
             raise explain(error, args.overrides, args.config_name) from error
+    finished = [folder for folder in folders if (folder / SUMMARY_FILE).is_file()]
+    if args.multirun and len(finished) > 1:
+        from rlinf.evaluation.runs import sweep_table
+
+        print(sweep_table(finished), flush=True)
     if failures:
         raise failures[0]
-    return 0
+    return folders
+
+
+def mark_as_latest(folder: Path) -> None:
+    """Let ``outputs/<experiment>/latest`` name a run, or ``multirun/<experiment>/latest`` the sweep that it belongs to."""
+    names = [path.name for path in folder.absolute().parents]
+    if names[1:2] == ["outputs"]:
+        mark_latest(folder)
+    elif names[2:3] == ["multirun"]:
+        mark_latest(folder.parent)
 
 
 def build(composed: DictConfig, command: str) -> RunConfig:
@@ -142,6 +172,7 @@ def start(config: RunConfig, command: str, task: Callable[[RunConfig], object]) 
     """Check a configuration, make its folder, print its numbers and what a resumed run changes, and run."""
     validate(config, command)
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    mark_as_latest(Path(config.output_dir))
     print(format_derived(config), flush=True)
     if config.resume is not None:
         folder = resolve_checkpoint(config.resume)
@@ -150,6 +181,15 @@ def start(config: RunConfig, command: str, task: Callable[[RunConfig], object]) 
     ranks, cores = config.cluster.num_processes, num_cores()
     if ranks > cores and resolve_device(config.cluster.device, ranks) == "cpu":
         print(f"warning: cluster.num_processes={ranks}, and this machine has {cores} cores for them", flush=True)
+    envs_per_core = config.rollout.num_envs / cores
+    if config.trainer.max_steps > 0 and envs_per_core > MOST_ENVS_PER_CORE:
+        print(
+            f"warning: rollout.num_envs={config.rollout.num_envs} is {envs_per_core:,.0f} envs for each of {cores} cores, which "
+            "simulate them one after the other; each takes memory too",
+            flush=True,
+        )
+    if config.evaluation.split == "train":
+        print(f"warning: {TRAINING_SPLIT}", flush=True)
     hide_progress_bars()
     task(config)
 
@@ -176,7 +216,7 @@ def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
     if search.GROUP in keys or args.config_name != ROOT:
         composed = compose_config(args.overrides, args.config_dir, args.config_name)
     else:
-        composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir)
+        composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir, folder)
     if "output_dir" not in keys:
         run_folder = folder.parent.parent if folder.parent.name == CHECKPOINTS_FOLDER else folder.parent
         composed.output_dir = str(run_folder)
@@ -220,7 +260,7 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
         composed = compose_config(args.overrides, args.config_dir, args.config_name)
     else:
         folder = resolve_checkpoint(Path(checkpoint).expanduser())
-        composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir)
+        composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir, folder)
         composed.checkpoint = str(folder)
     config = build_config(composed)
     if args.cfg:

@@ -23,9 +23,10 @@ class MemoryEstimate:
     Attributes:
         num_parameters: Of the policy.
         num_trainable: Those that the optimiser updates.
-        weights: The trainer's share of the weights.
-        gradients: Of the trainable ones.
-        optimizer: Two AdamW moments of the trainable ones.
+        weights: The trainer's share of the weights; sharded ones that are trained are float32.
+        masters: Float32 copies of trainable weights in 16 bits, which the optimiser steps; shards need none.
+        gradients: Of the trainable ones, summed in float32.
+        optimizer: Two AdamW moments of the trainable ones, float32.
         rollout_weights: The full copy that acts, where the trainer's weights are sharded.
         reference_weights: The frozen policy for the KL penalty.
         engine: With ``rollout.backend=vllm``: the engine's weights, the shared memory through which they come, and the
@@ -37,6 +38,7 @@ class MemoryEstimate:
     num_parameters: int
     num_trainable: int
     weights: int
+    masters: int
     gradients: int
     optimizer: int
     rollout_weights: int
@@ -47,7 +49,7 @@ class MemoryEstimate:
     @property
     def trainer(self) -> int:
         """Bytes of the trainer role."""
-        return self.weights + self.gradients + self.optimizer + self.reference_weights
+        return self.weights + self.masters + self.gradients + self.optimizer + self.reference_weights
 
     @property
     def rollout(self) -> int:
@@ -64,6 +66,7 @@ class MemoryEstimate:
         count = f"{self.num_parameters:,} parameters, {self.num_trainable:,} trained"
         parts = [
             ("trainer", f"weights ({count})", self.weights),
+            ("trainer", "float32 masters", self.masters),
             ("trainer", "gradients", self.gradients),
             ("trainer", "AdamW moments", self.optimizer),
             ("trainer", "reference policy", self.reference_weights),
@@ -87,15 +90,17 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
     sharding = config.trainer.sharding
     sharded = ranks > 1 if sharding == "auto" else sharding == "fsdp2"
     all_bytes = sum(size for _, size, _ in parameters)
-    trained_bytes = sum(size for _, size, trained in parameters if trained)
+    num_trained = sum(count for count, _, trained in parameters if trained)
+    half_bytes = sum(size for count, size, trained in parameters if trained and size < 4 * count)  # 2 bytes each
     share = ranks if sharded else 1
     samples = config.rollout.num_envs * config.rollout.num_chunks
     return MemoryEstimate(
         num_parameters=sum(count for count, _, _ in parameters),
-        num_trainable=sum(count for count, _, trained in parameters if trained),
-        weights=all_bytes // share,
-        gradients=trained_bytes // share,
-        optimizer=2 * trained_bytes // share,
+        num_trainable=num_trained,
+        weights=(all_bytes + (half_bytes if sharded else 0)) // share,
+        masters=0 if sharded else 2 * half_bytes,
+        gradients=(4 * num_trained + (0 if sharded else half_bytes)) // share,
+        optimizer=8 * num_trained // share,
         rollout_weights=all_bytes if sharded else 0,
         reference_weights=all_bytes if config.algorithm.kl_coef > 0 else 0,
         engine=engine_bytes(config, model, all_bytes) if config.trainer.max_steps > 0 else 0,
@@ -133,7 +138,7 @@ def sample_bytes(config: RunConfig, model: Any) -> int:
     state = 4 * (ENVS.get(env.name).state_width(env) or 0)
     logprobs = (3 if config.algorithm.kl_coef > 0 else 2) * 4 * model.num_logprobs
     per_action = chunk_len * (4 + 4 + 1)  # reward, advantage, mask
-    per_call = 3 * 1 + 3 * 4 + 3 * 8  # masks; values, bootstrap values, returns; ids and version
+    per_call = 3 * 1 + 4 * 4 + 3 * 8  # masks; values of trainer and rollout, bootstrap values, returns; ids and version
     return images + state + 8 * model.num_sampled + logprobs + per_action + per_call
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from rlinf.config.folders import check_writable
 from rlinf.config.options import override_text, public_fields, to_mapping
 from rlinf.config.schema import RunConfig
-from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
+from rlinf.errors import ConfigError, MissingDependencyError, RLinfError, did_you_mean
 
 SEEN_IN_THE_COLUMNS = ("name", "cameras", "image_size", "state", "max_episode_steps")
 """Keys of ``env`` that `check_dataset` finds in the columns of a dataset, or that change no row."""
@@ -38,7 +38,7 @@ def check_inputs(config: RunConfig) -> None:
 
     env_class = ENVS.get(config.env.name)
     cameras, wanted = config.env.cameras, _declared(config, "num_images_in_input")
-    if wanted is not None and len(cameras) != wanted:
+    if wanted and len(cameras) != wanted:
         raise ConfigError(
             f"env.cameras is {override_text(cameras)} ({len(cameras)} images), and the model reads {wanted} "
             f"(num_images_in_input); required: as many. Type {_mended_cameras(config, wanted)}"
@@ -70,6 +70,18 @@ def check_inputs(config: RunConfig) -> None:
             f"The model reads the robot's state, of width {widest} at most, and env.name={config.env.name} gives "
             f"{f'one of width {given}' if given else 'none'} as it is set. Type {_mended_state(config, widest)}"
         )
+
+
+def cameras_read(config: RunConfig) -> list[str]:
+    """Return the usual cameras of the env, as many as the model reads; all of them for a dataset of the expert."""
+    usual = type(config.env)().cameras
+    if config.dataset is not None and config.checkpoint is None:
+        return usual
+    try:
+        wanted = _declared(config, "num_images_in_input")
+    except RLinfError:  # there is no such model or folder, which `validate` reports
+        return usual
+    return usual if wanted is None else usual[:wanted]
 
 
 def check_logprobs(config: RunConfig, without: str | None = "trainer.max_steps=0") -> None:

@@ -20,9 +20,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlinf.config import search
-from rlinf.config.options import closest, override_text, public_fields
-from rlinf.config.schema import REGISTRIES, RunConfig, fields_named, no_key
-from rlinf.errors import ConfigError, did_you_mean
+from rlinf.config.options import closest, public_fields
+from rlinf.config.saved_code import check_code, literal
+from rlinf.config.schema import REGISTRIES, RunConfig, fields_meant, no_key, overrides_text
+from rlinf.config.text_inputs import PAGE, text_in
+from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 
 ROOT = "train"
 """Name of the packaged primary config."""
@@ -58,7 +60,9 @@ def _bare_word(word: str, following: str) -> ConfigError:
     """Say what a word without ``=`` was probably meant to be."""
     hint = closest(word, search.experiment_names())
     if keys_named(word):
-        example = " or ".join(f"{key}={following}" for key in keys_named(word))
+        example = overrides_text(keys_named(word), following)
+    elif text := text_in(word):
+        return ConfigError(f"'{word}' is {text}, which this command does not take. {PAGE}")
     elif Path(word).expanduser().is_dir():
         example = f"checkpoint={word} to evaluate, export or collect with it, resume={word} to train on"
     else:
@@ -68,7 +72,7 @@ def _bare_word(word: str, following: str) -> ConfigError:
 
 def keys_named(name: str) -> list[str]:
     """Return what a user may mean by ``name``: the keys with this last part, or ``experiment``."""
-    return [name] if name == search.GROUP else fields_named(name)
+    return [name] if name == search.GROUP else fields_meant(name)
 
 
 def free_form_sections(cls: type = RunConfig, path: str = "") -> list[str]:
@@ -151,11 +155,27 @@ def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
     close = closest(name, options)
     if close:
         hint = f" Did you mean '{close}'? Type {group}={close}"
+    elif group == "env" and (env := env_of_task(name, options)):
+        hint = f" It is a task of {env}. Type env={env} 'env.tasks=[{name}]'"
     elif group == search.GROUP:
         hint = " `rlinf models` lists them; files of yours need --config-dir <folder>"
     else:
         hint = did_you_mean(name, options)
     return f"There is no {group or 'config'} '{name}'.{hint}"
+
+
+def env_of_task(task: str, envs: Iterable[str]) -> str | None:
+    """Return the first of the envs that has such a task under its default settings; one that is not installed has none."""
+    from rlinf.envs import ENVS
+
+    for name in envs:
+        if name in ENVS:
+            try:
+                if task in ENVS.get(name).all_task_names(ENVS.get(name).config_class()):
+                    return name
+            except MissingDependencyError:
+                continue
+    return None
 
 
 def _unknown_key(override: Override, root: str) -> str | None:
@@ -172,9 +192,9 @@ def _unknown_key(override: Override, root: str) -> str | None:
                 return no_key(path, override.value(), known if depth else [*known, search.GROUP])
             near = closest(part, known)
             meant = ".".join([*parts[:depth], near or part, *parts[depth + 1 :]])
-            keys = [meant] if near and OmegaConf.select(whole, meant) is not None else fields_named(parts[-1])
-            typed = " or ".join(f"{key}={override_text(override.value())}" for key in keys)
-            return f"There is no key '{path}'.{f' Type {typed}' if keys else did_you_mean(part, known)}"
+            keys = [meant] if near and OmegaConf.select(whole, meant) is not None else fields_meant(parts[-1])
+            typed = f" Type {overrides_text(keys, override.value())}"
+            return f"There is no key '{path}'.{typed if keys else did_you_mean(part, known)}"
         node = node[part]
     return None
 
@@ -196,16 +216,27 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def compose_on_saved(saved: dict[str, Any], overrides: Iterable[str], config_dir: str | None = None) -> DictConfig:
+def compose_on_saved(
+    saved: dict[str, Any],
+    overrides: Iterable[str],
+    config_dir: str | None = None,
+    folder: str | Path = "the checkpoint",
+) -> DictConfig:
     """Lay overrides over the configuration of an earlier run: what is not overridden stays as it was.
 
     Group choices (``env=tabletop``) replace the whole section, values replace single keys. ``output_dir`` and the keys that
-    name a checkpoint or a dataset to write belong to the earlier run and are not taken over.
+    name a checkpoint, an evaluation or a dataset to write belong to the earlier run and are not taken over. What names code
+    has to be typed.
 
     Args:
         saved: Resolved configuration of the earlier run.
         overrides: As on the command line.
         config_dir: Folder of the user's own groups and experiments.
+        folder: Where ``saved`` was read, for messages.
+
+    Raises:
+        ConfigError: An override cannot be laid over it.
+        CheckpointError: ``saved`` names code that no override names.
     """
     parsed = [
         item for item in parse_overrides(normalize_overrides(overrides)) if not item.key_or_group.startswith("hydra.")
@@ -230,15 +261,23 @@ def compose_on_saved(saved: dict[str, Any], overrides: Iterable[str], config_dir
         if key.partition(".")[0] not in public_fields(RunConfig):
             raise ConfigError(no_key(key, override.value(), public_fields(RunConfig)))
     groups = [item for item in parsed if item.key_or_group in sections and isinstance(item.value(), str)]
+    typed = {override.key_or_group for override in parsed}
+    check_code(saved, typed, folder)
     fresh = compose_config([item.input_line for item in groups], config_dir)
-    config = OmegaConf.create(saved)
+    config = OmegaConf.create(literal(saved))
     config.resume = config.init_from = config.checkpoint = config.dataset = None
+    OmegaConf.update(config, "evaluation.compare", None, force_add=True)
     for override in groups:
         config[override.key_or_group] = fresh[override.key_or_group]
     for override in parsed:
         if override not in groups:
             OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
-    if all(override.key_or_group != "output_dir" for override in parsed):
-        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        config.output_dir = f"outputs/{config.get('experiment_name', 'default')}/evaluate_{stamp}"
+    if "output_dir" not in typed:
+        stamp, name = datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), str(config.get("experiment_name", "default"))
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ConfigError(
+                f"experiment_name is '{name}', which leads out of the folder outputs. Type experiment_name=<a name>, or "
+                "output_dir=<folder>"
+            )
+        config.output_dir = f"outputs/{name}/evaluate_{stamp}"
     return config

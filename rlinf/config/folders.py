@@ -38,6 +38,10 @@ def check_sources(config: RunConfig) -> None:
         path = getattr(model, key)
         if path is not None:
             check_hub_folder(f"model.{key}", path, names)
+    if config.resume is None and config.init_from is None and Path(model.model_path or "").expanduser().is_dir():
+        from rlinf.models.base_weights import check_base
+
+        check_base(model, config.evaluation.allow_mismatch)
     if config.tokenizer.tokenizer_model is not None:
         check_hub_folder("tokenizer.tokenizer_model", config.tokenizer.tokenizer_model, ())
 

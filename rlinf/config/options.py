@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -88,6 +89,13 @@ def unknown_key_message(dotted: str, value: Any, known: typing.Iterable[str]) ->
     return message
 
 
+def override_of(dotted: str, value: Any, hint: Any = Any) -> str:
+    """Write ``key=value`` as it is typed; one item in the place of a list gets its brackets, and the quotes that they need."""
+    if not _match(value, hint)[0] and _match([value], hint)[0]:
+        return f"'{dotted}={override_text([value])}'"
+    return f"{dotted}={override_text(value)}"
+
+
 def override_text(value: Any) -> str:
     """Write a value the way the command line takes it: ``null``, ``true``, ``[1,2]``; ``...`` for a section."""
     if value is None:
@@ -152,8 +160,8 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
     default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
     example = f"{dotted}={override_text(default)}"
     if not accepted:
-        if _match([value], hint)[0]:  # one item in the place of a list
-            example = f"'{dotted}={override_text([value])}'"
+        if _match([value], hint)[0]:
+            example = override_of(dotted, value, hint)
         raise ConfigError(
             f"{dotted} is {override_text(value)!r} ({type(value).__name__}); required: {type_name(hint)}. Type e.g. {example}"
         )
@@ -163,6 +171,8 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
         raise ConfigError(
             f"{dotted} is {override_text(converted)!r}; required: one of {', '.join(map(str, choices))}. Type {dotted}={close}"
         )
+    if isinstance(converted, float) and math.isinf(converted):
+        raise ConfigError(f"{dotted} is {converted}; required: a finite number. Type e.g. {example}")
     if isinstance(converted, (int, float)) and not _within(converted, field.metadata):
         raise ConfigError(f"{dotted} is {converted}; required: {bounds_text(field.metadata)}. Type e.g. {example}")
     return converted

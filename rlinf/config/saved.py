@@ -99,16 +99,17 @@ def check_model_type(folder: Path, saved: Manifest, config: RunConfig) -> None:
     Raises:
         CheckpointError: They are of another.
     """
-    if saved.model["model_type"] != config.model.model_type:
+    found = saved.model.get("model_type")
+    if found != config.model.model_type:
         raise CheckpointError(
-            f"{folder} holds a '{saved.model['model_type']}' and model.model_type is '{config.model.model_type}'. "
-            f"Type model.model_type={saved.model['model_type']}, or name another checkpoint"
+            f"{folder} holds a '{found}' and model.model_type is '{config.model.model_type}'. "
+            f"Type model.model_type={found}, or name another checkpoint"
         )
 
 
 def changes_since(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     """Return ``key before -> now`` for each key that differs from a saved configuration and that both have."""
-    before, now = _flat(saved), _flat(to_mapping(config))
+    before, now = flat(saved), flat(to_mapping(config))
     return [
         f"{key} {override_text(before[key])} -> {override_text(value)}"
         for key, value in now.items()
@@ -116,8 +117,8 @@ def changes_since(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     ]
 
 
-def _flat(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def flat(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     found = {}
     for key, value in mapping.items():
-        found |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+        found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
     return found

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from collections.abc import Iterable, Mapping
+import typing
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from rlinf.algorithms.config import AlgorithmConfig, PPOConfig
 from rlinf.config.options import (
     from_mapping,
     option,
+    override_of,
     override_text,
     plain_container,
     public_fields,
-    to_mapping,
     unknown_key_message,
 )
 from rlinf.config.plugins import load_plugins
 from rlinf.data.config import CollectConfig
 from rlinf.envs.config import EnvConfig
-from rlinf.errors import ConfigError, did_you_mean
+from rlinf.errors import ALIASES, ConfigError, closest, did_you_mean
 from rlinf.evaluation.config import EvaluationConfig
+from rlinf.files import LATEST, follow_latest
 from rlinf.models.config import ModelConfig, TokenizerConfig
 from rlinf.tracking.config import TrackingConfig
 from rlinf.training.config import ClusterConfig, RolloutConfig, SFTConfig, TrainerConfig
@@ -32,7 +37,7 @@ class RunConfig:
     """Everything that a run needs to know; `rlinf train` composes it from packaged groups, files and overrides."""
 
     experiment_name: str = option("default", "Names the run folder; an experiment file without it lends its own name.")
-    seed: int = option(0, "Seed of everything random in the run.", minimum=0)
+    seed: int = option(0, "Seed of everything random in the run.", minimum=0, maximum=2**63 - 1)
     output_dir: str | None = option(
         None, "Run folder; null: outputs/<experiment_name>/<date>_<time> under the folder where the command runs."
     )
@@ -64,6 +69,18 @@ REGISTRIES = {"env": ("rlinf.envs", "ENVS"), "algorithm": ("rlinf.algorithms", "
 """Sections whose dataclass is the ``config_class`` of what their ``name`` stands for in a registry."""
 
 
+SOURCES = (
+    "checkpoint",
+    "resume",
+    "init_from",
+    "model.model_path",
+    "model.lora_path",
+    "sft.dataset",
+    "evaluation.compare",
+)
+"""Keys that name what is read: a ``latest`` in them is settled before a new run becomes the latest one."""
+
+
 def section_class(section: str, name: str) -> type:
     """Return the configuration dataclass that ``section.name`` selects.
 
@@ -75,33 +92,56 @@ def section_class(section: str, name: str) -> type:
     if name not in registry:
         raise ConfigError(
             f"{section}.name is {override_text(name)!r}, which is not registered.{did_you_mean(name, registry)} "
-            f"Type {section}=<name>, or import its module with plugins=[module]."
+            f"Type {section}={closest(name, registry) or '<name>'}, or import its module with plugins=[module]."
         )
     return registry.get(name).config_class
 
 
-def fields_named(name: str) -> list[str]:
-    """Return the dotted keys whose last part is ``name``: ``trainer.max_steps`` and ``sft.max_steps`` for ``max_steps``."""
+def field_types() -> dict[str, Any]:
+    """Return the type of every dotted key, sections included, under the default env and algorithm."""
 
-    def below(mapping: dict[str, Any], path: str) -> list[str]:
-        found = [path + name] if name in mapping else []
-        for key, value in mapping.items():
-            found += below(value, f"{path}{key}.") if isinstance(value, dict) else []
-        return found
+    def below(config: Any, path: str) -> Iterator[tuple[str, Any]]:
+        hints = typing.get_type_hints(type(config))
+        for name in public_fields(type(config)):
+            yield path + name, hints[name]
+        for name in public_fields(type(config)):
+            if dataclasses.is_dataclass(getattr(config, name)):
+                yield from below(getattr(config, name), f"{path}{name}.")
 
-    return below(to_mapping(RunConfig()), "")
+    return dict(below(RunConfig(), ""))
+
+
+def fields_meant(name: str) -> list[str]:
+    """Return the dotted keys whose last part is ``name`` or what it is an alias of: ``trainer.max_steps`` and
+    ``sft.max_steps`` for ``max_steps`` and for ``steps``."""
+    keys = list(field_types())
+    return [key for meant in (name, *ALIASES.get(name, ())) for key in keys if key.rpartition(".")[2] == meant]
+
+
+def overrides_text(keys: Iterable[str], value: Any) -> str:
+    """Write the override of each key, the first or the second or ..."""
+    types = field_types()
+    return " or ".join(override_of(key, value, types.get(key, Any)) for key in keys)
 
 
 def no_key(dotted: str, value: Any, known: Iterable[str]) -> str:
     """Say that there is no such key, and where its name is one, or which of the ``known`` ones was meant."""
-    elsewhere = [key for key in fields_named(dotted.rpartition(".")[2]) if key != dotted]
+    name, known = dotted.rpartition(".")[2], list(known)
+    elsewhere = [key for key in fields_meant(name) if key != dotted]
+    if not set(known).isdisjoint(ALIASES.get(name, ())):
+        elsewhere = []
+    elif not elsewhere and closest(name, known) is None:
+        similar = closest(name, (key.rpartition(".")[2] for key in field_types()))
+        elsewhere = fields_meant(similar) if similar else []
     if not elsewhere:
         return unknown_key_message(dotted, value, known)
-    return f"There is no key '{dotted}'. Type {' or '.join(f'{key}={override_text(value)}' for key in elsewhere)}"
+    return f"There is no key '{dotted}'. Type {overrides_text(elsewhere, value)}"
 
 
 def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     """Turn a composed configuration into a ``RunConfig``; plugins are imported first, so that their names are known.
+
+    Where ``env.cameras`` is null, they follow from what the model reads.
 
     Args:
         mapping: Nested mapping or OmegaConf ``DictConfig``; missing keys and sections take their defaults.
@@ -111,15 +151,35 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     """
     values = dict(plain_container(mapping))
     values["plugins"] = load_plugins(from_mapping(RunConfig, {"plugins": values.get("plugins", [])}).plugins)
+    env = values.get("env", {})
+    cameras_follow = isinstance(env, Mapping) and env.get("cameras") is None
     for section in REGISTRIES:
         given = values.get(section)
         if isinstance(given, Mapping):
             cls = section_class(section, given.get("name", getattr(RunConfig(), section).name))
-            known = public_fields(cls)
+            known, default = public_fields(cls), getattr(RunConfig(), section).name
+            unknown, absent = set(given) - set(known), set(known) - set(given)
+            of_default = set(given) >= set(public_fields(section_class(section, default)))
+            if of_default and unknown and (absent or len(unknown) > 1):  # the name was changed alone
+                raise ConfigError(
+                    f"{section}.name is '{given['name']}', with the settings of {default}. Choose the group instead of the "
+                    f"name. Type {section}={given['name']}"
+                )
             for key, value in given.items():
                 if key not in known:
                     raise ConfigError(no_key(f"{section}.{key}", value, known))
             values[section] = from_mapping(cls, given, section)
         elif section not in values:
             values[section] = section_class(section, getattr(RunConfig(), section).name)()
-    return from_mapping(RunConfig, values)
+    config = from_mapping(RunConfig, values)
+    if cameras_follow:
+        from rlinf.config.compatibility import cameras_read
+
+        config.env.cameras = cameras_read(config)
+    for dotted in SOURCES:
+        *sections, key = dotted.split(".")
+        owner = reduce(getattr, sections, config)
+        path = getattr(owner, key)
+        if path is not None and LATEST in Path(path).parts:
+            setattr(owner, key, str(follow_latest(Path(path).expanduser())))
+    return config

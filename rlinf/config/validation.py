@@ -6,6 +6,9 @@ and command fit each other; in ``folders`` and ``saved`` what is on disk.
 
 from __future__ import annotations
 
+import math
+import os
+
 from rlinf.config.compatibility import (
     check_collect,
     check_dataset,
@@ -22,8 +25,12 @@ from rlinf.config.folders import check_new_folder, check_sources, check_writable
 from rlinf.config.options import closest, override_text
 from rlinf.config.saved import check_start
 from rlinf.config.schema import RunConfig, section_class
+from rlinf.config.text_inputs import check_no_text
+from rlinf.distributed.devices import refuse_another_launcher
 from rlinf.errors import ConfigError, did_you_mean
 
+GATHERED_COPIES = 3
+"""Of a rollout's observations, at the peak of a rank's memory: what came, what is joined, and what is put in order."""
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 COMMANDS = ("train", "sft", "evaluate", "collect", "diagnose")
 
@@ -46,6 +53,8 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     if command not in COMMANDS:
         raise ValueError(f"command is {command!r}; required: one of {', '.join(COMMANDS)}")
     check_names(config)
+    if command in ("train", "sft"):
+        check_no_text(config, command)
     if command == "collect":
         check_collect(config)
         if config.checkpoint is None:  # The scripted expert acts.
@@ -161,6 +170,7 @@ def check_model(config: RunConfig) -> None:
 
 def check_devices(config: RunConfig, num_processes: int) -> None:
     """Processes and devices must be there; ``num_processes`` is what the command starts."""
+    refuse_another_launcher(os.environ)
     cluster = config.cluster
     if config.trainer.sharding == "none" and cluster.num_processes > 1:
         raise ConfigError(
@@ -187,6 +197,11 @@ def check_phases(config: RunConfig, command: str) -> None:
     if command == "train" and not cloning and config.trainer.max_steps == 0:
         raise ConfigError(
             "trainer.max_steps=0 and sft.max_steps=0: there is nothing to train. Type trainer.max_steps=100"
+        )
+    if config.sft.dataset is not None and not cloning:
+        raise ConfigError(
+            f"sft.dataset is '{config.sft.dataset}', and sft.max_steps=0: nothing would be cloned. "
+            "Type sft.max_steps=500, or sft.dataset=null"
         )
 
 
@@ -218,6 +233,28 @@ def check_batches(config: RunConfig) -> None:
             f"Use one of {divisors_text(samples, ranks)}, e.g. trainer.minibatch_size={best}"
         )
     check_micro_batch(config, trainer.minibatch_size, "trainer.minibatch_size")
+    check_gathered(config)
+
+
+def check_gathered(config: RunConfig) -> None:
+    """The observations of all ranks, which each of them gathers, must fit into the machine's memory."""
+    from rlinf.envs import ENVS
+    from rlinf.memory import main_memory_bytes
+
+    rollout, env, ranks = config.rollout, config.env, config.cluster.num_processes
+    if ranks == 1:
+        return
+    row = len(env.cameras) * env.image_size**2 * 3 + 4 * (ENVS.get(env.name).state_width(env) or 0)
+    of_an_env = GATHERED_COPIES * ranks * rollout.num_chunks * row
+    available = main_memory_bytes()
+    if rollout.num_envs * of_an_env > available:
+        step = math.lcm(ranks, rollout.group_size)
+        fitting = available // of_an_env // step * step
+        raise ConfigError(
+            f"Each of cluster.num_processes={ranks} ranks gathers the observations of all ranks, {rollout.num_envs} envs x "
+            f"{rollout.num_chunks} calls of {row} bytes: {rollout.num_envs * of_an_env / 1e9:.0f} GB at their peak on this machine, which has "
+            f"{available / 1e9:.0f} GB. Type {f'rollout.num_envs={fitting}' if fitting else 'a smaller env.image_size'}, or fewer processes"
+        )
 
 
 def check_micro_batch(config: RunConfig, batch: int, key: str) -> None:
@@ -247,10 +284,10 @@ def check_algorithm(config: RunConfig) -> None:
             "algorithm.advantage_level=action gives each action of a chunk its own advantage, but "
             "algorithm.logprob_level=chunk has one ratio per chunk. Type algorithm.logprob_level=action"
         )
-    if algorithm.advantage_level == "action" and not algorithm_class.needs_values:
+    if algorithm.advantage_level == "action" and algorithm_class.needs_groups:
         raise ConfigError(
-            f"algorithm.name={algorithm.name} has one advantage per episode; algorithm.advantage_level=action needs a value "
-            "function. Type algorithm.advantage_level=chunk, or algorithm=ppo"
+            f"algorithm.name={algorithm.name} has one advantage per episode; algorithm.advantage_level=action needs one "
+            "per policy call. Type algorithm.advantage_level=chunk, or algorithm=ppo"
         )
     longest = ENVS.get(config.env.name).longest_horizon(config.env)
     covered = rollout.num_chunks * config.model.action_chunks_len
@@ -263,6 +300,11 @@ def check_algorithm(config: RunConfig) -> None:
                 f"rollout.group_size={rollout.group_size} and rollout.auto_reset={override_text(rollout.auto_reset)} "
                 f"(the group rollout=groups sets both). Type {' '.join(mending)}"
             )
+    elif algorithm_class.needs_whole_episodes and rollout.auto_reset:
+        raise ConfigError(
+            f"algorithm.name={algorithm.name} takes the return of a whole episode, one per env and iteration, but "
+            "rollout.auto_reset=true (the group rollout=episodes sets it). Type rollout.auto_reset=false"
+        )
     if covered < longest:
         needed = -(-longest // config.model.action_chunks_len)
         raise ConfigError(

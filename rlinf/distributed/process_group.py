@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
@@ -20,12 +20,20 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from rlinf.distributed.devices import isolate_rank, own_device, rank_environment, visible_gpus
 from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.types import Observation, RolloutBatch
 
 GRACE_S = 5.0
 """Seconds that the other ranks have to end by themselves once one has failed."""
 
+TIMEOUT_S = 3600.0
+"""Seconds that a rank waits for another one: longer than any part of a run in which one works alone (saving weights, say)."""
+
+TIMEOUT_HINT = (
+    " It waited {:g} s for another rank. If that one only needs longer, type cluster.timeout_s=<more>; else its stack, or "
+    "the log of its simulators, tells what it waits for."
+)
 KILLED_HINT = (
     "SIGKILL: mostly out of memory (`dmesg` tells). SIGSEGV, SIGABRT: a crash in native code, whose Python stack stands "
     "above. Go on from the last checkpoint with rlinf train resume=<run folder>"
@@ -83,38 +91,57 @@ dist.Backend.register_backend(GLOO, _gloo_with_one_thread, devices=["cpu"])
 
 
 def backend_of(device: str) -> str:
-    """Name of the collective backend of a device: nccl, or gloo with one thread."""
-    return "nccl" if device == "cuda" else GLOO
+    """Collective backends of a device: gloo with one thread, and on GPUs nccl for what lies there.
+
+    So numbers and objects of the loop do not take the way through the GPU, which would wait for all work on it.
+    """
+    return f"cpu:{GLOO},cuda:nccl" if device == "cuda" else GLOO
 
 
 def launch(
-    function: Callable[[Any], None], argument: Any, num_processes: int, device: str, process_group: bool = False
+    function: Callable[[Any], None],
+    argument: Any,
+    num_processes: int,
+    device: str,
+    process_group: bool = False,
+    timeout_s: float = TIMEOUT_S,
 ) -> None:
     """Run ``function(argument)`` on ``num_processes`` ranks with a process group; in this process when it is one.
 
-    One process has a process group only when ``process_group`` asks for it.
+    One process has a process group only when ``process_group`` asks for it. Of several, each sees one GPU alone
+    (``rlinf.distributed.devices``), and fails when it has waited ``timeout_s`` for the others.
 
     A rank that fails or is killed ends the others, and the first error is raised here: an ``RLinfError`` as it is.
-    SIGINT and SIGTERM reach every rank as SIGTERM; a second SIGINT kills them. No process outlives the call, nor this process.
+    SIGINT, SIGTERM and SIGHUP reach every rank as SIGTERM; a second SIGINT kills them. No process outlives the call, nor this process.
 
     Raises:
+        ConfigError: There are fewer GPUs than ranks.
         RankError: Another error of a rank, with its traceback, or the signal that killed a rank.
         SystemExit: With 128 + signal number, after a signal and an orderly end of all ranks.
         KeyboardInterrupt: After SIGINT, where it came before the ranks could end in an orderly way.
     """
     if num_processes == 1:
         if process_group:
-            dist.init_process_group(backend_of(device), store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(
+                backend_of(device),
+                store=dist.HashStore(),
+                rank=0,
+                world_size=1,
+                device_id=own_device() if device == "cuda" else None,
+            )
         try:
             function(argument)
         finally:
             if process_group:
                 dist.destroy_process_group()
         return
+    gpus = visible_gpus(os.environ, torch.cuda.device_count()) if device == "cuda" else []
+    if device == "cuda":
+        rank_environment(os.environ, gpus, num_processes - 1)  # there is one for the last rank, too
     # The store listens before its port is told: a free port that is only looked for may be another's when it is used.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     errors = multiprocessing.get_context("spawn").SimpleQueue()
-    arguments = (function, argument, num_processes, store.port, device, errors)
+    arguments = (function, argument, num_processes, store.port, device, errors, gpus, timeout_s)
     processes: list[Any] = []
     received: list[int] = []
     killed: list[str] = []
@@ -126,9 +153,12 @@ def launch(
             if process.is_alive():
                 process.kill() if kill else process.terminate()
 
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if previous[signal.SIGHUP] == signal.SIG_IGN:  # nohup
+        del previous[signal.SIGHUP]
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the ranks do from their start: a terminal tells them too
+        for number in previous.keys() - {signal.SIGTERM}:
+            signal.signal(number, signal.SIG_IGN)  # as the ranks do from their start: a terminal tells them too
         context = mp.start_processes(_run_rank, arguments, nprocs=num_processes, join=False, start_method="spawn")
         processes += context.processes
         for number in previous:
@@ -169,16 +199,25 @@ def launch(
 
 
 def _run_rank(
-    rank: int, function: Callable, argument: Any, num_processes: int, port: int, device: str, errors: Any
-) -> None:
+    rank: int, function: Callable, argument: Any, num_processes: int, port: int, device: str, errors: Any,
+    gpus: Sequence[str], timeout_s: float,
+) -> None:  # fmt: skip
+    if gpus:
+        isolate_rank(gpus, rank)  # before CUDA starts
     faulthandler.enable()
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ["LOCAL_RANK"] = str(rank)
-    # The parent ends the other ranks when one dies, so this only has to outlast the longest evaluation of rank 0.
-    timeout = timedelta(hours=12)
+    timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=num_processes, timeout=timeout)
+    dist.init_process_group(
+        backend_of(device),
+        store=store,
+        rank=rank,
+        world_size=num_processes,
+        timeout=timeout,
+        device_id=own_device() if device == "cuda" else None,
+    )
     try:
         function(argument)
         dist.barrier()  # gloo aborts when one rank closes its connections while another still uses them
@@ -187,8 +226,11 @@ def _run_rank(
         if errors.empty():
             text = "\n".join([str(error), *getattr(error, "__notes__", [])])
             own = isinstance(error, RLinfError)
+            waited = TIMEOUT_HINT.format(timeout_s) if "timed out" in text.lower() else ""
             errors.put(
-                type(error)(text) if own else RankError(f"Rank {rank} failed.\n{traceback.format_exc()[-20000:]}")
+                type(error)(text)
+                if own
+                else RankError(f"Rank {rank} failed.{waited}\n{traceback.format_exc()[-20000:]}")
             )
         raise
     finally:
@@ -197,18 +239,34 @@ def _run_rank(
 
 def sum_over_ranks(values: list[float]) -> list[float]:
     """Add numbers over all ranks."""
+    return _reduce(values, dist.ReduceOp.SUM)
+
+
+def max_over_ranks(value: float) -> float:
+    """Return the largest of the ranks' numbers."""
+    return _reduce([value], dist.ReduceOp.MAX)[0]
+
+
+def _reduce(values: list[float], operation: dist.ReduceOp) -> list[float]:
     if world_size() == 1:
         return values
     total = torch.tensor(values, dtype=torch.float64)
-    if dist.get_backend() == "nccl":
-        total = total.cuda()
-    dist.all_reduce(total)
+    dist.all_reduce(total, operation)
     return total.tolist()
 
 
 def any_rank(flag: bool) -> bool:
     """True on every rank when ``flag`` is true on one."""
     return sum_over_ranks([float(flag)])[0] > 0
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return what each rank has given, in rank order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    values = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def gather_rollout(batch: RolloutBatch) -> RolloutBatch:
@@ -221,8 +279,7 @@ def gather_rollout(batch: RolloutBatch) -> RolloutBatch:
         return batch
     from rlinf.rollout.collector import concatenate_envs
 
-    parts = [None] * world_size()
-    dist.all_gather_object(parts, _without_large_arrays(batch))
+    parts = gather_objects(_without_large_arrays(batch))
     images = {name: _gather_array(image) for name, image in batch.observation.images.items()}
     state = None if batch.observation.state is None else _gather_array(batch.observation.state)
     for index, part in enumerate(parts):
@@ -241,7 +298,7 @@ def _without_large_arrays(batch: RolloutBatch) -> RolloutBatch:
 
 
 def _gather_array(array: np.ndarray) -> list[np.ndarray]:
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = own_device() if "nccl" in dist.get_backend_config() else "cpu"
     mine = torch.from_numpy(np.ascontiguousarray(array)).to(device)
     parts = [torch.empty_like(mine) for _ in range(world_size())]
     dist.all_gather(parts, mine)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlinf.distributed.devices import gpu_uuids, index_of_gpu
 from rlinf.errors import ConfigError, RLinfError
 
 ALIGNMENT = 64
@@ -44,6 +45,7 @@ class WeightsHandle:
         nonce: Random bytes of this one ``write``, which the shared memory begins with as long as it holds these weights.
         path: File behind the shared memory (CPU), or None.
         ipc: ``(rebuild, arguments)`` of the shared memory on a GPU, or None.
+        gpu: UUID of that GPU.
     """
 
     version: int
@@ -52,17 +54,24 @@ class WeightsHandle:
     nonce: bytes
     path: str | None = None
     ipc: tuple[Any, tuple] | None = None
+    gpu: str = ""
 
     def open(self) -> dict[str, Tensor]:
         """Return all tensors by name, as views of the shared memory.
 
         Raises:
-            WeightsRefusedError: The buffer or the process that wrote them is gone, or other weights were written since.
+            WeightsRefusedError: The buffer or the process that wrote them is gone, other weights were written since, or they lie on a
+            GPU that this process does not see.
         """
         if self.ipc is not None:
             rebuild, arguments = self.ipc
             arguments = list(arguments)
-            arguments[6] = torch.cuda.current_device()  # GPUs may be numbered differently in the other process
+            arguments[6] = index_of_gpu(self.gpu, gpu_uuids())  # GPUs may be numbered differently in the other process
+            if arguments[6] is None:
+                raise WeightsRefusedError(
+                    f"The weights of version {self.version} lie on the GPU {self.gpu}, and this process sees {gpu_uuids()}; nothing was "
+                    "loaded. An engine needs the GPU of the trainer among its own: start it without CUDA_VISIBLE_DEVICES of its own"
+                )
             memory = rebuild(*arguments)
         else:
             try:
@@ -119,7 +128,8 @@ class WeightBuffer:
         from torch.multiprocessing.reductions import reduce_tensor
 
         torch.cuda.synchronize(device)
-        return WeightsHandle(version, manifest, end, nonce, ipc=reduce_tensor(self._memory))
+        gpu = gpu_uuids()[device.index]
+        return WeightsHandle(version, manifest, end, nonce, ipc=reduce_tensor(self._memory), gpu=gpu)
 
     def close(self) -> None:
         """Give the memory back."""

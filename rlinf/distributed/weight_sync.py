@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from rlinf.errors import RLinfError
-from rlinf.training.fsdp import full_tensor
+from rlinf.models.finite import check_finite
+from rlinf.training.fsdp import full_tensor, local_part
 
 
 class WeightSync:
@@ -41,11 +42,14 @@ class WeightSync:
         """Copy all parameters and buffers (a collective call); returns the version that the rollout now holds.
 
         Raises:
-            RLinfError: The two models do not have the same tensor names and shapes.
+            RLinfError: A weight is not finite, the two models do not have the same tensor names and shapes, or the rollout's
+                weights are not the trainer's after the copy.
         """
+        check_finite({name: local_part(tensor)[0] for name, tensor in self.trainer_model.state_dict().items()})
         self.version = version
         if self.rollout_model is not self.trainer_model:
             self._copy()
+            self._check_replica()
         if self.generator is not None:
             self.generator.update_weights(version)
         return version
@@ -62,6 +66,26 @@ class WeightSync:
                 raise RLinfError(f"Weight sync refused, '{name}' is {list(full.shape)}, rollout has "
                                  f"{list(target[name].shape)}.")  # fmt: skip
             target[name].copy_(full)
+
+    def _check_replica(self) -> None:
+        """Compare this rank's part of the trained weights with what the rollout policy computes with, bit for bit.
+
+        Log-probabilities would not show a stale value head, a stale layer that is hardly used, or, in 16 bits, an update that is
+        smaller than the rounding.
+        """
+        model = self.rollout_model
+        held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        stale = []
+        for name, tensor in self.trainer_model.state_dict().items():
+            part, where = local_part(tensor)
+            if name not in held or not torch.equal(part.to(held[name]), held[name][where]):
+                stale.append(name)
+        if stale:
+            raise RLinfError(
+                f"The rollout policy differs from the trained policy after the weight sync in {len(stale)} of "
+                f"{len(held)} tensors: {', '.join(stale[:8])}. Rollouts would be those of older weights; this is a fault of "
+                "the weight sync (WeightSync), or something writes into the rollout policy"
+            )
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlinf.errors import ConfigError
 from rlinf.registry import Registry
 
 if TYPE_CHECKING:
@@ -45,4 +46,11 @@ def make_env(config: EnvConfig, num_envs: int, *, auto_reset: bool) -> VectorEnv
     Raises:
         ConfigError: The name is not registered, or the config is not of the environment's ``config_class``.
     """
+    from rlinf.envs.config import EnvConfig
+
+    if not isinstance(config, EnvConfig):
+        raise ConfigError(
+            f"make_env got a {type(config).__name__}; required: an EnvConfig. Type build_config(<composed configuration>).env, "
+            "or make the dataclass of the env, such as TabletopConfig(tasks=['reach'])"
+        )
     return ENVS.get(config.name)(config, num_envs, auto_reset)

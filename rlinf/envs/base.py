@@ -14,9 +14,15 @@ from gymnasium.vector.utils import batch_space
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.episodes import drawn_episodes, select_tasks
 from rlinf.envs.ledger import EpisodeLedger
-from rlinf.envs.spaces import check_cameras, checked_actions, observation_space, uniform_statistics
+from rlinf.envs.spaces import (
+    check_cameras,
+    checked_actions,
+    checked_observation,
+    observation_space,
+    uniform_statistics,
+)
 from rlinf.envs.steps import SimulatorChunk, SimulatorStep, chunk_of_steps
-from rlinf.errors import ConfigError, did_you_mean
+from rlinf.errors import ConfigError, NonFiniteError, did_you_mean
 from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeSpec, Observation
 
@@ -43,6 +49,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
             is an index into this list.
         max_episode_steps: Env steps of the longest possible episode.
         num_restarts: Simulators that were lost and replaced so far.
+        on_gpu: All rows are one simulation on a GPU, which a rollout then does not split into lanes.
         metadata: ``metadata["autoreset_mode"]`` is gymnasium's ``SAME_STEP`` with auto-reset, else ``DISABLED``;
             ``metadata["render_fps"]``, where it is known, is the number of env steps in a second of simulated time.
 
@@ -62,6 +69,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
     suite: ClassVar[str] = ""
     packages: ClassVar[tuple[str, ...]] = ()
     num_restarts: int = 0
+    on_gpu: ClassVar[bool] = False
     free_settings: ClassVar[tuple[str, ...]] = (
         "tasks", "reward_mode", "success_bonus", "num_train_init_states", "num_eval_init_states",
     )  # fmt: skip
@@ -71,8 +79,8 @@ class VectorEnv(gymnasium.vector.VectorEnv):
     ) -> None:
         if not isinstance(config, self.config_class):
             raise ConfigError(
-                f"{type(self).__name__} got a {type(config).__name__}; it needs a {self.config_class.__name__}. "
-                f"Compose the config with `env={self.suite}`."
+                f"{type(self).__name__} got a {type(config).__name__}; required: a {self.config_class.__name__}. "
+                f"Type {self.config_class.__name__}(...), or env={self.suite} on the command line"
             )
         if num_envs < 1:
             raise ConfigError(f"num_envs is {num_envs}; at least 1 is needed.")
@@ -91,6 +99,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self._specs: list[EpisodeSpec | None] | None = None
         self._next_episode: Callable[[int], EpisodeSpec] | None = None
+        self._draw: Callable[[int], EpisodeSpec] | None = None
         self._observation: Observation | None = None
         self._ledger = EpisodeLedger(self.num_envs, config)
         self._finished = np.zeros(self.num_envs, dtype=bool)
@@ -287,7 +296,8 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         """Start an episode in every row.
 
         Args:
-            seed: Seed of the draw from the training split, where ``options`` leave something open; None: 0.
+            seed: Seed of the draw from the training split, where ``options`` leave something open; None: the draw goes on,
+                as in gymnasium, and begins with 0 at the first reset and where ``episodes`` are given.
             options: ``episodes``: one ``EpisodeSpec`` per row; without it, training episodes are drawn. Without
                 auto-reset a row may get None: it is idle. Its simulator is neither reset nor stepped, nothing is
                 executed, it has no result, and its observation repeats the first row that has an episode.
@@ -298,14 +308,18 @@ class VectorEnv(gymnasium.vector.VectorEnv):
             Observation of ``B`` rows, and infos (empty).
 
         Raises:
-            ConfigError: Unknown option, wrong number of episodes, none at all, or an episode of another suite.
+            ConfigError: Unknown option, wrong number of episodes, none at all, or an episode of another suite; an image or a
+                state of another number format than promised.
+            NonFiniteError: A number of the state is NaN or infinite.
         """
         options = dict(options or {})
         episodes, next_episode = options.pop("episodes", None), options.pop("next_episode", None)
         if options:
             name = next(iter(options))
             raise ConfigError(f"Unknown reset option '{name}'.{did_you_mean(name, ('episodes', 'next_episode'))}")
-        draw = self._episode_sampler(0 if seed is None else seed)
+        draw = self._draw
+        if seed is not None or episodes is not None or draw is None:
+            draw = self._draw = self._episode_sampler(0 if seed is None else seed)
         specs = [draw(row) for row in range(self.num_envs)] if episodes is None else list(episodes)
         if len(specs) != self.num_envs:
             raise ConfigError(f"reset got {len(specs)} episodes for {self.num_envs} envs; it needs one per env.")
@@ -315,7 +329,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         self._start(np.arange(self.num_envs), specs)
         self._lost[:] = False
         used = self._rows_in_use()
-        self._observation = self._observe(used)
+        self._observation = self._seen(used)
         if len(used) < self.num_envs:
             shown = np.zeros(self.num_envs, dtype=np.int64)
             shown[used] = np.arange(len(used))
@@ -334,7 +348,8 @@ class VectorEnv(gymnasium.vector.VectorEnv):
             A ``ChunkStep``; do not write into its arrays.
 
         Raises:
-            ConfigError: Wrong shape, or a number that is not finite.
+            ConfigError: Wrong shape, or a number that is not finite; an image or a state of another number format than promised.
+            NonFiniteError: A reward or a number of the state is NaN or infinite.
         """
         actions = self._checked_actions(actions)
         num_envs, chunk_len, _ = actions.shape
@@ -347,6 +362,11 @@ class VectorEnv(gymnasium.vector.VectorEnv):
             chunk = self._step_chunk(ids, actions[ids], (self._ledger.horizons - self._ledger.num_steps)[ids])
             executed[ids] = chunk.executed
             rewards[ids], terminated[ids], truncated[ids] = self._ledger.add(ids, chunk)
+            if not np.isfinite(rewards).all():
+                row, position = np.argwhere(~np.isfinite(rewards))[0]
+                raise self._not_finite(
+                    int(row), f"the reward of action {position} of its chunk (from 0) is {rewards[row, position]}"
+                )
 
         self._show(np.flatnonzero(running))
         final_ids = np.flatnonzero(terminated | truncated)
@@ -397,8 +417,25 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         """Renew the rows ``ids`` of the current observation, leaving arrays that were handed out alone."""
         if not len(ids):
             return
-        seen = self._observe(ids)
+        seen = self._seen(ids)
         self._observation = seen if len(ids) == self.num_envs else self._observation.replaced(ids, seen)
+
+    def _seen(self, ids: np.ndarray) -> Observation:
+        """Return what the rows ``ids`` show, checked."""
+        seen = checked_observation(self._observe(ids), len(ids), self.state_dim)
+        if seen.state is not None and not np.isfinite(seen.state).all():
+            row, place = np.argwhere(~np.isfinite(seen.state))[0]
+            number = seen.state[row, place]
+            raise self._not_finite(int(ids[row]), f"number {place} of the state (from 0) is {number}")
+        return seen
+
+    def _not_finite(self, row: int, what: str) -> NonFiniteError:
+        spec = self._specs[row]
+        return NonFiniteError(
+            f"env.name={self.config.name} gives numbers that are not finite: env {row}, task '{self.task_names[spec.task_id]}', "
+            f"{spec}, env step {self._ledger.num_steps[row]}: {what}. Nothing can be learnt from it; mend the environment, or "
+            "leave the task out with env.tasks=[...]"
+        )
 
     def _start(self, ids: np.ndarray, specs: Sequence[EpisodeSpec | None]) -> None:
         """Begin the episode ``specs[k]`` in the row ``ids[k]``, which is idle where that is None."""

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.checker_recording import CHUNK_LEN, equal_rows, first_difference, play, seeded_actions, spread_specs
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, MissingDependencyError, NonFiniteError
 from rlinf.types import ChunkStep, EpisodeSpec, Observation
 
 EnvFactory = Callable[[int, bool], VectorEnv]
 """``env_factory(num_envs, auto_reset)``: a new environment with the same settings each time."""
 
 NUM_ENVS = 3
+
+
+PROPERTIES = {
+    "declarations": "suite, tasks, action bounds, statistics and auto-reset mode are declared",
+    "splits": "training and evaluation episodes are disjoint, and go round robin over the tasks",
+    "observation": "images, state and instructions have the declared shapes and types",
+    "repeatability": "an episode depends on its spec and the actions alone, not on its row or num_envs",
+    "chunks": "a chunk equals its actions one by one, and actions are clipped to the bounds",
+    "ends": "episodes end in time, in one way, and finished rows stand still",
+    "auto_reset": "auto-reset shows the next episode and keeps the true last observation",
+    "bad_actions": "actions of a wrong shape and NaN are refused",
+    "optional": "expert, frames and fixed instructions, where there are any",
+    "idle": "rows without an episode stand still, and their neighbours do not notice",
+}
+"""What is checked, in this order."""
 
 
 def check_env(env_factory: EnvFactory, max_steps: int = 64) -> list[str]:
@@ -34,6 +49,16 @@ def check_env(env_factory: EnvFactory, max_steps: int = 64) -> list[str]:
     Raises:
         ConfigError: ``max_episode_steps`` of the environment is larger than ``max_steps``.
     """
+    return [sentence for _, found in check_properties(env_factory, max_steps) for sentence in found]
+
+
+def check_properties(env_factory: EnvFactory, max_steps: int = 64) -> Iterator[tuple[str, list[str]]]:
+    """Check one property after the other; see ``check_env``.
+
+    Yields:
+        Key in ``PROPERTIES`` and what violates it. After a violation in declarations, splits or observation, on which the
+        others build, nothing else is checked.
+    """
     report: list[str] = []
     envs = [env_factory(*how) for how in ((NUM_ENVS, False), (NUM_ENVS, True), (1, False), (NUM_ENVS, False))]
     try:
@@ -43,26 +68,45 @@ def check_env(env_factory: EnvFactory, max_steps: int = 64) -> list[str]:
                 f"max_episode_steps is {frozen.max_episode_steps}, but the checker looks at {max_steps} steps. "
                 "Build the env with a smaller max_episode_steps, or call check_env(..., max_steps=...)."
             )
-        check_declarations(frozen, running, report)
-        check_splits(frozen, report)
-        if report:
-            return report
-        specs = spread_specs(frozen, NUM_ENVS)
-        check_observation(frozen, frozen.reset(options={"episodes": specs})[0], NUM_ENVS, report)
-        if report:
-            return report
-        check_repeatability(frozen, single, specs, max_steps, report)
-        check_chunks(frozen, specs, report)
-        check_ends(frozen, specs, max_steps, report)
-        check_auto_reset(running, single, max_steps, report)
-        check_bad_actions(frozen, specs, report)
-        check_optional(frozen, specs, report)
-        check_idle(untouched, frozen, specs, max_steps, report)
+        specs = []
+
+        def first_observation() -> None:
+            specs.extend(spread_specs(frozen, NUM_ENVS))
+            try:
+                observation, _ = frozen.reset(options={"episodes": specs})
+            except ConfigError as error:
+                report.append(str(error))
+                return
+            check_observation(frozen, observation, NUM_ENVS, report)
+
+        checks: dict[str, Callable[[], None]] = {
+            "declarations": lambda: check_declarations(frozen, running, report),
+            "splits": lambda: check_splits(frozen, report),
+            "observation": first_observation,
+            "repeatability": lambda: check_repeatability(frozen, single, specs, max_steps, report),
+            "chunks": lambda: check_chunks(frozen, specs, report),
+            "ends": lambda: check_ends(frozen, specs, max_steps, report),
+            "auto_reset": lambda: check_auto_reset(running, single, max_steps, report),
+            "bad_actions": lambda: check_bad_actions(frozen, specs, report),
+            "optional": lambda: check_optional(frozen, specs, report),
+            "idle": lambda: check_idle(untouched, frozen, specs, max_steps, report),
+        }
+        for name in PROPERTIES:
+            if report and name == "observation":  # needs tasks and splits
+                return
+            known, is_finite = len(report), True
+            try:
+                checks[name]()
+            except NonFiniteError as error:
+                report.append(str(error))
+                is_finite = False
+            yield name, report[known:]
+            if not is_finite or (report and name == "observation"):
+                return
     finally:
         for env in envs:
             env.close()
             env.close()
-    return report
 
 
 def check_declarations(frozen: VectorEnv, running: VectorEnv, report: list[str]) -> None:
@@ -380,7 +424,7 @@ def check_optional(env: VectorEnv, specs: list[EpisodeSpec], report: list[str]) 
         )
         inside = fits and bool(((actions >= env.action_low) & (actions <= env.action_high)).all())
         _require(report, inside, "expert_actions() must lie within the action bounds.")
-    if type(env).render_frames is not VectorEnv.render_frames:
+    if type(env).render_frames is not VectorEnv.render_frames and _can_draw(env):
         frames = env.render_frames([1], 48)
         _require(
             report,
@@ -394,6 +438,15 @@ def check_optional(env: VectorEnv, specs: list[EpisodeSpec], report: list[str]) 
             fixed in (None, sentence),
             f"instruction_of({spec.task_id}) is '{fixed}', but an episode says '{sentence}'.",
         )
+
+
+def _can_draw(env: VectorEnv) -> bool:
+    """Whether the env itself expects that drawing works here; packages for it may be missing."""
+    try:
+        type(env).check_drawing(env.config)
+    except (ConfigError, MissingDependencyError):
+        return False
+    return True
 
 
 def _check_step(env: VectorEnv, step: ChunkStep, report: list[str]) -> None:

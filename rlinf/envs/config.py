@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from rlinf.config.options import option
 
 
 @dataclass
 class EnvConfig:
-    """Settings that the base class of all environments implements; a simulator adds its own in a subclass."""
+    """Settings that the base class of all environments implements; a simulator adds its own in a subclass.
+
+    Attributes:
+        usual_cameras: What ``cameras`` becomes where it is null.
+    """
+
+    usual_cameras: ClassVar[tuple[str, ...]] = ("front",)
 
     name: str = option("tabletop", "Registered environment.")
     tasks: list[str] | None = option(None, "Task names to draw from; null: all tasks of the suite.")
     max_episode_steps: int = option(16, "Env steps after which a running episode is truncated.", minimum=1)
     image_size: int = option(64, "Height and width of the camera images in pixels.", minimum=16)
-    cameras: list[str] = option(["front"], "Cameras to render, in the order in which the policy gets them.")
+    cameras: list[str] | None = option(
+        None,
+        "Cameras to render, in the order in which the policy gets them; null: the usual ones of the environment, as many as the "
+        "model reads (a state policy reads none).",
+    )
     reward_mode: str = option(
         "shaped",
         "sparse: success bonus only; shaped: dense reward of the simulator plus the bonus; relative: change of "
@@ -27,6 +38,10 @@ class EnvConfig:
     terminate_on_success: bool = option(True, "End the episode at success.")
     num_train_init_states: int = option(100_000, "Initial states per task in the training split.", minimum=1)
     num_eval_init_states: int = option(1_000, "Initial states per task in the evaluation split (disjoint).", minimum=1)
+
+    def __post_init__(self) -> None:
+        if self.cameras is None:
+            self.cameras = list(self.usual_cameras)
 
 
 @dataclass

@@ -15,9 +15,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
+from rlinf.distributed.devices import CHOSEN_EGL_DEVICE, EGL_DEVICE, VISIBLE, visible_gpus
 from rlinf.errors import MissingDependencyError
 
 CONTEXT_MODULES = {"egl": "mujoco.egl", "osmesa": "mujoco.osmesa", "glfw": "mujoco.glfw", "cgl": "mujoco.cgl"}
@@ -41,6 +42,7 @@ print("rendering works")
 VULKAN_DEVICES = {"cpu": "cpu", "gpu": "cuda"}
 """Where SAPIEN may render, and its name for it."""
 
+NVIDIA_DEVICES = "/dev/nvidia[0-9]*"
 LAVAPIPE_FILES = ("/usr/share/vulkan/icd.d/lvp_icd*.json", "/etc/vulkan/icd.d/lvp_icd*.json")
 VULKAN_HINTS = {
     "cpu": "Install Mesa's software Vulkan, 23 or newer, with `bash scripts/setup.sh --sims`: on Debian 12 it is "
@@ -69,6 +71,17 @@ for device in devices[:count.value]:
     number = ctypes.c_ssize_t(-1)
     numbers.append(number.value if query_attribute(device, 0x323A, ctypes.byref(number)) else None)
 print(json.dumps(numbers))
+"""
+
+_CUDA_NAMES = """
+import ctypes, json, uuid
+cuda, count, names = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), []
+assert cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+for number in range(count.value):
+    device, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    assert cuda.cuDeviceGet(ctypes.byref(device), number) == 0 and cuda.cuDeviceGetUuid(raw, device) == 0
+    names.append(f"GPU-{uuid.UUID(bytes=bytes(raw))}")
+print(json.dumps(names))
 """
 
 
@@ -118,7 +131,7 @@ def choose_backend() -> str:
     """Return the GL backend of this process, and set ``MUJOCO_GL`` and ``PYOPENGL_PLATFORM`` for it and its children.
 
     Each backend is tried once, in another process (``probe_rendering``): what a parent has tried, its children take.
-    With EGL and ``CUDA_VISIBLE_DEVICES``, ``MUJOCO_EGL_DEVICE_ID`` is set too, unless it is already (``egl_device``).
+    With EGL and a GPU, ``MUJOCO_EGL_DEVICE_ID`` is set too, unless it is already (``egl_device``).
 
     Raises:
         MissingDependencyError: None works, or not the one that ``MUJOCO_GL`` names; says what to install.
@@ -173,27 +186,42 @@ def choose_vulkan(device: str) -> str:
     return VULKAN_DEVICES[device]
 
 
-def egl_device(environment: Mapping[str, str], cuda_numbers: list[int | None]) -> str | None:
-    """Return the EGL device that is the first GPU of ``CUDA_VISIBLE_DEVICES``; None: leave the choice to MuJoCo.
+def egl_device(
+    environment: Mapping[str, str], cuda_numbers: list[int | None], cuda_names: Sequence[str] = ()
+) -> str | None:
+    """Return the EGL device that is the first GPU which CUDA shows; None: leave the choice to MuJoCo.
 
-    CUDA counts only GPUs that the variable leaves, EGL counts all, in an order of its own and software renderers too, so
-    equal numbers may mean different GPUs.
+    CUDA counts only GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, EGL counts all, in an order of its own and software renderers too,
+    so equal numbers may mean different GPUs. A part of a GPU (MIG) renders nothing and has no EGL device.
 
     Args:
-        environment: Variables; a ``MUJOCO_EGL_DEVICE_ID`` of the user is left alone.
+        environment: Variables; a ``MUJOCO_EGL_DEVICE_ID`` is left alone.
         cuda_numbers: For each EGL device its CUDA number when ``CUDA_VISIBLE_DEVICES`` is not set, or None.
+        cuda_names: UUIDs of the GPUs, in the order of these numbers; the variable may name a GPU by the beginning of one.
     """
-    first = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-    if "MUJOCO_EGL_DEVICE_ID" in environment or not first.isdigit() or int(first) not in cuda_numbers:
+    first = next(iter(visible_gpus(environment, max(1, len(cuda_numbers)))), "")
+    if first.startswith("GPU-"):
+        first = next((str(number) for number, name in enumerate(cuda_names) if name.startswith(first)), "")
+    if EGL_DEVICE in environment or not first.isdigit() or int(first) not in cuda_numbers:
         return None
     return str(cuda_numbers.index(int(first)))
 
 
 def list_egl_devices() -> list[int | None]:
     """Return for each EGL device its CUDA number (as it is without ``CUDA_VISIBLE_DEVICES``), None where it has none."""
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return _ask_driver(_EGL_DEVICES)
+
+
+def list_cuda_names() -> list[str]:
+    """Return the UUIDs of all GPUs in the order of their CUDA numbers, ``GPU-...`` as ``CUDA_VISIBLE_DEVICES`` takes them."""
+    return _ask_driver(_CUDA_NAMES)
+
+
+def _ask_driver(script: str) -> list:
+    """Run a script that prints a list, without ``CUDA_VISIBLE_DEVICES``; empty if the driver is missing."""
+    environment = {name: value for name, value in os.environ.items() if name != VISIBLE}
     result = subprocess.run(
-        [sys.executable, "-c", _EGL_DEVICES], env=environment, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
     )
     return json.loads(result.stdout) if result.returncode == 0 else []
 
@@ -209,11 +237,17 @@ def _environment_of(backend: str) -> dict[str, str]:
     names = {"MUJOCO_GL": backend}
     if backend in ("egl", "osmesa"):
         names["PYOPENGL_PLATFORM"] = backend
-    if backend == "egl" and os.environ.get("CUDA_VISIBLE_DEVICES"):
-        device = egl_device(os.environ, list_egl_devices())
+    if backend == "egl" and EGL_DEVICE not in os.environ and _has_gpu():
+        by_name = os.environ.get(VISIBLE, "").strip().startswith("GPU-")
+        device = egl_device(os.environ, list_egl_devices(), list_cuda_names() if by_name else ())
         if device is not None:
-            names["MUJOCO_EGL_DEVICE_ID"] = device
+            names |= {EGL_DEVICE: device, CHOSEN_EGL_DEVICE: device}
     return names
+
+
+def _has_gpu() -> bool:
+    """Whether CUDA may show a GPU; finding out for sure would start another process."""
+    return bool(os.environ[VISIBLE].strip() if VISIBLE in os.environ else glob.glob(NVIDIA_DEVICES))
 
 
 def _vulkan_environment(device: str) -> dict[str, str]:

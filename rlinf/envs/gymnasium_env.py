@@ -20,7 +20,7 @@ from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.graphics import choose_backend, import_mujoco
 from rlinf.envs.process_env import ProcessVectorEnv
 from rlinf.envs.simulator import Simulator, SingleStep, View
-from rlinf.envs.spaces import check_cameras
+from rlinf.envs.spaces import check_cameras, checked_picture
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeSpec
@@ -380,7 +380,8 @@ class GymnasiumSimulator(Simulator):
             ) from error
         if not isinstance(picture, np.ndarray) or picture.ndim != 3:
             raise ConfigError(f"env.id={self.config.id} gives no picture under render_mode=rgb_array. Type {without}")
-        return np.asarray(Image.fromarray(picture.astype(np.uint8)).resize((size, size)))
+        picture = checked_picture(picture, f"env.id={self.config.id}", without)
+        return np.asarray(Image.fromarray(picture).resize((size, size)))
 
 
 @functools.cache

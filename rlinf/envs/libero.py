@@ -51,6 +51,8 @@ STATE_HIGH = np.array([0.3, 0.5, 1.6, 4.0, 4.0, 4.0, 0.04, 0.0])
 class LiberoConfig(ProcessEnvConfig):
     """LIBERO (robosuite, MuJoCo)."""
 
+    usual_cameras: ClassVar[tuple[str, ...]] = ("agentview", "wrist")
+
     name: str = option("libero", "Registered environment.")
     suite: str = option("libero_spatial", "Suite of tasks.", choices=tuple(HORIZONS))
     max_episode_steps: int | None = option(
@@ -63,8 +65,9 @@ class LiberoConfig(ProcessEnvConfig):
     image_size: int = option(
         256, "Height and width of the camera images in pixels; published data has 256.", minimum=16
     )
-    cameras: list[str] = option(
-        ["agentview", "wrist"], f"Cameras to render, in the order in which the policy gets them: {', '.join(CAMERAS)}."
+    cameras: list[str] | None = option(
+        None,
+        f"Cameras to render, in the order in which the policy gets them: {', '.join(CAMERAS)}; null: as many as the model reads.",
     )
     reward_mode: str = option(
         "sparse",

@@ -90,7 +90,7 @@ class ManiSkillSimulator(Simulator):
             )
             if previous is not None:
                 previous.close()
-        self._scene.reset(0, seed_of(task, spec.init_state_id, spec.seed))
+        self._scene.reset(FIRST_ROW, [seed_of(task, spec.init_state_id, spec.seed)])
 
     def step(self, action: np.ndarray) -> SingleStep:
         """Advance by one control step (0.05 s)."""

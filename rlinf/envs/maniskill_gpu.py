@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -35,7 +36,7 @@ class ManiSkillGpuConfig(ManiSkillOptions):
 class ManiSkillGpuVectorEnv(ManiSkillSuite, VectorEnv):
     """One task of ManiSkill, ``B`` rows in one simulation on the GPU.
 
-    Rows are reset one at a time, so that an episode's initial state depends on its spec alone. PhysX on the GPU does not
+    Rows are reset together, each drawn by its own seed, so that an episode's initial state depends on its spec alone. PhysX on the GPU does not
     promise equal bits for equal actions, so trajectories repeat nearly, not exactly. A row whose episode ends inside a
     chunk is put back after each step of the others.
 
@@ -54,6 +55,7 @@ class ManiSkillGpuVectorEnv(ManiSkillSuite, VectorEnv):
     packages: ClassVar[tuple[str, ...]] = PACKAGES
     devices: ClassVar[tuple[str, str]] = ("physx_cuda", "gpu")
     """Where it simulates, and where it renders."""
+    on_gpu: ClassVar[bool] = True
     config: ManiSkillGpuConfig
 
     def __init__(self, config: ManiSkillGpuConfig, num_envs: int, auto_reset: bool) -> None:
@@ -70,10 +72,15 @@ class ManiSkillGpuVectorEnv(ManiSkillSuite, VectorEnv):
         self._scene: Scene | None = None
 
     def _reset_env(self, index: int, spec: EpisodeSpec) -> None:
+        self._reset_envs(np.array([index]), [spec])
+
+    def _reset_envs(self, ids: np.ndarray, specs: Sequence[EpisodeSpec]) -> None:
+        if not len(ids):
+            return
         task = self.task_names[0]
         if self._scene is None:
             self._scene = Scene(self.config, task, self.num_envs, self.devices[0], self._render_device)
-        self._scene.reset(index, seed_of(task, spec.init_state_id, spec.seed))
+        self._scene.reset(ids, [seed_of(task, spec.init_state_id, spec.seed) for spec in specs])
 
     def _step_envs(self, ids: np.ndarray, actions: np.ndarray) -> SimulatorStep:
         return SimulatorStep(*self._scene.step(ids, actions))
@@ -89,8 +96,18 @@ class ManiSkillGpuVectorEnv(ManiSkillSuite, VectorEnv):
         """Return the poses of the hand, the objects and the goals."""
         return [self._scene.poses(int(row)) for row in ids]
 
+    def offload(self) -> None:
+        """Free the simulation; the next reset builds another."""
+        self.close_extras()
+        self._specs = None
+
     def close_extras(self, **kwargs: object) -> None:
-        """Free the simulation."""
+        """Free the simulation, and the GPU memory that torch keeps of its tensors."""
         if self._scene is not None:
+            import torch
+
             self._scene.close()
-        self._scene = None
+            self._scene = None
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()

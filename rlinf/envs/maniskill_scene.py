@@ -7,14 +7,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from rlinf.config.options import option
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.episodes import select_tasks
-from rlinf.envs.spaces import check_cameras
+from rlinf.envs.spaces import check_cameras, checked_picture
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.seeding import derive_seed
 
@@ -61,14 +61,17 @@ TASKS = {
 class ManiSkillOptions(EnvConfig):
     """What ManiSkill on the CPU and on the GPU share."""
 
+    usual_cameras: ClassVar[tuple[str, ...]] = ("base_camera",)
+
     tasks: list[str] | None = option(["PickCube-v1"], "Task names to draw from; null: all twelve.")
     max_episode_steps: int | None = option(
         None, "Env steps after which a running episode is truncated; null: as ManiSkill registers the task.", minimum=1
     )
     image_size: int = option(128, "Height and width of the camera images in pixels.", minimum=16)
-    cameras: list[str] = option(
-        ["base_camera"],
-        "Cameras to render: base_camera (in front of the robot), hand_camera (mounts it on every robot).",
+    cameras: list[str] | None = option(
+        None,
+        "Cameras to render: base_camera (in front of the robot), hand_camera (mounts it on every robot); null: as many as "
+        "the model reads.",
     )
     reward_mode: str = option(
         "relative",
@@ -198,20 +201,22 @@ class Scene:
         ).unwrapped
         self._state = np.zeros((num_envs, TASKS[task].state_dim), np.float32)
         self._num_envs, self._on_cpu = num_envs, sim_backend == "physx_cpu"
+        if num_envs > 1:
+            self._seeds = draw_each_row_by_its_seed(self._env)
 
-    def reset(self, row: int, seed: int) -> None:
-        """Put one row into the initial state that belongs to ``seed``.
+    def reset(self, rows: np.ndarray, seeds: Sequence[int]) -> None:
+        """Put ``rows`` (int64 ``[K]``) into the initial states that belong to ``seeds``, in one call of ManiSkill.
 
         On the CPU the simulation is built anew: PhysX keeps contacts in a scene, and ManiSkill's reset does not forget them.
         """
-        import torch
-
         options: dict[str, Any] = {"reconfigure": True} if self._on_cpu else {}
         if self._num_envs > 1:
-            options["env_idx"] = torch.tensor([row], device=self._env.device)
-        # Tasks draw from a generator of the row or from that of the first row: all get the same seed.
-        observation, _ = self._env.reset(seed=[seed] * self._num_envs, options=options)
-        self._state[row] = _array(observation)[row]
+            import torch
+
+            options["env_idx"] = torch.as_tensor(rows, device=self._env.device)
+            self._seeds.update(zip(np.asarray(rows).tolist(), seeds, strict=True))
+        observation, _ = self._env.reset(seed=[seeds[0]] * self._num_envs, options=options)
+        self._state[rows] = _array(observation)[rows]
 
     def step(self, rows: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Advance ``rows`` (int64 ``[K]``) with ``actions`` (float32 ``[K, D]``); all others stay as they are.
@@ -246,7 +251,9 @@ class Scene:
             camera = env.scene.sensors[name]
             camera.capture()
             seen = camera.get_obs(rgb=True, depth=False, position=False, segmentation=False, normal=False, albedo=False)
-            pictures[name] = _array(seen["rgb"])[rows].astype(np.uint8)
+            pictures[name] = checked_picture(
+                _array(seen["rgb"])[rows], f"ManiSkill's camera '{name}'", "env.cameras=[]"
+            )
         return pictures
 
     def state(self, rows: np.ndarray) -> np.ndarray | None:
@@ -263,7 +270,8 @@ class Scene:
         """Return uint8 ``[K, size, size, 3]`` of ManiSkill's camera for people, with all goals drawn."""
         from PIL import Image
 
-        pictures = _array(self._env.render_rgb_array())[list(rows)].astype(np.uint8)
+        without = "evaluation.num_videos_per_task=0"
+        pictures = checked_picture(_array(self._env.render_rgb_array())[list(rows)], "ManiSkill", without)
         return np.stack([np.asarray(Image.fromarray(picture).resize((size, size))) for picture in pictures])
 
     def poses(self, row: int) -> dict[str, list[float]]:
@@ -275,6 +283,34 @@ class Scene:
     def close(self) -> None:
         """Free the simulation."""
         self._env.close()
+
+
+def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
+    """Make the initial state of a row of a ManiSkill env a function of its own seed, whichever rows are reset with it.
+
+    ManiSkill's tasks draw for all rows at once, from torch's generator under the seed of the first row, or from generators of the
+    rows. Here each row is initialised by itself, all generators under its seed; what costs time in a reset (moving states to
+    and from the GPU, the observation of all rows) still happens once.
+
+    Returns:
+        Row to seed, to be filled before each ``env.reset``.
+    """
+    import torch
+
+    initialize, seeds = env._initialize_episode, {}
+
+    def initialize_each(env_idx: torch.Tensor, options: dict) -> None:
+        mask = env.scene._reset_mask
+        for k, row in enumerate(env_idx.tolist()):
+            env._set_episode_rng([seeds[row]] * env.num_envs, env_idx)
+            torch.manual_seed(seeds[row])
+            env.scene._reset_mask = torch.zeros_like(mask)
+            env.scene._reset_mask[row] = True  # what a task sets goes to these rows
+            initialize(env_idx[k : k + 1], options)
+        env.scene._reset_mask = mask
+
+    env._initialize_episode = initialize_each
+    return seeds
 
 
 def _array(tensor: Any) -> np.ndarray:

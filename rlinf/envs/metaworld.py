@@ -95,11 +95,14 @@ HAND_LOW, HAND_HIGH = (-0.525, 0.348, -0.0525), (0.525, 1.025, 0.7)
 class MetaWorldConfig(ProcessEnvConfig):
     """Meta-World, version 3 (MuJoCo)."""
 
+    usual_cameras: ClassVar[tuple[str, ...]] = ("corner4",)
+
     name: str = option("metaworld", "Registered environment.")
     max_episode_steps: int = option(200, "Env steps after which a running episode is truncated.", minimum=1)
     image_size: int = option(128, "Height and width of the camera images in pixels.", minimum=16)
-    cameras: list[str] = option(
-        ["corner4"], f"Cameras to render, in the order in which the policy gets them: {', '.join(CAMERAS)}."
+    cameras: list[str] | None = option(
+        None,
+        f"Cameras to render, in the order in which the policy gets them: {', '.join(CAMERAS)}; null: as many as the model reads.",
     )
     reward_mode: str = option(
         "relative",

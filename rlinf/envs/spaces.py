@@ -10,6 +10,7 @@ import numpy as np
 from rlinf.config.options import closest, override_text
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import ConfigError, did_you_mean
+from rlinf.types import Observation
 
 
 def observation_space(config: EnvConfig, state_dim: int) -> gymnasium.spaces.Dict:
@@ -61,6 +62,44 @@ def checked_actions(actions: np.ndarray, num_envs: int, low: np.ndarray, high: n
         row = int(np.flatnonzero(~np.isfinite(actions).all((1, 2)))[0])
         raise ConfigError(f"The action of env {row} is not finite: {actions[row].tolist()}.")
     return np.clip(actions, low, high)
+
+
+def checked_observation(seen: Observation, num_rows: int, state_dim: int) -> Observation:
+    """Return what ``num_rows`` envs show.
+
+    Raises:
+        ConfigError: An image is not uint8 ``[K, H, W, 3]``, or the state is not float32 ``[K, S]``.
+    """
+    for name, image in seen.images.items():
+        if image.dtype != np.uint8 or image.ndim != 4 or image.shape[::3] != (num_rows, 3):
+            raise ConfigError(
+                f"Images of '{name}' are {image.dtype} {image.shape}; they must be uint8 [{num_rows}, height, width, 3]"
+            )
+    state = seen.state
+    if state_dim and (state is None or state.dtype != np.float32 or state.shape != (num_rows, state_dim)):
+        found = "None" if state is None else f"{state.dtype} {state.shape}"
+        raise ConfigError(f"`state` is {found}; it must be float32 [{num_rows}, {state_dim}]")
+    return seen
+
+
+def checked_picture(picture: np.ndarray, env: str, way_on: str) -> np.ndarray:
+    """Return a picture (or several) that a simulator has drawn, ``[..., H, W, 3]``.
+
+    Args:
+        picture: Of any number format; a cast would turn brightness from 0 to 1 into black.
+        env: Named in the message.
+        way_on: What to type to do without.
+
+    Raises:
+        ConfigError: It is not uint8, or has not three colours.
+    """
+    if picture.dtype != np.uint8 or picture.ndim < 3 or picture.shape[-1] != 3:
+        extremes = f" from {picture.min():g} to {picture.max():g}" if picture.size else ""
+        raise ConfigError(
+            f"{env} draws pictures of {picture.dtype} {picture.shape} with numbers{extremes}; required: uint8 (height, width, 3) "
+            f"with numbers from 0 to 255. Register a version of it with a wrapper that converts them, or type {way_on}"
+        )
+    return picture
 
 
 def uniform_statistics(low: np.ndarray, high: np.ndarray) -> dict[str, list]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 
 LARGE, SMALL = (520, 270), (400, 232)
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 44
 MAX_POINTS, MAX_HOVER_POINTS = 400, 120
+NUM_COLOURS = 8
 
 Interval = tuple[float, float]
 
@@ -21,9 +22,10 @@ class Series:
     Attributes:
         label: In the legend.
         points: ``(x, y)``; a ``y`` that is None leaves a gap.
-        colour: Number of the palette's colour, 1 to 4.
+        colour: Number of the palette's colour, 1 to ``NUM_COLOURS``.
         bands: Interval per point, drawn as bars; empty: none.
         markers: Draw a dot at every point.
+        filled: Draw the intervals as an area instead, cut where the y axis ends: the points alone choose the axis.
     """
 
     label: str
@@ -31,6 +33,7 @@ class Series:
     colour: int = 1
     bands: list[Interval | None] = field(default_factory=list)
     markers: bool = False
+    filled: bool = False
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -118,7 +121,7 @@ def line_chart(
         return ""
     xs = sorted({x for one in series for x, _ in one.points})
     ys = [y for one in series for _, y in one.points if y is not None]
-    ys += [end for one in series for band in one.bands if band for end in band]
+    ys += [end for one in series if not one.filled for band in one.bands if band for end in band]
     width, height = size
     right, bottom = width - RIGHT, height - BOTTOM
     first = 0.0 if 0 < xs[0] <= xs[-1] / 2 else xs[0]
@@ -175,11 +178,11 @@ def legend(series: Sequence[Series]) -> str:
 def _finite(one: Series, log: bool) -> Series:
     usable = [y is not None and math.isfinite(y) and (y > 0 or not log) for _, y in one.points]
     points = [(x, y if ok else None) for (x, y), ok in zip(one.points, usable, strict=True)]
-    return Series(one.label, points, one.colour, one.bands, one.markers)
+    return replace(one, points=points)
 
 
 def _curve(one: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:
-    parts, pieces, piece = [], [], []
+    parts, pieces, piece = [_area(one, x_axis, y_axis)] if one.filled else [], [], []
     for x, y in _thin(one.points, MAX_POINTS):
         if y is None:
             pieces, piece = [*pieces, piece], []
@@ -192,12 +195,24 @@ def _curve(one: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:
             x, y = points[0].split(",")
             parts.append(f'<circle class="dot s{one.colour}" cx="{x}" cy="{y}" r="3"/>')
     for (x, y), band in zip(one.points, one.bands or [None] * len(one.points), strict=True):
-        if band is not None:
+        if band is not None and not one.filled:
             px, low, high = x_axis(x), y_axis(band[0]), y_axis(band[1])
             parts.append(f'<path class="bar s{one.colour}" d="M{px} {low}V{high}M{px - 4} {low}h8M{px - 4} {high}h8"/>')
         if one.markers and y is not None:
             parts.append(f'<circle class="dot s{one.colour}" cx="{x_axis(x)}" cy="{y_axis(y)}" r="3.5"/>')
     return parts
+
+
+def _area(one: Series, x_axis: _Axis, y_axis: _Axis) -> str:
+    """Draw the intervals of a curve as one area within the y axis."""
+    bottom, top = y_axis.ticks[0], y_axis.ticks[-1]
+    upper, lower = [], []
+    for (x, y), band in _thin(list(zip(one.points, one.bands, strict=True)), MAX_POINTS):
+        if y is not None and band is not None:
+            low, high = (min(max(end, bottom), top) for end in band)
+            lower.append(f"{x_axis(x)},{y_axis(low)}")
+            upper.append(f"{x_axis(x)},{y_axis(high)}")
+    return f'<polygon class="area s{one.colour}" points="{" ".join([*upper, *reversed(lower)])}"/>' if upper else ""
 
 
 def _hover(

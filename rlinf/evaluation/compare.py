@@ -17,11 +17,13 @@ from typing import Any
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.intervals import paired_difference_interval
 from rlinf.evaluation.result import EvaluationResult, Success
-from rlinf.files import write_text
+from rlinf.files import follow_latest, write_text
 from rlinf.manifest import MANIFEST_FILE, POLICY_FIELDS, Manifest, Mismatch, check_allowed, refuse
 from rlinf.manifest import compare as compare_manifests
 from rlinf.types import EpisodeResult
 
+CLOSING_TAGS = ("after_rl", "after_sft")
+"""Names of the evaluation with which a run ends, in ``eval/`` of its folder: the first of them that is there."""
 COMPARISON_FILE = "compare.json"
 RESULT_FILE = "result.json"
 EPISODES, CONDITIONS = "episodes", "conditions"
@@ -206,7 +208,8 @@ def compare_folders(
     """Compare two evaluations that lie on disk, write ``compare.json`` into the second folder and renew its report.
 
     Args:
-        folder_a, folder_b: Folders of evaluations, or their ``result.json``; the first is the baseline.
+        folder_a, folder_b: Folders of evaluations, their ``result.json``, or runs, which stand for the evaluation with which
+            they ended; the first is the baseline.
         allow_mismatch: Fields of the manifest in which the conditions may differ; ``"episodes"``: the lists may;
             ``"conditions"``: a manifest may be missing; ``"greedy"``, ``"temperature"``, ``"seed"``: the way in which
             actions were drawn. What belongs to the policy may always differ.
@@ -235,15 +238,16 @@ def compare_folders(
 
 
 def evaluation_folder(path: str | os.PathLike) -> Path:
-    """Return the folder of an evaluation, given it or its ``result.json``.
+    """Return the folder of an evaluation, given it, its ``result.json``, or the run whose closing evaluation it is.
 
     Raises:
         CheckpointError: There is no result; names those that lie below.
     """
-    folder = Path(path).expanduser()
+    folder = follow_latest(Path(path).expanduser())
     folder = folder.parent if folder.name == RESULT_FILE else folder
-    if (folder / RESULT_FILE).is_file():
-        return folder
+    for place in (folder, *(folder / "eval" / tag for tag in CLOSING_TAGS)):
+        if (place / RESULT_FILE).is_file():
+            return place
     below = sorted(str(found.parent) for found in folder.glob(f"eval/*/{RESULT_FILE}"))
     hint = f"Name one of its evaluations: {', '.join(below)}" if below else "Name a folder that `rlinf evaluate` wrote"
     raise CheckpointError(f"{path} holds no {RESULT_FILE}, so there is nothing to compare. {hint}")

@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 from rlinf.config.options import option
 
+TRAINING_SPLIT = (
+    "evaluation.split=train: the episodes are those of training, so the success rate is not that of held-out episodes"
+)
+"""What the terminal says where the training split is evaluated."""
+
 
 @dataclass
 class EvaluationConfig:
@@ -16,7 +21,7 @@ class EvaluationConfig:
         "Episodes, spread evenly over the tasks; null: every initial state of every task of the split once.",
         minimum=1,
     )
-    num_envs: int = option(64, "Environments stepped together; does not change any result.", minimum=1)
+    num_envs: int = option(64, "Environments stepped together, over all ranks; does not change any result.", minimum=1)
     greedy: bool = option(True, "Take the most likely action; false: sample.")
     split: str = option("eval", "Which initial states: eval (held out) or train.", choices=("eval", "train"))
     num_videos_per_task: int = option(2, "MP4s per task: the first success and the first failure; 0: none.", minimum=0)

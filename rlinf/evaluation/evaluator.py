@@ -1,7 +1,7 @@
 """Success of a policy on a fixed list of episodes: each once, no auto-reset, greedy unless told otherwise.
 
 The result depends on the policy and the list only. Random draws come from one stream per episode, and every policy call
-runs on the same number of rows (the last are repeats) with prompts of one length, because a matrix product of another
+preprocesses and runs the same number of rows (the last are repeats) with prompts of one length, because a matrix product of another
 shape may round differently, and so does attention beside padding. So the number of environments, and which episodes
 happen to run side by side, change nothing.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 if TYPE_CHECKING:
+    from rlinf.api import Acts
     from rlinf.envs.base import VectorEnv
     from rlinf.models.embodiment.base import ActionModel
 
@@ -36,8 +37,11 @@ MAX_SLUG_LEN = 100
 
 
 @contextmanager
-def evaluation_mode(model: ActionModel) -> Iterator[None]:
-    """Switch dropout and the like off inside, and back to what it was."""
+def evaluation_mode(model: ActionModel | Acts) -> Iterator[None]:
+    """Switch dropout and the like off inside, and back to what it was; nothing to do for an object that only acts."""
+    if not hasattr(model, "training"):
+        yield
+        return
     was_training = model.training
     model.eval()
     try:
@@ -48,7 +52,7 @@ def evaluation_mode(model: ActionModel) -> Iterator[None]:
 
 
 class RowPolicy:
-    """Acts for single rows, each with its own random numbers and inputs, in calls of ``NUM_ROWS`` rows of one shape."""
+    """Acts for rows, each with its own random numbers, in calls of ``NUM_ROWS`` rows of one shape."""
 
     def __init__(
         self, model: ActionModel, task_names: Sequence[str], greedy: bool, temperature: float, seed: int
@@ -68,30 +72,44 @@ class RowPolicy:
             tiny = np.finfo(np.float32).tiny
             draws = [stream.random(self.model.num_uniforms, dtype=np.float32) for stream in streams]
             uniforms = np.maximum(np.stack(draws), tiny)
-        inputs = [self.model.preprocess(observation.select(np.array([row]))) for row in range(len(observation))]
         actions: dict[int, np.ndarray] = {}
-        for rows in _calls(inputs):
+        for rows in _calls(self.model.prompt_lengths(observation)):
             padded = rows + [rows[-1]] * (NUM_ROWS - len(rows))
             prediction = self.model.predict_action_batch(
                 do_sample=not self.greedy,
                 temperature=self.temperature,
                 uniforms=None if uniforms is None else torch.from_numpy(uniforms[padded]),
-                **{name: torch.cat([inputs[row][name] for row in padded]) for name in inputs[rows[0]]},
+                **self.model.preprocess(observation.select(padded)),
             )
             actions |= zip(rows, prediction.actions[: len(rows)].float().cpu().numpy(), strict=True)
         return np.stack([actions[row] for row in range(len(observation))])
 
 
-def _calls(inputs: Sequence[dict[str, torch.Tensor]]) -> list[list[int]]:
-    """Split rows into calls of at most ``NUM_ROWS``, in each of which all tensors of a row have the same shapes."""
-    groups: dict[tuple, list[int]] = {}
-    for row, tensors in enumerate(inputs):
-        groups.setdefault(tuple((name, tensor.shape) for name, tensor in tensors.items()), []).append(row)
+class ObjectPolicy(RowPolicy):
+    """Acts by the ``act`` of any object, which draws by itself if it draws."""
+
+    def act(self, observation: Observation, streams: Sequence[np.random.Generator]) -> np.ndarray:
+        """Return float32 actions ``[K, C, D]`` for the ``K`` rows of ``observation``, checked."""
+        actions = np.asarray(self.model.act(observation), dtype=np.float32)
+        actions = actions[:, None] if actions.ndim == 2 else actions
+        if actions.ndim != 3 or len(actions) != len(streams) or not np.isfinite(actions).all():
+            raise ConfigError(
+                f"act of {type(self.model).__name__} returned actions of the shape {list(actions.shape)}; required: finite "
+                f"numbers [{len(streams)}, C, D] or [{len(streams)}, D], one row for each of the {len(streams)} observations"
+            )
+        return actions
+
+
+def _calls(lengths: Sequence[Hashable]) -> list[list[int]]:
+    """Split rows into calls of at most ``NUM_ROWS``, in each of which all have prompts of one length."""
+    groups: dict[Hashable, list[int]] = {}
+    for row, length in enumerate(lengths):
+        groups.setdefault(length, []).append(row)
     return [group[first : first + NUM_ROWS] for group in groups.values() for first in range(0, len(group), NUM_ROWS)]
 
 
 def evaluate_policy(
-    model: ActionModel,
+    model: ActionModel | Acts,
     env: VectorEnv,
     specs: Sequence[EpisodeSpec],
     *,
@@ -103,11 +121,16 @@ def evaluate_policy(
     video_size: int = 224,
     known: Sequence[EpisodeResult] = (),
     on_result: Callable[[EpisodeResult], None] = lambda result: None,
+    rank: int = 0,
+    num_ranks: int = 1,
+    together: Callable[[Callable[[], Any]], list[Any]] = lambda part: [part()],
 ) -> EvaluationResult:
     """Run every episode of a list once.
 
+    With ranks, each plays its share, and all return the result that one process would return (but for ``wall_s``).
+
     Args:
-        model: The policy.
+        model: The policy, or any object with ``act``, which is asked for all running episodes at once.
         env: Made with ``auto_reset=False``; any number of environments.
         specs: The episodes.
         greedy: Take the most likely actions; False samples at ``temperature``.
@@ -118,6 +141,8 @@ def evaluate_policy(
         video_size: Pixels of a frame's side.
         known: Results of the same policy on some of the episodes, which are not run again.
         on_result: Called with each result as soon as its episode has ended.
+        rank, num_ranks: This process plays every ``num_ranks``-th episode, from number ``rank`` on.
+        together: Runs a part here and returns what the parts of all ranks have returned, in rank order.
 
     Returns:
         The results in the order of ``specs``.
@@ -127,24 +152,43 @@ def evaluate_policy(
     """
     if not specs:
         raise ConfigError("The list of evaluation episodes is empty; use evaluation.num_episodes=200 or more.")
-    start, num_restarts = time.monotonic(), env.num_restarts
-    policy = RowPolicy(model, env.task_names, greedy, temperature, seed)
+    start, restarts_before = time.monotonic(), env.num_restarts
+    kind = RowPolicy if hasattr(model, "predict_action_batch") else ObjectPolicy
+    policy = kind(model, env.task_names, greedy, temperature, seed)
     found = {result.spec: result for result in known}
-    queue = [spec for spec in specs if spec not in found]
+    queue = [spec for spec in specs if spec not in found][rank::num_ranks]
+
+    def play() -> tuple[list[EpisodeResult], int]:
+        waves = [queue[first : first + env.num_envs] for first in range(0, len(queue), env.num_envs)]
+        played = [result for wave in waves for result in _run(policy, env, wave, on_result)]
+        return played, env.num_restarts - restarts_before
+
     with evaluation_mode(model):
-        for first in range(0, len(queue), env.num_envs):
-            wave = _run(policy, env, queue[first : first + env.num_envs], on_result)
-            found |= {result.spec: result for result in wave}
-        results = [found[spec] for spec in specs]
-        evaluation = EvaluationResult(results, greedy, temperature, seed)
+        parts = together(play)
+        found |= {result.spec: result for played, _ in parts for result in played}
+        num_restarts = sum(number for _, number in parts)
+        evaluation = EvaluationResult([found[spec] for spec in specs], greedy, temperature, seed)
         if video_folder is not None:
-            evaluation.videos, warnings = _record(
-                policy, env, results, Path(video_folder), num_videos_per_task, video_size
-            )
-            evaluation.warnings += warnings
-    if env.num_restarts > num_restarts:
+            chosen = _chosen(evaluation.results, num_videos_per_task)
+            restarts_before = env.num_restarts
+
+            def record() -> tuple[list[tuple[int, dict[str, Any], str]], int]:
+                mine = list(enumerate(chosen))[rank::num_ranks]
+                return _record(policy, env, mine, Path(video_folder), video_size), env.num_restarts - restarts_before
+
+            parts = together(record)
+            recorded = sorted((item for items, _ in parts for item in items), key=lambda item: item[0])
+            num_restarts += sum(number for _, number in parts)
+            evaluation.videos = [video for _, video, _ in recorded]
+            changed = [episode for _, _, episode in recorded if episode]
+            if changed:
+                evaluation.warnings.append(
+                    f"{len(changed)} of {len(chosen)} episodes ended otherwise when they were played again for the videos (first: "
+                    f"{changed[0]}): the simulator or the policy does not repeat itself, so another evaluation may give other numbers"
+                )
+    if num_restarts:
         evaluation.warnings.append(
-            f"{env.num_restarts - num_restarts} of the simulators' worker processes were lost and replaced, and the episodes "
+            f"{num_restarts} of the simulators' worker processes were lost and replaced, and the episodes "
             "that ran in them began anew; the log tells why"
         )
     num_missing = len(env.task_names) - len({spec.task_id for spec in specs})
@@ -202,47 +246,54 @@ def _run(
     )
 
 
-def _record(
-    policy: RowPolicy, env: VectorEnv, results: Sequence[EpisodeResult], folder: Path, num_per_task: int, size: int
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Replay the first success and the first failure of each task, and write what is seen as MP4s.
-
-    Returns:
-        The videos, and a warning if an episode did not end as it was counted.
-    """
+def _chosen(results: Sequence[EpisodeResult], num_per_task: int) -> list[EpisodeResult]:
+    """Choose the first successes and the first failures of each task."""
     chosen: dict[tuple[str, bool], list[EpisodeResult]] = {}
     limits = {True: (num_per_task + 1) // 2, False: num_per_task // 2}
     for result in results:
         kept = chosen.setdefault((result.task, result.success), [])
         if len(kept) < limits[result.success]:
             kept.append(result)
-    queue = [result for key in sorted(chosen, key=lambda key: (key[0], not key[1])) for result in chosen[key]]
-    videos, changed = [], []
+    return [result for key in sorted(chosen, key=lambda key: (key[0], not key[1])) for result in chosen[key]]
+
+
+def _record(
+    policy: RowPolicy, env: VectorEnv, queue: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int
+) -> list[tuple[int, dict[str, Any], str]]:
+    """Replay numbered episodes, and write what is seen as MP4s.
+
+    Returns:
+        Number and description of each video, and the name of the episode if it did not end as it was counted, else "".
+    """
+    videos = []
     for first in range(0, len(queue), env.num_envs):
         wave = queue[first : first + env.num_envs]
-        replays = _replay(policy, env, [counted.spec for counted in wave], size)
-        for number, (counted, (result, instruction, frames)) in enumerate(zip(wave, replays, strict=True), first):
-            if (result.success, result.num_env_steps) != (counted.success, counted.num_env_steps):
-                changed.append(f"{result.task}, init state {result.spec.init_state_id}")
+        replays = replay_episodes(policy, env, [counted.spec for _, counted in wave], size)
+        for (number, counted), (result, instruction, frames) in zip(wave, replays, strict=True):
+            same = (result.success, result.num_env_steps) == (counted.success, counted.num_env_steps)
             outcome = "success" if result.success else "failure"
             slug = re.sub(r"[^a-z0-9]+", "_", result.task.lower()).strip("_")[:MAX_SLUG_LEN]
             path = write_video(folder / f"{slug}_{outcome}_{number:03d}.mp4", frames, instruction, result.success)
             about = {"task": result.task, "instruction": instruction, "success": bool(result.success)}
-            videos.append({"path": f"{folder.name}/{path.name}", **about})
-    if not changed:
-        return videos, []
-    return videos, [
-        f"{len(changed)} of {len(queue)} episodes ended otherwise when they were played again for the videos (first: "
-        f"{changed[0]}): the simulator or the policy does not repeat itself, so another evaluation may give other numbers"
-    ]
+            changed = "" if same else f"{result.task}, init state {result.spec.init_state_id}"
+            videos.append((number, {"path": f"{folder.name}/{path.name}", **about}, changed))
+    return videos
 
 
-def _replay(
+def replay_episodes(
     policy: RowPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], size: int
 ) -> list[tuple[EpisodeResult, str, list[np.ndarray]]]:
-    """Run the episodes again, chunks action by action, with one frame ``uint8 [size, size, 3]`` per env step.
+    """Run episodes with their chunks action by action, for the frames; all of them restart where a simulator is lost.
 
-    All of them begin anew where a simulator is lost.
+    Args:
+        policy: Acts.
+        env: Made with ``auto_reset=False``, for at least as many environments.
+        specs: The episodes.
+        size: Pixels of a frame's side.
+
+    Returns:
+        For each episode its result, its instruction, and frames ``uint8 [size, size, 3]``: the first observation, and one
+        after each env step.
     """
     observation = _reset(env, specs)
     instructions = observation.instruction[: len(specs)]
@@ -258,7 +309,7 @@ def _replay(
                 break
             step = env.chunk_step(actions[:, position : position + 1])
             if len(step.lost_env_ids):
-                return _replay(policy, env, specs, size)
+                return replay_episodes(policy, env, specs, size)
             observation = step.observation
             for row, frame in zip(alive, env.render_frames(alive, size), strict=True):
                 frames[row].append(frame)

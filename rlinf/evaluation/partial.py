@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import logging
 import os
 import sys
 import time
@@ -14,11 +11,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.files import lock, naming
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 PARTIAL_FILE = "result.partial.jsonl"
-
-logger = logging.getLogger("rlinf")
 
 
 class PartialResults:
@@ -50,7 +46,10 @@ class PartialResults:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a", encoding="utf-8")
         try:
-            self._lock()
+            lock(
+                self._file,
+                f"{self.path} is being written by another evaluation. Wait for its end, or type output_dir=<another folder>",
+            )
             self._read()
         except BaseException:
             self._file.close()
@@ -75,22 +74,10 @@ class PartialResults:
         kept = f"{self.num_results} results are kept in {self.path}"
         print(f"\n{kept}; the same command with output_dir={self.path.parent} goes on", file=sys.stderr, flush=True)
 
-    def _lock(self) -> None:
-        """Keep other processes out until this one ends, however that happens; some file systems of clusters have no locks."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"{self.path} is being written by another evaluation. Wait for its end, or type output_dir=<another folder>"
-            ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
-                raise
-            logger.warning("%s is not locked (%s): start no other evaluation in this folder", self.path, error.strerror)
-
     def _write(self, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
 
     def _read(self) -> None:
         """Read what an earlier process left; a last line that it did not finish is cut off."""

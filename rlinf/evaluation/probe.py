@@ -78,10 +78,17 @@ def drift(saved: dict[str, Any] | None, present: dict[str, Any] | None) -> list[
             are left out, and so is what follows the actions where their number differs.
 
     Returns:
-        One line per difference beyond the tolerances above; empty: none was found.
+        One line per difference beyond the tolerances above; empty: none was found. One line if a probe cannot be read.
     """
     if saved is None or present is None:
         return []
+    try:
+        return _drift(saved, present)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        return [f"not known, because a probe cannot be read ({type(error).__name__}: {error})"]
+
+
+def _drift(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
     moments = ["start", "end"] if saved["num_actions"] == present["num_actions"] else ["start"]
     later = {_key(episode): episode for episode in present["episodes"]}
     lines = []

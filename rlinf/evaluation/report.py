@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rlinf.evaluation.charts import SMALL, Series, legend, line_chart
+from rlinf.evaluation.charts import SMALL, Interval, Series, legend, line_chart
 from rlinf.evaluation.report_data import RunData, read_run
 from rlinf.evaluation.report_style import CSS
 from rlinf.evaluation.report_tables import all_evaluations, comparisons, headline, tasks, warnings
@@ -45,13 +45,22 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     )  # fmt: skip
     sections = [_header(title, data), *(part(data) for part in parts)]
     tab = ": ".join([title, *_newest_result(data)])
-    page = (
+    return write_text(data.folder / REPORT_FILE, page(tab, sections))
+
+
+def page(tab: str, sections: Sequence[str]) -> str:
+    """Return a whole HTML page.
+
+    Args:
+        tab: Title of the browser's tab.
+        sections: HTML of the body.
+    """
+    return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(tab)} - rlinf</title><style>{CSS}</style></head><body><main>"
         f"{''.join(sections)}</main></body></html>\n"
     )
-    return write_text(data.folder / REPORT_FILE, page)
 
 
 def _title(data: RunData) -> str:
@@ -99,7 +108,7 @@ def _actions(data: RunData) -> str | None:
 
 
 def _success_curves(data: RunData) -> str:
-    lines = _with_axes(data.lines)
+    lines = with_axes(data.lines)
     rl = [line for line in lines if line["phase"] == "rl"]
     cards = []
     for title, shown, x, x_label in (
@@ -109,7 +118,7 @@ def _success_curves(data: RunData) -> str:
         # Rollouts sample their actions and evaluations do not, so the two differ for the same policy.
         rollouts = _series(shown, x, "rollout/success_rate", "rollouts (sampled, training episodes)", 3)
         cards.append(
-            _card(title, [rollouts, _evaluated(shown, x, data.episodes)], x_label, "success rate", percent=True)
+            card(title, [rollouts, _evaluated(shown, x, data.episodes)], x_label, "success rate", percent=True)
         )
     return f'<section class="charts">{"".join(cards)}</section>' if any(cards) else ""
 
@@ -121,8 +130,8 @@ def _success_by_step(data: RunData) -> str:
     series = [
         Series(one.name, one.result.success_by_step(), colour) for one, colour in zip(shown, colours, strict=True)
     ]
-    card = _card("Solved within t env steps", series, "t (env steps)", "share of episodes", percent=True)
-    return f'<section class="charts">{card}</section>' if card else ""
+    chart = card("Solved within t env steps", series, "t (env steps)", "share of episodes", percent=True)
+    return f'<section class="charts">{chart}</section>' if chart else ""
 
 
 RL_CURVES: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (
@@ -153,7 +162,7 @@ def _training_curves(data: RunData) -> str:
     sft = [line for line in data.lines if line["phase"] == "sft"]
     rl = [line for line in data.lines if line["phase"] == "rl"]
     cards = [
-        _card(
+        card(
             "Behaviour cloning loss",
             [_series(sft, "step", "sft/loss", "loss", 2)],
             "SFT step",
@@ -163,11 +172,11 @@ def _training_curves(data: RunData) -> str:
     ]
     for title, names, y_label, options in RL_CURVES:
         shown = [_series(rl, "step", name, label, 1 + number) for number, (name, label) in enumerate(names.items())]
-        cards.append(_card(title, shown, "RL iteration", y_label, size=SMALL, **options))
+        cards.append(card(title, shown, "RL iteration", y_label, size=SMALL, **options))
     return f'<h2>Training curves</h2><section class="charts small">{"".join(cards)}</section>' if any(cards) else ""
 
 
-def _with_axes(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_axes(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Give every line ``env_steps`` of RL and training ``minutes``, carried forward from the line before."""
     found, env_steps, seconds = [], 0.0, 0.0
     for line in lines:
@@ -183,17 +192,16 @@ def _series(lines: Sequence[dict[str, Any]], x: str, name: str, label: str, colo
 
 def _evaluated(lines: Sequence[dict[str, Any]], x: str, episodes: str) -> Series:
     found = [line for line in lines if line.get("eval/success_rate") is not None]
-    bands = [(line["eval/interval_low"], line["eval/interval_high"]) for line in found]
-    return Series(
-        f"evaluation ({episodes})",
-        [(line[x], line["eval/success_rate"]) for line in found],
-        1,
-        bands,
-        markers=True,
-    )
+    bands: list[Interval | None] = [(line["eval/interval_low"], line["eval/interval_high"]) for line in found]
+    points: list[tuple[float, float | None]] = [(line[x], line["eval/success_rate"]) for line in found]
+    if len(points) == 2:  # before and after: what lies between was not measured
+        points.insert(1, (points[1][0], None))
+        bands.insert(1, None)
+    return Series(f"evaluation ({episodes})", points, 1, bands, markers=True)
 
 
-def _card(title: str, series: Sequence[Series], x_label: str, y_label: str, **options: Any) -> str:
+def card(title: str, series: Sequence[Series], x_label: str, y_label: str, **options: Any) -> str:
+    """Return a chart with its title and legend; "" where there is nothing to draw."""
     chart = line_chart(series, x_label=x_label, y_label=y_label, **options)
     return f'<div class="card"><h3>{escape(title)}</h3>{legend(series)}{chart}</div>' if chart else ""
 

@@ -3,11 +3,13 @@
 CSS = """
 :root { color-scheme: light dark;
   --page: #f5f6f8; --card: #ffffff; --ink: #1b1f27; --soft: #5d6675; --line: #e3e6eb; --track: #e8ebf0;
-  --c1: #2b6cd9; --c2: #d9772b; --c3: #14916f; --c4: #9057c9; --good: #14804a; --good-bg: #e2f5ea; --bad: #b03434;
+  --c1: #2b6cd9; --c2: #d9772b; --c3: #14916f; --c4: #9057c9; --c5: #c2356f; --c6: #7a8518;
+  --c7: #0f8aa8; --c8: #7d6552; --good: #14804a; --good-bg: #e2f5ea; --bad: #b03434;
   --bad-bg: #fbe7e7; }
 @media (prefers-color-scheme: dark) { :root {
   --page: #13161b; --card: #1c2027; --ink: #e8eaef; --soft: #9aa3b2; --line: #2d333d; --track: #2d333d;
-  --c1: #6ea4ff; --c2: #f2a262; --c3: #45c9a2; --c4: #bd93ea; --good: #63d297; --good-bg: #17372a; --bad: #f08a8a;
+  --c1: #6ea4ff; --c2: #f2a262; --c3: #45c9a2; --c4: #bd93ea; --c5: #f27aa8; --c6: #c3cf5a;
+  --c7: #58c7e0; --c8: #c4a88f; --good: #63d297; --good-bg: #17372a; --bad: #f08a8a;
   --bad-bg: #402325; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink);
@@ -41,13 +43,19 @@ p.note, .foot { color: var(--soft); font-size: 13px; margin: 6px 0 0; }
 .chart .tip rect { fill: var(--card); stroke: var(--line); }
 .chart .tip text { fill: var(--ink); }
 .s1 { stroke: var(--c1); } .s2 { stroke: var(--c2); } .s3 { stroke: var(--c3); } .s4 { stroke: var(--c4); }
+.s5 { stroke: var(--c5); } .s6 { stroke: var(--c6); } .s7 { stroke: var(--c7); } .s8 { stroke: var(--c8); }
+.chart .area { stroke: none; opacity: .16; } .area.s1 { fill: var(--c1); } .area.s2 { fill: var(--c2); } .area.s3 { fill: var(--c3); }
+.area.s4 { fill: var(--c4); } .area.s5 { fill: var(--c5); } .area.s6 { fill: var(--c6); } .area.s7 { fill: var(--c7); }
+.area.s8 { fill: var(--c8); }
 .dot { stroke: var(--card); stroke-width: 1.2; }
 .dot.s1 { fill: var(--c1); } .dot.s2 { fill: var(--c2); } .dot.s3 { fill: var(--c3); } .dot.s4 { fill: var(--c4); }
+.dot.s5 { fill: var(--c5); } .dot.s6 { fill: var(--c6); } .dot.s7 { fill: var(--c7); } .dot.s8 { fill: var(--c8); }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 12.5px; color: var(--soft); margin: 0 0 6px; }
 .legend i { display: inline-block; width: 14px; height: 3px; border-radius: 2px; margin-right: 6px;
   vertical-align: middle; }
 .legend .c1 { background: var(--c1); } .legend .c2 { background: var(--c2); } .legend .c3 { background: var(--c3);
-  } .legend .c4 { background: var(--c4); }
+  } .legend .c4 { background: var(--c4); } .legend .c5 { background: var(--c5); } .legend .c6 { background: var(--c6); }
+.legend .c7 { background: var(--c7); } .legend .c8 { background: var(--c8); }
 .interval { width: 160px; height: 16px; display: inline-block; vertical-align: middle; overflow: visible; }
 .interval .track { fill: var(--track); }
 .interval .range { stroke: none; opacity: .38; }

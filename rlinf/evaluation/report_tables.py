@@ -93,8 +93,15 @@ def _success_cell(success: Success | None, colour: int) -> str:
 
 
 def warnings(data: RunData) -> str:
-    """What the newest evaluation warns of."""
-    lines = data.evaluations[-1].result.warnings if data.evaluations else []
+    """What the newest evaluation warns of, and the parity gate."""
+    lines = list(data.evaluations[-1].result.warnings) if data.evaluations else []
+    checked = [line for line in data.lines if "rollout/parity_exceeded" in line]
+    beyond = [line["step"] for line in checked if line["rollout/parity_exceeded"]]
+    if beyond:
+        lines.append(
+            f"At {len(beyond)} of {len(checked)} iterations (the first: {beyond[0]}) rollout and trainer differed by more than the "
+            "parity gate accepts; see the curve of the parity gap"
+        )
     if not lines:
         return ""
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)

@@ -27,7 +27,7 @@ from rlinf.evaluation.compare import (
     compare_folders,
     evaluation_folder,
 )
-from rlinf.evaluation.config import EvaluationConfig
+from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.partial import PARTIAL_FILE, PartialResults
 from rlinf.evaluation.probe import NUM_EPISODES, drift, take_probe
@@ -36,11 +36,11 @@ from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import write_text
 from rlinf.manifest import MANIFEST_FILE, Manifest, build_manifest, check, verify_files
 from rlinf.models import build_policy
+from rlinf.models.base_weights import weights_digest
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import METRICS_FILE
 from rlinf.training.checkpoint import CHECKPOINTS_FOLDER, CONFIG_FILE, STATE_FILE, resolve_checkpoint
-from rlinf.training.model_files import weights_digest
 from rlinf.training.policy_loading import load_policy, statistics_of_env
 from rlinf.types import EpisodeResult, EpisodeSpec
 
@@ -75,6 +75,9 @@ def evaluate(config: RunConfig) -> EvaluationResult:
         if baseline is not None:
             _check_comparable(baseline, manifest, env, specs, config)
         warnings = _compare_with_checkpoint(config, env, manifest, saved)
+        if settings.split == "train":
+            logger.warning(TRAINING_SPLIT)
+            warnings.append(TRAINING_SPLIT)
         device = resolve_device(config.cluster.device, 1)
         model = model.to(device)
         mixed = config.model.precision == "bf16-mixed"
@@ -210,6 +213,18 @@ def _load(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manifest | 
     verify_files(source, saved)
     model = load_policy(source, config)
     return model, build_manifest(config, model, policy_version=saved.policy_version), saved
+
+
+def load_checked(config: RunConfig, env: VectorEnv) -> Any:
+    """Return the policy of ``config.checkpoint``, or the configured one, after the checks of an evaluation.
+
+    Raises:
+        CheckpointError: The folder is no checkpoint or is damaged.
+        ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
+    """
+    model, manifest, saved = _load(config, env)
+    _compare_with_checkpoint(config, env, manifest, saved)
+    return model
 
 
 def _compare_with_checkpoint(

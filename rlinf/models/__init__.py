@@ -10,7 +10,7 @@ import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from rlinf.registry import Registry
 
 __all__ = [
     "MODELS", "HFLLMModel", "HFModel", "ModelEntry", "build_policy", "config_file_names", "declared_value", "entry_for",
-    "get_model", "get_model_config_and_processor", "register_model", "torch_dtype_from_precision", "values_refused_for_rl",
+    "get_model", "get_model_config_and_processor", "register_auto_classes", "register_model", "torch_dtype_from_precision", "values_refused_for_rl",
 ]  # fmt: skip
 
 logger = logging.getLogger("rlinf")
@@ -186,30 +186,39 @@ def get_model_config_and_processor(cfg: Any) -> tuple[Any, Any]:
     return _or_fall_back(section, lambda entry: _config_and_processor(entry.resolve(), cfg))
 
 
-def get_model(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None) -> Any:
+def get_model(
+    cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None, allow_mismatch: Sequence[str] = ()
+) -> Any:
     """Build the policy: load ``cfg.model_path``, or draw random weights from ``cfg.init_config``.
 
     Args:
         cfg: The model section, as ``ModelConfig`` or mapping (missing keys take the defaults).
         override_config_kwargs: Fields of the model's own configuration to replace.
+        allow_mismatch: ``["lora.base_sha256"]`` accepts adapters of other base weights.
 
     Raises:
         ConfigError: Unknown model type or field, or a declared size that the checkpoint does not have.
+        ManifestMismatchError: The adapters of ``lora_path`` belong to other base weights.
         MissingDependencyError: ``attn_implementation=flash_attention_2`` without the package.
     """
     section = _model_section(cfg)
     _say_what_takes_it(section)
-    return _or_fall_back(section, lambda entry: _load(entry, section, override_config_kwargs))
+    return _or_fall_back(section, lambda entry: _load(entry, section, override_config_kwargs, allow_mismatch))
 
 
 def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Return ``get_model(cfg.model)`` with ``model.processor`` set, ready to act on observations."""
+    """Return ``get_model(cfg.model)`` with ``model.processor`` set, ready to act on observations.
+
+    ``cfg.evaluation.allow_mismatch`` may accept adapters of other base weights.
+    """
     section = _model_section(_section(cfg, "model"))
+    evaluation = _section(cfg, "evaluation")
+    allowed = evaluation.get("allow_mismatch", ()) if isinstance(evaluation, Mapping) else evaluation.allow_mismatch
     _say_what_takes_it(section)
 
     def load(entry: ModelEntry) -> Any:
         _, processor = _config_and_processor(entry.resolve(), cfg)
-        model = _load(entry, section, override_config_kwargs)
+        model = _load(entry, section, override_config_kwargs, allowed)
         model.processor = processor
         return model
 
@@ -252,7 +261,9 @@ def _or_fall_back(cfg: ModelConfig, load: Callable[[ModelEntry], Any]) -> Any:
     return load(generic)
 
 
-def _load(entry: ModelEntry, cfg: ModelConfig, overrides: Mapping[str, Any] | None) -> Any:
+def _load(
+    entry: ModelEntry, cfg: ModelConfig, overrides: Mapping[str, Any] | None, allow_mismatch: Sequence[str]
+) -> Any:
     entry = entry.resolve()
     torch_dtype_from_precision(cfg.precision)
     check_attention(cfg.attn_implementation)
@@ -264,14 +275,20 @@ def _load(entry: ModelEntry, cfg: ModelConfig, overrides: Mapping[str, Any] | No
         model = switch_off_dropout(load_action_model(entry, cfg, config))
     else:
         model = load_generic_model(entry, cfg, config)
+    if cfg.model_path is not None:
+        from rlinf.models.finite import check_loaded
+
+        check_loaded(model.state_dict(), cfg.model_path)
     if cfg.gradient_checkpointing:
         try:
             model.gradient_checkpointing_enable()
         except ValueError as error:
             raise ConfigError(f"{error} Type model.gradient_checkpointing=false") from error
     if cfg.is_lora:
+        from rlinf.models.base_weights import check_base
         from rlinf.models.lora import apply_lora
 
+        check_base(cfg, allow_mismatch)
         model = apply_lora(model, cfg.lora, cfg.lora_path)
     return model
 
@@ -299,8 +316,8 @@ def declared_value(cfg: ModelConfig, name: str, folder: str | Path | None = None
         folder: Checkpoint whose configuration is read; None: ``cfg.model_path``, else ``cfg.init_config``.
 
     Returns:
-        The value, which may be the default of the config class; None if the model has no such field, or its
-        configuration is not on this machine.
+        The value, which may be the default or a constant of the config class; None if the model has no such field, or
+        its configuration is not on this machine.
     """
     entry = entry_for(cfg)
     config_class = import_target(entry.config) or getattr(import_target(entry.model), "config_class", None)
@@ -318,14 +335,33 @@ def declared_value(cfg: ModelConfig, name: str, folder: str | Path | None = None
         settings = load_model_config(entry.resolve(), replace(cfg, **source), source.get("model_path"))
         return getattr(settings, name)
     parameter = inspect.signature(config_class.__init__).parameters.get(name)
-    default = None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
+    default = getattr(config_class, name, None) if parameter is None else parameter.default
+    default = None if default is inspect.Parameter.empty else default
     return values.get(name, default)
 
 
+def register_auto_classes() -> None:
+    """Make the Auto classes of transformers load every registered policy: ``AutoModel.from_pretrained("my_policy")``.
+
+    An import alone does not, because it would cost the import of torch and of all models. Loading a policy with rlinf makes
+    those of its type known, too. What the Auto classes return does not act until it has its input processor; for a policy that
+    acts, use ``rlinf.load_policy``.
+
+    Raises:
+        MissingDependencyError: A registered model needs a package that is not installed.
+    """
+    for name in MODELS:
+        MODELS.get(name).resolve()
+
+
 def _register_auto_classes(entry: ModelEntry) -> None:
-    from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
+    from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoProcessor, PreTrainedConfig
 
     AutoConfig.register(entry.config.model_type or entry.name, entry.config, exist_ok=True)
+    is_own = isinstance(entry.config, type) and issubclass(entry.config, PreTrainedConfig)
+    # A type of transformers itself keeps its class, because other models build their parts by it.
+    if is_own and entry.acts and not entry.config.__module__.startswith("transformers."):
+        AutoModel.register(entry.config, entry.model, exist_ok=True)
     if entry.image_processor is not None:
         AutoImageProcessor.register(entry.config, slow_image_processor_class=entry.image_processor, exist_ok=True)
     if entry.processor is not None:

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rlinf.config.options import option
+from rlinf.distributed.devices import take_own_device
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.models.dropout import switch_off_dropout
+from rlinf.models.finite import check_loaded
 from rlinf.models.hf_model import HFModel
-from rlinf.models.loading import check_attention
+from rlinf.models.loading import check_attention, without_load_report
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -26,7 +29,9 @@ class CausalLMConfig:
 
     torch_dtype: Any = option("float32", "Number format of the weights: float32, bfloat16, float16 or a torch.dtype.")
     device_map: Any = option(
-        "auto", "Placement as in transformers; auto: the CPU, the only accelerator, or spread over all; null: the CPU."
+        "auto",
+        "Placement as in transformers; auto: the CPU, the only accelerator, this rank's own GPU, or without ranks spread over all; "
+        "null: the CPU.",
     )
     trust_remote_code: bool = option(False, "Run Python code that lies in the checkpoint folder.")
     load_in_8bit: bool = option(False, "Quantise to 8 bits (bitsandbytes, CUDA).")
@@ -51,19 +56,21 @@ def load_causal_lm(model_name: str, config: CausalLMConfig) -> Any:
     check_attention(config.attn_implementation)
     quantization = _quantization(config)
     num_accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    with_ranks = config.device_map == "auto" and torch.cuda.is_available() and dist.is_initialized()
+    device_map = {"": take_own_device()} if with_ranks else config.device_map  # another's GPU would be another rank's
     arguments = {
         "dtype": dtype,
         "attn_implementation": config.attn_implementation,
         "trust_remote_code": config.trust_remote_code,
     }
-    if (
-        quantization
-        or config.device_map not in (None, "auto")
-        or (config.device_map == "auto" and num_accelerators > 1)
-    ):
-        return _load_spread(model_name, device_map=config.device_map, **arguments, **quantization)
+    is_spread = device_map not in (None, "auto") or (device_map == "auto" and num_accelerators > 1)
+    if quantization or (is_spread and not with_ranks):
+        return _load_spread(model_name, device_map=device_map, **arguments, **quantization)
     model = HFModel.from_pretrained(model_name, **arguments).model
-    if config.device_map == "auto" and num_accelerators:
+    check_loaded(model.state_dict(), model_name)
+    if with_ranks:
+        model.to(device_map[""])
+    elif device_map == "auto" and num_accelerators:
         model.to(torch.accelerator.current_accelerator())
     return switch_off_dropout(model).eval()
 
@@ -102,11 +109,6 @@ def padding_token(model: Any, tokenizer: Any, given: int | None, ends: list[int]
     return next(value for value in candidates if value is not None and 0 <= value < vocab_size)
 
 
-def context_length(model: Any) -> int | None:
-    """Largest number of positions that the model declares; None if it declares none."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Switch dropout off inside, and back to what it was."""
@@ -123,7 +125,8 @@ def _load_spread(model_name: str, **arguments: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(model_name, output_loading_info=True, **arguments)
+        with without_load_report():
+            model, report = AutoModelForCausalLM.from_pretrained(model_name, output_loading_info=True, **arguments)
     except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last where torch has no such device
         raise CheckpointError(
             f"'{model_name}' cannot be loaded with device_map={arguments['device_map']} ({error}). Type device_map='auto'"

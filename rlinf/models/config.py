@@ -24,7 +24,7 @@ class LoraConfig:
 class ModelConfig:
     """Which policy, from where, and how it is run. The keys of the guide `adding_a_model.md` keep their names."""
 
-    model_type: str = option("openvla", "Registered model type (`rlinf doctor` lists them).")
+    model_type: str = option("openvla", "Registered model type (`rlinf models` lists them).")
     model_path: str | None = option(None, "Checkpoint folder or hub id; null: random weights from `init_config`.")
     init_config: dict[str, Any] = option({}, "Model config fields for random weights (only without `model_path`).")
     override_config: dict[str, Any] = option(
@@ -35,7 +35,11 @@ class ModelConfig:
     unnorm_key: str | None = option(None, "Key of the action statistics; null: the only one there is.")
     micro_batch_size: int = option(128, "Rows of one forward-backward pass on one rank.", minimum=1)
     val_micro_batch_size: int = option(256, "Rows of one forward pass without gradients.", minimum=1)
-    precision: str = option("fp32", "fp32, bf16, fp16 (weights) or bf16-mixed (float32 weights, bf16 autocast).")
+    precision: str = option(
+        "fp32",
+        "fp32; bf16: computes in bfloat16, learns in float32; bf16-mixed: float32 weights under autocast; fp16: evaluation "
+        "only. See precision.md.",
+    )
     vocab_size: int | None = option(
         None, "Vocabulary without padding; checked against the checkpoint; null: unchecked."
     )

@@ -13,11 +13,11 @@ import torch
 from rlinf.config.options import from_mapping
 from rlinf.distributed.batched_data_dict import BatchedDataDict
 from rlinf.errors import ConfigError, RLinfError
-from rlinf.models.causal_lm import CausalLMConfig, context_length, load_causal_lm
+from rlinf.models.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.models.generation.hf_generation import SamplingConfig, generate_tokens
 from rlinf.models.generation.interfaces import tokens_and_mask
 from rlinf.models.generation.vllm_generation import VllmGenerationWorker
-from rlinf.models.logprobs import sequence_logprobs
+from rlinf.models.logprobs import context_length, sequence_logprobs
 from rlinf.models.validation import log_probability_error, response_mask
 
 BATCH_SIZES = (1, 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -59,10 +58,10 @@ def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
             f"model.model_type '{name}' is of transformers, but neither a causal nor an image-text-to-text model, which is "
             "required of a type that is not registered. Type model.model_type=<one that is>, or register it: plugins=[module]"
         )
-    alike = difflib.get_close_matches(name, [*by_kind[TEXT], *by_kind[IMAGE_TEXT]], n=1, cutoff=0.8)
+    alike = closest(name, [*registered, *by_kind[TEXT], *by_kind[IMAGE_TEXT]])
     raise ConfigError(
         f"model.model_type is '{name}', which is neither registered nor a causal or image-text-to-text type of "
-        f"transformers.{did_you_mean(name, registered)} Type model.model_type={(alike or [closest(name, registered)])[0] or 'openvla'}"
+        f"transformers.{did_you_mean(name, registered)} Type model.model_type={alike or 'openvla'}"
         ", or register it in a plugin (docs/adding_a_model.md): plugins=[module]"
     )
 

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.loading import check_fit
+from rlinf.models.loading import check_fit, without_load_report
 
 AUTO_CLASSES = (AutoModelForImageTextToText, AutoModelForCausalLM)
 """What makes a class usable: one of them knows it. The first one wins where ``architectures`` leaves the choice."""
@@ -75,15 +75,16 @@ class HFModel(nn.Module):
         arguments = {"dtype": dtype, **_attention(model_class, attn_implementation)}
         quantization = _dequantization(config)
         try:
-            model, info = model_class.from_pretrained(
-                path,
-                config=config,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, with everything else that does not fit
-                trust_remote_code=trust_remote_code,
-                **arguments,
-                **quantization,
-            )
+            with without_load_report():
+                model, info = model_class.from_pretrained(
+                    path,
+                    config=config,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # reported below, with everything else that does not fit
+                    trust_remote_code=trust_remote_code,
+                    **arguments,
+                    **quantization,
+                )
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"The weights of '{path}' cannot be read: {error}. Type model.model_path=<complete checkpoint folder>"

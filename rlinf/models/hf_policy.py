@@ -13,15 +13,17 @@ import torch
 import torch.distributed as dist
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from rlinf.algorithms.token_losses import TokenCounts, TokenLoss
 from rlinf.config.options import from_mapping, option
 from rlinf.distributed.batched_data_dict import BatchedDataDict
+from rlinf.distributed.devices import own_device
 from rlinf.distributed.packing import keeps_sequences_apart
 from rlinf.distributed.process_group import rank, sum_over_ranks, world_size
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
 from rlinf.memory import memory_metrics
-from rlinf.models.causal_lm import CausalLMConfig, context_length, evaluation_mode, load_causal_lm
+from rlinf.models.causal_lm import CausalLMConfig, evaluation_mode, load_causal_lm, torch_dtype_of
 from rlinf.models.config import LoraConfig
 from rlinf.models.generation.hf_generation import SamplingConfig, generate_tokens, refuse_other_names
 from rlinf.models.generation.interfaces import (
@@ -29,9 +31,9 @@ from rlinf.models.generation.interfaces import (
     GenerationOutputSpec,
     tokens_and_mask,
 )
-from rlinf.models.hf_model import HFModel
+from rlinf.models.hf_model import HFModel, load_config
 from rlinf.models.interfaces import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
-from rlinf.models.logprobs import batch_logprobs, micro_batches
+from rlinf.models.logprobs import batch_logprobs, context_length, micro_batches
 from rlinf.models.lora import merged_state_dict
 from rlinf.models.master_adamw import MasterAdamW
 from rlinf.seeding import derive_seed
@@ -43,7 +45,7 @@ Result = TypeVar("Result")
 class HuggingFacePolicyConfig(CausalLMConfig, SamplingConfig):
     """Keyword arguments of ``HuggingFacePolicy``; ``temperature`` is that of generation and of all log-probabilities."""
 
-    learning_rate: float = option(1e-5, "Of AdamW.", minimum=0)
+    learning_rate: float = option(1e-5, "Of AdamW.", minimum=0, maximum=1)
     weight_decay: float = option(0.0, "Of AdamW.", minimum=0)
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", minimum=1e-6)
     micro_batch_size: int = option(8, "Rows of one forward-backward pass.", minimum=1)
@@ -86,6 +88,7 @@ class HuggingFacePolicy(PolicyInterface):
         lora = None if self.config.lora is None else from_mapping(LoraConfig, self.config.lora, "lora")
         self.model_name = model_name
         self.temperature = self.config.temperature
+        _check_memory(model_name, self.config)
         self.model = load_causal_lm(model_name, self.config)
         if self.config.sequence_packing and not keeps_sequences_apart(self.model):
             raise ConfigError(
@@ -96,7 +99,11 @@ class HuggingFacePolicy(PolicyInterface):
             _add_adapters(self.model, lora)
         if self.config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._optimizer = MasterAdamW(self.model, self.config.learning_rate, self.config.weight_decay)
+        self._optimizer = MasterAdamW(
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+            lr=self.config.learning_rate,
+            weight_decay=self.config.weight_decay,
+        )
         self._num_steps = 0
         self._reference: nn.Module | None = None
         self._checksum: list[float] | None = None
@@ -337,6 +344,35 @@ def _check_training(config: HuggingFacePolicyConfig) -> None:
         )
     if (config.load_in_8bit or config.load_in_4bit) and config.lora is None:
         raise ConfigError("Quantised weights cannot be trained, only adapters on them. Type lora={}")
+
+
+def training_bytes(num_parameters: int, bytes_of_a_weight: int) -> int:
+    """Bytes of the training of all weights, without activations: weights, gradients, AdamW's moments, float32 copies of both in 16 bits."""
+    copies = 8 if bytes_of_a_weight < 4 else 0
+    return num_parameters * (2 * bytes_of_a_weight + copies + 8)
+
+
+def _check_memory(model_name: str, config: HuggingFacePolicyConfig) -> None:
+    """Refuse to train all weights of a model, which every rank holds, where they cannot fit; before any is read.
+
+    Raises:
+        ConfigError: With what is needed, what is there, and what takes less.
+    """
+    if config.lora is not None or not torch.cuda.is_available():
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(model_name, config.trust_remote_code))
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    needed = training_bytes(num_parameters, torch_dtype_of(config.torch_dtype).itemsize)
+    alone = config.device_map != "auto" or dist.is_initialized()
+    gpus = [own_device().index] if alone else range(torch.cuda.device_count())
+    available = sum(torch.cuda.get_device_properties(index).total_memory for index in gpus)
+    if needed > available:
+        raise ConfigError(
+            f"Training all {num_parameters / 1e9:.3g} billion weights of '{model_name}' takes {needed / 1e9:.3g} GB for weights, gradients "
+            f"and optimiser, all of it on every rank, and {'the GPU has' if len(gpus) == 1 else 'the GPUs have'} {available / 1e9:.3g} GB. "
+            "Train adapters: type lora={}; or train a smaller model"
+        )
 
 
 def _add_adapters(model: Any, lora: LoraConfig) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +108,21 @@ def checkpoint_folder(path: str | Path) -> Path:
         except (OSError, ValueError) as error:
             reason = f"there is no such folder, and as a hub id it cannot be downloaded: {error}"
     raise CheckpointError(f"model.model_path is '{path}': {reason}. Type model.model_path=<checkpoint folder>")
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """Keep transformers' table of weights that do not fit off the terminal, of which ``check_fit`` tells in one sentence."""
+    theirs = logging.getLogger("transformers.modeling_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return " LOAD REPORT" not in record.getMessage()
+
+    theirs.addFilter(is_other)
+    try:
+        yield
+    finally:
+        theirs.removeFilter(is_other)
 
 
 def check_fit(folder: str | Path, loading_info: Mapping[str, Any], hint: str = "") -> None:
@@ -290,7 +307,7 @@ def load_action_model(entry: ModelEntry, cfg: ModelConfig, config: Any) -> Any:
     arguments = {"hidden_size": cfg.hidden_size, "unnorm_key": cfg.unnorm_key, "action_dim": cfg.action_token_len}
     arguments |= _optional_arguments(entry.model, cfg)
     if cfg.model_path is not None:
-        return _load_exactly(
+        model = _load_exactly(
             entry.model,
             cfg.model_path,
             config=config,
@@ -300,11 +317,22 @@ def load_action_model(entry: ModelEntry, cfg: ModelConfig, config: Any) -> Any:
             trust_remote_code=cfg.trust_remote_code,
             **arguments,
         )
+        return heads_in_float32(model)
     if hasattr(config, "norm_stats") and not config.norm_stats:
         from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 
         config.norm_stats = unit_range_stats(cfg.action_token_len, getattr(config, "state_dim", None))
-    return entry.model._from_config(config, dtype=dtype, attn_implementation=cfg.attn_implementation, **arguments)
+    return heads_in_float32(
+        entry.model._from_config(config, dtype=dtype, attn_implementation=cfg.attn_implementation, **arguments)
+    )
+
+
+def heads_in_float32(model: Any) -> Any:
+    """Turn what ``model.float32_modules`` names into float32, in place; ``from_pretrained`` has kept the digits of files."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.split(".")[0] in getattr(model, "float32_modules", ()) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    return model
 
 
 def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:
@@ -315,7 +343,8 @@ def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:
     if own is not theirs:
         return model_class.from_pretrained(path, **arguments)
     arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, info = model_class.from_pretrained(path, **arguments)
+    with without_load_report():
+        model, info = model_class.from_pretrained(path, **arguments)
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
     for head in getattr(model_class, "trained_in_full", ("value_head",)):  # may be absent as a whole, on either side
         own = {key for key in model.state_dict() if key.split(".")[0] == head}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rlinf.distributed.batched_data_dict import IMAGE_KEYS, BatchedDataDict, join_padded
 from rlinf.distributed.packing import micro_batch_rows, pack_rows
@@ -18,6 +20,10 @@ from rlinf.models.generation.interfaces import tokens_and_mask, verify_right_pad
 
 TOKEN_TYPE_KEYS = {"token_type_ids", "mm_token_type_ids"}
 """``[B, S]`` that tell image tokens from text; generated tokens are text, which is 0."""
+CHUNK_LOGITS = 2**25
+"""Logits that exist at a time, 128 MiB of float32, of which a forward and backward pass holds up to five arrays."""
+_TRIAL_COLUMNS = 2
+_WHOLE_LOGITS: WeakSet[nn.Module] = WeakSet()  # models whose logits are more than ``_head_logits`` knows of
 _KNOWN = {"input_ids", "attention_mask", "labels", *IMAGE_KEYS, *TOKEN_TYPE_KEYS}
 
 
@@ -36,10 +42,17 @@ def batch_logprobs(model: Any, data: Mapping[str, Any], temperature: float = 1.0
         float32 ``[B, S]``, as ``sequence_logprobs``.
 
     Raises:
-        ConfigError: The batch has images that the model does not take, or that are to be packed.
+        ConfigError: The batch has images that the model does not take, or that are to be packed; or a row is longer than what
+            the model declares.
     """
     ids, mask = tokens_and_mask(data)
     width = max(1, int(mask.sum(-1).max()))
+    positions = context_length(model)
+    if positions is not None and width > positions:
+        raise ConfigError(
+            f"A row has {width} tokens, and the model was made for {positions} positions (max_position_embeddings), behind which "
+            f"its numbers mean nothing. Give rows of {positions} tokens or fewer"
+        )
     device = next(model.parameters()).device
     inputs = image_inputs(model, data, width)
     if packed and inputs:
@@ -53,6 +66,13 @@ def batch_logprobs(model: Any, data: Mapping[str, Any], temperature: float = 1.0
         inputs,
     )
     return F.pad(logprobs, (0, ids.shape[1] - width))
+
+
+def context_length(model: Any) -> int | None:
+    """Largest number of positions that the model declares; None if it declares none."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None)
 
 
 def image_inputs(model: Any, data: Mapping[str, Any], width: int) -> dict[str, Tensor]:
@@ -103,6 +123,9 @@ def sequence_logprobs(
 ) -> Tensor:
     """Score every token by the tokens before it.
 
+    The vocabulary is the largest axis there is, so the head is applied to ``CHUNK_LOGITS`` at a time, and again in the
+    backward pass, wherever ``_run_to_head`` finds out what the model does with it.
+
     Args:
         model: Causal language model whose output has ``logits``.
         input_ids: int64 ``[B, S]``, padded on the right.
@@ -118,18 +141,98 @@ def sequence_logprobs(
     predicted[:, 0] = False
     if packed:
         ids, positions = pack_rows(input_ids, attention_mask.sum(-1))
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        before = positions[0, 1:] > 0  # Position 0 is the first token of a sequence: what precedes it is another one.
-        scored = logits[0, :-1][before]
+        states, head = _run_to_head(model, {"input_ids": ids, "position_ids": positions})
+        before = positions[:, 1:] > 0  # Position 0 is the first token of a sequence: what precedes it is another one.
     else:
-        logits = model(
-            input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False, **(inputs or {})
-        ).logits
-        scored = logits[:, :-1][predicted[:, 1:]]
-    # Only columns that are wanted become float32: the vocabulary is the largest axis there is.
-    logprobs, _ = token_logprobs(scored, input_ids[predicted].to(scored.device), temperature)
+        tokens = {"input_ids": input_ids, "attention_mask": attention_mask.long()}
+        states, head = _run_to_head(model, {**tokens, **(inputs or {})})
+        before = predicted[:, 1:]
+    scored = states[:, :-1][before.to(states.device)]
+    logprobs = _chunked_logprobs(scored, input_ids[predicted].to(scored.device), head, temperature)
     result = torch.zeros(input_ids.shape, dtype=torch.float32, device=logprobs.device)
     return result.masked_scatter(predicted.to(logprobs.device), logprobs)
+
+
+def _run_to_head(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Run a causal language model, without the logits of all columns where these are more than ``CHUNK_LOGITS``.
+
+    A model that takes ``logits_to_keep`` can do with those of a few columns: its head is shown no others, and what it was
+    given is kept. These few logits must be what ``_head_logits`` makes of it; otherwise the model runs again, with all.
+
+    Returns:
+        ``[B, S, H]`` and the function that makes logits ``[..., V]`` of it; where that is not known or not worth while, the
+        logits and the identity.
+    """
+    head = None
+    if inputs["input_ids"].numel() * model.config.get_text_config().vocab_size > CHUNK_LOGITS:
+        takes_few = "logits_to_keep" in inspect.signature(model.forward).parameters and model not in _WHOLE_LOGITS
+        head = model.get_output_embeddings() if takes_few else None
+    if head is not None:
+        given: list[Tensor] = []
+
+        def show_few(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            given.extend(args)
+            return tuple(states[:, :_TRIAL_COLUMNS] for states in args)
+
+        hook = head.register_forward_pre_hook(show_few)
+        try:
+            logits = model(**inputs, use_cache=False).logits
+        finally:
+            hook.remove()
+        if not given:
+            return logits, lambda every: every
+
+        def head_logits(states: Tensor) -> Tensor:
+            return _head_logits(model.config.get_text_config(), head(states))
+
+        if len(given) == 1 and given[0].shape[:-1] == inputs["input_ids"].shape:
+            with torch.no_grad():
+                if _are_equal(head_logits(given[0][:, :_TRIAL_COLUMNS]), logits):
+                    return given[0], head_logits
+        _WHOLE_LOGITS.add(model)
+    return model(**inputs, use_cache=False).logits, lambda every: every
+
+
+def _head_logits(config: Any, logits: Tensor) -> Tensor:
+    """What models make of the output of their head: Granite divides, Cohere multiplies, Gemma bounds it."""
+    divisor, factor, bound = (
+        getattr(config, name, None) for name in ("logits_scaling", "logit_scale", "final_logit_softcapping")
+    )
+    if divisor is not None:
+        logits = logits / divisor
+    if factor is not None:
+        logits = logits * factor
+    return logits if bound is None else bound * torch.tanh(logits / bound)
+
+
+def _are_equal(ours: Tensor, logits: Tensor) -> bool:
+    """Whether they differ by no more than an elementwise function rounds."""
+    if ours.shape != logits.shape:
+        return False
+    rounding = 4 * max(torch.finfo(tensor.dtype).eps for tensor in (ours, logits))
+    return torch.allclose(ours.float(), logits.float(), rtol=rounding, atol=0)
+
+
+def _chunked_logprobs(states: Tensor, tokens: Tensor, head: Callable[[Tensor], Tensor], temperature: float) -> Tensor:
+    """Log-probabilities float32 ``[N]`` of ``tokens [N]``, ``CHUNK_LOGITS`` at a time.
+
+    A chunk's logits are not kept for the backward pass, which makes them again.
+    """
+
+    def score(states: Tensor, tokens: Tensor) -> Tensor:
+        return token_logprobs(head(states), tokens, temperature)[0]
+
+    if len(tokens) == 0:
+        return score(states, tokens)
+    with torch.no_grad():
+        num_columns = head(states[:1]).shape[-1]
+    rows = max(1, CHUNK_LOGITS // num_columns)
+    if len(tokens) <= rows:
+        return score(states, tokens)
+    chunks = zip(states.split(rows), tokens.split(rows), strict=True)
+    if not torch.is_grad_enabled():
+        return torch.cat([score(*chunk) for chunk in chunks])
+    return torch.cat([checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks])
 
 
 def micro_batches(

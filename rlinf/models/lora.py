@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.config import LoraConfig
 from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.finite import check_loaded
 
 ADAPTER_FILE, FULL_FILE = "adapter_model.safetensors", "trained_in_full.safetensors"
 _PEFT_PREFIX = "base_model.model."
@@ -139,8 +140,9 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
         raise ConfigError(
             f"There is nothing to merge: the model has no LoRA layers{' (they were merged before)' if done else ''}."
         )
-    fingerprint = adapter_fingerprint(adapter_state_dict(model))
-    _refuse_second_merge(model, fingerprint)
+    adapters = adapter_state_dict(model)
+    fingerprint = adapter_fingerprint(adapters)
+    _refuse_second_merge(model, adapters)
     merged = copy.deepcopy(model)
     for name, module in list(merged.named_modules()):
         if isinstance(module, BaseTunerLayer):
@@ -209,10 +211,16 @@ def _predictions(model: Any, merged: Any, inputs: dict[str, Tensor]) -> list[tup
     return [pair for pair in pairs if pair[1].numel()]
 
 
-def _refuse_second_merge(model: Any, fingerprint: str) -> None:
-    if fingerprint in getattr(model.config, "merged_adapters", []):
+def _refuse_second_merge(model: Any, adapters: dict[str, Tensor]) -> None:
+    """Look for the adapter as it is, and as it was when a model in another number format merged it."""
+    formats = (None, torch.float32, torch.bfloat16)
+    known = [
+        adapter_fingerprint({name: tensor.to(dtype=each) for name, tensor in adapters.items()}) for each in formats
+    ]
+    found = [fingerprint for fingerprint in known if fingerprint in getattr(model.config, "merged_adapters", [])]
+    if found:
         raise CheckpointError(
-            f"The adapter {fingerprint[:12]} is part of these weights already; adding it again would count it twice. "
+            f"The adapter {found[0][:12]} is part of these weights already; adding it again would count it twice. "
             "Type model.lora_path=null, or load the weights from before the merge."
         )
 
@@ -238,7 +246,8 @@ def _adapted_modules(folder: Path) -> set[str]:
 
 def _load_adapter(model: Any, folder: Path) -> None:
     tensors = load_file(folder / ADAPTER_FILE)
-    _refuse_second_merge(model, adapter_fingerprint(tensors))
+    check_loaded(tensors, folder / ADAPTER_FILE)
+    _refuse_second_merge(model, tensors)
     wanted = set(adapter_state_dict(model))
     if set(tensors) != wanted:
         missing, unexpected = sorted(wanted - set(tensors)), sorted(set(tensors) - wanted)
@@ -250,6 +259,7 @@ def _load_adapter(model: Any, folder: Path) -> None:
     full_file = folder / FULL_FILE
     if full_file.is_file():
         saved, own = load_file(full_file), dict(model.named_parameters())
+        check_loaded(saved, full_file)
         unknown = sorted(set(saved) - set(own))
         if unknown:
             raise CheckpointError(

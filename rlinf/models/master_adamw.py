@@ -1,31 +1,58 @@
-"""The optimiser of token policies."""
+"""The optimiser of all trainers: AdamW, whose steps are not rounded to 16 bits."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 
-class MasterAdamW:
-    """AdamW (Loshchilov and Hutter 2019) on float32 copies of parameters in 16 bits, and on others directly.
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW (Loshchilov and Hutter 2019) on float32 masters of parameters in 16 bits, and on others directly.
+
+    A step of reinforcement learning is mostly smaller than the rounding of a 16-bit weight, which would swallow it.
+
+    Args:
+        parameters: Parameters of the model, or groups of them, as ``torch.optim.AdamW`` takes them.
+        masters: Masters of a former optimiser, which are stepped further; a parameter without one gets a new one.
+        **settings: Of ``torch.optim.AdamW``.
 
     Attributes:
         parameters: The trained parameters of the model.
-        masters: What is stepped, in the same order: a float32 copy, or the parameter itself.
+        masters: What is stepped, in the same order: a float32 copy, or the parameter itself. Groups and state hold these.
     """
 
-    def __init__(self, model: nn.Module, learning_rate: float, weight_decay: float) -> None:
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self.parameters]
-        self._adamw = torch.optim.AdamW(self.masters, lr=learning_rate, weight_decay=weight_decay)
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+        **settings: Any,
+    ) -> None:
+        groups = list(parameters)
+        if groups and not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        known = masters or {}
+        self.parameters = [parameter for group in groups for parameter in group["params"]]
+        if self.parameters and all(parameter.is_cuda for parameter in self.parameters):
+            settings |= {"fused": True, "foreach": None}
+        self.masters = [known[p] if p in known else _master(p) for p in self.parameters]
+        self._master_of = dict(zip(self.parameters, self.masters, strict=True))
+        stepped = [group | {"params": [self._master_of[p] for p in group["params"]]} for group in groups]
+        super().__init__(stepped, **settings)
 
-    def zero_grad(self) -> None:
-        """Forget the gradients of parameters and copies."""
+    def master_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return what is stepped for a parameter of the model; None: nothing, it is not trained."""
+        return self._master_of.get(parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of parameters and masters."""
         for tensor in (*self.parameters, *self.masters):
             tensor.grad = None
 
     def gather_gradients(self) -> None:
-        """Add the gradients of a backward pass to those of the float32 copies, where sums are not rounded to 16 bits."""
+        """Add the gradients of a backward pass to those of the masters, where sums are not rounded to 16 bits."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter and parameter.grad is not None:
                 gradient = parameter.grad.float()
@@ -33,11 +60,17 @@ class MasterAdamW:
                 parameter.grad = None
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Step the copies by what was gathered, and round them to the parameters."""
+    def step(self, closure: None = None) -> None:
+        """Step the masters by what was gathered, and round them to the parameters."""
         self.gather_gradients()
-        self._adamw.step()
+        super().step()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.copy_(master)
                 master.grad = None
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.element_size() >= torch.float32.itemsize:
+        return parameter
+    return nn.Parameter(parameter.detach().float())

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlinf.distributed.devices import take_own_device
 from rlinf.distributed.process_group import backend_of, world_size
 from rlinf.errors import ConfigError
 
@@ -113,4 +114,4 @@ def device_of_this_rank() -> torch.device:
     cuda = torch.cuda.is_available()
     if not dist.is_initialized():
         dist.init_process_group(backend_of("cuda" if cuda else "cpu"), store=dist.HashStore(), rank=0, world_size=1)
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    return take_own_device() if cuda else torch.device("cpu")

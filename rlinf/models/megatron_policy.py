@@ -117,7 +117,11 @@ class MegatronPolicy(PolicyInterface):
         self.model = self._causal_lm.model
         self._checksum = weights_checksum(self.model)
         self._reference: nn.Module | None = None
-        self._optimizer = MasterAdamW(self.model, config.learning_rate, config.weight_decay)
+        self._optimizer = MasterAdamW(
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+        )
         self._random = sampling_generator(config.seed, self._groups.data.rank())
 
     def generate(

@@ -36,10 +36,9 @@ ATTEMPT_STRIDE = 1 << 32
 
 @dataclass
 class _Lane:
-    """Some of the envs, and the thread that plays them and owns their graphics context."""
+    """Rows for some of the envs, and the thread that plays them and owns their graphics context."""
 
     env: VectorEnv
-    env_ids: np.ndarray
     executor: ThreadPoolExecutor
 
 
@@ -53,17 +52,19 @@ class _Recorder:
         self.instruction = [[""] * num_envs for _ in range(num_chunks)]
 
     def allocate(self, example: Observation) -> None:
-        """Make the arrays, for rows like those of ``example``."""
-        self.images = {name: np.empty((*self.shape, *x.shape[1:]), x.dtype) for name, x in example.images.items()}
+        """Make the arrays, for rows like those of ``example``; 0 where nothing is written."""
+        self.images = {name: np.zeros((*self.shape, *x.shape[1:]), x.dtype) for name, x in example.images.items()}
         if example.state is not None:
-            self.state = np.empty((*self.shape, *example.state.shape[1:]), example.state.dtype)
+            self.state = np.zeros((*self.shape, *example.state.shape[1:]), example.state.dtype)
 
     def write(self, t: int, columns: slice, observation: Observation) -> None:
+        """Record the first rows of ``observation``, as many as there are ``columns``."""
+        count = columns.stop - columns.start
         for name, image in observation.images.items():
-            self.images[name][t, columns] = image
+            self.images[name][t, columns] = image[:count]
         if self.state is not None:
-            self.state[t, columns] = observation.state
-        self.instruction[t][columns] = observation.instruction
+            self.state[t, columns] = observation.state[:count]
+        self.instruction[t][columns] = observation.instruction[:count]
 
     def observation(self) -> Observation:
         """The ``T * B`` rows, time-major."""
@@ -110,11 +111,11 @@ class RolloutCollector:
         self.temperature = temperature
         self.autocast = autocast
         self.offload_envs = offload_envs
+        self.rank, self.num_ranks = rank, num_ranks
         self._stop = Event()
-        self.block = np.arange(num_envs).reshape(num_ranks, -1)[rank]
         self.lanes = [
-            _Lane(make_env(len(ids)), ids, ThreadPoolExecutor(1, thread_name_prefix="rollout"))
-            for ids in np.array_split(self.block, num_lanes)
+            _Lane(make_env(len(rows)), ThreadPoolExecutor(1, thread_name_prefix="rollout"))
+            for rows in np.array_split(np.arange(num_envs // num_ranks), num_lanes)
         ]
 
     def close(self) -> None:
@@ -126,9 +127,17 @@ class RolloutCollector:
         _results(closings)
 
     def collect(
-        self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0
+        self,
+        model: ActionModel,
+        step: int,
+        policy_version: int,
+        needs_values: bool,
+        attempt: int = 0,
+        env_ids: np.ndarray | None = None,
     ) -> RolloutBatch:
         """Play one rollout.
+
+        Without auto-reset, the policy acts only for rows whose episodes still run; what follows an episode is 0 and not valid.
 
         Args:
             model: In evaluation mode.
@@ -136,9 +145,11 @@ class RolloutCollector:
             policy_version: Recorded with every sample.
             needs_values: Compute ``bootstrap_values``.
             attempt: Number of the rollout within the iteration; group and episode ids of two attempts differ.
+            env_ids: int64, the envs of all ranks that play, which needs ``auto_reset=False``; None: all.
 
         Returns:
-            Time-major batch of this rank's envs, without the trainer's fields.
+            Time-major batch of this rank's share of ``env_ids``, in their order, without the trainer's fields. All ranks play
+            equally many: the last env is played again where they do not divide, and its repeated episodes are not counted.
 
         Raises:
             Exception: What was raised in a lane; the others end with the chunk that they are in.
@@ -146,14 +157,18 @@ class RolloutCollector:
         generator = torch.Generator().manual_seed(derive_seed(self.sampler.seed, "actions", step, attempt))
         uniforms = torch.rand(self.num_chunks, self.num_envs, model.num_uniforms, generator=generator)
         uniforms.clamp_min_(torch.finfo(torch.float32).tiny)  # the open interval (0, 1)
-        recorder = _Recorder(self.num_chunks, len(self.block))
+        env_ids = np.arange(self.num_envs) if env_ids is None else env_ids
+        places = np.arange(-(-len(env_ids) // self.num_ranks) * self.num_ranks).reshape(self.num_ranks, -1)[self.rank]
+        recorder = _Recorder(self.num_chunks, len(places))
         num_threads = torch.get_num_threads()
         self._stop = stop = Event()
-        lanes = [
-            _Rollout(self, lane, model, recorder, uniforms[:, lane.env_ids], step, attempt, policy_version, num_threads)
-            for lane in self.lanes
-        ]
-        pairs = list(zip(self.lanes, lanes, strict=True))
+        pairs, first = [], 0
+        for lane, part in zip(self.lanes, np.array_split(places, len(self.lanes)), strict=True):
+            ids, repeated = env_ids[part.clip(max=len(env_ids) - 1)], part >= len(env_ids)
+            columns, first = slice(first, first + len(part)), first + len(part)
+            if len(part):
+                pairs.append((lane, _Rollout(self, lane, ids, repeated, columns, model, recorder, uniforms[:, ids], step, attempt,
+                                             policy_version, num_threads)))  # fmt: skip
         try:
             recorder.allocate(_results([lane.executor.submit(rollout.start) for lane, rollout in pairs])[0])
             parts = _results([lane.executor.submit(rollout.play, needs_values, stop) for lane, rollout in pairs])
@@ -175,26 +190,28 @@ class _Rollout:
     """One lane's part of one rollout."""
 
     def __init__(
-        self, collector: RolloutCollector, lane: _Lane, model: ActionModel, recorder: _Recorder, uniforms: Tensor,
-        step: int, attempt: int, policy_version: int, num_threads: int,
+        self, collector: RolloutCollector, lane: _Lane, env_ids: np.ndarray, repeated: np.ndarray, columns: slice,
+        model: ActionModel, recorder: _Recorder, uniforms: Tensor, step: int, attempt: int, policy_version: int,
+        num_threads: int,
     ) -> None:  # fmt: skip
-        self.collector, self.env, self.env_ids, self.model = collector, lane.env, lane.env_ids, model
-        self.recorder, self.uniforms, self.policy_version = recorder, uniforms, policy_version
+        self.collector, self.env, self.env_ids, self.model = collector, lane.env, env_ids, model
+        self.recorder, self.columns = recorder, columns
+        self.uniforms, self.policy_version = uniforms, policy_version
         self.step, self.attempt = step, attempt
         self.num_threads = max(1, num_threads // len(collector.lanes))
-        first = int(lane.env_ids[0] - collector.block[0])
-        self.columns = slice(first, first + len(lane.env_ids))
-        self.positions = np.zeros(len(lane.env_ids), dtype=np.int64)
-        self.num_begun = np.zeros(len(lane.env_ids), dtype=np.int64)  # as positions, and one more for each lost episode
+        self.positions = np.zeros(len(env_ids), dtype=np.int64)
+        self.num_begun = np.zeros(len(env_ids), dtype=np.int64)  # as positions, and one more for each lost episode
         self.void_episodes: list[int] = []
-        self.disturbed = np.zeros(len(lane.env_ids), dtype=bool)
+        self.disturbed = np.zeros(self.env.num_envs, dtype=bool)
+        self.disturbed[: len(env_ids)] = repeated
         self.specs: dict[int, EpisodeSpec] = {}
 
     def start(self) -> Observation:
         """Reset every env to the first episode of this iteration."""
         sampler = self.collector.sampler
         episodes = [sampler.spec(self.step, int(i), 0, self.attempt) for i in self.env_ids]
-        options = {"episodes": episodes, "next_episode": self._next_episode}
+        idle = [None] * (self.env.num_envs - len(episodes))
+        options = {"episodes": [*episodes, *idle], "next_episode": self._next_episode}
         self.observation, _ = self.env.reset(options=options)
         return self.observation
 
@@ -213,24 +230,36 @@ class _Rollout:
         if not stop.is_set():  # else the other threads go on with all of torch's threads
             torch.set_num_threads(self.num_threads)
         model, temperature = self.model, self.collector.temperature
-        alive = np.ones(len(self.env_ids), dtype=bool)
+        count = len(self.env_ids)
+        alive = np.ones(count, dtype=bool)
         chunks: list[ChunkStep] = []
-        tokens, logprobs, alives, episode_ids, episodes = [], [], [], [], []
+        tokens, logprobs, values, alives, episode_ids, episodes = [], [], [], [], [], []
         with self.collector.autocast():
             for t in range(self.collector.num_chunks):
                 if stop.is_set():
                     raise CancelledError
-                self.recorder.write(t, self.columns, self.observation)
-                inputs = model.preprocess(self.observation)
-                prediction = model.predict_action_batch(
-                    do_sample=True, temperature=temperature, uniforms=self.uniforms[t], **inputs
-                )
-                tokens.append(prediction.sequences[:, -model.num_sampled :].cpu())
-                logprobs.append(model.rollout_logprobs(prediction, temperature).cpu())
+                live = np.flatnonzero(alive)
+                if len(live):
+                    self.recorder.write(t, self.columns, self.observation)
+                    seen = self.observation if len(live) == self.env.num_envs else self.observation.select(live)
+                    prediction = model.predict_action_batch(
+                        do_sample=True,
+                        temperature=temperature,
+                        uniforms=self.uniforms[t, live],
+                        **model.preprocess(seen),
+                    )
+                    tokens.append(_spread(prediction.sequences[:, -model.num_sampled :].cpu(), live, count))
+                    logprobs.append(_spread(model.rollout_logprobs(prediction, temperature).cpu(), live, count))
+                    values.append(_spread(prediction.values.cpu(), live, count))
+                    actions = _spread(prediction.actions.cpu(), live, self.env.num_envs).numpy()
+                else:
+                    tokens.append(torch.zeros_like(tokens[-1]))
+                    logprobs.append(torch.zeros_like(logprobs[-1]))
+                    values.append(torch.zeros_like(values[-1]))
                 alives.append(alive)
                 episode_ids.append(self._episode_ids())
                 first = self.positions == 0
-                chunk = self.env.chunk_step(prediction.actions.cpu().numpy())
+                chunk = self.env.chunk_step(actions)  # where no episode runs, no simulator steps
                 ended = zip(chunk.final_env_ids, chunk.episodes, strict=True)
                 episodes += [(row, episode) for row, episode in ended if first[row]]
                 chunks.append(chunk)
@@ -240,11 +269,12 @@ class _Rollout:
                 self.num_begun[chunk.lost_env_ids] += 1
                 self.observation = chunk.observation
                 if not self.env.auto_reset:
-                    alive = alive & ~(chunks[-1].terminated | chunks[-1].truncated)
+                    alive = alive & ~(chunk.terminated | chunk.truncated)[:count]
             batch = self._batch(chunks, alives, episode_ids, tokens, logprobs)
             batch.episodes = [episode for row, episode in episodes if not self.disturbed[row]]
             if needs_values:
                 self._fill_bootstrap(chunks, batch)
+                batch.rollout_values = torch.stack(values) if model.predicts_values else None
         if self.collector.offload_envs:
             self.env.offload()
         return batch
@@ -252,8 +282,8 @@ class _Rollout:
     def _episode_ids(self) -> np.ndarray:
         """Number the present episodes uniquely within the iteration, over all ranks, and remember their specs."""
         ids = self.num_begun * self.collector.num_envs + self.env_ids + self.attempt * ATTEMPT_STRIDE
-        for row, spec in enumerate(self.env.current_specs()):
-            self.specs.setdefault(int(ids[row]), spec)
+        for number, spec in zip(ids.tolist(), self.env.current_specs(), strict=False):  # idle rows come last
+            self.specs.setdefault(number, spec)
         return ids
 
     def _batch(
@@ -261,7 +291,7 @@ class _Rollout:
         tokens: list[Tensor], logprobs: list[Tensor],
     ) -> RolloutBatch:  # fmt: skip
         def stack(arrays: list[np.ndarray]) -> Tensor:
-            return torch.from_numpy(np.stack(arrays))
+            return torch.from_numpy(np.stack(arrays)[:, : len(self.env_ids)])
 
         shape = (len(chunks), len(self.env_ids))
         sampler = self.collector.sampler
@@ -306,6 +336,15 @@ class _Rollout:
             inputs = self.model.preprocess(final.select(np.arange(start, start + len(rows))))
             values = self.model.predict_values(**inputs).cpu()
             batch.bootstrap_values[[t for t, _ in rows], [row for _, row in rows]] = values
+
+
+def _spread(values: Tensor, rows: np.ndarray, count: int) -> Tensor:
+    """Put ``values`` into the rows ``rows`` of ``count``; the others are 0."""
+    if len(rows) == count:
+        return values
+    spread = values.new_zeros(count, *values.shape[1:])
+    spread[rows] = values
+    return spread
 
 
 def concatenate_envs(parts: list[RolloutBatch]) -> RolloutBatch:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlinf.models.diagnostics import BATCH_SIZES, THRESHOLD, DiagnosticCheck
-from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.embodiment.base import ActionModel, sample_tokens, token_logprobs
 from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
@@ -24,6 +24,10 @@ MAX_GAP = 1e-4
 """Largest accepted difference in float32: of log-probabilities in nats, of actions in shares of their range."""
 ROUNDED = 0.02
 """The same for the median of other number formats, where single tokens may be drawn anew."""
+NUM_DRAWS = 24
+"""Calls whose samples are compared with the distribution that scores them."""
+MAX_DEVIATIONS = 5.0
+"""Standard errors by which a mean may be off."""
 
 
 @dataclass
@@ -78,10 +82,15 @@ class Trial:
         do_sample: bool = True,
         temperature: float | None = None,
         seed: int = 0,
+        drawn: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], ActionPrediction]:
-        """Inputs and prediction of some rows; a row's random numbers do not depend on the others."""
+        """Inputs and prediction of some rows; a row's random numbers do not depend on the others.
+
+        ``drawn [NUM_ROWS, U]`` are these numbers; None: those of ``seed``.
+        """
         inputs = player.preprocess(observation.select(rows))
-        drawn = torch.rand(NUM_ROWS, player.num_uniforms, generator=torch.Generator().manual_seed(seed))
+        if drawn is None:
+            drawn = torch.rand(NUM_ROWS, player.num_uniforms, generator=torch.Generator().manual_seed(seed))
         prediction = player.predict_action_batch(
             do_sample=do_sample,
             temperature=temperature or self.temperature,
@@ -118,6 +127,7 @@ def torch_checks(trial: Trial) -> list[DiagnosticCheck]:
     """All checks of the policy in torch, once it has passed ``type_check``."""
     return [
         *player_checks(trial, trial.model, "torch"),
+        transform_check(trial),
         *score_checks(trial),
         *input_checks(trial),
         *training_checks(trial),
@@ -157,6 +167,7 @@ def player_checks(trial: Trial, player: ActionModel | VllmPolicy, engine: str) -
         *parity_checks(trial, player, engine),
         *row_checks(trial, player, engine),
         *repeat_checks(trial, player, engine),
+        draw_check(trial, player, engine),
     ]
 
 
@@ -207,6 +218,57 @@ def repeat_checks(trial: Trial, player: ActionModel | VllmPolicy, engine: str) -
     num_equal = int((one == other).all(-1).sum())
     detail = f"{num_equal} of {NUM_ROWS} rows drew the same"
     return [*checks, DiagnosticCheck(f"{engine}: other uniforms, other samples", num_equal < NUM_ROWS, detail)]
+
+
+@torch.no_grad()
+def draw_check(trial: Trial, player: ActionModel | VllmPolicy, engine: str) -> DiagnosticCheck:
+    """Whether samples are as surprising as their distribution says: the mean of ``-log p(sample)`` is its entropy.
+
+    Rollout and training score the whole distribution, so a sampler that draws from another one (top-k, top-p, a temperature of its
+    own) agrees with both. The entropy is that of each column given the columns before it, so the differences are uncorrelated,
+    and their mean has the standard error of independent ones.
+    """
+    differences = []
+    for seed in range(1, 1 + NUM_DRAWS):
+        inputs, prediction = trial.act(player, trial.observation, seed=seed)
+        scored = trial.score(inputs, prediction.sequences)
+        differences.append((-scored.logprobs - scored.entropy)[scored.entropy != 0])
+    name, difference = f"{engine}: samples are as surprising as scored", torch.cat(differences).double()
+    if not len(difference):
+        return DiagnosticCheck(name, None, "the model gives no entropy")
+    error = float(difference.std()) / difference.numel() ** 0.5
+    mean = float(difference.mean())
+    return DiagnosticCheck(
+        name,
+        abs(mean) <= MAX_DEVIATIONS * error + MAX_GAP,
+        f"{mean:+.1e} nat from the entropy, error {error:.0e}",
+    )
+
+
+@torch.no_grad()
+def transform_check(trial: Trial) -> DiagnosticCheck:
+    """Compare samples with the inverse transform of the scored distribution at the given random numbers, half of them in its tails."""
+    model, name = trial.model, "torch: samples are those of the random numbers"
+    generator = torch.Generator().manual_seed(0)
+    shape = (NUM_DRAWS // 4, NUM_ROWS, model.num_uniforms)
+    drawn, tails = torch.rand(shape, generator=generator), 10.0 ** -(4.0 * torch.rand(shape, generator=generator))
+    drawn[::4], drawn[2::4] = tails[::4], 1.0 - tails[2::4]
+    found, expected = [], []
+    for numbers in drawn:
+        inputs, prediction = trial.act(model, trial.observation, drawn=numbers)
+        logits, sequences = prediction.logits, prediction.sequences
+        logprobs = model.rollout_logprobs(prediction, trial.temperature)
+        if model.num_uniforms != model.num_logprobs:
+            return DiagnosticCheck(name, None, "not one number for each log-probability")
+        if sequences.is_floating_point():
+            # Of a Gaussian: log p = 1/2 - entropy - deviation^2 / 2.
+            found.append(logprobs + trial.score(inputs, sequences).entropy - 0.5)
+            expected.append(-0.5 * torch.special.ndtri(numbers.double()).square().to(logprobs))
+        else:
+            tokens = sample_tokens(logits, True, trial.temperature, numbers.to(logits.device))
+            found.append(logprobs)
+            expected.append(token_logprobs(logits, tokens, trial.temperature)[0])
+    return trial.agreement(name, torch.cat(found), torch.cat(expected))
 
 
 @torch.no_grad()

@@ -33,6 +33,8 @@ class VllmPolicy:
         ConfigError: vLLM cannot run this model.
     """
 
+    predicts_values = False  # vLLM runs no value head: ``predict_values`` asks the torch model
+
     def __init__(self, model: ActionModel, options: VllmOptions, num_envs: int, num_threads: int = 1) -> None:
         self.model = model
         self.twin = twin_of(model)

@@ -30,7 +30,9 @@ METRICS: dict[str, Metric] = {
         "episodes",
     ),
     "rollout/env_steps_total": Metric("Env steps executed since the run began, over all ranks.", "env steps"),
-    "rollout/zero_variance_group_fraction": Metric("Share of groups in which all returns are equal.", "1"),
+    "rollout/zero_variance_group_fraction": Metric(
+        "Share of groups in which all returns are equal, but for rounding.", "1"
+    ),
     "rollout/logprob_gap_mean": Metric("Mean |rollout log-prob - trainer log-prob| before the update.", "nat"),
     "rollout/logprob_gap_max": Metric("Largest |rollout log-prob - trainer log-prob| before the update.", "nat"),
     "rollout/logprob_gap_exp_mean": Metric(
@@ -41,6 +43,14 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/importance_ratio_max": Metric(
         "Largest trainer / rollout probability of a sampled action (all its tokens) before the update.", "1"
+    ),
+    "rollout/value_gap_max": Metric(
+        "Largest |rollout value - trainer value| before the update, in shares of the largest value (of 1, where all are smaller).",
+        "1",
+    ),
+    "rollout/parity_exceeded": Metric(
+        "1 where the gap was larger than accepted and the run went on, as in 16 bits after the first update; else 0.",
+        "1",
     ),
     "train/loss": Metric("Total loss, mean over the minibatches of the iteration.", "1"),
     "train/policy_loss": Metric("Clipped policy-gradient loss.", "1"),
@@ -55,7 +65,10 @@ METRICS: dict[str, Metric] = {
     "train/learning_rate": Metric("Learning rate of the policy, mean over the optimiser steps.", "1"),
     "train/kl_to_reference": Metric("Estimated KL(policy || reference policy).", "nat"),
     "train/advantage_mean": Metric("Mean advantage before normalisation.", "reward"),
-    "train/return_mean": Metric("Mean return target of the value head.", "reward"),
+    "train/return_mean": Metric(
+        "Mean return of the samples: of the call (PPO, the target of the value head; REINFORCE++) or of the episode (GRPO, RLOO).",
+        "reward",
+    ),
     "sft/loss": Metric("Behaviour-cloning loss (cross-entropy of the demonstrated tokens).", "nat"),
     "sft/learning_rate": Metric("Learning rate of behaviour cloning.", "1"),
     "sft/grad_norm": Metric("Global gradient norm before clipping.", "1"),

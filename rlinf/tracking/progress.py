@@ -85,18 +85,24 @@ class Progress:
 
     def _show(self, line: str, now: float, last: bool) -> None:
         if self._live:
-            self._stream.write("\r" + line.ljust(self._width))
+            self._write("\r" + line.ljust(self._width))
             self._width = len(line)
             if last:
                 self._finish_line()
         elif last or now - self._printed_at >= self._interval_s:
             self._printed_at = now
-            self._stream.write(line + "\n")
-        self._stream.flush()
+            self._write(line + "\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:  # the terminal was closed, which must not end the run before SIGHUP saves it
+            self._enabled = False
 
     def _finish_line(self) -> None:
         if self._width:
-            self._stream.write("\n")
+            self._write("\n")
             self._width = 0
 
     def note(self, text: str) -> None:
@@ -104,10 +110,8 @@ class Progress:
         if not self._enabled:
             return
         self._finish_line()
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        self._write(text + "\n")
 
     def close(self) -> None:
         """End the live line."""
         self._finish_line()
-        self._stream.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import math
 import os
 import secrets
@@ -12,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.errors import MissingDependencyError
+from rlinf.files import naming, write_text
 from rlinf.tracking.config import TrackingConfig
 from rlinf.tracking.metrics import check_names
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, DAMAGED_FILE = "metrics.jsonl", "metrics.damaged.jsonl"
+PHASES = ("sft", "rl")
+
+logger = logging.getLogger("rlinf")
 
 
 def _require(module: str, package: str, option: str) -> Any:
@@ -40,14 +45,28 @@ def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
         folder: The run folder.
 
     Returns:
-        Dicts with ``step``, ``phase`` (``"sft"`` or ``"rl"``), ``time_s`` and metric names; null is NaN or infinite.
+        Dicts with ``step``, ``phase`` (``"sft"`` or ``"rl"``), ``time_s`` and metric names; null is NaN or infinite. Damaged
+        lines are left out with a warning.
     """
-    path = Path(folder) / METRICS_FILE
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    complete = lines[:-1]  # every line ends with a newline, so what follows the last one was cut
-    return [json.loads(line) for line in complete if line]
+    lines, damaged = _split_lines(Path(folder) / METRICS_FILE)
+    if damaged:
+        logger.warning("%s: %d damaged lines are left out", Path(folder) / METRICS_FILE, len(damaged))
+    return lines
+
+
+def _split_lines(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Return the lines of a file of metrics, and those that are none; what follows the last newline was cut."""
+    lines, damaged = [], []
+    for text in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+        try:
+            line = json.loads(text)
+            if line["phase"] not in PHASES or not isinstance(line["step"], int) or not 0 <= line["time_s"] < math.inf:
+                raise ValueError("not a line of metrics")
+            lines.append(line)
+        except (ValueError, TypeError, KeyError):
+            if text:
+                damaged.append(text)
+    return lines, damaged
 
 
 class Tracker:
@@ -68,8 +87,6 @@ class Tracker:
         MissingDependencyError: A chosen sink's package is not installed.
     """
 
-    PHASES = ("sft", "rl")
-
     def __init__(
         self,
         folder: str | os.PathLike,
@@ -82,13 +99,17 @@ class Tracker:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.run_id = run_id or secrets.token_hex(4)
-        kept = read_metrics(self.folder) if run_id is not None else []
+        kept, damaged = _split_lines(self.folder / METRICS_FILE) if run_id is not None else ([], [])
+        if damaged:
+            with naming(self.folder / DAMAGED_FILE), open(self.folder / DAMAGED_FILE, "ab") as file:
+                file.write(b"".join(line + b"\n" for line in damaged))
+            logger.warning(
+                "%d damaged lines of %s are moved to %s", len(damaged), self.folder / METRICS_FILE, DAMAGED_FILE
+            )
         if resume_step is not None:
-            point = (self.PHASES.index(resume_phase), resume_step)
-            kept = [line for line in kept if (self.PHASES.index(line["phase"]), line["step"]) < point]
-        partial = self.folder / f".{METRICS_FILE}.tmp"
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(partial, self.folder / METRICS_FILE)
+            point = (PHASES.index(resume_phase), resume_step)
+            kept = [line for line in kept if (PHASES.index(line["phase"]), line["step"]) < point]
+        write_text(self.folder / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in kept))
         self._start = time.monotonic() - (kept[-1]["time_s"] if kept else 0.0)
         self._file = open(self.folder / METRICS_FILE, "a", encoding="utf-8")
         self._tensorboard = self._open_tensorboard(resume_step) if config.tensorboard else None
@@ -101,16 +122,24 @@ class Tracker:
     def _open_wandb(self, project: str, run_config: dict[str, Any]) -> Any:
         wandb = _require("wandb", "wandb", "tracking.wandb")
         online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE", "online") == "online"
-        run = wandb.init(
-            project=project,
-            dir=str(self.folder),
-            id=self.run_id,
-            name=self.folder.name,
-            config=run_config,
-            mode="online" if online else "offline",
-            resume="allow" if online else None,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        try:
+            run = wandb.init(
+                project=project,
+                dir=str(self.folder),
+                id=self.run_id,
+                name=self.folder.name,
+                config=run_config,
+                mode="online" if online else "offline",
+                resume="allow" if online else None,
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.errors.Error as error:
+            logger.warning(
+                "Weights & Biases takes no metrics (%s); the run goes on without it, and they are in %s. For the next run: a "
+                "valid WANDB_API_KEY, WANDB_MODE=offline, or tracking.wandb=false",
+                " ".join(str(error).split()), self.folder / METRICS_FILE,
+            )  # fmt: skip
+            return None
         # Steps of a resumed run may be lower than those wandb saw last: they are an axis, not wandb's own counter.
         run.define_metric("global_step")
         run.define_metric("*", step_metric="global_step")
@@ -133,8 +162,9 @@ class Tracker:
         numbers = {name: float(value) for name, value in metrics.items()}
         line = {"step": int(step), "phase": phase, "time_s": round(time.monotonic() - self._start, 3)}
         line |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        with naming(self.folder / METRICS_FILE):
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
         if phase == "sft":  # both phases count from 0, so in the step-based sinks they have their own names
             numbers = {name if name.startswith("sft/") else f"sft/{name}": value for name, value in numbers.items()}
         if self._tensorboard is not None:

@@ -4,7 +4,7 @@
 
     sft_000700/
       model/            or adapter/: weights as safetensors, loads with from_pretrained
-      trainer_state/    weights and optimiser state as torch.distributed.checkpoint, for any number of ranks
+      trainer_state/    float32 masters and optimiser state as torch.distributed.checkpoint, for any number of ranks
       rng/rank_0.pt     random states of each rank
       state.json        counters of the loop
       config.yaml       resolved configuration
@@ -20,8 +20,6 @@ import functools
 import json
 import logging
 import os
-import pickle
-import random
 import re
 import shutil
 import time
@@ -30,7 +28,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import yaml
@@ -39,10 +36,14 @@ from torch.optim import Optimizer
 
 from rlinf.distributed.process_group import rank, world_size
 from rlinf.errors import CheckpointError
-from rlinf.files import write_text
-from rlinf.manifest import MANIFEST_FILE, Manifest, changed_files, hash_files, verify_files
-from rlinf.training.model_files import ADAPTER_FOLDER, MODEL_FOLDER, save_model_files
-from rlinf.training.trainer_state import load_trainer_state, save_trainer_state
+from rlinf.files import follow_latest, naming, write_text
+from rlinf.manifest import MANIFEST_FILE, Manifest, hash_files, verify_files
+from rlinf.models.finite import check_loaded
+from rlinf.tracking.tracker import PHASES
+from rlinf.training.fsdp import local_part
+from rlinf.training.model_files import ADAPTER_FOLDER, MODEL_FOLDER, is_adapter, save_model_files
+from rlinf.training.rng_state import load_rng_state, save_rng_state
+from rlinf.training.trainer_state import load_trainer_state, save_trainer_state, weights_to_save
 
 logger = logging.getLogger("rlinf")
 
@@ -59,6 +60,7 @@ def save_checkpoint(
     run_config: dict[str, Any],
     manifest: Manifest,
     max_keep: int = -1,
+    best: str | None = None,
 ) -> Path:
     """Write a checkpoint; a collective call on all ranks. A folder of this name is replaced.
 
@@ -69,7 +71,8 @@ def save_checkpoint(
         loop_state: Counters as JSON values.
         run_config: Resolved configuration.
         manifest: Its ``files`` are filled in here.
-        max_keep: Newest checkpoints of the same phase that are kept beside each other; -1 keeps all.
+        max_keep: Newest checkpoints of the same phase that are kept next to each other; -1 keeps all.
+        best: Name of the checkpoint with the best evaluation, which is kept too.
 
     Returns:
         ``folder``.
@@ -82,17 +85,19 @@ def save_checkpoint(
     try:
         on_rank_zero(lambda: _start_folder(partial), f"create {partial}")
         save_trainer_state(partial / "trainer_state", model, optimizer)
-        on_every_rank(lambda: torch.save(_rng_state(), partial / "rng" / f"rank_{rank()}.pt"), "write random states")
-        weights = _full_weights(model)
+        on_every_rank(lambda: save_rng_state(partial / "rng" / f"rank_{rank()}.pt"), "write random states")
+        weights = _full_weights(model, optimizer)
 
         def finish() -> None:
-            save_model_files(partial, model, weights)
-            state = {"format": FORMAT, "saved_at": time.time(), "world_size": world_size(), "loop_state": loop_state}
+            with naming(partial):
+                save_model_files(partial, model, weights)
+            state = {"format": FORMAT, "saved_at": time.time(), "world_size": world_size(), "best_checkpoint": best}
+            state["loop_state"] = loop_state
             write_text(partial / STATE_FILE, json.dumps(state, indent=1))
             write_text(partial / CONFIG_FILE, yaml.safe_dump(run_config, sort_keys=False))
             replace(manifest, files=hash_files(partial)).save(partial)
             _move(partial, folder)
-            _prune(folder, max_keep)
+            _prune(folder, max_keep, best)
 
         on_rank_zero(finish, f"write {folder}")
     finally:
@@ -123,7 +128,7 @@ def load_checkpoint(
     folder = Path(folder)
     on_rank_zero(lambda: verify_files(folder, Manifest.load(folder)), f"read {folder}")
     state = _read_state(folder)
-    load_trainer_state(folder / "trainer_state", model, optimizer)
+    _load_state(folder, model, optimizer)
     if state["world_size"] != world_size() and rank() == 0:
         logger.warning(
             "%s was saved by %d ranks and is loaded by %d: training goes on, but not bit for bit.",
@@ -131,10 +136,7 @@ def load_checkpoint(
         )  # fmt: skip
     random_file = folder / "rng" / f"rank_{rank()}.pt"
     if random_file.exists():
-        try:
-            _set_rng_state(torch.load(random_file, weights_only=True))
-        except (pickle.UnpicklingError, KeyError, RuntimeError) as error:
-            raise CheckpointError(f"{random_file} holds no random states ({error}). Use another checkpoint.") from error
+        load_rng_state(random_file)
     return state["loop_state"]
 
 
@@ -146,7 +148,12 @@ def load_weights(folder: str | os.PathLike, model: nn.Module) -> None:
     """
     folder = Path(folder)
     on_rank_zero(lambda: verify_files(folder, Manifest.load(folder)), f"read {folder}")
-    load_trainer_state(folder / "trainer_state", model, None)
+    _load_state(folder, model, None)
+
+
+def _load_state(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+    load_trainer_state(folder / "trainer_state", model, optimizer)
+    check_loaded({name: local_part(tensor)[0] for name, tensor in model.state_dict().items()}, folder)
 
 
 def read_loop_state(folder: str | os.PathLike) -> dict[str, Any]:
@@ -193,13 +200,13 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
     """Find the checkpoint that a user means.
 
     Args:
-        path: A checkpoint folder, or a run folder (or its ``checkpoints`` folder), which stands for the newest
-            undamaged checkpoint in it. An exported folder stands for itself.
+        path: A checkpoint folder, or a run folder (or its ``checkpoints`` folder), which means the undamaged checkpoint
+            of the last phase and step in it. An exported folder means itself, and ``latest`` the newest run.
 
     Raises:
         CheckpointError: There is none; says where it looked.
     """
-    path = Path(path)
+    path = follow_latest(path)
     if not path.exists():
         raise CheckpointError(f"There is no folder {path}; needed is a checkpoint folder or a run folder.")
     if is_checkpoint(path) or is_export(path):
@@ -257,13 +264,15 @@ def _start_folder(partial: Path) -> None:
     (partial / "rng").mkdir(parents=True)
 
 
-def _full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gather the state dict on the CPU (a collective call); only rank 0 keeps it."""
-    weights = {}
-    for name, tensor in model.state_dict().items():
+def _full_weights(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
+    """Gather on the CPU what acts, or the masters of a model with adapters (a collective call); only rank 0 keeps it."""
+    adapter, weights = is_adapter(model), {}
+    tensors = weights_to_save(model, optimizer) if adapter else model.state_dict()
+    dtypes = {} if adapter else getattr(model, "compute_dtypes", {})
+    for name, tensor in tensors.items():
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         if rank() == 0:
-            weights[name] = full.detach().cpu()
+            weights[name] = full.detach().to("cpu", dtypes.get(name))
     return weights
 
 
@@ -277,8 +286,8 @@ def _move(partial: Path, folder: Path) -> None:
     shutil.rmtree(former, ignore_errors=True)
 
 
-def _prune(newest: Path, max_keep: int) -> None:
-    """Delete the oldest checkpoints of the same phase (``sft_000700`` is of phase ``sft``) beyond ``max_keep``."""
+def _prune(newest: Path, max_keep: int, best: str | None) -> None:
+    """Delete all checkpoints of the same phase but ``newest``, the ``max_keep - 1`` before it, and the best one."""
     if max_keep < 0:
         return
     phase = newest.name.rpartition("_")[0]
@@ -287,19 +296,47 @@ def _prune(newest: Path, max_keep: int) -> None:
         if path != newest and re.fullmatch(rf"{re.escape(phase)}_\d+", path.name)
     ]  # fmt: skip
     for path in others[: max(0, len(others) + 1 - max(1, max_keep))]:
-        shutil.rmtree(path)
+        if path.name != best:
+            shutil.rmtree(path)
+
+
+def set_aside_later(resumed: Path) -> None:
+    """Move checkpoints of later steps than ``resumed`` into ``superseded_<n>`` next to them; on one rank.
+
+    A run that goes on from ``resumed`` makes these steps again, and a later resume must not take those of before.
+    """
+    point = _moment(resumed)[:2]
+    later = [path for path in _checkpoints_in(resumed.parent) if _moment(path)[:2] > point]
+    if not later:
+        return
+    number = 1 + len(list(resumed.parent.glob("superseded_*")))
+    folder = resumed.parent / f"superseded_{number}"
+    folder.mkdir()
+    for path in later:
+        os.rename(path, folder / path.name)
+    names = ", ".join(path.name for path in later)
+    logger.warning("The run goes on from %s; what it had saved after that (%s) is now in %s", resumed, names, folder)
 
 
 def _checkpoints_in(parent: Path) -> list[Path]:
-    """Checkpoint folders, oldest first, as told by the time at which each was saved."""
-    found = []
-    for path in parent.iterdir() if parent.is_dir() else ():
-        if not path.name.startswith(".") and is_checkpoint(path):
-            try:
-                found.append((_read_state(path)["saved_at"], path.name, path))
-            except CheckpointError:
-                found.append((path.stat().st_mtime, path.name, path))
-    return [path for *_, path in sorted(found)]
+    """Checkpoint folders, oldest first, as told by their phase and step; the clock decides between equals."""
+    paths = parent.iterdir() if parent.is_dir() else ()
+    return sorted((path for path in paths if not path.name.startswith(".") and is_checkpoint(path)), key=_moment)
+
+
+def _moment(folder: Path) -> tuple[int, int, float, str]:
+    """Return phase and step, by the name that ``save_checkpoint`` was given or else by the state, then time and name."""
+    try:
+        state = _read_state(folder)
+        saved_at, loop = float(state["saved_at"]), state["loop_state"]
+        phase = str(loop.get("phase"))
+        step = int(loop.get("sft_step" if phase == "sft" else "step", 0))
+    except (CheckpointError, AttributeError, TypeError, ValueError):
+        saved_at, phase, step = folder.stat().st_mtime, "", 0
+    named = re.fullmatch(rf"({'|'.join(PHASES)})_(\d+)", folder.name)
+    if named:
+        phase, step = named[1], int(named[2])
+    return PHASES.index(phase) if phase in PHASES else -1, step, saved_at, folder.name
 
 
 def _fingerprint(folder: Path) -> tuple:
@@ -312,13 +349,11 @@ def _fingerprint(folder: Path) -> tuple:
 def _damage_of(folder: Path, fingerprint: tuple) -> str | None:
     """Return what is wrong with a checkpoint, and warn of it once; None: nothing."""
     try:
-        changed = changed_files(folder, Manifest.load(folder))
-        damage = f"{', '.join(changed[:3])} changed or missing" if changed else None
+        verify_files(folder, Manifest.load(folder))
     except CheckpointError as error:
-        damage = str(error)
-    if damage is not None:
-        logger.warning("%s is skipped: %s", folder, damage)
-    return damage
+        logger.warning("%s is skipped: %s", folder, error)
+        return str(error)
+    return None
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -342,30 +377,3 @@ def _read_state(folder: Path) -> dict[str, Any]:
     if not complete:
         raise CheckpointError(f"{path} is not of format {FORMAT}, which this version of rlinf reads.")
     return state
-
-
-def _rng_state() -> dict[str, Any]:
-    """Random states of this process, as tensors and numbers."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    state = {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-        "numpy": {
-            "name": name, "keys": torch.from_numpy(keys.astype(np.int64)), "position": int(position),
-            "has_gauss": int(has_gauss), "cached": float(cached),
-        },
-        "torch": torch.get_rng_state(),
-    }  # fmt: skip
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    python, legacy = state["python"], state["numpy"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    keys = legacy["keys"].numpy().astype(np.uint32)
-    np.random.set_state((legacy["name"], keys, legacy["position"], legacy["has_gauss"], legacy["cached"]))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

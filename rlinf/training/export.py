@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from rlinf.types import Observation
 MAX_GAP = 1e-5
 
 
-def export(checkpoint: str | os.PathLike, output: str | os.PathLike, merge_lora: bool = False) -> Path:
+def export(
+    checkpoint: str | os.PathLike, output: str | os.PathLike, merge_lora: bool = False, overrides: Sequence[str] = ()
+) -> Path:
     """Write model (or adapter), processor, ``dataset_statistics.json``, ``config.yaml`` and ``manifest.json``.
 
     The folder is read back before it gets its name, and must give the same logits and actions on a random observation.
@@ -36,21 +39,23 @@ def export(checkpoint: str | os.PathLike, output: str | os.PathLike, merge_lora:
         checkpoint: Checkpoint or run folder, or an export.
         output: Folder that does not exist or is empty.
         merge_lora: Add the adapters into the base weights, so that the folder needs no others.
+        overrides: Laid over the checkpoint's configuration, e.g. ``["plugins=[my_model.py]"]``.
 
     Returns:
         ``output``.
 
     Raises:
         CheckpointError: ``output`` is there already, the checkpoint is damaged, its adapters were merged before or
-            there are none, or what was written does not give the same numbers.
+            there are none, its configuration names code that no override names, or what was written does not give the
+            same numbers.
     """
     checkpoint, output = resolve_checkpoint(checkpoint), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} exists and is not empty; nothing is overwritten. Type output=<a new folder>")
     manifest = Manifest.load(checkpoint)
     verify_files(checkpoint, manifest)
+    config = read_config(checkpoint, overrides)
     _check_lora(checkpoint, manifest, merge_lora)
-    config = read_config(checkpoint)
     model = load_policy(checkpoint, config).eval()
     observation = random_observation(config, model)
     if merge_lora:
@@ -70,7 +75,7 @@ def export(checkpoint: str | os.PathLike, output: str | os.PathLike, merge_lora:
         write_policy(partial, model, model.state_dict())
         write_text(partial / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
         replace(manifest, files=hash_files(partial)).save(partial)
-        _compare(model, load_policy(partial, read_config(partial)).eval(), observation, output)
+        _compare(model, load_policy(partial, read_config(partial, overrides)).eval(), observation, output)
         if output.exists():
             output.rmdir()
         os.rename(partial, output)

@@ -7,8 +7,9 @@ import warnings
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlinf.distributed.process_group import world_size
 from rlinf.errors import ConfigError
@@ -18,6 +19,10 @@ ENTRY_POINTS = ("predict_action_batch", "evaluate_actions", "sft_loss")
 
 def shard(model: nn.Module, device: str) -> nn.Module:
     """Shard ``model`` in place over all ranks: each module named in ``fsdp_wrap_modules``, then the rest.
+
+    In a model with 16-bit weights, those that are trained become float32 shards. They are gathered, and computed with, in 16
+    bits; gradients are summed over ranks and micro-batches in float32. Frozen weights stay in 16 bits, and what
+    ``float32_modules`` names in float32. ``model.compute_dtypes`` then maps the names of the former to their 16-bit format.
 
     Raises:
         ConfigError: No declared module class occurs in the model, so nothing would be sharded as a unit.
@@ -29,9 +34,23 @@ def shard(model: nn.Module, device: str) -> nn.Module:
     units = [module for module in model.modules() if type(module).__name__ in names]
     if names and not units:
         raise ConfigError(f"None of the declared fsdp_wrap_modules {sorted(names)} occurs in {type(model).__name__}.")
-    for module in units:
-        fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model.compute_dtypes = {
+        name: p.dtype for name, p in model.named_parameters() if p.requires_grad and p.element_size() == 2
+    }
+    dtype = next((p.dtype for p in model.parameters() if p.element_size() == 2), None)
+    if dtype is not None:
+        exact = [getattr(model, name, None) for name in getattr(model, "float32_modules", ())]
+        for module in exact:
+            if isinstance(module, nn.Module):
+                fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    # Inputs are cast by the model, where it may: a cast here would round the chain of a flow policy, and its state.
+    sums = None if dtype is None else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sums, cast_forward_inputs=False)
+    for module in [*units, model]:
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.element_size() == 2:
+                parameter.data = parameter.data.float()
+        fully_shard(module, mesh=mesh, mp_policy=policy)
     for name in ENTRY_POINTS:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
@@ -41,6 +60,14 @@ def shard(model: nn.Module, device: str) -> nn.Module:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor (a collective call on all ranks); others are returned as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """Return what this rank holds of a tensor, and where in the whole one it lies; of one that is not sharded, all of it."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (...,)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def grad_norm(parameters: list[nn.Parameter]) -> Tensor:

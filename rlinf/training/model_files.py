@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,11 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from rlinf.files import sha256_of, write_text
+from rlinf.files import write_text
+from rlinf.models.base_weights import ADAPTER_FOLDER
 
-MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapter"
+MODEL_FOLDER = "model"
 STATISTICS_FILE = "dataset_statistics.json"
-WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 def save_model_files(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
@@ -56,25 +54,3 @@ def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
 def is_adapter(model: Any) -> bool:
     """True for a model with LoRA layers, of which the adapters are saved and not the base weights."""
     return hasattr(model, "peft_config")
-
-
-def weights_digest(model_path: str | None) -> str | None:
-    """Return one SHA-256 of the names and contents of a model's weight files; None without a path.
-
-    A hub id stands for the files that were downloaded. A file is hashed once while its size and time stay the same.
-    """
-    if model_path is None:
-        return None
-    folder = Path(model_path).expanduser()
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(model_path, local_files_only=True))
-    paths = sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
-    found = {path.name: _file_digest(path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
-
-
-@functools.cache
-def _file_digest(path: Path, size: int, time_ns: int) -> str:
-    return sha256_of(path)

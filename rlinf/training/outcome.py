@@ -17,8 +17,9 @@ SUMMARY_TAGS = {"success_after_sft": "after_sft", "success_before_rl": "before_r
 """Keys of ``summary.json`` and the evaluations that they show."""
 
 
-def summary_of(experiment_name: str, seed: int, state: LoopState) -> dict[str, Any]:
-    """Return what ``summary.json`` holds: seconds of training, env steps, and the success of each evaluation so far."""
+def summary_of(experiment_name: str, seed: int, state: LoopState, best: str | None = None) -> dict[str, Any]:
+    """Return what ``summary.json`` holds: seconds of training, env steps, the success of each evaluation so far, and which
+    checkpoint is the best (``best`` is the tag of its evaluation)."""
     summary: dict[str, Any] = {
         "experiment": experiment_name,
         "seed": seed,
@@ -29,6 +30,11 @@ def summary_of(experiment_name: str, seed: int, state: LoopState) -> dict[str, A
         if tag in state.evaluations:
             names = ("success_rate", "successes", "episodes", "interval")
             summary[key] = {name: state.evaluations[tag][name] for name in names}
+    if best is not None:
+        found = state.evaluations[best]
+        summary["best_checkpoint"] = {
+            "name": found["checkpoint"], "evaluation": best, "success_rate": found["success_rate"]
+        }  # fmt: skip
     return summary
 
 
@@ -42,6 +48,11 @@ def closing_table(summary: dict[str, Any]) -> str:
             low, high = row["interval"]
             count = f"{row['successes']}/{row['episodes']}"
             lines.append(f"{label:12}  {row['success_rate']:6.1%}  {count:>7}  {low:.1%} - {high:.1%}")
+    if "best_checkpoint" in summary:
+        best = summary["best_checkpoint"]
+        lines.append(
+            f"best checkpoint: {best['name']} ({best['success_rate']:.1%} in the evaluation {best['evaluation']})"
+        )
     lines.append(
         f"training took {summary['train_wall_s']:.0f} s, {summary['env_steps']:,} env steps, seed {summary['seed']}"
     )

@@ -4,38 +4,40 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlinf.config.compose import compose_on_saved
 from rlinf.config.options import from_mapping
+from rlinf.config.saved import read_saved_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError
-from rlinf.manifest import BASE_FIELD, Manifest, Mismatch, refuse
+from rlinf.manifest import BASE_FIELD
 from rlinf.models import build_policy, get_model_config_and_processor
 from rlinf.models.config import TokenizerConfig
-from rlinf.training.checkpoint import CONFIG_FILE, is_checkpoint, load_weights, policy_folder
-from rlinf.training.model_files import STATISTICS_FILE, weights_digest
+from rlinf.training.checkpoint import is_checkpoint, load_weights, policy_folder
+from rlinf.training.model_files import STATISTICS_FILE
 
 
-def read_config(folder: str | os.PathLike) -> RunConfig:
+def read_config(folder: str | os.PathLike, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration that lies in a checkpoint or an export.
 
-    Raises:
-        CheckpointError: It is missing or unreadable.
-        ConfigError: It is of another version of rlinf.
-    """
-    import yaml
+    Args:
+        folder: Of the checkpoint or the export.
+        overrides: Laid over it, e.g. ``["plugins=[my_model.py]"]``: code runs only where it is named here.
 
-    path = Path(folder) / CONFIG_FILE
-    try:
-        return build_config(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {error}). Use another checkpoint."
-        ) from error
+    Raises:
+        CheckpointError: It is missing or unreadable, or names code that no override names.
+        ConfigError: It is of another version of rlinf, or an override does not fit.
+    """
+    saved = read_saved_config(Path(folder))
+    composed = compose_on_saved(saved, overrides, folder=folder)
+    composed.output_dir = saved.get("output_dir")
+    return build_config(composed)
 
 
 def load_policy(folder: str | os.PathLike, config: RunConfig) -> Any:
@@ -86,8 +88,9 @@ def statistics_of_env(
 def _load_adapter(folder: Path, source: Path, config: RunConfig) -> Any:
     if not config.model.is_lora:
         raise CheckpointError(f"{source} holds LoRA adapters and no base weights. Type model.is_lora=true")
-    if not is_checkpoint(folder):  # a checkpoint brings the base weights
-        _check_base(folder, config)
+    if is_checkpoint(folder):  # it brings the base weights
+        allowed = [*config.evaluation.allow_mismatch, BASE_FIELD]
+        config = replace(config, evaluation=replace(config.evaluation, allow_mismatch=allowed))
     overrides = None
     statistics = source / STATISTICS_FILE
     if statistics.is_file():  # those of the env, where the base weights had none
@@ -96,13 +99,3 @@ def _load_adapter(folder: Path, source: Path, config: RunConfig) -> Any:
     if is_checkpoint(folder):
         load_weights(folder, model)  # the base weights too, which may have been random ones
     return model
-
-
-def _check_base(folder: Path, config: RunConfig) -> None:
-    saved, present = Manifest.load(folder).lora.get("base_sha256"), weights_digest(config.model.model_path)
-    if saved is not None and saved != present:
-        mismatch = Mismatch(BASE_FIELD, saved, present, must_match=True)
-        sentence = (
-            f"The adapters of {folder} belong to other base weights than model.model_path={config.model.model_path}"
-        )
-        refuse([mismatch], config.evaluation.allow_mismatch, sentence)

@@ -19,6 +19,7 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.config.options import override_text, to_mapping
 from rlinf.config.plugins import load_plugins
 from rlinf.config.saved import check_model_type
+from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.data.demonstrations import BatchSource, collect_demonstrations
 from rlinf.data.formats import open_dataset
@@ -28,19 +29,20 @@ from rlinf.envs import make_env
 from rlinf.envs.config import with_share_of_cores
 from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.evaluation.evaluator import evaluate_policy
-from rlinf.evaluation.probe import drift, take_probe
+from rlinf.evaluation.probe import NUM_EPISODES, drift, take_probe
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.run import episode_list
-from rlinf.files import write_text
+from rlinf.files import locked_folder, write_text
 from rlinf.manifest import Manifest, build_manifest, check, verify_files
 from rlinf.models import build_policy
 from rlinf.rollout.collector import RolloutCollector
+from rlinf.rollout.parity import EXCEEDED
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
-from rlinf.tracking.tracker import Tracker
+from rlinf.tracking.tracker import Tracker, read_metrics
 from rlinf.training import checkpoint as checkpoints
 from rlinf.training.fsdp import shard
 from rlinf.training.outcome import SUMMARY_TAGS, closing_table, summary_of, write_failed_batch
@@ -66,20 +68,23 @@ class Run:
         self.config = config
         self.folder = Path(config.output_dir)
         self.is_writer = rank() == 0
-        self.device = resolve_device(config.cluster.device, config.cluster.num_processes)
-        if self.device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        self.device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
         set_num_threads(config.cluster.num_threads, config.cluster.num_processes)
         seed_everything(config.seed)
         self.stop_signal = StopSignal(announce=self.is_writer)
         env_config = with_share_of_cores(config.env, world_size())
-        self.eval_env = make_env(env_config, config.evaluation.num_envs, auto_reset=False)
         self.resumed_from = checkpoints.resolve_checkpoint(config.resume) if config.resume else None
         phase = "sft" if config.sft.max_steps > 0 else "rl"
         saved: dict[str, Any] = {}
         if self.resumed_from is not None:
             saved = checkpoints.read_loop_state(self.resumed_from)
             phase = saved["phase"]
+        num_envs = config.evaluation.num_envs
+        if (
+            phase != "sft" or config.sft.dataset is not None
+        ):  # the order of demonstrations that are played depends on it
+            num_envs = max(-(-num_envs // world_size()), min(num_envs, NUM_EPISODES))
+        self.eval_env = make_env(env_config, num_envs, auto_reset=False)
         self.dataset = open_dataset(config.sft, self.eval_env) if phase == "sft" and config.sft.dataset else None
         digest = None if self.dataset is None else self.dataset.digest()
         if phase == "sft" and saved.get("dataset", digest) != digest:
@@ -171,6 +176,8 @@ class Run:
     def _open_tracker(self) -> Tracker:
         state = self.state
         resumed = self.resumed_from is not None
+        if resumed and self.resumed_from.parent.resolve() == (self.folder / "checkpoints").resolve():
+            checkpoints.set_aside_later(self.resumed_from)
         tracker = Tracker(
             self.folder,
             self.config.tracking,
@@ -183,15 +190,15 @@ class Run:
         return tracker
 
     def evaluate(self, tag: str) -> EvaluationResult | None:
-        """Evaluate the rollout policy on the held-out episodes; on rank 0 only. Until the next time its env is offloaded."""
-        if not self.is_writer:
-            self.eval_env.offload()
-            return None
+        """Evaluate the rollout policy on the held-out episodes, each rank its share (a collective call); rank 0 returns the result.
+
+        Until the next time the env is offloaded.
+        """
         config = self.config.evaluation
         final = tag in SUMMARY_TAGS.values()
         folder = self.folder / "eval" / tag
         try:
-            with self.worker.autocast(), self.stop_signal.at_once():
+            with self.worker.autocast():
                 result = evaluate_policy(
                     self.sync.rollout_model,
                     self.eval_env,
@@ -202,11 +209,16 @@ class Run:
                     video_folder=folder / "videos" if final and config.num_videos_per_task else None,
                     num_videos_per_task=config.num_videos_per_task,
                     video_size=config.video_size,
+                    rank=rank(),
+                    num_ranks=world_size(),
+                    together=self.stop_signal.together,
                 )
         except StopRequested:  # the trainer saves, and stops all ranks
             return None
         finally:
             self.eval_env.offload()
+        if not self.is_writer:
+            return None
         result.to_json(folder / "result.json")
         self._manifest(self.state.policy_version).save(folder)
         self.progress.note(f"eval {tag}: {result.successes}/{result.episodes} = {result.success_rate:.1%} "
@@ -240,10 +252,11 @@ class Run:
                 trainer.run_rl()
                 trainer.evaluate_phase("after_rl")
         except NonFiniteError as error:
-            folder = self.folder / "failed_batch"
-            if self.is_writer:
-                write_failed_batch(self.worker.failed_batch, folder)
-            error.add_note(f"Report of the batch: {folder}")
+            if self.worker.failed_batch is not None:
+                folder = self.folder / "failed_batch"
+                if self.is_writer:
+                    write_failed_batch(self.worker.failed_batch, folder)
+                error.add_note(f"Report of the batch: {folder}")
             raise
         finally:
             trainer.collector.close()
@@ -266,14 +279,16 @@ class Run:
             seed=config.seed,
             init_states=config.rollout.init_states,
         )
-        env_config = with_share_of_cores(config.env, config.rollout.num_lanes * world_size())
+        # A simulation on the GPU steps all of its rows at once: two of half the size would take as long each, one after the other.
+        num_lanes = 1 if self.eval_env.on_gpu else config.rollout.num_lanes
+        env_config = with_share_of_cores(config.env, num_lanes * world_size())
         return RolloutCollector(
             lambda num_envs: make_env(env_config, num_envs, auto_reset=config.rollout.auto_reset),
             sampler,
             num_envs=config.rollout.num_envs,
             num_chunks=config.rollout.num_chunks,
             temperature=config.rollout.temperature,
-            num_lanes=config.rollout.num_lanes,
+            num_lanes=num_lanes,
             autocast=self.worker.autocast,
             offload_envs=config.rollout.offload_envs,
             rank=rank(),
@@ -304,15 +319,21 @@ class Run:
     def save(self, state: LoopState) -> Path | None:
         """Write a checkpoint of the present state (a collective call)."""
         step = state.sft_step if state.phase == "sft" else state.step
+        name = f"{state.phase}_{step:06d}"
+        best = state.best_evaluation({name, *self._saved_names()})
         return checkpoints.save_checkpoint(
-            self.folder / "checkpoints" / f"{state.phase}_{step:06d}",
+            self.folder / "checkpoints" / name,
             model=self.model,
             optimizer=self.worker.optimizer,
             loop_state=asdict(state),
             run_config=to_mapping(self.config),
             manifest=self._manifest(state.policy_version),
             max_keep=self.config.trainer.max_keep,
+            best=None if best is None else state.evaluations[best]["checkpoint"],
         )
+
+    def _saved_names(self) -> list[str]:
+        return [path.parent.name for path in self.folder.glob(f"checkpoints/*/{checkpoints.STATE_FILE}")]
 
     def _manifest(self, policy_version: int) -> Manifest:
         return build_manifest(self.config, self.sync.rollout_model, policy_version=policy_version, probe=self.probe)
@@ -323,7 +344,9 @@ class Run:
 
     def write_summary(self) -> None:
         """Write ``summary.json`` and the report, and print the closing table."""
-        summary = summary_of(self.config.experiment_name, self.config.seed, self.state)
+        best = self.state.best_evaluation(self._saved_names())
+        summary = summary_of(self.config.experiment_name, self.config.seed, self.state, best)
+        summary["parity_exceeded"] = sum(line.get(EXCEEDED, 0) > 0 for line in read_metrics(self.folder))
         write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
         report = write_report(self.folder)
         print(closing_table(summary), f"report: {report}", sep="\n", flush=True)
@@ -339,7 +362,8 @@ def _execute_rank(config: RunConfig) -> None:
     except StopRequested as stop:
         if run.is_writer:
             saved = any(map(checkpoints.is_checkpoint, (run.folder / "checkpoints").glob("*")))
-            way_on = f"continue with: rlinf train resume={run.folder}" if saved else "nothing had been trained yet"
+            words = f"rlinf train resume={run.folder} {code_overrides(to_mapping(config))}".rstrip()
+            way_on = f"continue with: {words}" if saved else "nothing had been trained yet"
             print(f"\n{stop}; {way_on}", file=sys.stderr, flush=True)
         number = run.stop_signal.number
         sys.exit(1 if number is None else 128 + number)  # None: another rank has heard it
@@ -350,10 +374,17 @@ def train(config: RunConfig) -> Path:
 
     Returns:
         The run folder.
+
+    Raises:
+        ConfigError: Another run writes there.
     """
     cluster = config.cluster
     device = resolve_device(cluster.device, cluster.num_processes)
-    launch(_execute_rank, config, cluster.num_processes, device, process_group=config.trainer.sharding == "fsdp2")
+    if device == "cuda" and config.rollout.backend == "torch":  # what an engine shares must not be in such segments
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    alone = config.trainer.sharding == "fsdp2"
+    with locked_folder(Path(config.output_dir)):
+        launch(_execute_rank, config, cluster.num_processes, device, process_group=alone, timeout_s=cluster.timeout_s)
     return Path(config.output_dir)
 
 

@@ -1,13 +1,15 @@
-"""SIGINT and SIGTERM: an orderly end of a run."""
+"""SIGINT, SIGTERM and SIGHUP: an orderly end of a run."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import termios
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
-from rlinf.distributed.process_group import world_size
+from rlinf.distributed.process_group import gather_objects, world_size
 
 
 class StopRequested(Exception):
@@ -15,7 +17,8 @@ class StopRequested(Exception):
 
 
 class StopSignal:
-    """The first SIGINT or SIGTERM, which ends a run after the present step; a second SIGINT ends it at once.
+    """The first SIGINT, SIGTERM or SIGHUP (a terminal that is closed, unless `nohup` has the process ignore it), which ends a
+    run after the present step; a second SIGINT ends it at once.
 
     Args:
         announce: Say so on stderr, on rank 0.
@@ -28,11 +31,13 @@ class StopSignal:
         self.announce = announce
         self.number: int | None = None
         self._raises = False
+        self._terminals: list[int] = []
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Handle the signals inside. With several ranks, the process that started them turns SIGINT into SIGTERM."""
-        numbers = (signal.SIGINT, signal.SIGTERM) if world_size() == 1 else (signal.SIGTERM,)
+        """Handle the signals inside. With several ranks, the process that started them turns all of them into SIGTERM."""
+        numbers = stop_signals() if world_size() == 1 else [signal.SIGTERM]
+        self._terminals = open_terminals()
         previous = {number: signal.signal(number, self._handle) for number in numbers}
         try:
             yield
@@ -51,14 +56,52 @@ class StopSignal:
         finally:
             self._raises = False
 
+    def together(self, part: Callable[[], Any]) -> list[Any]:
+        """Run ``part()``, which a signal may stop, on every rank (a collective call); returns what all have returned.
+
+        Raises:
+            StopRequested: On all ranks, where one of them was stopped: none is left waiting for it.
+        """
+        mine = None
+        with suppress(StopRequested), self.at_once():
+            mine = [part()]
+        made = gather_objects(mine)
+        if any(each is None for each in made):
+            raise StopRequested("stopped by a signal")
+        return [each[0] for each in made]
+
     def _handle(self, number: int, _frame: object) -> None:
         if self.number is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.number = number
+        leave_lost_terminals(self._terminals)
         if self.announce:
             when = "now" if self._raises else "after this step"
-            # Not print: the handler may interrupt a write to the same buffered stream.
-            os.write(2, f"\nstopping {when}; what was trained is saved first\n".encode())
+            with suppress(OSError):  # a pipe that nobody reads any more
+                # Not print: the handler may interrupt a write to the same buffered stream.
+                os.write(2, f"\nstopping {when}; what was trained is saved first\n".encode())
         if self._raises:
             self._raises = False
             raise StopRequested("stopped by a signal")
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that end a run; SIGHUP only where nobody, as `nohup`, has chosen to ignore it."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
+def open_terminals() -> list[int]:
+    """Return which of stdout and stderr are a terminal."""
+    return [number for number in (1, 2) if os.isatty(number)]
+
+
+def leave_lost_terminals(numbers: Sequence[int]) -> None:
+    """Let what is written to terminals that were closed since go nowhere: an error there would end the run unsaved."""
+    for number in numbers:
+        try:
+            termios.tcgetattr(number)
+        except termios.error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)

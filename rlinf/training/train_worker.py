@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.algorithms.base import Algorithm, LossCounts
-from rlinf.distributed.process_group import rank, sum_over_ranks, world_size
-from rlinf.errors import NonFiniteError
+from rlinf.distributed.process_group import max_over_ranks, rank, sum_over_ranks, world_size
+from rlinf.errors import ConfigError, NonFiniteError
+from rlinf.models.master_adamw import MasterAdamW
 from rlinf.training.config import SFTConfig, TrainerConfig
 from rlinf.training.fsdp import clip_gradients, grad_norm
 from rlinf.types import Observation, RolloutBatch
@@ -34,6 +35,9 @@ class FailedBatch:
 
 class TrainWorker:
     """Trains one policy.
+
+    What is stepped is float32: parameters in 16 bits are trained through float32 masters (``MasterAdamW``), which also sum the
+    gradients of micro-batches.
 
     Args:
         model: The policy, sharded when there is more than one rank.
@@ -60,36 +64,45 @@ class TrainWorker:
         self.micro_batch_size = micro_batch_size
         self.val_micro_batch_size = val_micro_batch_size
         self.precision = precision
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.policy_parameters = [p for name, p in named if VALUE_HEAD not in name]
-        self.value_parameters = [p for name, p in named if VALUE_HEAD in name]
         self.optimizer = self.new_optimizer()
         self.num_updates = 0
         self.failed_batch: FailedBatch | None = None
+        self._has_learnt = False  # a gradient has reached the policy
 
-    def new_optimizer(self) -> torch.optim.AdamW:
-        """AdamW over policy matrices (decayed), other policy parameters, and the value head."""
+    def new_optimizer(self, former: MasterAdamW | None = None) -> MasterAdamW:
+        """AdamW over policy matrices (decayed), other policy parameters, and the value head; it steps the masters of ``former``."""
         config = self.config
-        matrices = [p for p in self.policy_parameters if p.ndim >= 2]
-        others = [p for p in self.policy_parameters if p.ndim < 2]
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        policy = [p for name, p in named if VALUE_HEAD not in name]
+        value = [p for name, p in named if VALUE_HEAD in name]
         groups = [
-            {"params": matrices, "weight_decay": config.weight_decay, "base_lr": config.learning_rate},
-            {"params": others, "weight_decay": 0.0, "base_lr": config.learning_rate},
-            {"params": self.value_parameters, "weight_decay": 0.0, "base_lr": config.value_learning_rate},
+            {
+                "params": [p for p in policy if p.ndim >= 2],
+                "weight_decay": config.weight_decay,
+                "base_lr": config.learning_rate,
+            },
+            {"params": [p for p in policy if p.ndim < 2], "weight_decay": 0.0, "base_lr": config.learning_rate},
+            {"params": value, "weight_decay": 0.0, "base_lr": config.value_learning_rate},
         ]
-        return torch.optim.AdamW(
+        optimizer = MasterAdamW(
             [group for group in groups if group["params"]],
+            masters=None if former is None else dict(zip(former.parameters, former.masters, strict=True)),
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
             foreach=True,
         )
+        self.named_masters = {name: optimizer.master_of(p) for name, p in named}
+        self.policy_masters = [optimizer.master_of(p) for p in policy]
+        self.value_masters = [optimizer.master_of(p) for p in value]
+        return optimizer
 
     def start_phase(self, config: TrainerConfig) -> None:
         """Begin behaviour cloning or RL with a fresh optimiser."""
         self.config = config
-        self.optimizer = self.new_optimizer()
+        self.optimizer = self.new_optimizer(self.optimizer)
         self.num_updates = 0
+        self._has_learnt = False
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """bf16 autocast when the precision asks for it; rollout and training use the same context."""
@@ -99,29 +112,32 @@ class TrainWorker:
 
     @torch.no_grad()
     def evaluate(self, batch: RolloutBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
-        """Score a time-major rollout of this rank.
+        """Score the valid rows of a time-major rollout of this rank (a collective call).
 
         Args:
             batch: Rollout.
             model: Another policy (the reference); None: the trained one.
 
         Returns:
-            Log-probabilities float32 ``[T, B, A]`` and values ``[T, B]``.
+            Log-probabilities float32 ``[T, B, A]`` and values ``[T, B]``; 0 where ``loss_mask`` is false.
         """
         model = model or self.model
         model.eval()
-        tokens = batch.action_tokens.flatten(0, 1)
-        logprobs, values = [], []
+        tokens, size = batch.action_tokens.flatten(0, 1), self.val_micro_batch_size
+        valid = torch.nonzero(batch.loss_mask.flatten()).flatten()
+        logprobs, values = torch.zeros(batch.rollout_logprobs.flatten(0, 1).shape), torch.zeros(len(tokens))
         with self.autocast():
-            for start in range(0, len(tokens), self.val_micro_batch_size):
-                rows = np.arange(start, min(start + self.val_micro_batch_size, len(tokens)))
-                inputs = model.preprocess(batch.observation.select(rows))
+            # A sharded model is gathered in every call, so a rank with fewer rows than another scores its first one again.
+            for start in range(0, int(max_over_ranks(len(valid))), size):
+                rows = valid[start : start + size]
+                rows = rows if len(rows) else torch.zeros(1, dtype=torch.int64)
+                inputs = model.preprocess(batch.observation.select(rows.numpy()))
                 device = next(iter(inputs.values())).device
                 scored = model.evaluate_actions(inputs, tokens[rows].to(device), self.temperature)
-                logprobs.append(scored.logprobs.cpu())
-                values.append(scored.values.cpu())
+                if start < len(valid):
+                    logprobs[rows], values[rows] = scored.logprobs.cpu(), scored.values.cpu()
         shape = batch.loss_mask.shape
-        return torch.cat(logprobs).unflatten(0, shape), torch.cat(values).unflatten(0, shape)
+        return logprobs.unflatten(0, shape), values.unflatten(0, shape)
 
     def update(self, batch: RolloutBatch, algorithm: Algorithm, step: int) -> dict[str, float]:
         """Take one optimiser step on a flattened minibatch that all ranks hold; each computes its share.
@@ -197,6 +213,7 @@ class TrainWorker:
     def _backward(self, loss: Tensor) -> None:
         # FSDP2 averages gradients over ranks; the loss is a share of a global mean, so they must be added.
         (loss * world_size()).backward()
+        self.optimizer.gather_gradients()
 
     def _step(
         self, loss: float, frozen: bool, phase: str, step: int, rows: tuple[Observation, dict[str, Tensor]]
@@ -204,15 +221,17 @@ class TrainWorker:
         """Check, clip and apply the gradient; returns its norm before clipping."""
         if frozen:
             # AdamW skips parameters without a gradient altogether: no decay, no momentum, no movement.
-            for parameter in self.policy_parameters:
-                parameter.grad = None
+            for master in self.policy_masters:
+                master.grad = None
         # The value head learns at its own pace: clipping it with the policy would let a large value error shrink
         # the policy's step.
-        parts = [[p for p in group if p.grad is not None] for group in (self.policy_parameters, self.value_parameters)]
+        parts = [[p for p in group if p.grad is not None] for group in (self.policy_masters, self.value_masters)]
         norms = [grad_norm(part) for part in parts]
         norm = float(torch.stack([part**2 for part in norms]).sum().sqrt())
         if not (np.isfinite(loss) and np.isfinite(norm)):
             self._fail(loss, norm, phase, step, rows)
+        if not frozen and not self._has_learnt:
+            self._check_gradient(float(norms[0]), phase, rows[1])
         for part, part_norm in zip(parts, norms, strict=True):
             clip_gradients(part, part_norm, self.config.max_grad_norm)
         warmup = min(1.0, (self.num_updates + 1) / max(1, self.config.warmup_steps))
@@ -224,11 +243,27 @@ class TrainWorker:
         self.num_updates += 1
         return norm
 
+    def _check_gradient(self, norm: float, phase: str, tensors: dict[str, Tensor]) -> None:
+        """Refuse a loss that cannot teach the policy anything.
+
+        Raises:
+            ConfigError: The gradient is exactly 0, although the minibatch has something to teach.
+        """
+        self._has_learnt = norm > 0
+        advantages = tensors.get("advantages")
+        teaches = advantages is None or bool((advantages[tensors["loss_mask"]] != 0).any())
+        if norm == 0 and teaches:
+            raise ConfigError(
+                f"No gradient reaches the policy in the first update of {phase}: the gradients of its "
+                f"{len(self.policy_masters)} trained tensors are all 0 or missing, so nothing would be learnt. The loss is "
+                "detached from the policy, or its weights are frozen; `rlinf diagnose` tells which tensors have a gradient"
+            )
+
     def _fail(
         self, loss: float, norm: float, phase: str, step: int, rows: tuple[Observation, dict[str, Tensor]]
     ) -> None:
         bad = [
-            name for name, p in self.model.named_parameters()
+            name for name, p in self.named_masters.items()
             if p.grad is not None and not bool(torch.isfinite(p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad).all())
         ]  # fmt: skip
         observation, tensors = rows
@@ -237,10 +272,16 @@ class TrainWorker:
             tensors["state"] = torch.from_numpy(observation.state)
         self.failed_batch = FailedBatch(phase, step, loss, norm, bad, list(observation.instruction), tensors)
         self.optimizer.zero_grad(set_to_none=True)
+        spoilt = [name for name, each in tensors.items() if each.is_floating_point() and not each.isfinite().all()]
+        way_on = (
+            f"Lower {phase if phase == 'sft' else 'trainer'}.learning_rate, or use model.precision=fp32."
+            if not spoilt
+            else f"The batch itself is not finite ({', '.join(spoilt)}), so no setting of the optimiser mends it: look at what gives "
+            "these numbers (dataset, rewards, states, statistics of the normalisation)."
+        )
         raise NonFiniteError(
             f"{phase} step {step}: loss {loss}, gradient norm {norm}; gradients of {len(bad)} parameters are not finite"
-            f"{' (first: ' + bad[0] + ')' if bad else ''}. The optimiser step was not taken. Lower "
-            f"{phase if phase == 'sft' else 'trainer'}.learning_rate, or use model.precision=fp32."
+            f"{' (first: ' + bad[0] + ')' if bad else ''}. The optimiser step was not taken. {way_on}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from rlinf.algorithms.base import Algorithm
 from rlinf.config.schema import RunConfig
 from rlinf.data.demonstrations import BatchSource, shuffled_rows
 from rlinf.data.prefetch import Prefetcher
-from rlinf.distributed.process_group import any_rank, gather_rollout, sum_over_ranks
+from rlinf.distributed.process_group import any_rank, gather_rollout, rank, sum_over_ranks
 from rlinf.distributed.weight_sync import WeightSync
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.memory import memory_metrics
 from rlinf.rollout.collector import RolloutCollector, concatenate_envs
-from rlinf.rollout.parity import accepted_gap, check_parity
+from rlinf.rollout.parity import ParityGate
 from rlinf.seeding import derive_seed
 from rlinf.training.stop_signal import StopRequested
 from rlinf.training.train_worker import TrainWorker, minibatch_indices, own_rows
@@ -38,7 +38,7 @@ class LoopState:
         policy_version: Weight updates so far.
         train_wall_s: Seconds of training so far (demonstrations, cloning, RL; not evaluation).
         tracker_run_id: Identity of the metric run.
-        evaluations: Tag to summary of each evaluation so far.
+        evaluations: Tag to summary of each evaluation so far, with the name of the ``checkpoint`` that holds the policy.
         dataset: Hash of the dataset that is cloned (``StoredDemonstrations.digest``), or None.
     """
 
@@ -51,6 +51,24 @@ class LoopState:
     tracker_run_id: str | None = None
     evaluations: dict[str, Any] = field(default_factory=dict)
     dataset: str | None = None
+
+    @property
+    def checkpoint_name(self) -> str | None:
+        """Name of the checkpoint that holds the present policy, once it is saved; None: nothing was trained yet."""
+        if self.phase == "rl" and self.step > 0:
+            return f"rl_{self.step:06d}"
+        return f"sft_{self.sft_step:06d}" if self.sft_step > 0 else None
+
+    def best_evaluation(self, names: Collection[str]) -> str | None:
+        """Return the tag of the evaluation with the highest success rate above 0, the newest of equals.
+
+        Args:
+            names: Checkpoints that there are; other evaluations are left out.
+        """
+        tags = [
+            tag for tag, one in self.evaluations.items() if one.get("checkpoint") in names and one["success_rate"] > 0
+        ]
+        return max(reversed(tags), key=lambda tag: self.evaluations[tag]["success_rate"], default=None)
 
 
 class Trainer:
@@ -69,6 +87,7 @@ class Trainer:
         progress: Live line on rank 0.
         should_stop: True once a signal arrived.
         state: Where to begin.
+        clock: Seconds, by which checkpoints are due.
     """
 
     def __init__(
@@ -86,6 +105,7 @@ class Trainer:
         progress: Callable[..., None],
         should_stop: Callable[[], bool],
         state: LoopState,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.worker = worker
@@ -100,9 +120,9 @@ class Trainer:
         self._progress = progress
         self._should_stop = should_stop
         self.state = state
-        self.first_step = state.step
         self._saved_steps: tuple[int, int] | None = None  # of cloning and RL, in the newest checkpoint
-        self.accepted_gap = accepted_gap(config)
+        self._clock, self._saved_at = clock, clock()
+        self.gate = ParityGate.of(config)
 
     def run_sft(self, collect: Callable[[], BatchSource]) -> None:
         """Clone demonstrations from ``state.sft_step`` on, then switch the state to RL with a fresh optimiser."""
@@ -190,12 +210,12 @@ class Trainer:
         clock.lap("sync")
         batch = self._collect(step, 0, clock)
         for attempt in range(1, 1 + algorithm.max_resamples):
-            unwanted = algorithm.unwanted_envs(batch)
-            if not unwanted.any():
+            unwanted = torch.nonzero(algorithm.unwanted_envs(batch)).flatten()
+            if not len(unwanted):
                 break
-            more = self._collect(step, attempt, clock)
-            batch = replace_envs(batch, unwanted, more, algorithm.unwanted_envs(more))
-        metrics = check_parity(batch, step, self.accepted_gap, self.first_step)
+            more = self._collect(step, attempt, clock, unwanted)
+            batch = replace_envs(batch, unwanted, more, ~algorithm.unwanted_envs(more))
+        metrics = self.gate.check(batch, step)
         metrics |= rollout_metrics(batch)
         metrics |= algorithm.compute_advantages(batch)
         flat = batch.flatten()
@@ -204,7 +224,11 @@ class Trainer:
             seed = derive_seed(config.seed, "minibatches", step, epoch)
             for index in minibatch_indices(flat.loss_mask, config.trainer.minibatch_size, seed):
                 updates.append(self.worker.update(flat.select(index), algorithm, step))
+                if len(updates) == 1:
+                    self.gate.check_first_update(updates[0], step)
         state.policy_version += len(updates)
+        if updates and not algorithm.policy_is_frozen(step):
+            self.gate.policy_was_updated()
         clock.lap("update")
         for name in updates[0] if updates else ():
             metrics[f"train/{name}"] = sum(update[name] for update in updates) / len(updates)
@@ -216,15 +240,19 @@ class Trainer:
         )
         return metrics
 
-    def _collect(self, step: int, attempt: int, clock: _Clock) -> RolloutBatch:
-        """Play one rollout, score it with the trained weights, and join what all ranks played."""
-        needs_values = self.algorithm.needs_values
-        batch = self.collector.collect(self.sync.player, step, self.state.policy_version, needs_values, attempt)
+    def _collect(self, step: int, attempt: int, clock: _Clock, env_ids: Tensor | None = None) -> RolloutBatch:
+        """Play one rollout of the envs ``env_ids`` (None: all), score it with the trained weights, and join what all ranks played."""
+        needs_values, version = self.algorithm.needs_values, self.state.policy_version
+        ids = None if env_ids is None else env_ids.numpy()
+        batch = self.collector.collect(self.sync.player, step, version, needs_values, attempt, ids)
         clock.lap("rollout")
         batch.old_logprobs, batch.values = self.worker.evaluate(batch)
         if self.algorithm.needs_reference:
             batch.ref_logprobs, _ = self.worker.evaluate(batch, self.reference)
         batch = gather_rollout(batch)
+        if ids is not None:
+            # More were played where they do not divide over the ranks.
+            batch = batch.select_envs(torch.arange(len(ids)))
         clock.lap("logprob")
         self.state.env_steps += int(batch.action_mask.sum())
         return batch
@@ -257,21 +285,27 @@ class Trainer:
         return any_rank(tag in state.evaluations and state.evaluations[tag]["success_rate"] >= target)
 
     def _evaluate_now(self, tag: str, step: int, phase: str) -> None:
-        """Evaluate on rank 0 while the others wait; the result gets a line of its own and a place in the state."""
+        """Evaluate on all ranks; on rank 0 the result gets a line of its own and a place in the state."""
         start, state = time.monotonic(), self.state
         self.sync.push(state.policy_version)
         result = self._evaluate(tag)
         if result is not None:
             where = {"env_steps": state.env_steps, "train_wall_s": state.train_wall_s, "phase": phase, "step": step}
+            where["checkpoint"] = state.checkpoint_name
             state.evaluations[tag] = result.summary() | where
             metrics = result.metrics() | {"time/eval_s": time.monotonic() - start, "time/total_s": state.train_wall_s}
             self._log(step, metrics | {"rollout/env_steps_total": state.env_steps}, phase)
         sum_over_ranks([0.0])  # the other ranks wait here
 
     def _checkpoint_if_due(self, step: int, last: bool) -> None:
-        """Save at the end of a phase, every ``save_every`` steps, and before stopping on a signal."""
-        every = self.config.trainer.save_every
-        if last or (every and step % every == 0):
+        """Save at the end of a phase, every ``save_every`` steps and minutes, the best policy so far, and before stopping."""
+        config, state = self.config.trainer, self.state
+        limit = 60 * config.save_every_minutes
+        late = rank() == 0 and limit > 0 and self._clock() - self._saved_at >= limit
+        best = state.best_evaluation({one.get("checkpoint") for one in state.evaluations.values()} - {None})
+        is_best = best is not None and state.evaluations[best]["checkpoint"] == state.checkpoint_name
+        due = any_rank(late or is_best)  # asked of all ranks in every step: only rank 0 has clock and evaluations
+        if last or due or (config.save_every and step % config.save_every == 0):
             self._save_now()
         self._stop_if_asked()
 
@@ -291,6 +325,7 @@ class Trainer:
     def _save_now(self) -> None:
         self._save(self.state)
         self._saved_steps = (self.state.sft_step, self.state.step)
+        self._saved_at = self._clock()
 
 
 class _Clock:
@@ -314,15 +349,19 @@ class _Clock:
         return {f"time/{name}_s": value for name, value in self.seconds.items()}
 
 
-def replace_envs(batch: RolloutBatch, unwanted: Tensor, more: RolloutBatch, unwanted_of_more: Tensor) -> RolloutBatch:
-    """Put what ``more`` has of wanted envs in the place of unwanted ones of ``batch`` (time-major; masks bool ``[B]``).
+def replace_envs(batch: RolloutBatch, envs: Tensor, more: RolloutBatch, wanted: Tensor) -> RolloutBatch:
+    """Put the columns of ``more`` that are ``wanted`` in the place of the columns ``envs`` of ``batch`` (time-major).
 
-    Both masks cover whole groups, which lie side by side and have one size, so whole groups are moved.
+    Args:
+        batch: ``B`` columns.
+        envs: int64 ``[K]``, columns of ``batch``.
+        more: ``K`` columns, each the env of ``envs`` again.
+        wanted: bool ``[K]``, in whole groups.
     """
-    new = torch.nonzero(~unwanted_of_more).flatten()[: int(unwanted.sum())]
-    order = torch.cat([torch.nonzero(~unwanted).flatten(), torch.nonzero(unwanted).flatten()])
-    kept = order[: len(order) - len(new)]
-    return concatenate_envs([batch.select_envs(kept), more.select_envs(new)])
+    width = batch.loss_mask.shape[1]
+    order = torch.arange(width)
+    order[envs[wanted]] = width + torch.nonzero(wanted).flatten()
+    return concatenate_envs([batch, more]).select_envs(order)
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:

@@ -4,11 +4,15 @@
 with zero gradients (after which AdamW's bias correction starts at 2), and it cannot restore a state in which some
 parameters were not stepped yet, as during the critic's warm-up. Here the state is a flat dict of tensors instead:
 ``model.<name>`` and ``optimizer.<parameter name>.<key>``, for what there is.
+
+``model.<name>`` is what the optimiser steps, where it steps the tensor: the float32 master of a parameter in 16 bits. So the
+file does not tell a master from a float32 shard, and either can be read into the other.
 """
 
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,10 +26,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError
+from rlinf.files import write_error
+from rlinf.models.master_adamw import MasterAdamW
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 METADATA_FILE = ".metadata"
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 _DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _PICKLED_TYPES = {
@@ -73,9 +81,9 @@ def save_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
     Raises:
         CheckpointError: It cannot be written.
     """
-    tensors = {f"{MODEL}{name}": tensor for name, tensor in model.state_dict().items()}
-    for name, parameter in _optimized(model, optimizer).items():
-        for key, value in optimizer.state.get(parameter, {}).items():
+    tensors = {f"{MODEL}{name}": tensor for name, tensor in weights_to_save(model, optimizer).items()}
+    for name, stepped in _stepped(model, optimizer).items():
+        for key, value in optimizer.state.get(stepped, {}).items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps '{key}' of '{name}' as {type(value).__name__}; only tensors "
@@ -87,7 +95,11 @@ def save_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
         try:
             dcp.save(tensors, storage_writer=_Writer(folder), no_dist=not dist.is_initialized())
         except (CheckpointException, OSError) as error:
-            raise CheckpointError(f"Cannot write {folder}: {_reason(error)}. Check space and permissions.") from error
+            cause = _cause(error)
+            named = write_error(cause, Path(folder) / f"__{rank()}_0.distcp")
+            raise CheckpointError(
+                f"Cannot write {folder}: {named or _reason(error)}. Check space and permissions, or choose another output_dir."
+            ) from error
 
 
 def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -95,28 +107,38 @@ def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
 
     Args:
         folder: What ``save_trainer_state`` wrote, by any number of ranks.
-        model: Sharded in any way.
-        optimizer: None leaves the state in the file alone.
+        model: Sharded in any way. Its weights in 16 bits are those of the file, rounded.
+        optimizer: Gets state and masters; None leaves the state in the file alone.
 
     Raises:
         CheckpointError: The folder cannot be read, or names or shapes are not those of the model.
     """
     try:
-        entries = _Reader(folder).read_metadata().state_dict_metadata
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, IndexError) as error:
+        entries = _checked_entries(Path(folder), _Reader(folder).read_metadata())
+    except (
+        OSError,
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+    ) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}. Use another checkpoint.") from error
     weights = model.state_dict()
     _compare_names(
         folder, {name.removeprefix(MODEL): e for name, e in entries.items() if name.startswith(MODEL)}, weights
     )
-    targets: dict[str, Tensor] = {f"{MODEL}{name}": tensor for name, tensor in weights.items()}
+    stepped = _stepped(model, optimizer)
+    targets = {f"{MODEL}{name}": tensor for name, tensor in weights_to_save(model, optimizer).items()}
     states: dict[nn.Parameter, dict[str, Tensor]] = {}
-    for name, parameter in _optimized(model, optimizer).items():
+    for name, tensor in stepped.items():
         prefix = f"{OPTIMIZER}{name}."
         keys = [entry for entry in entries if entry.startswith(prefix) and "." not in entry[len(prefix) :]]
         for entry in keys:
-            target = _empty_like(entries[entry], parameter)
-            targets[entry] = states.setdefault(parameter, {})[entry[len(prefix) :]] = target
+            target = _empty_like(entries[entry], tensor, optimizer)
+            targets[entry] = states.setdefault(tensor, {})[entry[len(prefix) :]] = target
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
@@ -126,22 +148,50 @@ def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
     if optimizer is not None:
         optimizer.state.clear()
         optimizer.state.update(states)
+    with torch.no_grad():
+        for name, tensor in stepped.items():
+            weights[name].copy_(tensor)  # what acts is the master, rounded
 
 
-def _optimized(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
-    """Name to parameter, of the parameters that the optimiser holds."""
+def _checked_entries(folder: Path, metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Return the index by name, all of it tensors in files of the folder: DCP would unpickle anything else.
+
+    Raises:
+        ValueError: An entry is something else.
+    """
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"{METADATA_FILE} holds '{name}' as {type(entry).__name__}, and only tensors are read")
+    for place in metadata.storage_data.values():
+        if not _DATA_FILE.fullmatch(place.relative_path):
+            raise ValueError(
+                f"{METADATA_FILE} names the file '{place.relative_path}', which is not one of the folder's"
+            )
+    return metadata.state_dict_metadata
+
+
+def weights_to_save(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    """Return the state dict of a model, with what the optimiser steps in the place of parameters in 16 bits."""
+    return model.state_dict() | {name: tensor.detach() for name, tensor in _stepped(model, optimizer).items()}
+
+
+def _stepped(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
+    """Name to what the optimiser steps: the parameter, or its master."""
+    if isinstance(optimizer, MasterAdamW):
+        found = {name: optimizer.master_of(parameter) for name, parameter in model.named_parameters()}
+        return {name: master for name, master in found.items() if master is not None}
     if optimizer is None:
         return {}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in held}
 
 
-def _empty_like(entry: TensorStorageMetadata, parameter: nn.Parameter) -> Tensor:
-    """Make room for a state tensor: sharded as the parameter where it has its shape, else whole."""
-    dtype = entry.properties.dtype
-    if entry.size == parameter.shape and parameter.ndim > 0:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(entry.size, dtype=dtype)
+def _empty_like(entry: TensorStorageMetadata, stepped: nn.Parameter, optimizer: Optimizer) -> Tensor:
+    """Make room for a state tensor: sharded as what is stepped where it has its shape, in its number format, else whole."""
+    if entry.size == stepped.shape and stepped.ndim > 0:
+        return torch.zeros_like(stepped, requires_grad=False)
+    device = stepped.device if optimizer.defaults.get("fused") else None  # whose kernel counts steps there
+    return torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
 
 
 def _compare_names(folder: str | Path, saved: dict[str, TensorStorageMetadata], weights: dict[str, Tensor]) -> None:
@@ -160,9 +210,21 @@ def _compare_names(folder: str | Path, saved: dict[str, TensorStorageMetadata], 
             )
 
 
+def _cause(error: BaseException) -> BaseException:
+    """The first cause; DCP wraps the errors of all ranks.
+
+    Raises:
+        KeyboardInterrupt: That is the cause.
+    """
+    if not isinstance(error, CheckpointException):
+        return error
+    cause = next(iter(error.failures.values()))[0]
+    if isinstance(cause, KeyboardInterrupt):
+        raise KeyboardInterrupt from error
+    return cause
+
+
 def _reason(error: BaseException) -> str:
-    """The first cause in one line; DCP wraps the errors of all ranks."""
-    if isinstance(error, CheckpointException):
-        cause = next(iter(error.failures.values()))[0]
-        return f"{type(cause).__name__}: {cause}"
-    return str(error)
+    """The first cause in one line."""
+    cause = _cause(error)
+    return str(error) if cause is error else f"{type(cause).__name__}: {cause}"

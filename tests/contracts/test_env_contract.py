@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rlinf.config.options import public_fields
 from rlinf.envs import ENVS, make_env
 from rlinf.envs.checker import check_env
 from rlinf.envs.tabletop.config import TabletopConfig
@@ -64,7 +65,7 @@ def test_the_example_of_the_guide_fulfils_the_contract(guide):
 def test_the_yaml_of_the_guide_lists_every_field(guide):
     text = re.search(r"```yaml\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL).group(1)
     keys = [line.split(":")[0] for line in text.splitlines()]
-    assert keys == list(guide.DotConfig.__dataclass_fields__)
+    assert keys == list(public_fields(guide.DotConfig))
 
 
 def test_the_expert_of_the_guide_succeeds(guide):
@@ -80,18 +81,14 @@ def test_the_example_of_processes_fulfils_the_contract(num_processes, tmp_path, 
     (tmp_path / "dial_env.py").write_text(block, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     config_class = importlib.import_module("dial_env").DialConfig
-    try:
-        config = config_class(num_processes=num_processes)
-        assert check_env(lambda num_envs, auto: make_env(config, num_envs, auto_reset=auto)) == []
-        env = make_env(config, 3, auto_reset=False)
-        env.reset()
-        assert [one.success for one in env.chunk_step(np.repeat(env.expert_actions()[:, None], 8, 1)).episodes] == [
-            True
-        ] * 3
-        env.close()
-    finally:
-        ENVS._entries.pop("dial")
-        del sys.modules["dial_env"]
+    config = config_class(num_processes=num_processes)
+    assert check_env(lambda num_envs, auto: make_env(config, num_envs, auto_reset=auto)) == []
+    env = make_env(config, 3, auto_reset=False)
+    env.reset()
+    assert [one.success for one in env.chunk_step(np.repeat(env.expert_actions()[:, None], 8, 1)).episodes] == [
+        True
+    ] * 3
+    env.close()
 
 
 def test_the_checker_finds_a_fault_of_a_simulator_in_a_process():

@@ -22,6 +22,7 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import MODELS, build_policy, register_model
 from rlinf.models.config import TokenizerConfig
 from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.embodiment.token_action_model import TokenActionModel
 from rlinf.models.lora import apply_lora, is_trained_in_full, merge_lora, save_adapter
 from rlinf.registry import BUILTIN
 from rlinf.training.model_files import write_policy
@@ -247,6 +248,20 @@ def test_a_row_does_not_depend_on_its_batch_nor_on_its_padding(case, policy, obs
     assert not torch.equal(other.sequences, batch.sequences), "control: other uniforms give other actions"
 
 
+def test_rows_of_one_prompt_length_are_preprocessed_together_without_padding(case, policy, observation):
+    alone = [policy.preprocess(observation.select([row])) for row in range(len(observation))]
+    lengths = policy.prompt_lengths(observation)
+    assert len(lengths) == len(observation)
+    for length in set(lengths):
+        rows = [row for row in range(len(observation)) if lengths[row] == length]
+        together = policy.preprocess(observation.select(rows))
+        for name, tensor in together.items():
+            torch.testing.assert_close(tensor, torch.cat([alone[row][name] for row in rows]), atol=1e-6, rtol=1e-6)
+    shapes = [{name: tensor.shape for name, tensor in inputs.items()} for inputs in alone]
+    different = [shape != shapes[0] for shape in shapes]  # a control: the instructions have different lengths
+    assert any(different) == (len(set(lengths)) > 1) and [length != lengths[0] for length in lengths] == different
+
+
 def test_what_stands_in_padding_does_not_matter(policy, observation):
     inputs = policy.preprocess(observation)
     if "attention_mask" not in inputs:
@@ -367,14 +382,42 @@ def test_parameters_are_counted_on_the_meta_device(case, policy, tmp_path):
 
 def test_bfloat16_stays_close_to_float32(case, policy, observation):
     half = case.build(precision="bf16")
-    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    for name, parameter in half.named_parameters():
+        is_exact = name.split(".")[0] in half.float32_modules
+        assert parameter.dtype == (torch.float32 if is_exact else torch.bfloat16), name
     sequences = act(policy, observation, uniforms=case.uniforms()).sequences
     with torch.no_grad():
         exact, rounded = (each.evaluate_actions(each.preprocess(observation), sequences) for each in (policy, half))
     gaps = {name: float((getattr(exact, name) - getattr(rounded, name)).abs().max()) for name in BF16_BOUNDS}
     bounds = BF16_BOUNDS | {"logprobs": BF16_LOGPROBS.get(case.name, BF16_BOUNDS["logprobs"])}
     assert all(gaps[name] <= bound for name, bound in bounds.items()), gaps
-    assert max(gaps.values()) > 0, "control: the weights are rounded"
+    is_rounded = any(parameter.dtype == torch.bfloat16 for parameter in half.parameters())  # an mlp is all head
+    assert (max(gaps.values()) > 0) == is_rounded, "control: the weights are rounded"
+
+
+def test_heads_keep_their_digits_in_a_folder_of_bfloat16(case, observation, tmp_path):
+    half = case.build(precision="bf16")
+    write_policy(tmp_path, half, half.state_dict())
+    model = replace(case.config.model, model_path=str(tmp_path), init_config={}, precision="bf16")
+    again = build_policy(replace(case.config, model=model, tokenizer=TokenizerConfig())).eval()
+    own, loaded = half.state_dict(), again.state_dict()
+    assert all(torch.equal(tensor, loaded[name]) and tensor.dtype == loaded[name].dtype for name, tensor in own.items())
+    heads = [tensor for name, tensor in own.items() if name.startswith("value_head.")]
+    assert any(not torch.equal(head, head.bfloat16().float()) for head in heads), (
+        "control: more digits than 16 bits have"
+    )
+    uniforms = case.uniforms()
+    for tensor in (act(half, observation, uniforms=uniforms).logits, act(half, observation, uniforms=uniforms).values):
+        assert tensor.dtype == torch.float32
+        assert tensor.numel() == 0 or not torch.equal(tensor, tensor.bfloat16().float())
+
+
+def test_values_alone_are_those_of_acting_without_decoding(case, policy, observation, monkeypatch):
+    inputs = policy.preprocess(observation)
+    expected = policy.predict_action_batch(**inputs, do_sample=False).values
+    if isinstance(policy, TokenActionModel):
+        monkeypatch.setattr(type(policy), "predict_action_batch", None)
+    torch.testing.assert_close(policy.predict_values(**inputs), expected, atol=1e-5, rtol=0)
 
 
 def test_lora_trains_adapters_and_what_is_trained_in_full(case, observation):

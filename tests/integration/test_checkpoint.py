@@ -8,11 +8,13 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlinf.distributed.process_group import launch, rank
@@ -78,10 +80,10 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def save(folder: Path, model, optimizer, step: int = 2, max_keep: int = -1) -> Path:
+def save(folder: Path, model, optimizer, step: int = 2, max_keep: int = -1, best: str | None = None) -> Path:
     return save_checkpoint(
         folder, model=model, optimizer=optimizer, loop_state={"step": step, "nested": {"env_steps": 7}},
-        run_config=CONFIG, manifest=MANIFEST, max_keep=max_keep,
+        run_config=CONFIG, manifest=MANIFEST, max_keep=max_keep, best=best,
     )  # fmt: skip
 
 
@@ -234,22 +236,69 @@ def test_another_architecture_is_refused_by_name(saved):
         load_checkpoint(saved, model=plain)
 
 
-def test_run_folder_stands_for_its_newest_checkpoint(saved, tmp_path, caplog):
+def edited(folder: Path, **state) -> Path:
+    """Change ``state.json`` of a checkpoint, and the manifest with it."""
+    found = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(found | state))
+    replace(Manifest.load(folder), files=checkpoints.hash_files(folder)).save(folder)
+    return folder
+
+
+def test_run_folder_means_its_newest_checkpoint(saved, tmp_path, caplog):
+    """The last phase and step; the clock, which may have been set back, decides between equals only."""
     run = tmp_path / "run"
-    for name, saved_at in (("sft_000900", 10.0), ("rl_000001", 20.0), ("rl_000002", 30.0)):
-        folder = copied(saved, run / "checkpoints" / name)
-        state = json.loads((folder / "state.json").read_text())
-        (folder / "state.json").write_text(json.dumps(state | {"saved_at": saved_at}))
-        replace(Manifest.load(folder), files=checkpoints.hash_files(folder)).save(folder)
-    newest = run / "checkpoints" / "rl_000002"
-    (run / "checkpoints" / ".rl_000003.tmp").mkdir()
+    times = {"sft_000900": 50.0, "rl_000100": 40.0, "rl_000001": 30.0, "rl_000002": 20.0, "rl_000099": 10.0}
+    for name, saved_at in times.items():
+        edited(copied(saved, run / "checkpoints" / name), saved_at=saved_at)
+    newest = run / "checkpoints" / "rl_000100"
+    (run / "checkpoints" / ".rl_000103.tmp").mkdir()
     assert resolve_checkpoint(run) == resolve_checkpoint(run / "checkpoints") == resolve_checkpoint(newest) == newest
     assert caplog.text == ""
     (newest / "model" / "model.safetensors").write_bytes(b"short")
     with caplog.at_level(logging.WARNING, "rlinf"):
-        assert resolve_checkpoint(run) == run / "checkpoints" / "rl_000001"
-    assert len(caplog.records) == 1 and "rl_000002 is skipped" in caplog.text
+        assert resolve_checkpoint(run) == run / "checkpoints" / "rl_000099"
+    assert len(caplog.records) == 1 and "rl_000100 is skipped" in caplog.text
     assert resolve_checkpoint(newest) == newest, "a folder that is named itself is not replaced by another"
+
+
+def test_of_two_checkpoints_of_one_step_the_later_is_taken_and_other_names_go_by_their_state(saved, tmp_path):
+    first = edited(copied(saved, tmp_path / "a"), saved_at=10.0, loop_state={"phase": "rl", "step": 4})
+    edited(copied(saved, tmp_path / "b"), saved_at=9.0, loop_state={"phase": "rl", "step": 4})
+    edited(copied(saved, tmp_path / "c"), saved_at=99.0, loop_state={"phase": "sft", "sft_step": 800, "step": 0})
+    assert resolve_checkpoint(tmp_path) == first
+    assert resolve_checkpoint(copied(saved, tmp_path / "rl_000005").parent).name == "rl_000005"
+
+
+def test_pruning_goes_by_steps_when_the_clock_is_set_back(tmp_path, monkeypatch):
+    model, optimizer = build()
+    times = iter([500.0, 400.0, 300.0, 200.0])
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(time=lambda: next(times)))
+    for number in (1, 2, 3, 4):
+        save(tmp_path / f"rl_{number:06d}", model, optimizer, max_keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rl_000003", "rl_000004"]
+
+
+def test_the_best_checkpoint_is_kept_next_to_the_newest(tmp_path):
+    model, optimizer = build()
+    for number in range(1, 6):
+        save(tmp_path / f"rl_{number:06d}", model, optimizer, max_keep=2, best="rl_000002" if number > 1 else None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rl_000002", "rl_000004", "rl_000005"]
+    assert json.loads((tmp_path / "rl_000005" / "state.json").read_text())["best_checkpoint"] == "rl_000002"
+    save(tmp_path / "rl_000006", model, optimizer, max_keep=2, best="rl_000005")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rl_000005", "rl_000006"]
+
+
+def test_going_back_moves_what_came_later_out_of_the_way(saved, tmp_path, caplog):
+    for name in ("sft_000003", "rl_000002", "rl_000004", "rl_000006"):
+        copied(saved, tmp_path / name)
+    checkpoints.set_aside_later(tmp_path / "rl_000006")
+    assert caplog.text == "" and len(list(tmp_path.iterdir())) == 4, "a control: nothing comes after the newest"
+    checkpoints.set_aside_later(tmp_path / "rl_000002")
+    assert sorted(path.name for path in (tmp_path / "superseded_1").iterdir()) == ["rl_000004", "rl_000006"]
+    assert resolve_checkpoint(tmp_path) == tmp_path / "rl_000002" and "rl_000004, rl_000006" in caplog.text
+    copied(saved, tmp_path / "rl_000004")
+    checkpoints.set_aside_later(tmp_path / "rl_000002")
+    assert (tmp_path / "superseded_2" / "rl_000004").is_dir(), "nothing that was moved before is overwritten"
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path):
@@ -326,6 +375,126 @@ def test_code_in_a_file_is_not_run(saved, tmp_path, name, capsys):
     assert "was run" not in capsys.readouterr().out
     pickle.loads(pickle.dumps(Exploit()))
     assert "was run" in capsys.readouterr().out, "a control: an unrestricted pickle runs it"
+
+
+def rehashed(folder: Path) -> Path:
+    replace(Manifest.load(folder), files=checkpoints.hash_files(folder)).save(folder)
+    return folder
+
+
+def change_metadata(folder: Path, change) -> Path:
+    """Edit DCP's index with an ordinary pickle, and the manifest with it."""
+    path = folder / "trainer_state" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+    return rehashed(folder)
+
+
+def as_bytes(prefix: str):
+    def change(metadata):
+        name = next(name for name in metadata.state_dict_metadata if name.startswith(prefix))
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+
+    return change
+
+
+def outside(path: str):
+    def change(metadata):
+        for index, place in metadata.storage_data.items():
+            metadata.storage_data[index] = replace(place, relative_path=path)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (as_bytes("model."), "as BytesStorageMetadata, and only tensors are read"),
+        (as_bytes("optimizer."), "as BytesStorageMetadata, and only tensors are read"),
+        (outside("../../elsewhere.distcp"), "names the file '../../elsewhere.distcp'"),
+        (outside("/elsewhere/__0_0.distcp"), "which is not one of the folder's"),
+        (lambda metadata: metadata.__dict__.update(state_dict_metadata=[1]), "cannot be read"),
+        (lambda metadata: metadata.__dict__.update(storage_data=None), "cannot be read"),
+    ],
+)
+def test_an_index_with_anything_but_tensors_of_the_folder_is_refused(saved, tmp_path, change, words):
+    folder = copied(saved, tmp_path / "rl_000002")
+    model, optimizer = build()
+    load_checkpoint(change_metadata(folder, lambda metadata: None), model=model, optimizer=optimizer)  # a control
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        load_checkpoint(change_metadata(folder, change), model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("content", [Exploit(), [1, 2], {"python": {}}, {"python": 1, "numpy": 2}])
+def test_a_damaged_random_state_is_one_sentence_without_dangerous_advice(saved, tmp_path, content):
+    folder = copied(saved, tmp_path / "rl_000002")
+    torch.save(content, folder / "rng" / "rank_0.pt")
+    with pytest.raises(CheckpointError, match="rank_0.pt holds no random states .* Use another checkpoint") as error:
+        load_checkpoint(rehashed(folder), model=build()[0])
+    assert "weights_only" not in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [({}, "lists no files"), ([], "'files' is a list, not a mapping"), ("x", "is a str"), (None, "is a NoneType"),
+     ({"../x": "0"}, "'files' names '../x'"), ({"state.json": 1}, "with its SHA-256")],
+)  # fmt: skip
+def test_a_manifest_whose_files_vouch_for_nothing_is_refused(saved, tmp_path, files, words, caplog):
+    folder = copied(saved, tmp_path / "rl_000002")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        load_checkpoint(folder, model=build()[0])
+    with pytest.raises(CheckpointError, match="all damaged"):
+        resolve_checkpoint(tmp_path)
+
+
+def test_a_full_disk_is_one_sentence_with_the_file_and_the_free_space(tmp_path, monkeypatch):
+    model, optimizer = build()
+    write = torch.save
+
+    def full(self, *_, **__):
+        raise OSError(28, "No space left on device")
+
+    def torch_full(value, place, *more, **settings):
+        if "rank_0" not in str(place):
+            return write(value, place, *more, **settings)
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    for place, name, fails, file in (
+        (torch, "save", torch_full, "rank_0.pt"),
+        (checkpoints.Path, "write_text", full, "state.json"),
+        (checkpoints.Manifest, "save", full, "rl_000001"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, fails)
+            with pytest.raises(CheckpointError) as error:
+                save(tmp_path / "rl_000001", model, optimizer)
+        said = str(error.value)
+        assert file in said and "inline_container" not in said and "\n" not in said
+        assert re.search(r"\(([\d,.]+) MiB free\)", said) or place is checkpoints.Manifest, said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_within_the_shards_names_the_file(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
+    with pytest.raises(CheckpointError, match=r"MiB free\): '.*__0_0.distcp'. Check space"):
+        save(tmp_path / "rl_000001", *build())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_ctrl_c_while_shards_are_written_is_no_fault_of_the_disk(tmp_path, monkeypatch):
+    def pressed(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "rl_000001", *build())
+    assert list(tmp_path.iterdir()) == []
 
 
 def train_on_two_ranks(folder: str) -> None:

@@ -2,14 +2,17 @@
 
 import json
 import logging
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlinf.config.compose import compose_config
 from rlinf.config.options import to_mapping
 from rlinf.config.schema import RunConfig, build_config
+from rlinf.distributed.process_group import launch, rank, world_size
 from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
 from rlinf.evaluation.compare import compare_folders
@@ -22,6 +25,7 @@ from rlinf.manifest import Manifest, build_manifest, hash_files
 from rlinf.models import build_policy
 from rlinf.training.checkpoint import save_checkpoint
 from rlinf.training.export import export
+from rlinf.training.stop_signal import StopRequested, StopSignal
 
 OVERRIDES = [
     "model=openvla_tiny", "env=tabletop", "env.tasks=[reach,push]", "evaluation.num_episodes=9",
@@ -41,6 +45,34 @@ def make_checkpoint(folder: Path, overrides: list[str]) -> tuple[Path, RunConfig
     return folder, config
 
 
+def evaluate_a_share(folder: str) -> None:
+    """Evaluate as a rank of a run; then again with a signal that the last rank alone hears."""
+    config = build_config(compose_config(["model=mlp", *OVERRIDES[1:]]))
+    env = make_env(config.env, 2 + rank(), auto_reset=False)
+    torch.manual_seed(0)
+    model = build_policy(config, {"norm_stats": {"tabletop": env.action_statistics()}})
+    stop_signal = StopSignal(announce=False)
+    shared = {"rank": rank(), "num_ranks": world_size(), "together": stop_signal.together}
+    specs = episode_list(env, "eval", 9)
+    videos = Path(folder) / "videos"
+    result = evaluate_policy(model, env, specs, greedy=False, video_folder=videos, video_size=64, **shared)
+    if rank() == 0:
+        result.to_json(Path(folder) / "result.json")
+    stop_signal.number = signal.SIGTERM if rank() == world_size() - 1 else None
+    with pytest.raises(StopRequested):
+        evaluate_policy(model, env, specs, **shared)
+    env.close()
+
+
+def test_two_ranks_write_the_result_file_of_one_and_a_stop_of_one_stops_both(tmp_path):
+    for num_ranks in (1, 2):
+        launch(evaluate_a_share, str(tmp_path / str(num_ranks)), num_ranks, "cpu")
+    one, two = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("1", "2"))
+    assert one | {"wall_s": 0} == two | {"wall_s": 0} and len(one["videos"]) >= 2
+    for video in one["videos"]:
+        assert (tmp_path / "1" / video["path"]).read_bytes() == (tmp_path / "2" / video["path"]).read_bytes()
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> tuple[Path, RunConfig]:
     return make_checkpoint(tmp_path_factory.mktemp("run") / "checkpoints" / "rl_000003", OVERRIDES)
@@ -49,7 +81,7 @@ def checkpoint(tmp_path_factory) -> tuple[Path, RunConfig]:
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory) -> tuple[Path, RunConfig]:
     """A policy of the state, for what does not depend on the policy."""
-    overrides = ["model=mlp", *OVERRIDES[1:], "evaluation.num_videos_per_task=0"]
+    overrides = ["model=mlp", *OVERRIDES[1:], "env.cameras=[front]", "evaluation.num_videos_per_task=0"]
     return make_checkpoint(tmp_path_factory.mktemp("run") / "checkpoints" / "rl_000003", overrides)
 
 

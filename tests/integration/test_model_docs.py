@@ -1,7 +1,7 @@
 """docs/adding_a_model.md is executed, and the template that it walks through keeps the contract."""
 
+import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -79,15 +79,35 @@ def test_a_yaml_of_ones_own_names_its_plugin_beside_it(tmp_path, monkeypatch):
 
     others = {name: entry for name, entry in MODELS.entries().items() if name != "your_model_type"}
     monkeypatch.setattr(MODELS, "_entries", others)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     registration = next(code for _, language, code in BLOCKS if language == "python")
     (tmp_path / "your_file.py").write_text(registration, encoding="utf-8")
-    (_, experiment) = (code for _, language, code in BLOCKS if language == "yaml")
+    experiment = [code for _, language, code in BLOCKS if language == "yaml"][1]
     (tmp_path / "your_experiment.yaml").write_text(experiment, encoding="utf-8")
     config = build_config(compose_config(["experiment=your_experiment"], config_dir=str(tmp_path)))
     assert config.plugins == [str(tmp_path / "your_file.py")] and config.model.init_config == {"n_action_bins": 32}
     assert MODELS.entries()["your_model_type"].origin == config.plugins[0]
+
+
+def test_the_second_model_is_diagnosed_and_trains_an_iteration(tmp_path, monkeypatch, capsys):
+    from rlinf.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    for name, language, words in (
+        ("patch_policy.py", "python", "class PatchPolicy"),
+        ("patch_experiment.yaml", "yaml", "patch_policy.py"),
+    ):
+        (code,) = (code for _, found, code in BLOCKS if found == language and words in code)
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    own = ["--config-dir", ".", "experiment=patch_experiment"]
+    main(["diagnose", *own])
+    printed = capsys.readouterr().out
+    assert "FAIL" not in printed.replace("pass or FAIL", "") and "rollout against training" in printed
+    tiny = ["rollout.num_envs=4", "rollout.num_chunks=16", "trainer.minibatch_size=64", "trainer.max_steps=1"]
+    evaluation = ["evaluation.num_episodes=2", "evaluation.num_videos_per_task=0", "output_dir=run"]
+    assert main(["train", *own, *tiny, *evaluation]) == 0
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (update,) = [line for line in metrics if "train/policy_loss" in line]
+    assert update["rollout/logprob_gap_max"] < 1e-4 and update["train/grad_norm"] > 0
 
 
 def test_the_pages_yaml_is_the_packaged_file_and_has_only_known_keys():

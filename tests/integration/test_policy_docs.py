@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlinf.models.generation
 from rlinf import algorithms, models
 from rlinf.distributed import BatchedDataDict, RayVirtualCluster
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.models import diagnostics, interfaces, validation
+from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.models.generation import HuggingFaceGeneration
 from rlinf.models.generation import interfaces as generation
 
@@ -228,12 +229,19 @@ def test_the_validation_example_prints_its_warning_only_where_it_should(names, c
     assert run(text, dict(names))["is_consistent"] is False and "Warning" in capsys.readouterr().out
 
 
-def test_the_page_of_the_project_runs(tiny_lm):
+def test_the_page_of_the_project_runs(tiny_lm, tmp_path, monkeypatch):
     page = (Path(__file__).resolve().parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 2
-    done = run("\n".join(blocks), {"model_name": tiny_lm()})
+    assert len(blocks) == 3
+    monkeypatch.chdir(tmp_path)
+    words = AutoTokenizer.from_pretrained(TINY_TOKENIZER)
+    model = tiny_lm(vocab_size=len(words), eos_token_id=words.eos_token_id)
+    done = run("\n".join(blocks), {"model_name": model, "tokenizer_name": TINY_TOKENIZER})
     assert {"loss", "grad_norm", "kl_to_reference", "clip_fraction"} <= done["metrics"].keys()
+    first, last = sum(done["mean_rewards"][:3]) / 3, sum(done["mean_rewards"][-3:]) / 3
+    assert last > 2 * first, "the loop learns its reward"
+    again = models.HuggingFacePolicy("my_policy").get_logprobs(done["prompts"])["logprobs"]
+    torch.testing.assert_close(again, done["policy"].get_logprobs(done["prompts"])["logprobs"])
 
 
 def test_a_pipeline_of_generation_scores_and_preferences(tiny_lm, prompts):

@@ -16,7 +16,7 @@ from rlinf.envs.video import write_video
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.charts import Series, difference_bar, format_number, line_chart, log_ticks, nice_ticks
 from rlinf.evaluation.compare import compare
-from rlinf.evaluation.report import write_report
+from rlinf.evaluation.report import _evaluated, write_report
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.tracking import Tracker, TrackingConfig
 from rlinf.types import EpisodeResult, EpisodeSpec
@@ -262,6 +262,16 @@ def test_warnings_of_the_evaluation_are_shown_and_escaped(tmp_path):
     assert "Before you trust these numbers" in text and "saved &lt;b&gt;, present &quot;osmesa&quot;" in text
 
 
+@pytest.mark.parametrize("beyond", [[], [1, 2]])
+def test_a_gap_beyond_the_limit_marks_the_report(tmp_path, beyond):
+    with Tracker(tmp_path, TrackingConfig(tensorboard=False), {}) as tracker:
+        for step in range(4):
+            tracker.log(step, {"rollout/parity_exceeded": float(step in beyond)}, "rl")
+    evaluation(0.5).to_json(tmp_path / "eval" / "after_rl" / "result.json")
+    text = write_report(tmp_path).read_text()
+    assert ("At 2 of 4 iterations (the first: 1) rollout and trainer differed" in text) == bool(beyond)
+
+
 @pytest.mark.parametrize(("low", "high"), [(-1.0, -0.9), (-0.1, 0.2), (0.999, 1.0)])
 def test_difference_bar_lies_where_its_numbers_are(low, high):
     bar = difference_bar((low + high) / 2, low, high)
@@ -318,6 +328,17 @@ def test_gaps_and_values_that_are_no_numbers_are_not_drawn():
     assert chart.count("<polyline") == 2 and "nan" not in chart.lower().replace("polyline", "")
     assert line_chart([Series("a", [(0, None)])], x_label="x", y_label="y") == ""
     assert line_chart([Series("a", [(0, -2.0), (1, -1.0)])], x_label="x", y_label="y", log=True) == ""
+
+
+@pytest.mark.parametrize(("steps", "lines"), [([0], 0), ([0, 9], 0), ([0, 5, 9], 1)])
+def test_no_line_joins_an_evaluation_before_and_one_after(steps, lines):
+    rows = [
+        {"step": s, "eval/success_rate": 0.5, "eval/interval_low": 0.4, "eval/interval_high": 0.6, "phase": "rl"}
+        for s in steps
+    ]
+    chart = line_chart([_evaluated(rows, "step", "held-out episodes")], x_label="step", y_label="rate", percent=True)
+    assert chart.count("<polyline") == lines and chart.count('class="hit"') == len(steps)
+    assert chart.count("evaluation 50% (40% to 60%)") == len(steps)
 
 
 def test_zeros_are_drawn_on_what_would_be_a_logarithmic_axis():

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from rlinf import manifest
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
+from rlinf.envs.rendering import StateRenderer
 from rlinf.errors import ManifestMismatchError, NonFiniteError, ParityError
 from rlinf.training import run as run_module
 from rlinf.training import train_worker
@@ -53,10 +54,14 @@ def lines_of(folder: Path, *drop: str) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
 
 
-@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+@pytest.mark.parametrize("kind", ["ppo", "grpo", "reinforce_pp"])
 def test_two_and_two_steps_of_rl_equal_four_bit_for_bit(tmp_path, kind):
-    extra = [] if kind == "ppo" else ["algorithm=grpo", "rollout.group_size=4", "rollout.auto_reset=false"]
-    drop = [] if kind == "ppo" else ["algorithm.critic_warmup_steps=1"]  # not an option of GRPO
+    extra = {
+        "ppo": [],
+        "grpo": ["algorithm=grpo", "rollout.group_size=4", "rollout.auto_reset=false"],
+        "reinforce_pp": ["algorithm=reinforce_pp", "algorithm.kl_coef=0.1"],
+    }[kind]
+    drop = [] if kind == "ppo" else ["algorithm.critic_warmup_steps=1"]  # an option of PPO
     base = [item for item in SMALL if item not in drop]
 
     def config(folder, *more):
@@ -135,6 +140,28 @@ def test_two_ranks_equal_one(tmp_path):
         for name, value in one.items():
             if isinstance(value, float):
                 assert two[name] == pytest.approx(value, abs=1e-5, rel=1e-4), name
+
+
+@pytest.mark.parametrize("kind", ["rloo", "reinforce_pp"])
+def test_two_ranks_equal_one_without_a_critic(tmp_path, kind):
+    base = [item for item in SMALL if not item.startswith("algorithm.")]
+    lines, weights = [], []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        groups = ["rollout.group_size=4"] if kind == "rloo" else []
+        config = build_config(compose_config(
+            [*base, SMOOTH, f"algorithm={kind}", "algorithm.kl_coef=0.1", *groups, "trainer.max_steps=2", f"cluster.num_processes={ranks}"]
+        ))  # fmt: skip
+        config.output_dir = str(folder)
+        train(config)
+        lines.append(next(line for line in reversed(lines_of(folder)) if "train/loss" in line))
+        weights.append(weights_of(folder, "rl_000002"))
+    assert abs(lines[0]["train/kl_to_reference"]) > 1e-7 and lines[0]["train/grad_norm"] > 1e-3
+    for name, value in lines[0].items():
+        if isinstance(value, float):
+            assert lines[1][name] == pytest.approx(value, abs=1e-5, rel=1e-4), name
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, atol=1e-5, rtol=0, msg=name)
 
 
 def test_fsdp2_on_one_process_equals_none(tmp_path):
@@ -218,6 +245,27 @@ def test_dynamic_sampling_replaces_groups_without_variance(tmp_path):
     # A random policy never succeeds, so all returns are 0 and every group is replaced as often as is allowed.
     once = env_steps(tmp_path / "once")
     assert env_steps(tmp_path / "thrice", "algorithm.max_resamples=2") == 3 * once
+
+
+def test_grpo_with_replaced_groups_on_two_ranks_equals_one(tmp_path):
+    """Episodes end at different times, so the ranks have different numbers of rows to score, and groups are replaced."""
+    grpo = [item for item in SMALL if not item.startswith("algorithm.")]
+    grpo += ["algorithm=grpo", "rollout=groups", "rollout.group_size=4", "rollout.num_envs=12", "rollout.num_chunks=8",
+             "env.reward_mode=sparse", "model.val_micro_batch_size=4", "trainer.max_steps=1", SMOOTH, "sft.max_steps=40",
+             "sft.num_demonstrations=40", "sft.batch_size=32", "algorithm.max_resamples=2"]  # fmt: skip
+    found = []
+    for ranks in (1, 2):
+        config = build_config(compose_config([*grpo, f"cluster.num_processes={ranks}"]))
+        config.output_dir = str(tmp_path / f"{ranks}")
+        train(config)
+        found.append(next(line for line in lines_of(tmp_path / f"{ranks}") if "rollout/return_mean" in line))
+    one, two = found
+    assert one["rollout/num_episodes"] > 12 and one["train/return_mean"] != one["rollout/return_mean"]
+    assert one["rollout/env_steps_total"] < 8 * one["rollout/num_episodes"]  # else all ranks have as many rows to score
+    assert two == pytest.approx(one, abs=1e-4)
+    weights = weights_of(tmp_path / "2", "rl_000001")
+    for name, tensor in weights_of(tmp_path / "1", "rl_000001").items():
+        torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0, msg=name)
 
 
 def test_parity_gate_stops_at_step_zero_and_names_the_worst_sample(tmp_path):
@@ -313,11 +361,15 @@ def stop_in_evaluation(monkeypatch, number: int, within: bool = True) -> None:
     evaluate = getattr(place, name)
     calls = []
 
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("the signal was not heard")
+
     def stopped(*args, **kwargs):
         calls.append(None)
         if within and len(calls) == number:
-            signal.raise_signal(signal.SIGTERM)
-            pytest.fail("the signal was not heard")
+            together = kwargs["together"]
+            kwargs["together"] = lambda part: together(interrupted)
         result = evaluate(*args, **kwargs)
         if len(calls) == number:
             signal.raise_signal(signal.SIGTERM)
@@ -348,7 +400,10 @@ def test_a_signal_is_heard_within_an_evaluation(tmp_path, monkeypatch, capsys, n
         train(config_of(tmp_path / "run", *steps))
     assert ended.value.code == 128 + signal.SIGTERM
     assert f"continue with: rlinf train resume={tmp_path / 'run'}" in capsys.readouterr().err
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [checkpoint]
+    newest = max(
+        path.name for path in (tmp_path / "run" / "checkpoints").iterdir()
+    )  # next to that of the best evaluation
+    assert newest == checkpoint
     assert_goes_on_as_one_without_a_stop(tmp_path, steps, "rl_000004")
     assert sum("eval/success_rate" in line for line in lines_of(tmp_path / "run")) == 3
 
@@ -432,3 +487,25 @@ def process_group_lives(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_a_state_policy_draws_pictures_for_videos_only(tmp_path, monkeypatch):
+    drawn = []
+    render = StateRenderer.render
+
+    def counted(self, states, camera_ids, shown):
+        drawn.append(self.size)
+        return render(self, states, camera_ids, shown)
+
+    monkeypatch.setattr(StateRenderer, "render", counted)
+    base = [item for item in SMALL if not item.startswith("env.cameras")]
+    short = ["trainer.max_steps=1", "evaluation.num_episodes=2", "evaluation.num_videos_per_task=2"]  # a failure too
+    for name, more in (("state", []), ("pictures", ["env.cameras=[front]"])):
+        drawn.clear()
+        config = build_config(compose_config([*base, *short, *more]))
+        config.output_dir = str(tmp_path / name)
+        train(config)
+        videos = list((tmp_path / name).glob("eval/after_rl/videos/*.mp4"))
+        assert videos and drawn.count(config.evaluation.video_size) > 0
+        assert (drawn.count(config.env.image_size) > 0) == bool(more)
+        assert config.env.image_size != config.evaluation.video_size

@@ -22,7 +22,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.batched_data_dict import BatchedDataDict
 from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError
-from rlinf.errors import ConfigError, ParityError
+from rlinf.errors import ConfigError
 from rlinf.models import build_policy
 from rlinf.models.config import LoraConfig
 from rlinf.models.generation import vllm_engine
@@ -165,7 +165,7 @@ def test_only_action_tokens_are_sampled_and_they_become_actions(policy):
     expected = policy.model.predict_action_batch(do_sample=False, temperature=TEMPERATURE, **inputs)
     assert torch.equal(greedy.sequences, expected.sequences)
     assert gap(policy, greedy, trainer_logprobs(policy.model, inputs, greedy)).max() <= 1e-4
-    assert torch.equal(policy.predict_values(**inputs), expected.values)
+    torch.testing.assert_close(policy.predict_values(**inputs), expected.values, atol=1e-5, rtol=0)
 
 
 def test_an_action_depends_on_its_own_row_and_numbers_only(policy):
@@ -214,6 +214,9 @@ def test_weights_that_are_not_all_there_are_refused_by_name_and_change_nothing(p
     reshaped = weights | {"projector.fc1.bias": torch.zeros(3)}
     with pytest.raises(WeightsRefusedError, match=r"projector.fc1.bias is \[3\]"):
         policy.engine.update_weights(buffer.write(reshaped, 92))
+    spoilt = weights | {"projector.fc1.bias": torch.full_like(weights["projector.fc1.bias"], float("nan"))}
+    with pytest.raises(WeightsRefusedError, match="'projector.fc1.bias' holds nan .1 of"):
+        policy.engine.update_weights(buffer.write(spoilt, 93))
     assert torch.equal(act(policy, inputs).logits, before.logits)
     buffer.close()
 
@@ -575,24 +578,3 @@ def test_training_with_rollouts_in_vllm_keeps_the_gate_closed_and_leaves_no_proc
     assert all(0 < line["rollout/logprob_gap_max"] <= 1e-4 for line in steps), "0 would mean that torch played"
     assert all(1 <= line["rollout/logprob_gap_exp_mean"] <= 1 + 1e-4 for line in steps)
     assert engines_of(os.getpid()) == before
-
-
-def test_other_weights_in_the_engine_stop_a_run_at_the_first_step(tmp_path, monkeypatch, policy):
-    class WrongPolicy(VllmPolicy):
-        """Sends a changed tensor, to the engine that runs already."""
-
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.engine = policy.engine
-
-        def weights(self):
-            tensors = super().weights()
-            return tensors | {"projector.fc1.weight": 1.1 * tensors["projector.fc1.weight"]}
-
-        def close(self):
-            self.buffer.close()
-
-    policy.engine.version = None
-    monkeypatch.setattr("rlinf.training.run.VllmPolicy", WrongPolicy)
-    with pytest.raises(ParityError, match="differ by"):
-        train(build_config(compose_config([*TRAINING, f"output_dir={tmp_path / 'run'}"])))

@@ -1,4 +1,4 @@
-"""``rlinf diagnose`` of a policy that vLLM runs: the engine is compared with torch, before and after an update."""
+"""A policy that vLLM runs: ``rlinf diagnose`` and the parity gate compare it with torch, before and after an update."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from rlinf.cli import main
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.errors import ParityError
 from rlinf.models import build_policy
 from rlinf.models.generation.config import VllmOptions
 from rlinf.models.generation.vllm_engine import EngineError
 from rlinf.rollout.diagnostics import NUM_ROWS, Trial, player_checks, vllm_checks
 from rlinf.rollout.vllm_policy import VllmPolicy
+from rlinf.training.run import train
 from rlinf.types import Observation
 
 pytestmark = pytest.mark.skipif(
@@ -49,7 +51,7 @@ def failed(checks):
 
 def test_a_sound_engine_passes_greedy_and_sampled_before_and_after_an_update(trial, player):
     checks = vllm_checks(trial, player)
-    assert not failed(checks) and len(checks) == 10 + 2 + 3 + 2
+    assert not failed(checks) and len(checks) == 10 + 2 + 3 + 1 + 2
     for word in ("batch 1, short prompts, greedy", "batch 4, whole prompts, sampled", "temperature 0.867, greedy"):
         assert any(word in check.name for check in checks)
     assert {check.name for check in checks} >= set(UPDATE)
@@ -65,6 +67,24 @@ def test_an_engine_at_another_temperature_is_found(trial, player, monkeypatch):
     monkeypatch.setattr(player, "predict_action_batch", hotter)
     names = failed(player_checks(trial, player, "vllm"))
     assert len(names) == 10 and all(name.startswith("vllm: rollout against training") for name in names)
+
+
+def test_an_engine_that_leaves_out_unlikely_tokens_is_found(trial, player, monkeypatch):
+    act = player.predict_action_batch
+
+    def only_likely(**inputs):
+        """Of four draws the most likely one, scored as all are."""
+        if not inputs["do_sample"]:
+            return act(**inputs)
+        drawn = [act(**inputs | {"uniforms": (inputs["uniforms"] + shift) % 1.0}) for shift in (0.0, 0.2, 0.4, 0.6)]
+        totals = torch.stack([each.logits.sum((1, 2)) for each in drawn])
+        best = totals.argmax(0)
+        parts = [torch.stack(each)[best, torch.arange(len(best))] for each in zip(*drawn, strict=True)]
+        return type(drawn[0])(*parts)
+
+    player.update_weights(4)
+    monkeypatch.setattr(player, "predict_action_batch", only_likely)
+    assert failed(player_checks(trial, player, "vllm")) == ["vllm: samples are as surprising as scored"]
 
 
 def test_an_update_that_never_arrives_is_found(trial, player, monkeypatch):
@@ -92,3 +112,60 @@ def test_a_temperature_at_which_torch_plays_and_vllm_cannot_is_a_note(capsys, mo
     assert not any(" FAIL " in row for row in rows)
     assert note.startswith("vllm: not checked. rollout.temperature=3 is above 2")
     assert main(["diagnose", *words]) == 2, "an engine that is to play must be able to"
+
+
+# -- the parity gate ---------------------------------------------------------------------------------------------
+
+TRAINING = [
+    "experiment=quickstart_vllm", "sft.max_steps=0", "trainer.max_steps=2", "trainer.minibatch_size=64", "trainer.eval_every=0",
+    "rollout.num_envs=8", "evaluation.num_episodes=4", "evaluation.num_videos_per_task=0", "algorithm.critic_warmup_steps=0",
+    "cluster.num_threads=1", "tracking.tensorboard=false", "tracking.progress=false",
+]  # fmt: skip
+
+
+def test_other_weights_in_the_engine_stop_a_run_at_the_first_step(tmp_path, monkeypatch, player):
+    class WrongPolicy(VllmPolicy):
+        """Sends a changed tensor, to the engine that runs already."""
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.engine = player.engine
+
+        def weights(self):
+            tensors = super().weights()
+            return tensors | {"projector.fc1.weight": 1.1 * tensors["projector.fc1.weight"]}
+
+        def close(self):
+            self.buffer.close()
+
+    player.engine.version = None
+    monkeypatch.setattr("rlinf.training.run.VllmPolicy", WrongPolicy)
+    with pytest.raises(ParityError, match="differ by"):
+        train(build_config(compose_config([*TRAINING, f"output_dir={tmp_path / 'run'}"])))
+
+
+@pytest.mark.parametrize("part", ["", "layers.1.mlp.down_proj"])
+def test_an_engine_that_lacks_an_update_stops_a_run_at_the_first_step_after_it(tmp_path, monkeypatch, player, part):
+    class DeafPolicy(VllmPolicy):
+        """Brings the tensors with ``part`` in their names to the engine once only, and says nothing of it."""
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.engine, self.first = player.engine, None
+
+        def weights(self):
+            tensors = super().weights()
+            if self.first is None:
+                self.first = {name: tensor.clone() for name, tensor in tensors.items() if part in name}
+            return tensors | self.first
+
+        def close(self):
+            self.buffer.close()
+
+    player.engine.version = None
+    monkeypatch.setattr("rlinf.training.run.VllmPolicy", DeafPolicy)
+    overrides = [*TRAINING, "trainer.learning_rate=1e-3", f"output_dir={tmp_path / 'run'}"]
+    with pytest.raises(
+        ParityError, match="log-probabilities differ by .* at step 1 .*agreed until the weights were updated"
+    ):
+        train(build_config(compose_config(overrides)))

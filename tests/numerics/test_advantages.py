@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rlinf.algorithms.advantages import action_advantages, episode_returns, gae, group_advantages, masked_normalize
+from rlinf.algorithms.advantages import (
+    action_advantages,
+    episode_returns,
+    gae,
+    group_advantages,
+    leave_one_out_advantages,
+    masked_normalize,
+)
 
 
 def slow_gae(rewards, values, terminated, truncated, bootstrap, gamma, lam):
@@ -58,8 +67,8 @@ def test_what_follows_an_episode_does_not_reach_into_it():
 
 
 def test_action_advantages_leave_out_what_was_already_paid():
-    spread = action_advantages(torch.tensor([[6.0]]), torch.tensor([[[1.0, 2.0, 3.0]]]))
-    assert spread.flatten().tolist() == [6.0, 5.0, 3.0]
+    spread = action_advantages(torch.tensor([[6.0, 10.0]]), torch.tensor([[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]]))
+    assert spread.tolist() == [[[6.0, 5.0, 3.0], [10.0, 6.0, 1.0]]]
 
 
 def test_group_advantages_by_hand():
@@ -82,6 +91,113 @@ def test_group_advantages_do_not_mix_groups():
         torch.testing.assert_close(together[rows], alone)
 
 
+def test_leave_one_out_advantages_by_hand():
+    """1 - (3 + 8) / 2, 3 - (1 + 8) / 2 and 8 - (1 + 3) / 2; a group of two; one of equal returns; one of one episode."""
+    returns = torch.tensor([1.0, 3.0, 8.0, 2.0, 5.0, 4.0, 4.0, 9.0])
+    groups = torch.tensor([7, 7, 7, 2, 2, 0, 0, 5])
+    advantages, varied = leave_one_out_advantages(returns, groups)
+    assert advantages.tolist() == [-4.5, -1.5, 6.0, -3.0, 3.0, 0.0, 0.0, 0.0]
+    assert varied.tolist() == [True] * 5 + [False] * 3
+
+
+def slow_leave_one_out(returns, groups):
+    """Written from the definition, one episode at a time."""
+    values, ids = returns.tolist(), groups.tolist()
+    result = []
+    for i, (value, group) in enumerate(zip(values, ids, strict=True)):
+        others = [other for j, other in enumerate(values) if j != i and ids[j] == group]
+        result.append(value - sum(others) / len(others))
+    return torch.tensor(result)
+
+
+# Sixteenths up to 64: differences of returns are exact, and far larger than rounding.
+returns_of_groups = st.integers(2, 6).flatmap(
+    lambda size: st.lists(st.lists(st.integers(-1024, 1024), min_size=size, max_size=size), min_size=1, max_size=4)
+)
+
+
+@given(returns_of_groups, st.integers(-32, 32), st.sampled_from([0.25, 0.5, 2.0, 8.0]), st.randoms())
+def test_leave_one_out_advantages_sum_to_zero_forget_a_shift_and_keep_a_scale(sixteenths, shift, scale, random):
+    returns = torch.tensor(sixteenths).flatten() / 16
+    groups = torch.arange(len(sixteenths)).repeat_interleave(len(sixteenths[0]))
+    order = list(range(len(returns)))
+    random.shuffle(order)
+    returns, groups = returns[order], groups[order]
+    advantages, varied = leave_one_out_advantages(returns, groups)
+    torch.testing.assert_close(advantages, slow_leave_one_out(returns, groups), atol=1e-4, rtol=1e-5)
+    sums = torch.zeros(len(sixteenths)).index_add(0, groups, advantages)
+    torch.testing.assert_close(sums, torch.zeros_like(sums), atol=1e-3, rtol=0)
+    for group in groups.unique():
+        rows = groups == group
+        spread = returns[rows].max() - returns[rows].min()
+        assert advantages[rows].abs().max() <= spread * (1 + 1e-6)
+        assert bool(varied[rows].all()) == bool(varied[rows].any()) == bool(spread > 0)
+    shifted, _ = leave_one_out_advantages(returns + shift, groups)
+    torch.testing.assert_close(shifted, advantages, atol=1e-5, rtol=1e-5)
+    scaled, _ = leave_one_out_advantages(returns * scale, groups)
+    torch.testing.assert_close(scaled, advantages * scale, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("estimate", [leave_one_out_advantages, lambda r, g: group_advantages(r, g, True)])
+def test_one_return_that_differs_from_all_others_gives_bounded_advantages(estimate):
+    """[y, x, x, x]: the deviation of the others is 0. RLOO: y - x and (x - y) / 3; GRPO: sqrt(3) and -1 / sqrt(3)."""
+    rloo = estimate is leave_one_out_advantages
+    for y, x in ((1.0, 0.0), (0.0, 1.0), (101.0, 100.0), (1e4, 1e4 - 1)):
+        advantages, varied = estimate(torch.tensor([y, x, x, x]), torch.zeros(4, dtype=torch.int64))
+        first, others = (y - x, (x - y) / 3) if rloo else ((y - x) * 3**0.5, (x - y) / 3**0.5)
+        assert advantages.tolist() == pytest.approx([first, others, others, others], rel=1e-5)
+        assert varied.all()
+
+
+@pytest.mark.parametrize("estimate", [leave_one_out_advantages, lambda r, g: group_advantages(r, g, True)])
+@pytest.mark.parametrize("x", [0.1, 1.0, 100.0, 3000.0])
+def test_returns_that_differ_by_rounding_are_equal(estimate, x):
+    """The next float32 after x is no better than x, though GRPO would divide its deviation by itself."""
+    x = torch.tensor(x)
+    returns = torch.stack([torch.nextafter(x, torch.tensor(torch.inf)), x, x, x])
+    assert returns[0] > returns[1]
+    advantages, varied = estimate(returns, torch.zeros(4, dtype=torch.int64))
+    assert advantages.tolist() == [0.0] * 4 and not varied.any()
+    apart, varied = estimate(returns + torch.tensor([0.01 * x, 0, 0, 0]), torch.zeros(4, dtype=torch.int64))
+    assert varied.all() and apart[0] > 0, "control: a hundredth is a difference"
+
+
+def test_a_return_that_is_not_a_number_is_not_taken_for_equal_returns():
+    returns = torch.tensor([float("nan"), 1.0, 0.0, 0.0])
+    advantages, varied = group_advantages(returns, torch.tensor([0, 0, 1, 1]), scale_by_std=True)
+    assert varied.tolist() == [True, True, False, False] and advantages[:2].isnan().all()
+
+
+def test_equal_rewards_in_another_order_give_equal_returns():
+    columns = torch.tensor([[1e8, 1e8], [-1e8, 1.0], [1.0, -1e8]])
+    assert (columns[0] + columns[1] + columns[2]).tolist() == [1.0, 0.0], "control: float32 sums differ"
+    assert episode_returns(columns, torch.ones_like(columns, dtype=torch.bool)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("value", [0.1, 1.0, 100.0])
+def test_equal_advantages_are_not_normalised_to_their_rounding(value):
+    values = torch.full((1000,), value)
+    mask = torch.arange(1000) % 3 > 0
+    assert masked_normalize(values, mask).tolist() == [0.0] * 1000
+    values[1] = torch.nextafter(values[1], torch.tensor(torch.inf))
+    assert masked_normalize(values, mask).tolist() == [0.0] * 1000
+    values[1] = 2 * value
+    assert masked_normalize(values, mask)[1] > 1, "control"
+
+
+@given(st.lists(st.tuples(st.integers(-1000, 1000), st.booleans()), min_size=2, max_size=40))
+def test_masked_normalize_gives_mean_zero_and_deviation_one(pairs):
+    values, mask = torch.tensor([value / 8 for value, _ in pairs]), torch.tensor([kept for _, kept in pairs])
+    result = masked_normalize(values, mask)
+    assert result[~mask].abs().sum() == 0
+    kept = result[mask].double()
+    if len(set(values[mask].tolist())) < 2:
+        assert not kept.any()
+    else:
+        assert kept.mean().item() == pytest.approx(0, abs=1e-4)
+        assert kept.std(unbiased=False).item() == pytest.approx(1, abs=1e-4)
+
+
 def test_masked_normalize_ignores_invalid_elements():
     values, mask = torch.tensor([1.0, 3.0, 1e9]), torch.tensor([True, True, False])
     assert masked_normalize(values, mask).tolist() == pytest.approx([-1.0, 1.0, 0.0])
@@ -90,3 +206,21 @@ def test_masked_normalize_ignores_invalid_elements():
 def test_episode_returns_count_valid_steps_only():
     rewards, mask = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[True], [True], [False]])
     assert episode_returns(rewards, mask).item() == 3.0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused_and_masked_ones_do_not_count(value):
+    zeros, flags = torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.bool)
+    bad = zeros.clone()
+    bad[1, 0] = value
+    for index, name in ((0, "rewards"), (1, "values"), (4, "bootstrap_values")):
+        arguments = [zeros, zeros, flags, flags, zeros]
+        gae(*arguments, 0.9, 0.9)  # control
+        arguments[index] = bad
+        with pytest.raises(ValueError, match=f"^{name} of the rollout .* {value} at call 1 of env 0"):
+            gae(*arguments, 0.9, 0.9)
+    valid = ~flags
+    with pytest.raises(ValueError, match=f"{value} at call 1 of env 0"):
+        episode_returns(bad, valid)
+    valid[1, 0] = False
+    assert episode_returns(bad, valid).tolist() == [0.0, 0.0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlinf.algorithms.base import LossCounts
-from rlinf.algorithms.config import GRPOConfig, PPOConfig
+from rlinf.algorithms.config import GRPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
 from rlinf.algorithms.grpo import GRPO
 from rlinf.algorithms.losses import (
     aggregate_logprobs,
@@ -20,6 +20,8 @@ from rlinf.algorithms.losses import (
     value_loss,
 )
 from rlinf.algorithms.ppo import PPO
+from rlinf.algorithms.reinforce_pp import ReinforcePP
+from rlinf.algorithms.rloo import RLOO
 from rlinf.types import ActionEvaluation, EpisodeSpec, Observation, RolloutBatch
 
 YES = torch.tensor([True])
@@ -124,13 +126,22 @@ def make_batch(num_steps=4, num_envs=6, num_actions=3, width=2, seed=0):
         policy_version=torch.zeros(shape, dtype=torch.int64),
         values=normal(*shape),
         old_logprobs=normal(*shape, num_actions * width),
+        ref_logprobs=torch.zeros(*shape, num_actions * width),
         specs={i: EpisodeSpec("t", 0, i // 2, 0) for i in range(num_envs)},
     )
     return batch, ActionEvaluation(normal(rows, num_actions * width), normal(rows, num_actions * width), normal(rows))
 
 
 @pytest.mark.parametrize("level", ["token", "action", "chunk"])
-@pytest.mark.parametrize("algorithm", [PPO(PPOConfig(critic_warmup_steps=0)), GRPO(GRPOConfig())])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        PPO(PPOConfig(critic_warmup_steps=0)),
+        GRPO(GRPOConfig()),
+        RLOO(RLOOConfig(kl_coef=0.1)),
+        ReinforcePP(ReinforcePPConfig(kl_coef=0.1)),
+    ],
+)
 def test_loss_and_metrics_do_not_depend_on_micro_batches(level, algorithm):
     batch, evaluation = make_batch()
     algorithm.config.logprob_level = level
@@ -155,7 +166,13 @@ def test_loss_and_metrics_do_not_depend_on_micro_batches(level, algorithm):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [PPO(PPOConfig(tis_cap=2.0, critic_warmup_steps=0)), GRPO(GRPOConfig(tis_cap=2.0))]
+    "algorithm",
+    [
+        PPO(PPOConfig(tis_cap=2.0, critic_warmup_steps=0)),
+        GRPO(GRPOConfig(tis_cap=2.0)),
+        RLOO(RLOOConfig(tis_cap=2.0)),
+        ReinforcePP(ReinforcePPConfig(tis_cap=2.0)),
+    ],
 )
 def test_policy_loss_is_weighted_by_trainer_over_generator_probability(algorithm):
     batch, evaluation = make_batch()
@@ -229,10 +246,133 @@ def test_grpo_refuses_a_group_of_mixed_episodes():
         GRPO(GRPOConfig()).compute_advantages(batch)
 
 
-def test_grpo_drops_groups_without_variance():
+@pytest.mark.parametrize("algorithm", [GRPO(GRPOConfig()), RLOO(RLOOConfig())])
+def test_groups_without_variance_are_dropped(algorithm):
     batch, _ = make_batch()
     batch.action_rewards[:, :2] = 0.0
     before = batch.loss_mask.clone()
-    metrics = GRPO(GRPOConfig()).compute_advantages(batch)
+    metrics = algorithm.compute_advantages(batch)
     assert not batch.loss_mask[:, :2].any() and (batch.loss_mask[:, 2:] == before[:, 2:]).all()
     assert metrics["rollout/zero_variance_group_fraction"] == pytest.approx(1 / 3)
+
+
+def played(rewards, ref_logprobs=None, group_ids=None, ends=None):
+    """A rollout of one action of one token a call: rewards ``[T][B]``, all drawn with log-probability -1."""
+    rewards = torch.tensor(rewards).unsqueeze(-1)
+    shape = rewards.shape[:2]
+    ends = torch.full((shape[1],), shape[0] - 1) if ends is None else torch.tensor(ends)
+    calls = torch.arange(shape[0])[:, None].expand(shape)
+    groups = torch.arange(shape[1]) if group_ids is None else torch.tensor(group_ids)
+    return RolloutBatch(
+        observation=Observation({}, None, ["go"] * shape.numel()),
+        action_tokens=torch.zeros(*shape, 1, dtype=torch.int64),
+        rollout_logprobs=torch.full((*shape, 1), -1.0),
+        action_rewards=rewards,
+        action_mask=(calls <= ends).unsqueeze(-1),
+        loss_mask=calls <= ends,
+        terminated=calls == ends,
+        truncated=torch.zeros(shape, dtype=torch.bool),
+        bootstrap_values=torch.zeros(shape),
+        group_ids=groups.expand(shape),
+        episode_ids=torch.arange(shape[1]).expand(shape),
+        policy_version=torch.zeros(shape, dtype=torch.int64),
+        values=torch.zeros(shape),
+        old_logprobs=torch.full((*shape, 1), -1.0),
+        ref_logprobs=None if ref_logprobs is None else torch.tensor(ref_logprobs).unsqueeze(-1),
+        specs={i: EpisodeSpec("t", 0, int(group), 0) for i, group in enumerate(groups)},
+    )
+
+
+def losses_of(algorithm, batch, ratios):
+    """Loss and metrics of a whole rollout where action ``i`` (time-major) has ``ratios[i]`` times its old probability."""
+    flat = batch.flatten()
+    logprobs = flat.old_logprobs + torch.tensor(ratios).log().unsqueeze(-1)
+    evaluation = ActionEvaluation(logprobs, torch.zeros_like(logprobs), torch.zeros(len(logprobs)))
+    return algorithm.loss(flat, evaluation, LossCounts.of(flat, algorithm.config), 0)
+
+
+def test_rloo_by_hand():
+    """Returns 2, 0, 0, 0: advantages 2 and -2/3, over both calls; the third episode ends after the first call.
+
+    Of 7 valid calls, at ratios of 1.5 (bounded by 1.3 where the advantage is positive) and 4 (bounded by 1.5 in dual clip)::
+
+        (2 x -2 x 1.3 + 2/3 (1 + 1 + 1) + 2/3 (1.5 + 1)) / 7
+    """
+    batch = played([[0.5, 0, 0, 0], [1.5, 0, 9.0, 0]], group_ids=[3, 3, 3, 3], ends=[1, 1, 0, 1])
+    algorithm = RLOO(RLOOConfig(clip_range_low=0.1, clip_range_high=0.3, dual_clip=1.5))
+    metrics = algorithm.compute_advantages(batch)
+    expected = torch.tensor([2, -2 / 3, -2 / 3, -2 / 3]).expand(2, 4)
+    torch.testing.assert_close(batch.advantages[..., 0], expected)
+    assert metrics == {"rollout/zero_variance_group_fraction": 0.0, "train/return_mean": 0.5}
+    assert batch.loss_mask.tolist() == [[True] * 4, [True, True, False, True]]
+    output = losses_of(algorithm, batch, [1.5, 1.0, 1.0, 4.0, 1.5, 1.0, 7.0, 1.0])
+    assert output.loss.item() == pytest.approx((-2 * 2 * 1.3 + 2 / 3 * 3 + 2 / 3 * 2.5) / 7, rel=1e-5)
+    assert output.metrics["clip_fraction"].item() == pytest.approx(2 / 7, rel=1e-5)
+    low = losses_of(algorithm, batch, [1.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])  # 0.9 x 2/3 in the place of 0.5 x 2/3
+    assert low.loss.item() == pytest.approx((-4 + 2 / 3 * 4 + 2 / 3 * 0.9) / 7, rel=1e-5)
+
+
+@pytest.mark.parametrize(("estimator", "kl"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)])
+def test_rloo_has_its_kl_penalty_in_the_loss(estimator, kl):
+    batch = played([[1.0, 0.0]], ref_logprobs=[[-1.5, -1.5]], group_ids=[0, 0])
+    algorithm = RLOO(RLOOConfig(kl_coef=0.2, kl_estimator=estimator))
+    algorithm.compute_advantages(batch)
+    output = losses_of(algorithm, batch, [1.0, 1.0])
+    assert batch.advantages.flatten().tolist() == [1.0, -1.0]
+    assert output.loss.item() == pytest.approx(0.2 * kl, rel=1e-5)
+    assert output.metrics["kl_to_reference"].item() == pytest.approx(kl, rel=1e-5)
+
+
+def test_reinforce_pp_by_hand():
+    """KL (k1) 0.2, 0, -0.4 by call: rewards less half of it are -0.1 and 1 (first episode) and 0 and 0.2 (second).
+
+    Returns-to-go 0.9, 1.0, 0.2, 0.2 have mean 0.575 and variance 0.5675 / 4.
+    """
+    reference = [[-1.2, -1.0], [-1.0, -0.6]]
+    batch = played([[0.0, 0.0], [1.0, 0.0]], reference)
+    algorithm = ReinforcePP(ReinforcePPConfig(kl_coef=0.5, clip_range_high=0.3))
+    metrics = algorithm.compute_advantages(batch)
+    torch.testing.assert_close(batch.returns, torch.tensor([[0.9, 0.2], [1.0, 0.2]]))
+    std = (0.5675 / 4) ** 0.5
+    expected = torch.tensor([[0.325, -0.375], [0.425, -0.375]]) / std
+    torch.testing.assert_close(batch.advantages[..., 0], expected)
+    assert metrics == {"train/advantage_mean": pytest.approx(0.575), "train/return_mean": pytest.approx(0.575)}
+    output = losses_of(algorithm, batch, [1.5, 1.0, 1.0, 1.0])
+    assert output.loss.item() == pytest.approx((-0.325 * 1.3 + 0.375 - 0.425 + 0.375) / std / 4, rel=1e-4)
+    # The KL is of the policy as it is now, and is reported only: it was taken off the rewards.
+    assert output.metrics["kl_to_reference"].item() == pytest.approx((math.log(1.5) + 0.2 + 0 + 0 - 0.4) / 4, rel=1e-5)
+    discounted = played([[0.0, 0.0], [1.0, 0.0]], reference)
+    ReinforcePP(ReinforcePPConfig(kl_coef=0.5, gamma=0.5)).compute_advantages(discounted)
+    torch.testing.assert_close(discounted.returns, torch.tensor([[0.4, 0.1], [1.0, 0.2]]))
+
+
+@pytest.mark.parametrize(("estimator", "kl"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)])
+def test_reinforce_pp_takes_every_kl_estimate_off_the_rewards(estimator, kl):
+    batch = played([[3.0, 3.0], [1.0, 9.0]], [[-1.5, -1.0], [-1.5, -7.0]], ends=[1, 0])
+    algorithm = ReinforcePP(ReinforcePPConfig(kl_coef=0.2, kl_estimator=estimator, normalize_advantages=False))
+    algorithm.compute_advantages(batch)
+    expected = torch.tensor([[4 - 2 * 0.2 * kl, 3.0], [1 - 0.2 * kl, 0.0]])  # nothing is paid after an end
+    torch.testing.assert_close(batch.advantages[..., 0] * batch.loss_mask, expected)
+
+
+def test_reinforce_pp_of_one_action_counts_what_follows_it_only():
+    """Rewards 1, 2 inside a call and 4 after it, KL of both tokens of an action 0.1: what follows is 6.7, 5.8 and 3.9."""
+    batch, _ = make_batch(num_steps=2, num_envs=1, num_actions=2)
+    batch.loss_mask, batch.terminated = torch.ones(2, 1, dtype=torch.bool), torch.tensor([[False], [True]])
+    batch.action_mask = torch.tensor([[[True, True]], [[True, False]]])
+    batch.action_rewards = torch.tensor([[[1.0, 2.0]], [[4.0, 0.0]]])
+    batch.ref_logprobs = batch.old_logprobs - 0.05
+    config = ReinforcePPConfig(kl_coef=1.0, normalize_advantages=False, advantage_level="action")
+    ReinforcePP(config).compute_advantages(batch)
+    torch.testing.assert_close(batch.advantages[0, 0], torch.tensor([6.7, 5.8]))
+    assert batch.advantages[1, 0, 0].item() == pytest.approx(3.9)
+
+
+def test_reinforce_pp_normalises_over_the_valid_actions_of_all_episodes():
+    batch, _ = make_batch(num_steps=5, num_envs=8)
+    ReinforcePP(ReinforcePPConfig(kl_coef=0.1)).compute_advantages(batch)
+    mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
+    kept = batch.advantages[mask]
+    assert len(kept) > 50 and not batch.advantages[~mask].any()
+    assert kept.mean().item() == pytest.approx(0, abs=1e-6)
+    assert kept.std(unbiased=False).item() == pytest.approx(1, abs=1e-5)

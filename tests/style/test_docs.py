@@ -18,6 +18,7 @@ import pytest
 from rlinf.cli import COMMANDS, main
 from rlinf.cli.export import ExportConfig
 from rlinf.cli.hydra_app import parse
+from rlinf.cli.play import PlayConfig
 from rlinf.config.compose import compose_config
 from rlinf.config.options import public_fields
 from rlinf.config.schema import RunConfig, build_config
@@ -145,6 +146,11 @@ def check_command(line: str) -> None:
         return  # The user's own folder: the guides that make one have tests of their own.
     # Folders of the reader's are not there; that the key exists is what can be checked.
     elsewhere = {"resume", "init_from", "checkpoint", "model.model_path"}
+    if command == "report":
+        assert arguments and all("=" not in word or word.startswith("output=") for word in arguments), line
+        return
+    if command == "play":
+        arguments = [word for word in arguments if word.partition("=")[0] not in public_fields(PlayConfig)]
     if command == "export":
         keys = {word.partition("=")[0] for word in arguments}
         assert keys <= set(public_fields(ExportConfig)), line
@@ -183,7 +189,8 @@ def test_readme_shows_the_main_commands():
 @pytest.mark.parametrize(
     "line",
     ["bash scripts/no_such.sh", "python examples/no_such.py", "rlinf tran experiment=quickstart", "rlinf train experiment=nope",
-     "rlinf train experiment=quickstart trainer.learning_rte=1", "rlinf export chekpoint=x output=y", "pip install x"],
+     "rlinf train experiment=quickstart trainer.learning_rte=1", "rlinf export chekpoint=x output=y", "pip install x",
+     "rlinf report", "rlinf play checkpoint=x episod=3", "rlinf check env=tabeltop"],
 )  # fmt: skip
 def test_wrong_commands_are_found(line):
     with pytest.raises((AssertionError, ValueError)):

@@ -15,11 +15,13 @@ from rlinf.config.options import to_mapping
 from rlinf.config.schema import build_config
 from rlinf.manifest import build_manifest
 from rlinf.models import build_policy
+from rlinf.models.embodiment.base import sample_tokens
 from rlinf.rollout.diagnostics import NUM_ROWS, Trial, torch_checks, type_check
 from rlinf.training.checkpoint import save_checkpoint
 from rlinf.types import Observation
 
 ROLLOUT, ROWS, AGAIN = "rollout against training", "a row alone and in a batch", "the same again"
+SURPRISE, TRANSFORM = "samples are as surprising as scored", "samples are those of the random numbers"
 COMMANDS = {
     "mlp": ["experiment=tabletop_ppo_mlp"],
     "cnn": ["experiment=tabletop_ppo_cnn", "model.precision=bf16-mixed"],
@@ -30,7 +32,7 @@ COMMANDS = {
     "pi0, all steps": ["model=pi0_tiny", "env.state=proprio", "model.init_config.joint_logprob=true"],
     "hf_vla": ["model=hf_vla_tiny"],
 }
-NOT_READ = {"mlp": ["images", "instruction"], "openvla": ["state"], "openvla, bf16": ["state"], "hf_vla": ["state"]}
+NOT_READ = {"mlp": ["instruction"], "openvla": ["state"], "openvla, bf16": ["state"], "hf_vla": ["state"]}
 TOKENS = ("openvla", "openvla, bf16", "openvla_oft", "hf_vla")
 
 
@@ -97,7 +99,7 @@ def test_every_packaged_family_passes(name, capsys):
     results = [(line, "note" if " note " in line else "pass") for line in lines]
     assert all(f" {result} " in line for line, result in results)
     notes = [line for line, result in results if result == "note"]
-    assert len(notes) == len(NOT_READ.get(name, [])) + (name not in TOKENS)
+    assert len(notes) == len(NOT_READ.get(name, [])) + (name not in TOKENS) + 2 * ("pi0" in name)
     assert all(f"another row's {part} differ" in "".join(notes) for part in NOT_READ.get(name, []))
     for word in ("batch 1", "batch 4", "short prompts", "whole prompts", "sampled", "gradients"):
         assert any(word in line for line in lines)
@@ -107,7 +109,7 @@ def test_every_packaged_family_passes(name, capsys):
 
 def test_a_sound_model_passes_with_the_numbers_of_the_check(trial):
     checks = [type_check(trial), *torch_checks(trial)]
-    assert {check.passed for check in checks} == {True, None} and len(checks) == 20
+    assert {check.passed for check in checks} == {True, None} and len(checks) == 22
     assert len({check.name for check in checks}) == len(checks)
 
 
@@ -180,6 +182,27 @@ def samples_that_are_always_the_same(model):
     change(model, "predict_action_batch", wrap)
 
 
+def samples_that_are_narrower_than_scored(model):
+    def wrap(method):
+        def predict(**inputs):
+            prediction = method(**inputs)
+            mean = prediction.logits[..., 0]
+            narrow = mean + 0.6 * (prediction.sequences - mean)
+            return prediction._replace(sequences=narrow, actions=model.decode_actions(narrow))
+
+        return predict
+
+    change(model, "predict_action_batch", wrap)
+
+
+def uniforms_in_another_order(model):
+    change(
+        model, "predict_action_batch", lambda method: lambda uniforms=None, **inputs: method(
+            uniforms=None if uniforms is None else uniforms.flip(1), **inputs
+        )
+    )  # fmt: skip
+
+
 def images_without_effect(model):
     change(
         model, "_features", lambda method: lambda images, **inputs: method(images=torch.zeros_like(images), **inputs)
@@ -210,15 +233,17 @@ def no_gradients(model):
 
 
 DEFECTS = {
-    rollout_at_another_temperature: [ROLLOUT] * 5,
+    rollout_at_another_temperature: [*[ROLLOUT] * 5, TRANSFORM],
     scores_that_ignore_the_temperature: [f"{ROLLOUT}, batch 4, temperature 1.5", "log-probs at another temperature"],
     no_temperature_at_all: ["log-probs at another temperature"],
     rows_that_see_their_neighbours: [ROWS] * 4,
     padding_that_counts: [ROWS] * 4,
     values_of_the_whole_batch: [f"{ROWS}, values"],
     greedy_that_samples: [f"{ROWS}, greedy actions", f"{AGAIN}, greedy"],
-    uniforms_that_are_ignored: [f"{ROWS}, sampled actions", f"{AGAIN}, sampled"],
-    samples_that_are_always_the_same: ["other uniforms, other samples"],
+    uniforms_that_are_ignored: [f"{ROWS}, sampled actions", f"{AGAIN}, sampled", TRANSFORM],
+    samples_that_are_always_the_same: ["other uniforms, other samples", SURPRISE, TRANSFORM],
+    samples_that_are_narrower_than_scored: [SURPRISE, TRANSFORM],
+    uniforms_in_another_order: [TRANSFORM],
     images_without_effect: ["log-probs with another row's images"],
     states_without_effect: ["log-probs with another row's state"],
     words_without_effect: ["log-probs with another row's instruction"],
@@ -246,6 +271,20 @@ def test_a_rollout_at_another_temperature_is_found_in_bfloat16():
     )
     change(trial.model, "rollout_logprobs", lambda method: lambda prediction, temperature=1.0: method(prediction, 2.0))
     assert sum(name.startswith(ROLLOUT) for name in failed(trial)) >= 8
+
+
+@pytest.mark.parametrize("top_k", [None, 8])
+def test_a_sampler_that_leaves_out_unlikely_tokens_is_found_although_both_sides_score_it_alike(monkeypatch, top_k):
+    trial = make_trial("model=openvla_tiny", temperature=1.3)
+
+    def sample(logits, do_sample, temperature=1.0, uniforms=None):
+        if do_sample and top_k:
+            rank = logits.argsort(-1, descending=True).argsort(-1)
+            logits = logits.masked_fill(rank >= top_k, -torch.inf)
+        return sample_tokens(logits, do_sample, temperature, uniforms)
+
+    monkeypatch.setattr("rlinf.models.embodiment.openvla_action_model.sample_tokens", sample)
+    assert failed(trial) == ([SURPRISE, TRANSFORM] if top_k else [])
 
 
 def test_parameters_without_a_gradient_are_named_and_do_not_fail(trial):
@@ -290,7 +329,7 @@ def test_a_checkpoint_is_diagnosed_on_its_env(tmp_path, capsys):
     bounds = {"q01": [-0.05] * 2, "q99": [0.05] * 2, "mask": [True] * 2}
     model = build_policy(config, {"norm_stats": {"tabletop": {"action": bounds}}})
     with torch.no_grad():
-        model.log_std.fill_(float("nan"))
+        model.log_std.fill_(200.0)
     save_checkpoint(
         tmp_path / "rl_000001", model=model, optimizer=None, loop_state={"step": 1}, run_config=to_mapping(config),
         manifest=build_manifest(config, model, policy_version=1),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import pytest
 import torch
 import yaml
 
-from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.config.compose import compose_config
 from rlinf.config.options import public_fields
@@ -38,8 +36,6 @@ SMALL = [
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The page's files where the page says that they lie; what they register is forgotten afterwards."""
-    monkeypatch.setattr(ALGORITHMS, "_entries", dict(ALGORITHMS.entries()))
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "path" / "to").mkdir(parents=True)
     (tmp_path / "path" / "to" / "my_reinforce.py").write_text(FILE, encoding="utf-8")
@@ -47,7 +43,6 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "my_configs" / "algorithm" / "my_reinforce.yaml").write_text(YAML, encoding="utf-8")
     known = set(METRICS)
     yield tmp_path
-    sys.modules.pop("my_reinforce", None)
     for name in set(METRICS) - known:
         del METRICS[name]
 

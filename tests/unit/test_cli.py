@@ -63,6 +63,46 @@ def test_train_runs_in_one_folder_below_the_present_one(here, started, capsys):
     assert "samples" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "seed=9223372036854775808",
+            "seed is 9223372036854775808; required: at least 0 and at most 9223372036854775807",
+        ),
+        ("trainer.learning_rate=1e38", "trainer.learning_rate is 1e+38; required: at least 0 and at most 1"),
+        ("trainer.value_learning_rate=inf", "trainer.value_learning_rate is inf; required: a finite number"),
+        ("rollout.temperature=inf", "rollout.temperature is inf; required: a finite number"),
+        (f"resume={'x' * 316}", "is longer than a path may be"),
+        (f"output_dir={'x' * 316}", "is longer than a path may be"),
+    ],
+)
+def test_values_that_no_machine_can_hold_are_one_line(override, said, here, started, capsys):
+    assert main(["train", *SMALL, override]) == EXIT_USER_ERROR
+    printed = capsys.readouterr().err
+    assert said in printed and len(printed.splitlines()) == 1 and started == []
+
+
+def test_envs_by_the_million_and_the_training_split_are_told_of(here, started, capsys):
+    huge = ["rollout.num_envs=1048576", "evaluation.split=train"]
+    assert main(["train", *SMALL, *huge]) == 0
+    printed = capsys.readouterr().out
+    assert "warning: rollout.num_envs=1048576 is" in printed and "warning: evaluation.split=train" in printed
+    assert main(["train", *SMALL]) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["models"], ["train", *SMALL, "--cfg", "job"]])
+def test_a_pipe_whose_reader_is_gone_ends_without_a_traceback(words, here):
+    read, write = os.pipe()
+    os.close(read)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "rlinf", *words]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=environment, timeout=280)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (cli.EXIT_PIPE, "")
+
+
 def test_sft_starts_cloning(here, started):
     assert main(["sft", "experiment=tabletop_sft_openvla_tiny"]) == 0
     assert started[0][0] == "sft"
@@ -93,6 +133,8 @@ def test_more_ranks_than_cores_is_one_line_of_warning(here, started, capsys, mon
         ("train --max_steps 3", "Type trainer.max_steps=3 or sft.max_steps=3"),
         ("train --max-steps=3 experiment=quickstart", "Type trainer.max_steps=3 or sft.max_steps=3"),
         ("train --seed=3", "Type seed=3"),
+        ("train --lr 1e-4", "Type trainer.learning_rate=1e-4 or sft.learning_rate=1e-4"),
+        ("train lr 1e-4", "Type trainer.learning_rate=1e-4 or sft.learning_rate=1e-4"),
         ("train --trainer.max_steps=3", "Type trainer.max_steps=3"),
         ("train experiment=quickstart --dry-run", "Type e.g. trainer.max_steps=10"),
         ("train trainer.temperature=1", "Type rollout.temperature=1"),
@@ -279,12 +321,7 @@ def options_of(groups: str) -> dict[str, list[str]]:
     return found
 
 
-def test_models_shows_plugins_and_the_folder_of_the_user(here, capsys, monkeypatch):
-    from rlinf.models import MODELS
-
-    monkeypatch.setattr(MODELS, "_entries", dict(MODELS.entries()))
-    for name in ("path", "modules"):
-        monkeypatch.setattr(sys, name, type(getattr(sys, name))(getattr(sys, name)))
+def test_models_shows_plugins_and_the_folder_of_the_user(here, capsys):
     (here / "mine" / "model").mkdir(parents=True)
     (here / "mine" / "model" / "arm.yaml").write_text("model_type: arm_policy\n")
     (here / "mine" / "arm_plugin.py").write_text(

@@ -50,12 +50,12 @@ def test_resume_with_an_experiment_composes_it_afresh_and_output_dir_is_free(sav
 
 
 def test_resume_tells_every_key_that_has_changed_and_no_other(saved_run, started, capsys):
-    changed = ["rollout.num_envs=64", "trainer.learning_rate=1e-5", "env.success_bonus=2", "output_dir=elsewhere"]
+    changed = ["rollout.num_envs=32", "trainer.learning_rate=1e-5", "env.success_bonus=2", "output_dir=elsewhere"]
     assert main(["train", f"resume={saved_run}", *changed]) == 0
     saved = yaml.safe_load((saved_run / "config.yaml").read_text())
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since")] == [
         f"changed since rl_000006: env.success_bonus {saved['env']['success_bonus']} -> 2.0",
-        f"changed since rl_000006: rollout.num_envs {saved['rollout']['num_envs']} -> 64",
+        f"changed since rl_000006: rollout.num_envs {saved['rollout']['num_envs']} -> 32",
         f"changed since rl_000006: trainer.learning_rate {saved['trainer']['learning_rate']} -> 1e-05",
     ]
     assert main(["train", f"resume={saved_run}"]) == 0
@@ -72,8 +72,8 @@ def test_resume_tells_every_key_that_has_changed_and_no_other(saved_run, started
         ("train", ["env=metaworld"], 'env.name: saved "tabletop", present "metaworld"\n'),
         (
             "train",
-            ["env.cameras=[]", "env.image_size=32"],
-            'preprocessing.cameras: saved ["front"], present []\n  env.image_size: saved 64, present 32',
+            ["env.cameras=[front]", "env.image_size=32"],
+            'preprocessing.cameras: saved [], present ["front"]\n  env.image_size: saved 64, present 32',
         ),
         (
             "train",
@@ -157,7 +157,7 @@ def test_export_passes_folders_and_choice_on(saved_run, monkeypatch, here):
     calls = []
     monkeypatch.setattr(module, "export", lambda *arguments: calls.append(arguments))
     assert main(["export", f"checkpoint={saved_run}", "output=policy", "merge_lora=true"]) == 0
-    assert calls == [(saved_run, Path("policy"), True)]
+    assert calls == [(saved_run, Path("policy"), True, [])]
 
 
 def test_saved_configuration_that_is_damaged_is_a_checkpoint_error(tmp_path):

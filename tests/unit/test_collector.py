@@ -8,10 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -19,9 +16,11 @@ import pytest
 import torch
 
 from rlinf.algorithms.advantages import gae
-from rlinf.algorithms.config import GRPOConfig, PPOConfig
+from rlinf.algorithms.config import GRPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
 from rlinf.algorithms.grpo import GRPO
 from rlinf.algorithms.ppo import PPO
+from rlinf.algorithms.reinforce_pp import ReinforcePP
+from rlinf.algorithms.rloo import RLOO
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import make_env
@@ -31,9 +30,10 @@ from rlinf.models import build_policy
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
-from rlinf.training.run import Run
+from rlinf.training.config import TrainerConfig
+from rlinf.training.train_worker import TrainWorker
 from rlinf.training.trainer import replace_envs, rollout_metrics
-from rlinf.types import ActionPrediction, EpisodeSpec
+from rlinf.types import ActionPrediction
 
 FIXTURES = str(Path(__file__).parents[1] / "fixtures")
 if FIXTURES not in sys.path:
@@ -56,7 +56,7 @@ def parts():
     env.close()
 
 
-def collect(parts, *, auto_reset=True, group_size=1, num_lanes=2, attempt=0, **kwargs):
+def collect(parts, *, auto_reset=True, group_size=1, num_lanes=2, attempt=0, env_ids=None, **kwargs):
     config, env, model = parts
     sampler = EpisodeSampler(
         env.episode_specs("train"), 2, num_groups=NUM_ENVS // group_size, group_size=group_size, seed=3
@@ -66,7 +66,7 @@ def collect(parts, *, auto_reset=True, group_size=1, num_lanes=2, attempt=0, **k
         num_chunks=NUM_CHUNKS, temperature=1.0, num_lanes=num_lanes, **kwargs,
     )  # fmt: skip
     try:
-        return collector.collect(model, 7, 42, needs_values=True, attempt=attempt)
+        return collector.collect(model, 7, 42, needs_values=True, attempt=attempt, env_ids=env_ids)
     finally:
         collector.close()
 
@@ -143,21 +143,112 @@ def test_rollouts_do_not_depend_on_lanes_or_offloading(parts, change):
         torch.testing.assert_close(other.tensors()[name], tensor, atol=1e-5, rtol=1e-5, msg=name)
 
 
-def test_a_second_attempt_plays_other_episodes_and_replaces_whole_groups(parts):
+def test_a_second_attempt_plays_the_given_envs_only_and_replaces_whole_groups(parts):
     first = collect(parts, auto_reset=False, group_size=2)
-    more = collect(parts, auto_reset=False, group_size=2, attempt=1)
-    assert not set(first.group_ids[0].tolist()) & set(more.group_ids[0].tolist())
-    unwanted = torch.tensor([False, False, True, True, False, False])
-    useless = torch.tensor([True, True, False, False, False, False])
-    mixed = replace_envs(first, unwanted, more, useless)
-    expected = first.group_ids[0, [0, 1, 4, 5]].tolist() + more.group_ids[0, 2:4].tolist()
-    assert mixed.group_ids[0].tolist() == expected
+    whole = collect(parts, auto_reset=False, group_size=2, attempt=1)
+    assert not set(first.group_ids[0].tolist()) & set(whole.group_ids[0].tolist())
+    envs = torch.tensor([0, 1, 4, 5])
+    with CountedRows(parts[2]) as rows:
+        more = collect(parts, auto_reset=False, group_size=2, attempt=1, env_ids=envs.numpy())
+    assert rows.acted == len(envs) * HORIZON and len(more.episodes) == len(envs)
+    assert more.specs == {key: spec for key, spec in whole.specs.items() if key in more.episode_ids}
+    for name, tensor in whole.tensors().items():
+        torch.testing.assert_close(more.tensors()[name], tensor[:, envs], atol=1e-5, rtol=1e-5, msg=name)
+    valid = more.loss_mask.flatten().numpy()
+    np.testing.assert_allclose(
+        more.observation.state[valid], whole.select_envs(envs).observation.state[valid], atol=1e-5
+    )
+    mixed = replace_envs(first, envs, more, torch.tensor([False, False, True, True]))
+    assert mixed.group_ids[0].tolist() == first.group_ids[0, :4].tolist() + more.group_ids[0, 2:].tolist()
     states = mixed.observation.state.reshape(NUM_CHUNKS, NUM_ENVS, -1)
-    np.testing.assert_array_equal(states[:, 4], more.observation.state.reshape(NUM_CHUNKS, NUM_ENVS, -1)[:, 2])
-    # Where the new rollout has nothing better, the old groups stay, and none is lost or doubled.
-    same = replace_envs(first, unwanted, more, torch.ones(NUM_ENVS, dtype=torch.bool))
-    assert sorted(same.group_ids[0].tolist()) == sorted(first.group_ids[0].tolist())
-    np.testing.assert_array_equal(states[:, 2], first.observation.state.reshape(NUM_CHUNKS, NUM_ENVS, -1)[:, 4])
+    np.testing.assert_array_equal(states[:, 4], more.observation.state.reshape(NUM_CHUNKS, len(envs), -1)[:, 2])
+    np.testing.assert_array_equal(states[:, 1], first.observation.state.reshape(NUM_CHUNKS, NUM_ENVS, -1)[:, 1])
+    assert set(mixed.episode_ids.flatten().tolist()) <= mixed.specs.keys()
+
+
+def test_ranks_play_equal_shares_of_the_given_envs_and_count_each_once(parts):
+    """Three envs on two ranks of three envs each: the third one is played twice."""
+    envs = np.array([1, 2, 5])
+    alone = collect(parts, auto_reset=False, env_ids=envs)
+    shares = [collect(parts, auto_reset=False, env_ids=envs, rank=rank, num_ranks=2) for rank in (0, 1)]
+    assert [part.episode_ids[0].tolist() for part in shares] == [[1, 2], [5, 5]]
+    assert [len(part.episodes) for part in shares] == [2, 1]
+    torch.testing.assert_close(shares[1].rollout_logprobs[:, 1], alone.rollout_logprobs[:, 2], atol=1e-5, rtol=1e-5)
+
+
+class CountedRows:
+    """Counts the rows for which a policy acts and those that it scores, while it is open."""
+
+    def __init__(self, model):
+        self.model, self.acted, self.scored = model, 0, 0
+
+    def __enter__(self):
+        act, score = self.model.predict_action_batch, self.model.evaluate_actions
+
+        def counted_act(**inputs):
+            self.acted += len(inputs["state"]) * inputs["do_sample"]
+            return act(**inputs)
+
+        def counted_score(inputs, *arguments):
+            self.scored += len(inputs["state"])
+            return score(inputs, *arguments)
+
+        self.model.predict_action_batch, self.model.evaluate_actions = counted_act, counted_score
+        return self
+
+    def __exit__(self, *_):
+        del self.model.predict_action_batch, self.model.evaluate_actions
+
+
+def worker_of(model, rows_of_a_call=4):
+    return TrainWorker(
+        model, TrainerConfig(), temperature=1.0, micro_batch_size=4, val_micro_batch_size=rows_of_a_call,
+        precision="fp32",
+    )  # fmt: skip
+
+
+def test_episodes_that_have_ended_cost_no_row_of_the_policy(parts):
+    """All end at 5 of 11 calls. With auto-reset, all rows act to the last call: the control."""
+    model = parts[2]
+    for auto_reset, num_calls in ((False, HORIZON), (True, NUM_CHUNKS)):
+        with CountedRows(model) as rows:
+            batch = collect(parts, auto_reset=auto_reset, group_size=3)
+            logprobs, values = worker_of(model).evaluate(batch)
+        assert (rows.acted, rows.scored) == (num_calls * NUM_ENVS, num_calls * NUM_ENVS)
+        assert logprobs.shape == batch.rollout_logprobs.shape and values.shape == batch.loss_mask.shape
+        assert (logprobs[num_calls:] == 0).all() and (values[num_calls:] == 0).all()
+        difference = (logprobs - batch.rollout_logprobs)[:num_calls].abs().max()
+        assert difference < 1e-5 and logprobs[:num_calls].abs().min() > 0
+
+
+def test_what_is_valid_does_not_depend_on_the_rows_that_have_ended():
+    """Episodes that end one after the other, against a rollout in which every row acts to the end (auto-reset)."""
+    config, batches, num_rows = WalkConfig(num_processes=0, max_episode_steps=12, tasks=["far"]), [], []
+
+    class CountingWanderer(Wanderer):
+        def predict_action_batch(self, *, state, **options):
+            num_rows[-1] += len(state)
+            return super().predict_action_batch(state=state, **options)
+
+    for auto_reset in (False, True):
+        num_rows.append(0)
+        sampler = EpisodeSampler(WalkVectorEnv(config, 1, False).episode_specs("train"), 1, num_groups=32, seed=1)
+        collector = RolloutCollector(
+            lambda count, auto_reset=auto_reset: WalkVectorEnv(config, count, auto_reset), sampler, num_envs=32, num_chunks=9,
+            temperature=1.0, num_lanes=1,
+        )  # fmt: skip
+        batches.append(collector.collect(CountingWanderer(), 0, 0, needs_values=False))
+        collector.close()
+    batch, whole = batches
+    first = whole.episode_ids == whole.episode_ids[0]
+    assert (batch.loss_mask == first).all() and len(set(first.sum(0).tolist())) >= 3
+    assert num_rows == [int(first.sum()), 9 * 32]
+    for name, tensor in whole.tensors().items():
+        torch.testing.assert_close(batch.tensors()[name][first], tensor[first], msg=name)
+    rows = first.flatten().numpy()
+    for camera in config.cameras:
+        np.testing.assert_array_equal(batch.observation.images[camera][rows], whole.observation.images[camera][rows])
+    assert batch.episodes == whole.episodes
 
 
 class CountingWalk(WalkVectorEnv):
@@ -494,63 +585,16 @@ def test_a_group_of_equal_known_returns_is_resampled_as_a_whole(parts):
     assert not algorithm.unwanted_envs(batch).any()  # the env that is not known goes with its group
 
 
-def test_grpo_still_refuses_columns_of_several_episodes(parts):
+@pytest.mark.parametrize("algorithm", [GRPO(GRPOConfig()), RLOO(RLOOConfig()), ReinforcePP(ReinforcePPConfig())])
+def test_columns_of_several_episodes_are_refused_where_returns_are_those_of_whole_ones(parts, algorithm):
     with pytest.raises(ValueError, match="rollout.auto_reset=false"):
-        GRPO(GRPOConfig()).compute_advantages(collect(parts, group_size=3))
+        algorithm.compute_advantages(collect(parts, group_size=3))
 
 
-SPECS = [EpisodeSpec("s", i % 2, i // 2, 0) for i in range(20)]
-
-
-def test_ordered_init_states_visit_every_episode_once_per_lap():
-    sampler = EpisodeSampler(SPECS, 2, num_groups=5, seed=0, init_states="ordered")
-    played = [sampler.spec(step, env, 0) for step in range(4) for env in range(5)]
-    assert played == SPECS
-    assert sampler.spec(4, 0, 0) == SPECS[0]
-
-
-def test_fixed_init_states_repeat_in_every_iteration():
-    sampler = EpisodeSampler(SPECS, 2, num_groups=5, seed=0, init_states="fixed")
-    assert [sampler.spec(3, env, 0) for env in range(5)] == SPECS[:5]
-    assert sampler.spec(9, 2, 1) == SPECS[7]
-
-
-def test_random_init_states_balance_tasks_and_depend_on_the_seed():
-    sampler = EpisodeSampler(SPECS, 2, num_groups=6, seed=0)
-    played = [sampler.spec(step, env, 0) for step in range(50) for env in range(6)]
-    assert sum(spec.task_id for spec in played) == len(played) / 2
-    assert len(set(played)) == len(SPECS)
-    other = EpisodeSampler(SPECS, 2, num_groups=6, seed=1)
-    assert played != [other.spec(step, env, 0) for step in range(50) for env in range(6)]
-
-
-def test_in_a_training_run_lanes_and_ranks_share_the_cores_and_no_worker_outlives_an_evaluation(
-    parts, tmp_path, monkeypatch
-):
-    config, _, _ = parts
-    config = replace(config, env=WalkConfig(max_episode_steps=2))
-    config.rollout.num_envs, config.rollout.num_lanes, config.rollout.group_size = 64, 2, 1
-    config.evaluation.num_episodes, config.evaluation.greedy = 2, False
-    monkeypatch.setattr("rlinf.envs.config.num_cores", lambda: 12)
-    monkeypatch.setattr("rlinf.training.run.world_size", lambda: 2)
-    monkeypatch.setattr(
-        "rlinf.training.run.make_env", lambda env, count, auto_reset: WalkVectorEnv(env, count, auto_reset)
-    )
-    env = WalkVectorEnv(replace(config.env, num_processes=1), 2, False)
-    run = SimpleNamespace(
-        config=config, eval_env=env, folder=tmp_path, worker=SimpleNamespace(autocast=nullcontext),
-        sync=SimpleNamespace(rollout_model=Wanderer()), state=SimpleNamespace(policy_version=0),
-        _manifest=lambda version: SimpleNamespace(save=lambda folder: None), progress=SimpleNamespace(note=print),
-        stop_signal=SimpleNamespace(at_once=nullcontext),
-    )  # fmt: skip
-    collector = Run._collector(run)
-    for lane in collector.lanes:
-        lane.env.reset()
-        assert len(lane.env.worker_processes()) == 12 // 2 // 2
-    collector.close()
-    for run.is_writer in (True, False):
-        env.reset()
-        assert len(env.worker_processes()) == 1
-        assert (Run.evaluate(run, "step_000001") is not None) == run.is_writer
-        assert not env.worker_processes()
-    env.close()
+def test_a_lost_simulator_leaves_nothing_to_compare_in_a_group_of_two_and_no_return_to_go(parts):
+    batch = collect_with_losses(parts, {2: [0]}, auto_reset=False, group_size=2)
+    batch.action_rewards[0, 1] = 7.0
+    for algorithm, dropped in ((ReinforcePP(ReinforcePPConfig()), [0]), (RLOO(RLOOConfig()), [0, 1])):
+        algorithm.compute_advantages(batch)
+        assert not batch.loss_mask[:, dropped].any() and not batch.advantages[:, dropped].any()
+        assert batch.loss_mask[0, 1] == (1 not in dropped)

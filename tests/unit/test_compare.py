@@ -219,12 +219,23 @@ def test_other_worlds_are_refused_and_can_be_allowed(tmp_path, changes, field):
 
 def test_folders_without_result_or_manifest_say_what_to_type(tmp_path):
     a = written(tmp_path / "a", result_of(A), manifest())
+    written(tmp_path / "broken_off" / "eval" / "step_000010", result_of(B), None)
+    with pytest.raises(CheckpointError, match="holds no result.json.*eval/step_000010"):
+        compare_folders(a, tmp_path / "broken_off")
     bare = written(tmp_path / "run" / "eval" / "after_rl", result_of(B), None)
-    with pytest.raises(CheckpointError, match="holds no result.json.*eval/after_rl"):
-        compare_folders(a, tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"after_rl has no manifest.json.*allow_mismatch=\[conditions\]"):
         compare_folders(a, bare)
     assert "not known" in compare_folders(a, bare, ["conditions"]).mismatches[0]
+
+
+def test_a_run_is_compared_by_the_evaluation_with_which_it_ended(tmp_path):
+    for tag, outcomes in (("before_rl", A), ("after_sft", A), ("after_rl", B)):
+        written(tmp_path / "second" / "eval" / tag, result_of(outcomes), manifest())
+    written(tmp_path / "cloned" / "eval" / "after_sft", result_of(A), manifest())
+    (tmp_path / "latest").symlink_to("second")
+    found = compare_folders(tmp_path / "cloned", tmp_path / "latest")
+    assert found.total == Pairs(3, 1, 3, 1)
+    assert (found.a, found.b) == (str(tmp_path / "cloned/eval/after_sft"), str(tmp_path / "second/eval/after_rl"))
 
 
 def test_command_prints_the_table(tmp_path, capsys):

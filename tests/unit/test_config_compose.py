@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rlinf.algorithms.config import GRPOConfig, PPOConfig
+from rlinf.algorithms.config import GRPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
 from rlinf.config.compose import compose_config, compose_on_saved, normalize_overrides
 from rlinf.config.options import from_mapping, public_fields, to_mapping
 from rlinf.config.schema import RunConfig, build_config, section_class
@@ -75,6 +75,10 @@ def test_choosing_an_algorithm_brings_its_dataclass_and_its_rollout():
     assert type(ppo.algorithm) is PPOConfig and ppo.rollout.group_size == 1 and ppo.rollout.auto_reset
     assert type(grpo.algorithm) is GRPOConfig and grpo.rollout.group_size >= 2 and not grpo.rollout.auto_reset
     assert build("algorithm=grpo", "rollout=default").rollout.group_size == 1
+    rloo, reinforce_pp = build("algorithm=rloo"), build("algorithm=reinforce_pp")
+    assert type(rloo.algorithm) is RLOOConfig and rloo.rollout == grpo.rollout
+    assert type(reinforce_pp.algorithm) is ReinforcePPConfig
+    assert reinforce_pp.rollout == replace(ppo.rollout, auto_reset=False)
 
 
 def test_seed_template_holds_the_fourteen_keys_as_they_stand():
@@ -144,7 +148,27 @@ def test_seed_template_is_accepted_once_its_model_is_registered_and_given_weight
         ("algorithm.adam_eps=1", ["no key 'algorithm.adam_eps'. Type trainer.adam_eps=1"]),
         ("evalution.num_episodes=7", ["no key 'evalution'. Type evaluation.num_episodes=7"]),
         ("qqq.seed=3", ["no key 'qqq'. Type seed=3"]),
-        ("generation.top_k=1", ["no key 'generation'. Did you mean 'evaluation'? Known: algorithm"]),
+        ("generation.top_k=1", ["no key 'generation'. Known: algorithm"]),
+        ("trainer.zzz=1", ["no key 'trainer.zzz'. Known: adam_beta1"]),
+        ("lr=1e-3", ["no key 'lr'. Type trainer.learning_rate=0.001 or sft.learning_rate=0.001"]),
+        ("model.lr=1", ["no key 'model.lr'. Type trainer.learning_rate=1 or sft.learning_rate=1"]),
+        ("task=push", ["no key 'task'. Type 'env.tasks=[push]'"]),
+        ("tasks=push", ["no key 'tasks'. Type 'env.tasks=[push]'"]),
+        ("steps=5", ["no key 'steps'. Type trainer.max_steps=5 or sft.max_steps=5"]),
+        ("sft.num_steps=5", ["Did you mean 'max_steps'?", "Type sft.max_steps=5"]),
+        ("epochs=3", ["no key 'epochs'. Type trainer.max_steps=3 or sft.max_steps=3 or algorithm.update_epochs=3"]),
+        ("batch_size=8", ["no key 'batch_size'. Type sft.batch_size=8 or trainer.minibatch_size=8"]),
+        ("trainer.batch_size=8", ["Did you mean 'minibatch_size'?", "Type trainer.minibatch_size=8"]),
+        ("envs=4", ["no key 'envs'. Type rollout.num_envs=4 or collect.num_envs=4 or evaluation.num_envs=4"]),
+        ("random_seed=4", ["no key 'random_seed'. Did you mean 'seed'?", "Type seed=4"]),
+        ("gpus=2", ["no key 'gpus'. Type cluster.num_processes=2"]),
+        ("max_step=3", ["no key 'max_step'. Type trainer.max_steps=3 or sft.max_steps=3"]),
+        ("algorithm=PPO", ["Did you mean 'ppo'? Type algorithm=ppo"]),
+        ("env=push", ["no env 'push'. It is a task of tabletop. Type env=tabletop 'env.tasks=[push]'"]),
+        ("env=reach-v3", ["no env 'reach-v3'. It is a task of metaworld. Type env=metaworld 'env.tasks=[reach-v3]'"]),
+        ("env=zzz", ["no env 'zzz'. Known: gymnasium"]),
+        ("algorithm.name=grpo", ["algorithm.name is 'grpo', with the settings of ppo", "Type algorithm=grpo"]),
+        ("env.name=gymnasium", ["env.name is 'gymnasium', with the settings of tabletop", "Type env=gymnasium"]),
         ("env.task=push", ["Type env.tasks=push"]),
         ("env.tasks=push", ["env.tasks is 'push'", "Type e.g. 'env.tasks=[push]'"]),
     ],
@@ -204,22 +228,8 @@ def test_unknown_key_inside_an_experiment_file_is_refused(tmp_path):
         build("experiment=mine", config_dir=str(tmp_path))
 
 
-@pytest.fixture
-def loaded_modules(monkeypatch):
-    """Forget what a test imported, and the folders from which it did."""
-    import sys
+def test_plugin_file_registers_an_env_with_its_own_keys(tmp_path, monkeypatch):
 
-    before = set(sys.modules)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
-
-
-def test_plugin_file_registers_an_env_with_its_own_keys(tmp_path, monkeypatch, loaded_modules):
-    from rlinf.envs import ENVS
-
-    monkeypatch.setattr(ENVS, "_entries", dict(ENVS.entries()))
     (tmp_path / "windy_env.py").write_text(
         "from dataclasses import dataclass\n"
         "from rlinf.config.options import option\n"
@@ -245,7 +255,7 @@ def test_plugin_file_registers_an_env_with_its_own_keys(tmp_path, monkeypatch, l
         assert pool.apply(to_mapping, (config,))["env"]["wind_m_s"] == 2.0
 
 
-def test_plugin_file_named_like_another_module_is_refused(tmp_path, loaded_modules):
+def test_plugin_file_named_like_another_module_is_refused(tmp_path):
     (tmp_path / "json.py").write_text("")
     with pytest.raises(ConfigError, match="Rename your file, e.g. my_json.py"):
         build(f"plugins=[{tmp_path / 'json.py'}]")
@@ -258,10 +268,28 @@ def test_plugin_that_does_not_exist_is_named():
         build("plugins=[no_such_file.py]")
 
 
-def test_error_inside_a_plugin_is_not_hidden(tmp_path, loaded_modules):
+def test_error_inside_a_plugin_is_not_hidden(tmp_path):
     (tmp_path / "broken.py").write_text("import a_package_that_is_not_there\n")
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
         build(f"plugins=[{tmp_path / 'broken.py'}]")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cameras"),
+    [
+        (["model=mlp", "env=tabletop"], []),
+        (["model=mlp", "env=metaworld"], []),
+        (["model=openvla_tiny", "env=tabletop"], ["front"]),
+        (["model=openvla_tiny", "env=libero_spatial"], ["agentview"]),
+        (["model=cnn", "model.init_config.num_images_in_input=2", "env=libero_spatial"], ["agentview", "wrist"]),
+        (["model=hf_vla_tiny", "env=libero_spatial"], ["agentview", "wrist"]),
+        (["model=mlp", "env=tabletop", "env.cameras=[side]"], ["side"]),
+        (["model=mlp", "env=libero_spatial", "dataset=new"], ["agentview", "wrist"]),
+        (["model=openvla_tiny", "model.model_path=nowhere", "env=tabletop"], ["front"]),
+    ],
+)
+def test_cameras_follow_from_what_the_model_reads_unless_they_are_given(overrides, cameras):
+    assert build(*overrides).env.cameras == cameras
 
 
 def saved_run() -> dict:
@@ -301,7 +329,8 @@ def packaged_groups() -> list:
 def test_group_yaml_lists_every_public_field_and_defaults_equal_the_dataclass(path):
     section = path.parent.name
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    values.pop("defaults", None)
+    if "default" in values.pop("defaults", []):  # what it does not say is said there
+        values = yaml.safe_load((path.parent / "default.yaml").read_text(encoding="utf-8")) | values
     registered = section in ("env", "algorithm")
     cls = section_class(section, values["name"]) if registered else type(getattr(RunConfig(), section))
     expected = to_mapping(cls())

@@ -40,6 +40,8 @@ CASES = {
     "one env and two halves": (["rollout.num_envs=1", "trainer.minibatch_size=16"], "1 env per rank"),
     "grpo without groups": (["algorithm=grpo", "rollout=default"], "rollout.group_size=1"),
     "grpo with auto-reset": (["algorithm=grpo", "rollout.auto_reset=true"], "rollout.auto_reset=true"),
+    "rloo without groups": (["algorithm=rloo", "rollout=episodes"], "rollout.group_size=1"),
+    "parts of episodes": (["algorithm=reinforce_pp", "rollout=default"], "rollout.auto_reset=true"),
     "ppo without values": (["model.value_head=false"], "model.value_head=false"),
     "action advantages, chunk ratio": (["algorithm.advantage_level=action", "algorithm.logprob_level=chunk"], "logprob_level=chunk"),
     "action advantages without values": (["algorithm=grpo", "algorithm.advantage_level=action"], "one advantage per episode"),
@@ -96,6 +98,31 @@ def test_contradiction_is_refused_and_the_suggested_override_mends_it(name, tmp_
     for words in mending:
         words = [re.sub(r"<folder.*", str(tmp_path), word) for word in words if "=" in word]
         assert validate(build(*overrides, *words)), (message, words)
+
+
+def test_observations_that_the_ranks_cannot_all_gather_are_refused(monkeypatch):
+    """64 envs x 16 calls of a picture of 64 pixels (and its state), gathered and joined on each of two ranks."""
+    envs = ["rollout.num_envs=64", "rollout.num_chunks=16", "trainer.minibatch_size=64"]
+    config = build(*envs, "cluster.num_processes=2")
+    row = 3 * 64**2 + 4 * ENVS.get("tabletop").state_width(config.env)
+    needed = 2 * 3 * 64 * 16 * row
+    monkeypatch.setattr("rlinf.memory.main_memory_bytes", lambda: needed)
+    validate(config)
+    monkeypatch.setattr("rlinf.memory.main_memory_bytes", lambda: needed - 1)
+    validate(build(*envs))  # one process gathers nothing
+    with pytest.raises(
+        ConfigError, match="gathers the observations of all ranks, 64 envs x 16.*Type rollout.num_envs=62"
+    ):
+        validate(config)
+    validate(build(*envs, "cluster.num_processes=2", "rollout.num_envs=60"))
+
+
+def test_a_command_of_another_launcher_is_refused_for_every_command(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for command in ("train", "sft", "evaluate", "diagnose"):
+        with pytest.raises(ConfigError, match="RANK=3, WORLD_SIZE=8"):
+            validate(build("sft.max_steps=10"), command)
 
 
 def test_a_good_configuration_passes_for_every_command():

@@ -19,6 +19,7 @@ from rlinf.envs import ENVS
 from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import MissingDependencyError
 from rlinf.models import get_model
+from rlinf.models.master_adamw import MasterAdamW
 
 EXPERIMENT = "experiment=tabletop_ppo_mlp"
 
@@ -69,6 +70,13 @@ def test_experiment_that_cannot_run_exits_with_1_and_its_reason(renders, capsys)
     assert main(["doctor", EXPERIMENT, "trainer.minibatch_size=100"]) == 1
     assert "minibatches of 100" in capsys.readouterr().out
     assert main(["doctor", "experiment=quickstrat"]) == 1
+
+
+def test_models_of_a_plugin_are_listed(renders, tmp_path, capsys):
+    plugin = tmp_path / "arm_plugin.py"
+    plugin.write_text("from rlinf.models import register_model\nregister_model('arm_policy', model='arm:Arm')\n")
+    main(["doctor", "env=tabletop", f"plugins=[{plugin}]"])
+    assert f"arm_policy (from {plugin})" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_env_alone_is_checked_without_a_model(registered, renders, capsys):
@@ -179,14 +187,21 @@ def test_memory_estimate_counts_what_torch_allocates(how):
     estimate = estimate_memory(config)
     model = get_model(config.model)
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW([p for p in parameters if p.requires_grad])
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    trained = [p for p in parameters if p.requires_grad]
+    optimizer = MasterAdamW(trained)
+    for _ in range(2):  # the second micro-batch's gradients come while the sum of the first is kept
+        optimizer.gather_gradients()
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+    copies = [master for p, master in zip(trained, optimizer.masters, strict=True) if master is not p]
+    gradients = {id(t): t.grad for t in (*trained, *optimizer.masters) if t.grad is not None}
+    num_bytes = size(gradients.values())
     optimizer.step()
     moments = [tensor for state in optimizer.state.values() for name, tensor in state.items() if name != "step"]
     assert estimate.num_parameters == sum(p.numel() for p in parameters)
     assert estimate.weights == size(parameters)
-    assert estimate.gradients == size(p.grad for p in parameters if p.grad is not None)
+    assert estimate.masters == size(copies) and (estimate.masters > 0) == ("model.precision=bf16" in how)
+    assert estimate.gradients == num_bytes
     assert estimate.optimizer == size(moments)
     assert estimate.rollout_weights == estimate.reference_weights == 0
 
@@ -255,8 +270,14 @@ def test_a_seven_billion_parameter_model_is_counted_without_being_built(public_o
     source = ["experiment=openvla_tabletop_lora", f"model.model_path={public_openvla}"]
     full, adapted = (estimate_memory(build(*source, f"model.is_lora={lora}")) for lora in ("false", "true"))
     assert 7.4e9 < full.num_parameters < 7.7e9
-    assert full.weights == 2 * full.num_parameters, "bfloat16"
-    assert full.gradients == full.optimizer / 2 == 2 * full.num_trainable
+    head = (full.weights - 2 * full.num_parameters) / 2  # its weights have 4 bytes
+    assert head == 4096 * 512 + 512 + 512 * 128 + 128 + 128
+    assert full.optimizer == 8 * full.num_trainable and full.masters == 4 * (full.num_trainable - head)
+    assert full.gradients == 6 * (full.num_trainable - head) + 4 * head, "in bfloat16, and summed in float32"
+    shards = estimate_memory(build(*source, "model.is_lora=false", "cluster.num_processes=2"))
+    assert shards.masters == 0 and shards.gradients == 2 * full.num_trainable
+    assert shards.weights == 2 * full.num_trainable + (full.num_parameters - full.num_trainable)
+    assert shards.rollout_weights == full.weights
     hidden, inner, layers, rank = 4096, 11008, 32, 32
     language = layers * rank * (4 * 2 * hidden + 3 * (hidden + inner))
     assert language < adapted.num_trainable < 2 * language, "the rest: vision towers, projector, value head"

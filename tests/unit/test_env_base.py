@@ -5,12 +5,13 @@ import sys
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 
 from rlinf.envs import ENVS, make_env, register_env
 from rlinf.envs.base import SimulatorStep, VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.episodes import EVAL_INIT_STATE_OFFSET, EpisodeList
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, NonFiniteError
 from rlinf.types import EpisodeSpec, Observation
 
 
@@ -215,7 +216,15 @@ def test_task_filter_keeps_the_suites_order():
         (lambda: build().expert_actions(), "no scripted expert"),
         (lambda: build().render_frames([0], 64), "cannot draw"),
         (lambda: make_env(EnvConfig(name="tabletpo"), 1, auto_reset=True), "Did you mean 'tabletop'"),
-        (lambda: make_env(EnvConfig(name="tabletop"), 1, auto_reset=True), "needs a TabletopConfig"),
+        (
+            lambda: make_env(EnvConfig(name="tabletop"), 1, auto_reset=True),
+            "required: a TabletopConfig. Type TabletopConfig",
+        ),
+        (
+            lambda: make_env(OmegaConf.create({"name": "tabletop"}), 1, auto_reset=True),
+            r"got a DictConfig; required: an EnvConfig\. Type build_config\(<composed configuration>\)\.env",
+        ),
+        (lambda: make_env("tabletop", 1, auto_reset=True), "got a str; required: an EnvConfig"),
     ],
 )
 def test_mistakes_are_named(call, words):
@@ -279,3 +288,51 @@ def test_registered_env_is_made_by_name():
 def test_importing_the_package_imports_no_simulator():
     code = "import rlinf.envs, sys; print({'mujoco', 'torch', 'gymnasium'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("where", "words"), [
+    ("first state", "env 1, task 'two', .*init_state_id=7.*, env step 0: number 0 of the state .from 0. is"),
+    ("state", "env 1, task 'two', .*init_state_id=7.*, env step 2: number 0 of the state .from 0. is"),
+    ("reward", "env 1, task 'two', .*init_state_id=7.*, env step 2: the reward of action 1 of its chunk .from 0. is"),
+])  # fmt: skip
+def test_rewards_and_states_that_are_not_finite_are_refused_by_env_task_and_step(where, words, value):
+    env = build(reward_mode="shaped")
+    observe, step = env._observe, env._step_envs
+
+    def broken_observe(ids):
+        seen = observe(ids)
+        if where == "first state" or (where == "state" and env.counts[1] == 2):
+            seen.state[ids == 1] = value
+        return seen
+
+    def broken_step(ids, actions):
+        taken = step(ids, actions)
+        taken.dense_reward[(ids == 1) & (env.counts[ids] == 2) & (where == "reward")] = value
+        return taken
+
+    env._observe, env._step_envs = broken_observe, broken_step
+    episodes = {"episodes": [spec(5), spec(7, task_id=1)]}
+    with pytest.raises(NonFiniteError, match=f"env.name=.*{words} {value}"):
+        env.reset(options=episodes)
+        env.chunk_step(np.zeros((2, 2, 1)))
+    env._observe, env._step_envs = observe, step  # control
+    env.reset(options=episodes)
+    assert np.isfinite(env.chunk_step(np.zeros((2, 2, 1))).rewards).all()
+
+
+@pytest.mark.parametrize(("images", "state", "words"), [
+    ({"front": np.full((2, 8, 8, 3), 0.5)}, np.float32, r"Images of 'front' are float64 .* must be uint8 \[2, height, width, 3\]"),
+    ({"front": np.ones((2, 8, 8, 3), bool)}, np.float32, "Images of 'front' are bool"),
+    ({"front": np.zeros((2, 8, 8, 4), np.uint8)}, np.float32, r"Images of 'front' are uint8 \(2, 8, 8, 4\)"),
+    ({}, np.float64, r"`state` is float64 \(2, 1\); it must be float32 \[2, 1\]"),
+    ({"front": np.zeros((2, 8, 8, 3), np.uint8)}, np.float32, None),
+])  # fmt: skip
+def test_images_and_states_of_another_number_format_are_refused(images, state, words):
+    env = build()
+    env._observe = lambda ids: Observation(images, env.counts[ids][:, None].astype(state), ["count"] * len(ids))
+    if words is None:
+        env.reset()
+        return
+    with pytest.raises(ConfigError, match=words):
+        env.reset()

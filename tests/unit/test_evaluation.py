@@ -1,6 +1,8 @@
 """Evaluation: intervals by hand, and results that depend on the policy and the list of episodes only."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -183,6 +185,37 @@ def test_no_episode_is_started_twice_to_fill_rows(tmp_path):
     assert result.videos and env.num_episodes == 11 + 3 + len(result.videos)
 
 
+def test_ranks_together_return_what_one_process_returns(tmp_path):
+    """Three threads in the place of ranks, with different numbers of envs; the videos are shared out, too."""
+    specs, policy, num_ranks = specs_of(31), BinPolicy().eval(), 3
+    options = {"greedy": False, "seed": 3, "num_videos_per_task": 3, "video_size": 32}
+    alone = evaluate_policy(policy, NumberLineEnv(8), specs, video_folder=tmp_path / "videos", **options)
+    barrier, made = threading.Barrier(num_ranks), [None] * num_ranks
+    envs = [NumberLineEnv(num_envs) for num_envs in (2, 5, 16)]
+
+    def evaluate(rank):
+        def together(part):
+            made[rank] = part()
+            barrier.wait()
+            everything = list(made)
+            barrier.wait()
+            return everything
+
+        folder = tmp_path / "ranks" / "videos"
+        shared = {"rank": rank, "num_ranks": num_ranks, "together": together}
+        return evaluate_policy(policy, envs[rank], specs, video_folder=folder, **options, **shared)
+
+    with ThreadPoolExecutor(num_ranks) as ranks:
+        results = list(ranks.map(evaluate, range(num_ranks)))
+    assert len(alone.videos) == 6 and [env.num_episodes for env in envs] == [
+        len(specs[rank::3]) + len(alone.videos[rank::3]) for rank in range(3)
+    ]
+    for result in results:
+        assert replace(result, wall_s=0) == replace(alone, wall_s=0)
+    for video in alone.videos:
+        assert (tmp_path / video["path"]).read_bytes() == (tmp_path / "ranks" / video["path"]).read_bytes()
+
+
 LOSSES = {0: [0], 1: [0, 3], 2: [3, 5], 3: [1, 2, 4], 7: [6], 9: [5]}
 
 
@@ -286,6 +319,19 @@ def test_prompts_of_different_lengths_are_never_in_one_call(greedy):
     results = [evaluate_policy(policy, NumberLineEnv(n), specs, greedy=greedy).results for n in (1, 7, 45)]
     assert results[0] == results[1] == results[2]
     assert set(policy.widths) == {len(task) for task in TASKS} and set(policy.row_counts) == {NUM_ROWS}
+
+
+def test_a_call_of_the_policy_preprocesses_once_and_as_many_rows():
+    """Not row by row, which costs more than the policy itself where images are decoded and resized."""
+
+    class Watched(PromptPolicy):
+        def preprocess(self, observation):
+            preprocessed.append(len(observation))
+            return super().preprocess(observation)
+
+    policy, preprocessed = Watched(), []
+    evaluate_policy(policy, NumberLineEnv(40), specs_of(45))
+    assert preprocessed == policy.row_counts and len(preprocessed) > 10
 
 
 @pytest.mark.parametrize("was_training", [True, False])

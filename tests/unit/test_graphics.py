@@ -29,26 +29,33 @@ def fresh(monkeypatch):
         (" 1", [0, 1], "1"),
         ("3", [0, 1], None),
         ("GPU-0a1b", [0, 1], None),
+        ("GPU-b7,GPU-c0", [None, 1, 0], "1"),
         ("", [0, 1], None),
-        (None, [0, 1], None),
+        (None, [None, 1, 0], "2"),
+        (None, [None], None),
+        ("-1", [0, 1], None),
+        ("MIG-0a1b", [0, 1], None),
     ],
 )
 def test_the_first_visible_gpu_is_found_among_the_devices_of_egl(visible, numbers, expected):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert graphics.egl_device(environment, numbers) == expected
-    assert graphics.egl_device({**environment, "MUJOCO_EGL_DEVICE_ID": "0"}, numbers) is None, (
+    names = ["GPU-a5f0", "GPU-b7c1"]
+    assert graphics.egl_device(environment, numbers, names) == expected
+    assert graphics.egl_device({**environment, "MUJOCO_EGL_DEVICE_ID": "0"}, numbers, names) is None, (
         "the user's choice stands"
     )
 
 
 def test_the_egl_device_is_set_for_egl_alone_and_only_where_gpus_are_chosen(monkeypatch):
     monkeypatch.setattr(graphics, "list_egl_devices", lambda: [None, 5, 4])
+    monkeypatch.setattr(graphics, "NVIDIA_DEVICES", "/no/such/device*")
     monkeypatch.delenv("MUJOCO_EGL_DEVICE_ID", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     assert graphics._environment_of("egl") == {
         "MUJOCO_GL": "egl",
         "PYOPENGL_PLATFORM": "egl",
         "MUJOCO_EGL_DEVICE_ID": "2",
+        "RLINF_CHOSEN_EGL_DEVICE_ID": "2",
     }
     assert graphics._environment_of("osmesa") == {"MUJOCO_GL": "osmesa", "PYOPENGL_PLATFORM": "osmesa"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from rlinf.config.compatibility import check_evaluation
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.envs import graphics, make_env
+from rlinf.envs import graphics, gymnasium_env, make_env
 from rlinf.envs.checker import check_env
 from rlinf.envs.gymnasium_env import (
     GymnasiumConfig,
@@ -109,8 +110,9 @@ def walk_module(tmp_path_factory):
     (folder / "walk_for_tests.py").write_text(MODULE)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
+        importlib.import_module("walk_for_tests")
         yield
-    sys.modules.pop("walk_for_tests", None)  # so that tests which come back to this file on this worker register again
+    sys.modules.pop("walk_for_tests")  # so that tests which come back to this file on this worker register again
     for name in [name for name, spec in gymnasium.registry.items() if "walk_for_tests" in str(spec.entry_point)]:
         gymnasium.registry.pop(name, None)
 
@@ -293,6 +295,21 @@ def test_pictures_are_stretched_to_a_square():
     observation, _ = env.reset()
     assert observation.images["render"].shape == (1, 20, 20, 3) and (observation.images["render"] == 100).all()
     assert env.render_frames([0], 48).shape == (1, 48, 48, 3)
+
+
+@pytest.mark.parametrize(("kind", "found"), [
+    ("float", "float64 .* from 0 to 0.5"), ("bool", "bool"), ("int", "int64 .* from 100 to 100"), ("rgba", r"uint8 \(30, 40, 4\)"),
+])  # fmt: skip
+def test_pictures_of_another_number_format_are_refused_before_a_run(monkeypatch, walk_module, kind, found):
+    pictures = {
+        "float": np.linspace(0.0, 0.5, 3600).reshape(30, 40, 3), "bool": np.ones((30, 40, 3), bool),
+        "int": np.full((30, 40, 3), 100), "rgba": np.full((30, 40, 4), 100, np.uint8),
+    }  # fmt: skip
+    monkeypatch.setattr("walk_for_tests.Walk.render", lambda self: pictures[kind])
+    gymnasium_env._draw_once.cache_clear()
+    with pytest.raises(ConfigError, match=f"env.id=.* draws pictures of {found}.*required: uint8.*type env.cameras"):
+        build(cameras=["render"], image_size=20)
+    gymnasium_env._draw_once.cache_clear()
 
 
 @pytest.mark.parametrize(

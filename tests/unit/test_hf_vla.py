@@ -235,7 +235,7 @@ def test_gradient_checkpointing_changes_memory_only(zoo, family):
 def test_half_precision_changes_rounding_only(zoo):
     model, half = zoo.policy("llava"), build(zoo.folder("llava"), precision="bf16")
     prediction = half.predict_action_batch(**half.preprocess(observe()), do_sample=False)
-    assert {p.dtype for p in half.parameters()} == {torch.bfloat16} and prediction.values.dtype == torch.float32
+    assert {p.dtype for p in half.vlm.parameters()} == {torch.bfloat16} and prediction.values.dtype == torch.float32
     exact = model.evaluate_actions(model.preprocess(observe()), prediction.sequences).logprobs
     scored = half.evaluate_actions(half.preprocess(observe()), prediction.sequences)
     assert scored.logprobs.dtype == torch.float32 and 1e-5 < largest_gap(scored.logprobs, exact) < 0.3
@@ -327,6 +327,8 @@ def test_a_model_from_random_weights_needs_no_folder(tmp_path):
         < 1e-5
     )
     assert prediction.logits.std() > 0.1, "random weights should tell observations apart"
+    positions = model.vlm.model.vision_tower.embeddings.position_embeddings
+    assert positions.std().item() == pytest.approx(1.0, rel=0.1), "and patches"
     model.save_pretrained(tmp_path)
     again = build_policy({"model": {"model_type": "hf_vla", "model_path": str(tmp_path), "action_token_len": 2}})
     loaded = again.predict_action_batch(**again.preprocess(observation), do_sample=False)

@@ -22,7 +22,7 @@ from rlinf.manifest import (
     package_versions,
     verify_files,
 )  # fmt: skip
-from rlinf.training.model_files import weights_digest
+from rlinf.models.base_weights import weights_digest
 
 STATISTICS = {"action": {"q01": [-0.05, -0.05], "q99": [0.05, 0.05], "mask": [True, True]}}
 

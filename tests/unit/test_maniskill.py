@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 from importlib.util import find_spec
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from rlinf.envs import graphics, make_env, maniskill_scene
 from rlinf.envs.checker import check_env
@@ -254,3 +256,89 @@ def test_a_missing_package_is_named_with_its_installation(monkeypatch):
     monkeypatch.setattr(maniskill_scene, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="'mani_skill' is missing.*setup.sh --sims"):
         make_env(ManiSkillConfig(), 1, auto_reset=False)
+
+
+class MadeUpScenes:
+    """ManiSkill's own seeding and order of a reset around a made-up task of many rows, which PhysX would want a GPU for."""
+
+    def __init__(self, num_envs):
+        from mani_skill.envs.sapien_env import BaseEnv
+
+        self.num_envs, self.device, self._batched_rng_backend = num_envs, torch.device("cpu"), "numpy:random_state"
+        self.agent, self.gpu_sim_enabled, self._enhanced_determinism = None, False, False
+        self.reconfiguration_freq, self._reconfig_counter, self._elapsed_steps = 0, 0, torch.zeros(num_envs)
+        self._main_seed, self._batched_episode_rng, self._last_obs = None, None, None
+        self.scene = SimpleNamespace(_reset_mask=torch.ones(num_envs, dtype=torch.bool))
+        self.place, self.num_resets = torch.zeros(num_envs, 3), 0
+        for name in ("_set_main_rng", "_set_episode_rng"):
+            setattr(self, name, MethodType(getattr(BaseEnv, name), self))
+        self._reset = MethodType(BaseEnv.reset, self)
+        self.get_info, self.get_obs, self._clear_sim_state = dict, lambda info: self.place.clone(), lambda: None
+
+    def reset(self, **arguments):
+        self.num_resets += 1
+        return self._reset(**arguments)
+
+    def _initialize_episode(self, env_idx, options):
+        """Draw as ManiSkill's tasks do: from torch for all rows at once, from the row's generator, and from the first one's."""
+        drawn = [torch.rand(len(env_idx)), self._batched_episode_rng[env_idx].uniform(), self._episode_rng.uniform()]
+        values = torch.stack([torch.as_tensor(each).float().expand(len(env_idx)) for each in drawn], dim=1)
+        assert int(self.scene._reset_mask.sum()) == len(env_idx)
+        self.place[self.scene._reset_mask] = values  # as ``set_pose`` does
+
+
+def test_rows_that_are_reset_together_begin_as_each_of_them_alone():
+    """One call of ManiSkill, and rows that are not reset stay; without our change a row's draw depends on its neighbours."""
+    pytest.importorskip("mani_skill")
+    seeds = {row: 100 + row for row in range(8)}
+    alone = MadeUpScenes(8)
+    for row, seed in seeds.items():  # one row after the other, as a reset of one row is
+        alone.reset(seed=[seed] * 8, options={"env_idx": torch.tensor([row])})
+    scene = maniskill_scene.Scene.__new__(maniskill_scene.Scene)
+    scene._env, scene._num_envs, scene._on_cpu = MadeUpScenes(8), 8, False
+    scene._state, scene._seeds = np.zeros((8, 3)), maniskill_scene.draw_each_row_by_its_seed(scene._env)
+    scene.reset(np.array([5, 1, 6]), [105, 101, 106])
+    chosen = torch.tensor([1, 5, 6])
+    assert torch.equal(scene._env.place[chosen], alone.place[chosen]) and scene._env.num_resets == 1
+    assert (scene._env.place[[0, 2, 3, 4, 7]] == 0).all()
+    np.testing.assert_array_equal(scene._state, scene._env.place.numpy())
+    scene.reset(np.arange(8), list(seeds.values()))
+    assert torch.equal(scene._env.place, alone.place) and scene._env.num_resets == 2
+    plain = MadeUpScenes(8)
+    plain.reset(seed=list(seeds.values()), options={"env_idx": torch.arange(8)})
+    assert not torch.equal(plain.place, alone.place), "a control"
+
+
+def test_offloading_frees_the_simulation_and_the_next_reset_builds_another(monkeypatch):
+    made = []
+
+    class Counted:
+        def __init__(self, *arguments):
+            made.append(self)
+            self.closed, self.resets = False, []
+
+        def reset(self, rows, seeds):
+            self.resets.append((rows.tolist(), len(seeds)))
+
+        def images(self, rows):
+            return {}
+
+        def state(self, rows):
+            return np.zeros((len(rows), 25), np.float32)
+
+        def close(self):
+            self.closed = True
+
+    monkeypatch.setattr("rlinf.envs.maniskill_gpu.Scene", Counted)
+    monkeypatch.setattr("rlinf.envs.maniskill_gpu.choose_vulkan", lambda device: device)
+    monkeypatch.setattr(maniskill_scene, "find_spec", lambda name: name)
+    config = ManiSkillGpuConfig(tasks=["PushCube-v1"], cameras=[])
+    env = make_env(config, 3, auto_reset=False)
+    for _ in range(2):
+        env.reset(options={"episodes": [spec_of(2), None, spec_of(7)]})
+        env.offload()
+        assert made[-1].closed and made[-1].resets == [([0, 2], 2)]
+        with pytest.raises(ConfigError, match="call reset"):
+            env.chunk_step(np.zeros((3, 1, env.action_dim)))
+    assert len(made) == 2 and env.on_gpu
+    env.close()

@@ -168,9 +168,11 @@ def test_junk_precision_is_refused(junk):
         torch_dtype_from_precision(junk)
 
 
-def test_precision_is_the_dtype_of_the_weights():
-    section = {"model_type": "mlp", "init_config": {"state_dim": 3}}
-    assert {p.dtype for p in get_model(section | {"precision": "bf16"}).parameters()} == {torch.bfloat16}
+def test_precision_is_the_dtype_of_the_weights_but_for_heads():
+    section = {"model_type": "cnn", "init_config": {"image_size": 64}}
+    for name, parameter in get_model(section | {"precision": "bf16"}).named_parameters():
+        is_head = name.split(".")[0] in ("policy", "value_head")
+        assert parameter.dtype == (torch.float32 if is_head else torch.bfloat16), name
     assert {p.dtype for p in get_model(section | {"precision": "bf16-mixed"}).parameters()} == {torch.float32}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +12,11 @@ import torch
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import ParityError
-from rlinf.rollout.parity import accepted_gap, check_parity
+from rlinf.rollout.parity import ParityGate, accepted_gap, check_parity
 
 
-def batch(rollout, trainer, executed=None, valid=None):
-    """Two policy calls of one env, two actions of two tokens each."""
+def batch(rollout, trainer, executed=None, valid=None, values=None):
+    """Two policy calls of one env, two actions of two tokens each; ``values``: the rollout's and the trainer's, two each."""
     return SimpleNamespace(
         rollout_logprobs=torch.tensor(rollout).view(2, 1, 4),
         old_logprobs=torch.tensor(trainer).view(2, 1, 4),
@@ -24,6 +25,8 @@ def batch(rollout, trainer, executed=None, valid=None):
         episode_ids=torch.tensor([[4], [9]]),
         specs={4: "episode four", 9: "episode nine"},
         observation=SimpleNamespace(instruction=["first", "second"]),
+        rollout_values=None if values is None else torch.tensor(values[0]).view(2, 1),
+        values=None if values is None else torch.tensor(values[1]).view(2, 1),
     )
 
 
@@ -34,7 +37,8 @@ RATIOS = [math.exp(0.1), math.exp(-0.2), 1.0, math.exp(0.5)]
 
 
 def test_gaps_and_ratios_by_hand():
-    metrics = check_parity(batch(ROLLOUT, TRAINER), step=0, max_gap=1.0)
+    metrics, fault = check_parity(batch(ROLLOUT, TRAINER), step=0, max_gap=1.0)
+    assert fault is None
     assert metrics == pytest.approx({
         "rollout/logprob_gap_mean": sum(GAPS) / 8,
         "rollout/logprob_gap_max": 0.5,
@@ -45,7 +49,8 @@ def test_gaps_and_ratios_by_hand():
 
 
 def test_actions_that_were_not_executed_or_do_not_count_are_left_out():
-    only_first = check_parity(batch(ROLLOUT, TRAINER, executed=[True, False, True, True], valid=[True, False]), 0, 1.0)
+    cut = batch(ROLLOUT, TRAINER, executed=[True, False, True, True], valid=[True, False])
+    only_first, _ = check_parity(cut, 0, 1.0)
     assert only_first == pytest.approx({
         "rollout/logprob_gap_mean": 0.05,
         "rollout/logprob_gap_max": 0.1,
@@ -55,26 +60,93 @@ def test_actions_that_were_not_executed_or_do_not_count_are_left_out():
     })  # fmt: skip
 
 
-def test_a_large_gap_stops_the_first_step_of_a_process_only_and_names_the_worst_sample():
+def test_a_gap_is_accepted_up_to_the_limit_and_the_sentence_names_the_worst_sample():
     different = batch(ROLLOUT, TRAINER)
-    with pytest.raises(
-        ParityError,
-        match=r"differ by 0.5 at step 0 .*at most 0.1.*call 1 of env 0, episode nine.*'second'.*parity_max_gap=1$",
-    ):
-        check_parity(different, step=0, max_gap=0.1)
-    assert check_parity(different, step=1, max_gap=0.1)["rollout/logprob_gap_max"] == pytest.approx(0.5)
-    with pytest.raises(ParityError, match="at step 3"):
-        check_parity(different, step=3, max_gap=0.1, first_step=3)
-    assert check_parity(different, step=0, max_gap=0.1, first_step=3)["rollout/logprob_gap_max"] == pytest.approx(0.5)
+    _, fault = check_parity(different, step=3, max_gap=0.1)
+    assert re.search(
+        r"log-probabilities differ by 0.5 at step 3 .*at most 0.1.*call 1 of env 0, episode nine.*'second'.*parity_max_gap=1$",
+        fault,
+    )
+    assert check_parity(different, step=3, max_gap=0.5)[1] is None
+    assert "at most 0.49" in check_parity(different, step=3, max_gap=0.49)[1]
 
 
 def test_in_16_bits_the_mean_counts_and_not_a_single_gap():
     rounded = [-1.0, -1.0, -2.0, -2.0, -1.0, -1.0, -3.0, -2.7]
-    exp_mean = check_parity(batch(ROLLOUT, rounded), step=0, max_gap=None)["rollout/logprob_gap_exp_mean"]
-    assert exp_mean == pytest.approx((7 + math.exp(0.3)) / 8) and exp_mean < 1.05
-    with pytest.raises(ParityError, match=r"mean exp\|difference\| 1.12\); at most a mean exp\|difference\| of 1.05"):
-        check_parity(batch(ROLLOUT, TRAINER), step=0, max_gap=None)
-    check_parity(batch(ROLLOUT, TRAINER), step=1, max_gap=None)
+    metrics, fault = check_parity(batch(ROLLOUT, rounded), step=0, max_gap=None)
+    exp_mean = metrics["rollout/logprob_gap_exp_mean"]
+    assert exp_mean == pytest.approx((7 + math.exp(0.3)) / 8) and exp_mean < 1.05 and fault is None
+    _, fault = check_parity(batch(ROLLOUT, TRAINER), step=0, max_gap=None)
+    assert re.search(r"mean exp\|difference\| 1.12\); at most a mean exp\|difference\| of 1.05", fault)
+
+
+@pytest.mark.parametrize(("values", "valid", "expected"), [
+    (([0.5, -0.25], [0.5, -0.25]), None, 0.0),
+    (([0.5, -0.25], [0.5, -0.05]), None, 0.2),  # all values are below 1
+    (([0.5, -8.0], [0.5, -10.0]), None, 0.2),  # in shares of the trainer's largest
+    (([0.5, -8.0], [0.9, -10.0]), [True, False], 0.4),
+])  # fmt: skip
+def test_values_are_compared_in_shares_of_the_largest(values, valid, expected):
+    metrics, fault = check_parity(batch(ROLLOUT, ROLLOUT, valid=valid, values=values), step=2, max_gap=0.1)
+    assert metrics["rollout/value_gap_max"] == pytest.approx(expected, abs=1e-6)
+    if expected == 0.0:
+        assert fault is None
+    else:
+        assert "values differ by" in fault and "trainer.parity_max_gap=" in fault
+    exp_mean = math.exp(expected) if valid else (1 + math.exp(expected)) / 2
+    in_16_bits = check_parity(batch(ROLLOUT, ROLLOUT, valid=valid, values=values), step=2, max_gap=None)[1]
+    assert (in_16_bits is not None) == (exp_mean > 1.05)
+
+
+@pytest.mark.parametrize(("rollout", "trainer", "accepted"), [
+    ([-4.0], [-4.015], False),  # probabilities: the limit is 0.01
+    ([3.0], [2.985], True),  # a density of e^3 = 20: the limit is 0.2
+    ([3.0], [2.7], False),
+    ([-4.0], [9.0], False),  # one side alone is so dense
+])  # fmt: skip
+def test_gaps_of_densities_count_in_shares_of_the_largest(rollout, trainer, accepted):
+    rest = [-1.0] * 7
+    _, fault = check_parity(batch(rollout + rest, trainer + rest), step=0, max_gap=0.01)
+    assert (fault is None) == accepted
+
+
+def test_log_probabilities_are_named_before_values():
+    assert "log-probabilities" in check_parity(batch(ROLLOUT, TRAINER, values=([0.0, 0.0], [1.0, 1.0])), 0, 0.1)[1]
+
+
+def test_in_float32_the_gate_stops_at_any_step():
+    gate = ParityGate(0.1, always_stops=True)
+    assert gate.check(batch(ROLLOUT, ROLLOUT), 0)["rollout/parity_exceeded"] == 0.0
+    with pytest.raises(ParityError, match="at step 1 .*parity_max_gap=1$"):
+        gate.check(batch(ROLLOUT, TRAINER), 1)
+    gate.policy_was_updated()
+    gate.check(batch(ROLLOUT, ROLLOUT), 2)
+    with pytest.raises(ParityError, match="at step 9 .* They agreed until the weights were updated"):
+        gate.check(batch(ROLLOUT, TRAINER), 9)
+
+
+def test_in_16_bits_the_gate_stops_at_the_first_step_and_after_the_first_update_and_warns_once_later(caplog):
+    def rounding_gate():
+        return ParityGate(None, always_stops=False)
+
+    with pytest.raises(ParityError, match="at step 4"):  # the first of this process, which goes on with a run
+        rounding_gate().check(batch(ROLLOUT, TRAINER), 4)
+    gate = rounding_gate()
+    gate.check(batch(ROLLOUT, ROLLOUT), 0)
+    gate.policy_was_updated()
+    with pytest.raises(ParityError, match="at step 1 .*agreed until"):
+        gate.check(batch(ROLLOUT, TRAINER), 1)
+    gate = rounding_gate()
+    gate.check(batch(ROLLOUT, ROLLOUT), 0)  # the critic warms up: nothing was updated that these numbers show
+    assert gate.check(batch(ROLLOUT, TRAINER), 1)["rollout/parity_exceeded"] == 1.0
+    gate.policy_was_updated()
+    gate.check(batch(ROLLOUT, ROLLOUT), 2)
+    gate.policy_was_updated()
+    for step in (3, 4):
+        assert gate.check(batch(ROLLOUT, TRAINER), step)["rollout/parity_exceeded"] == 1.0
+    assert gate.check(batch(ROLLOUT, ROLLOUT), 5)["rollout/parity_exceeded"] == 0.0
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1 and "differ by 0.5 at step 1" in warnings[0] and "goes on" in warnings[0]
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [
@@ -93,3 +165,20 @@ def test_the_limit_follows_from_the_number_formats_of_both_sides(overrides, expe
 def test_a_log_probability_that_is_not_finite_stops_any_step(value):
     with pytest.raises(ParityError, match="call 0 of env 0, episode four.*or temperatures.$"):  # no limit would do
         check_parity(batch(ROLLOUT, [value, *TRAINER[1:]]), step=7, max_gap=1.0)
+    with pytest.raises(ParityError, match="values differ by.*call 1 of env 0, episode nine.*or temperatures.$"):
+        check_parity(batch(ROLLOUT, ROLLOUT, values=([0.0, value], [0.0, 0.0])), step=7, max_gap=1.0)
+
+
+@pytest.mark.parametrize(("max_gap", "kl", "stops"), [
+    (1e-3, 9e-5, False), (1e-3, 2e-4, True), (1e-3, float("nan"), True), (0.2, 0.03, False), (0.2, 0.05, True), (None, 9.0, False),
+])  # fmt: skip
+def test_the_first_minibatch_of_an_iteration_has_not_moved_yet(max_gap, kl, stops):
+    gate = ParityGate(max_gap, always_stops=max_gap is not None)
+    gate.check_first_update({"loss": 1.0}, 3)
+    if not stops:
+        gate.check_first_update({"approx_kl": kl}, 3)
+        return
+    with pytest.raises(
+        ParityError, match=rf"first minibatch of step 3 .*approx_kl is {kl:.3g}.*trainer.parity_max_gap="
+    ):
+        gate.check_first_update({"approx_kl": kl}, 3)

@@ -71,7 +71,7 @@ def test_a_file_system_without_locks_will_do_and_one_that_fails_will_not(tmp_pat
     def flock(file, operation):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("rlinf.evaluation.partial.fcntl.flock", flock)
+    monkeypatch.setattr("rlinf.files.fcntl.flock", flock)
     with nullcontext() if number != errno.EIO else pytest.raises(OSError, match="Input/output"):
         PartialResults(tmp_path, {})._file.close()
     assert ("is not locked" in caplog.text) == (number != errno.EIO)

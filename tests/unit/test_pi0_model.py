@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy, get_model, get_model_config_and_processor
+from rlinf.models.embodiment.modules.gemma_expert import AdaRMSNorm
 from rlinf.models.embodiment.pi0_action_model import Pi0ForRLActionPrediction
 from rlinf.models.embodiment.pi0_config import Pi0Config
-from rlinf.models.embodiment.pi0_processing import StatisticsNormalizer, discretize_state, resize_with_pad
+from rlinf.models.embodiment.pi0_processing import StatisticsNormalizer
 from rlinf.models.lora import apply_lora
 from rlinf.types import Observation
 
@@ -85,6 +86,23 @@ def observe(num_rows=4, seed=0, size=16):
 
 def uniforms_for(model, num_rows=4, seed=1):
     return torch.rand(num_rows, model.num_uniforms, generator=torch.Generator().manual_seed(seed)).clamp_min(1e-6)
+
+
+def test_positions_and_tokens_of_random_weights_come_out_with_deviation_1():
+    model = make(move=False)
+    positions = model.vision_tower.embeddings.position_embedding.weight
+    tokens = model.language_model.embed_tokens.weight * model.config.hidden_size**0.5
+    assert positions.std().item() == pytest.approx(1.0, rel=0.3) and tokens.std().item() == pytest.approx(1.0, rel=0.1)
+
+
+@kinds
+def test_random_weights_begin_with_small_values_and_adaptive_norms_at_zero(pi05):
+    model = make(pi05, move=False)
+    norms = [module.dense for module in model.modules() if isinstance(module, AdaRMSNorm)]
+    assert bool(norms) == pi05
+    assert all(not norm.weight.any() and not norm.bias.any() for norm in norms)
+    last = model.value_head.mlp[-1]
+    assert last.weight.std().item() == pytest.approx(0.02, rel=0.6) and not last.bias.any()
 
 
 # -- acting and scoring ------------------------------------------------------------------------------------------
@@ -325,27 +343,6 @@ def test_normalisation_by_hand():
     assert torch.equal(StatisticsNormalizer(padded, 3, True, "action").normalize(x), quantiles.normalize(x))
     for each in (quantiles, moments, masked):
         torch.testing.assert_close(each.unnormalize(each.normalize(x)).float(), x)
-
-
-def test_images_keep_their_aspect_between_black_borders():
-    images = torch.full((1, 3, 10, 20), 200, dtype=torch.uint8)
-    resized = resize_with_pad(images, 16)
-    assert resized.shape == (1, 3, 16, 16)
-    assert (resized[:, :, 4:12] == 200).all() and not resized[:, :, :4].any() and not resized[:, :, 12:].any()
-    assert resize_with_pad(resized, 16) is resized
-
-
-def test_prompts_of_both_kinds():
-    processor = make().processor
-    ids, mask = processor.encode(["reach the_red\nblock ", "push"])
-    text = processor.tokenizer.encode("reach the red block", add_special_tokens=False)
-    newline = processor.tokenizer.encode("\n", add_special_tokens=False)
-    assert ids[0].tolist() == [processor.tokenizer.bos_token_id, *text, *newline]
-    assert mask[0].all() and not mask[1].all() and mask[1, 0]
-    assert discretize_state(np.array([-1.5, -1.0, 0.0, 0.999, 2.0])).tolist() == [-1, 0, 128, 255, 255]
-    ids, _ = processor.encode(["push"], np.array([[0.0, -1.0]]))
-    text = processor.tokenizer.encode("Task: push, State: 128 0;\nAction: ", add_special_tokens=False)
-    assert ids[0].tolist() == [processor.tokenizer.bos_token_id, *text]
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Where the action statistics of a policy come from when no checkpoint of ours brings them."""
+"""Where the action statistics of a policy come from when no checkpoint of ours brings them; and weights that are not finite."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
+from rlinf.errors import CheckpointError
+from rlinf.models import build_policy
+from rlinf.models.config import LoraConfig
+from rlinf.models.lora import save_adapter
 from rlinf.training.policy_loading import statistics_of_env
 
 STATISTICS = {"action": {"q01": [-1.0, -1.0], "q99": [1.0, 1.0]}}
@@ -21,8 +27,8 @@ class Env:
         return STATISTICS
 
 
-def config_of(**model) -> RunConfig:
-    config = build_config(compose_config(["model=mlp", "env=tabletop"]))
+def config_of(policy: str = "mlp", **model) -> RunConfig:
+    config = build_config(compose_config([f"model={policy}", "env=tabletop"]))
     return replace(config, model=replace(config.model, **model))
 
 
@@ -39,3 +45,47 @@ def test_a_folder_keeps_its_own_unless_it_is_adapted_to_the_env(tmp_path, unnorm
     (tmp_path / "config.json").write_text(json.dumps(settings))
     found = statistics_of_env(config_of(model_path=str(tmp_path), init_config={}, unnorm_key=unnorm_key), Env())
     assert found == ({"norm_stats": {"tabletop": STATISTICS}} if taken else None)
+
+
+def poison(file, part, value) -> str:
+    """Write ``value`` into one number of the first tensor of ``file`` whose name has ``part``; returns its name."""
+    tensors = load_file(file)
+    name = next(name for name in sorted(tensors) if part in name)
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    return name
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+@pytest.mark.parametrize(("file", "part"), [
+    ("model.safetensors", "policy.2.weight"),
+    ("adapter_model.safetensors", "policy.0.lora_B"),
+    ("trained_in_full.safetensors", "value_head.0"),
+])  # fmt: skip
+def test_weights_that_are_not_finite_are_refused_by_name_in_any_folder(tmp_path, file, part, value):
+    statistics = {"norm_stats": {"tabletop": STATISTICS}}
+    base, adapters = tmp_path / "base", tmp_path / "adapters"
+    build_policy(config_of(), statistics).save_pretrained(base)
+    loaded = {"model_path": str(base), "init_config": {}}
+    lora = {"is_lora": True, "lora": LoraConfig(rank=2)}
+    save_adapter(build_policy(config_of(**loaded, **lora)), adapters)
+    model = config_of(**loaded, **lora, lora_path=str(adapters))
+    build_policy(model)  # control
+    folder = base if file == "model.safetensors" else adapters
+    name = poison(folder / file, part, value)
+    with pytest.raises(
+        CheckpointError, match=rf"{folder}.*' holds weights that are not finite: '{name}' has {value} \(1 of"
+    ):
+        build_policy(model)
+
+
+def test_weights_beyond_the_range_of_16_bits_are_refused(tmp_path):
+    model = build_policy(config_of("cnn"), {"norm_stats": {"tabletop": STATISTICS}})
+    with torch.no_grad():
+        model.words.weight[0, 0] = 1e6
+    model.save_pretrained(tmp_path)
+    loaded = {"policy": "cnn", "model_path": str(tmp_path), "init_config": {}}
+    build_policy(config_of(**loaded))
+    build_policy(config_of(**loaded, precision="bf16"))
+    with pytest.raises(CheckpointError, match="'words.weight' has inf"):
+        build_policy(config_of(**loaded, precision="fp16"))

@@ -47,6 +47,20 @@ def test_a_changed_simulator_is_noticed(monkeypatch, change):
     assert [line for line in lines if re.search(words, line)], lines
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [{}, [], {"num_actions": 12}, {"num_actions": 12, "episodes": [{}]}, {"num_actions": 12, "episodes": 3}],
+)
+def test_a_damaged_probe_is_one_line(monkeypatch, damaged):
+    present = probed(monkeypatch)
+    for saved, now in ((damaged, present), (present, damaged)):
+        (line,) = drift(saved, now)
+        assert "a probe cannot be read" in line
+    broken = json.loads(json.dumps(present))
+    broken["episodes"][0]["start"]["images"]["front"] |= {"sha256": "0", "thumbnail": "no digits"}
+    assert "a probe cannot be read" in drift(broken, present)[0]
+
+
 def test_an_unchanged_simulator_is_not(monkeypatch):
     before = probed(monkeypatch, cameras=["front", "wrist"])
     assert before["episodes"][0]["start"]["images"].keys() == {"front", "wrist"}

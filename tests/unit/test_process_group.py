@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -79,6 +80,12 @@ def test_collectives_on_the_cpu_run_in_one_thread():
     process_group.launch(assert_one_worker_thread, None, 2, "cpu")
 
 
+def test_on_gpus_only_what_lies_there_goes_over_nccl():
+    backends = dist.BackendConfig(dist.Backend(process_group.backend_of("cuda"))).get_device_backend_map()
+    assert backends == {"cpu": process_group.GLOO, "cuda": "nccl"}
+    assert process_group.backend_of("cpu") == process_group.GLOO
+
+
 class NotStarted(Exception):
     """Instead of processes."""
 
@@ -113,3 +120,28 @@ def test_a_rank_that_waits_elsewhere_is_ended_and_not_taken_for_the_cause(monkey
     with pytest.raises(process_group.RankError, match="^Rank 1 failed"):
         process_group.launch(fail_and_let_the_other_wait, None, 2, "cpu")
     assert not multiprocessing.active_children()
+
+
+def wait_for_a_rank_that_does_not_come(_argument) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    if process_group.rank() == 1:
+        time.sleep(600)
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
+def test_a_rank_that_waits_too_long_names_the_key_that_makes_it_wait_longer(monkeypatch):
+    monkeypatch.setattr(process_group, "GRACE_S", 0.1)
+    with pytest.raises(
+        process_group.RankError, match="^Rank 0 failed. It waited 7200 s.*type cluster.timeout_s=<more>"
+    ):
+        process_group.launch(wait_for_a_rank_that_does_not_come, None, 2, "cpu", timeout_s=7200.0)
+
+
+def assert_all_see_the_largest(_argument) -> None:
+    assert process_group.max_over_ranks(3.0 - process_group.rank()) == 3.0
+    assert process_group.gather_objects({"rank": process_group.rank()}) == [{"rank": 0}, {"rank": 1}]
+
+
+def test_the_largest_number_and_all_objects_reach_every_rank():
+    process_group.launch(assert_all_see_the_largest, None, 2, "cpu")
+    assert process_group.max_over_ranks(5) == 5 and process_group.gather_objects("x") == ["x"]

@@ -16,6 +16,7 @@ JSONL = TrackingConfig(tensorboard=False, wandb=False)
 
 PINNED = """
 rollout/success_rate rollout/return_mean rollout/episode_len rollout/zero_variance_group_fraction
+rollout/parity_exceeded rollout/value_gap_max
 rollout/logprob_gap_mean rollout/logprob_gap_max rollout/logprob_gap_exp_mean rollout/importance_ratio_mean rollout/importance_ratio_max rollout/num_episodes
 rollout/lost_episodes rollout/env_steps_total train/loss train/policy_loss train/value_loss train/entropy train/approx_kl
 train/clip_fraction train/explained_variance train/grad_norm train/learning_rate train/kl_to_reference
@@ -97,6 +98,67 @@ def test_a_line_cut_by_a_crash_is_left_out(tmp_path):
     with Tracker(tmp_path, JSONL, {}, run_id=tracker.run_id, resume_step=1) as resumed:
         resumed.log(1, {"train/loss": 1.0})
     assert steps_of(tmp_path) == [("rl", 0), ("rl", 1)]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b"{not json}", b'"text"', b"[1, 2]", b"\xff\xfe\x00", b'{"step": 1}', b'{"step": "1", "phase": "rl", "time_s": 0.1}',
+     b'{"step": 1, "phase": "??", "time_s": 0.1}', b'{"step": 1, "phase": "rl", "time_s": "x"}', b"\x00\x00\x00"],
+)  # fmt: skip
+def test_damaged_lines_neither_block_a_resume_nor_are_lost(tmp_path, caplog, damaged):
+    with Tracker(tmp_path, JSONL, {}) as tracker:
+        for step in range(3):
+            tracker.log(step, {"train/loss": 1.0})
+    lines = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([lines[0], damaged, *lines[1:]]))
+    assert steps_of(tmp_path) == [("rl", 0), ("rl", 1), ("rl", 2)] and "1 damaged lines are left out" in caplog.text
+    caplog.clear()
+    for _ in range(2):
+        with Tracker(tmp_path, JSONL, {}, run_id=tracker.run_id, resume_step=3):
+            pass
+    assert steps_of(tmp_path) == [("rl", 0), ("rl", 1), ("rl", 2)]
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == damaged + b"\n"
+    assert len(caplog.records) == 1 and "moved to metrics.damaged.jsonl" in caplog.text
+
+
+def test_a_full_disk_names_the_file_of_metrics(tmp_path):
+    with Tracker(tmp_path, JSONL, {}) as tracker:
+        tracker._file.close()
+        tracker._file = open("/dev/full", "w")
+        with pytest.raises(OSError, match=r"No space left on device \(.* MiB free\): '.*metrics.jsonl'"):
+            tracker.log(0, {"train/loss": 1.0})
+        with pytest.raises(OSError, match="No space"):
+            tracker._file.close()
+
+
+def test_weights_and_biases_that_refuse_the_key_do_not_end_the_run(tmp_path, monkeypatch, caplog):
+    class Refusing(FakeWandb):
+        class errors:
+            class Error(Exception):
+                pass
+
+        def init(self, **arguments):
+            raise self.errors.Error("WANDB_API_KEY invalid:\nAPI key must have 40+ characters")
+
+    monkeypatch.setitem(__import__("sys").modules, "wandb", Refusing())
+    monkeypatch.setenv("WANDB_API_KEY", "wrong")
+    with Tracker(tmp_path, TrackingConfig(tensorboard=False, wandb=True), {}) as tracker:
+        tracker.log(0, {"train/loss": 1.0})
+    assert steps_of(tmp_path) == [("rl", 0)]
+    (record,) = caplog.records
+    assert (
+        "WANDB_API_KEY invalid: API key must have" in record.getMessage()
+        and "tracking.wandb=false" in record.getMessage()
+    )
+
+
+def test_the_real_wandb_refuses_a_key_with_the_error_that_is_caught(tmp_path, monkeypatch, caplog):
+    pytest.importorskip("wandb", reason="wandb is an optional extra (pip install wandb)")
+    monkeypatch.setenv("WANDB_API_KEY", "wrong")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with Tracker(tmp_path, TrackingConfig(tensorboard=False, wandb=True), {}) as tracker:
+        tracker.log(0, {"train/loss": 1.0})
+    assert steps_of(tmp_path) == [("rl", 0)] and "the run goes on without it" in caplog.text
 
 
 def test_tensorboard_holds_the_same_numbers(tmp_path):

@@ -70,7 +70,9 @@ def faults(tmp_path, monkeypatch):
 
 @pytest.fixture
 def engine(faults):
-    engine = VllmEngine(SimpleNamespace(model="good", num_threads=1, settings_key="vllm_cfg"), timeout_s=280.0)
+    engine = VllmEngine(
+        SimpleNamespace(model="good", num_threads=1, num_gpus=1, settings_key="vllm_cfg"), timeout_s=280.0
+    )
     yield engine
     engine.close()
     assert engine.pid is None
@@ -155,7 +157,7 @@ def test_a_process_that_does_not_answer_is_ended_and_tells_where_it_was(engine, 
 
 
 def test_refused_settings_end_the_process_and_are_the_users(faults):
-    engine = VllmEngine(SimpleNamespace(model="bad", num_threads=1))
+    engine = VllmEngine(SimpleNamespace(model="bad", num_threads=1, num_gpus=1, settings_key="vllm_cfg"))
     with pytest.raises(ConfigError, match="no such setting"):
         engine.start()
     assert engine.pid is None and not any((faults / "temporary").iterdir())

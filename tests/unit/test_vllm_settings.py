@@ -470,5 +470,6 @@ def test_parameters_that_vllm_leaves_as_they_are_are_named():
         get_model=lambda: model, model_config=SimpleNamespace(quantization=None),
         reload_weights=lambda weights_iterator: model.load_weights(weights_iterator),
     )  # fmt: skip
-    assert reload_weights(worker, list(model.state_dict().items())) == ["bias"]
+    names = SimpleNamespace(read=dict)  # the handle is the tensors
+    assert reload_weights(worker, model.state_dict(), names) == ["bias"]
     assert model.load_weights(model.state_dict().items()) == {"weight"}, "the model has its own method again"

@@ -99,7 +99,11 @@ class TabletopVectorEnv(VectorEnv):
         self._zones[index] = layout.zones
         self._shown[index] = ~np.isnan(np.concatenate([layout.blocks, layout.zones])[:, 0])
         self._instructions[index] = family.instruction(layout)
-        self._to_go[index] = family.distance_to_go(self._scene(np.array([index])))[0]
+
+    def _reset_envs(self, ids: np.ndarray, specs: Sequence[EpisodeSpec]) -> None:
+        super()._reset_envs(ids, specs)
+        for rows, family in self._by_family(ids):
+            self._to_go[ids[rows]] = family.distance_to_go(self._scene(ids[rows]))
 
     def _step_envs(self, ids: np.ndarray, actions: np.ndarray) -> SimulatorStep:
         self._simulator.step(ids, actions)

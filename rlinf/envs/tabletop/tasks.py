@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -256,18 +257,18 @@ def straight(way: np.ndarray) -> np.ndarray:
 
 def _spread(generator: np.random.Generator, count: int) -> np.ndarray:
     """Draw ``[count, 2]`` points in the workspace, each at least ``MIN_DISTANCE_M`` from the others."""
-    while True:
-        points = np.empty((count, 2))
-        for placed in range(count):
-            for _ in range(50):
-                point = generator.uniform(-WORKSPACE_M, WORKSPACE_M, 2)
-                if placed == 0 or norm(points[:placed] - point).min() >= MIN_DISTANCE_M:
-                    points[placed] = point
-                    break
-            else:
-                break
-        else:
-            return points
+    points: list[tuple[float, float]] = []
+    tries = 0
+    while len(points) < count:
+        if tries == 50:  # the points so far leave no room
+            points, tries = [], 0
+        # Plain floats: for a handful of points an array operation costs more than the arithmetic.
+        x, y = generator.uniform(-WORKSPACE_M, WORKSPACE_M, 2).tolist()
+        tries += 1
+        if all(math.sqrt((a - x) * (a - x) + (b - y) * (b - y)) >= MIN_DISTANCE_M for a, b in points):
+            points.append((x, y))
+            tries = 0
+    return np.array(points)
 
 
 def _segment_distance(points: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +34,8 @@ class ActionModel:
             their own.
         lora_exclude_modules: Regular expression of modules that never get an adapter, because no gradient reaches them.
         processor: Prompts and images to tensors; set by ``build_policy``.
+        predicts_values: ``ActionPrediction.values`` are what ``evaluate_actions`` gives for the same sample.
+        float32_modules: First parts of the names of modules that stay float32 under ``model.precision=bf16``: heads.
         vllm_twin: ``module:Class`` that tells vLLM how to run the model (see ``OpenVLATwin``); None: it cannot.
     """
 
@@ -40,12 +43,23 @@ class ActionModel:
     lora_target_modules: ClassVar[tuple[str, ...] | str] = ()
     trained_in_full: ClassVar[tuple[str, ...]] = ("value_head",)
     lora_exclude_modules: ClassVar[str | None] = None
+    predicts_values: ClassVar[bool] = True
+    float32_modules: ClassVar[tuple[str, ...]] = ("value_head",)
     vllm_twin: ClassVar[str | None] = None
     processor: Any = None
+    _supports_sdpa: ClassVar[bool] = True  # transformers refuses the default kernel to a class that does not say so
     action_dim: int
     action_chunks_len: int = 1
     value_head: nn.Module | None
     detach_value: bool
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Under this name transformers looks for what it must not round while it loads a folder.
+        name = "_keep_in_fp32_modules_strict"
+        bases = [base for base in cls.__mro__ if not issubclass(base, ActionModel)]
+        inherited = {part for base in bases for part in vars(base).get(name) or ()}
+        setattr(cls, name, inherited | set(cls.float32_modules))
 
     @property
     def num_logprobs(self) -> int:
@@ -76,6 +90,14 @@ class ActionModel:
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Turn an observation of ``B`` envs into tensors on the model's device, the keyword arguments of the two below."""
         raise NotImplementedError(f"{type(self).__name__} does not implement preprocess")
+
+    def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
+        """Return one value per row, equal only for rows whose prompts are equally long.
+
+        The evaluation preprocesses and plays such rows together, so that none is padded because of another. Without an override
+        they are the rows of one instruction; a model that puts the state into its prompt must override it.
+        """
+        return observation.instruction
 
     @abstractmethod
     def predict_action_batch(
@@ -148,7 +170,8 @@ class ActionModel:
         """Values float32 ``[B]`` of hidden states ``[B, H]``."""
         if self.value_head is None:
             return hidden_states.new_zeros(len(hidden_states), dtype=torch.float32)
-        return self.value_head(hidden_states.detach() if self.detach_value else hidden_states)
+        inputs = hidden_states.detach() if self.detach_value else hidden_states
+        return self.value_head(inputs.to(next(self.value_head.parameters()).dtype))
 
 
 def check_hidden_size(given: int | None, found: int) -> None:
@@ -169,7 +192,9 @@ def draw_uniforms(*shape: int, device: torch.device | None = None) -> Tensor:
     return torch.rand(shape, device=device).clamp_min_(torch.finfo(torch.float32).tiny)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, temperature: float = 1.0, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities and entropy of categorical action tokens: the one function of rollout and training.
 
     ``log softmax(logits / temperature)`` in float32, over the last axis, which holds the action bins only.
@@ -178,14 +203,14 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
         logits: ``[..., n_bins]``, action columns already sliced.
         tokens: int64 ``[...]``, indices into the last axis.
         temperature: Positive.
+        with_entropy: The entropy is wanted; it takes two more arrays of the size of ``logits``.
 
     Returns:
-        float32 log-probabilities ``[...]`` and entropies ``[...]`` in nats.
+        float32 log-probabilities ``[...]``, and entropies ``[...]`` in nats or None.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return chosen, entropy
+    return chosen, -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
 
 
 def sample_tokens(logits: Tensor, do_sample: bool, temperature: float = 1.0, uniforms: Tensor | None = None) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import logging as python_logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,8 +18,14 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rlinf.errors import CheckpointError
+from rlinf.files import write_text
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.models.loading import check_fit, checkpoint_folder, read_json
+from rlinf.models.loading import check_fit, checkpoint_folder, read_json, without_load_report
+
+logger = python_logging.getLogger("rlinf")
+
+POLICY_FILE = "policy.json"
+"""Arguments of the constructor that the public config.json does not hold, in folders that we saved."""
 
 
 class CheckpointPolicy(ActionModel, PreTrainedModel):
@@ -77,7 +85,7 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
         Args:
             pretrained_model_name_or_path: Folder or hub id.
             *args: Passed to the constructor.
-            **kwargs: As in transformers; arguments of the constructor among them.
+            **kwargs: As in transformers; arguments of the constructor among them, which a folder that we saved has, too.
 
         Raises:
             CheckpointError: A weight is missing, unexpected or of another shape (only the heads may be absent as a whole;
@@ -89,18 +97,25 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
         if not isinstance(config, cls.config_class):
             config = cls.config_class.from_pretrained(config or folder)
         parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]  # without self and config
+        saved = read_json(folder / POLICY_FILE) if (folder / POLICY_FILE).is_file() else {}
+        for each in parameters[len(args) :]:
+            if each.name in saved:
+                kwargs.setdefault(each.name, saved[each.name])
         arguments = {each.name: kwargs.get(each.name, each.default) for each in parameters}
         arguments |= dict(zip(arguments, args, strict=False))
         cls.check_settings(config, attn_implementation=kwargs.get("attn_implementation"), **arguments)
         state_dict = cls._read_weights(folder, config, arguments)
         for name, head in cls._new_heads(config, arguments).items():
             own = {key for key in state_dict if key.startswith(f"{name}.")}
-            if head is None:
+            if head is None and own:
+                logger.warning(
+                    f"{folder}: the weights of {name} are not used, because the model is configured without it"
+                )
                 state_dict = {key: tensor for key, tensor in state_dict.items() if key not in own}
-            elif not own:
+            elif head is not None and not own:
                 state_dict |= {f"{name}.{key}": tensor for key, tensor in head.state_dict().items()}
         wanted_info = kwargs.pop("output_loading_info", False)
-        with no_progress_bars():
+        with no_progress_bars(), without_load_report():
             model, info = super().from_pretrained(
                 None,
                 *args,
@@ -128,6 +143,10 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
         refuse_adapters(state_dict)
         with no_progress_bars():
             super().save_pretrained(save_directory, state_dict=self._public_weights(state_dict), **kwargs)
+        own = {"action_dim": self.action_dim, "action_chunks_len": self.action_chunks_len}
+        if getattr(self, "unnorm_key", None) is not None:
+            own["unnorm_key"] = self.unnorm_key
+        write_text(Path(save_directory) / POLICY_FILE, json.dumps(own, indent=1))
         if self.processor is not None:
             self.processor.save_pretrained(save_directory)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -68,6 +69,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
     config_class = CNNConfig
     base_model_prefix = "cnn"
     main_input_name = "images"
+    float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head")
 
     def __init__(
         self,
@@ -130,12 +132,16 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
         inputs = {"images": images.to(self.device, non_blocking=True), "words": words.to(self.device)}
         return inputs | (super().preprocess(observation) if config.state_dim else {})
 
+    def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
+        """Words of each row."""
+        return [len(each.split()) for each in observation.instruction]
+
     def _row(self, word: str) -> int:
         """Row of a word; row 0 is padding."""
         return 1 + zlib.crc32(word.encode()) % (self.config.num_words - 1)
 
     def _features(self, images: Tensor, words: Tensor, state: Tensor | None = None) -> Tensor:
-        pixels = images.permute(0, 3, 1, 2).to(self.dtype).contiguous()
+        pixels = images.permute(0, 3, 1, 2).to(self.encoder[0].weight.dtype).contiguous()
         features = self.encoder((pixels / 255.0 - self.config.image_mean) / self.config.image_std)
         features = features * (1.0 + self.words(words))
-        return features if state is None else torch.cat([features, state.to(features)], dim=1)
+        return features if state is None else torch.cat([features.float(), state], dim=1)

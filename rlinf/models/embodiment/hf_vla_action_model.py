@@ -7,6 +7,7 @@ attention masks from the hooks by which its own ``generate`` gets them; logits f
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from rlinf.models.embodiment.base import check_hidden_size, sample_tokens
 from rlinf.models.embodiment.checkpoint_policy import no_progress_bars, refuse_adapters
 from rlinf.models.embodiment.hf_vla_config import HfVlaConfig
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
+from rlinf.models.embodiment.modules.float32 import linear_in_float32
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import TokenActionModel
-from rlinf.models.loading import check_fit, checkpoint_folder
+from rlinf.models.loading import check_fit, checkpoint_folder, without_load_report
 from rlinf.types import ActionPrediction, Observation
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -40,9 +42,9 @@ class ActionRows(nn.Linear):
     end_row: int
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map ``[..., H]`` to ``[..., n_action_bins]``."""
+        """Map ``[..., H]`` to float32 ``[..., n_action_bins]``."""
         bias = None if self.bias is None else self.bias[self.first_row : self.end_row]
-        return nn.functional.linear(hidden_states, self.weight[self.first_row : self.end_row], bias)
+        return linear_in_float32(hidden_states, self.weight[self.first_row : self.end_row], bias)
 
 
 class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
@@ -84,6 +86,9 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         self._keep_action_rows()
         self.value_head = ValueHead(width) if value_head else None
         self.post_init()
+        # Not in _init_weights: transformers does not call it for a module of ours that has no parameters of its own.
+        if vlm is None and config.weight_init == "fan_in":
+            self._init_weights_by_fan_in()
 
     def _keep_action_rows(self) -> None:
         head = self.vlm.get_output_embeddings()
@@ -119,31 +124,36 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, ValueHead):
             module.reset_parameters()
-        elif module is self and self.config.weight_init == "fan_in":
-            self._init_weights_by_fan_in()
 
+    @torch.no_grad()
     def _init_weights_by_fan_in(self) -> None:
         """Signals keep their size from layer to layer, which a small model needs to learn quickly."""
-        tokens = self.get_input_embeddings()
         for module in self.vlm.modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 scale = 0.2 if isinstance(module, ActionRows) else 1.0
                 init.normal_(module.weight, std=scale * module.weight[0].numel() ** -0.5)
             elif isinstance(module, nn.Embedding):
-                init.normal_(module.weight, std=1.0 if module is tokens else 0.1)
+                init.normal_(module.weight, std=1.0)
+        # Learned positions of images, which several families begin at zero: patches could not be told apart.
+        for name, parameter in self.vlm.named_parameters():
+            if name.endswith("position_embeddings"):
+                init.normal_(parameter, std=1.0)
 
     # -- forward pass --------------------------------------------------------------------------------------------
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Run the VLM's processor over the rows, with all cameras of the observation."""
         inputs = self._ready_processor()(observation)
-        return {
-            name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
-            for name, tensor in inputs.items()
-        }
+        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
+
+    def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
+        """Tokens of each row's prompt."""
+        return self._ready_processor().prompt_lengths(observation)
 
     def _start(self, input_ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments with which the VLM's ``generate`` would begin."""
+        """The keyword arguments with which the VLM's ``generate`` would begin, images in the number format of its weights."""
+        dtype = self.get_input_embeddings().weight.dtype
+        inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
         positions = self.vlm._prepare_position_ids_for_generation(input_ids, {"input_ids": input_ids, **inputs})
         return {**inputs, "position_ids": positions}
 
@@ -219,7 +229,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         dtype = kwargs.pop("torch_dtype", kwargs.pop("dtype", torch.float32))
         _check_before_loading(folder, config, kwargs)
         try:
-            with no_progress_bars():
+            with no_progress_bars(), without_load_report():
                 vlm, info = config.vlm_class().from_pretrained(
                     folder,
                     config=config.vlm_config,
@@ -241,7 +251,6 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
             file = folder / VALUE_HEAD_FILE
             if file.is_file():
                 _load_value_head(file, model.value_head)
-            model.value_head.to(dtype)
         return model.eval()
 
     def save_pretrained(

@@ -124,14 +124,25 @@ class HfVlaProcessor:
         template = self.prompt_template or DEFAULT_TEMPLATE
         return template.format(image=self.processor.image_token * num_images, instruction=instruction)
 
-    def __call__(self, observation: Observation) -> BatchFeature:
-        """Turn the rows of an observation, with all of its cameras, into the VLM's inputs."""
-        cameras = list(observation.images.values())
-        prompts = {text: self.prompt(text, len(cameras)) for text in set(observation.instruction)}
+    def prompt_lengths(self, observation: Observation) -> list[int]:
+        """Return the tokens of each row's prompt, in which a camera is one: equally large images become equally many."""
+        text, options = self._prompts(observation)
+        lengths = {each: len(self.tokenizer(each, **options)["input_ids"]) for each in set(text)}
+        return [lengths[each] for each in text]
+
+    def _prompts(self, observation: Observation) -> tuple[list[str], dict[str, bool]]:
+        """The text of each row, and the tokenizer's options."""
+        num_images = len(observation.images)
+        prompts = {text: self.prompt(text, num_images) for text in set(observation.instruction)}
         text = [prompts[instruction] for instruction in observation.instruction]
         bos = self.tokenizer.bos_token
         has_bos = bos is not None and text[0].startswith(bos)  # the chat template wrote it
-        options = {"add_special_tokens": False} if has_bos else {}
+        return text, {"add_special_tokens": False} if has_bos else {}
+
+    def __call__(self, observation: Observation) -> BatchFeature:
+        """Turn the rows of an observation, with all of its cameras, into the VLM's inputs."""
+        cameras = list(observation.images.values())
+        text, options = self._prompts(observation)
         images = [[camera[row] for camera in cameras] for row in range(len(observation))]
         return self.processor(text=text, images=images, padding=True, return_tensors="pt", **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,12 +13,16 @@ from transformers import PreTrainedConfig
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import check_hidden_size, draw_uniforms
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
+from rlinf.models.embodiment.modules.float32 import without_autocast
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
 
 class MLPConfig(PreTrainedConfig):
     """Sizes of the state policy.
+
+    Attributes:
+        num_images_in_input: 0: the env draws no pictures for it.
 
     Args:
         state_dim: Width of ``Observation.state``.
@@ -27,6 +32,7 @@ class MLPConfig(PreTrainedConfig):
     """
 
     model_type = "mlp"
+    num_images_in_input = 0
 
     def __init__(
         self,
@@ -59,10 +65,10 @@ class MLPForRLActionPrediction(CheckpointPolicy):
     config_class = MLPConfig
     base_model_prefix = "mlp"
     main_input_name = "state"
-    _supports_sdpa = True  # there is no attention, so any kernel will do
-    _supports_flash_attn = True
+    _supports_flash_attn = True  # there is no attention, so any kernel will do
     lora_target_modules: ClassVar[str] = r"policy\.\d*[02468]"  # between them lie the activations
     trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "log_std")
+    float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head", "log_std")
 
     def __init__(
         self,
@@ -113,17 +119,23 @@ class MLPForRLActionPrediction(CheckpointPolicy):
                 f"The policy reads a state of width {self.config.state_dim}, and the environment gives {found}. "
                 f"Type model.init_config.state_dim={width}, or use an image policy: model=openvla_tiny"
             )
-        return {"state": torch.from_numpy(observation.state).to(self.device, self.dtype)}
+        return {"state": torch.from_numpy(observation.state).float().to(self.device)}
+
+    def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
+        """The policy reads no prompt."""
+        return [0] * len(observation)
 
     def _distribution(self, features: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        mean = self.policy(features).float()
+        with without_autocast(features):
+            mean = self.policy(features.to(self.policy[0].weight.dtype)).float()
         log_std = self.log_std.float() + 0.5 * math.log(temperature)
         return mean, log_std.expand_as(mean)
 
     def _values(self, features: Tensor) -> Tensor:
         if self.value_head is None:
             return features.new_zeros(len(features), dtype=torch.float32)
-        return self.value_head(features).squeeze(-1).float()
+        with without_autocast(features):
+            return self.value_head(features.to(self.value_head[0].weight.dtype)).squeeze(-1).float()
 
     @torch.no_grad()
     def predict_action_batch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import check_hidden_size, sample_tokens
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, read_safetensors
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
+from rlinf.models.embodiment.modules.float32 import linear_in_float32
 from rlinf.models.embodiment.modules.kv_cache import KVCache
 from rlinf.models.embodiment.modules.llama_layer import run_layers, use_action_layers
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
@@ -177,6 +179,10 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
             "pixel_values": pixels[0] if wanted == 1 else torch.cat(pixels, dim=1),
         }
 
+    def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
+        """Tokens of each row's prompt."""
+        return self._ready_processor().prompt_lengths(observation.instruction)
+
     def _embed_prompt(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **observed: Tensor
     ) -> tuple[Tensor, Tensor | None]:
@@ -208,9 +214,9 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         return embeddings.new_zeros(shape) if self.placeholders is None else self.placeholders.expand(shape)
 
     def _bin_logits(self, hidden_states: Tensor) -> Tensor:
-        """Logits of the action bins only, ``[..., n_action_bins]``."""
+        """Logits of the action bins only, float32 ``[..., n_action_bins]``."""
         first, end = self.action_tokenizer.first_token, self.action_tokenizer.vocab_size
-        return nn.functional.linear(hidden_states, self.language_model.lm_head.weight[first:end])
+        return linear_in_float32(hidden_states, self.language_model.lm_head.weight[first:end])
 
     def _score(self, inputs: dict[str, Tensor], tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Bin logits ``[B, A, n_bins]`` in one pass, and the hidden state ``[B, H]`` of the value; ``tokens`` are

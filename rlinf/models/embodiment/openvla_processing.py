@@ -257,6 +257,12 @@ class PrismaticProcessor:
         """Put instructions (lower-cased) into the prompt and encode them."""
         return self.encode([self.prompt_template.format(instruction=each.lower()) for each in instructions])
 
+    def prompt_lengths(self, instructions: Sequence[str]) -> list[int]:
+        """Return the tokens of each prompt, before padding; ``max_prompt_len`` where all are padded to it."""
+        if self.max_prompt_len is not None:
+            return [self.max_prompt_len] * len(instructions)
+        return [len(self._ids(self.prompt_template.format(instruction=each.lower()))) for each in instructions]
+
     def encode(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return int64 ``input_ids`` and ``attention_mask`` ``[B, L]``: BOS, padding, then the text.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -58,6 +59,10 @@ class Pi0ForRLActionPrediction(Pi0Network):
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("GemmaActionLayer", "SiglipEncoderLayer")
     lora_target_modules: ClassVar[str] = r"(vision_tower\..*\.(\w_proj|out_proj|fc\d)|(language_model|expert)\..*_proj)"
     trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "noise_head")
+    float32_modules: ClassVar[tuple[str, ...]] = (
+        "value_head", "noise_head", "state_proj", "action_in_proj", "action_out_proj", "action_time_mlp_in",
+        "action_time_mlp_out", "time_mlp_in", "time_mlp_out",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -103,6 +108,11 @@ class Pi0ForRLActionPrediction(Pi0Network):
     # -- facts ---------------------------------------------------------------------------------------------------
 
     @property
+    def predicts_values(self) -> bool:
+        """Under ``joint_logprob``; else training values the chosen step alone, and a rollout all."""
+        return self.config.joint_logprob
+
+    @property
     def _chunk_size(self) -> int:
         return self.config.action_horizon * self.config.action_dim
 
@@ -128,18 +138,25 @@ class Pi0ForRLActionPrediction(Pi0Network):
 
     # -- inputs --------------------------------------------------------------------------------------------------
 
-    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Tokenise prompts, normalise states, and send images to the model's device, where they are resized.
+    def preprocess(self, observation: Observation, image_mask: Tensor | None = None) -> dict[str, Tensor]:
+        """Tokenise prompts, normalise states, resize images, and send all of it to the model's device.
 
         Absent cameras are left out. They would only be masked keys, and positions count present tokens, so the numbers are
         those of a sequence with black images in their places.
+
+        Args:
+            observation: Of ``B`` envs.
+            image_mask: bool ``[B, cameras]``, False where a camera that the policy sees is absent in this row; None: all
+                are there.
+
+        Raises:
+            ConfigError: ``image_mask`` has another shape, or the cameras are not those of the policy.
         """
         processor = self._ready_processor()
         images = [
             resize_with_pad(
-                torch.from_numpy(observation.images[name]).to(self.device, non_blocking=True).permute(0, 3, 1, 2),
-                self.config.vision["image_size"],
-            )
+                torch.from_numpy(observation.images[name]).permute(0, 3, 1, 2), self.config.vision["image_size"]
+            ).to(self.device, non_blocking=True)
             for name in self._cameras(observation)
         ]
         pixel_values = torch.stack(images, dim=1).float() / 255.0
@@ -148,9 +165,15 @@ class Pi0ForRLActionPrediction(Pi0Network):
         state = self._state(observation) if self.config.reads_state else None
         in_prompt = state.numpy() if self.config.state_in_prompt else None
         input_ids, attention_mask = processor.encode(observation.instruction, in_prompt)
+        present = torch.ones(pixel_values.shape[:2], dtype=torch.bool) if image_mask is None else image_mask.bool()
+        if present.shape != pixel_values.shape[:2]:
+            raise ConfigError(
+                f"image_mask has the shape {list(present.shape)}; required: {list(pixel_values.shape[:2])}, a bool for each row "
+                "and camera"
+            )
         inputs = {
             "pixel_values": pixel_values,
-            "image_mask": torch.ones(pixel_values.shape[:2], dtype=torch.bool, device=self.device),
+            "image_mask": present.to(self.device),
             "input_ids": input_ids.to(self.device),
             "attention_mask": attention_mask.to(self.device),
         }
@@ -158,6 +181,11 @@ class Pi0ForRLActionPrediction(Pi0Network):
             padding = self.config.action_dim - state.shape[1]
             inputs["state"] = nn.functional.pad(state, (0, padding)).float().to(self.device)
         return inputs
+
+    def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
+        """Tokens of each row's prompt, which may hold the state."""
+        in_prompt = self._state(observation).numpy() if self.config.state_in_prompt else None
+        return self._ready_processor().encode(observation.instruction, in_prompt)[1].sum(1).tolist()
 
     def _cameras(self, observation: Observation) -> list[str]:
         wanted = self.config.cameras

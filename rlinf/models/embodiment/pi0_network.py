@@ -13,6 +13,7 @@ from transformers import initialization as init
 
 from rlinf.files import write_text
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, read_safetensors
+from rlinf.models.embodiment.modules.float32 import without_autocast
 from rlinf.models.embodiment.modules.flow import time_embedding
 from rlinf.models.embodiment.modules.flow_heads import NoiseHead, deviation_bounds
 from rlinf.models.embodiment.modules.gemma_expert import AdaRMSNorm, GemmaStack, SiglipTower
@@ -71,6 +72,7 @@ class Pi0Network(CheckpointPolicy):
         for name, head in _heads(config, value_head).items():
             setattr(self, name, head)
         self.post_init()
+        self._init_composites()
         self._freeze()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -96,16 +98,21 @@ class Pi0Network(CheckpointPolicy):
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
         elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight, std=module.embedding_dim**-0.5)
+            # those of tokens are multiplied by sqrt(width) later, those of positions are not
+            is_position = module is self.vision_tower.embeddings.position_embedding
+            init.normal_(module.weight, std=1.0 if is_position else module.embedding_dim**-0.5)
         elif type(module).__name__ == "GemmaRMSNorm":
             init.zeros_(module.weight)
-        elif isinstance(module, ValueHead):
-            module.reset_parameters()
-        elif module is self:
-            for norm in self.modules():
-                if isinstance(norm, AdaRMSNorm):
-                    init.zeros_(norm.dense.weight)
-                    init.zeros_(norm.dense.bias)
+
+    @torch.no_grad()
+    def _init_composites(self) -> None:
+        """What ``_init_weights`` cannot do: transformers calls it for no module of ours without parameters of its own."""
+        if self.value_head is not None:
+            self.value_head.reset_parameters()
+        for norm in self.modules():
+            if isinstance(norm, AdaRMSNorm):
+                init.zeros_(norm.dense.weight)
+                init.zeros_(norm.dense.bias)
 
     # -- forward pass --------------------------------------------------------------------------------------------
 
@@ -146,22 +153,25 @@ class Pi0Network(CheckpointPolicy):
             float32 velocities of the shape of ``x``, and the expert's outputs ``[B, horizon, width]``.
         """
         dtype, (batch, horizon, _) = self.action_in_proj.weight.dtype, x.shape
-        time = time_embedding(t, self.config.expert["width"]).to(dtype)
-        tokens, condition = self.action_in_proj(x.to(dtype)), None
-        if self.config.pi05:
-            condition = nn.functional.silu(self.time_mlp_out(nn.functional.silu(self.time_mlp_in(time))))
-        else:
-            tokens = torch.cat([tokens, time[:, None].expand(-1, horizon, -1)], dim=-1)
-            tokens = self.action_time_mlp_out(nn.functional.silu(self.action_time_mlp_in(tokens)))
-            tokens = torch.cat([self.state_proj(state.to(dtype))[:, None], tokens], dim=1)
-        num_tokens = tokens.shape[1]
+        with without_autocast(x):
+            time = time_embedding(t, self.config.expert["width"]).to(dtype)
+            tokens, condition = self.action_in_proj(x.to(dtype)), None
+            if self.config.pi05:
+                condition = nn.functional.silu(self.time_mlp_out(nn.functional.silu(self.time_mlp_in(time))))
+            else:
+                tokens = torch.cat([tokens, time[:, None].expand(-1, horizon, -1)], dim=-1)
+                tokens = self.action_time_mlp_out(nn.functional.silu(self.action_time_mlp_in(tokens)))
+                tokens = torch.cat([self.state_proj(state.to(dtype))[:, None], tokens], dim=1)
+        own_dtype, num_tokens = prefix.keys_values[0].dtype, tokens.shape[1]
+        tokens, condition = tokens.to(own_dtype), None if condition is None else condition.to(own_dtype)
         own = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=x.device)
         own[: num_tokens - horizon, num_tokens - horizon :] = False  # the state does not see the actions
         keys = prefix.mask[:, None, None].expand(-1, 1, num_tokens, -1)
         mask = torch.cat([keys, own.expand(batch, 1, -1, -1)], dim=-1)
         positions = prefix.mask.sum(1, keepdim=True) + torch.arange(num_tokens, device=x.device)
         output = self.expert(tokens, mask, positions, prefix.keys_values, condition)[:, -horizon:]
-        return self.action_out_proj(output).float(), output
+        with without_autocast(x):
+            return self.action_out_proj(output.to(dtype)).float(), output
 
     # -- files ---------------------------------------------------------------------------------------------------
 

@@ -70,18 +70,18 @@ class StatisticsNormalizer:
 def resize_with_pad(images: Tensor, size: int) -> Tensor:
     """Resize uint8 ``[B, 3, H, W]`` to ``size x size``, keeping the aspect, with black borders.
 
-    Bilinear without antialiasing, sizes rounded down, rounded to whole grey values: what openpi does with tensors. Images
-    that have the size already come back as they are.
+    Bilinear without antialiasing, of the uint8 tensor and on the CPU, sizes rounded down: bit for bit what openpi does with
+    tensors. In float32 a fifth of the pixels differ by one grey value. Images that have the size already come back as they are.
     """
     height, width = images.shape[-2:]
     if (height, width) == (size, size):
         return images
     ratio = max(height, width) / size
     new_height, new_width = int(height / ratio), int(width / ratio)
-    resized = torch.nn.functional.interpolate(images.float(), size=(new_height, new_width), mode="bilinear")
+    resized = torch.nn.functional.interpolate(images, size=(new_height, new_width), mode="bilinear")
     top, left = (size - new_height) // 2, (size - new_width) // 2
     padding = (left, size - new_width - left, top, size - new_height - top)
-    return torch.nn.functional.pad(resized.round_().clamp_(0, 255).to(torch.uint8), padding)
+    return torch.nn.functional.pad(resized, padding)
 
 
 def discretize_state(state: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlinf.models.embodiment.base import ActionModel, token_logprobs
@@ -29,7 +30,7 @@ class TokenActionModel(ActionModel):
     @abstractmethod
     def _score(self, inputs: dict[str, Tensor], tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Bin logits ``[B, A, n_bins]`` of given tokens ``[B, A]`` in one pass, and the hidden state ``[B, H]`` of the value;
-        ``tokens`` are needed for autoregressive models only.
+        ``tokens`` are needed for autoregressive models only, and the value's state must not depend on them.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement _score")
 
@@ -40,6 +41,14 @@ class TokenActionModel(ActionModel):
             ConfigError: The key is unknown, or None while there are several.
         """
         return dict(select_action_stats(self.config.norm_stats or {}, unnorm_key))
+
+    @torch.no_grad()
+    def predict_values(self, **inputs: Tensor) -> Tensor:
+        """Values float32 ``[B]`` in one pass, without decoding: they do not depend on the tokens behind the prompt."""
+        any_token = self.action_tokenizer.first_token
+        rows, device = len(inputs["input_ids"]), inputs["input_ids"].device
+        tokens = torch.full((rows, self.num_logprobs), any_token, device=device)
+        return self._values(self._score(inputs, tokens)[1])
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         """Log-probabilities float32 ``[B, A]`` of sampled tokens under the logits that they were drawn from."""
@@ -52,7 +61,7 @@ class TokenActionModel(ActionModel):
         """Score the last ``A`` tokens of ``sequences [B, L + A]``; see ``ActionModel.evaluate_actions``."""
         tokens = sequences[:, -self.num_logprobs :]
         logits, value_state = self._score(inputs, tokens)
-        logprobs, entropy = token_logprobs(logits, tokens - self.action_tokenizer.first_token, temperature)
+        logprobs, entropy = token_logprobs(logits, tokens - self.action_tokenizer.first_token, temperature, True)
         return ActionEvaluation(logprobs, entropy, self._values(value_state))
 
     def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:

@@ -26,6 +26,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 from rlinf.models.embodiment.base import sample_tokens, token_logprobs
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
+from rlinf.models.embodiment.modules.float32 import LinearInFloat32, linear_in_float32
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import TokenActionModel
@@ -148,6 +149,7 @@ class YourModelForRLActionPrediction(TokenActionModel, LlavaForConditionalGenera
         detach_value: bool = True,
     ) -> None:
         super().__init__(config)
+        self.lm_head.__class__ = LinearInFloat32  # logits of 16 bits would be too coarse to sample from
         self._init_logits_processor()
         action_norm_stats = self.get_action_stats(unnorm_key)
         self.action_normalizer = ActionNormalizer(action_norm_stats, action_dim)
@@ -228,4 +230,4 @@ class YourModelForRLActionPrediction(TokenActionModel, LlavaForConditionalGenera
         )
         hidden_states = outputs.last_hidden_state[:, -self.num_logprobs :]
         action_rows = self.lm_head.weight[-self.config.n_action_bins :]
-        return nn.functional.linear(hidden_states, action_rows), hidden_states[:, 0]
+        return linear_in_float32(hidden_states, action_rows), hidden_states[:, 0]

@@ -17,7 +17,6 @@ from rlinf.distributed.packing import ignores_left_padding
 from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import (
     CausalLMConfig,
-    context_length,
     end_tokens,
     evaluation_mode,
     load_causal_lm,
@@ -33,7 +32,7 @@ from rlinf.models.generation.interfaces import (
     verify_right_padding,
     verify_token_ids,
 )
-from rlinf.models.logprobs import TOKEN_TYPE_KEYS, image_inputs
+from rlinf.models.logprobs import TOKEN_TYPE_KEYS, context_length, image_inputs
 
 _CONSUMED = ("input_ids", "attention_mask", "output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
 

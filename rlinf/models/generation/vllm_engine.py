@@ -19,12 +19,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from rlinf.distributed.devices import VISIBLE, own_engine_gpus
 from rlinf.distributed.weight_handle import WeightsHandle, WeightsRefusedError
 from rlinf.errors import ConfigError, MissingDependencyError, RLinfError
 from rlinf.stack_dump import dump_stacks
@@ -90,6 +92,12 @@ class EngineSpec:
         return "vllm_cfg" if self.twin is None else "rollout.vllm"
 
     @property
+    def num_gpus(self) -> int:
+        """GPUs that it needs, where it does not run on the CPU."""
+        sizes = (self.engine_args.get(f"{name}_parallel_size") for name in ("tensor", "pipeline"))
+        return math.prod(size or 1 for size in sizes)
+
+    @property
     def temperature_key(self) -> str:
         """Where a user sets the temperature."""
         return "temperature" if self.twin is None else "rollout.temperature"
@@ -128,13 +136,18 @@ class VllmEngine:
         spec: What to start.
         timeout_s: Deadline of every answer, start included.
 
+    Attributes:
+        gpus: Those of the engine, chosen here, once: a thread that starts it again has another current device.
+
     Raises:
+        ConfigError: It needs more GPUs than this process sees.
         MissingDependencyError: vLLM is not installed.
     """
 
     def __init__(self, spec: EngineSpec, timeout_s: float = 600.0) -> None:
         require_vllm()
         self.spec = spec
+        self.gpus = own_engine_gpus(spec.num_gpus, f"{spec.settings_key}.tensor_parallel_size")
         self.timeout_s = timeout_s
         self.version: int | None = None
         self.num_starts = 0
@@ -174,7 +187,7 @@ class VllmEngine:
             command = [sys.executable, "-m", PROCESS, str(theirs.fileno()), str(os.getpid()), self._folder.name]
             self._process = subprocess.Popen(
                 command,
-                env=engine_environment(self.spec.num_threads) | {"TMPDIR": self._folder.name},
+                env=engine_environment(self.spec.num_threads, self.gpus) | {"TMPDIR": self._folder.name},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -301,8 +314,8 @@ class VllmEngine:
         return "Its last output:\n" + "\n".join(lines) if lines else "It printed nothing."
 
 
-def engine_environment(num_threads: int) -> dict[str, str]:
-    """Return the environment of an engine: this process's, without what belongs to a training rank."""
+def engine_environment(num_threads: int, gpus: Sequence[str]) -> dict[str, str]:
+    """Return the environment of an engine on ``gpus`` (none: the CPU): this process's, without what belongs to a training rank."""
     dropped = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RANK", "WORLD_SIZE", "VLLM_CPU_KVCACHE_SPACE")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     paths = [path for path in sys.path if path]
@@ -314,14 +327,10 @@ def engine_environment(num_threads: int) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": environment.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_NO_USAGE_STATS": "1",
     }
-    if not torch.cuda.is_available():
-        environment["TORCHDYNAMO_DISABLE"] = "1"  # a compilation that costs 4 s at the first prompt and saves nothing
+    if gpus:
+        environment[VISIBLE] = ",".join(gpus)
     else:
-        everything = ",".join(map(str, range(torch.cuda.device_count())))
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", everything).split(",")
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(
-            visible[torch.cuda.current_device() :]
-        )  # first the GPU of this rank
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # a compilation that costs 4 s at the first prompt and saves nothing
     return environment
 
 

@@ -122,9 +122,9 @@ class VllmServer:
 
     def update_weights(self, handle: WeightsHandle) -> int:
         """Replace all weights, then empty every cache that depends on them."""
-        weights = self.names.read(handle)
+        self.names.check(handle)
         self.version = None  # until all is done
-        missing = self.llm.collective_rpc(reload_weights, args=(list(weights.items()),))[0]
+        missing = self.llm.collective_rpc(reload_weights, args=(handle, self.names))[0]
         if missing:
             raise EngineError(
                 f"vLLM left {len(missing)} parameters of '{self.spec.model or self.spec.twin}' without new weights: "
@@ -134,7 +134,6 @@ class VllmServer:
             handle.open()
         except WeightsRefusedError as error:
             raise EngineError(f"The weights were rewritten while vLLM loaded them: {error}") from error
-        del weights
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()

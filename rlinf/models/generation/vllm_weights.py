@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlinf.distributed.weight_handle import WeightsHandle, check_manifest, complete_tied
+from rlinf.distributed.weight_handle import WeightsHandle, WeightsRefusedError, check_manifest, complete_tied
+from rlinf.models.finite import not_finite
 
 
 class TensorNames:
@@ -25,6 +26,17 @@ class TensorNames:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
+
+    def check(self, handle: WeightsHandle) -> None:
+        """Raise what ``read`` would raise, and refuse weights that are not finite."""
+        check_manifest(handle.manifest, self.tensors)
+        weights = handle.open()
+        found = not_finite(weights)
+        if found:
+            name, number = next(iter(found.items()))
+            raise WeightsRefusedError(
+                f"Weights refused, nothing was changed: '{name}' holds {number} ({len(found)} of {len(weights)} tensors are not finite)"
+            )
 
     def read(self, handle: WeightsHandle) -> dict[str, Tensor]:
         """Return views of the weights, as vLLM loads them.
@@ -52,21 +64,31 @@ class LanguageModelNames(TensorNames):
         super().__init__(dict(self.model.state_dict(keep_vars=True)))
         self.public = TensorNames(revert_weight_conversion(self.model, dict(self.tensors)))
 
+    def check(self, handle: WeightsHandle) -> None:
+        """See ``TensorNames.check``."""
+        self.public.check(handle) if self._are_public(handle) else super().check(handle)
+
     def read(self, handle: WeightsHandle) -> dict[str, Tensor]:
         """See ``TensorNames.read``."""
-        given = handle.manifest.keys()
-        if len(given & self.public.tensors.keys()) > len(given & self.tensors.keys()):
+        if self._are_public(handle):
             return self.public.read(handle)
         return revert_weight_conversion(self.model, super().read(handle))
 
+    def _are_public(self, handle: WeightsHandle) -> bool:
+        given = handle.manifest.keys()
+        return len(given & self.public.tensors.keys()) > len(given & self.tensors.keys())
 
-def reload_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+
+def reload_weights(worker: Any, handle: WeightsHandle, names: TensorNames) -> list[str]:
     """Let a worker of vLLM load weights in place; returns the parameters that none of them was for, which vLLM only logs.
 
     Args:
-        worker: Of vLLM; ``collective_rpc`` gives it.
-        weights: By the names of a checkpoint.
+        worker: Of vLLM; ``collective_rpc`` gives it. With tensor parallelism each is a process, which opens the handle itself:
+            tensors would be pickled for each, and with each view all of the shared memory.
+        handle: Of the weights.
+        names: Of the tensors that vLLM takes.
     """
+    weights = list(names.read(handle).items())
     model: nn.Module = worker.get_model()
     load, missing = model.load_weights, []
 

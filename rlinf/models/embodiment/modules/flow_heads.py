@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from rlinf.models.embodiment.modules.float32 import without_autocast
+
 
 class NoiseHead(nn.Module):
     """Deviation of a denoising step (Zhang et al. 2025, ReinFlow): a tanh perceptron whose output spans a range.
@@ -39,8 +41,9 @@ class NoiseHead(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Map ``[B, H, W]`` to float32 deviations ``[B, H, action_dim]``."""
         output = hidden_states.to(self.mlp_logvar.moduleList[0].linear_1.weight.dtype)
-        for layer in self.mlp_logvar.moduleList:
-            output = layer(output)
+        with without_autocast(hidden_states):
+            for layer in self.mlp_logvar.moduleList:
+                output = layer(output)
         low, high = self.logvar_min.float(), self.logvar_max.float()
         return torch.exp(0.5 * (low + (high - low) * (torch.tanh(output.float()) + 1.0) / 2.0))
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from rlinf.models.embodiment.modules.float32 import without_autocast
+
 
 class ValueHead(nn.Module):
     """Perceptron ``mlp.{0,2,...}``; by default Linear(H, 512), GELU, Linear(512, 128), GELU, Linear(128, 1, no bias).
@@ -46,4 +48,5 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Map ``[B, H]`` or ``[B, S, H]`` to float32 values ``[B]`` or ``[B, S]``."""
-        return self.mlp(hidden_states.to(self.mlp[0].weight.dtype)).squeeze(-1).float()
+        with without_autocast(hidden_states):
+            return self.mlp(hidden_states.to(self.mlp[0].weight.dtype)).squeeze(-1).float()

@@ -1,0 +1,66 @@
+"""REINFORCE++: no value function and no groups; advantages are normalised over the whole rollout."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlinf.algorithms.advantages import action_advantages, gae, masked_normalize
+from rlinf.algorithms.base import Algorithm, spread_over_actions
+from rlinf.algorithms.config import ReinforcePPConfig
+from rlinf.algorithms.groups import check_one_episode, known_episodes
+from rlinf.algorithms.losses import kl_estimates
+from rlinf.types import RolloutBatch
+
+
+class ReinforcePP(Algorithm):
+    """REINFORCE++ (Hu et al. 2025, "REINFORCE++"), of which the token is an action of the policy.
+
+    With ``KL_t`` the sum over the tokens of call ``t`` of an estimate of ``log pi_old - log pi_ref`` (k1 in the paper)::
+
+        A_t  = sum_{i >= t} gamma^(i - t) (r_i - kl_coef KL_i)     to the end of the episode
+        A'_t = (A_t - mean(A)) / std(A)                            over the valid actions of the rollout, all ranks
+
+    The paper has ``gamma = 1`` and one reward at the end. The surrogate is PPO's, without a KL term of its own. At a time limit
+    nothing follows, as there is no value to put there.
+    """
+
+    config_class: ClassVar[type[ReinforcePPConfig]] = ReinforcePPConfig
+    needs_whole_episodes: ClassVar[bool] = True
+    penalizes_rewards: ClassVar[bool] = True
+    config: ReinforcePPConfig
+
+    def compute_advantages(self, batch: RolloutBatch) -> dict[str, float]:
+        check_one_episode(batch)
+        config = self.config
+        batch.loss_mask = batch.loss_mask & known_episodes(batch)
+        rewards = torch.where(batch.loss_mask.unsqueeze(-1), batch.action_rewards.double(), 0.0)
+        if self.needs_reference:
+            rewards = rewards - config.kl_coef * self._kl(batch)
+        sums = rewards.sum(-1)
+        zeros = torch.zeros_like(sums)
+        # With all values 0 and lambda 1, GAE is the discounted return-to-go within the episode.
+        returns, _ = gae(sums, zeros, batch.terminated, batch.truncated, zeros, config.gamma, 1.0)
+        if config.advantage_level == "action":
+            advantages = action_advantages(returns, rewards)
+        else:
+            advantages = spread_over_actions(returns, rewards.shape[-1])
+        batch.returns, batch.advantages = returns.float(), advantages.float()
+        mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
+        count = mask.sum().clamp_min(1)
+        metrics = {
+            "train/advantage_mean": float((batch.advantages * mask).sum() / count),
+            "train/return_mean": float((batch.returns * batch.loss_mask).sum() / batch.loss_mask.sum().clamp_min(1)),
+        }
+        if config.normalize_advantages:
+            batch.advantages = masked_normalize(batch.advantages, mask)
+        return metrics
+
+    def _kl(self, batch: RolloutBatch) -> Tensor:
+        """Sum of the tokens' KL estimates over each action, ``[T, B, C]``; 0 where it was not executed."""
+        tokens = batch.old_logprobs.unflatten(-1, (batch.action_mask.shape[-1], -1))
+        mask = (batch.action_mask & batch.loss_mask.unsqueeze(-1)).unsqueeze(-1).expand_as(tokens)
+        reference = batch.ref_logprobs.view_as(tokens)
+        return kl_estimates(tokens, reference, mask, self.config.kl_estimator).sum(-1)

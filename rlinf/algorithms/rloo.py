@@ -1,0 +1,26 @@
+"""REINFORCE with a leave-one-out baseline: the other episodes of one initial state say what was to be expected."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from rlinf.algorithms.advantages import leave_one_out_advantages
+from rlinf.algorithms.config import RLOOConfig
+from rlinf.algorithms.groups import GroupAlgorithm
+
+
+class RLOO(GroupAlgorithm):
+    """RLOO (Ahmadian et al. 2024): ``A_i = R_i - 1 / (n - 1) sum_{j != i} R_j`` for every call of episode ``i``.
+
+    ``R_i`` is the undiscounted return of the episode. The surrogate is PPO's, whose gradient in the first minibatch of a
+    rollout is that of REINFORCE. The KL penalty is a term of the loss, as in GRPO; the paper takes it off ``R_i``, after which
+    no group would have equal returns.
+    """
+
+    config_class: ClassVar[type[RLOOConfig]] = RLOOConfig
+    config: RLOOConfig
+
+    def group_advantages(self, returns: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return leave_one_out_advantages(returns, group_ids)

@@ -1,0 +1,363 @@
+"""The public functions: load a policy, make an env, train, evaluate, compare. The commands run the same code.
+
+Every function takes ``overrides`` as they are typed on the command line (``["trainer.max_steps=3"]``), ``plugins`` (modules
+or files that register models and envs), and runs code of others only where it is asked to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.policy import Policy
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rlinf.config.schema import RunConfig
+    from rlinf.envs.base import VectorEnv
+    from rlinf.envs.config import EnvConfig
+    from rlinf.evaluation.compare import Comparison
+    from rlinf.evaluation.config import EvaluationConfig
+    from rlinf.evaluation.result import EvaluationResult
+    from rlinf.types import Observation
+
+
+class Acts(Protocol):
+    """Anything with ``act``: float32 ``[B, C, D]`` or ``[B, D]`` in env units for an observation of ``B`` rows."""
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Choose actions."""
+        ...
+
+
+def load_policy(
+    folder: str | os.PathLike,
+    *,
+    model_type: str | None = None,
+    device: str | None = None,
+    overrides: Sequence[str] = (),
+    plugins: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> Policy:
+    """Load a policy that acts: ``rlinf.load_policy("outputs/quickstart/latest").act(observation)``.
+
+    Args:
+        folder: A run folder (its newest checkpoint), a checkpoint, an export, or the folder or hub id of a public model.
+        model_type: Of a public model, where its config.json names another one or none (``openvla_oft``).
+        device: ``cpu`` or ``cuda``; None: as the configuration says, which is the GPU where there is one.
+        overrides: Laid over the configuration of the checkpoint, or that of the model type: ``["model.precision=fp32"]``,
+            ``["model.unnorm_key=bridge_orig"]``.
+        plugins: Modules or .py files that register the model or the env; those that a checkpoint names are not imported
+            unless they are given here.
+        trust_remote_code: Run Python code stored in the model's folder.
+
+    Raises:
+        CheckpointError: The folder is neither, or is damaged.
+        ConfigError: An override does not fit.
+    """
+    from rlinf.config.compose import compose_config
+    from rlinf.config.saved import check_model_type
+    from rlinf.config.schema import build_config
+    from rlinf.distributed.process_group import resolve_device
+    from rlinf.manifest import Manifest, verify_files
+    from rlinf.models import build_policy
+    from rlinf.training.checkpoint import resolve_checkpoint
+    from rlinf.training.policy_loading import load_policy as load
+    from rlinf.training.policy_loading import read_config
+
+    overrides = [*overrides, *_code(plugins, trust_remote_code)]
+    if device is not None:
+        overrides.append(f"cluster.device={device}")
+    public = _public_model(folder, model_type)
+    if public is not None:
+        composed = compose_config([*public, *overrides])
+        composed.model.init_config = {}  # sizes of random weights
+        config = build_config(composed)
+        model = build_policy(config)
+    else:
+        source = resolve_checkpoint(Path(folder).expanduser())
+        config = read_config(source, overrides)
+        saved = Manifest.load(source)
+        check_model_type(source, saved, config)
+        verify_files(source, saved)
+        model = load(source, config)
+    model = model.to(resolve_device(config.cluster.device, 1)).eval()
+    return Policy(model, config, trained_here=public is None)
+
+
+def make_env(
+    env: str | EnvConfig,
+    num_envs: int = 1,
+    *,
+    auto_reset: bool = False,
+    overrides: Sequence[str] = (),
+    plugins: Sequence[str] = (),
+    **settings: Any,
+) -> VectorEnv:
+    """Make ``num_envs`` environments that step together, a ``gymnasium.vector.VectorEnv``.
+
+    Args:
+        env: Name as in ``env=...`` of the commands, or a configuration (``policy.config.env``).
+        num_envs: ``B``.
+        auto_reset: Start the next episode where one ends; False: its row stands still until ``reset``.
+        overrides: ``["env.image_size=96"]``.
+        plugins: Modules or .py files that register the env.
+        **settings: Keys of the env: ``tasks=["reach"]``, ``max_episode_steps=32``.
+
+    Raises:
+        ConfigError: There is no such env or key, or a value is refused.
+        MissingDependencyError: Its simulator is not installed.
+    """
+    from rlinf.envs import make_env as make
+
+    config = run_config(env, [*overrides, *_code(plugins, False)], settings).env
+    return make(config, num_envs, auto_reset=auto_reset)
+
+
+def train(
+    overrides: Sequence[str], *, plugins: Sequence[str] = (), trust_remote_code: bool = False, sft_only: bool = False
+) -> Path:
+    """Train as ``rlinf train`` does: ``rlinf.train(["experiment=quickstart", "trainer.max_steps=3"])``.
+
+    Args:
+        overrides: As on the command line; ``resume=<run folder>`` continues a run.
+        plugins: Modules or .py files that register models, envs and algorithms.
+        trust_remote_code: Run Python code stored in the model's folder.
+        sft_only: Behaviour cloning only, as ``rlinf sft``.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        RLinfError: What is configured is refused, before anything starts, or training failed in a way that you can mend.
+        KeyboardInterrupt: A signal stopped it; what was trained is saved.
+    """
+    from rlinf.cli.train import run
+
+    _check_overrides(overrides, "train")
+    try:
+        (folder,) = run([*overrides, *_code(plugins, trust_remote_code)], "sft" if sft_only else "train")
+    except SystemExit as stop:  # a notebook goes on
+        raise KeyboardInterrupt("training was stopped by a signal; what was trained is saved") from stop
+    return folder
+
+
+def evaluate(
+    policy: str | os.PathLike | Policy | Acts,
+    env: str | EnvConfig | None = None,
+    *,
+    episodes: int | None = None,
+    overrides: Sequence[str] = (),
+    plugins: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> EvaluationResult:
+    """Measure the success rate of a policy on held-out episodes, each run once.
+
+    A folder is evaluated as ``rlinf evaluate checkpoint=<folder>`` does it: conditions are compared with those of the
+    checkpoint, and result, videos and report are written. An object is evaluated in memory, and nothing is written.
+
+    Args:
+        policy: A run folder, checkpoint or export; what ``load_policy`` returned; or any object with ``act``, which is
+            asked for all running episodes at once, and should not keep anything from one call to the next.
+        env: Name or configuration of the env; None: the one that the policy was trained in.
+        episodes: Number of episodes; None: ``evaluation.num_episodes``.
+        overrides: ``["evaluation.greedy=false", "seed=3", "output_dir=outputs/mine"]``.
+        plugins: Modules or .py files that register the model or the env.
+        trust_remote_code: Run Python code stored in the model's folder.
+
+    Returns:
+        ``success_rate``, ``interval`` (95 %), ``per_task``, ``results`` (one per episode); ``print(result.table())``.
+
+    Raises:
+        ManifestMismatchError: The checkpoint was made under other conditions.
+        ConfigError: There are fewer episodes, or the object's actions do not fit the env.
+    """
+    _check_overrides(overrides, "evaluate")
+    overrides = [*overrides, *_code(plugins, trust_remote_code)]
+    if episodes is not None:
+        overrides.append(f"evaluation.num_episodes={episodes}")
+    if isinstance(policy, (str, os.PathLike)):
+        from rlinf.cli.evaluate import run
+
+        if env is not None and not isinstance(env, str):
+            raise ConfigError(
+                "evaluate got a folder and an env configuration; required with a folder: the name of an env, with "
+                "overrides=['env.<key>=...'] for its settings"
+            )
+        chosen = [] if env is None else [f"env={env}"]
+        return run([f"checkpoint={_quoted(policy)}", *chosen, *overrides])
+    return _evaluate_object(policy, env, overrides)
+
+
+def compare(
+    a: EvaluationResult | str | os.PathLike,
+    b: EvaluationResult | str | os.PathLike,
+    *,
+    allow_mismatch: Sequence[str] = (),
+) -> Comparison:
+    """Compare two evaluations of the same episodes pair by pair (McNemar's exact test), as ``rlinf evaluate --compare``.
+
+    Args:
+        a, b: Both results of ``evaluate``, or both folders of evaluations or runs. Folders tell under which conditions they
+            were made, which must be the same; results do not.
+        allow_mismatch: As in ``evaluation.allow_mismatch``.
+
+    Returns:
+        ``total.difference`` (b - a), ``total.interval``, ``total.p_value``; ``print(comparison.table())``.
+
+    Raises:
+        ConfigError: The episodes differ.
+        ManifestMismatchError: The conditions do.
+    """
+    from rlinf.evaluation.compare import compare as compare_results
+    from rlinf.evaluation.compare import compare_folders
+
+    are_folders = [isinstance(one, (str, os.PathLike)) for one in (a, b)]
+    if all(are_folders):
+        return compare_folders(a, b, allow_mismatch)
+    if any(are_folders):
+        raise ConfigError("compare got a folder and a result; required: two folders, or two results")
+    return compare_results(a, b, allow_mismatch)
+
+
+def _evaluate_object(policy: Policy | Acts, env: str | EnvConfig | None, overrides: Sequence[str]) -> EvaluationResult:
+    import torch
+
+    from rlinf.envs import make_env as make
+    from rlinf.evaluation.evaluator import evaluate_policy
+    from rlinf.evaluation.run import episode_list
+
+    is_ours = isinstance(policy, Policy)
+    if not callable(getattr(policy, "act", None)):
+        raise ConfigError(
+            f"evaluate got a {type(policy).__name__}; required: a folder, a policy of rlinf.load_policy, or an object with act"
+        )
+    if env is None and not (is_ours and policy.cameras is not None):
+        raise ConfigError(
+            "evaluate needs the env of this policy. Pass env='tabletop', or another one of `rlinf models`"
+        )
+    evaluation = policy.config.evaluation if is_ours else None
+    config = run_config(policy.config.env if env is None else env, overrides, evaluation=evaluation)
+    settings = config.evaluation
+    num_envs = min(settings.num_envs, settings.num_episodes or settings.num_envs)
+    made = make(config.env, num_envs, auto_reset=False)
+    mixed = is_ours and policy.config.model.precision == "bf16-mixed"
+    try:
+        with torch.autocast(
+            next(policy.model.parameters()).device.type if is_ours else "cpu", torch.bfloat16, enabled=mixed
+        ):
+            return evaluate_policy(
+                policy.model if is_ours else policy,
+                made,
+                episode_list(made, settings.split, settings.num_episodes),
+                greedy=settings.greedy,
+                temperature=policy.config.rollout.temperature if is_ours else config.rollout.temperature,
+                seed=config.seed,
+            )
+    finally:
+        made.close()
+
+
+def run_config(
+    env: str | EnvConfig,
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    evaluation: EvaluationConfig | None = None,
+    config_dir: str | None = None,
+) -> RunConfig:
+    """Return a configuration with the env that is named or given, overrides, and ``settings`` of the env laid over.
+
+    Args:
+        env: Name or configuration.
+        overrides: As typed.
+        settings: Keys of the env.
+        evaluation: Section over which the overrides of ``evaluation`` are laid; None: the defaults.
+        config_dir: Folder of the user's own groups.
+    """
+    from rlinf.config import search
+    from rlinf.config.compose import compose_config, no_such_option, normalize_overrides, parse_overrides
+    from rlinf.config.options import plain_container, to_mapping
+    from rlinf.config.plugins import load_plugins
+    from rlinf.config.schema import build_config
+    from rlinf.envs import ENVS
+
+    _check_overrides(overrides, "make_env")
+    search.register(config_dir)
+    options = search.group_options("env")
+    is_group = isinstance(env, str) and env in options
+    chosen = [f"env={env}", *overrides] if is_group else overrides
+    composed = dict(plain_container(compose_config(chosen, config_dir)))
+    keys = [item.key_or_group.split(".") for item in parse_overrides(normalize_overrides(overrides))]
+
+    def laid_over(section: str, base: dict[str, Any]) -> dict[str, Any]:
+        return base | {key[1]: composed[section][key[1]] for key in keys if key[0] == section and len(key) > 1}
+
+    if not is_group:
+        load_plugins(composed["plugins"])
+        if isinstance(env, str) and env not in ENVS:
+            raise ConfigError(no_such_option("env", env, [*options, *ENVS]))
+        composed["env"] = laid_over("env", {"name": env} if isinstance(env, str) else to_mapping(env))
+    if evaluation is not None:
+        composed["evaluation"] = laid_over("evaluation", to_mapping(evaluation))
+    return build_config({**composed, "env": {**composed["env"], **(settings or {})}})
+
+
+def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str] | None:
+    """Return the overrides that name a public model and its type; None for a run, a checkpoint or an export.
+
+    Raises:
+        CheckpointError: Its config.json names no type.
+    """
+    from rlinf.config.search import group_options
+    from rlinf.models.embodiment.checkpoint_policy import POLICY_FILE
+    from rlinf.models.loading import read_json
+    from rlinf.training.checkpoint import is_checkpoint, is_export
+
+    path = Path(folder).expanduser()
+    if is_checkpoint(path) or is_export(path) or (model_type is None and not (path / "config.json").is_file()):
+        return None
+    name = model_type or read_json(path / "config.json").get("model_type")
+    if name is None:
+        raise CheckpointError(
+            f"{path / 'config.json'} names no model_type. Pass model_type='openvla', or another of `rlinf models`"
+        )
+    chosen = f"model={name}" if name in group_options("model") else f"model.model_type={name}"
+    keys = {"action_dim": "action_token_len", "action_chunks_len": "action_chunks_len", "unnorm_key": "unnorm_key"}
+    saved = read_json(path / POLICY_FILE) if (path / POLICY_FILE).is_file() else {}  # a model folder of a checkpoint
+    sizes = [f"model.{key}={_quoted(saved[name]) if isinstance(saved[name], str) else saved[name]}"
+             for name, key in keys.items() if name in saved]  # fmt: skip
+    return [chosen, *sizes, f"model.model_path={_quoted(path if path.is_dir() else folder)}"]
+
+
+def _check_overrides(overrides: Sequence[str], function: str) -> None:
+    """Overrides are a list of strings, without the flags of the command line.
+
+    Raises:
+        ConfigError: They are not.
+    """
+    if isinstance(overrides, str):
+        raise ConfigError(f"{function} got the string '{overrides}'; required: a list. Pass ['{overrides}']")
+    for word in overrides:
+        if not isinstance(word, str) or word.startswith("-"):
+            raise ConfigError(
+                f"{function} got the override {word!r}; required: strings such as 'seed=3'. Flags are for the command line: "
+                "in Python, plugins=[...] imports code, and a loop makes a sweep"
+            )
+
+
+def _code(plugins: Sequence[str], trust_remote_code: bool) -> list[str]:
+    """Return the overrides that let code of others run, where it was asked for."""
+    if isinstance(plugins, str):
+        raise ConfigError(f"plugins is the string '{plugins}'; required: a list. Pass plugins=['{plugins}']")
+    named = [f"plugins=[{','.join(_quoted(plugin) for plugin in plugins)}]"] if plugins else []
+    return named + (["model.trust_remote_code=true"] if trust_remote_code else [])
+
+
+def _quoted(path: str | os.PathLike) -> str:
+    """Return a path as a quoted value of an override."""
+    text = os.fspath(path).replace("'", "\\'")
+    return f"'{text}'"

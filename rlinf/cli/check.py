@@ -1,0 +1,62 @@
+"""``rlinf check``: whether an env keeps the contract that training and evaluation build on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rlinf.errors import ConfigError
+
+MAX_STEPS = 64
+"""Env steps after which episodes are cut for the check, unless ``env.max_episode_steps`` is given."""
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Drive an env by random actions and print one line per property of its contract.
+
+    The env is a packaged or registered name, with its keys as overrides; plugins=[...] imports yours first. The exit status is
+    1 if a property is violated. Long episodes are cut at 64 env steps, unless env.max_episode_steps says how many.
+    """
+    from rlinf.api import run_config
+    from rlinf.cli.hydra_app import given_value, parse
+    from rlinf.config.compose import parse_overrides
+    from rlinf.envs import ENVS, make_env
+    from rlinf.envs.checker import PROPERTIES, check_properties
+
+    args = parse(arguments)
+    usage = "rlinf check env=tabletop, or rlinf check env=gymnasium env.id=Pendulum-v1"
+    if args.help:
+        print(
+            f"usage: rlinf check env=<name> [env.key=value ...] [plugins=[my_env.py]]\n\n{inspect.cleandoc(check.__doc__)}"
+        )
+        return 0
+    name = given_value(args.overrides, "env")
+    keys = [item.key_or_group for item in parse_overrides(args.overrides)]
+    others = [key for key in keys if key.partition(".")[0] not in ("env", "plugins")]
+    if name is None or others or args.multirun or args.cfg:
+        given = f"got {', '.join(others)}" if others else "needs one env, and no flag but --config-dir"
+        raise ConfigError(f"`rlinf check` {given}; required: env=<name>, env.<key>=... and plugins=[...]. Type {usage}")
+    rest = [word for word, key in zip(args.overrides, keys, strict=True) if key != "env"]
+    config = run_config(name, rest, config_dir=args.config_dir).env
+    horizon = ENVS.get(config.name).longest_horizon(config)
+    if horizon > MAX_STEPS and "env.max_episode_steps" not in keys:
+        config = replace(config, max_episode_steps=MAX_STEPS)
+        print(
+            f"episodes of up to {horizon} env steps are cut at {MAX_STEPS}; env.max_episode_steps=<number> checks another length"
+        )
+        horizon = MAX_STEPS
+    width = max(map(len, PROPERTIES.values()))
+    left, num_violated = list(PROPERTIES), 0
+    for key, violations in check_properties(
+        lambda num_envs, auto_reset: make_env(config, num_envs, auto_reset=auto_reset), max(horizon, MAX_STEPS)
+    ):
+        left.remove(key)
+        num_violated += bool(violations)
+        print(f"{PROPERTIES[key]:<{width}}  {'FAIL' if violations else 'pass'}", flush=True)
+        for sentence in violations:
+            print(f"    {sentence}", flush=True)
+    for key in left:
+        print(f"{PROPERTIES[key]:<{width}}  not checked")
+    print(f"\n{name}: {f'{num_violated} properties violated' if num_violated else 'keeps the contract'}")
+    return int(num_violated > 0)

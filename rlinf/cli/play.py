@@ -1,0 +1,120 @@
+"""``rlinf play``: one episode of a policy, to look at."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlinf.config.options import from_mapping, option, public_fields
+from rlinf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlinf.config.schema import RunConfig
+
+
+@dataclass
+class PlayConfig:
+    """What to play, and where to show it."""
+
+    episode: int = option(0, "Number in the list of evaluation episodes, from 0.", minimum=0)
+    output: str | None = option(None, "MP4 to write; null: in outputs/<experiment_name>/play.")
+    window: bool = option(True, "Also open the MP4 in the player of the desktop, where there is a display.")
+
+
+def play(arguments: Sequence[str]) -> int:
+    """Play one evaluation episode of a checkpoint and write it as an MP4, which opens in a window where there is a display.
+
+    It is the episode with this number in the list of `rlinf evaluate`, and ends in the same way. Other keys are those of
+    `rlinf evaluate`: evaluation.split=train, evaluation.greedy=false, evaluation.video_size=448.
+    """
+    from rlinf.cli.hydra_app import configure, parse
+    from rlinf.config.compose import parse_overrides
+
+    own = {word: word.partition("=")[0] for word in arguments if word.partition("=")[0] in public_fields(PlayConfig)}
+    args = parse([word for word in arguments if word not in own])
+    usage = "rlinf play checkpoint=outputs/quickstart/latest episode=3"
+    if args.help:
+        keys = " ".join(f"[{name}=...]" for name in public_fields(PlayConfig))
+        print(f"usage: rlinf play checkpoint=<folder> {keys} [key=value ...]\n\n{inspect.cleandoc(play.__doc__)}")
+        return 0
+    settings = from_mapping(PlayConfig, {item.key_or_group: item.value() for item in parse_overrides(list(own))})
+    if not any(word.partition("=")[0] == "checkpoint" for word in arguments):
+        raise ConfigError(f"`rlinf play` needs a checkpoint or run folder. Type {usage}")
+    config = configure(args, "evaluate")
+    if config is not None:
+        play_episode(config, settings)
+    return 0
+
+
+def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
+    """Play an episode, write its video, print what happened, and show it.
+
+    Args:
+        config: Of the evaluation, with ``checkpoint``.
+        settings: Which episode, and where to.
+
+    Returns:
+        The MP4.
+
+    Raises:
+        ConfigError: The split has no such episode, or the env cannot draw.
+    """
+    import torch
+
+    from rlinf.distributed.process_group import resolve_device, set_num_threads
+    from rlinf.envs import make_env
+    from rlinf.envs.video import write_video
+    from rlinf.evaluation.evaluator import RowPolicy, evaluation_mode, replay_episodes
+    from rlinf.evaluation.run import load_checked
+    from rlinf.seeding import seed_everything
+
+    set_num_threads(config.cluster.num_threads, 1)
+    seed_everything(config.seed)
+    evaluation = config.evaluation
+    env = make_env(config.env, 1, auto_reset=False)
+    try:
+        specs = env.episode_specs(evaluation.split)
+        if settings.episode >= len(specs):
+            raise ConfigError(
+                f"episode={settings.episode}, and the split '{evaluation.split}' has {len(specs)} episodes, from 0. "
+                f"Type episode={len(specs) - 1}, or raise env.num_{evaluation.split}_init_states"
+            )
+        model = load_checked(replace(config, evaluation=replace(evaluation, probe=False)), env)
+        device = resolve_device(config.cluster.device, 1)
+        model = model.to(device)
+        policy = RowPolicy(model, env.task_names, evaluation.greedy, config.rollout.temperature, config.seed)
+        mixed = config.model.precision == "bf16-mixed"
+        with evaluation_mode(model), torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext():
+            ((result, instruction, frames),) = replay_episodes(
+                policy, env, [specs[settings.episode]], evaluation.video_size
+            )
+    finally:
+        env.close()
+    outcome = "success" if result.success else "failure"
+    name = f"{Path(config.checkpoint).name}_episode_{settings.episode:03d}_{outcome}.mp4"
+    path = Path(settings.output or f"outputs/{config.experiment_name}/play/{name}").expanduser()
+    write_video(path, frames, instruction, result.success)
+    print(f"episode {settings.episode}: {result.task}, '{instruction}': {outcome} after {result.num_env_steps} env steps, "
+          f"return {result.episode_return:.3g}")  # fmt: skip
+    print(f"video: {path}", flush=True)
+    if settings.window:
+        show(path)
+    return path
+
+
+def show(path: Path) -> bool:
+    """Open a file in the player of the desktop, if there is a display and a player; return whether it was opened."""
+    has_display = sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+    opener = shutil.which("open" if sys.platform == "darwin" else "xdg-open")
+    if not has_display or opener is None:
+        return False
+    subprocess.Popen([opener, str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    return True

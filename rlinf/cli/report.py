@@ -1,0 +1,41 @@
+"""``rlinf report``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlinf.errors import ConfigError
+
+OUTPUT = "runs.html"
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Write the report of a run again, or one page with the curves of several runs.
+
+    Runs that differ in nothing but their seed are one curve: their mean, with its 95 % interval over seeds. A folder of a
+    sweep (multirun/...) stands for its runs, `latest` for the newest.
+    """
+    from rlinf.evaluation.report import write_report
+    from rlinf.evaluation.runs import read_runs
+    from rlinf.evaluation.runs_report import write_runs_report
+
+    if {"-h", "--help"} & set(arguments):
+        print(f"usage: rlinf report <run folder> ... [output={OUTPUT}]\n\n{inspect.cleandoc(report.__doc__)}")
+        return 0
+    outputs = [word.partition("=")[2] for word in arguments if word.startswith("output=")]
+    folders = [word for word in arguments if not word.startswith("output=")]
+    wrong = [word for word in folders if word.startswith("-") or ("=" in word and not Path(word).expanduser().exists())]
+    if not folders or wrong or len(outputs) > 1:
+        given = f"'{wrong[0]}'" if wrong else "no folder" if not folders else "two outputs"
+        raise ConfigError(
+            f"`rlinf report` got {given}; required: run folders, and output=<file.html> at most. Type rlinf report "
+            "outputs/quickstart/latest, or rlinf report multirun/quickstart/latest output=seeds.html"
+        )
+    runs = read_runs(folders)
+    if len(runs) == 1 and not outputs:
+        print(f"report: {write_report(runs[0].folder)}")
+        return 0
+    print(f"report: {write_runs_report(runs, Path(outputs[0] if outputs else OUTPUT).expanduser())}")
+    return 0

@@ -1,0 +1,91 @@
+"""What in a saved configuration would run code; a checkpoint from somebody else is data until the user types otherwise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlinf.config.options import override_text
+from rlinf.errors import CheckpointError
+
+SECTIONS = ("env", "model")
+"""Sections whose values may be names that are imported: ``env.id`` of gymnasium, fields of an env or model of others."""
+
+NAMES = ("env.tasks", "env.cameras", "env.instruction")
+"""Texts in them that are never imported."""
+
+IMPORTED = ("env.id",)
+"""Texts of which gymnasium imports all that stands in front of a colon."""
+
+_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w./-]*")
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+
+
+def check_code(saved: Mapping[str, Any], typed: Collection[str], folder: str | Path) -> None:
+    """Refuse what would make Python import or trust code, unless the user has typed that key or its section.
+
+    Args:
+        saved: Configuration stored in a checkpoint or an export.
+        typed: Keys and groups on the command line, e.g. ``{"plugins", "env"}``.
+        folder: Of the configuration, for the message.
+
+    Raises:
+        CheckpointError: With everything that has to be typed.
+    """
+    found = [
+        (key, value)
+        for key, value in code_values(saved)
+        if not any(key == name or key.startswith(f"{name}.") for name in typed)
+    ]
+    if found:
+        raise CheckpointError(
+            f"The configuration in {folder} names Python code to run, and a checkpoint runs none by itself. Read that code "
+            f"first. Type {_overrides(found)}"
+        )
+
+
+def code_overrides(config: Mapping[str, Any]) -> str:
+    """Return what has to be typed again wherever a checkpoint of a run with this configuration is used; mostly nothing."""
+    return _overrides(code_values(config))
+
+
+def code_values(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield key and value of all that names code: plugins, trust in a folder's code, ``module:attribute``."""
+    if saved.get("plugins"):
+        yield "plugins", saved["plugins"]
+    model = saved.get("model")
+    if isinstance(model, Mapping) and model.get("trust_remote_code"):
+        yield "model.trust_remote_code", model["trust_remote_code"]
+    for section in SECTIONS:
+        for key, value in _leaves(saved.get(section), section):
+            texts = [text for _, text in _leaves(value, "") if isinstance(text, str)]
+            if key not in NAMES and any(_CODE.fullmatch(text) or (key in IMPORTED and ":" in text) for text in texts):
+                yield key, value
+
+
+def literal(value: Any) -> Any:
+    """Return ``value`` such that OmegaConf reads ``${...}`` in its texts as these characters."""
+    if isinstance(value, str):
+        return _INTERPOLATION.sub(lambda match: rf"{match[1] * 2}\${{", value)
+    if isinstance(value, Mapping):
+        return {key: literal(item) for key, item in value.items()}
+    return [literal(item) for item in value] if isinstance(value, list) else value
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and value of everything that is not a mapping; below ``""`` also the items of lists."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else "")
+    elif isinstance(value, list) and not path:
+        for item in value:
+            yield from _leaves(item, "")
+    else:
+        yield path, value
+
+
+def _overrides(values: Iterable[tuple[str, Any]]) -> str:
+    texts = [f"{key}={override_text(value)}" for key, value in values]
+    return " ".join(text if re.fullmatch(r"[\w.=:/-]+", text) else f"'{text}'" for text in texts)

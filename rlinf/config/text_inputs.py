@@ -1,0 +1,54 @@
+"""Text and language models given to commands that train policies of simulators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlinf.config.schema import RunConfig
+from rlinf.errors import ConfigError
+
+SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".arrow")
+"""Of files that hold rows of text. The datasets of robots are folders."""
+
+PAGE = "Text is trained in Python, by HuggingFacePolicy: docs/policies.md"
+
+
+def text_in(path: str | Path) -> str | None:
+    """Say what text a path holds: a file of rows, a folder of such files, a language model; None: none of these."""
+    path = Path(path).expanduser()
+    if path.is_file():
+        return "a file of text" if path.suffix in SUFFIXES else None
+    if not path.is_dir():
+        return None
+    model_type = language_model_in(path)
+    if model_type is not None:
+        return f"a language model ({model_type})"
+    files = [child for child in path.iterdir() if child.is_file() and not child.name.startswith(".")]
+    return "a folder of text" if any(file.suffix == ".jsonl" for file in files) else None
+
+
+def language_model_in(path: str | Path) -> str | None:
+    """Return the ``model_type`` of a folder, if it is that of a causal language model that reads no images, or None."""
+    from transformers.models.auto import modeling_auto
+
+    from rlinf.models import MODELS
+    from rlinf.models.fallback import folder_config
+
+    found = folder_config(str(path)).get("model_type")
+    is_text = found in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and found not in MODELS
+    return found if is_text and found not in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else None
+
+
+def check_no_text(config: RunConfig, command: str) -> None:
+    """A dataset must be demonstrations, and a model must be able to see.
+
+    Raises:
+        ConfigError: ``sft.dataset`` or ``model.model_path`` is text; it names the page on text.
+    """
+    for key, path, instead in (
+        ("sft.dataset", config.sft.dataset, "demonstrations. Type sft.dataset=<LeRobotDataset or RLDS folder>"),
+        ("model.model_path", config.model.model_path, "a policy or a vision-language model. Type model=openvla_tiny"),
+    ):
+        found = None if path is None else text_in(path)
+        if found is not None:
+            raise ConfigError(f"{key} is '{path}', {found}; `rlinf {command}` needs {instead}. {PAGE}")

@@ -1,0 +1,178 @@
+"""Which GPU a rank, its simulators and its engines use. No other file of the package names a CUDA device.
+
+A rank sees one GPU: its ``CUDA_VISIBLE_DEVICES`` names that one before CUDA starts. Whatever takes "the first GPU" (a thread
+whose current device is 0 by default, ManiSkill, a simulator's process, an engine that is started again) then takes the right one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rlinf.errors import ConfigError
+
+# Worker processes of simulators import this module; torch would cost each of them seconds and memory.
+if TYPE_CHECKING:
+    import torch
+
+LAUNCHER_VARIABLES = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+)
+"""Which process this is, and of how many, where torchrun, srun or mpirun has started it."""
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+EGL_DEVICE = "MUJOCO_EGL_DEVICE_ID"
+CHOSEN_EGL_DEVICE = "RLINF_CHOSEN_EGL_DEVICE_ID"
+"""Repeats an ``EGL_DEVICE`` that this package has set, which a process with another GPU may replace; a user's own it may not."""
+
+
+def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
+    """Return the names of the GPUs that CUDA shows: numbers, UUIDs or MIG names, in its order.
+
+    Args:
+        environment: ``CUDA_VISIBLE_DEVICES`` is read as CUDA reads it: a list that ends at a negative number.
+        count: GPUs that CUDA shows.
+    """
+    if VISIBLE not in environment:
+        return [str(number) for number in range(count)]
+    names = [name.strip() for name in environment[VISIBLE].split(",")]
+    end = next((k for k, name in enumerate(names) if not name or name.startswith("-")), len(names))
+    return names[: min(end, count)]
+
+
+def rank_environment(environment: Mapping[str, str], gpus: Sequence[str], rank: int) -> dict[str, str]:
+    """Return the environment of one rank, in which CUDA shows its GPU alone.
+
+    Args:
+        environment: Of the launcher. An ``MUJOCO_EGL_DEVICE_ID`` in it is kept where the user has set it.
+        gpus: ``visible_gpus`` of the launcher.
+        rank: Index into ``gpus``.
+
+    Raises:
+        ConfigError: There are fewer GPUs than ranks.
+    """
+    if rank >= len(gpus):
+        raise ConfigError(
+            f"Rank {rank} needs a GPU of its own, and CUDA shows {len(gpus)} ({', '.join(gpus) or 'none'}). "
+            f"Type cluster.num_processes={max(1, len(gpus))}, or cluster.device=cpu"
+        )
+    own = dict(environment)
+    if own.get(EGL_DEVICE) == own.pop(CHOSEN_EGL_DEVICE, None):
+        own.pop(EGL_DEVICE, None)  # it was chosen for the launcher's first GPU
+    return own | {VISIBLE: gpus[rank]}
+
+
+def isolate_rank(gpus: Sequence[str], rank: int) -> None:
+    """Leave this process the GPU of its rank; before CUDA starts in it."""
+    own = rank_environment(os.environ, gpus, rank)
+    for name in set(os.environ) - set(own):
+        del os.environ[name]
+    os.environ.update(own)
+
+
+def engine_gpus(gpus: Sequence[str], first: int, count: int, key: str) -> list[str]:
+    """Return the GPUs of an engine of ``count`` ranks that begins at ``gpus[first]``.
+
+    Args:
+        gpus: ``visible_gpus`` of the process that owns the engine; none: the engine runs on the CPU.
+        first: That process's own GPU.
+        count: Tensor parallel size times pipeline parallel size.
+        key: Override that sets ``count``, for the message.
+
+    Raises:
+        ConfigError: There are fewer.
+    """
+    if gpus and first + count > len(gpus):
+        raise ConfigError(
+            f"{key}={count} needs {count} GPUs from '{gpus[first]}' on, and this process sees {', '.join(gpus)}. "
+            f"Type {key}={len(gpus) - first}"
+        )
+    return list(gpus[first : first + count])
+
+
+def own_engine_gpus(count: int, key: str) -> list[str]:
+    """Return ``engine_gpus`` of this process, empty without GPUs; call it in the main thread, whose current device is the rank's."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return engine_gpus(visible_gpus(os.environ, torch.cuda.device_count()), own_index(), count, key)
+
+
+def own_index() -> int:
+    """Return the number of this rank's GPU in this process.
+
+    It is the current device where one was set or only one is visible, else ``LOCAL_RANK`` (torchrun shows all GPUs to every rank).
+    """
+    import torch
+    import torch.distributed as dist
+
+    return rank_index(os.environ, torch.cuda.device_count(), torch.cuda.current_device(), dist.is_initialized())
+
+
+def rank_index(environment: Mapping[str, str], count: int, current: int, has_ranks: bool) -> int:
+    """Choose the GPU of a rank, see ``own_index``.
+
+    Args:
+        environment: May have ``LOCAL_RANK``.
+        count: GPUs that this process sees.
+        current: Its current device.
+        has_ranks: ``torch.distributed`` is initialised.
+
+    Raises:
+        ConfigError: There are fewer GPUs than ranks on this machine.
+    """
+    local = environment.get("LOCAL_RANK", "")
+    if not has_ranks or current or count <= 1 or not local.isdigit():
+        return current
+    if int(local) >= count:
+        raise ConfigError(
+            f"LOCAL_RANK={local} needs a GPU of its own, and torch sees {count}. Start {count} ranks on this machine"
+        )
+    return int(local)
+
+
+def own_device() -> torch.device:
+    """Return this rank's GPU."""
+    import torch
+
+    return torch.device("cuda", own_index())
+
+
+def take_own_device() -> torch.device:
+    """Make this rank's GPU the current device of this thread, and return it."""
+    import torch
+
+    device = own_device()
+    torch.cuda.set_device(device)
+    return device
+
+
+def gpu_uuids() -> list[str]:
+    """Return the UUIDs of the GPUs that this process sees, in its order."""
+    import torch
+
+    return [str(torch.cuda.get_device_properties(k).uuid) for k in range(torch.cuda.device_count())]
+
+
+def index_of_gpu(uuid: str, visible: Sequence[str]) -> int | None:
+    """Return the number that the GPU ``uuid`` has in a process that sees ``visible``; None: it does not see it."""
+    return list(visible).index(uuid) if uuid in visible else None
+
+
+def refuse_another_launcher(environment: Mapping[str, str]) -> None:
+    """Refuse to start where torchrun, srun or mpirun has started several of this process: each would do all of the work.
+
+    Raises:
+        ConfigError: One has.
+    """
+    for number, count in LAUNCHER_VARIABLES:
+        if number in environment and environment.get(count, "").strip() not in ("", "1"):
+            raise ConfigError(
+                f"This process is one of several of another launcher ({number}={environment[number]}, {count}={environment[count]}), and "
+                "each of them would be a whole run: rlinf starts its ranks itself, on one machine. Type the command once, without "
+                f"torchrun, srun or mpirun, with cluster.num_processes=<ranks> (in a shell of such a job: unset {number} {count})"
+            )

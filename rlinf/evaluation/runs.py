@@ -1,0 +1,125 @@
+"""Several runs next to each other: which of them differ in their seed only, and what these show together."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlinf.config.options import override_text
+from rlinf.config.saved import flat
+from rlinf.errors import CheckpointError
+from rlinf.evaluation.compare import CLOSING_TAGS
+from rlinf.evaluation.intervals import mean_interval
+from rlinf.evaluation.report_data import Evaluation, RunData, read_run
+from rlinf.files import follow_latest
+
+SAME_IN_A_GROUP = ("seed", "output_dir", "resume", "init_from", "checkpoint", "dataset", "experiment_name")
+"""Keys that do not tell two groups of runs apart; the name of the experiment does it by itself."""
+MAX_KEYS = 3
+"""Keys that a label names."""
+
+
+@dataclass
+class RunGroup:
+    """Runs of one configuration, with a seed each.
+
+    Attributes:
+        label: Name of the experiment, and the keys in which the groups of this name differ.
+        runs: In the order in which they were given.
+    """
+
+    label: str
+    runs: list[RunData]
+
+    @property
+    def success_rates(self) -> list[float]:
+        """Of the closing evaluations of the runs that have one."""
+        return [one.result.success_rate for one in map(closing_evaluation, self.runs) if one is not None]
+
+
+def closing_evaluation(run: RunData) -> Evaluation | None:
+    """Return the evaluation with which a run ended; None where it was stopped before."""
+    return run.evaluation(*CLOSING_TAGS)
+
+
+def seed_of(run: RunData) -> int | None:
+    """Return the seed of a run; None where nothing tells it."""
+    return run.summary.get("seed", run.settings.get("seed"))
+
+
+def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
+    """Read run folders; ``latest`` is followed, and a folder of a sweep stands for its runs.
+
+    Raises:
+        CheckpointError: One is no run folder.
+    """
+    found: dict[Path, RunData] = {}
+    for name in folders:
+        folder = follow_latest(Path(name).expanduser())
+        below = sorted(
+            (path for path in folder.glob("*") if (path / "metrics.jsonl").is_file()),
+            key=lambda path: (len(path.name), path.name),
+        )
+        is_run = (folder / "metrics.jsonl").is_file() or not below
+        for place in [folder] if is_run else below:
+            if not place.is_dir():
+                raise CheckpointError(f"There is no folder {place}; required: a run folder, or the folder of a sweep.")
+            found.setdefault(place.resolve(), read_run(place))
+    return list(found.values())
+
+
+def group_runs(runs: Sequence[RunData]) -> list[RunGroup]:
+    """Put runs together that differ in nothing but their seed and their folder."""
+    named: dict[str, dict[str, list[tuple[dict[str, Any], RunData]]]] = {}
+    for run in runs:
+        settings = {key: value for key, value in flat(run.settings).items() if key not in SAME_IN_A_GROUP}
+        name = run.summary.get("experiment") or run.settings.get("experiment_name") or run.folder.resolve().parent.name
+        same = json.dumps(settings, sort_keys=True, default=str)
+        named.setdefault(str(name), {}).setdefault(same, []).append((settings, run))
+    groups = []
+    for name, by_settings in named.items():
+        every = [members[0][0] for members in by_settings.values()]
+        keys = [key for key in every[0] if any(one.get(key) != every[0][key] for one in every)]
+        for members in by_settings.values():
+            shown = [f"{key}={override_text(members[0][0].get(key))}" for key in keys[:MAX_KEYS]]
+            more = [f"{len(keys) - MAX_KEYS} more keys"] if len(keys) > MAX_KEYS else []
+            groups.append(RunGroup(" ".join([name, *shown, *more]), [run for _, run in members]))
+    return groups
+
+
+def sweep_table(folders: Sequence[str | os.PathLike]) -> str:
+    """Return the text that ends a sweep: a line per run, and a line per configuration with mean, least and interval."""
+    groups = group_runs(read_runs(folders))
+    rows = [("run", "seed", "success", "k/n", "folder")]
+    for group in groups:
+        for run in group.runs:
+            closing = closing_evaluation(run)
+            total = None if closing is None else closing.result.total
+            numbers = (
+                ("-", "-") if total is None else (f"{total.success_rate:.1%}", f"{total.successes}/{total.episodes}")
+            )
+            rows.append((group.label, str(seed_of(run)), *numbers, os.path.relpath(run.folder)))
+    together = [("configuration", "seeds", "mean", "least", "95 % interval of the mean over seeds")]
+    for group in groups:
+        together.append((group.label, str(len(group.success_rates)), *rates_in_words(group.success_rates)))
+    place = os.path.commonpath([os.path.relpath(folder) for folder in folders])
+    closing_line = f"curves: rlinf report {place}"
+    return "\n".join(["", *_columns(rows), "", *_columns(together), closing_line])
+
+
+def rates_in_words(rates: Sequence[float]) -> tuple[str, str, str]:
+    """Return mean, least and 95 % interval of the mean as text; the interval is cut at 0 and 100 %."""
+    if not rates:
+        return "-", "-", "-"
+    mean, low, high = mean_interval(rates)
+    interval = "-" if len(rates) == 1 else f"{max(low, 0.0):.1%} - {min(high, 1.0):.1%}"
+    return f"{mean:.1%}", f"{min(rates):.1%}", interval
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

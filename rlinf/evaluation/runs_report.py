@@ -1,0 +1,146 @@
+"""One page about several runs: a curve per configuration, which is the mean over its seeds with their 95 % interval."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from rlinf.evaluation.charts import NUM_COLOURS, SMALL, Series, interval_bar
+from rlinf.evaluation.intervals import mean_interval
+from rlinf.evaluation.report import REPORT_FILE, RL_CURVES, card, page, with_axes
+from rlinf.evaluation.report_data import RunData
+from rlinf.evaluation.runs import RunGroup, closing_evaluation, group_runs, rates_in_words, seed_of
+from rlinf.files import write_text
+
+SUCCESS_CURVES = (
+    ("Success of evaluations against env steps", "eval/success_rate", "env_steps", "env steps"),
+    ("Success of evaluations against training time", "eval/success_rate", "minutes", "training time (minutes)"),
+    ("Success of rollouts against env steps", "rollout/success_rate", "env_steps", "env steps"),
+)
+"""Title, metric, x axis and its label."""
+
+
+def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Path:
+    """Write the page.
+
+    Args:
+        runs: Those of one configuration are one curve; at most ``NUM_COLOURS`` configurations are drawn.
+        output: The HTML file, which is replaced.
+
+    Returns:
+        ``output``.
+    """
+    output, groups = Path(output), group_runs(runs)
+    drawn = groups[:NUM_COLOURS]
+    title = f"{len(runs)} runs of {len(groups)} configuration{'s' if len(groups) > 1 else ''}"
+    cards = [
+        card(name, _series(drawn, metric, x), x_label, "success rate", percent=True)
+        for name, metric, x, x_label in SUCCESS_CURVES
+    ]
+    small = [
+        card(name, _series(drawn, next(iter(metrics)), "step"), "RL iteration", y_label, size=SMALL, **options)
+        for name, metrics, y_label, options in RL_CURVES
+    ]
+    sections = [
+        f"<header><h1>{escape(title)}</h1></header>",
+        _configurations(groups),
+        f'<section class="charts">{"".join(cards)}</section>' if any(cards) else "",
+        f'<p class="note">{escape(_note(groups))}</p>',
+        _runs(groups, output),
+        f'<h2>Training curves</h2><section class="charts small">{"".join(small)}</section>' if any(small) else "",
+    ]
+    return write_text(output, page(title, sections))
+
+
+def curve(group: RunGroup, metric: str, x: str) -> Series:
+    """Return the mean of a metric over the runs of a group, with its 95 % interval.
+
+    Runs are matched by RL iteration. Those iterations are drawn that all runs have which have the metric at all, so that a run
+    that ended early does not bend the curve.
+
+    Args:
+        group: Runs of one configuration.
+        metric: Name in ``metrics.jsonl``.
+        x: ``step``, or ``env_steps`` or ``minutes``, whose mean over the runs is taken.
+    """
+    found = [
+        {line["step"]: line for line in with_axes(run.lines) if line["phase"] == "rl" and line.get(metric) is not None}
+        for run in group.runs
+    ]
+    found = [lines for lines in found if lines]
+    steps = sorted(set.intersection(*map(set, found))) if found else []
+    points, bands = [], []
+    for step in steps:
+        lines = [lines[step] for lines in found]
+        mean, low, high = mean_interval([line[metric] for line in lines])
+        points.append((sum(line[x] for line in lines) / len(lines), mean))
+        bands.append((low, high) if len(lines) > 1 else None)
+    label = f"{group.label} ({len(found)} seed{'s' if len(found) > 1 else ''})"
+    return Series(label, points, bands=bands, markers=len(points) < 30, filled=True)
+
+
+def _series(groups: Sequence[RunGroup], metric: str, x: str) -> list[Series]:
+    found = [curve(group, metric, x) for group in groups]
+    for number, series in enumerate(found, 1):
+        series.colour = number
+    return found
+
+
+def _note(groups: Sequence[RunGroup]) -> str:
+    sentences = [
+        "A curve is the mean over the seeds of a configuration at the iterations that all of them have; the area is its 95 % "
+        "interval (Student's t), cut at the ends of the axis."
+    ]
+    if len(groups) > NUM_COLOURS:
+        sentences.append(f"The first {NUM_COLOURS} of {len(groups)} configurations are drawn.")
+    return " ".join(sentences)
+
+
+def _configurations(groups: Sequence[RunGroup]) -> str:
+    rows = []
+    for number, group in enumerate(groups, 1):
+        rates = group.success_rates
+        mean, least, interval = rates_in_words(rates)
+        bar = ""
+        if rates:
+            centre, low, high = mean_interval(rates)
+            bar = interval_bar(centre, max(low, 0.0), min(high, 1.0), number) if len(rates) > 1 else ""
+        rows.append(
+            f'<tr><td class="wrap">{escape(group.label)}</td><td>{len(rates)} of {len(group.runs)}</td><td>{mean}</td>'
+            f"<td>{least}</td><td>{bar} <small>{interval}</small></td></tr>"
+        )
+    return (
+        '<h2>Success of the closing evaluation</h2><div class="card scroll"><table><thead><tr><th>configuration</th>'
+        "<th>seeds that ended</th><th>mean</th><th>least</th><th>95 % interval of the mean over seeds</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _runs(groups: Sequence[RunGroup], output: Path) -> str:
+    rows = "".join(_run_row(group, run, output) for group in groups for run in group.runs)
+    return (
+        f'<details class="card"><summary>All {sum(len(group.runs) for group in groups)} runs</summary><div class="scroll">'
+        "<table><thead><tr><th>configuration</th><th>seed</th><th>success</th><th>95 % interval over episodes</th><th>folder</th>"
+        f"</tr></thead><tbody>{rows}</tbody></table></div></details>"
+    )
+
+
+def _run_row(group: RunGroup, run: RunData, output: Path) -> str:
+    closing = closing_evaluation(run)
+    cells: tuple[Any, Any] = ("-", "-")
+    if closing is not None:
+        total = closing.result.total
+        low, high = total.interval
+        cells = f"{total.success_rate:.1%} ({total.successes}/{total.episodes})", f"{low:.1%} to {high:.1%}"
+    relative = os.path.relpath(run.folder.resolve(), output.resolve().parent)
+    name = escape(relative)
+    if (run.folder / REPORT_FILE).is_file():
+        name = f'<a href="{quote(f"{relative}/{REPORT_FILE}")}">{name}</a>'
+    return (
+        f'<tr><td class="wrap">{escape(group.label)}</td><td>{escape(str(seed_of(run)))}</td><td>{cells[0]}</td><td>{cells[1]}</td>'
+        f"<td>{name}</td></tr>"
+    )

@@ -1,0 +1,75 @@
+"""Adapters belong to the base weights that they were trained on, which the manifest of their folder records."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlinf.files import sha256_of
+from rlinf.manifest import BASE_FIELD, MANIFEST_FILE, Manifest, Mismatch, refuse
+from rlinf.models.config import ModelConfig
+
+ADAPTER_FOLDER = "adapter"
+"""Of a checkpoint, with its adapters."""
+
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+
+logger = logging.getLogger("rlinf")
+
+
+def check_base(model: ModelConfig, allow_mismatch: Sequence[str] = ()) -> None:
+    """Refuse the adapters at ``model.lora_path`` on other base weights than those that they were trained on.
+
+    A folder without a record of its base (one that PEFT wrote) is accepted with one line in the log.
+
+    Args:
+        model: The model section; without ``lora_path`` nothing is checked.
+        allow_mismatch: ``["lora.base_sha256"]`` accepts other base weights.
+
+    Raises:
+        ManifestMismatchError: With both digests, and what to type.
+        CheckpointError: The manifest of the adapters cannot be read.
+    """
+    if model.lora_path is None or any(name in (BASE_FIELD, "lora") for name in allow_mismatch):
+        return
+    folder = Path(model.lora_path).expanduser()
+    home = folder.parent if folder.name == ADAPTER_FOLDER else folder  # of a checkpoint; or an export
+    saved = Manifest.load(home).lora.get("base_sha256") if (home / MANIFEST_FILE).is_file() else None
+    if saved is None:
+        logger.warning(
+            "The adapters of %s have no record of their base weights: whether these are model.model_path=%s is not known",
+            folder, model.model_path,
+        )  # fmt: skip
+        return
+    present = weights_digest(model.model_path)
+    if saved != present:
+        sentence = (
+            f"The adapters of {folder} belong to other base weights than model.model_path={model.model_path or 'null'}"
+        )
+        refuse([Mismatch(BASE_FIELD, saved, present, must_match=True)], allow_mismatch, sentence)
+
+
+def weights_digest(model_path: str | None) -> str | None:
+    """Return one SHA-256 of the names and contents of a model's weight files; None without a path.
+
+    A hub id stands for the files that were downloaded. A file is hashed once while its size and time stay the same.
+    """
+    if model_path is None:
+        return None
+    folder = Path(model_path).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(model_path, local_files_only=True))
+    paths = sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
+    found = {path.name: _file_digest(path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+@functools.cache
+def _file_digest(path: Path, size: int, time_ns: int) -> str:
+    return sha256_of(path)

@@ -1,0 +1,65 @@
+"""Random states of a process as a file of tensors and numbers, which is read without running pickled code."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlinf.errors import CheckpointError
+from rlinf.files import naming
+
+
+def save_rng_state(path: Path) -> None:
+    """Write the states of Python, NumPy and torch.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with naming(path):
+        torch.save(_state(), path)
+
+
+def load_rng_state(path: Path) -> None:
+    """Set the states that a file holds.
+
+    Raises:
+        CheckpointError: It holds something else.
+    """
+    try:
+        _set_state(torch.load(path, weights_only=True))
+    except (pickle.UnpicklingError, EOFError, KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        # Not the error's text, which recommends reading the file with code.
+        raise CheckpointError(
+            f"{path} holds no random states ({type(error).__name__}). Use another checkpoint."
+        ) from error
+
+
+def _state() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "name": name, "keys": torch.from_numpy(keys.astype(np.int64)), "position": int(position),
+            "has_gauss": int(has_gauss), "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_state(state: dict[str, Any]) -> None:
+    python, legacy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    keys = legacy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((legacy["name"], keys, legacy["position"], legacy["has_gauss"], legacy["cached"]))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

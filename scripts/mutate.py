@@ -1,0 +1,311 @@
+"""Mutation testing of the code behind every published number: does a test fail when a line of it is wrong?
+
+Each mutant changes one place of a file: an operator, a comparison, a constant, a condition, a reduction, or a statement that
+goes. The tests that cover the file then run in a fork of this process, which has imported the slow packages already. A mutant
+that no test notices survives, unless ``tests/mutation/equivalent.txt`` lists it with the reason why it changes no number.
+
+    python scripts/mutate.py                                   all files (hours)
+    python scripts/mutate.py --file rlinf/algorithms/losses.py
+    python scripts/mutate.py --file rlinf/rollout/collector.py --lines 300-330
+    python scripts/mutate.py --sample 100 --seed 1             a random hundred of all files
+    python scripts/mutate.py --list                            print the mutants, run nothing
+
+The last line is one JSON object with the score of each file. The exit status is 1 where the score is below ``--minimum``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib.util
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+EQUIVALENT = ROOT / "tests" / "mutation" / "equivalent.txt"
+SLOW_PACKAGES = (
+    "numpy",
+    "torch",
+    "gymnasium",
+    "hydra",
+    "transformers",
+    "safetensors.torch",
+    "mujoco",
+    "pytest",
+    "hypothesis",
+)
+
+TESTS = {
+    "rlinf/algorithms/advantages.py": ["tests/numerics/test_advantages.py"],
+    "rlinf/algorithms/losses.py": ["tests/numerics/test_losses.py", "tests/numerics/test_token_losses.py"],
+    "rlinf/algorithms/base.py": ["tests/numerics/test_losses.py", "tests/unit/test_adding_an_algorithm.py"],
+    "rlinf/algorithms/ppo.py": ["tests/numerics/test_losses.py", "tests/numerics/test_advantages.py"],
+    "rlinf/algorithms/grpo.py": ["tests/numerics/test_advantages.py", "tests/unit/test_collector.py"],
+    "rlinf/algorithms/token_losses.py": ["tests/numerics/test_token_losses.py"],
+    "rlinf/rollout/collector.py": ["tests/unit/test_rollout_alignment.py", "tests/unit/test_collector.py"],
+    "rlinf/rollout/parity.py": ["tests/unit/test_parity.py"],
+    "rlinf/distributed/weight_sync.py": ["tests/integration/test_weight_sync.py"],
+    "rlinf/distributed/weight_handle.py": ["tests/unit/test_weight_handle.py"],
+    "rlinf/models/embodiment/modules/normalizer.py": [
+        "tests/unit/test_model_parts.py",
+        "tests/numerics/test_openvla_parity.py",
+    ],
+    "rlinf/data/statistics.py": ["tests/unit/test_dataset_statistics.py"],
+    "rlinf/manifest.py": ["tests/unit/test_manifest.py"],
+}
+"""Each file, and the tests that hold its numbers."""
+
+OPERATORS = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+    ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+COMPARISONS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+NAMES = {
+    "sum": "mean", "mean": "sum", "min": "max", "max": "min", "amin": "amax", "amax": "amin", "minimum": "maximum",
+    "maximum": "minimum", "any": "all", "all": "any", "argmax": "argmin", "argmin": "argmax", "zeros": "ones",
+    "ones": "zeros", "zeros_like": "ones_like", "ones_like": "zeros_like", "clamp_min": "clamp_max",
+    "clamp_max": "clamp_min", "floor": "ceil", "ceil": "floor",
+}  # fmt: skip
+DROPPED_METHODS = ("detach", "clamp", "abs", "exp", "sqrt", "square", "cumsum", "copy", "clone", "contiguous")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: where, what, and the tree of the whole file with it."""
+
+    path: str
+    line: int
+    source: str
+    change: str
+    tree: ast.Module
+
+    @property
+    def key(self) -> str:
+        """Name it without its line number, which other edits move."""
+        return f"{self.path} | {self.source} | {self.change}"
+
+
+def changes_of(node: ast.AST) -> Iterator[tuple[str, Any]]:
+    """Yield what can be wrong about one node: a description, and a function that returns the changed copy of the node."""
+
+    def swapped(attribute: str, value: Any) -> Any:
+        def apply(one: Any) -> Any:
+            setattr(one, attribute, value)
+            return one
+
+        return apply
+
+    match node:
+        case ast.BinOp(op=op) if type(op) in OPERATORS:
+            other = OPERATORS[type(op)]
+            yield f"{type(op).__name__} -> {other.__name__}", swapped("op", other())
+        case ast.Compare(ops=[op]) if type(op) in COMPARISONS:
+            other = COMPARISONS[type(op)]
+            yield f"{type(op).__name__} -> {other.__name__}", swapped("ops", [other()])
+        case ast.BoolOp(op=op):
+            other = ast.Or if isinstance(op, ast.And) else ast.And
+            yield f"{type(op).__name__} -> {other.__name__}", swapped("op", other())
+        case ast.UnaryOp(op=ast.Not() | ast.USub() | ast.Invert()):
+            yield f"{type(node.op).__name__} dropped", lambda one: one.operand
+        case ast.Constant(value=bool(value)):
+            yield f"{value} -> {not value}", swapped("value", not value)
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+            yield f"{value} -> {value + 1}", swapped("value", value + 1)
+        case ast.Constant(value=float(value)):
+            yield f"{value} -> {value * 2 + 1}", swapped("value", value * 2 + 1)
+        case ast.Call(func=ast.Attribute(attr=name)) if name in NAMES:
+            other = NAMES[name]
+            yield f"{name} -> {other}", lambda one: setattr(one.func, "attr", other) or one
+        case ast.Call(func=ast.Attribute(attr=name)) if name in DROPPED_METHODS:
+            yield f".{name}() dropped", lambda one: one.func.value
+        case ast.Call(func=ast.Attribute(attr="where"), args=[_, _, _]):
+            yield (
+                "branches of where swapped",
+                lambda one: setattr(one, "args", [one.args[0], one.args[2], one.args[1]]) or one,
+            )
+        case ast.IfExp():
+            yield "condition negated", lambda one: setattr(one, "test", ast.UnaryOp(ast.Not(), one.test)) or one
+        case ast.If():
+            yield "condition negated", lambda one: setattr(one, "test", ast.UnaryOp(ast.Not(), one.test)) or one
+        case ast.AugAssign() | ast.Raise() | ast.Break() | ast.Continue():
+            yield "statement dropped", lambda one: ast.Pass()
+        case ast.Expr(value=ast.Call()):
+            yield "statement dropped", lambda one: ast.Pass()
+        case ast.Assign(targets=[ast.Subscript() | ast.Attribute()]):
+            yield "statement dropped", lambda one: ast.Pass()
+
+
+def children(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
+    """Yield the places below a node where a change can matter: not in annotations, messages, decorators or docstrings."""
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "exc", "msg") or isinstance(node, ast.JoinedStr):
+            continue
+        if isinstance(value, ast.AST):
+            yield node, name, None, value
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, ast.AST):
+                    yield node, name, index, item
+
+
+def mutants_of(path: str) -> list[Mutant]:
+    """Return every mutant of a file, in the order of its lines."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    tree, lines = ast.parse(text), text.splitlines()
+    found = []
+
+    def visit(node: ast.AST, way: list[tuple[str, int | None]]) -> None:
+        for _, name, index, child in children(node):
+            here = [*way, (name, index)]
+            in_function = any(step[0] == "body" for step in here[:-1])
+            for change, apply in changes_of(child) if in_function or isinstance(child, ast.expr) else ():
+                whole = copy.deepcopy(tree)
+                parent: Any = whole
+                for step, place in here[:-1]:
+                    parent = getattr(parent, step) if place is None else getattr(parent, step)[place]
+                old = getattr(parent, name) if index is None else getattr(parent, name)[index]
+                new = ast.copy_location(apply(old), child)
+                if index is None:
+                    setattr(parent, name, new)
+                else:
+                    getattr(parent, name)[index] = new
+                ast.fix_missing_locations(whole)
+                found.append(Mutant(path, child.lineno, lines[child.lineno - 1].strip(), change, whole))
+            visit(child, here)
+
+    visit(tree, [])
+    seen: Counter[str] = Counter()
+    for place, mutant in enumerate(found):  # the same change twice in one line
+        seen[mutant.key] += 1
+        if seen[mutant.key] > 1:
+            found[place] = replace(mutant, change=f"{mutant.change} (#{seen[mutant.key]})")
+    return sorted(found, key=lambda mutant: (mutant.line, mutant.change))
+
+
+class _Mutated(SourceFileLoader):
+    """Loads one module from a changed tree."""
+
+    tree: ast.Module
+
+    def get_code(self, fullname: str) -> Any:
+        return compile(self.tree, self.path, "exec")
+
+
+class _Finder:
+    """Finds that one module, before Python's own finders do."""
+
+    def __init__(self, name: str, path: Path, tree: ast.Module) -> None:
+        self.name, self.path, self.tree = name, path, tree
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self.name:
+            return None
+        loader = _Mutated(name, str(self.path))
+        loader.tree = self.tree
+        return importlib.util.spec_from_file_location(name, self.path, loader=loader)
+
+
+def run_tests(tests: list[str], mutant: Mutant | None, timeout_s: float) -> str:
+    """Run tests in a fork with the mutant in the place of its module; return ``passed``, ``failed`` or ``timeout``."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.setsid()
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1), os.dup2(nowhere, 2)
+            if mutant is not None:
+                name = mutant.path.removesuffix(".py").replace("/", ".")
+                sys.meta_path.insert(0, _Finder(name, ROOT / mutant.path, mutant.tree))
+            import pytest
+
+            status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return "passed" if status == 0 else "failed"
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "timeout"
+
+
+def equivalents() -> dict[str, str]:
+    """Read the mutants that change no number: ``path | line of source | change | reason``."""
+    found = {}
+    for line in EQUIVALENT.read_text(encoding="utf-8").splitlines() if EQUIVALENT.is_file() else ():
+        if line.strip() and not line.startswith("#"):
+            key, _, reason = line.rpartition(" | ")
+            found[key] = reason
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--file", action="append", choices=sorted(TESTS), help="only this file (several times)")
+    parser.add_argument("--lines", help="only these lines of the file: 40-60")
+    parser.add_argument("--sample", type=int, help="a random choice of this many mutants")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice")
+    parser.add_argument("--minimum", type=float, default=0.95, help="share of the mutants that must die")
+    parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
+    arguments = parser.parse_args()
+    mutants = [mutant for path in arguments.file or TESTS for mutant in mutants_of(path)]
+    if arguments.lines:
+        first, last = (int(number) for number in arguments.lines.split("-"))
+        mutants = [mutant for mutant in mutants if first <= mutant.line <= last]
+    known = equivalents()
+    mutants = [mutant for mutant in mutants if mutant.key not in known]
+    if arguments.sample is not None:
+        chosen = random.Random(arguments.seed).sample(range(len(mutants)), min(arguments.sample, len(mutants)))
+        mutants = [mutants[index] for index in sorted(chosen)]
+    if arguments.list:
+        for mutant in mutants:
+            print(f"{mutant.path}:{mutant.line}: {mutant.change}: {mutant.source}")
+        return 0
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    for name in SLOW_PACKAGES:
+        importlib.import_module(name)
+    scores: dict[str, list[int]] = {}
+    seconds: dict[str, float] = {}
+    for mutant in mutants:
+        tests = TESTS[mutant.path]
+        if mutant.path not in seconds:
+            start = time.monotonic()
+            if run_tests(tests, None, 3600) != "passed":
+                print(f"{mutant.path}: its tests fail without any change: {' '.join(tests)}")
+                return 2
+            seconds[mutant.path] = time.monotonic() - start
+        outcome = run_tests(tests, mutant, 10 * seconds[mutant.path] + 60)
+        score = scores.setdefault(mutant.path, [0, 0])
+        score[0] += outcome != "passed"
+        score[1] += 1
+        if outcome == "passed":
+            print(f"survived {mutant.path}:{mutant.line}: {mutant.change}: {mutant.source}", flush=True)
+    died, total = (sum(score[k] for score in scores.values()) for k in (0, 1))
+    share = died / total if total else 1.0
+    result = {path: f"{score[0]}/{score[1]}" for path, score in scores.items()}
+    print(json.dumps({"name": "mutants", "died": died, "of": total, "share": round(share, 4), "files": result}))
+    return 0 if share >= arguments.minimum else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

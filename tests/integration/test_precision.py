@@ -1,0 +1,344 @@
+"""``model.precision=bf16`` computes in 16 bits and learns in 32: masters, shards, heads, checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.distributed.process_group import launch, rank
+from rlinf.distributed.weight_sync import frozen_copy
+from rlinf.errors import CheckpointError
+from rlinf.models import build_policy, get_model
+from rlinf.models.embodiment.modules.normalizer import unit_range_stats
+from rlinf.models.lora import ADAPTER_FILE, apply_lora, merge_lora
+from rlinf.training import checkpoint, fsdp
+from rlinf.training import run as run_module
+from rlinf.training.config import TrainerConfig
+from rlinf.training.export import random_observation
+from rlinf.training.fsdp import grad_norm, shard
+from rlinf.training.model_files import write_policy
+from rlinf.training.train_worker import TrainWorker
+from rlinf.training.trainer_state import load_trainer_state, save_trainer_state
+
+STEPS = 300
+STACK = "{width: 16, depth: 1, mlp_dim: 32, num_heads: 2, num_kv_heads: 1, head_dim: 8}"
+PI0 = [
+    "model=pi0_tiny", "model.hidden_size=16", f"model.init_config.vlm={STACK}", f"model.init_config.expert={STACK}",
+    "model.init_config.vision.hidden_size=16", "model.init_config.vision.intermediate_size=32",
+    "model.init_config.vision.image_size=32", "model.init_config.value_hidden_sizes=[16]", "model.image_size=null",
+]  # fmt: skip
+OFT = [
+    "model=openvla_oft_tiny", "model.hidden_size=16", "model.init_config.text_config.hidden_size=16",
+    "model.init_config.text_config.intermediate_size=32", "model.init_config.text_config.num_hidden_layers=1",
+    "model.init_config.vision_overrides=[{embed_dim: 16, depth: 1, num_heads: 2, mlp_ratio: 2}]",
+    "model.init_config.mlp_stem_dim=16",
+]  # fmt: skip
+CASES = {"pi0": PI0, "OFT": OFT, "OFT, LoRA": [*OFT, "model.is_lora=true", "model.lora.rank=4"]}
+
+
+def config_of(name, precision="bf16", *overrides):
+    return build_config(
+        compose_config(["env=tabletop", "env.state=proprio", *CASES[name], f"model.precision={precision}", *overrides])
+    )
+
+
+def policy_of(name, precision="bf16", *overrides):
+    torch.manual_seed(0)
+    return get_model(config_of(name, precision, *overrides).model)
+
+
+def pair_of(name):
+    """A policy in bf16 and the same in float32, without the value head, which is float32 in both."""
+    return [policy_of(name, precision, "model.value_head=false") for precision in ("bf16", "fp32")]
+
+
+def worker_of(model, precision, learning_rate):
+    return TrainWorker(
+        model, TrainerConfig(learning_rate=learning_rate, value_learning_rate=learning_rate, max_grad_norm=1e9), temperature=1.0,
+        micro_batch_size=1, val_micro_batch_size=1, precision=precision,
+    )  # fmt: skip
+
+
+class Row:
+    """Stands for an observation of one row."""
+
+    def select(self, index):
+        return self
+
+
+def gradients_of(num_weights, steps=STEPS):
+    """0.3 signal + noise, float32 ``[steps, num_weights]`` whose numbers are those of bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    signal = 0.3 * torch.randn(num_weights, generator=generator).sign()
+    return (signal + torch.randn(steps, num_weights, generator=generator)).bfloat16().float()
+
+
+def train(model, precision, learning_rate, gradients, worker=None):
+    """Have a worker step the model by these gradients, which each of its backward passes leaves as autograd would."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    steps = iter(gradients)
+
+    def sft_loss(*_):
+        for parameter, part in zip(trained, next(steps).split([p.numel() for p in trained]), strict=True):
+            gradient = part.view(parameter.shape)
+            if isinstance(parameter, DTensor):
+                gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.grad = gradient.to(parameter.dtype)
+        return torch.zeros(1, requires_grad=True)
+
+    model.preprocess = lambda observation: {"x": torch.zeros(1)}
+    model.sft_loss = sft_loss
+    worker = worker or worker_of(model, precision, learning_rate)
+    for step in range(len(gradients)):
+        worker.sft_update(Row(), torch.zeros(1, 1, 1), 1, step)
+    return worker
+
+
+def update_in_float32(start, learning_rate, gradients):
+    """How far AdamW moves float32 weights by the same gradients; all of them are one tensor, since it works by element."""
+    weights = start.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([weights], lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    for gradient in gradients:
+        weights.grad = gradient
+        optimizer.step()
+    return weights.detach() - start
+
+
+def stored(folder, model, optimizer, exact):
+    """The weights of a checkpoint in float32, read by a float32 model."""
+    save_trainer_state(folder, model, optimizer)
+    load_trainer_state(folder, exact, None)
+    return flat(exact)
+
+
+def flat(model):
+    return torch.cat([p.detach().float().flatten() for p in model.parameters() if p.requires_grad])
+
+
+def compare(update, exact):
+    """Cosine and ratio of lengths of two weight updates."""
+    return float(torch.cosine_similarity(update, exact, dim=0)), float(update.norm() / exact.norm())
+
+
+@pytest.mark.parametrize("learning_rate", [5e-6, 2e-5])
+@pytest.mark.parametrize("name", CASES)
+def test_bf16_moves_weights_as_far_and_in_the_direction_of_float32(tmp_path, name, learning_rate):
+    model, exact = pair_of(name)
+    start = flat(model)
+    gradients = gradients_of(len(start))
+    worker = train(model, "bf16", learning_rate, gradients)
+    expected = update_in_float32(start, learning_rate, gradients)
+    cosine, length = compare(stored(tmp_path, model, worker.optimizer, exact) - start, expected)
+    print(f"{name}, lr {learning_rate:g}: cosine {cosine:.4f}, length {length:.4f}")
+    assert cosine >= 0.98 and 0.95 <= length <= 1.05
+
+
+def test_control_plain_adamw_on_bf16_parameters_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlinf.models.master_adamw._master", lambda parameter: parameter)
+    model, exact = pair_of("OFT")
+    start = flat(model)
+    gradients = gradients_of(len(start))
+    worker = train(model, "bf16", 5e-6, gradients)
+    expected = update_in_float32(start, 5e-6, gradients)
+    cosine, length = compare(stored(tmp_path, model, worker.optimizer, exact) - start, expected)
+    assert cosine < 0.9 and length < 0.8
+
+
+def train_shards(folder):
+    model, exact = pair_of("OFT, LoRA")
+    start = flat(model)
+    gradients = gradients_of(len(start), 100)
+    shard(model, "cpu")
+    worker = train(model, "bf16", 5e-6, gradients)
+    weights = stored(folder, model, worker.optimizer, exact)
+    if rank() == 0:
+        torch.save({"start": start, "weights": weights}, f"{folder}/result.pt")
+
+
+def test_shards_of_two_ranks_move_as_float32_weights_do(tmp_path):
+    launch(train_shards, str(tmp_path), 2, "cpu")
+    result = torch.load(tmp_path / "result.pt")
+    expected = update_in_float32(result["start"], 5e-6, gradients_of(len(result["start"]), 100))
+    cosine, length = compare(result["weights"] - result["start"], expected)
+    assert cosine >= 0.98 and 0.95 <= length <= 1.05
+
+
+def with_process_group(function):
+    """Call a function while there is a process group of this process alone."""
+    results = []
+    launch(lambda _: results.append(function()), None, 1, "cpu", process_group=True)
+    return results[0]
+
+
+def act_and_score(name):
+    """What a sharded policy in bf16 and its replica make of an observation, and the formats in which its parts got their inputs."""
+    config = config_of(name)
+    policy = build_policy(config, {"norm_stats": unit_range_stats(2, 4)})
+    observation, seen = random_observation(config, policy), {}
+    replica = frozen_copy(policy)
+    shard(policy, "cpu")
+    part = "velocity" if name == "pi0" else "_observation_tokens"
+    inner = getattr(policy, part)
+
+    def spy(*args, **kwargs):
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        seen[part] = [x.dtype for x in given]
+        return inner(*args, **kwargs)
+
+    setattr(policy, part, spy)
+    inputs = replica.preprocess(observation)
+    uniforms = torch.rand(2, replica.num_uniforms, generator=torch.Generator().manual_seed(0)).clamp_min(1e-6)
+    chain = replica.predict_action_batch(**inputs, uniforms=uniforms).sequences
+    scored = policy.evaluate_actions(inputs, chain)
+    scored.logprobs.sum().backward()
+    formats = {p.grad.dtype for p in policy.parameters() if p.grad is not None}
+    return scored.logprobs.detach(), replica.evaluate_actions(inputs, chain).logprobs, seen, formats
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shards_compute_what_the_replica_computes_from_float32_inputs(name):
+    scored, expected, seen, formats = with_process_group(lambda: act_and_score(name))
+    assert torch.equal(scored, expected)
+    assert formats == {torch.float32}
+    if name == "pi0":
+        assert seen["velocity"] == [torch.float32] * 3  # state, chain, time
+
+
+def test_control_the_default_of_fsdp_would_round_chain_and_state(monkeypatch):
+    monkeypatch.setattr(
+        fsdp, "MixedPrecisionPolicy", lambda **options: MixedPrecisionPolicy(**options | {"cast_forward_inputs": True})
+    )
+    assert torch.bfloat16 in with_process_group(lambda: act_and_score("pi0"))[2]["velocity"]
+
+
+def test_steps_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
+    gradients = gradients_of(len(flat(policy_of("OFT"))), 4)
+    whole = policy_of("OFT")
+    finished = train(whole, "bf16", 1e-4, gradients)
+    first = policy_of("OFT")
+    half = train(first, "bf16", 1e-4, gradients[:2])
+    save_trainer_state(tmp_path / "half", first, half.optimizer)
+    again = policy_of("OFT")
+    worker = worker_of(again, "bf16", 1e-4)
+    load_trainer_state(tmp_path / "half", again, worker.optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(first.parameters(), again.parameters(), strict=True))
+    worker = train(again, "bf16", 1e-4, gradients[2:], worker)
+    for one, other in ((finished, worker), (half, worker)):
+        same = [torch.equal(p, q) for p, q in zip(one.optimizer.masters, other.optimizer.masters, strict=True)]
+        assert all(same) if one is finished else not any(same)
+    # What acts is the master, rounded; some differ by less than that.
+    assert all(
+        torch.equal(p, m.to(p.dtype))
+        for p, m in zip(worker.optimizer.parameters, worker.optimizer.masters, strict=True)
+    )
+    assert any(
+        not torch.equal(p.float(), m)
+        for p, m in zip(worker.optimizer.parameters, worker.optimizer.masters, strict=True)
+    )
+
+
+def test_a_checkpoint_without_masters_begins_them_with_its_weights(tmp_path):
+    model = policy_of("OFT")
+    save_trainer_state(tmp_path, model, None)
+    other = policy_of("OFT")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1.0)
+    worker = worker_of(other, "bf16", 1e-4)
+    load_trainer_state(tmp_path, other, worker.optimizer)
+    for parameter, loaded in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter, loaded)
+        if loaded.requires_grad:
+            assert torch.equal(worker.optimizer.master_of(loaded), parameter.float())
+
+
+def test_the_next_phase_goes_on_with_the_masters(tmp_path):
+    model = policy_of("OFT")
+    worker = train(model, "bf16", 5e-6, gradients_of(len(flat(model)), 3))
+    masters = worker.optimizer.masters
+    worker.start_phase(worker.config)
+    assert all(one is other for one, other in zip(masters, worker.optimizer.masters, strict=True))
+    assert not worker.optimizer.state and any(
+        m.dtype != p.dtype for m, p in zip(masters, worker.optimizer.parameters, strict=True)
+    )
+
+
+def test_gradients_of_micro_batches_add_up_in_float32():
+    """1 + 2^-9 is 1 in bf16."""
+    model = policy_of("OFT")
+    worker = worker_of(model, "bf16", 1e-4)
+    parameter = next(p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16)
+    for value in (1.0, 2.0**-9, 2.0**-9):
+        worker._backward(value * parameter.float().sum())
+    master = worker.optimizer.master_of(parameter)
+    assert parameter.grad is None and bool((master.grad == 1 + 2.0**-8).all())
+    norm = grad_norm([master])
+    assert norm.dtype == torch.float32 and float(norm) == pytest.approx((1 + 2.0**-8) * master.numel() ** 0.5, rel=1e-6)
+
+
+def test_a_frozen_policy_is_skipped():
+    worker = worker_of(policy_of("OFT"), "bf16", 1e-2)
+    before = {name: master.detach().clone() for name, master in worker.named_masters.items()}
+    worker._backward(sum(p.float().sum() for p in worker.optimizer.parameters))
+    worker._step(0.0, True, "rl", 0, (None, {}))
+    moved = {name for name, master in worker.named_masters.items() if not torch.equal(master, before[name])}
+    assert moved == {name for name in before if name.startswith("value_head.")}
+    assert set(worker.optimizer.state) == set(worker.value_masters)
+
+
+@pytest.mark.parametrize("name", ["OFT", "OFT, LoRA"])
+def test_folders_of_a_checkpoint(tmp_path, name):
+    """``model/`` holds what acts, ``adapter/`` the masters; both give the policy that was saved."""
+    config = config_of(name)
+    torch.manual_seed(0)
+    policy = build_policy(config)
+    observation = random_observation(config, policy)
+    worker = train(policy, "bf16", 1e-3, gradients_of(len(flat(policy)), 3))
+    weights = checkpoint._full_weights(policy, worker.optimizer)
+    write_policy(tmp_path, policy, weights)
+    formats = {name: t.dtype for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
+    del policy.preprocess, policy.sft_loss
+    if name == "OFT":
+        assert {name for name, dtype in formats.items() if dtype != torch.bfloat16} == {
+            name for name in formats if name.startswith("value_head.")
+        }
+        again = build_policy(replace(config, model=replace(config.model, model_path=str(tmp_path), init_config={})))
+    else:
+        assert set(formats.values()) == {torch.float32} and any("lora_A" in name for name in formats)
+        torch.manual_seed(0)
+        again = build_policy(replace(config, model=replace(config.model, lora_path=str(tmp_path))))
+        with pytest.raises(CheckpointError, match="is part of these weights already"):
+            apply_lora(merge_lora(policy), config.model.lora, str(tmp_path))
+    first, second = (
+        each.predict_action_batch(**each.preprocess(observation), do_sample=False) for each in (policy, again)
+    )
+    assert torch.equal(first.logits, second.logits) and torch.equal(first.values, second.values)
+    assert {p.dtype for p in again.value_head.parameters()} == {torch.float32}
+
+
+def test_a_run_in_bf16_goes_on_bit_for_bit(tmp_path):
+    def run(folder, *more):
+        config = config_of(
+            "OFT, LoRA", "bf16", "env.tasks=[reach]", "env.max_episode_steps=4", "sft.num_demonstrations=2", "sft.batch_size=4",
+            "trainer.max_steps=0", "evaluation.num_episodes=2", "evaluation.num_envs=2", "evaluation.num_videos_per_task=0",
+            "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", *more,
+        )  # fmt: skip
+        config.output_dir = str(folder)
+        run_module.train(config)
+
+    run(tmp_path / "whole", "sft.max_steps=4")
+    run(tmp_path / "halves", "sft.max_steps=2")
+    run(tmp_path / "halves", "sft.max_steps=4", f"resume={tmp_path / 'halves'}")
+    whole, halves = (
+        load_file(tmp_path / one / "checkpoints" / "sft_000004" / "adapter" / ADAPTER_FILE)
+        for one in ("whole", "halves")
+    )
+    assert {tensor.dtype for tensor in whole.values()} == {torch.float32}
+    assert all(torch.equal(tensor, halves[name]) for name, tensor in whole.items())

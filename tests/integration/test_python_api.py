@@ -1,0 +1,353 @@
+"""``import rlinf`` is light, and its functions do what the commands do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rlinf
+from rlinf.cli import main
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.types import Observation
+
+TINY = [
+    "experiment=tabletop_ppo_mlp", "rollout.num_envs=8", "trainer.minibatch_size=64", "evaluation.num_episodes=4",
+    "evaluation.num_videos_per_task=0", "env.cameras=[]", "trainer.max_steps=1", "tracking.tensorboard=false",
+    "tracking.progress=false",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The folder below which the runs of this file lie."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def here(place, monkeypatch):
+    monkeypatch.chdir(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def state_run(place):
+    """A run of a policy that reads the state."""
+    before = Path.cwd()
+    os.chdir(place)
+    try:
+        return rlinf.train([*TINY, "output_dir=outputs/state/one"])
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def policy(state_run):
+    return rlinf.load_policy(state_run)
+
+
+@pytest.fixture(scope="module")
+def image_policy():
+    """A policy of images and words, with random weights, on the tabletop."""
+    from rlinf.config.compose import compose_config
+    from rlinf.config.schema import build_config
+    from rlinf.models import build_policy
+
+    config = build_config(compose_config(["model=cnn", "env=tabletop"]))
+    return rlinf.Policy(build_policy(config).eval(), config)
+
+
+def pictures(num_rows: int, size: int = 64) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (num_rows, size, size, 3), np.uint8)
+
+
+def one(image_policy, **changes) -> dict:
+    """One observation of ``image_policy``, with changes; None leaves a key out."""
+    good = {"images": {"front": pictures(1)[0]}, "state": None, "instruction": "reach the red block"}
+    return {name: value for name, value in (good | changes).items() if value is not None}
+
+
+# -- the package ---------------------------------------------------------------------------------------------------
+
+
+def test_importing_rlinf_shows_its_functions_and_loads_neither_torch_nor_a_simulator():
+    code = """
+import sys, rlinf
+heavy = {"torch", "transformers", "hydra", "gymnasium", "mujoco", "numpy"}
+print(sorted(heavy & set(sys.modules)))
+print(sorted(set(rlinf.__all__) - set(dir(rlinf))))
+rlinf.load_policy, rlinf.make_env, rlinf.train, rlinf.evaluate, rlinf.compare
+print(sorted((heavy - {"numpy"}) & set(sys.modules)))
+import torch
+print(sorted(heavy & set(sys.modules))[-1])
+"""
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    assert printed.splitlines() == ["[]", "[]", "[]", "torch"], "the last line is the control"
+
+
+def test_public_names_are_typed_documented_and_a_wrong_one_is_an_attribute_error():
+    import inspect
+
+    for name in rlinf.__all__:
+        assert inspect.getdoc(getattr(rlinf, name)), name
+    for name in ("load_policy", "make_env", "train", "evaluate", "compare"):
+        function = getattr(rlinf, name)
+        assert "return" in function.__annotations__ and len(inspect.signature(function).parameters) < 9
+    with pytest.raises(AttributeError, match="load_polizy"):
+        rlinf.load_polizy
+
+
+# -- acting --------------------------------------------------------------------------------------------------------
+
+
+def test_three_lines_act_on_an_observation(state_run):
+    policy = rlinf.load_policy(state_run)
+    observation, _ = rlinf.make_env("tabletop", num_envs=2, cameras=[]).reset(seed=0)
+    actions = policy.act(observation)
+    assert actions.shape == (2, policy.action_chunks_len, policy.action_dim) and actions.dtype == np.float32
+    prediction = policy.model.predict_action_batch(**policy.model.preprocess(observation), do_sample=False)
+    np.testing.assert_array_equal(actions, prediction.actions.numpy())
+    assert not policy.model.training
+
+
+def test_one_observation_is_a_row_of_a_batch(policy, image_policy):
+    env = rlinf.make_env("tabletop", num_envs=3, cameras=[])
+    rows, _ = env.reset(seed=1)
+    single = policy.act({"state": rows.state[1].astype(np.float64), "instruction": rows.instruction[1]})
+    np.testing.assert_allclose(single, policy.act(rows)[1], atol=1e-6)
+    images, sentences = {"front": pictures(2), "wrist": pictures(2)}, ["reach the red block", "go to the cyan zone"]
+    batch = image_policy.act({"images": images, "instruction": sentences})
+    for row in range(2):
+        given = {"images": {"front": images["front"][row]}, "instruction": sentences[row]}
+        np.testing.assert_allclose(image_policy.act(given), batch[row], atol=1e-5)
+    assert np.abs(batch[0] - batch[1]).max() > 1e-4, "a control: the rows differ"
+
+
+def test_sampling_repeats_with_a_seed_and_greedy_actions_always(policy):
+    rows, _ = rlinf.make_env("tabletop", num_envs=2, cameras=[]).reset(seed=1)
+    first = policy.act(rows, greedy=False, seed=3)
+    np.testing.assert_array_equal(policy.act(rows, greedy=False, seed=3), first)
+    assert np.abs(policy.act(rows, greedy=False, seed=4) - first).max() > 1e-4
+    drawn = [policy.act(rows, greedy=False) for _ in range(2)]
+    assert np.abs(drawn[0] - drawn[1]).max() > 1e-4
+    np.testing.assert_array_equal(policy.act(rows), policy.act(rows, seed=5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"images": {"wrist": pictures(1)[0]}}, r"cameras \['wrist'\]; required: \['front'\]"),
+        ({"images": None}, r"cameras \[\]; required: \['front'\]"),
+        ({"images": {"front": pictures(1)[0] / 255}}, r"images\['front'\] is float64; required: uint8"),
+        ({"images": {"front": pictures(1, 32)[0]}}, r"shape \[32, 32, 3\]; required with one instruction: \[64, 64, 3\]"),
+        ({"images": {"front": pictures(1)}}, r"shape \[1, 64, 64, 3\]; required with one instruction"),
+        ({"instruction": ["reach the red block"] * 2}, r"shape \[64, 64, 3\]; required with 2 instructions"),
+        ({"instruction": None}, "instruction is None; required: a sentence"),
+        ({"instruction": "  "}, "required: a sentence"),
+        ({"instruction": [3]}, "required: a sentence"),
+        ({"state": np.zeros(3, np.float32)}, r"state has the shape \[3\]; required with one instruction: \[31\]"),
+        ({"state": np.array(["a"] * 31)}, "state is <U1; required: numbers"),
+        ({"state": np.full(31, np.nan)}, "31 numbers that are NaN or infinite"),
+        ({"image": pictures(1)[0]}, "key 'image'. Did you mean 'images'"),
+    ],
+)  # fmt: skip
+def test_bad_inputs_are_refused_in_one_sentence(image_policy, changes, said):
+    assert image_policy.act(one(image_policy)).shape == (1, 2), "the control"
+    with pytest.raises(ConfigError, match=said) as caught:
+        image_policy.act(one(image_policy, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_act_takes_nothing_else(policy):
+    with pytest.raises(ConfigError, match="act got a list; required: an rlinf.Observation"):
+        policy.act([1, 2])
+
+
+# -- loading -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_a_checkpoint_an_export_and_a_public_folder_load_as_the_same_policy(state_run, policy, here):
+    (checkpoint,) = (state_run / "checkpoints").iterdir()
+    assert main(["export", f"checkpoint={state_run}", "output=exported"]) == 0
+    rows, _ = rlinf.make_env(policy.config.env, num_envs=2).reset(seed=2)
+    wanted = policy.act(rows)
+    for folder in (checkpoint, str(checkpoint), "exported", "outputs/state/latest", checkpoint / "model"):
+        found = rlinf.load_policy(folder)
+        np.testing.assert_array_equal(found.act(rows), wanted)
+    assert rlinf.load_policy("exported", overrides=["rollout.temperature=0.5"]).config.rollout.temperature == 0.5
+    assert rlinf.load_policy(checkpoint / "model").cameras is None, "nothing is known of its env"
+
+
+def test_what_is_no_policy_is_refused(here, tmp_path):
+    with pytest.raises(CheckpointError, match="There is no folder nowhere"):
+        rlinf.load_policy("nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="names no model_type. Pass model_type="):
+        rlinf.load_policy(tmp_path)
+
+
+def test_code_that_a_checkpoint_names_runs_only_where_it_is_asked_for(state_run, here, tmp_path, monkeypatch):
+    import shutil
+    from dataclasses import replace
+
+    from rlinf.manifest import Manifest, hash_files
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder, plugin, marker = tmp_path / "rl_000001", tmp_path / "their_code.py", tmp_path / "it_ran"
+    plugin.write_text(f"open({str(marker)!r}, 'w')\n")
+    shutil.copytree(next((state_run / "checkpoints").iterdir()), folder)
+    text = (folder / "config.yaml").read_text()
+    assert "plugins: []" in text
+    (folder / "config.yaml").write_text(text.replace("plugins: []", f"plugins: [{plugin}]"))
+    replace(Manifest.load(folder), files=hash_files(folder)).save(folder)
+    for call in (rlinf.load_policy, rlinf.evaluate):
+        with pytest.raises(CheckpointError, match="names Python code"):
+            call(folder)
+    assert not marker.exists()
+    assert rlinf.load_policy(folder, plugins=[str(plugin)]).action_dim == 2 and marker.exists()
+
+
+# -- environments --------------------------------------------------------------------------------------------------
+
+
+def test_envs_are_made_by_name_with_their_settings():
+    env = rlinf.make_env("tabletop", 3, tasks=["push"], overrides=["env.image_size=48"])
+    assert (env.num_envs, env.task_names, env.config.image_size, env.auto_reset) == (3, ["push"], 48, False)
+    same = rlinf.make_env(env.config, overrides=["env.max_episode_steps=5"])
+    assert (same.num_envs, same.task_names, same.config.max_episode_steps) == (1, ["push"], 5)
+    with pytest.raises(ConfigError, match="There is no env 'tabeltop'. Did you mean 'tabletop'"):
+        rlinf.make_env("tabeltop")
+    with pytest.raises(ConfigError, match="no key 'env.taks'"):
+        rlinf.make_env("tabletop", taks=["push"])
+
+
+def test_an_env_of_ones_own_needs_no_yaml(tmp_path):
+    (tmp_path / "a_dot.py").write_text(
+        "from rlinf.envs import register_env\n"
+        "from rlinf.envs.tabletop.env import TabletopVectorEnv\n"
+        "register_env('a_dot', TabletopVectorEnv)\n"
+    )
+    env = rlinf.make_env("a_dot", plugins=[str(tmp_path / "a_dot.py")], cameras=[])
+    assert env.config.name == "a_dot" and env.reset()[0].images == {}
+
+
+def test_episodes_go_on_from_reset_to_reset_as_in_gymnasium():
+    env = rlinf.make_env("tabletop", cameras=[])
+    env.reset(seed=3)
+    first = [env.current_specs()[0]]
+    for _ in range(3):
+        env.reset()
+        first.append(env.current_specs()[0])
+    assert len(set(first)) == 4
+    env.reset(seed=3)
+    assert env.current_specs()[0] == first[0]
+
+
+# -- train, evaluate, compare --------------------------------------------------------------------------------------
+
+
+class Constant:
+    """A policy of somebody else."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def act(self, observation: Observation) -> np.ndarray:
+        return np.repeat(np.asarray(self.action, np.float32)[None], len(observation), 0)
+
+
+def test_a_folder_an_object_and_the_command_give_the_same_evaluation(state_run, policy, here, capsys):
+    by_folder = rlinf.evaluate(state_run, episodes=6, overrides=["output_dir=outputs/by_folder"])
+    assert main(["evaluate", f"checkpoint={state_run}", "evaluation.num_episodes=6", "output_dir=outputs/typed"]) == 0
+    typed = EvaluationResult.from_json("outputs/typed/result.json")
+    by_object = rlinf.evaluate(policy, episodes=6)
+    assert by_folder.results == typed.results == by_object.results and len(typed.results) == 6
+    assert rlinf.evaluate(policy).episodes == 4, "as many as the run's own"
+    sampled = rlinf.evaluate(policy, episodes=6, overrides=["evaluation.greedy=false"])
+    assert not sampled.greedy and [r.episode_return for r in sampled.results] != [
+        r.episode_return for r in typed.results
+    ]
+
+
+def test_any_object_with_act_is_evaluated_as_a_loop_by_hand_does_it():
+    action = [0.05, -0.03]
+    result = rlinf.evaluate(Constant(action), "tabletop", episodes=5, overrides=["env.cameras=[]"])
+    env = rlinf.make_env("tabletop", cameras=[])
+    for found in result.results:
+        env.reset(options={"episodes": [found.spec]})
+        total, done = 0.0, False
+        while not done:
+            _, reward, terminated, truncated, info = env.step(np.array([action], np.float32))
+            total, done = total + float(reward[0]), bool(terminated[0] or truncated[0])
+        assert (found.success, found.num_env_steps) == (info["episodes"][0].success, info["episodes"][0].num_env_steps)
+        assert found.episode_return == pytest.approx(total, abs=1e-5)
+    assert result.episodes == 5
+
+
+@pytest.mark.parametrize(
+    ("policy", "env", "said"),
+    [(Constant([0.0]), "tabletop", "Actions have shape"), (Constant([np.nan, 0.0]), "tabletop", "required: finite numbers"),
+     (Constant([[[0.0, 0.0]]]), "tabletop", "required: finite numbers"), (Constant([0.0, 0.0]), None, "needs the env"),
+     (object(), "tabletop", "evaluate got a object; required")],
+)  # fmt: skip
+def test_objects_that_do_not_fit_are_refused(policy, env, said):
+    with pytest.raises(ConfigError, match=said):
+        rlinf.evaluate(policy, env, episodes=2, overrides=["env.cameras=[]"])
+
+
+def test_two_results_or_two_folders_are_compared(state_run, here):
+    results = [
+        rlinf.evaluate(Constant(a), "tabletop", episodes=4, overrides=["env.cameras=[]"]) for a in ([0.1, 0], [0, 0.1])
+    ]
+    assert rlinf.compare(*results).total.episodes == 4
+    other = rlinf.train([*TINY, "output_dir=outputs/state/two", "seed=7"])
+    comparison = rlinf.compare(state_run, other)
+    assert Path(comparison.a) == state_run / "eval" / "after_rl" and comparison.total.episodes == 4
+    with pytest.raises(ConfigError, match="a folder and a result"):
+        rlinf.compare(state_run, results[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [("experiment=quickstart", r"Pass \['experiment=quickstart'\]"), (["-m", "seed=0,1"], "Flags are for the command line"),
+     (["experiment=quikstart"], "Did you mean 'quickstart'"), ([3], "got the override 3")],
+)  # fmt: skip
+def test_train_refuses_what_is_no_list_of_overrides(overrides, said, here):
+    with pytest.raises(ConfigError, match=said):
+        rlinf.train(overrides)
+
+
+def test_a_signal_is_a_keyboard_interrupt_and_no_end_of_the_notebook(here, monkeypatch):
+    from rlinf.training import run
+
+    monkeypatch.setattr(run, "train", lambda config: sys.exit(130))
+    with pytest.raises(KeyboardInterrupt, match="what was trained is saved"):
+        rlinf.train([*TINY, "output_dir=stopped"])
+
+
+# -- the newest run ------------------------------------------------------------------------------------------------
+
+
+def test_latest_names_the_newest_run_in_every_command(here, capsys):
+    first = rlinf.train([*TINY, "experiment_name=mine", "output_dir=outputs/mine/1"])
+    latest = here / "outputs" / "mine" / "latest"
+    assert os.readlink(latest) == "1"
+    # A run that begins from the latest one becomes the latest one itself.
+    second = rlinf.train([*TINY, "init_from=outputs/mine/latest", "output_dir=outputs/mine/2"])
+    assert os.readlink(latest) == "2" and second != first
+    assert "outputs/mine/1" in (second / "checkpoints" / "rl_000001" / "config.yaml").read_text()
+    assert rlinf.train(["resume=outputs/mine/latest", "trainer.max_steps=2"]) == Path("outputs/mine/2")
+    steps = [json.loads(line)["step"] for line in (second / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] == 2
+    assert main(["evaluate", "checkpoint=outputs/mine/latest", "evaluation.num_episodes=2"]) == 0
+    assert main(["evaluate", "--compare", "outputs/mine/1", "outputs/mine/latest"]) == 0
+    assert "b: outputs/mine/2/eval/after_rl" in capsys.readouterr().out
+    assert os.readlink(latest) == "2", "an evaluation is not a run"

@@ -1,0 +1,194 @@
+"""What is played, evaluated and updated is the trained policy: stale weights, one stale layer, a stale value head stop the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import RunConfig, build_config
+from rlinf.distributed.process_group import launch, rank
+from rlinf.distributed.weight_sync import WeightSync
+from rlinf.envs.episodes import EVAL_INIT_STATE_OFFSET
+from rlinf.errors import ConfigError, ParityError, RLinfError
+from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
+from rlinf.training import run as run_module
+from rlinf.training.fsdp import full_tensor, grad_norm
+from rlinf.training.run import Run, _execute_rank, train
+from rlinf.training.train_worker import TrainWorker
+
+SMALL = [
+    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
+    "rollout.num_envs=8", "rollout.num_chunks=8", "trainer.minibatch_size=32", "model.micro_batch_size=32",
+    "trainer.max_steps=3", "evaluation.num_episodes=8", "evaluation.num_envs=8", "evaluation.num_videos_per_task=0",
+    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "algorithm.critic_warmup_steps=0",
+]  # fmt: skip
+SHARDED = "trainer.sharding=fsdp2"
+REPLICA = "differs from the trained policy after the weight sync"
+
+
+def config_of(folder: Path, *overrides: str) -> RunConfig:
+    config = build_config(compose_config([*SMALL, *overrides]))
+    config.output_dir = str(folder)
+    return config
+
+
+def skipping(part: str):
+    """A ``WeightSync._copy`` that leaves out the tensors with ``part`` in their names; the empty string is in all."""
+    whole = WeightSync._copy
+
+    def copy(self):
+        held = self.rollout_model.state_dict()
+        kept = {name: tensor.clone() for name, tensor in held.items() if part in name}
+        whole(self)
+        for name, tensor in kept.items():
+            held[name].copy_(tensor)
+
+    return copy
+
+
+def steps_of(folder: Path) -> list[int]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if "rollout/return_mean" in line]
+
+
+@pytest.mark.parametrize("part", ["", "policy.2", "value_head", "log_std"])
+def test_a_replica_that_lacks_an_update_is_refused_at_the_sync_by_name(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(WeightSync, "_copy", skipping(part))
+    with pytest.raises(RLinfError, match=rf"{REPLICA} in .*{part or 'log_std'}"):
+        train(config_of(tmp_path, SHARDED))
+    assert steps_of(tmp_path) == [0]  # the first sync is one of equal weights
+
+
+@pytest.mark.parametrize(("part", "what"), [
+    ("", "log-probabilities"), ("policy.2", "log-probabilities"), ("value_head", "values"),
+])  # fmt: skip
+def test_the_gate_sees_a_replica_that_lacks_an_update(tmp_path, monkeypatch, part, what):
+    monkeypatch.setattr(WeightSync, "_copy", skipping(part))
+    monkeypatch.setattr(WeightSync, "_check_replica", lambda self: None)
+    with pytest.raises(ParityError, match=f"{what} differ by .* at step 1 .*agreed until .* were updated"):
+        train(config_of(tmp_path, SHARDED))
+    assert steps_of(tmp_path) == [0]
+
+
+def test_a_replica_that_gets_every_update_runs_to_the_end(tmp_path):
+    train(config_of(tmp_path, SHARDED))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    gaps = [line for line in lines if "rollout/logprob_gap_max" in line]
+    assert len(gaps) == 3
+    assert max(line["rollout/logprob_gap_max"] for line in gaps) < 1e-4
+    assert max(line["rollout/value_gap_max"] for line in gaps) < 1e-4
+    assert not any(line["rollout/parity_exceeded"] for line in gaps)
+
+
+def run_with_a_stale_layer_on_the_second_rank(config):
+    if rank() == 1:
+        WeightSync._copy = skipping("policy.0")
+    _execute_rank(config)
+
+
+def test_one_stale_layer_on_one_of_two_ranks_stops_the_run(tmp_path):
+    config = config_of(tmp_path, "cluster.num_processes=2")
+    with pytest.raises(RLinfError, match=f"{REPLICA} in .*policy.0"):
+        launch(run_with_a_stale_layer_on_the_second_rank, config, 2, "cpu")
+    assert steps_of(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_before_they_are_played(value):
+    model = torch.nn.Linear(2, 2)
+    sync = WeightSync(model, torch.nn.Linear(2, 2))
+    sync.push(1)
+    with torch.no_grad():
+        model.bias[1] = value
+    before = sync.rollout_model.bias.clone()
+    with pytest.raises(RLinfError, match=f"'bias' .*{value}"):
+        sync.push(2)
+    assert torch.equal(sync.rollout_model.bias, before)
+
+
+def test_evaluations_are_greedy_on_held_out_episodes_and_of_the_newest_weights(tmp_path, monkeypatch):
+    runs, seen, episodes = [], [], []
+
+    def evaluate(model, env, specs, **kwargs):
+        trained = runs[0].model.state_dict()
+        seen.append([torch.equal(held, full_tensor(trained[name])) for name, held in model.state_dict().items()])
+        episodes.extend((kwargs["greedy"], spec.init_state_id >= EVAL_INIT_STATE_OFFSET) for spec in specs)
+        return evaluate_policy(model, env, specs, **kwargs)
+
+    class RecordedRun(Run):
+        def __init__(self, config):
+            runs.append(self)
+            super().__init__(config)
+
+    monkeypatch.setattr(run_module, "evaluate_policy", evaluate)
+    monkeypatch.setattr(run_module, "Run", RecordedRun)
+    train(config_of(tmp_path, SHARDED, "trainer.eval_every=1", "trainer.max_steps=2"))
+    assert len(seen) == 3 and all(map(all, seen))  # before RL, after the first and the last step
+    assert episodes == [(True, True)] * 24
+
+
+# -- the update ------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_at_another_temperature_than_the_rollout_is_stopped(tmp_path, monkeypatch):
+    update = TrainWorker.update
+
+    def hotter(self, *args):
+        self.temperature = 1.3
+        try:
+            return update(self, *args)
+        finally:
+            self.temperature = 1.0
+
+    monkeypatch.setattr(TrainWorker, "update", hotter)
+    with pytest.raises(ParityError, match="first minibatch of step 0 .*another temperature"):
+        train(config_of(tmp_path))
+
+
+def test_a_model_that_computes_something_else_in_training_mode_is_stopped(tmp_path, monkeypatch):
+    features = MLPForRLActionPrediction._features
+
+    def noisy(self, state):
+        return features(self, state) + (3.0 if self.training else 0.0)
+
+    monkeypatch.setattr(MLPForRLActionPrediction, "_features", noisy)
+    with pytest.raises(ParityError, match="first minibatch of step 0 .*training mode"):
+        train(config_of(tmp_path, "model.init_config.initial_log_std=-3.0"))
+
+
+@pytest.mark.parametrize("phase", ["rl", "sft"])
+def test_a_loss_without_a_gradient_for_the_policy_is_refused(tmp_path, monkeypatch, phase):
+    monkeypatch.setattr(
+        MLPForRLActionPrediction, "_distribution", torch.no_grad()(MLPForRLActionPrediction._distribution)
+    )
+    if phase == "sft":  # a loss that requires a gradient, of which nothing arrives
+        loss = MLPForRLActionPrediction.sft_loss
+        monkeypatch.setattr(
+            MLPForRLActionPrediction, "sft_loss",
+            lambda self, *args: loss(self, *args) + 0.0 * self.log_std.sum(),
+        )  # fmt: skip
+    cloning = ["sft.max_steps=1", "sft.num_demonstrations=4", "sft.batch_size=8"] if phase == "sft" else []
+    with pytest.raises(ConfigError, match=f"No gradient reaches the policy in the first update of {phase}"):
+        train(config_of(tmp_path, *cloning))
+
+
+def test_every_trained_tensor_moves_and_gradients_are_clipped_for_policy_and_value_head_apart(tmp_path, monkeypatch):
+    run = Run(config_of(tmp_path, "trainer.max_steps=1", "trainer.max_grad_norm=1e-4"))
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    norms, step = [], torch.optim.AdamW.step
+
+    def recorded(self, *args):
+        worker = run.worker
+        norms.append([float(grad_norm(part)) for part in (worker.policy_masters, worker.value_masters)])
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
+    run.execute()
+    assert norms and all(norm == pytest.approx(1e-4, rel=1e-3) for pair in norms for norm in pair)
+    assert all(p.requires_grad for p in run.model.parameters())
+    assert not [name for name, p in run.model.named_parameters() if torch.equal(p, before[name])]

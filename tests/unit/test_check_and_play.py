@@ -1,0 +1,181 @@
+"""``rlinf check`` and ``rlinf play``."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rlinf.cli import EXIT_FAULT, EXIT_USER_ERROR, main
+from rlinf.cli.play import show
+from rlinf.envs.checker import PROPERTIES
+
+DOT = """
+import numpy as np
+from rlinf.envs import register_env
+from rlinf.envs.base import SimulatorStep, VectorEnv
+from rlinf.envs.config import EnvConfig
+from rlinf.types import Observation
+
+
+class DotEnv(VectorEnv):
+    suite = "one_dot"
+
+    def __init__(self, config, num_envs, auto_reset):
+        super().__init__(config, num_envs, auto_reset, action_low=-np.ones(1), action_high=np.ones(1))
+        self._places = np.zeros(num_envs)
+
+    @classmethod
+    def all_task_names(cls, config):
+        return ["right"]
+
+    @property
+    def state_dim(self):
+        return 1
+
+    def _reset_env(self, index, spec):
+        START
+
+    def _step_envs(self, ids, actions):
+        self._places[ids] += 0.1 * actions[:, 0]
+        return SimulatorStep(dense_reward=self._places[ids].astype(np.float32), success=self._places[ids] > 2.0)
+
+    def _observe(self, ids):
+        return Observation({}, self._places[ids, None].astype(np.float32), ["go right"] * len(ids))
+
+
+register_env("one_dot", DotEnv)
+"""
+GOOD, FORGETFUL = "self._places[index] = (spec.init_state_id % 7) / 10", "self._places[index] += 0.01"
+
+
+@pytest.fixture
+def dot(here, monkeypatch):
+    """``dot(start)`` writes an env of one's own, without a YAML, and returns how to name it."""
+
+    def write(start: str, name: str) -> list[str]:
+        (here / f"{name}.py").write_text(DOT.replace("START", start))
+        return ["env=one_dot", f"plugins=[{name}.py]", "env.cameras=[]"]
+
+    return write
+
+
+def lines_of(printed: str) -> dict[str, str]:
+    """Result of each property."""
+    rows = [line.rsplit("  ", 1) for line in printed.splitlines() if line.startswith(tuple(PROPERTIES.values()))]
+    return {name.strip(): result for name, result in rows}
+
+
+def test_an_env_that_keeps_the_contract_exits_with_0(dot, capsys):
+    assert main(["check", *dot(GOOD, "good_dot")]) == 0
+    printed = capsys.readouterr().out
+    assert lines_of(printed) == dict.fromkeys(PROPERTIES.values(), "pass")
+    assert printed.endswith("one_dot: keeps the contract\n")
+
+
+def test_one_line_of_yaml_is_enough(dot, here, capsys):
+    words = dot(GOOD, "yaml_dot")
+    (here / "mine" / "env").mkdir(parents=True)
+    (here / "mine" / "env" / "short.yaml").write_text("name: one_dot\n")
+    assert main(["check", "env=short", *words[1:], "--config-dir", "mine", "env.max_episode_steps=5"]) == 0
+    assert capsys.readouterr().out.endswith("short: keeps the contract\n")
+
+
+def test_a_violated_property_is_named_with_its_sentence_and_exits_with_1(dot, capsys):
+    assert main(["check", *dot(FORGETFUL, "bad_dot")]) == EXIT_FAULT
+    printed = capsys.readouterr().out
+    assert (
+        lines_of(printed)[PROPERTIES["repeatability"]] == "FAIL" and "\n    Not repeatable: two episodes of" in printed
+    )
+    assert lines_of(printed)[PROPERTIES["splits"]] == "pass"
+
+
+def test_what_builds_on_a_violated_property_is_not_checked(dot, capsys):
+    words = dot(GOOD, "bare_dot")
+    path = Path("bare_dot.py")
+    path.write_text(path.read_text().replace('["go right"] * len(ids)', '[""] * len(ids)'))
+    assert main(["check", *words]) == EXIT_FAULT
+    results = lines_of(capsys.readouterr().out)
+    assert results[PROPERTIES["observation"]] == "FAIL" and results[PROPERTIES["idle"]] == "not checked"
+
+
+def test_a_gymnasium_id_is_checked_and_long_episodes_are_cut(capsys):
+    assert main(["check", "env=gymnasium", "env.id=Pendulum-v1", "env.num_processes=0"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("episodes of up to 200 env steps are cut at 64; env.max_episode_steps=<number>")
+    assert "FAIL" not in printed and "not checked" not in printed
+    assert main(["check", "env=gymnasium", "env.id=Pendulum-v1", "env.num_processes=0", "env.max_episode_steps=9"]) == 0
+    assert "are cut" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], "needs one env"), (["env.image_size=32"], "needs one env"), (["env=tabeltop"], "Did you mean 'tabletop'"),
+     (["env=tabletop", "seed=3"], "got seed"), (["env=tabletop", "--cfg", "job"], "no flag but --config-dir"),
+     (["env=tabletop", "env.taks=[reach]"], "env.tasks=[reach]")],
+)  # fmt: skip
+def test_what_cannot_be_checked_is_one_line(words, said, capsys):
+    assert main(["check", *words]) == EXIT_USER_ERROR
+    printed = capsys.readouterr().err
+    assert said in printed and len(printed.splitlines()) == 1
+
+
+# -- play ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run folder of a policy with random weights."""
+    import rlinf
+
+    return rlinf.train([
+        "experiment=tabletop_ppo_mlp", "rollout.num_envs=8", "trainer.minibatch_size=64", "evaluation.num_episodes=3",
+        "evaluation.num_videos_per_task=0", "env.cameras=[]", "trainer.max_steps=1", "tracking.tensorboard=false",
+        f"output_dir={tmp_path_factory.mktemp('outputs') / 'run'}",
+    ])  # fmt: skip
+
+
+def test_an_episode_becomes_a_video_and_ends_as_in_the_evaluation(run, here, capsys):
+    import json
+
+    counted = json.loads((run / "eval" / "after_rl" / "result.json").read_text())["results"][2]
+    words = [f"checkpoint={run}", "episode=2", "window=false", "evaluation.video_size=64"]
+    assert main(["play", *words]) == 0
+    outcome = "success" if counted["success"] else "failure"
+    first, last = capsys.readouterr().out.splitlines()[-2:]
+    assert first.startswith(f"episode 2: {counted['task']}, '")
+    assert f": {outcome} after {counted['num_env_steps']} env steps, return {counted['episode_return']:.3g}" in first
+    path = Path(last.removeprefix("video: "))
+    assert path == Path(f"outputs/tabletop_ppo_mlp/play/rl_000001_episode_002_{outcome}.mp4")
+    assert path.read_bytes()[4:8] == b"ftyp"
+    assert main(["play", *words, "output=mine.mp4"]) == 0 and Path("mine.mp4").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["episode=3"], "needs a checkpoint or run folder"), (["checkpoint=nowhere"], "There is no folder nowhere"),
+     (["checkpoint=RUN", "episode=-1"], "episode is -1; required: at least 0"),
+     (["checkpoint=RUN", "episode=999999", "env.num_eval_init_states=5"], "from 0. Type episode="),
+     (["checkpoint=RUN", "windo=false"], "no key 'windo'")],
+)  # fmt: skip
+def test_what_cannot_be_played_is_one_line(words, said, run, here, capsys):
+    assert main(["play", *(word.replace("RUN", str(run)) for word in words)]) == EXIT_USER_ERROR
+    printed = capsys.readouterr().err
+    assert said in printed and len(printed.splitlines()) == 1
+    assert list(here.iterdir()) == []
+
+
+def test_a_video_is_shown_where_there_is_a_display_and_a_player(monkeypatch, tmp_path):
+    opened = []
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **_options: opened.append(words))
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+    assert not show(tmp_path / "a.mp4") and opened == []
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert show(tmp_path / "a.mp4") and opened == [["/usr/bin/xdg-open", str(tmp_path / "a.mp4")]]
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert not show(tmp_path / "a.mp4") and len(opened) == 1

@@ -1,0 +1,63 @@
+"""Weights that do not fit are refused in one sentence, without transformers' table before it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.errors import CheckpointError
+from rlinf.models import HFModel, build_policy, get_model
+from rlinf.models.causal_lm import _load_spread
+
+
+@pytest.fixture
+def told():
+    """What transformers logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("transformers").addHandler(handler)
+    yield lines
+    logging.getLogger("transformers").removeHandler(handler)
+
+
+def without_a_weight(folder) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    name = next(name for name, tensor in weights.items() if tensor.ndim == 2 and "value_head" not in name)
+    del weights[name]
+    save_file(weights | {"surplus.weight": torch.zeros(2)}, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("model", ["mlp", "openvla_tiny"])
+def test_of_policies(tmp_path, told, model):
+    config = build_config(compose_config([f"model={model}", "env=tabletop"]))
+    build_policy(config).save_pretrained(tmp_path)
+    without_a_weight(tmp_path)
+    told.clear()
+    config.model.model_path, config.model.init_config = str(tmp_path), {}
+    with pytest.raises(CheckpointError, match="missing .*unexpected .*surplus"):
+        get_model(config.model)
+    assert not [line for line in told if "LOAD REPORT" in line]
+
+
+def test_of_language_models_and_a_control(tmp_path, told, tiny_lm):
+    import shutil
+    from pathlib import Path
+
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(shutil.copytree(tiny_lm(), tmp_path / "lm"))
+    without_a_weight(folder)
+    with pytest.raises(CheckpointError, match="surplus"):
+        HFModel.from_pretrained(str(folder))
+    with pytest.raises(CheckpointError):
+        _load_spread(str(folder), device_map="cpu")
+    assert not [line for line in told if "LOAD REPORT" in line]
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert [line for line in told if "LOAD REPORT" in line], "a control: transformers prints one by itself"

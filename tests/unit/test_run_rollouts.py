@@ -1,0 +1,93 @@
+"""Which episodes a run plays, and what its rollouts and evaluations take of the machine."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.rollout.sampler import EpisodeSampler
+from rlinf.training.run import Run
+from rlinf.training.stop_signal import StopSignal
+from rlinf.types import EpisodeSpec
+
+FIXTURES = str(Path(__file__).parents[1] / "fixtures")
+if FIXTURES not in sys.path:
+    sys.path.append(FIXTURES)  # workers import from the same path
+
+from walk_env import WalkConfig, WalkVectorEnv  # noqa: E402
+from wanderer import Wanderer  # noqa: E402
+
+SPECS = [EpisodeSpec("s", i % 2, i // 2, 0) for i in range(20)]
+
+
+def test_ordered_init_states_visit_every_episode_once_per_lap():
+    sampler = EpisodeSampler(SPECS, 2, num_groups=5, seed=0, init_states="ordered")
+    played = [sampler.spec(step, env, 0) for step in range(4) for env in range(5)]
+    assert played == SPECS
+    assert sampler.spec(4, 0, 0) == SPECS[0]
+
+
+def test_fixed_init_states_repeat_in_every_iteration():
+    sampler = EpisodeSampler(SPECS, 2, num_groups=5, seed=0, init_states="fixed")
+    assert [sampler.spec(3, env, 0) for env in range(5)] == SPECS[:5]
+    assert sampler.spec(9, 2, 1) == SPECS[7]
+
+
+def test_random_init_states_balance_tasks_and_depend_on_the_seed():
+    sampler = EpisodeSampler(SPECS, 2, num_groups=6, seed=0)
+    played = [sampler.spec(step, env, 0) for step in range(50) for env in range(6)]
+    assert sum(spec.task_id for spec in played) == len(played) / 2
+    assert len(set(played)) == len(SPECS)
+    other = EpisodeSampler(SPECS, 2, num_groups=6, seed=1)
+    assert played != [other.spec(step, env, 0) for step in range(50) for env in range(6)]
+
+
+def test_in_a_training_run_lanes_and_ranks_share_the_cores_and_no_worker_outlives_an_evaluation(tmp_path, monkeypatch):
+    config = replace(build_config(compose_config(["model=mlp"])), env=WalkConfig(max_episode_steps=2))
+    config.rollout.num_envs, config.rollout.num_lanes, config.rollout.group_size = 64, 2, 1
+    config.evaluation.num_episodes, config.evaluation.greedy = 2, False
+    monkeypatch.setattr("rlinf.envs.config.num_cores", lambda: 12)
+    monkeypatch.setattr("rlinf.training.run.world_size", lambda: 2)
+    monkeypatch.setattr(
+        "rlinf.training.run.make_env", lambda env, count, auto_reset: WalkVectorEnv(env, count, auto_reset)
+    )
+    env = WalkVectorEnv(replace(config.env, num_processes=1), 2, False)
+    run = SimpleNamespace(
+        config=config, eval_env=env, folder=tmp_path, worker=SimpleNamespace(autocast=nullcontext),
+        sync=SimpleNamespace(rollout_model=Wanderer()), state=SimpleNamespace(policy_version=0),
+        _manifest=lambda version: SimpleNamespace(save=lambda folder: None), progress=SimpleNamespace(note=print),
+        stop_signal=StopSignal(announce=False),
+    )  # fmt: skip
+    collector = Run._collector(run)
+    for lane in collector.lanes:
+        lane.env.reset()
+        assert len(lane.env.worker_processes()) == 12 // 2 // 2
+    collector.close()
+    monkeypatch.setattr("rlinf.training.run.world_size", lambda: 1)
+    for run.is_writer in (True, False):
+        env.reset()
+        assert len(env.worker_processes()) == 1
+        assert (Run.evaluate(run, "step_000001") is not None) == run.is_writer
+        assert not env.worker_processes()
+    env.close()
+
+
+def test_a_simulation_on_the_gpu_is_not_split_into_lanes(monkeypatch):
+    config = replace(build_config(compose_config(["model=mlp"])), env=WalkConfig(num_processes=0))
+    config.rollout.num_envs, config.rollout.num_lanes = 8, 2
+    monkeypatch.setattr(
+        "rlinf.training.run.make_env", lambda env, count, auto_reset: WalkVectorEnv(env, count, auto_reset)
+    )
+    env = WalkVectorEnv(config.env, 1, False)
+    run = SimpleNamespace(config=config, eval_env=env, worker=SimpleNamespace(autocast=nullcontext))
+    for on_gpu, widths in ((True, [8]), (False, [4, 4])):
+        monkeypatch.setattr(WalkVectorEnv, "on_gpu", on_gpu)
+        collector = Run._collector(run)
+        assert [lane.env.num_envs for lane in collector.lanes] == widths
+        collector.close()
+    env.close()

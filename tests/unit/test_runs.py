@@ -1,0 +1,236 @@
+"""Several runs together: the name of the newest, groups over seeds, the table of a sweep, the page with their curves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import random
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlinf.cli import main
+from rlinf.errors import CheckpointError
+from rlinf.evaluation.charts import Series, line_chart
+from rlinf.evaluation.intervals import STUDENT_T_95, mean_interval
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.runs import group_runs, read_runs, sweep_table
+from rlinf.evaluation.runs_report import curve
+from rlinf.files import follow_latest, mark_latest
+from rlinf.types import EpisodeResult, EpisodeSpec
+
+
+def run_folder(folder: Path, seed: int, rate: float | None, name="mine", num_steps=3, **settings) -> Path:
+    """A run of 10 evaluation episodes, whose metrics at step ``t`` are ``rate + t / 100``; None: stopped before its end."""
+    folder.mkdir(parents=True)
+    config = {
+        "experiment_name": name,
+        "seed": seed,
+        "output_dir": str(folder),
+        "trainer": {"learning_rate": 1e-3, **settings},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = []
+    for step in range(1, num_steps + 1):
+        values = {
+            "rollout/success_rate": (rate or 0.0) + step / 100,
+            "train/entropy": 1.0,
+            "rollout/env_steps_total": 100 * step + seed,
+        }
+        lines.append({"step": step, "phase": "rl", "time_s": 60.0 * step, "time/total_s": 60.0 * step, **values})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if rate is not None:
+        rows = [
+            EpisodeResult(EpisodeSpec("tabletop", 0, number, 1), "reach", number < round(10 * rate), 0.0, 4)
+            for number in range(10)
+        ]
+        EvaluationResult(rows).to_json(folder / "eval" / "after_rl" / "result.json")
+        (folder / "summary.json").write_text(json.dumps({"experiment": name, "seed": seed}))
+    return folder
+
+
+# -- the newest run ------------------------------------------------------------------------------------------------
+
+
+def test_latest_is_a_link_that_is_replaced_and_followed_anywhere_in_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "second"):
+        (tmp_path / "x" / name / "checkpoints").mkdir(parents=True)
+        mark_latest(Path("x") / name)
+        assert os.readlink("x/latest") == name
+        assert follow_latest("x/latest/checkpoints") == Path("x") / name / "checkpoints"
+        assert follow_latest(tmp_path / "x" / "latest") == tmp_path / "x" / name
+    assert sorted(os.listdir("x")) == ["first", "latest", "second"], "nothing else is left"
+    assert follow_latest("elsewhere/latest") == Path("elsewhere/latest"), "a folder of this name is what it is"
+
+
+def test_where_links_are_impossible_latest_is_a_text_file(tmp_path, monkeypatch):
+    def refuse(*_args):
+        raise OSError("no links on this file system")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    for name in ("first", "second"):
+        (tmp_path / name / "eval").mkdir(parents=True)
+        mark_latest(tmp_path / name)
+        assert (tmp_path / "latest").is_file() and not (tmp_path / "latest").is_symlink()
+        assert follow_latest(tmp_path / "latest" / "eval") == tmp_path / name / "eval"
+
+
+def test_a_folder_that_is_called_latest_stays_and_is_told_of(tmp_path, caplog):
+    (tmp_path / "latest" / "mine").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, "rlinf"):
+        mark_latest(tmp_path / "run")
+    assert (tmp_path / "latest" / "mine").is_dir() and "does not name the newest run, run" in caplog.text
+    assert sorted(os.listdir(tmp_path)) == ["latest"]
+
+
+def test_train_marks_its_run_and_a_sweep_its_folder(here, started):
+    small = ["experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]
+    assert main(["train", *small]) == 0
+    (folder,) = (path for path in (here / "outputs" / "tabletop_ppo_mlp").iterdir() if not path.is_symlink())
+    assert os.readlink(here / "outputs" / "tabletop_ppo_mlp" / "latest") == folder.name
+    assert main(["train", "-m", *small, "seed=0"]) == 0
+    sweep = here / "multirun" / "tabletop_ppo_mlp"
+    assert (sweep / "latest" / "0").is_dir() and not (here / "outputs" / "0").exists()
+    assert main(["train", *small, "output_dir=elsewhere/mine"]) == 0
+    assert os.listdir(here / "elsewhere") == ["mine"], "only folders that rlinf names itself get a latest"
+
+
+# -- intervals over seeds ------------------------------------------------------------------------------------------
+
+
+def test_interval_of_a_mean_equals_a_worked_example():
+    """Student's sleep data (Student 1908, as printed by R's ``t.test(extra[group == 2])``): 2.33, 0.898 to 3.762."""
+    mean, low, high = mean_interval([1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4])
+    assert (mean, low, high) == (
+        pytest.approx(2.33),
+        pytest.approx(0.8976775, abs=1e-4),
+        pytest.approx(3.7623225, abs=1e-4),
+    )
+    assert mean_interval([0.4]) == (0.4, -math.inf, math.inf)
+    assert mean_interval([0.4, 0.4, 0.4]) == (pytest.approx(0.4),) * 3
+
+
+def test_quantiles_of_student_go_over_into_the_expansion():
+    """R's qt(0.975, c(31, 60, 1000)) is 2.039513, 2.000298, 1.962339."""
+    for count, wanted in ((32, 2.039513), (61, 2.000298), (1001, 1.962339)):
+        values = [float(number % 2) for number in range(count)]
+        mean, low, _ = mean_interval(values)
+        deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
+        assert (mean - low) / deviation * math.sqrt(count) == pytest.approx(wanted, abs=1e-4)
+    assert all(first > second for first, second in zip(STUDENT_T_95, STUDENT_T_95[1:], strict=False))
+
+
+def test_interval_of_a_mean_covers_it_in_about_95_percent_of_all_samples():
+    draw = random.Random(0)
+    inside = 0
+    for _ in range(2000):
+        _, low, high = mean_interval([draw.gauss(3.0, 2.0) for _ in range(4)])
+        inside += low <= 3.0 <= high
+    assert 0.93 < inside / 2000 < 0.97
+
+
+# -- groups and tables ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Two learning rates with three seeds each, one of them stopped."""
+    place = tmp_path / "multirun" / "mine" / "2026"
+    for number, (rate, seed, value) in enumerate(
+        [(1e-3, 0, 0.9), (1e-3, 1, 0.7), (1e-3, 2, 0.8), (1e-2, 0, 0.3), (1e-2, 1, 0.3), (1e-2, 2, None)]
+    ):
+        run_folder(place / str(number), seed, value, num_steps=2 if value is None else 3, learning_rate=rate)
+    return place
+
+
+def test_runs_that_differ_in_their_seed_are_one_group(sweep, tmp_path):
+    other = run_folder(tmp_path / "other", 5, 0.5, name="another", batch=3)
+    groups = group_runs(read_runs([sweep, other, other]))
+    assert [(group.label, group.success_rates) for group in groups] == [
+        ("mine trainer.learning_rate=0.001", [0.9, 0.7, 0.8]),
+        ("mine trainer.learning_rate=0.01", [0.3, 0.3]),
+        ("another", [0.5]),
+    ]
+    with pytest.raises(CheckpointError, match="There is no folder"):
+        read_runs([tmp_path / "nowhere"])
+
+
+def test_a_sweep_ends_with_a_line_for_each_run_and_each_configuration(sweep, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    table = sweep_table(sorted(sweep.iterdir()))
+    assert re.search(
+        r"^mine trainer.learning_rate=0.001  1     70.0%    7/10  multirun/mine/2026/1$", table, re.MULTILINE
+    )
+    assert re.search(
+        r"^mine trainer.learning_rate=0.01   2     -        -     multirun/mine/2026/5$", table, re.MULTILINE
+    )
+    # 0.8 +- 4.30265 * 0.1 / sqrt(3)
+    assert re.search(r"^mine trainer.learning_rate=0.001  3      80.0%  70.0%  55.2% - 100.0%$", table, re.MULTILINE)
+    assert re.search(r"^mine trainer.learning_rate=0.01   2      30.0%  30.0%  30.0% - 30.0%$", table, re.MULTILINE)
+    assert table.endswith("curves: rlinf report multirun/mine/2026")
+
+
+def test_a_sweep_of_the_command_prints_the_table(here, started, monkeypatch, capsys):
+    import rlinf.training.run as run
+
+    def train(config):
+        folder = Path(config.output_dir)
+        run_folder(folder / "x", config.seed, 0.5)
+        for path in (folder / "x").iterdir():
+            path.rename(folder / path.name)
+        (folder / "x").rmdir()
+
+    monkeypatch.setattr(run, "train", train)
+    assert main(["train", "-m", "experiment=tabletop_ppo_mlp", "trainer.max_steps=1", "seed=0,1"]) == 0
+    printed = capsys.readouterr().out
+    assert "95 % interval of the mean over seeds" in printed and "2      50.0%  50.0%  50.0% - 50.0%" in printed
+    assert main(["train", "experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]) == 0
+    assert "over seeds" not in capsys.readouterr().out
+
+
+# -- the page ------------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_is_the_mean_over_seeds_at_the_iterations_that_all_have(sweep):
+    first, second = group_runs(read_runs([sweep]))
+    found = curve(first, "rollout/success_rate", "env_steps")
+    assert found.points == [(pytest.approx(100 * t + 1), pytest.approx(0.8 + t / 100)) for t in (1, 2, 3)]
+    spread = 4.30265 * 0.1 / math.sqrt(3)
+    assert found.bands[0] == (pytest.approx(0.81 - spread), pytest.approx(0.81 + spread))
+    assert "(3 seeds)" in found.label
+    assert [x for x, _ in curve(second, "rollout/success_rate", "step").points] == [1, 2], "the stopped run has two"
+    assert curve(first, "no/such_metric", "step").points == []
+
+
+def test_an_area_is_cut_at_the_axis_and_does_not_widen_it():
+    points, bands = [(0, 1.0), (1, 2.0)], [(-90.0, 90.0), (1.5, 2.5)]
+    narrow, wide = (
+        line_chart([Series("a", points, bands=bands, filled=filled)], x_label="x", y_label="y")
+        for filled in (True, False)
+    )
+    assert 'class="area s1"' in narrow and 'class="area' not in wide
+    ticks = [float(text) for text in re.findall(r'text-anchor="end">(-?[\d.]+)</text>', narrow)]
+    assert min(ticks) == 1.0 and max(ticks) == 2.0
+    assert max(float(text) for text in re.findall(r'text-anchor="end">(-?[\d.]+)</text>', wide)) >= 90
+
+
+def test_the_command_writes_one_page_of_several_runs_and_the_report_of_one(sweep, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    mark_latest(sweep)
+    (sweep / "0" / "report.html").write_text("")
+    assert main(["report", "multirun/mine/latest"]) == 0
+    assert capsys.readouterr().out == "report: runs.html\n"
+    page = (tmp_path / "runs.html").read_text()
+    assert "6 runs of 2 configurations" in page and page.count('class="area') >= 2
+    assert '<a href="multirun/mine/2026/0/report.html">' in page and "1/report.html" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert main(["report", "multirun/mine/2026/1"]) == 0
+    assert (sweep / "1" / "report.html").is_file()
+    for words in ([], ["output=a.html"], ["--open"], ["nowhere"], ["seed=3", str(sweep)]):
+        assert main(["report", *words]) == 2
+        assert "Type rlinf report" in (said := capsys.readouterr().err) or "There is no folder nowhere" in said

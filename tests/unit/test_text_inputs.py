@@ -1,0 +1,58 @@
+"""Text given to commands that train policies: one sentence that says where text is trained."""
+
+import json
+
+import pytest
+
+from rlinf.cli import EXIT_USER_ERROR, main
+
+PAGE = "Text is trained in Python, by HuggingFacePolicy: docs/policies.md"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder with a text file, a folder of text and a language model's folder, as the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "train.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("chat.jsonl", "'chat.jsonl' is a file of text"),
+        ("llama", "'llama' is a language model (llama)"),
+        ("experiment=quickstart sft.dataset=chat.jsonl", "sft.dataset is 'chat.jsonl'"),
+        ("experiment=quickstart sft.dataset=texts", "sft.dataset is 'texts'"),
+        ("experiment=quickstart model.model_path=llama", "model.model_path is 'llama', a language model (llama)"),
+        ("model.model_type=llama model.model_path=llama", "model.model_path is 'llama', a language model (llama)"),
+        ("model=hf_vla model.model_path=llama", "model.model_path is 'llama', a language model (llama)"),
+    ],
+)
+def test_text_is_refused_with_the_page_that_trains_it(words, named, here, started, capsys):
+    assert main(["train", *words.split()]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert named in said and PAGE in said and len(said.splitlines()) == 1 and started == []
+
+
+def test_what_is_no_text_gets_its_own_sentence(here, started, capsys):
+    (here / "empty").mkdir()
+    for words in ("sft.dataset=empty", "sft.dataset=nowhere", "model.model_path=empty"):
+        assert main(["train", "experiment=quickstart", words]) == EXIT_USER_ERROR
+        said = capsys.readouterr().err
+        assert words.partition("=")[2] in said and PAGE not in said
+    assert main(["sft", "experiment=quickstart", "sft.dataset=chat.jsonl"]) == EXIT_USER_ERROR
+    assert "`rlinf sft` needs demonstrations" in capsys.readouterr().err
+
+
+def test_a_dataset_that_nothing_clones_is_refused(here, started, capsys):
+    assert main(["train", "experiment=tabletop_ppo_mlp", "sft.dataset=demos"]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert "sft.dataset is 'demos', and sft.max_steps=0" in said
+    assert "Type sft.max_steps=500, or sft.dataset=null" in said

@@ -1,0 +1,141 @@
+"""Log-probabilities of text models: equal to those of all logits at once, without ever having these."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from rlinf.models import logprobs as module
+from rlinf.models.embodiment.base import token_logprobs
+from rlinf.models.logprobs import sequence_logprobs
+
+VOCABULARY = 4000
+FAMILIES = {
+    "llama": {},
+    "llama with a tied head": {"tie_word_embeddings": True},
+    "qwen2": {},
+    "gpt2": {},
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0},
+    "granite": {"logits_scaling": 4.0},
+    "cohere": {"logit_scale": 0.25},
+}
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for value in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(value, torch.Tensor):
+                self.size = max(self.size, value.numel())
+        return made
+
+
+def rows():
+    ids = torch.randint(3, VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(40) < torch.tensor([40, 25, 31]).unsqueeze(1)
+    return ids * mask, mask
+
+
+def every_logit(model, ids, mask, temperature):
+    """The definition, in one piece."""
+    logits = model(input_ids=ids, attention_mask=mask.long()).logits.float() / temperature
+    chosen = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    return torch.nn.functional.pad(chosen, (1, 0)).masked_fill(~mask, 0.0)
+
+
+def scored(model, score, *arguments):
+    """Log-probabilities, gradients of an uneven sum of them, and the size of the largest tensor."""
+    model.zero_grad()
+    weights = torch.randn(3, 40, generator=torch.Generator().manual_seed(2))
+    with Largest() as largest:
+        values = score(model, *arguments)
+        (values * weights).mean().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return values.detach(), gradients, largest.size
+
+
+@pytest.fixture
+def load(tiny_lm):
+    def build(name):
+        fields = {"vocab_size": VOCABULARY, "initializer_range": 0.1} | FAMILIES[name]
+        return AutoModelForCausalLM.from_pretrained(tiny_lm(name.split()[0], **fields)).eval()
+
+    return build
+
+
+def assert_same(model, found, expected):
+    values, gradients, _ = found
+    torch.testing.assert_close(values, expected[0], atol=1e-5, rtol=1e-6)
+    assert gradients.keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunks_of_the_vocabulary_give_the_numbers_of_all_logits(load, name, temperature, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 10 * VOCABULARY)  # 10 tokens at a time, of 93
+    model, (ids, mask) = load(name), rows()
+    expected = scored(model, every_logit, ids, mask, temperature)
+    found = scored(model, sequence_logprobs, ids, mask, temperature)
+    assert_same(model, found, expected)
+    assert model not in module._WHOLE_LOGITS
+    weights = max(parameter.numel() for parameter in model.parameters())
+    assert found[2] <= max(10 * VOCABULARY, weights) < 93 * VOCABULARY <= expected[2]
+    with torch.no_grad(), Largest() as largest:
+        torch.testing.assert_close(sequence_logprobs(model, ids, mask, temperature), found[0], atol=1e-6, rtol=1e-6)
+    assert largest.size <= max(10 * VOCABULARY, weights)
+    if name in ("gemma2", "granite", "cohere"):  # control: what comes after the head counts
+        monkeypatch.setattr(module, "_head_logits", lambda config, logits: logits)
+        monkeypatch.setattr(module, "_are_equal", lambda ours, logits: True)
+        assert (sequence_logprobs(model, ids, mask, temperature) - expected[0]).abs().max() > 0.1
+
+
+def test_packed_rows_in_chunks(load, monkeypatch):
+    model, (ids, mask) = load("llama"), rows()
+    expected = sequence_logprobs(model, ids, mask)
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 10 * VOCABULARY)
+    packed = sequence_logprobs(model, ids, mask, packed=True)
+    torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_that_does_more_is_found_and_gets_all_logits(load, monkeypatch):
+    """The model runs twice in its first pass, and once afterwards."""
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 10 * VOCABULARY)
+    model, (ids, mask) = load("llama"), rows()
+    plain = sequence_logprobs(model, ids, mask).detach()
+    forward, calls = model.forward, []
+
+    def sharper(input_ids=None, attention_mask=None, logits_to_keep=0, **more):
+        calls.append(input_ids.shape)
+        output = forward(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=logits_to_keep, **more)
+        output.logits = output.logits * 1.5
+        return output
+
+    monkeypatch.setattr(model, "forward", sharper)
+    expected = scored(model, every_logit, ids, mask, 1.0)
+    calls.clear()
+    found = scored(model, sequence_logprobs, ids, mask, 1.0)
+    assert len(calls) == 2
+    assert_same(model, found, expected)
+    assert (found[0] - plain).abs().max() > 0.1, "control: the factor matters"
+    assert_same(model, scored(model, sequence_logprobs, ids, mask, 1.0), expected)
+    assert len(calls) == 3
+
+
+def test_no_entropy_unless_asked():
+    logits, tokens = torch.randn(5, 7), torch.arange(5)
+    chosen, nothing = token_logprobs(logits, tokens, 0.5)
+    again, entropy = token_logprobs(logits, tokens, 0.5, with_entropy=True)
+    distribution = torch.distributions.Categorical(logits=logits / 0.5)
+    assert nothing is None and torch.equal(chosen, again)
+    torch.testing.assert_close(chosen, distribution.log_prob(tokens))
+    torch.testing.assert_close(entropy, distribution.entropy())

@@ -214,7 +214,7 @@ def check_batches(config: RunConfig) -> None:
                 f"rollout.num_envs={rollout.num_envs} does not divide by {reason}={number}. "
                 f"Type rollout.num_envs={nearest_multiple(rollout.num_envs, number)}"
             )
-    if rollout.num_envs // ranks < rollout.num_lanes:
+    if rollout.num_envs // ranks < (rollout.num_lanes or 1):
         raise ConfigError(
             f"{rollout.num_envs // ranks} env per rank (rollout.num_envs={rollout.num_envs} over {ranks} ranks) cannot be split "
             f"into rollout.num_lanes={rollout.num_lanes}. Type rollout.num_lanes=1"

@@ -67,6 +67,12 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def default_num_lanes(config: EnvConfig, num_envs: int) -> int:
+    """Return how many threads play ``num_envs`` envs best: two, and one where a step costs less than handing it over."""
+    in_process = not isinstance(config, ProcessEnvConfig) or config.num_processes == 0
+    return 1 if num_envs == 1 or (in_process and not config.cameras) else 2
+
+
 def with_share_of_cores(config: EnvConfig, num_sharers: int) -> EnvConfig:
     """Return the settings of one of ``num_sharers`` envs that step at the same time: each gets its share of workers.
 

@@ -28,8 +28,11 @@ class RolloutConfig:
     offload_envs: bool = option(
         False, "Free the simulators' graphics memory, and end their worker processes, between rollouts."
     )
-    num_lanes: int = option(
-        2, "Threads that each play a share of the envs: while one steps, the policy acts for another.", minimum=1
+    num_lanes: int | None = option(
+        None,
+        "Threads that each play a share of the envs: while one steps, the policy acts for another; null: two, and one where "
+        "steps cost less than threads (simulators in this process that draw no images).",
+        minimum=1,
     )
     backend: str = option(
         "torch",

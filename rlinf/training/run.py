@@ -26,7 +26,7 @@ from rlinf.data.formats import open_dataset
 from rlinf.distributed.process_group import any_rank, launch, rank, resolve_device, set_num_threads, world_size
 from rlinf.distributed.weight_sync import WeightSync, frozen_copy
 from rlinf.envs import make_env
-from rlinf.envs.config import with_share_of_cores
+from rlinf.envs.config import default_num_lanes, with_share_of_cores
 from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.probe import NUM_EPISODES, drift, take_probe
@@ -280,7 +280,8 @@ class Run:
             init_states=config.rollout.init_states,
         )
         # A simulation on the GPU steps all of its rows at once: two of half the size would take as long each, one after the other.
-        num_lanes = 1 if self.eval_env.on_gpu else config.rollout.num_lanes
+        num_lanes = config.rollout.num_lanes or default_num_lanes(config.env, config.rollout.num_envs // world_size())
+        num_lanes = 1 if self.eval_env.on_gpu else num_lanes
         env_config = with_share_of_cores(config.env, num_lanes * world_size())
         return RolloutCollector(
             lambda num_envs: make_env(env_config, num_envs, auto_reset=config.rollout.auto_reset),

@@ -8,8 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.envs.config import EnvConfig, default_num_lanes
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.training.run import Run
 from rlinf.training.stop_signal import StopSignal
@@ -75,6 +78,18 @@ def test_in_a_training_run_lanes_and_ranks_share_the_cores_and_no_worker_outlive
         assert (Run.evaluate(run, "step_000001") is not None) == run.is_writer
         assert not env.worker_processes()
     env.close()
+
+
+@pytest.mark.parametrize(
+    "env, num_envs, num_lanes",
+    [
+        (EnvConfig(cameras=["front"]), 8, 2), (EnvConfig(cameras=["front"]), 1, 1), (EnvConfig(cameras=[]), 8, 1),
+        (WalkConfig(cameras=[], num_processes=0), 8, 1), (WalkConfig(cameras=[], num_processes=1), 8, 2),
+        (WalkConfig(cameras=[], num_processes=None), 8, 2),
+    ],
+)  # fmt: skip
+def test_one_lane_where_a_step_costs_less_than_a_thread(env, num_envs, num_lanes):
+    assert default_num_lanes(env, num_envs) == num_lanes
 
 
 def test_a_simulation_on_the_gpu_is_not_split_into_lanes(monkeypatch):

@@ -35,7 +35,7 @@ class MasterAdamW(torch.optim.AdamW):
             groups = [{"params": groups}]
         known = masters or {}
         self.parameters = [parameter for group in groups for parameter in group["params"]]
-        if self.parameters and all(parameter.is_cuda for parameter in self.parameters):
+        if self.parameters:
             settings |= {"fused": True, "foreach": None}
         self.masters = [known[p] if p in known else _master(p) for p in self.parameters]
         self._master_of = dict(zip(self.parameters, self.masters, strict=True))

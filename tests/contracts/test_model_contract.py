@@ -40,8 +40,13 @@ CASES = {
     ],
     "openvla_oft": ["model=openvla_oft_tiny", "env.state=proprio"],
     "hf_vla": ["model=hf_vla_tiny"],
-    "pi0": ["model=pi0_tiny", "env.state=proprio"],
-    "pi0, all steps": ["model=pi0_tiny", "env.state=proprio", "model.init_config.joint_logprob=true"],
+    "pi0": [
+        "model=pi0_tiny",
+        "env.state=proprio",
+        "model.init_config.joint_logprob=false",
+        "model.init_config.num_steps=4",
+    ],
+    "pi0, all steps": ["model=pi0_tiny", "env.state=proprio"],
     "your_model_type": ["model=default"],
 }
 """Name to overrides; of the packaged groups, the smallest of each family."""

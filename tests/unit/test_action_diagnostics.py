@@ -28,8 +28,13 @@ COMMANDS = {
     "openvla": ["model=openvla_tiny", "rollout.temperature=1.6"],
     "openvla, bf16": ["model=openvla_tiny", "model.precision=bf16"],
     "openvla_oft": ["model=openvla_oft_tiny", "env.state=proprio", "model.is_lora=true"],
-    "pi0": ["model=pi0_tiny", "env.state=proprio"],
-    "pi0, all steps": ["model=pi0_tiny", "env.state=proprio", "model.init_config.joint_logprob=true"],
+    "pi0": [
+        "model=pi0_tiny",
+        "env.state=proprio",
+        "model.init_config.joint_logprob=false",
+        "model.init_config.num_steps=4",
+    ],
+    "pi0, all steps": ["model=pi0_tiny", "env.state=proprio"],
     "hf_vla": ["model=hf_vla_tiny"],
 }
 NOT_READ = {"mlp": ["instruction"], "openvla": ["state"], "openvla, bf16": ["state"], "hf_vla": ["state"]}

@@ -448,3 +448,20 @@ def test_too_few_cameras_are_refused():
     observation.images.pop("wrist")
     with pytest.raises(ConfigError, match="cameras"):
         model.preprocess(observation)
+
+
+def test_an_input_longer_than_the_language_models_positions_is_refused():
+    """Longest row: 1 BOS, 4 image tokens, then words, and 6 actions; a text config with one position too few refuses it."""
+    observation = observe()
+    needed = build().preprocess(observation)["input_ids"].shape[1] + 4 + 6
+    for positions in (needed, needed - 1):
+        config = KINDS["parallel"] | {"text_config": TEXT | {"max_position_embeddings": positions}}
+        model = build(init_config=config)
+        inputs = model.preprocess(observation)
+        if positions == needed:
+            model.predict_action_batch(do_sample=False, **inputs)
+            continue
+        with pytest.raises(ConfigError, match=rf"has {needed} tokens.*actions 6.* {positions} positions"):
+            model.predict_action_batch(do_sample=False, **inputs)
+        with pytest.raises(ConfigError, match="max_position_embeddings"):
+            model.evaluate_actions(inputs, torch.full((len(SENTENCES), 6), 530))

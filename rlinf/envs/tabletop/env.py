@@ -165,13 +165,17 @@ class TabletopVectorEnv(VectorEnv):
 
     def _by_family(self, ids: np.ndarray) -> list[tuple[np.ndarray, Family]]:
         """Return (positions in ``ids``, family) of every family that occurs."""
+        if len(self._families) == 1 and len(ids):
+            return [(np.arange(len(ids)), self._families[0])]
         tasks = self._tasks[ids]
         return [
             (rows, family) for task, family in enumerate(self._families) if len(rows := np.flatnonzero(tasks == task))
         ]
 
     def _scene(self, ids: np.ndarray) -> Scene:
-        pusher, _, blocks = self._simulator.read(ids)
+        return self._scene_of(ids, *self._simulator.read(ids)[::2])
+
+    def _scene_of(self, ids: np.ndarray, pusher: np.ndarray, blocks: np.ndarray) -> Scene:
         return Scene(pusher, blocks, self._zones[ids], self._goals[ids, 0], self._goals[ids, 1], self._stages[ids])
 
     def _state(self, ids: np.ndarray) -> np.ndarray | None:
@@ -188,11 +192,8 @@ class TabletopVectorEnv(VectorEnv):
         if self.config.state == "proprio":
             return proprio.astype(np.float32)
         aim, carry = np.zeros((len(ids), 2)), np.zeros((len(ids), 2))
-        scene = self._scene(ids)
         for rows, family in self._by_family(ids):
-            own = Scene(
-                *(getattr(scene, name)[rows] for name in ("pusher", "blocks", "zones", "first", "second", "stage"))
-            )
+            own = self._scene_of(ids[rows], pusher[rows], blocks[rows])
             aim[rows], carry[rows] = family.aim(own) - own.pusher, family.carry(own)
         objects = np.concatenate([blocks, self._zones[ids]], axis=1) - pusher[:, None]
         objects = np.where(self._shown[ids][:, :, None], objects, 0.0).reshape(len(ids), -1)

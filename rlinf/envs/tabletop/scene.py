@@ -30,6 +30,7 @@ TABLE_GROUP, BLOCK_GROUP, ZONE_GROUP, MARK_GROUP = 0, 1, 2, 3
 """Geom groups, to draw only what takes part."""
 FAR_M = 5.0
 """Objects that do not take part lie this far away."""
+_FAR = FAR_M + np.arange(3.0)[:, None] + np.zeros(2)
 
 _RGBA = {
     "red": "0.90 0.10 0.10 1",
@@ -116,11 +117,11 @@ class TabletopSimulator:
         """Put one state at rest: ``pusher [2]``, its height, ``blocks, zones [3, 2]``; NaN: takes no part."""
         state, qpos = self.states[index], self._positions[index]
         self._mujoco.mj_resetData(self.model, state)
-        far = FAR_M + np.arange(3.0)[:, None] + np.zeros(2)
-        qpos[:9].reshape(3, 3)[:, :2] = np.where(np.isnan(blocks), far, blocks)
+        qpos[:9].reshape(3, 3)[:, :2] = np.where(np.isnan(blocks), _FAR, blocks)
         qpos[self._pusher : self._pusher + 3] = (*pusher, height)
-        self._mocaps[index][:3] = np.column_stack([np.where(np.isnan(zones), far, zones), np.full(3, 0.001)])
-        self._mocaps[index][3] = (FAR_M, -FAR_M, 0.0)
+        mocaps = self._mocaps[index]
+        mocaps[:3, :2], mocaps[:3, 2] = np.where(np.isnan(zones), _FAR, zones), 0.001
+        mocaps[3] = (FAR_M, -FAR_M, 0.0)
         self._controls[index][:] = pusher
         self._hovers[index] = height >= HOVER_HEIGHT_M
         self._groups[index] = 0

@@ -144,6 +144,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Run the VLM's processor over the rows, with all cameras of the observation."""
         inputs = self._ready_processor()(observation)
+        self.check_length(inputs["input_ids"].shape[1])
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:

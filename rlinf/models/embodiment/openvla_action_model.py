@@ -192,6 +192,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
             key_mask = None
         text = self.get_input_embeddings()(input_ids)
         tokens = self._observation_tokens(text, key_mask, **observed)
+        self.check_length(text.shape[1] + tokens.shape[1])
         if key_mask is not None:
             key_mask = torch.cat([key_mask[:, :1], key_mask.new_ones(tokens.shape[:2]), key_mask[:, 1:]], dim=1)
         return torch.cat([text[:, :1], tokens, text[:, 1:]], dim=1), key_mask

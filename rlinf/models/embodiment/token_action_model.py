@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import ActionModel, token_logprobs
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
@@ -33,6 +34,25 @@ class TokenActionModel(ActionModel):
         ``tokens`` are needed for autoregressive models only, and the value's state must not depend on them.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement _score")
+
+    def check_length(self, num_prompt_tokens: int) -> None:
+        """Refuse inputs that are longer than what the language model was made for.
+
+        Args:
+            num_prompt_tokens: Of the longest row, images included.
+
+        Raises:
+            ConfigError: With the actions, it has more tokens than the language model has positions.
+        """
+        positions = getattr(self.config.text_config, "max_position_embeddings", None)
+        needed = num_prompt_tokens + self.num_logprobs
+        if positions is not None and needed > positions:
+            raise ConfigError(
+                f"An input has {needed} tokens (prompt and images {num_prompt_tokens}, actions {self.num_logprobs}), and the "
+                f"language model was made for {positions} positions (max_position_embeddings), behind which its numbers mean "
+                "nothing. Shorten the instructions of the environment, or type fewer env.cameras or a smaller "
+                "model.action_chunks_len"
+            )
 
     def get_action_stats(self, unnorm_key: str | None) -> dict[str, Any]:
         """Return ``q01``, ``q99`` and ``mask`` of a data set.

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlinf.config import search
 from rlinf.config.options import closest, public_fields
-from rlinf.config.saved_code import check_code, literal
+from rlinf.config.saved_code import check_code, leaves, literal
 from rlinf.config.schema import REGISTRIES, RunConfig, fields_meant, no_key, overrides_text
 from rlinf.config.text_inputs import PAGE, text_in
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
@@ -261,7 +261,8 @@ def compose_on_saved(
         if key.partition(".")[0] not in public_fields(RunConfig):
             raise ConfigError(no_key(key, override.value(), public_fields(RunConfig)))
     groups = [item for item in parsed if item.key_or_group in sections and isinstance(item.value(), str)]
-    typed = {override.key_or_group for override in parsed}
+    # A mapping is merged into the saved one, of which the rest stays.
+    typed = {key for override in parsed for key, _ in leaves(override.value(), override.key_or_group)}
     check_code(saved, typed, folder)
     fresh = compose_config([item.input_line for item in groups], config_dir)
     config = OmegaConf.create(literal(saved))

@@ -24,11 +24,11 @@ _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
 def check_code(saved: Mapping[str, Any], typed: Collection[str], folder: str | Path) -> None:
-    """Refuse what would make Python import or trust code, unless the user has typed that key or its section.
+    """Refuse what would make Python import or trust code, unless the user has replaced it.
 
     Args:
         saved: Configuration stored in a checkpoint or an export.
-        typed: Keys and groups on the command line, e.g. ``{"plugins", "env"}``.
+        typed: Keys and groups whose values the user has replaced, e.g. ``{"plugins", "env"}``.
         folder: Of the configuration, for the message.
 
     Raises:
@@ -59,8 +59,8 @@ def code_values(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if isinstance(model, Mapping) and model.get("trust_remote_code"):
         yield "model.trust_remote_code", model["trust_remote_code"]
     for section in SECTIONS:
-        for key, value in _leaves(saved.get(section), section):
-            texts = [text for _, text in _leaves(value, "") if isinstance(text, str)]
+        for key, value in leaves(saved.get(section), section):
+            texts = [text for _, text in leaves(value, "") if isinstance(text, str)]
             if key not in NAMES and any(_CODE.fullmatch(text) or (key in IMPORTED and ":" in text) for text in texts):
                 yield key, value
 
@@ -74,14 +74,14 @@ def literal(value: Any) -> Any:
     return [literal(item) for item in value] if isinstance(value, list) else value
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield dotted key and value of everything that is not a mapping; below ``""`` also the items of lists."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else "")
+            yield from leaves(item, f"{path}.{key}" if path else "")
     elif isinstance(value, list) and not path:
         for item in value:
-            yield from _leaves(item, "")
+            yield from leaves(item, "")
     else:
         yield path, value
 

@@ -112,6 +112,12 @@ def test_a_resumed_run_trusts_what_is_typed_and_names_everything_that_is_not(evi
         ({"env__instruction": "x", "env__kwargs": {"env_id": "evil:Evil-v0"}}, ["env.id=Pendulum-v1"]),
         ({"model__init_config": {"backbone": "evil:Network"}}, ["plugins=[]"]),
         ({"model__override_config": {"sizes": [{"of": "evil:Network"}]}}, []),
+        # a mapping that is typed is merged into the saved one
+        ({"env__id": "evil:Evil-v0"}, ["env={image_size: 32}"]),
+        ({"env__id": "evil:Evil-v0"}, ["+env={image_size: 32}"]),
+        ({"env__kwargs": {"wrapper": "evil:Network", "a": 0}}, ["env.kwargs={a: 1}"]),
+        ({"env__kwargs": {"wrapper": "evil:Network"}}, ["env.kwargs={}"]),
+        ({"model__trust_remote_code": True}, ["model={precision: fp32}"]),
     ],
 )
 def test_names_of_code_anywhere_in_env_and_model_are_refused(evil, changes, overrides):
@@ -124,6 +130,13 @@ def test_a_group_that_is_typed_replaces_what_was_saved(evil):
     folder = evil(model__trust_remote_code=True, model__init_config={"backbone": "evil:Network"})
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert compose_on_saved(saved, ["model=mlp"], folder=folder).model.trust_remote_code is False
+
+
+def test_a_value_inside_a_typed_mapping_replaces_what_was_saved(evil):
+    folder = evil(model__trust_remote_code=True)
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    config = compose_on_saved(saved, ["model={trust_remote_code: false}"], folder=folder)
+    assert config.model.trust_remote_code is False
 
 
 def test_values_that_look_like_interpolations_stay_text(evil, monkeypatch):

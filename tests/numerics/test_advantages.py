@@ -162,6 +162,32 @@ def test_returns_that_differ_by_rounding_are_equal(estimate, x):
     assert varied.all() and apart[0] > 0, "control: a hundredth is a difference"
 
 
+@pytest.mark.parametrize("estimate", [leave_one_out_advantages, lambda r, g: group_advantages(r, g, True)])
+def test_negative_returns_that_differ_by_rounding_are_equal(estimate):
+    x = torch.tensor(-3000.0)
+    returns = torch.stack([torch.nextafter(x, torch.tensor(0.0)), x, x, x])
+    advantages, varied = estimate(returns, torch.zeros(4, dtype=torch.int64))
+    assert advantages.tolist() == [0.0] * 4 and not varied.any()
+
+
+def test_epsilon_is_added_to_the_deviation_and_bounds_what_counts_as_equal():
+    """Returns 0 and 2 have deviation 1: with 0.5 added the advantages are -1 / 1.5 and 1 / 1.5; 1.5 makes them equal."""
+    returns, group = torch.tensor([0.0, 2.0]), torch.zeros(2, dtype=torch.int64)
+    advantages, varied = group_advantages(returns, group, scale_by_std=True, eps=0.5)
+    assert advantages.tolist() == pytest.approx([-2 / 3, 2 / 3]) and varied.all()
+    advantages, varied = group_advantages(returns, group, scale_by_std=True, eps=1.5)
+    assert advantages.tolist() == [0.0, 0.0] and not varied.any()
+    # Without any epsilon, returns of exactly 0 are equal still, and nothing is divided by 0.
+    advantages, varied = group_advantages(torch.zeros(2), group, scale_by_std=True, eps=0.0)
+    assert advantages.tolist() == [0.0, 0.0] and not varied.any()
+
+
+def test_masked_normalize_adds_epsilon_to_the_deviation():
+    """Deviation 2 about the mean 3: -2 / 2.5 and 2 / 2.5."""
+    values, mask = torch.tensor([1.0, 5.0, 7.0]), torch.tensor([True, True, False])
+    assert masked_normalize(values, mask, eps=0.5).tolist() == pytest.approx([-0.8, 0.8, 0.0])
+
+
 def test_a_return_that_is_not_a_number_is_not_taken_for_equal_returns():
     returns = torch.tensor([float("nan"), 1.0, 0.0, 0.0])
     advantages, varied = group_advantages(returns, torch.tensor([0, 0, 1, 1]), scale_by_std=True)

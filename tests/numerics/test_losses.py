@@ -75,6 +75,40 @@ def test_value_loss_plain_clipped_and_huber_by_hand():
     assert value_loss(torch.tensor([0.0]), old, target, YES, huber_delta=1.0).item() == pytest.approx(3.5)
 
 
+def test_dual_clip_leaves_a_positive_advantage_below_one_alone():
+    """At a ratio of 10: -1.2 x 0.5, not the -3 x 0.5 that bounds a negative advantage."""
+    assert policy_loss(10.0, 0.5, dual_clip=3.0)[0] == pytest.approx(-0.6)
+
+
+def test_approximate_kl_is_that_of_the_valid_elements():
+    """k3 of the ratios 2 and 0.5 is (2 - 1) - log 2 and (0.5 - 1) + log 2; the ratio 4 is masked."""
+    ratios, mask = torch.tensor([2.0, 0.5, 4.0]), torch.tensor([True, True, False])
+    for rows, expected in (((0, 2), 1 - math.log(2)), ((1, 2), math.log(2) - 0.5), ((0, 1, 2), 0.5)):
+        index = torch.tensor(rows)
+        _, metrics = clipped_policy_loss(
+            ratios[index].log(), torch.zeros(len(rows)), torch.ones(len(rows)), mask[index], 0.2, 0.2
+        )
+        assert metrics["approx_kl"].item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss"),
+    [
+        (5.0, 2.0, 7.0, 8.0),  # clipped to 3: half of 4^2 is more than half of 2^2
+        (-5.0, -2.0, -7.0, 8.0),  # clipped to -3
+        (2.5, 2.0, 7.0, 10.125),  # within the range: half of 4.5^2
+        (5.0, 2.0, 2.5, 3.125),  # nearer to the target than the value is: the value's own loss
+    ],
+)
+def test_clipped_value_loss_on_both_sides_of_the_old_value_by_hand(value, old, target, loss):
+    """The row that is masked would add half of 100^2."""
+    values, olds, targets = torch.tensor([value, 100.0]), torch.tensor([old, 0.0]), torch.tensor([target, 0.0])
+    mask = torch.tensor([True, False])
+    assert value_loss(values, olds, targets, mask, clip_range=1.0).item() == pytest.approx(loss)
+    unclipped = 0.5 * (value - target) ** 2
+    assert value_loss(values, olds, targets, mask).item() == pytest.approx(unclipped)
+
+
 def test_masked_elements_add_nothing_even_when_they_are_not_finite():
     logprobs = torch.tensor([0.0, float("nan")], requires_grad=True)
     mask = torch.tensor([True, False])
@@ -100,6 +134,14 @@ def test_explained_variance_of_perfect_and_useless_values():
     returns, mask = torch.tensor([1.0, 2.0, 3.0]), torch.ones(3, dtype=torch.bool)
     assert explained_variance(returns, returns, mask) == pytest.approx(1.0)
     assert explained_variance(torch.zeros(3), returns, mask) == pytest.approx(0.0)
+
+
+def test_explained_variance_is_zero_where_the_returns_do_not_vary():
+    values, mask = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False])
+    assert explained_variance(values, torch.tensor([3.0, 3.0, 7.0]), mask) == 0.0
+    assert explained_variance(values, values, torch.zeros_like(mask)) == 0.0, "no element is valid"
+    # Errors 0 and -1 have variance 1/4, the returns 1 and 3 have 1.
+    assert explained_variance(values, torch.tensor([1.0, 3.0, 7.0]), mask) == pytest.approx(0.75)
 
 
 def make_batch(num_steps=4, num_envs=6, num_actions=3, width=2, seed=0):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
 from rlinf.algorithms.token_losses import TokenCounts, trained_tokens
@@ -62,11 +63,30 @@ def test_a_batch_that_trains_on_nothing_is_refused():
     assert NLLLossFn().counts({"input_ids": nothing, "attention_mask": nothing}).tokens == 0
 
 
+def test_a_mask_of_booleans_is_left_as_it_is():
+    data = BatchedDataDict({"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.ones(1, 3).bool()})
+    assert trained_tokens(data).tolist() == [[False, True, True]]
+    assert data["attention_mask"].all()
+
+
 # -- likelihood --------------------------------------------------------------------------------------------------
 
 
 def test_nll_by_hand():
     assert value(NLLLossFn(), [[0.0, -1.0, -2.0], [0.0, -6.0, 0.0]], batch_of([3, 2])) == pytest.approx(3.0)
+
+
+def test_a_loss_that_runs_the_model_divides_its_logits_by_the_temperature(tiny_lm):
+    """Without a temperature by 1, so that the loss is the cross-entropy of the model."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm())
+    data = batch_of([4, 3])
+    data["input_ids"] *= torch.tensor([[5, 7, 9, 11], [6, 8, 10, 0]])
+    with torch.no_grad():
+        logits = model(**data).logits[:, :-1]
+        for loss_fn, temperature in ((NLLLossFn(), 1.0), (NLLLossFn(temperature=2.0), 2.0)):
+            chosen = (logits / temperature).log_softmax(-1).gather(2, data["input_ids"][:, 1:, None]).squeeze(-1)
+            expected = -(chosen[0].sum() + chosen[1, :2].sum()) / 5
+            assert loss_fn(model, data).item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 # -- preferences -------------------------------------------------------------------------------------------------
@@ -91,6 +111,18 @@ def test_dpo_by_hand(label_smoothing):
     assert output.loss.item() == pytest.approx(expected)
     metrics = {name: number.item() for name, number in output.metrics.items()}
     assert metrics == pytest.approx({"accuracy": 1, "reward_chosen": 1, "reward_rejected": -0.5, "reward_margin": 1.5})
+
+
+def test_dpo_averages_over_pairs_and_a_tie_is_not_accurate():
+    """Margins 0.5, 0 and -2: one of three is right. Rewards are a tenth of the log-ratios by default."""
+    rows = [[0.0, -5.0], [0.0, -10.0], [0.0, -3.0], [0.0, -3.0], [0.0, -20.0], [0.0, 0.0]]
+    data = batch_of([2] * 6, reference_logprobs=torch.zeros(6, 2))
+    output = DPOLossFn().from_logprobs(torch.tensor(rows), data, DPOLossFn().counts(data))
+    expected = sum(LOG(1 + math.exp(-margin)) for margin in (0.5, 0.0, -2.0)) / 3
+    assert output.loss.item() == pytest.approx(expected)
+    assert {name: number.item() for name, number in output.metrics.items()} == pytest.approx(
+        {"accuracy": 1 / 3, "reward_chosen": -2.8 / 3, "reward_rejected": -1.3 / 3, "reward_margin": -0.5}
+    )
 
 
 def test_dpo_leaves_out_a_pair_of_which_one_row_does_not_count():
@@ -137,6 +169,36 @@ def grpo(ratios, advantages, lengths, **options):
 )
 def test_clipped_loss_of_one_token_by_hand(ratio, advantage, options, loss):
     assert grpo([[ratio]], [advantage], [2], **options) == pytest.approx(loss, rel=1e-5)
+
+
+def test_metrics_of_the_clipped_loss_by_hand():
+    """Ratios 2 and 1 of the first row, 0.5 of the second; of 3 tokens one is clipped. By row the ratios are sqrt(2) and 0.5."""
+    logprobs = torch.tensor([[0.0, LOG(2), 0.0], [0.0, -LOG(2), 0.0]])
+    data = batch_of(
+        [3, 2],
+        advantages=torch.tensor([1.0, 1.0]),
+        old_logprobs=torch.zeros(2, 3),
+        reference_logprobs=torch.tensor([[0.0, -0.5, 0.0], [0.0, -LOG(2), 0.0]]),
+    )
+    kl, root = {2: 1 - LOG(2), 0.5: LOG(2) - 0.5}, math.sqrt(2)
+    for level, approx_kl, clipped, policy_loss in (
+        ("token", (kl[2] + kl[0.5]) / 3, 1 / 3, -(1.2 + 1 + 0.5) / 3),
+        ("sequence", (root - 1 - LOG(2) / 2 + kl[0.5]) / 2, 1 / 2, -(2 * 1.2 + 0.5) / 3),
+    ):
+        loss_fn = GRPOLossFn(ratio_level=level, kl_coef=0.5, kl_estimator="k1")
+        output = loss_fn.from_logprobs(logprobs, data, loss_fn.counts(data))
+        found = {name: number.item() for name, number in output.metrics.items()}
+        reference = (LOG(2) + 0.5) / 3
+        assert found == pytest.approx(
+            {
+                "approx_kl": approx_kl,
+                "clip_fraction": clipped,
+                "policy_loss": policy_loss,
+                "kl_to_reference": reference,
+            },
+            rel=1e-5,
+        )
+        assert output.loss.item() == pytest.approx(policy_loss + 0.5 * reference, rel=1e-5)
 
 
 def test_loss_levels_by_hand():
@@ -296,6 +358,27 @@ def test_counts_of_the_parts_themselves_would_change_the_loss(name):
     whole = loss_and_gradient(LOSSES[name], batch, [(0, 6)])
     parts = loss_and_gradient(LOSSES[name], batch, [(0, 2), (2, 6)], own_counts=True)
     assert (parts[2] - whole[2]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_metrics_have_no_gradient_and_a_batch_that_trains_on_nothing_is_refused(name):
+    batch, loss_fn = random_batch([3, 3], 1), LOSSES[name]
+    logprobs = batch["logprobs"].requires_grad_()
+    output = loss_fn.from_logprobs(logprobs, batch, loss_fn.counts(batch))
+    assert output.loss.requires_grad and not any(number.requires_grad for number in output.metrics.values())
+    with pytest.raises(ConfigError, match="trains on nothing"):
+        loss_fn.from_logprobs(logprobs, batch, TokenCounts(0.0, 0.0))
+
+
+def test_what_a_loss_asks_of_its_caller():
+    """Rows that stay together, log-probabilities of the same tokens without dropout, and those of a reference."""
+    asked = {
+        name: (loss.rows_per_sample, loss.compares, loss.needs_reference)
+        for name, loss in {"nll": NLLLossFn(), "dpo": DPOLossFn(0.5), "grpo": GRPOLossFn(0.1, 0.3)}.items()
+    }
+    assert asked == {"nll": (1, False, False), "dpo": (2, True, True), "grpo": (1, True, False)}
+    assert DPOLossFn(0.5).beta == 0.5, "a temperature is given by name only"
+    assert GRPOLossFn(kl_coef=0.5).needs_reference and GRPOLossFn(importance_cap=0.5).importance_cap == 0.5
 
 
 def test_losses_are_float32_and_never_read_padding():

@@ -58,11 +58,11 @@ TESTS = {
     "rlinf/algorithms/token_losses.py": ["tests/numerics/test_token_losses.py"],
     "rlinf/rollout/collector.py": ["tests/unit/test_rollout_alignment.py", "tests/unit/test_collector.py"],
     "rlinf/rollout/parity.py": ["tests/unit/test_parity.py"],
-    "rlinf/distributed/weight_sync.py": ["tests/integration/test_weight_sync.py"],
+    "rlinf/distributed/weight_sync.py": ["tests/unit/test_weight_copy.py", "tests/integration/test_weight_sync.py"],
     "rlinf/distributed/weight_handle.py": ["tests/unit/test_weight_handle.py"],
     "rlinf/models/embodiment/modules/normalizer.py": [
+        "tests/numerics/test_normalizer.py",
         "tests/unit/test_model_parts.py",
-        "tests/numerics/test_openvla_parity.py",
     ],
     "rlinf/data/statistics.py": ["tests/unit/test_dataset_statistics.py"],
     "rlinf/manifest.py": ["tests/unit/test_manifest.py"],

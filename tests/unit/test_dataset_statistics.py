@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.data.statistics import MIN_SHARE, normalization_statistics, vector_statistics
+from rlinf.data.statistics import MIN_SHARE, ImageStatistics, normalization_statistics, vector_statistics
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
 from rlinf.models.embodiment.pi0_processing import StatisticsNormalizer
@@ -24,6 +24,52 @@ def rows() -> np.ndarray:
     values[:, 2] = 1
     values[:, 3] = 1 + 1e-6 * rng.normal(size=NUM_ROWS)
     return values
+
+
+def test_statistics_of_rows_by_hand():
+    """0, 1 ... 100, and twice that in the other order; the population's variance of 0 ... n - 1 is (n^2 - 1) / 12."""
+    counted = np.arange(101, dtype=np.float32)
+    found = vector_statistics(np.stack([counted, 2 * counted[::-1]], axis=1))
+    expected = {"min": 0, "max": 100, "mean": 50, "std": 850**0.5, "q01": 1, "q10": 10, "q50": 50, "q90": 90, "q99": 99}
+    assert found.pop("count").tolist() == [101]
+    assert {name: values.tolist() for name, values in found.items()} == {
+        name: pytest.approx([number, 2 * number], rel=1e-6) for name, number in expected.items()
+    }
+    assert found["min"].dtype == found["max"].dtype == np.float32 and found["mean"].dtype == np.float64
+
+
+def test_statistics_of_images_by_hand():
+    """Per image 100 pixels of three channels: levels 0 ... 99, 200 everywhere, and half 10, half 255.
+
+    A quantile is the smallest level whose cumulative share reaches it: of 100 levels the tenth, 9, reaches 0.1.
+    """
+    pixels = np.stack([np.arange(100), np.full(100, 200), np.repeat([10, 255], 50)], axis=-1).astype(np.uint8)
+    statistics, other = ImageStatistics(), ImageStatistics()
+    statistics.add(pixels.reshape(1, 20, 5, 3))
+    expected = {
+        "min": [0, 200, 10], "max": [99, 200, 255], "mean": [49.5, 200, 132.5], "std": [833.25**0.5, 0, 122.5],
+        "q01": [0, 200, 10], "q10": [9, 200, 10], "q50": [49, 200, 10], "q90": [89, 200, 255], "q99": [98, 200, 255],
+    }  # fmt: skip
+    for count in (1, 3):
+        found = statistics.result()
+        assert found.pop("count").tolist() == [count]
+        for name, levels in expected.items():
+            assert found[name].shape == (3, 1, 1)
+            # A variance of 0 is what is left of numbers near 0.6.
+            assert found[name].ravel() * 255 == pytest.approx(levels, abs=1e-4), name
+        assert found.keys() == expected.keys()
+        other.add(np.concatenate([pixels.reshape(1, 10, 10, 3)] * 2))
+        statistics.merge(other)
+
+
+def test_bounds_of_what_counts_as_constant_and_as_rare_are_themselves_neither():
+    """A range of exactly ``MIN_RANGE``; and 998 rows of 50 and 51 between 0 and 100, which are ``MIN_SHARE`` of the range."""
+    narrow = normalization_statistics(np.array([[0.0], [1e-4]]), None)["action"]
+    assert narrow["q01"] == pytest.approx([1e-6]) and narrow["q99"] == pytest.approx([9.9e-5])
+    assert narrow["std"] == pytest.approx([5e-5])
+    gripper = np.array([0.0, 100.0] + [50.0] * 499 + [51.0] * 499)[:, None]
+    found = normalization_statistics(gripper, None)["action"]
+    assert (found["q01"], found["q99"], found["min"], found["max"]) == ([50.0], [51.0], [0.0], [100.0])
 
 
 def test_columns_that_vary_keep_the_statistics_of_their_rows(rows):

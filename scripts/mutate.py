@@ -37,6 +37,7 @@ EQUIVALENT = ROOT / "tests" / "mutation" / "equivalent.txt"
 SLOW_PACKAGES = (
     "numpy",
     "torch",
+    "torch.distributed.tensor",
     "gymnasium",
     "hydra",
     "transformers",

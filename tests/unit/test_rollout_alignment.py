@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +12,9 @@ import torch
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.steps import SimulatorStep
+from rlinf.errors import SimulatorError
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.rollout.collector import ATTEMPT_STRIDE, RolloutCollector
+from rlinf.rollout.collector import ATTEMPT_STRIDE, RolloutCollector, concatenate_envs
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.types import ActionPrediction, Observation
 
@@ -30,10 +34,11 @@ def value_at(init_state_id: int, step: int) -> float:
 
 
 class ClockEnv(VectorEnv):
-    """The state is (which episode, how many steps); so is the instruction."""
+    """The state is (which episode, how many steps); so are the instruction and the image."""
 
     suite = "clock"
     state_dim = 2
+    shows_state = True
 
     def __init__(self, config, num_envs, auto_reset):
         super().__init__(config, num_envs, auto_reset, action_low=-np.ones(1), action_high=np.ones(1))
@@ -59,7 +64,8 @@ class ClockEnv(VectorEnv):
     def _observe(self, ids):
         states = [(self.specs[row].init_state_id % 7, self.numbers[row]) for row in ids]
         sentences = [f"{self.specs[row].init_state_id} at {self.numbers[row]}" for row in ids]
-        return Observation({}, np.array(states, dtype=np.float32), sentences)
+        images = {"front": np.array(states, dtype=np.uint8).reshape(-1, 1, 2, 1).repeat(3, -1)}
+        return Observation(images, np.array(states, dtype=np.float32) if self.shows_state else None, sentences)
 
 
 class ClockPolicy(ActionModel, torch.nn.Module):
@@ -69,7 +75,7 @@ class ClockPolicy(ActionModel, torch.nn.Module):
     predicts_values = True
 
     def preprocess(self, observation):
-        return {"state": torch.from_numpy(observation.state)}
+        return {"state": torch.from_numpy(observation.images["front"][:, 0, :, 0].astype(np.float32))}
 
     def predict_values(self, state):
         return 1000 * state[:, 0] + state[:, 1] + 0.5
@@ -82,18 +88,26 @@ class ClockPolicy(ActionModel, torch.nn.Module):
         return prediction.sequences + 10 * prediction.logits[:, 1:] + 100 * prediction.logits[:, :1]
 
 
-def play(auto_reset: bool, num_lanes: int = 2, attempt: int = 0):
-    config = EnvConfig(name="clock", max_episode_steps=HORIZON, success_bonus=0.0, cameras=[])
+@contextlib.contextmanager
+def collecting(auto_reset: bool, num_lanes: int = 2, make=ClockEnv, horizon: int = HORIZON, **kwargs):
+    """Make a collector of clocks, and the sampler of its episodes; close it in the end."""
+    config = EnvConfig(name="clock", max_episode_steps=horizon, success_bonus=0.0, cameras=[])
     env = ClockEnv(config, 1, auto_reset=False)
     sampler = EpisodeSampler(env.episode_specs("train"), 2, num_groups=NUM_ENVS // GROUP, group_size=GROUP, seed=5)
     collector = RolloutCollector(
-        lambda count: ClockEnv(config, count, auto_reset), sampler, num_envs=NUM_ENVS, num_chunks=NUM_CHUNKS,
-        temperature=1.0, num_lanes=num_lanes,
+        lambda count: make(config, count, auto_reset), sampler,
+        **{"num_envs": NUM_ENVS, "num_chunks": NUM_CHUNKS, "temperature": 1.0, "num_lanes": num_lanes} | kwargs,
     )  # fmt: skip
     try:
-        return collector.collect(ClockPolicy(), 3, 42, needs_values=True, attempt=attempt), sampler
+        yield collector, sampler
     finally:
         collector.close()
+
+
+def play(auto_reset: bool, num_lanes: int = 2, attempt: int = 0, env_ids=None, needs_values=True, **kwargs):
+    policy = kwargs.pop("policy", ClockPolicy)()
+    with collecting(auto_reset, num_lanes, **kwargs) as (collector, sampler):
+        return collector.collect(policy, 3, 42, needs_values, attempt, env_ids), sampler
 
 
 def expected_rows(batch, sampler, auto_reset: bool, attempt: int):
@@ -131,6 +145,8 @@ def expected_rows(batch, sampler, auto_reset: bool, attempt: int):
 def test_every_number_of_a_rollout_belongs_to_its_step(auto_reset, num_lanes, attempt):
     batch, sampler = play(auto_reset, num_lanes, attempt)
     states = torch.from_numpy(batch.observation.state).unflatten(0, (NUM_CHUNKS, NUM_ENVS))
+    images = torch.from_numpy(batch.observation.images["front"]).unflatten(0, (NUM_CHUNKS, NUM_ENVS))
+    assert images.shape == (NUM_CHUNKS, NUM_ENVS, 1, 2, 3) and images.dtype == torch.uint8
     ends = {"terminated": 0, "truncated": 0}
     for t, b, row in expected_rows(batch, sampler, auto_reset, attempt):
         where = (t, b, row)
@@ -143,9 +159,12 @@ def test_every_number_of_a_rollout_belongs_to_its_step(auto_reset, num_lanes, at
         assert int(batch.policy_version[t, b]) == 42
         assert int(batch.group_ids[t, b]) == b // GROUP + attempt * ATTEMPT_STRIDE
         if not row["valid"]:
+            for numbers in (batch.action_tokens, batch.rollout_logprobs, batch.rollout_values):
+                assert not numbers[t, b].any(), where
             continue
         which = row["spec"].init_state_id
         assert states[t, b].tolist() == [which % 7, row["start"]], where
+        assert images[t, b, 0, :, 2].tolist() == [which % 7, row["start"]], where
         assert batch.observation.instruction[t * NUM_ENVS + b] == f"{which} at {row['start']}", where
         seen = batch.action_tokens[t, b] + 10 * row["start"] + 100 * (which % 7)
         torch.testing.assert_close(batch.rollout_logprobs[t, b], seen)
@@ -170,3 +189,244 @@ def test_results_are_those_of_the_first_episode_of_each_env():
         expected.append((spec, spec.task_id == 0, length, pytest.approx(float(rewards.sum()), rel=1e-5)))
     results = [(one.spec, one.success, one.num_env_steps, one.episode_return) for one in batch.episodes]
     assert len(results) == NUM_ENVS and all(any(one == other for one in expected) for other in results)
+
+
+def assert_equal_rollouts(one, other):
+    assert one.tensors().keys() == other.tensors().keys()
+    for name, tensor in one.tensors().items():
+        assert torch.equal(other.tensors()[name], tensor), name
+    valid = one.loss_mask.flatten().numpy()  # elsewhere it depends on the other rows of a lane
+    assert len(other.observation) == len(one.observation) == len(valid)
+    np.testing.assert_array_equal(other.observation.state[valid], one.observation.state[valid])
+    np.testing.assert_array_equal(other.observation.images["front"][valid], one.observation.images["front"][valid])
+    pairs = zip(one.observation.instruction, other.observation.instruction, valid, strict=True)
+    assert all(mine == theirs for mine, theirs, counts in pairs if counts)
+
+
+@pytest.mark.parametrize("auto_reset", [True, False])
+def test_rollouts_of_ranks_and_of_chosen_envs_are_columns_of_the_whole(auto_reset):
+    whole, _ = play(auto_reset)
+    ranks = [play(auto_reset, rank=rank, num_ranks=2)[0] for rank in range(2)]
+    joined = concatenate_envs(ranks)
+    assert_equal_rollouts(whole, joined)
+    assert joined.specs == whole.specs and joined.episodes == ranks[0].episodes + ranks[1].episodes
+    parts = [whole.select_envs(torch.tensor(columns)) for columns in ([0], [1, 2, 3], [4, 5])]
+    assert_equal_rollouts(whole, concatenate_envs(parts))
+    chosen = np.array([5, 1, 2])
+    for num_lanes in (1, 2):
+        part, _ = play(False, num_lanes, env_ids=chosen)
+        assert_equal_rollouts(play(False)[0].select_envs(torch.from_numpy(chosen)), part)
+        assert len(part.episodes) == 3 and set(part.episode_ids.flatten().tolist()) == {5, 1, 2} == part.specs.keys()
+
+
+def test_the_last_env_is_played_again_where_ranks_do_not_divide_the_envs_and_counts_once():
+    envs = np.array([1, 2, 5])
+    shares = [play(False, env_ids=envs, rank=rank, num_ranks=2)[0] for rank in range(2)]
+    assert [part.episode_ids[0].tolist() for part in shares] == [[1, 2], [5, 5]]
+    assert [len(part.episodes) for part in shares] == [2, 1]
+    alone, _ = play(False, env_ids=np.array([3]))  # and one of two lanes plays nothing
+    assert alone.episode_ids[0].tolist() == [3] and len(alone.episodes) == 1
+
+
+class LosingClock(ClockEnv):
+    """Loses the simulator of env 1 in its second call, in its first episode; that of env 4 in the first call of its second one."""
+
+    losses = ()
+
+    def reset(self, **kwargs):
+        self.num_calls = 0
+        return super().reset(**kwargs)
+
+    def _step_chunk(self, ids, actions, steps_left):
+        chunk = super()._step_chunk(ids, actions, steps_left)
+        for row, call in self.losses:
+            if call == self.num_calls:
+                self._reset_env(row, self._specs[row])
+                self._lost[row] = True
+                for array in chunk:
+                    array[ids == row] = 0
+        self.num_calls += 1
+        return chunk
+
+
+def calls_of_first_episode(sampler, env):
+    """An episode of task 0 ends in its third call, one of task 1 in its fourth."""
+    return 3 if sampler.spec(3, env, 0).task_id == 0 else 4
+
+
+def test_an_episode_whose_simulator_is_lost_is_void_and_begins_anew():
+    plain, sampler = play(True, num_lanes=1)
+    second = calls_of_first_episode(sampler, 4)
+    env = type("Losing", (LosingClock,), {"losses": ((1, 1), (4, second))})
+    batch, _ = play(True, num_lanes=1, make=env)
+    valid = torch.ones(NUM_CHUNKS, NUM_ENVS, dtype=torch.bool)
+    valid[:2, 1] = valid[second, 4] = False
+    assert torch.equal(batch.loss_mask, valid) and plain.loss_mask.all()
+    # Env 1: two void calls, then its first episode again; env 4: its first episode, a void call, its second one again.
+    first = calls_of_first_episode(sampler, 1)
+    assert batch.episode_ids[:, 1].tolist()[: 3 + first] == [1] * 2 + [1 + NUM_ENVS] * first + [1 + 2 * NUM_ENVS]
+    assert batch.episode_ids[:, 4].tolist()[: second + 2] == [4] * second + [4 + NUM_ENVS, 4 + 2 * NUM_ENVS]
+    assert batch.specs[1] == batch.specs[1 + NUM_ENVS] == sampler.spec(3, 1, 0)
+    assert batch.specs[4 + NUM_ENVS] == batch.specs[4 + 2 * NUM_ENVS] == sampler.spec(3, 4, 1)
+    states = torch.from_numpy(batch.observation.state).unflatten(0, (NUM_CHUNKS, NUM_ENVS))
+    assert torch.equal(states[2, 1], states[0, 1]) and torch.equal(states[second + 1, 4], states[second, 4])
+    others = torch.tensor([0, 2, 3, 5])
+    for name, tensor in plain.select_envs(others).tensors().items():
+        assert torch.equal(batch.select_envs(others).tensors()[name], tensor), name
+    assert batch.episodes == [], "a first episode was lost: results of the others would favour quick successes"
+    later, _ = play(True, num_lanes=1, make=type("Later", (LosingClock,), {"losses": ((4, second),)}))
+    assert later.episodes == plain.episodes and len(later.episodes) == NUM_ENVS
+    at_once, _ = play(False, num_lanes=1, make=type("AtOnce", (LosingClock,), {"losses": ((2, 0),)}))
+    assert at_once.loss_mask[:, 2].tolist()[:4] == [False, True, True, True] and at_once.loss_mask[0, [0, 1, 3]].all()
+
+
+def test_episodes_that_all_end_in_the_first_call_leave_zeros_behind_them():
+    batch, _ = play(False, horizon=CHUNK)
+    assert batch.loss_mask[0].all() and not batch.loss_mask[1:].any() and batch.truncated[0].all()
+    seen = (batch.observation.state, batch.observation.images["front"])
+    seen = [torch.from_numpy(array).unflatten(0, (NUM_CHUNKS, NUM_ENVS)) for array in seen]
+    for numbers in (batch.action_tokens, batch.rollout_logprobs, batch.rollout_values, *seen):
+        assert len(numbers) == NUM_CHUNKS and numbers[0].any() and not numbers[1:].any()
+    assert batch.bootstrap_values[0].all() and not batch.bootstrap_values[1:].any()
+
+
+def test_values_are_recorded_where_they_are_asked_for_and_the_policy_has_them():
+    without, _ = play(True, needs_values=False)
+    assert without.rollout_values is None and not without.bootstrap_values.any()
+    blind, _ = play(True, policy=type("Blind", (ClockPolicy,), {"predicts_values": False}))
+    assert blind.rollout_values is None
+    assert play(True)[0].rollout_values.shape == (NUM_CHUNKS, NUM_ENVS)
+
+
+def test_an_env_without_a_state_gives_a_batch_without_one():
+    batch, _ = play(True, make=type("Stateless", (ClockEnv,), {"shows_state": False, "state_dim": 0}))
+    whole, _ = play(True)
+    assert batch.observation.state is None
+    np.testing.assert_array_equal(batch.observation.images["front"], whole.observation.images["front"])
+    assert torch.equal(batch.rollout_logprobs, whole.rollout_logprobs)
+
+
+class WatchedPolicy(ClockPolicy):
+    """Notes how it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = set()
+
+    def predict_action_batch(self, *, do_sample, temperature, **inputs):
+        self.calls.add((do_sample, temperature, torch.get_num_threads(), len(contexts)))
+        return super().predict_action_batch(do_sample=do_sample, temperature=temperature, **inputs)
+
+
+contexts: list[int] = []
+
+
+@contextlib.contextmanager
+def counted_context():
+    contexts.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        contexts.pop()
+
+
+@pytest.mark.parametrize(("num_lanes", "threads_of_a_lane"), [(1, 4), (3, 1), (6, 1)])
+def test_each_lane_plays_in_its_context_with_its_share_of_the_threads(num_lanes, threads_of_a_lane):
+    policy, before = WatchedPolicy(), torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with collecting(True, num_lanes, temperature=1.5, autocast=counted_context) as (collector, _):
+            collector.collect(policy, 3, 42, needs_values=False)
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+    assert {call[:3] for call in policy.calls} == {(True, 1.5, threads_of_a_lane)}
+    assert not contexts and all(call[3] > 0 for call in policy.calls)
+
+
+@pytest.mark.parametrize("offload", [None, True])
+def test_envs_are_made_for_two_lanes_and_offloaded_only_where_asked(offload):
+    offloaded, sizes = [], []
+
+    class Offloading(ClockEnv):
+        def __init__(self, config, num_envs, auto_reset):
+            super().__init__(config, num_envs, auto_reset)
+            sizes.append(num_envs)
+
+        def offload(self):
+            offloaded.append(True)
+
+    config = EnvConfig(name="clock", max_episode_steps=HORIZON, success_bonus=0.0, cameras=[])
+    sampler = EpisodeSampler(ClockEnv(config, 1, False).episode_specs("train"), 2, num_groups=NUM_ENVS, seed=5)
+    options = {} if offload is None else {"offload_envs": offload}
+    collector = RolloutCollector(
+        lambda count: Offloading(config, count, True),
+        sampler,
+        num_envs=NUM_ENVS,
+        num_chunks=2,
+        temperature=1.0,
+        **options,
+    )
+    batch = collector.collect(ClockPolicy(), 3, 42, needs_values=False)
+    collector.close()
+    assert sizes == [3, 3] and len(offloaded) == (2 if offload else 0)
+    assert batch.group_ids[0].tolist() == list(range(NUM_ENVS)), "the first attempt, unless told otherwise"
+
+
+def test_random_numbers_are_of_the_open_interval(monkeypatch):
+    """Even where the generator gives a 0, of which no quantile is finite."""
+    monkeypatch.setattr(torch, "rand", lambda *shape, generator: torch.zeros(shape))
+    batch, _ = play(True)
+    assert 0 < batch.action_tokens.min() and batch.action_tokens.max() < 1e-30
+
+
+def test_a_failure_in_one_lane_ends_the_other_with_its_call():
+    """The second lane stands in its third call until the failure of the first one has arrived here."""
+    envs, go_on, stands = [], threading.Event(), threading.Event()
+
+    class Failing(ClockEnv):
+        num_calls = 0
+
+        def chunk_step(self, actions):
+            self.num_calls += 1
+            if self is envs[0] and self.num_calls == 2:
+                stands.wait(30)
+                raise SimulatorError("the second call")
+            if self is envs[1] and self.num_calls == 3:
+                stands.set()
+                go_on.wait(30)
+            return super().chunk_step(actions)
+
+    def make(*arguments):
+        envs.append(Failing(*arguments))
+        return envs[-1]
+
+    with collecting(True, make=make) as (collector, _):
+        try:
+            with pytest.raises(SimulatorError, match="the second call"):
+                collector.collect(ClockPolicy(), 3, 42, needs_values=False)
+        finally:
+            go_on.set()
+        envs[0].num_calls = 2
+        again = collector.collect(ClockPolicy(), 3, 42, needs_values=True)
+    assert envs[1].num_calls == 3 + NUM_CHUNKS
+    assert_equal_rollouts(again, play(True)[0])
+
+
+def test_a_closed_collector_plays_no_more_and_says_what_went_wrong_in_closing():
+    closed = []
+
+    class Closing(ClockEnv):
+        def close(self):
+            closed.append(True)
+            super().close()
+            if len(closed) == 3:
+                raise SimulatorError("cannot close")
+
+    with collecting(True, make=Closing) as (collector, _):
+        pass
+    assert len(closed) == 2
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        collector.collect(ClockPolicy(), 3, 42, needs_values=False)
+    with pytest.raises(SimulatorError, match="cannot close"), collecting(True, make=Closing):
+        pass

@@ -49,16 +49,6 @@ def example():
     return tensors
 
 
-def test_tensors_arrive_bit_for_bit_in_another_process():
-    buffer, tensors = WeightBuffer(), example()
-    version, arrived = read_elsewhere(buffer.write(tensors, 12))
-    assert version == 12 and arrived.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        expected = tensor.contiguous().view(torch.uint8).tolist() if tensor.ndim else tensor.item()
-        assert arrived[name] == (tensor.dtype, expected), name
-    buffer.close()
-
-
 def test_a_buffer_is_written_again_in_place_and_grows():
     buffer = WeightBuffer()
     first = buffer.write({"a": torch.ones(4)}, 1)
@@ -126,6 +116,63 @@ def test_a_buffer_that_nobody_keeps_gives_its_memory_back():
     assert shared() == before
 
 
+def test_a_reader_in_the_middle_of_a_write_gets_whole_weights_or_none():
+    """The writer is asked for its second tensor when the first one is in place: just then another one reads."""
+    buffer, opened = WeightBuffer(), []
+
+    class Watched(dict):
+        def items(self):
+            for name, tensor in super().items():
+                try:
+                    opened.append({name: float(tensor[0]) for name, tensor in first.open().items()})
+                except WeightsRefusedError:
+                    opened.append(None)
+                yield name, tensor
+
+    first = buffer.write({"a": torch.ones(4), "b": torch.ones(4)}, 1)
+    buffer.write(Watched(a=torch.zeros(4), b=torch.zeros(4)), 2)
+    assert None in opened and all(read in (None, {"a": 1.0, "b": 1.0}) for read in opened)
+    buffer.close()
+
+
+def test_a_handle_of_a_gpu_is_opened_under_the_number_that_the_gpu_has_here(monkeypatch):
+    """Stands in for CUDA IPC: the seventh argument of ``rebuild`` is the number of the device."""
+    buffer = WeightBuffer()
+    handle = buffer.write({"a": torch.ones(4)}, 3)
+    size = os.stat(handle.path).st_size
+    memory, asked = torch.from_file(handle.path, shared=True, size=size, dtype=torch.uint8), []
+
+    def rebuild(*arguments):
+        asked.append(arguments)
+        return memory
+
+    monkeypatch.setattr("rlinf.distributed.weight_handle.gpu_uuids", lambda: ["GPU-a", "GPU-b", "GPU-c"])
+    on_gpu = dataclasses.replace(handle, path=None, ipc=(rebuild, tuple("tensors8")), gpu="GPU-c")
+    assert on_gpu.open()["a"].tolist() == [1.0] * 4
+    assert asked == [(*"tensor", 2, "8")]
+    with pytest.raises(WeightsRefusedError, match="version 3 lie on the GPU GPU-x, and this process sees .*GPU-a"):
+        dataclasses.replace(on_gpu, gpu="GPU-x").open()
+    assert len(asked) == 1
+    buffer.write({"a": torch.zeros(4)}, 4)
+    with pytest.raises(WeightsRefusedError, match="version 3 no longer"):
+        on_gpu.open()
+    buffer.close()
+
+
+def test_weights_of_another_size_move_to_other_memory():
+    """A larger and a smaller model in turn; each tensor begins at a multiple of the alignment, behind the header."""
+    buffer = WeightBuffer()
+    for length in (1, 16, 17, 3, 16):
+        tensors = {"a": torch.full((length,), float(length)), "b": torch.arange(length, dtype=torch.int16)}
+        handle = buffer.write(tensors, length)
+        blocks = -(-4 * length // 64), -(-2 * length // 64)
+        assert [entry.offset for entry in handle.manifest.values()] == [64, 64 + 64 * blocks[0]]
+        assert handle.nbytes == 64 + 64 * sum(blocks) == os.stat(handle.path).st_size
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in handle.open().items())
+    buffer.close()
+    buffer.close()  # nothing is left to give back
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -152,6 +199,9 @@ def test_weights_must_be_complete_known_and_of_the_right_shape_and_kind(manifest
     with pytest.raises(WeightsRefusedError, match=r"norm.bias is \[3\] instead of \[4\]"):
         check_manifest(manifest(tensors | {"norm.bias": torch.zeros(3)}), required)
     check_manifest(manifest({name: tensor.bfloat16() for name, tensor in tensors.items()}), required)
+    counts = {"count": torch.tensor(3)}
+    check_manifest(manifest(counts), counts)
+    check_manifest(manifest({"count": torch.tensor(3.0)}), counts)  # a fraction can be a whole number
     with pytest.raises(WeightsRefusedError, match="norm.bias is torch.int8 instead of torch.float32"):
         check_manifest(manifest(tensors | {"norm.bias": torch.zeros(4, dtype=torch.int8)}), required)
     with pytest.raises(ConfigError, match="got no tensors"):
@@ -167,3 +217,13 @@ def test_one_name_of_tied_weights_is_enough_and_none_is_not(manifest):
         assert tied.keys() == required.keys() and tied["embedding.weight"] is tied["head.weight"]
     with pytest.raises(WeightsRefusedError, match="missing embedding.weight, head.weight"):
         check_manifest(manifest({k: v for k, v in tensors.items() if "norm" in k}), required)
+
+
+def test_tensors_arrive_bit_for_bit_in_another_process():
+    buffer, tensors = WeightBuffer(), example()
+    version, arrived = read_elsewhere(buffer.write(tensors, 12))
+    assert version == 12 and arrived.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        expected = tensor.contiguous().view(torch.uint8).tolist() if tensor.ndim else tensor.item()
+        assert arrived[name] == (tensor.dtype, expected), name
+    buffer.close()

@@ -1,10 +1,12 @@
 """Manifest: what must match is refused with both values and the override to type; what only informs is reported."""
 
 import copy
+import hashlib
 import json
 import logging
 import subprocess
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -239,6 +241,55 @@ def test_unreadable_manifests_are_named(tmp_path, text):
         Manifest.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"env": ["tabletop"]}, "'env' is a list, not a mapping"),
+        ({"normalization": None}, "'normalization' is a NoneType, not a mapping"),
+        ({"probe": [1]}, "'probe' is a list, not a mapping"),
+        ({"files": {"/etc/passwd": "0" * 64}}, "'files' names '/etc/passwd'"),
+        ({"files": {"../other": "0" * 64}}, "'files' names '../other'"),
+        ({"files": {"model/a.bin": 7}}, "'files' names 'model/a.bin'"),
+    ],
+)
+def test_a_manifest_of_other_kinds_of_values_is_refused(tmp_path, change, words):
+    values = json.loads(manifest(files={"model/a.bin": "0" * 64}, probe=None).save(tmp_path).read_text())
+    Manifest.load(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps(values | change))
+    with pytest.raises(CheckpointError, match=f"cannot be read as a manifest .*{words}"):
+        Manifest.load(tmp_path)
+
+
+def test_any_part_of_the_way_to_a_field_can_be_allowed_and_nothing_else():
+    present = changed("normalization.statistics.action.q01", [-0.05, -0.06])
+    for name in ("normalization", "normalization.statistics", "normalization.statistics.action"):
+        assert len(check(manifest(), present, [name])) == 1
+    for name in ("action", "q01", "statistics.action", "norm", "normalization.stat"):
+        with pytest.raises(ConfigError, match=f"'{name}', which no manifest has"):
+            check(manifest(), present, [name])
+    with pytest.raises(ManifestMismatchError):  # the beginning of a name is no section of it
+        check(manifest(), changed("env.image_size", 128), ["env.suite", "lora"])
+
+
+def test_the_order_of_settings_is_no_difference():
+    first, other = ([dict(pairs) for pairs in ([("a", 1), ("b", 2)], [("b", 2), ("a", 1)])][k] for k in (0, 1))
+    steps = manifest(preprocessing={"processor": {"steps": [first], "none": {}}})
+    assert compare(steps, manifest(preprocessing={"processor": {"none": {}, "steps": [other]}})) == []
+    assert steps.facts()["preprocessing.processor.none"] == {}
+
+
+def test_a_long_value_is_cut_behind_100_characters():
+    for length, shown in ((98, '"' + 98 * "x" + '"'), (99, '"' + 99 * "x" + "...")):
+        with pytest.raises(ManifestMismatchError) as caught:
+            check(manifest(precision=length * "x"), manifest())
+        assert f'precision: saved {shown}, present "fp32"\n' in str(caught.value)
+
+
+def test_a_manifest_that_lists_no_files_vouches_for_none(tmp_path):
+    with pytest.raises(CheckpointError, match="lists no files"):
+        verify_files(tmp_path, manifest())
+
+
 def test_files_are_verified(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "a.bin").write_bytes(b"abc")
@@ -332,3 +383,87 @@ def test_git_revision_is_none_outside_a_repository(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", fail)
     assert git_revision() is None
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo 0123-dirty", "0123-dirty"),
+        ("echo 0123; exit 1", None),
+        ("echo", None),
+        ("echo 0123; echo no >&2", "0123"),
+    ],
+)
+def test_git_revision_is_what_git_says_where_it_succeeds(tmp_path, monkeypatch, capfd, script, expected):
+    from rlinf.manifest import git_revision
+
+    (tmp_path / "git").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_revision() == expected
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("statistics", "unnorm_key", "expected"),
+    [
+        ({"a": 1, "b": 2}, None, {"unnorm_key": None, "statistics": None}),
+        ({"a": 1, "b": 2}, "b", {"unnorm_key": "b", "statistics": 2}),
+        ({"a": 1}, None, {"unnorm_key": "a", "statistics": 1}),
+        ({"a": 1}, "b", {"unnorm_key": "b", "statistics": None}),
+        (None, None, {"unnorm_key": None, "statistics": None}),
+    ],
+)
+def test_statistics_in_the_manifest_are_those_of_the_key_or_the_only_ones(mlp, statistics, unnorm_key, expected):
+    config, _ = mlp
+    config = replace(config, model=replace(config.model, unnorm_key=unnorm_key))
+    assert build_manifest(config, model_with(norm_stats=statistics), policy_version=0).normalization == expected
+
+
+def model_with(processor=None, **settings):
+    """What a manifest asks of a model."""
+    return SimpleNamespace(config=SimpleNamespace(to_dict=lambda: settings), processor=processor)
+
+
+def test_settings_of_model_and_processor_are_recorded(mlp, tmp_path):
+    config, _ = mlp
+
+    class ImageProcessor:
+        def to_dict(self):
+            return {"size": (8, 8), "transformers_version": "5.0", "name_or_path": "here"}
+
+    processor = SimpleNamespace(
+        image_processor=ImageProcessor(), tokenizer=SimpleNamespace(get_vocab=lambda: {"b": 1, "a": 0})
+    )
+    settings = {"image_sizes": [8, 8], "prompt_template": "go", "n_action_bins": 21, "other": 1}
+    model = model_with(processor, **settings)
+    built = build_manifest(replace(config, model=replace(config.model, image_size=None)), model, policy_version=0)
+    assert built.preprocessing == {
+        "image_size": [8, 8],
+        "cameras": list(config.env.cameras),
+        "prompt_template": "go",
+        "processor": {
+            "size": [8, 8],
+            "vocabulary_sha256": hashlib.sha256(b'[["a", 0], ["b", 1]]').hexdigest(),
+        },
+    }
+    assert built.actions == {
+        "action_token_len": config.model.action_token_len,
+        "action_chunks_len": config.model.action_chunks_len,
+        "n_action_bins": 21,
+    }
+    bare = SimpleNamespace(image_processor=None, tokenizer=None)
+    sized = build_manifest(
+        replace(config, model=replace(config.model, image_size=[4, 4])), model_with(bare, **settings), policy_version=0
+    )
+    assert sized.preprocessing["image_size"] == [4, 4] and sized.preprocessing["processor"] == {}
+    assert build_manifest(config, model_with(), policy_version=0).preprocessing["processor"] is None
+
+
+def test_adapters_are_recorded_with_their_base_weights(mlp, tmp_path):
+    config, _ = mlp
+    (tmp_path / "model.safetensors").write_bytes(b"a")
+    for path, more in ((None, {}), (str(tmp_path), {"base_sha256": weights_digest(str(tmp_path))})):
+        adapted = replace(config, model=replace(config.model, is_lora=True, model_path=path))
+        lora = build_manifest(adapted, model_with(), policy_version=0).lora
+        assert lora == {"state": "adapter", "rank": 32, "alpha": 32, "dropout": 0.0, "target_modules": None} | more

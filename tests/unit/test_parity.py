@@ -80,6 +80,64 @@ def test_in_16_bits_the_mean_counts_and_not_a_single_gap():
     assert re.search(r"mean exp\|difference\| 1.12\); at most a mean exp\|difference\| of 1.05", fault)
 
 
+def wide_batch(rollout, trainer, valid):
+    """Two policy calls of three envs, of one action of one token each, without values."""
+    shape = (2, 3)
+    return SimpleNamespace(
+        rollout_logprobs=torch.tensor(rollout).view(*shape, 1),
+        old_logprobs=torch.tensor(trainer).view(*shape, 1),
+        action_mask=torch.ones(*shape, 1, dtype=torch.bool),
+        loss_mask=torch.tensor(valid).view(shape),
+        episode_ids=torch.arange(6).view(shape),
+        specs={number: f"episode {number}" for number in range(6)},
+        observation=SimpleNamespace(instruction=[f"sentence {number}" for number in range(6)]),
+        rollout_values=None,
+        values=None,
+    )
+
+
+def test_the_worst_of_several_envs_is_named_with_its_numbers_rounded():
+    trainer = [-1.0, -1.0, -1.1, -1.0, -1.98765, -1.0]
+    _, fault = check_parity(wide_batch([-1.0] * 4 + [-1.23456, -1.0], trainer, [True] * 6), step=5, max_gap=0.2)
+    assert re.search(
+        r"differ by 0.753 at step 5.*call 1 of env 1, episode 4,.*'sentence 4', rollout \[-1.2346\], trainer \[-1.9877\]",
+        fault,
+    )
+
+
+def test_one_valid_number_is_its_own_mean_and_none_is_no_gap():
+    rollout, trainer = [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0], [-1.5, -2.5, -9.0, 3.0, -5.0, 6.0]
+    metrics, _ = check_parity(wide_batch(rollout, trainer, [False, True] + [False] * 4), step=0, max_gap=1.0)
+    assert metrics == pytest.approx({
+        "rollout/logprob_gap_mean": 0.5, "rollout/logprob_gap_max": 0.5, "rollout/logprob_gap_exp_mean": math.exp(0.5),
+        "rollout/importance_ratio_mean": math.exp(-0.5), "rollout/importance_ratio_max": math.exp(-0.5),
+    })  # fmt: skip
+    metrics, fault = check_parity(wide_batch(rollout, trainer, [False] * 6), step=0, max_gap=1e-6)
+    assert fault is None and metrics == {
+        "rollout/logprob_gap_mean": 0.0, "rollout/logprob_gap_max": 0.0, "rollout/logprob_gap_exp_mean": 0.0,
+        "rollout/importance_ratio_mean": 1.0, "rollout/importance_ratio_max": 1.0,
+    }  # fmt: skip
+
+
+def test_what_does_not_count_makes_no_limit_wider():
+    """A gap of 0.015 beside numbers that are not executed; a limit of 0.01 stays what it is."""
+    rollout, trainer = [-1.0, 3.0, 3.0, 3.0, 3.0, 3.0], [-1.015, 3.0, 3.0, 3.0, 3.0, 3.0]
+    one = [True] + [False] * 5
+    assert check_parity(wide_batch(rollout, trainer, one), step=0, max_gap=0.01)[1] is not None
+    assert check_parity(wide_batch(rollout, trainer, [True] * 6), step=0, max_gap=0.01)[1] is None, "control"
+
+
+def test_the_mean_of_the_gaps_of_values_is_that_of_valid_calls():
+    """Values 0.4 and 0.1 apart, of which one or both are valid: exp 0.4, or the mean of exp 0.4 and exp 0.1."""
+    values = ([0.5, 0.5], [0.9, 0.4])
+    for valid, mean in ((None, (math.exp(0.4) + math.exp(0.1)) / 2), ([True, False], math.exp(0.4))):
+        _, fault = check_parity(batch(ROLLOUT, ROLLOUT, valid=valid, values=values), step=0, max_gap=None)
+        assert f"values differ by 0.4 at step 0 (mean exp|difference| {mean:.3g})" in fault
+    nothing = batch(ROLLOUT, ROLLOUT, valid=[False, False], values=values)
+    metrics, fault = check_parity(nothing, step=0, max_gap=None)
+    assert metrics["rollout/value_gap_max"] == 0.0 and fault is None
+
+
 @pytest.mark.parametrize(("values", "valid", "expected"), [
     (([0.5, -0.25], [0.5, -0.25]), None, 0.0),
     (([0.5, -0.25], [0.5, -0.05]), None, 0.2),  # all values are below 1
@@ -182,3 +240,18 @@ def test_the_first_minibatch_of_an_iteration_has_not_moved_yet(max_gap, kl, stop
         ParityError, match=rf"first minibatch of step 3 .*approx_kl is {kl:.3g}.*trainer.parity_max_gap="
     ):
         gate.check_first_update({"approx_kl": kl}, 3)
+
+
+def test_an_approximate_kl_at_the_limit_is_accepted():
+    gate = ParityGate(0.5, always_stops=True)
+    gate.check_first_update({"approx_kl": 0.25}, 0)
+    with pytest.raises(ParityError, match=r"approx_kl is 0.251; at most 0.25 .*parity_max_gap=0.71$"):
+        gate.check_first_update({"approx_kl": 0.251}, 0)
+
+
+@pytest.mark.parametrize(("overrides", "max_gap", "always"), [
+    ([], 1e-3, True), (["model.precision=bf16"], None, False), (["model.precision=bf16", "trainer.parity_max_gap=0.2"], 0.2, False),
+])  # fmt: skip
+def test_the_gate_of_a_run_always_stops_in_float32_only(overrides, max_gap, always):
+    gate = ParityGate.of(build_config(compose_config(["model=mlp", "env=tabletop", *overrides])))
+    assert gate.max_gap == max_gap and gate.always_stops == always

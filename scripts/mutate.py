@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import gc
 import importlib.util
 import json
 import os
@@ -237,7 +238,7 @@ def run_tests(tests: list[str], mutant: Mutant | None, timeout_s: float) -> str:
                 sys.meta_path.insert(0, _Finder(name, ROOT / mutant.path, mutant.tree))
             import pytest
 
-            status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
+            status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
         finally:
             os._exit(status)
     deadline = time.monotonic() + timeout_s
@@ -283,11 +284,13 @@ def main() -> int:
         for mutant in mutants:
             print(f"{mutant.path}:{mutant.line}: {mutant.change}: {mutant.source}")
         return 0
-    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1",
+                      PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")  # fmt: skip
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     for name in SLOW_PACKAGES:
         importlib.import_module(name)
+    gc.freeze()  # a collection in a fork would copy the memory of all these packages
     scores: dict[str, list[int]] = {}
     seconds: dict[str, float] = {}
     for mutant in mutants:

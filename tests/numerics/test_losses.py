@@ -97,6 +97,7 @@ def test_approximate_kl_is_that_of_the_valid_elements():
         (5.0, 2.0, 7.0, 8.0),  # clipped to 3: half of 4^2 is more than half of 2^2
         (-5.0, -2.0, -7.0, 8.0),  # clipped to -3
         (2.5, 2.0, 7.0, 10.125),  # within the range: half of 4.5^2
+        (2.5, 2.0, 2.25, 0.03125),
         (5.0, 2.0, 2.5, 3.125),  # nearer to the target than the value is: the value's own loss
     ],
 )

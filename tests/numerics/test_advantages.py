@@ -211,6 +211,13 @@ def test_equal_advantages_are_not_normalised_to_their_rounding(value):
     assert masked_normalize(values, mask)[1] > 1, "control"
 
 
+def test_negative_advantages_that_differ_by_rounding_and_zeros_become_zeros():
+    values, mask = torch.full((1000,), -100.0), torch.arange(1000) % 3 > 0
+    values[1] = torch.nextafter(values[1], torch.tensor(0.0))
+    assert masked_normalize(values, mask).tolist() == [0.0] * 1000
+    assert masked_normalize(torch.zeros(3), torch.ones(3, dtype=torch.bool), eps=0.0).tolist() == [0.0] * 3
+
+
 @given(st.lists(st.tuples(st.integers(-1000, 1000), st.booleans()), min_size=2, max_size=40))
 def test_masked_normalize_gives_mean_zero_and_deviation_one(pairs):
     values, mask = torch.tensor([value / 8 for value, _ in pairs]), torch.tensor([kept for _, kept in pairs])

@@ -66,6 +66,9 @@ def test_known_episodes_begin_with_the_rollout():
     never_begun = rollout(**MIXED)
     never_begun.loss_mask[0, 0] = False
     assert known_episodes(never_begun).tolist() == [False] + [True] * 4 + [False, True]
+    followed = rollout(**MIXED)  # by another episode, as with auto-reset
+    followed.episode_ids[1, 2] = 77
+    assert known_episodes(followed).tolist() == [True, True, False, True, True, False, True]
 
 
 def test_advantages_of_a_group_leave_out_the_lost_episode():

@@ -125,6 +125,12 @@ def test_loss_is_weighted_where_the_cap_of_the_weights_is_set():
         assert algorithm.loss(batch, scored(batch), counts, 0).loss.item() == pytest.approx(-weight * 6 / 9, rel=1e-5)
 
 
+def test_advantages_spread_over_actions_can_be_written_one_at_a_time():
+    spread = spread_over_actions(torch.tensor([[1.0, 2.0]]), 3)
+    spread[0, 1, 2] = 9.0
+    assert spread.tolist() == [[[1.0, 1.0, 1.0], [2.0, 2.0, 9.0]]]
+
+
 # -- PPO ---------------------------------------------------------------------------------------------------------
 
 # With gamma 0.5 and lambda 0, errors of one step: 1 + 0.5 x 3 - 1, 3 + 0.5 x 1 - 2, 1 - 0; 2 + 0.5 x 4 - 3 and 4 - 1.

@@ -62,6 +62,17 @@ def test_statistics_of_images_by_hand():
         statistics.merge(other)
 
 
+def test_merged_statistics_are_those_of_both():
+    black, white = ImageStatistics(), ImageStatistics()
+    black.add(np.zeros((1, 2, 2, 3), np.uint8))
+    white.add(np.full((1, 2, 2, 3), 255, np.uint8))
+    black.merge(white)
+    found = {name: values.ravel().tolist() for name, values in black.result().items()}
+    assert found.pop("count") == [2]
+    expected = {"min": 0, "max": 1, "mean": 0.5, "std": 0.5, "q01": 0, "q10": 0, "q50": 0, "q90": 1, "q99": 1}
+    assert found == {name: pytest.approx([number] * 3) for name, number in expected.items()}
+
+
 def test_bounds_of_what_counts_as_constant_and_as_rare_are_themselves_neither():
     """A range of exactly ``MIN_RANGE``; and 998 rows of 50 and 51 between 0 and 100, which are ``MIN_SHARE`` of the range."""
     narrow = normalization_statistics(np.array([[0.0], [1e-4]]), None)["action"]

@@ -63,13 +63,15 @@ def test_statistics_of_images_by_hand():
 
 
 def test_merged_statistics_are_those_of_both():
-    black, white = ImageStatistics(), ImageStatistics()
-    black.add(np.zeros((1, 2, 2, 3), np.uint8))
-    white.add(np.full((1, 2, 2, 3), 255, np.uint8))
-    black.merge(white)
-    found = {name: values.ravel().tolist() for name, values in black.result().items()}
+    """One pixel of level 51, which is 0.2, and three white ones: variance 0.36 / 4 + 3 x 0.04 / 4."""
+    grey, white = ImageStatistics(), ImageStatistics()
+    grey.add(np.full((1, 1, 1, 3), 51, np.uint8))
+    white.add(np.full((1, 3, 1, 3), 255, np.uint8))
+    grey.merge(white)
+    found = {name: values.ravel().tolist() for name, values in grey.result().items()}
     assert found.pop("count") == [2]
-    expected = {"min": 0, "max": 1, "mean": 0.5, "std": 0.5, "q01": 0, "q10": 0, "q50": 0, "q90": 1, "q99": 1}
+    quantiles = {"q01": 0.2, "q10": 0.2, "q50": 1, "q90": 1, "q99": 1}
+    expected = {"min": 0.2, "max": 1, "mean": 0.8, "std": 0.12**0.5} | quantiles
     assert found == {name: pytest.approx([number] * 3) for name, number in expected.items()}
 
 
@@ -81,6 +83,9 @@ def test_bounds_of_what_counts_as_constant_and_as_rare_are_themselves_neither():
     gripper = np.array([0.0, 100.0] + [50.0] * 499 + [51.0] * 499)[:, None]
     found = normalization_statistics(gripper, None)["action"]
     assert (found["q01"], found["q99"], found["min"], found["max"]) == ([50.0], [51.0], [0.0], [100.0])
+    gripper[gripper == 51.0] = 50.5  # half of that share
+    found = normalization_statistics(gripper, None)["action"]
+    assert (found["q01"], found["q99"]) == ([0.0], [100.0])
 
 
 def test_columns_that_vary_keep_the_statistics_of_their_rows(rows):

@@ -97,11 +97,13 @@ def test_a_stale_handle_leaves_a_file_under_its_descriptor_as_it_is(tmp_path):
     assert (tmp_path / "log").read_bytes() == b"short"
 
 
-def test_a_buffer_that_nobody_keeps_gives_its_memory_back():
-    def shared():
-        links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-        return sum("rlinf-weights" in os.readlink(link) for link in links if link.is_symlink())
+def shared() -> int:
+    """Count the buffers that this process holds."""
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum("rlinf-weights" in os.readlink(link) for link in links if link.is_symlink())
 
+
+def test_a_buffer_that_nobody_keeps_gives_its_memory_back():
     gc.collect()
     before = shared()
     kept = WeightBuffer()
@@ -161,7 +163,8 @@ def test_a_handle_of_a_gpu_is_opened_under_the_number_that_the_gpu_has_here(monk
 
 def test_weights_of_another_size_move_to_other_memory():
     """A larger and a smaller model in turn; each tensor begins at a multiple of the alignment, behind the header."""
-    buffer = WeightBuffer()
+    gc.collect()
+    buffer, before = WeightBuffer(), shared()
     for length in (1, 16, 17, 3, 16):
         tensors = {"a": torch.full((length,), float(length)), "b": torch.arange(length, dtype=torch.int16)}
         handle = buffer.write(tensors, length)
@@ -169,8 +172,13 @@ def test_weights_of_another_size_move_to_other_memory():
         assert [entry.offset for entry in handle.manifest.values()] == [64, 64 + 64 * blocks[0]]
         assert handle.nbytes == 64 + 64 * sum(blocks) == os.stat(handle.path).st_size
         assert all(torch.equal(tensor, tensors[name]) for name, tensor in handle.open().items())
+        assert shared() == before + 1
+    for _ in range(2):
+        buffer.close()  # the second time nothing is left to give back
+    assert shared() == before
+    again = buffer.write(tensors, 6)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in again.open().items())
     buffer.close()
-    buffer.close()  # nothing is left to give back
 
 
 class Tied(nn.Module):

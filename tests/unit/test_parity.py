@@ -159,6 +159,7 @@ def test_values_are_compared_in_shares_of_the_largest(values, valid, expected):
 @pytest.mark.parametrize(("rollout", "trainer", "accepted"), [
     ([-4.0], [-4.015], False),  # probabilities: the limit is 0.01
     ([3.0], [2.985], True),  # a density of e^3 = 20: the limit is 0.2
+    ([3.0], [2.9], True),
     ([3.0], [2.7], False),
     ([-4.0], [9.0], False),  # one side alone is so dense
 ])  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -191,6 +192,24 @@ def test_results_are_those_of_the_first_episode_of_each_env():
     assert len(results) == NUM_ENVS and all(any(one == other for one in expected) for other in results)
 
 
+@pytest.mark.parametrize("auto_reset", [True, False])
+def test_behind_the_last_call_stands_the_value_of_what_follows_unless_the_episode_is_over(auto_reset):
+    """Rollouts that end with a termination, with a truncation, one call later, and in between."""
+    seen = {"terminated": 0, "truncated": 0, "running": 0, "over": 0}
+    for num_chunks in (2, 3, 4, 5):
+        batch, _ = play(auto_reset, num_chunks=num_chunks)
+        states = batch.observation.state.reshape(num_chunks, NUM_ENVS, 2)[-1]
+        for b, (which, start) in enumerate(states):
+            expected = value_at(which, start + int(batch.action_mask[-1, b].sum()))
+            kinds = {"over": not batch.loss_mask[-1, b], "terminated": batch.terminated[-1, b],
+                     "truncated": batch.truncated[-1, b], "running": True}  # fmt: skip
+            kind = next(name for name, holds in kinds.items() if holds)
+            seen[kind] += 1
+            value = float(batch.bootstrap_values[-1, b])
+            assert value == (0.0 if kind in ("over", "terminated") else expected), (num_chunks, b, kind)
+    assert seen.pop("over") >= (0 if auto_reset else 2) and min(seen.values()) >= 2
+
+
 def assert_equal_rollouts(one, other):
     assert one.tensors().keys() == other.tensors().keys()
     for name, tensor in one.tensors().items():
@@ -212,6 +231,7 @@ def test_rollouts_of_ranks_and_of_chosen_envs_are_columns_of_the_whole(auto_rese
     assert joined.specs == whole.specs and joined.episodes == ranks[0].episodes + ranks[1].episodes
     parts = [whole.select_envs(torch.tensor(columns)) for columns in ([0], [1, 2, 3], [4, 5])]
     assert_equal_rollouts(whole, concatenate_envs(parts))
+    assert_equal_rollouts(whole, concatenate_envs([whole]))
     chosen = np.array([5, 1, 2])
     for num_lanes in (1, 2):
         part, _ = play(False, num_lanes, env_ids=chosen)
@@ -337,7 +357,8 @@ def test_each_lane_plays_in_its_context_with_its_share_of_the_threads(num_lanes,
     try:
         with collecting(True, num_lanes, temperature=1.5, autocast=counted_context) as (collector, _):
             collector.collect(policy, 3, 42, needs_values=False)
-        assert torch.get_num_threads() == 4
+        with ThreadPoolExecutor(1) as fresh:  # torch's own threads begin like this one
+            assert fresh.submit(torch.get_num_threads).result() == torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
     assert {call[:3] for call in policy.calls} == {(True, 1.5, threads_of_a_lane)}
@@ -411,6 +432,46 @@ def test_a_failure_in_one_lane_ends_the_other_with_its_call():
         again = collector.collect(ClockPolicy(), 3, 42, needs_values=True)
     assert envs[1].num_calls == 3 + NUM_CHUNKS
     assert_equal_rollouts(again, play(True)[0])
+
+
+def test_closing_ends_the_calls_that_are_under_way_and_then_closes_the_envs():
+    """The first lane stands in its second call until the env of the second lane is closed."""
+    envs, stands, second_is_closed, ended = [], threading.Event(), threading.Event(), []
+
+    class Standing(ClockEnv):
+        num_calls, steps_now, closed_in_a_call = 0, False, False
+
+        def chunk_step(self, actions):
+            self.num_calls += 1
+            self.steps_now = True
+            if self is envs[0] and self.num_calls == 2:
+                stands.set()
+                second_is_closed.wait(30)
+            step = super().chunk_step(actions)
+            self.steps_now = False
+            return step
+
+        def close(self):
+            self.closed_in_a_call = self.steps_now
+            super().close()
+            if self is envs[1]:
+                second_is_closed.set()
+
+    def make(*arguments):
+        envs.append(Standing(*arguments))
+        return envs[-1]
+
+    def collect(collector):
+        with pytest.raises(CancelledError):
+            collector.collect(ClockPolicy(), 3, 42, needs_values=False)
+        ended.append(True)
+
+    with collecting(True, make=make) as (collector, _):
+        thread = threading.Thread(target=collect, args=(collector,))
+        thread.start()
+        assert stands.wait(30)
+    thread.join(30)
+    assert ended and envs[0].num_calls == 2 and not any(env.closed_in_a_call for env in envs)
 
 
 def test_a_closed_collector_plays_no_more_and_says_what_went_wrong_in_closing():

@@ -131,6 +131,11 @@ def test_all_differences_are_listed_with_one_override():
     assert len(check(manifest(), present, ["precision", "env"])) == 3
 
 
+def test_what_must_match_comes_first():
+    present = replace(changed("versions.python", "3.13.0"), precision="bf16", seed=5)
+    assert [mismatch.field for mismatch in compare(manifest(), present)] == ["precision", "versions.python", "seed"]
+
+
 def test_allowing_an_unknown_field_is_an_error():
     with pytest.raises(ConfigError, match="'env.image_sise'.*Did you mean 'env.image_size'"):
         check(manifest(), manifest(), ["env.image_sise"])

@@ -4,7 +4,7 @@ Each mutant changes one place of a file: an operator, a comparison, a constant, 
 goes. The tests that cover the file then run in a fork of this process, which has imported the slow packages already. A mutant
 that no test notices survives, unless ``tests/mutation/equivalent.txt`` lists it with the reason why it changes no number.
 
-    python scripts/mutate.py                                   all files (half an hour)
+    python scripts/mutate.py                                   all files (about an hour)
     python scripts/mutate.py --file rlinf/algorithms/losses.py
     python scripts/mutate.py --file rlinf/rollout/collector.py --lines 300-330
     python scripts/mutate.py --sample 100 --seed 1             a random hundred of all files

@@ -14,11 +14,11 @@ OUTPUT = "runs.html"
 def report(arguments: Sequence[str]) -> int:
     """Write the report of a run again, or one page with the curves of several runs.
 
-    Runs that differ in nothing but their seed are one curve: their mean, with its 95 % interval over seeds. A folder of a
-    sweep (multirun/...) stands for its runs, `latest` for the newest.
+    Runs that differ in nothing but their seed are one curve: their mean, with its 95 % interval over seeds; of several runs
+    with one seed the newest that ended counts. A folder of a sweep (multirun/...) stands for its runs, `latest` for the newest.
     """
     from rlinf.evaluation.report import write_report
-    from rlinf.evaluation.runs import read_runs
+    from rlinf.evaluation.runs import group_runs, read_runs, repeated_seeds
     from rlinf.evaluation.runs_report import write_runs_report
 
     if {"-h", "--help"} & set(arguments):
@@ -33,9 +33,17 @@ def report(arguments: Sequence[str]) -> int:
             f"`rlinf report` got {given}; required: run folders, and output=<file.html> at most. Type rlinf report "
             "outputs/quickstart/latest, or rlinf report multirun/quickstart/latest output=seeds.html"
         )
+    taken = next((word for word in outputs if Path(word).expanduser().exists() and Path(word).suffix != ".html"), None)
+    if taken is not None:
+        raise ConfigError(
+            f"output is '{taken}', which exists and is no .html file, so a page would overwrite it. Type output={OUTPUT}"
+        )
     runs = read_runs(folders)
     if len(runs) == 1 and not outputs:
         print(f"report: {write_report(runs[0].folder)}")
         return 0
-    print(f"report: {write_runs_report(runs, Path(outputs[0] if outputs else OUTPUT).expanduser())}")
+    output = Path(outputs[0] if outputs else OUTPUT).expanduser()
+    for sentence in repeated_seeds(group_runs(runs)):
+        print(sentence)
+    print(f"report: {write_runs_report(runs, output)}")
     return 0

@@ -21,7 +21,7 @@ NOT_OF_TRAINING = {
 """Keys of other commands, and what to type for training instead."""
 
 OF_ONE_START = ("output_dir", "resume", "init_from")
-"""Keys that say how a run was started, and change nothing that it computes."""
+"""Keys that say how and where a run was started; ``changes_since`` leaves them out, as a resumed run has its own."""
 
 
 def read_saved_config(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.files import follow_latest, write_text
 from rlinf.manifest import MANIFEST_FILE, POLICY_FIELDS, Manifest, Mismatch, check_allowed, refuse
 from rlinf.manifest import compare as compare_manifests
+from rlinf.tracking.tracker import read_metrics
 from rlinf.types import EpisodeResult
 
 CLOSING_TAGS = ("after_rl", "after_sft")
-"""Names of the evaluation with which a run ends, in ``eval/`` of its folder: the first of them that is there."""
+"""Names of the evaluation with which a run ends, in ``eval/`` of its folder: that of RL, and that of a run that only clones."""
 COMPARISON_FILE = "compare.json"
 RESULT_FILE = "result.json"
 EPISODES, CONDITIONS = "episodes", "conditions"
@@ -237,6 +238,15 @@ def compare_folders(
     return comparison
 
 
+def closing_tags(lines: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    """Return those of ``CLOSING_TAGS`` with which a run can end: once RL has begun, no longer the one of its cloning.
+
+    Args:
+        lines: Of the run's ``metrics.jsonl``.
+    """
+    return CLOSING_TAGS[:1] if any(line["phase"] == "rl" for line in lines) else CLOSING_TAGS
+
+
 def evaluation_folder(path: str | os.PathLike) -> Path:
     """Return the folder of an evaluation, given it, its ``result.json``, or the run whose closing evaluation it is.
 
@@ -245,10 +255,12 @@ def evaluation_folder(path: str | os.PathLike) -> Path:
     """
     folder = follow_latest(Path(path).expanduser())
     folder = folder.parent if folder.name == RESULT_FILE else folder
-    for place in (folder, *(folder / "eval" / tag for tag in CLOSING_TAGS)):
+    if (folder / RESULT_FILE).is_file():
+        return folder
+    below = sorted(str(found.parent) for found in folder.glob(f"eval/*/{RESULT_FILE}"))
+    for place in (folder / "eval" / tag for tag in closing_tags(read_metrics(folder) if below else [])):
         if (place / RESULT_FILE).is_file():
             return place
-    below = sorted(str(found.parent) for found in folder.glob(f"eval/*/{RESULT_FILE}"))
     hint = f"Name one of its evaluations: {', '.join(below)}" if below else "Name a folder that `rlinf evaluate` wrote"
     raise CheckpointError(f"{path} holds no {RESULT_FILE}, so there is nothing to compare. {hint}")
 

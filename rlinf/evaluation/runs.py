@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.config.options import override_text
-from rlinf.config.saved import flat
+from rlinf.config.saved import flat, read_saved_config
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.compare import CLOSING_TAGS
+from rlinf.evaluation.compare import closing_tags
 from rlinf.evaluation.intervals import mean_interval
 from rlinf.evaluation.report_data import Evaluation, RunData, read_run
 from rlinf.files import follow_latest
+from rlinf.tracking.tracker import METRICS_FILE
 
-SAME_IN_A_GROUP = ("seed", "output_dir", "resume", "init_from", "checkpoint", "dataset", "experiment_name")
-"""Keys that do not tell two groups of runs apart; the name of the experiment does it by itself."""
+SAME_IN_A_GROUP = ("seed", "output_dir", "resume", "checkpoint", "dataset", "experiment_name")
+"""Keys that do not tell two groups of runs apart; the name of the experiment does it by itself. ``init_from`` is none of them:
+runs that begin with other weights differ in more than their seed."""
 MAX_KEYS = 3
 """Keys that a label names."""
 
@@ -36,19 +38,46 @@ class RunGroup:
     runs: list[RunData]
 
     @property
+    def counted(self) -> list[RunData]:
+        """One run of each seed, the newest that ended: a seed that was run twice is no second sample."""
+        by_seed: dict[Any, RunData] = {}
+        for number, run in enumerate(self.runs):
+            seed = seed_of(run)
+            key = f"run {number}" if seed is None else seed
+            if key not in by_seed or _age(run) > _age(by_seed[key]):
+                by_seed[key] = run
+        return list(by_seed.values())
+
+    @property
     def success_rates(self) -> list[float]:
-        """Of the closing evaluations of the runs that have one."""
-        return [one.result.success_rate for one in map(closing_evaluation, self.runs) if one is not None]
+        """Of the closing evaluations of the counted runs that have one."""
+        return [one.result.success_rate for one in map(closing_evaluation, self.counted) if one is not None]
 
 
 def closing_evaluation(run: RunData) -> Evaluation | None:
     """Return the evaluation with which a run ended; None where it was stopped before."""
-    return run.evaluation(*CLOSING_TAGS)
+    return run.evaluation(*closing_tags(run.lines)) if run.summary else None
+
+
+def _age(run: RunData) -> tuple[bool, float]:
+    """Sorts the runs of a seed: those that ended behind those that did not, and the newest last."""
+    files = [run.folder / name for name in (METRICS_FILE, "summary.json")]
+    return closing_evaluation(run) is not None, max(
+        (file.stat().st_mtime for file in files if file.is_file()), default=0.0
+    )
 
 
 def seed_of(run: RunData) -> int | None:
     """Return the seed of a run; None where nothing tells it."""
     return run.summary.get("seed", run.settings.get("seed"))
+
+
+def first_weights(run: RunData) -> str | None:
+    """Return ``init_from`` of a run; where it was resumed, an earlier checkpoint of it tells."""
+    if run.settings.get("resume") is None:
+        return run.settings.get("init_from")
+    saved = [read_saved_config(path.parent) for path in run.folder.glob("checkpoints/*/config.yaml")]
+    return next((one["init_from"] for one in saved if one.get("init_from") is not None), None)
 
 
 def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
@@ -61,10 +90,10 @@ def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
     for name in folders:
         folder = follow_latest(Path(name).expanduser())
         below = sorted(
-            (path for path in folder.glob("*") if (path / "metrics.jsonl").is_file()),
+            (path for path in folder.glob("*") if (path / METRICS_FILE).is_file()),
             key=lambda path: (len(path.name), path.name),
         )
-        is_run = (folder / "metrics.jsonl").is_file() or not below
+        is_run = (folder / METRICS_FILE).is_file() or not below
         for place in [folder] if is_run else below:
             if not place.is_dir():
                 raise CheckpointError(f"There is no folder {place}; required: a run folder, or the folder of a sweep.")
@@ -76,16 +105,20 @@ def group_runs(runs: Sequence[RunData]) -> list[RunGroup]:
     """Put runs together that differ in nothing but their seed and their folder."""
     named: dict[str, dict[str, list[tuple[dict[str, Any], RunData]]]] = {}
     for run in runs:
-        settings = {key: value for key, value in flat(run.settings).items() if key not in SAME_IN_A_GROUP}
+        settings = {"init_from": None} | {k: v for k, v in flat(run.settings).items() if k not in SAME_IN_A_GROUP}
+        settings["init_from"] = first_weights(run)
         name = run.summary.get("experiment") or run.settings.get("experiment_name") or run.folder.resolve().parent.name
         same = json.dumps(settings, sort_keys=True, default=str)
         named.setdefault(str(name), {}).setdefault(same, []).append((settings, run))
     groups = []
     for name, by_settings in named.items():
         every = [members[0][0] for members in by_settings.values()]
-        keys = [key for key in every[0] if any(one.get(key) != every[0][key] for one in every)]
+        keys = [
+            key for key in dict.fromkeys(key for one in every for key in one)
+            if any(key not in one or one[key] != every[0].get(key) for one in every)
+        ]  # fmt: skip
         for members in by_settings.values():
-            shown = [f"{key}={override_text(members[0][0].get(key))}" for key in keys[:MAX_KEYS]]
+            shown = [f"{key}={override_text(members[0][0][key])}" for key in keys[:MAX_KEYS] if key in members[0][0]]
             more = [f"{len(keys) - MAX_KEYS} more keys"] if len(keys) > MAX_KEYS else []
             groups.append(RunGroup(" ".join([name, *shown, *more]), [run for _, run in members]))
     return groups
@@ -102,13 +135,29 @@ def sweep_table(folders: Sequence[str | os.PathLike]) -> str:
             numbers = (
                 ("-", "-") if total is None else (f"{total.success_rate:.1%}", f"{total.successes}/{total.episodes}")
             )
-            rows.append((group.label, str(seed_of(run)), *numbers, os.path.relpath(run.folder)))
+            rows.append((group.label, seed_in_words(group, run), *numbers, os.path.relpath(run.folder)))
     together = [("configuration", "seeds", "mean", "least", "95 % interval of the mean over seeds")]
     for group in groups:
         together.append((group.label, str(len(group.success_rates)), *rates_in_words(group.success_rates)))
     place = os.path.commonpath([os.path.relpath(folder) for folder in folders])
-    closing_line = f"curves: rlinf report {place}"
-    return "\n".join(["", *_columns(rows), "", *_columns(together), closing_line])
+    lines = ["", *_columns(rows), "", *_columns(together)]
+    return "\n".join([*lines, *repeated_seeds(groups), f"curves: rlinf report {place}"])
+
+
+def seed_in_words(group: RunGroup, run: RunData) -> str:
+    """Return the seed of a run, and whether another run of the group counts for it."""
+    return f"{seed_of(run)}{'' if run in group.counted else ' (not counted)'}"
+
+
+def repeated_seeds(groups: Sequence[RunGroup]) -> list[str]:
+    """Return a sentence that says which runs count where a seed was run more than once; nothing where none was."""
+    left_out = sum(len(group.runs) - len(group.counted) for group in groups)
+    if not left_out:
+        return []
+    return [
+        f"{left_out} run{'s' if left_out > 1 else ''} with a seed that another run of the same configuration has, not counted: of "
+        "each seed, the newest run that ended counts."
+    ]
 
 
 def rates_in_words(rates: Sequence[float]) -> tuple[str, str, str]:

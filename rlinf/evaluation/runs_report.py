@@ -13,7 +13,14 @@ from rlinf.evaluation.charts import NUM_COLOURS, SMALL, Series, interval_bar
 from rlinf.evaluation.intervals import mean_interval
 from rlinf.evaluation.report import REPORT_FILE, RL_CURVES, card, page, with_axes
 from rlinf.evaluation.report_data import RunData
-from rlinf.evaluation.runs import RunGroup, closing_evaluation, group_runs, rates_in_words, seed_of
+from rlinf.evaluation.runs import (
+    RunGroup,
+    closing_evaluation,
+    group_runs,
+    rates_in_words,
+    repeated_seeds,
+    seed_in_words,
+)
 from rlinf.files import write_text
 
 SUCCESS_CURVES = (
@@ -57,7 +64,7 @@ def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Pat
 
 
 def curve(group: RunGroup, metric: str, x: str) -> Series:
-    """Return the mean of a metric over the runs of a group, with its 95 % interval.
+    """Return the mean of a metric over the counted runs of a group, one of each seed, with its 95 % interval.
 
     Runs are matched by RL iteration. Those iterations are drawn that all runs have which have the metric at all, so that a run
     that ended early does not bend the curve.
@@ -69,7 +76,7 @@ def curve(group: RunGroup, metric: str, x: str) -> Series:
     """
     found = [
         {line["step"]: line for line in with_axes(run.lines) if line["phase"] == "rl" and line.get(metric) is not None}
-        for run in group.runs
+        for run in group.counted
     ]
     found = [lines for lines in found if lines]
     steps = sorted(set.intersection(*map(set, found))) if found else []
@@ -97,7 +104,7 @@ def _note(groups: Sequence[RunGroup]) -> str:
     ]
     if len(groups) > NUM_COLOURS:
         sentences.append(f"The first {NUM_COLOURS} of {len(groups)} configurations are drawn.")
-    return " ".join(sentences)
+    return " ".join([*sentences, *repeated_seeds(groups)])
 
 
 def _configurations(groups: Sequence[RunGroup]) -> str:
@@ -110,7 +117,7 @@ def _configurations(groups: Sequence[RunGroup]) -> str:
             centre, low, high = mean_interval(rates)
             bar = interval_bar(centre, max(low, 0.0), min(high, 1.0), number) if len(rates) > 1 else ""
         rows.append(
-            f'<tr><td class="wrap">{escape(group.label)}</td><td>{len(rates)} of {len(group.runs)}</td><td>{mean}</td>'
+            f'<tr><td class="wrap">{escape(group.label)}</td><td>{len(rates)} of {len(group.counted)}</td><td>{mean}</td>'
             f"<td>{least}</td><td>{bar} <small>{interval}</small></td></tr>"
         )
     return (
@@ -141,6 +148,6 @@ def _run_row(group: RunGroup, run: RunData, output: Path) -> str:
     if (run.folder / REPORT_FILE).is_file():
         name = f'<a href="{quote(f"{relative}/{REPORT_FILE}")}">{name}</a>'
     return (
-        f'<tr><td class="wrap">{escape(group.label)}</td><td>{escape(str(seed_of(run)))}</td><td>{cells[0]}</td><td>{cells[1]}</td>'
+        f'<tr><td class="wrap">{escape(group.label)}</td><td>{escape(seed_in_words(group, run))}</td><td>{cells[0]}</td><td>{cells[1]}</td>'
         f"<td>{name}</td></tr>"
     )

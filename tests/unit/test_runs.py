@@ -16,15 +16,16 @@ import yaml
 from rlinf.cli import main
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.charts import Series, line_chart
+from rlinf.evaluation.compare import evaluation_folder
 from rlinf.evaluation.intervals import STUDENT_T_95, mean_interval
 from rlinf.evaluation.result import EvaluationResult
-from rlinf.evaluation.runs import group_runs, read_runs, sweep_table
+from rlinf.evaluation.runs import closing_evaluation, group_runs, read_runs, sweep_table
 from rlinf.evaluation.runs_report import curve
 from rlinf.files import follow_latest, mark_latest
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 
-def run_folder(folder: Path, seed: int, rate: float | None, name="mine", num_steps=3, **settings) -> Path:
+def run_folder(folder: Path, seed: int, rate: float | None, name="mine", num_steps=3, top=None, **settings) -> Path:
     """A run of 10 evaluation episodes, whose metrics at step ``t`` are ``rate + t / 100``; None: stopped before its end."""
     folder.mkdir(parents=True)
     config = {
@@ -32,6 +33,7 @@ def run_folder(folder: Path, seed: int, rate: float | None, name="mine", num_ste
         "seed": seed,
         "output_dir": str(folder),
         "trainer": {"learning_rate": 1e-3, **settings},
+        **(top or {}),
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     lines = []
@@ -160,6 +162,76 @@ def test_runs_that_differ_in_their_seed_are_one_group(sweep, tmp_path):
         read_runs([tmp_path / "nowhere"])
 
 
+def test_runs_from_other_weights_are_other_configurations(tmp_path):
+    places = [(3, "A"), (4, "A"), (3, "B"), (4, "B")]
+    for seed, weights in places:
+        run_folder(tmp_path / f"{seed}_{weights}", seed, 0.5 if weights == "A" else 0.9, top={"init_from": weights})
+    # A continuation's own configuration names no weights; the checkpoint from before it does.
+    resumed = tmp_path / "4_B"
+    before = resumed / "checkpoints" / "rl_000001"
+    before.mkdir(parents=True)
+    text = (resumed / "config.yaml").read_text()
+    (before / "config.yaml").write_text(text)
+    (resumed / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load(text) | {"init_from": None, "resume": "4_B"}))
+    groups = group_runs(read_runs([tmp_path / f"{seed}_{weights}" for seed, weights in places]))
+    assert [(group.label, group.success_rates) for group in groups] == [
+        ("mine init_from=A", [0.5, 0.5]),
+        ("mine init_from=B", [0.9, 0.9]),
+    ]
+
+
+def test_a_seed_that_was_run_twice_counts_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number, (seed, rate) in enumerate([(0, 0.9), (0, 0.3), (0, None), (1, 0.5)]):
+        folder = run_folder(tmp_path / "x" / str(number), seed, rate)
+        for name in ("metrics.jsonl", "summary.json"):
+            if (folder / name).exists():
+                os.utime(folder / name, (1000 + number, 1000 + number))
+    (group,) = group_runs(read_runs(["x"]))
+    assert group.success_rates == [0.3, 0.5], "the newest of seed 0 that ended, and seed 1"
+    assert "(2 seeds)" in curve(group, "rollout/success_rate", "step").label
+    assert curve(group, "rollout/success_rate", "step").points[0] == (1, pytest.approx(0.41))
+    table = sweep_table(sorted((tmp_path / "x").iterdir()))
+    assert re.search(r"^mine +2 +40.0% ", table, re.MULTILINE)
+    assert re.search(r"^mine +0 \(not counted\) +90.0% +9/10 +x/0$", table, re.MULTILINE)
+    said = "2 runs with a seed that another run of the same configuration has, not counted: of each seed, the newest run that ended"
+    assert said in table
+    assert main(["report", "x"]) == 0
+    page = Path("runs.html").read_text()
+    assert said in capsys.readouterr().out and said in page
+    assert "<td>2 of 2</td>" in page and page.count("0 (not counted)") == 2
+
+
+def test_a_run_that_was_stopped_in_rl_does_not_end_with_its_clone(tmp_path):
+    def clone(name, phases, summary=True):
+        folder = run_folder(tmp_path / name, 0, 0.5)
+        (folder / "eval" / "after_rl").rename(folder / "eval" / "after_sft")
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [line | {"phase": phase} for line, phase in zip(lines, phases, strict=True)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if not summary:
+            (folder / "summary.json").unlink()
+        return folder
+
+    cloned = clone("cloned", ["sft"] * 3)
+    stopped = clone("stopped", ["sft", "sft", "rl"])
+    unfinished = clone("unfinished", ["sft"] * 3, summary=False)
+    assert [closing_evaluation(run) is not None for run in read_runs([cloned, stopped, unfinished])] == [
+        True,
+        False,
+        False,
+    ]
+    assert evaluation_folder(cloned) == cloned / "eval" / "after_sft"
+    with pytest.raises(CheckpointError, match="Name one of its evaluations: .*after_sft"):
+        evaluation_folder(stopped)
+
+
+def test_a_label_names_keys_that_only_some_of_the_groups_have(tmp_path):
+    first = run_folder(tmp_path / "first", 0, 0.5)
+    second = run_folder(tmp_path / "second", 0, 0.5, only_here=3)
+    assert [group.label for group in group_runs(read_runs([first, second]))] == ["mine", "mine trainer.only_here=3"]
+
+
 def test_a_sweep_ends_with_a_line_for_each_run_and_each_configuration(sweep, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     table = sweep_table(sorted(sweep.iterdir()))
@@ -231,6 +303,9 @@ def test_the_command_writes_one_page_of_several_runs_and_the_report_of_one(sweep
     assert "http" not in page.replace("http-equiv", "")
     assert main(["report", "multirun/mine/2026/1"]) == 0
     assert (sweep / "1" / "report.html").is_file()
+    assert main(["report", str(sweep), f"output={sweep}/0/summary.json"]) == 2
+    assert "exists and is no .html file" in capsys.readouterr().err
+    assert json.loads((sweep / "0" / "summary.json").read_text())["seed"] == 0
     for words in ([], ["output=a.html"], ["--open"], ["nowhere"], ["seed=3", str(sweep)]):
         assert main(["report", *words]) == 2
         assert "Type rlinf report" in (said := capsys.readouterr().err) or "There is no folder nowhere" in said

@@ -6,7 +6,10 @@ or files that register models and envs), and runs code of others only where it i
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,9 +24,20 @@ if TYPE_CHECKING:
     from rlinf.envs.base import VectorEnv
     from rlinf.envs.config import EnvConfig
     from rlinf.evaluation.compare import Comparison
-    from rlinf.evaluation.config import EvaluationConfig
     from rlinf.evaluation.result import EvaluationResult
     from rlinf.types import Observation
+
+
+READ_FOR_AN_OBJECT = (
+    "seed",
+    "plugins",
+    "rollout.temperature",
+    "evaluation.greedy",
+    "evaluation.split",
+    "evaluation.num_episodes",
+    "evaluation.num_envs",
+)
+"""Keys beside those of the env that an evaluation of an object in memory reads."""
 
 
 class Acts(Protocol):
@@ -46,8 +60,10 @@ def load_policy(
     """Load a policy that acts: ``rlinf.load_policy("outputs/quickstart/latest").act(observation)``.
 
     Args:
-        folder: A run folder (its newest checkpoint), a checkpoint, an export, or the folder or hub id of a public model.
-        model_type: Of a public model, where its config.json names another one or none (``openvla_oft``).
+        folder: A run folder (its newest checkpoint), a checkpoint, an export, the folder of a public model, or, with
+            ``model_type``, its id on the Hugging Face hub.
+        model_type: Of a public model, where its config.json names another one or none (``openvla_oft``), or is not here yet.
+            A run, checkpoint or export must be of this type.
         device: ``cpu`` or ``cuda``; None: as the configuration says, which is the GPU where there is one.
         overrides: Laid over the configuration of the checkpoint, or that of the model type: ``["model.precision=fp32"]``,
             ``["model.unnorm_key=bridge_orig"]``.
@@ -69,6 +85,7 @@ def load_policy(
     from rlinf.training.policy_loading import load_policy as load
     from rlinf.training.policy_loading import read_config
 
+    _check_overrides(overrides, "load_policy")
     overrides = [*overrides, *_code(plugins, trust_remote_code)]
     if device is not None:
         overrides.append(f"cluster.device={device}")
@@ -80,7 +97,9 @@ def load_policy(
         model = build_policy(config)
     else:
         source = resolve_checkpoint(Path(folder).expanduser())
-        config = read_config(source, overrides)
+        config = read_config(
+            source, overrides if model_type is None else [*overrides, f"model.model_type={model_type}"]
+        )
         saved = Manifest.load(source)
         check_model_type(source, saved, config)
         verify_files(source, saved)
@@ -114,6 +133,7 @@ def make_env(
     """
     from rlinf.envs import make_env as make
 
+    _check_overrides(overrides, "make_env")
     config = run_config(env, [*overrides, *_code(plugins, False)], settings).env
     return make(config, num_envs, auto_reset=auto_reset)
 
@@ -165,7 +185,9 @@ def evaluate(
             asked for all running episodes at once, and should not keep anything from one call to the next.
         env: Name or configuration of the env; None: the one that the policy was trained in.
         episodes: Number of episodes; None: ``evaluation.num_episodes``.
-        overrides: ``["evaluation.greedy=false", "seed=3", "output_dir=outputs/mine"]``.
+        overrides: ``["evaluation.greedy=false", "seed=3", "output_dir=outputs/mine"]``. Of a loaded policy they are laid over
+            its configuration, as with its folder. An object takes those of the env, the seed, the temperature and the list
+            of episodes.
         plugins: Modules or .py files that register the model or the env.
         trust_remote_code: Run Python code stored in the model's folder.
 
@@ -174,7 +196,7 @@ def evaluate(
 
     Raises:
         ManifestMismatchError: The checkpoint was made under other conditions.
-        ConfigError: There are fewer episodes, or the object's actions do not fit the env.
+        ConfigError: There are fewer episodes, the object's actions do not fit the env, or an override cannot apply to an object.
     """
     _check_overrides(overrides, "evaluate")
     overrides = [*overrides, *_code(plugins, trust_remote_code)]
@@ -240,8 +262,7 @@ def _evaluate_object(policy: Policy | Acts, env: str | EnvConfig | None, overrid
         raise ConfigError(
             "evaluate needs the env of this policy. Pass env='tabletop', or another one of `rlinf models`"
         )
-    evaluation = policy.config.evaluation if is_ours else None
-    config = run_config(policy.config.env if env is None else env, overrides, evaluation=evaluation)
+    config = run_config(env, _for_an_object(overrides), base=policy.config if is_ours else None)
     settings = config.evaluation
     num_envs = min(settings.num_envs, settings.num_episodes or settings.num_envs)
     made = make(config.env, num_envs, auto_reset=False)
@@ -255,7 +276,7 @@ def _evaluate_object(policy: Policy | Acts, env: str | EnvConfig | None, overrid
                 made,
                 episode_list(made, settings.split, settings.num_episodes),
                 greedy=settings.greedy,
-                temperature=policy.config.rollout.temperature if is_ours else config.rollout.temperature,
+                temperature=config.rollout.temperature,
                 seed=config.seed,
             )
     finally:
@@ -263,47 +284,103 @@ def _evaluate_object(policy: Policy | Acts, env: str | EnvConfig | None, overrid
 
 
 def run_config(
-    env: str | EnvConfig,
+    env: str | EnvConfig | None,
     overrides: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
-    evaluation: EvaluationConfig | None = None,
+    base: RunConfig | None = None,
     config_dir: str | None = None,
 ) -> RunConfig:
     """Return a configuration with the env that is named or given, overrides, and ``settings`` of the env laid over.
 
     Args:
-        env: Name or configuration.
+        env: Name or configuration; None: that of ``base``.
         overrides: As typed.
         settings: Keys of the env.
-        evaluation: Section over which the overrides of ``evaluation`` are laid; None: the defaults.
+        base: Configuration of a loaded policy, over which all is laid; None: the defaults.
         config_dir: Folder of the user's own groups.
     """
     from rlinf.config import search
-    from rlinf.config.compose import compose_config, no_such_option, normalize_overrides, parse_overrides
+    from rlinf.config.compose import compose_config, compose_on_saved, no_such_option
     from rlinf.config.options import plain_container, to_mapping
     from rlinf.config.plugins import load_plugins
     from rlinf.config.schema import build_config
     from rlinf.envs import ENVS
 
-    _check_overrides(overrides, "make_env")
+    if not (env is None or isinstance(env, str) or dataclasses.is_dataclass(env)):
+        raise ConfigError(
+            f"env is {env!r} ({type(env).__name__}); required: the name of an env, or its configuration. Pass 'tabletop', and its "
+            "settings by overrides=['env.<key>=...']"
+        )
     search.register(config_dir)
     options = search.group_options("env")
     is_group = isinstance(env, str) and env in options
-    chosen = [f"env={env}", *overrides] if is_group else overrides
-    composed = dict(plain_container(compose_config(chosen, config_dir)))
-    keys = [item.key_or_group.split(".") for item in parse_overrides(normalize_overrides(overrides))]
-
-    def laid_over(section: str, base: dict[str, Any]) -> dict[str, Any]:
-        return base | {key[1]: composed[section][key[1]] for key in keys if key[0] == section and len(key) > 1}
-
-    if not is_group:
-        load_plugins(composed["plugins"])
-        if isinstance(env, str) and env not in ENVS:
-            raise ConfigError(no_such_option("env", env, [*options, *ENVS]))
-        composed["env"] = laid_over("env", {"name": env} if isinstance(env, str) else to_mapping(env))
-    if evaluation is not None:
-        composed["evaluation"] = laid_over("evaluation", to_mapping(evaluation))
+    chosen = [f"env={env}", *overrides] if is_group else list(overrides)
+    if is_group and base is None:
+        composed = plain_container(compose_config(chosen, config_dir))
+    else:
+        saved = plain_container(compose_config([], config_dir)) if base is None else to_mapping(base)
+        if isinstance(env, str) and not is_group:
+            load_plugins(_typed_values(chosen).get("plugins", saved["plugins"]))
+            if env not in ENVS:
+                raise ConfigError(no_such_option("env", env, [*options, *ENVS]))
+            saved["env"] = {"name": env}
+        elif env is not None and not is_group:
+            saved["env"] = to_mapping(env)
+        composed = plain_container(compose_on_saved(saved, [*_loaded_code(saved, chosen), *chosen], config_dir))
+    _check_settings(settings or {}, composed)
     return build_config({**composed, "env": {**composed["env"], **(settings or {})}})
+
+
+def _for_an_object(overrides: Sequence[str]) -> Sequence[str]:
+    """Return the overrides of an evaluation in memory.
+
+    Raises:
+        ConfigError: One has no effect on an object, e.g. because nothing is written.
+    """
+    for key in _typed_values(overrides):
+        if key not in READ_FOR_AN_OBJECT and key.partition(".")[0] != "env":
+            raise ConfigError(
+                f"evaluate got the override '{key}', which has no effect on an object; required with an object: keys of env, "
+                f"{', '.join(READ_FOR_AN_OBJECT)}. Give load_policy the other overrides, or evaluate the folder"
+            )
+    return overrides
+
+
+def _typed_values(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return key and value of each override."""
+    from rlinf.config.compose import normalize_overrides, parse_overrides
+
+    return {item.key_or_group: item.value() for item in parse_overrides(normalize_overrides(overrides))}
+
+
+def _loaded_code(saved: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Return overrides of what names code in the configuration of a loaded policy or env, which was let run before."""
+    from rlinf.config.saved_code import code_values
+
+    replaced = [key for key, value in _typed_values(overrides).items() if isinstance(value, str)]
+    return [f"{key}={_value(value)}" for key, value in code_values(saved) if key.partition(".")[0] not in replaced]
+
+
+def _check_settings(settings: Mapping[str, Any], composed: Mapping[str, Any]) -> None:
+    """Refuse a setting that was meant to be an argument of ``make_env``."""
+    from rlinf.config.options import public_fields
+    from rlinf.config.plugins import load_plugins
+    from rlinf.config.schema import section_class
+    from rlinf.errors import closest
+
+    arguments = [name for name in inspect.signature(make_env).parameters if name not in ("env", "settings")]
+    unknown = []
+    if settings:
+        load_plugins(composed["plugins"])
+        known = public_fields(section_class("env", composed["env"]["name"]))
+        unknown = [key for key in settings if key not in known]
+    for key in unknown:
+        meant = closest(key, [*known, *arguments])
+        if meant in arguments:
+            raise ConfigError(
+                f"make_env got {key}={settings[key]!r}, which is neither an argument nor a key of the env. Pass "
+                f"{meant}={settings[key]!r}"
+            )
 
 
 def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str] | None:
@@ -313,12 +390,20 @@ def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str
         CheckpointError: Its config.json names no type.
     """
     from rlinf.config.search import group_options
+    from rlinf.files import follow_latest
     from rlinf.models.embodiment.checkpoint_policy import POLICY_FILE
     from rlinf.models.loading import read_json
-    from rlinf.training.checkpoint import is_checkpoint, is_export
+    from rlinf.training.checkpoint import is_checkpoint, is_export, is_run
 
     path = Path(folder).expanduser()
-    if is_checkpoint(path) or is_export(path) or (model_type is None and not (path / "config.json").is_file()):
+    if is_checkpoint(path) or is_export(path) or is_run(path):
+        return None
+    if model_type is None and not path.exists() and not follow_latest(path).exists():
+        raise CheckpointError(
+            f"There is no folder {folder}; required: a run, a checkpoint, an export or the folder of a model. A model of the Hugging "
+            "Face hub needs its type. Pass model_type='openvla', or another of `rlinf models`"
+        )
+    if model_type is None and not (path / "config.json").is_file():
         return None
     name = model_type or read_json(path / "config.json").get("model_type")
     if name is None:
@@ -339,8 +424,7 @@ def _check_overrides(overrides: Sequence[str], function: str) -> None:
     Raises:
         ConfigError: They are not.
     """
-    if isinstance(overrides, str):
-        raise ConfigError(f"{function} got the string '{overrides}'; required: a list. Pass ['{overrides}']")
+    _check_list(overrides, f"overrides of {function}")
     for word in overrides:
         if not isinstance(word, str) or word.startswith("-"):
             raise ConfigError(
@@ -351,13 +435,29 @@ def _check_overrides(overrides: Sequence[str], function: str) -> None:
 
 def _code(plugins: Sequence[str], trust_remote_code: bool) -> list[str]:
     """Return the overrides that let code of others run, where it was asked for."""
-    if isinstance(plugins, str):
-        raise ConfigError(f"plugins is the string '{plugins}'; required: a list. Pass plugins=['{plugins}']")
-    named = [f"plugins=[{','.join(_quoted(plugin) for plugin in plugins)}]"] if plugins else []
+    _check_list(plugins, "plugins")
+    named = [f"plugins={_value(plugins)}"] if plugins else []
     return named + (["model.trust_remote_code=true"] if trust_remote_code else [])
 
 
+def _check_list(values: Any, name: str) -> None:
+    """Refuse a single value, whose letters Python would take one by one, in the place of a list."""
+    if isinstance(values, (str, os.PathLike)):
+        raise ConfigError(f"{name}: got '{values}', which is no list. Pass ['{values}']")
+    if not isinstance(values, Sequence):
+        raise ConfigError(f"{name}: got {values!r}; required: a list of strings. Pass []")
+
+
+def _value(value: Any) -> str:
+    """Return a value as an override takes it, texts in quotes."""
+    from rlinf.config.options import override_text
+
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_value, value))}]"
+    return _quoted(value) if isinstance(value, (str, os.PathLike)) else override_text(value)
+
+
 def _quoted(path: str | os.PathLike) -> str:
-    """Return a path as a quoted value of an override."""
-    text = os.fspath(path).replace("'", "\\'")
+    """Return a path as a quoted value of an override; backslashes in front of a quote are doubled."""
+    text = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), os.fspath(path))
     return f"'{text}'"

@@ -110,13 +110,19 @@ class Policy:
             for name in observation:
                 if name not in FIELDS:
                     raise ConfigError(f"The observation has the key '{name}'.{did_you_mean(name, FIELDS)}")
+            images = observation.get("images")
             observation = Observation(
-                observation.get("images") or {}, observation.get("state"), observation.get("instruction")
+                {} if images is None else images, observation.get("state"), observation.get("instruction")
             )
         elif not isinstance(observation, Observation):
             raise ConfigError(
                 f"act got a {type(observation).__name__}; required: an rlinf.Observation, or a mapping with the keys "
                 f"{', '.join(FIELDS)}"
+            )
+        if not isinstance(observation.images, Mapping):
+            raise ConfigError(
+                f"images is a {type(observation.images).__name__}; required: a mapping of camera names to uint8 pictures. Pass "
+                f"{{'images': {{'{(self.cameras or ['front'])[0]}': picture}}}}"
             )
         sentences, is_single = _sentences(observation.instruction)
         cameras = list(observation.images) if self.cameras is None else self.cameras

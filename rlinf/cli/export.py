@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +21,24 @@ class ExportConfig:
     merge_lora: bool = option(False, "Add the adapters into the weights.")
 
 
+REQUIRED = ("checkpoint", "output")
+
+
 def export(arguments: Sequence[str]) -> int:
     """Write a checkpoint as a folder that ``from_pretrained`` loads.
 
     Other keys are laid over the checkpoint's configuration, e.g. ``plugins=[my_model.py]``, which it may need.
     """
+    if {"-h", "--help"} & set(arguments):
+        keys = " ".join(f"[{name}=...]" for name in public_fields(ExportConfig) if name not in REQUIRED)
+        print(
+            f"usage: rlinf export checkpoint=<folder> output=<new folder> {keys} [key=value ...]\n\n{inspect.cleandoc(export.__doc__)}"
+        )
+        return 0
     own, overrides = _split(arguments)
     config = from_mapping(ExportConfig, own)
     usage = "Type rlinf export checkpoint=outputs/quickstart/latest output=my_policy"
-    for key in ("checkpoint", "output"):
+    for key in REQUIRED:
         if getattr(config, key) is None:
             raise ConfigError(f"`rlinf export` needs {key}=<folder>. {usage}")
     output = Path(config.output).expanduser()

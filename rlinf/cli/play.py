@@ -48,6 +48,11 @@ def play(arguments: Sequence[str]) -> int:
     settings = from_mapping(PlayConfig, {item.key_or_group: item.value() for item in parse_overrides(list(own))})
     if not any(word.partition("=")[0] == "checkpoint" for word in arguments):
         raise ConfigError(f"`rlinf play` needs a checkpoint or run folder. Type {usage}")
+    output = None if settings.output is None else Path(settings.output).expanduser()
+    if output is not None and output.exists() and output.suffix != ".mp4":
+        raise ConfigError(
+            f"output is '{settings.output}', which exists and is no .mp4 file, so a video would overwrite it. Type output=play.mp4"
+        )
     config = configure(args, "evaluate")
     if config is not None:
         play_episode(config, settings)

@@ -273,12 +273,12 @@ def compose_on_saved(
     for override in parsed:
         if override not in groups:
             OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
+    name = str(config.get("experiment_name", "default"))
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ConfigError(
+            f"experiment_name is '{name}', which leads out of the folder outputs. Type experiment_name=<a name>"
+        )
     if "output_dir" not in typed:
-        stamp, name = datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), str(config.get("experiment_name", "default"))
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ConfigError(
-                f"experiment_name is '{name}', which leads out of the folder outputs. Type experiment_name=<a name>, or "
-                "output_dir=<folder>"
-            )
+        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         config.output_dir = f"outputs/{name}/evaluate_{stamp}"
     return config

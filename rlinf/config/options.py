@@ -68,7 +68,7 @@ def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "") -> Any:
     for key, value in mapping.items():
         dotted = f"{path}.{key}" if path else str(key)
         if key not in known:
-            raise ConfigError(unknown_key_message(dotted, value, known))
+            raise ConfigError(unknown_key_message(dotted, value, known, hints))
         values[key] = _convert(value, hints[key], dotted, known[key])
     return cls(**values)
 
@@ -78,14 +78,25 @@ def to_mapping(config: Any) -> dict[str, Any]:
     return {name: _plain(getattr(config, name)) for name in public_fields(type(config))}
 
 
-def unknown_key_message(dotted: str, value: Any, known: typing.Iterable[str]) -> str:
-    """Say that a key does not exist, which ones do, and what to type instead."""
+def unknown_key_message(
+    dotted: str, value: Any, known: typing.Iterable[str], hints: Mapping[str, Any] | None = None
+) -> str:
+    """Say that a key does not exist, which ones do, and what to type instead.
+
+    Args:
+        dotted: The key in the whole configuration.
+        value: What was to be its value.
+        known: Keys of its section.
+        hints: Their types, where they are known: a list is typed in brackets.
+    """
     section, _, key = dotted.rpartition(".")
     names = list(known)
     message = f"There is no key '{dotted}'.{did_you_mean(key, names)}"
     close = closest(key, names)
     if close:
-        message += f" Type {section + '.' if section else ''}{close}={override_text(value)}"
+        message += (
+            f" Type {override_of(f'{section}.{close}' if section else close, value, (hints or {}).get(close, Any))}"
+        )
     return message
 
 
@@ -171,8 +182,10 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
         raise ConfigError(
             f"{dotted} is {override_text(converted)!r}; required: one of {', '.join(map(str, choices))}. Type {dotted}={close}"
         )
-    if isinstance(converted, float) and math.isinf(converted):
-        raise ConfigError(f"{dotted} is {converted}; required: a finite number. Type e.g. {example}")
+    numbers = converted if isinstance(converted, list) else [converted]
+    if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+        what = "a finite number" if numbers is not converted else "finite numbers"
+        raise ConfigError(f"{dotted} is {override_text(converted)}; required: {what}. Type e.g. {example}")
     if isinstance(converted, (int, float)) and not _within(converted, field.metadata):
         raise ConfigError(f"{dotted} is {converted}; required: {bounds_text(field.metadata)}. Type e.g. {example}")
     return converted

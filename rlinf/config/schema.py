@@ -124,8 +124,15 @@ def overrides_text(keys: Iterable[str], value: Any) -> str:
     return " or ".join(override_of(key, value, types.get(key, Any)) for key in keys)
 
 
-def no_key(dotted: str, value: Any, known: Iterable[str]) -> str:
-    """Say that there is no such key, and where its name is one, or which of the ``known`` ones was meant."""
+def no_key(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, Any] | None = None) -> str:
+    """Say that there is no such key, and where its name is one, or which of the ``known`` ones was meant.
+
+    Args:
+        dotted: The key.
+        value: What was to be its value.
+        known: Keys of its section.
+        hints: Their types; None: those of the default env and algorithm.
+    """
     name, known = dotted.rpartition(".")[2], list(known)
     elsewhere = [key for key in fields_meant(name) if key != dotted]
     if not set(known).isdisjoint(ALIASES.get(name, ())):
@@ -134,7 +141,10 @@ def no_key(dotted: str, value: Any, known: Iterable[str]) -> str:
         similar = closest(name, (key.rpartition(".")[2] for key in field_types()))
         elsewhere = fields_meant(similar) if similar else []
     if not elsewhere:
-        return unknown_key_message(dotted, value, known)
+        types, section = field_types(), dotted.rpartition(".")[0]
+        if hints is None:
+            hints = {key: types.get(f"{section}.{key}" if section else key, Any) for key in known}
+        return unknown_key_message(dotted, value, known, hints)
     return f"There is no key '{dotted}'. Type {overrides_text(elsewhere, value)}"
 
 
@@ -167,7 +177,7 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
                 )
             for key, value in given.items():
                 if key not in known:
-                    raise ConfigError(no_key(f"{section}.{key}", value, known))
+                    raise ConfigError(no_key(f"{section}.{key}", value, known, typing.get_type_hints(cls)))
             values[section] = from_mapping(cls, given, section)
         elif section not in values:
             values[section] = section_class(section, getattr(RunConfig(), section).name)()

@@ -14,15 +14,22 @@ PAGE = "Text is trained in Python, by HuggingFacePolicy: docs/policies.md"
 
 
 def text_in(path: str | Path) -> str | None:
-    """Say what text a path holds: a file of rows, a folder of such files, a language model; None: none of these."""
+    """Say what text a path holds: a file of rows, a folder of such files, a language model; None: none of these.
+
+    Runs, checkpoints, exports and other models are no text, though rows may lie beside them (``metrics.jsonl``).
+    """
+    from rlinf.training.checkpoint import is_checkpoint, is_export, is_run
+
     path = Path(path).expanduser()
     if path.is_file():
         return "a file of text" if path.suffix in SUFFIXES else None
-    if not path.is_dir():
+    if not path.is_dir() or is_run(path) or is_checkpoint(path) or is_export(path):
         return None
     model_type = language_model_in(path)
     if model_type is not None:
         return f"a language model ({model_type})"
+    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return None
     files = [child for child in path.iterdir() if child.is_file() and not child.name.startswith(".")]
     return "a folder of text" if any(file.suffix == ".jsonl" for file in files) else None
 

@@ -39,7 +39,7 @@ MAX_SLUG_LEN = 100
 @contextmanager
 def evaluation_mode(model: ActionModel | Acts) -> Iterator[None]:
     """Switch dropout and the like off inside, and back to what it was; nothing to do for an object that only acts."""
-    if not hasattr(model, "training"):
+    if not isinstance(model, torch.nn.Module):
         yield
         return
     was_training = model.training

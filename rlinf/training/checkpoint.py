@@ -39,7 +39,7 @@ from rlinf.errors import CheckpointError
 from rlinf.files import follow_latest, naming, write_text
 from rlinf.manifest import MANIFEST_FILE, Manifest, hash_files, verify_files
 from rlinf.models.finite import check_loaded
-from rlinf.tracking.tracker import PHASES
+from rlinf.tracking.tracker import METRICS_FILE, PHASES
 from rlinf.training.fsdp import local_part
 from rlinf.training.model_files import ADAPTER_FOLDER, MODEL_FOLDER, is_adapter, save_model_files
 from rlinf.training.rng_state import load_rng_state, save_rng_state
@@ -174,6 +174,12 @@ def is_export(folder: str | os.PathLike) -> bool:
     """True for a folder that ``rlinf export`` wrote; it holds a policy, and nothing to resume from."""
     folder = Path(folder)
     return all((folder / name).is_file() for name in (MANIFEST_FILE, CONFIG_FILE)) and _has_policy(folder)
+
+
+def is_run(folder: str | os.PathLike) -> bool:
+    """Return whether a folder is that of a run, or ``latest``, which names one."""
+    folder = follow_latest(folder)
+    return ((folder / METRICS_FILE).is_file() or (folder / CHECKPOINTS_FOLDER).is_dir()) and not _has_policy(folder)
 
 
 def policy_folder(folder: str | os.PathLike) -> Path:

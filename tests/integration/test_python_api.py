@@ -145,6 +145,7 @@ def test_sampling_repeats_with_a_seed_and_greedy_actions_always(policy):
     ("changes", "said"),
     [
         ({"images": {"wrist": pictures(1)[0]}}, r"cameras \['wrist'\]; required: \['front'\]"),
+        ({"images": pictures(1)}, r"images is a ndarray; required: a mapping.*{'images': {'front': picture}}"),
         ({"images": None}, r"cameras \[\]; required: \['front'\]"),
         ({"images": {"front": pictures(1)[0] / 255}}, r"images\['front'\] is float64; required: uint8"),
         ({"images": {"front": pictures(1, 32)[0]}}, r"shape \[32, 32, 3\]; required with one instruction: \[64, 64, 3\]"),
@@ -183,12 +184,19 @@ def test_a_run_a_checkpoint_an_export_and_a_public_folder_load_as_the_same_polic
         found = rlinf.load_policy(folder)
         np.testing.assert_array_equal(found.act(rows), wanted)
     assert rlinf.load_policy("exported", overrides=["rollout.temperature=0.5"]).config.rollout.temperature == 0.5
+    np.testing.assert_array_equal(rlinf.load_policy(state_run, model_type="mlp").act(rows), wanted)
+    with pytest.raises(CheckpointError, match="holds a 'mlp' and model.model_type is 'cnn'"):
+        rlinf.load_policy(state_run, model_type="cnn")
     assert rlinf.load_policy(checkpoint / "model").cameras is None, "nothing is known of its env"
 
 
 def test_what_is_no_policy_is_refused(here, tmp_path):
     with pytest.raises(CheckpointError, match="There is no folder nowhere"):
         rlinf.load_policy("nowhere")
+    with pytest.raises(
+        CheckpointError, match="There is no folder openvla/openvla-7b.*hub needs its type. Pass model_type="
+    ):
+        rlinf.load_policy("openvla/openvla-7b")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="names no model_type. Pass model_type="):
         rlinf.load_policy(tmp_path)
@@ -212,7 +220,9 @@ def test_code_that_a_checkpoint_names_runs_only_where_it_is_asked_for(state_run,
         with pytest.raises(CheckpointError, match="names Python code"):
             call(folder)
     assert not marker.exists()
-    assert rlinf.load_policy(folder, plugins=[str(plugin)]).action_dim == 2 and marker.exists()
+    loaded = rlinf.load_policy(folder, plugins=[str(plugin)])
+    assert loaded.action_dim == 2 and marker.exists()
+    assert rlinf.evaluate(loaded, episodes=2).episodes == 2, "what was let run once needs no second word"
 
 
 # -- environments --------------------------------------------------------------------------------------------------
@@ -227,6 +237,10 @@ def test_envs_are_made_by_name_with_their_settings():
         rlinf.make_env("tabeltop")
     with pytest.raises(ConfigError, match="no key 'env.taks'"):
         rlinf.make_env("tabletop", taks=["push"])
+    with pytest.raises(ConfigError, match=r"env is {'name': 'tabletop'} \(dict\); required: the name of an env"):
+        rlinf.make_env({"name": "tabletop"})
+    with pytest.raises(ConfigError, match="make_env got num_env=3, which is neither.*Pass num_envs=3"):
+        rlinf.make_env("tabletop", num_env=3)
 
 
 def test_an_env_of_ones_own_needs_no_yaml(tmp_path):
@@ -290,6 +304,87 @@ def test_any_object_with_act_is_evaluated_as_a_loop_by_hand_does_it():
         assert (found.success, found.num_env_steps) == (info["episodes"][0].success, info["episodes"][0].num_env_steps)
         assert found.episode_return == pytest.approx(total, abs=1e-5)
     assert result.episodes == 5
+
+
+def test_a_loaded_policy_is_evaluated_with_the_overrides_of_its_folder(place, here):
+    run = rlinf.train([*TINY, "output_dir=outputs/seeded/one", "seed=7", "rollout.temperature=0.7"])
+    policy = rlinf.load_policy(run)
+    sampled = ["evaluation.greedy=false", "env.max_episode_steps=12"]
+    for number, more in enumerate(
+        ([], ["rollout.temperature=3.0"], ["env={success_bonus: 2.0}"], ["env=tabletop", "env.cameras=[]"])
+    ):
+        chosen = [
+            *sampled,
+            "evaluation.allow_mismatch=[env]",
+            f"output_dir=outputs/seeded/by_folder_{number}",
+        ]
+        by_folder = rlinf.evaluate(run, overrides=[*more, *chosen])
+        by_object = rlinf.evaluate(policy, overrides=[*more, *sampled])
+        assert by_object.results == by_folder.results, more
+        assert (
+            (by_object.seed, by_object.temperature)
+            == (by_folder.seed, by_folder.temperature)
+            == (7, 3.0 if number == 1 else 0.7)
+        )
+    assert (
+        rlinf.evaluate(policy, policy.config.env, overrides=sampled).results
+        == rlinf.evaluate(policy, overrides=sampled).results
+    )
+    assert rlinf.evaluate(policy, overrides=["seed=3"]).seed == 3
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["experiment=quickstart", "output_dir=mine", "model.precision=fp32", "evaluation.num_videos_per_task=1",
+     "trainer.max_steps=3"],
+)  # fmt: skip
+def test_what_has_no_effect_on_an_object_is_refused_by_name(override, policy):
+    for one, env in ((policy, None), (Constant([0.0, 0.0]), "tabletop")):
+        with pytest.raises(
+            ConfigError, match=f"override '{override.partition('=')[0]}', which has no effect on an object"
+        ):
+            rlinf.evaluate(one, env, overrides=[override])
+
+
+def test_an_override_of_one_key_of_a_mapping_keeps_the_others(tmp_path, monkeypatch):
+    from rlinf.api import run_config
+    from rlinf.envs.gymnasium_env import GymnasiumConfig
+
+    env = GymnasiumConfig(id="Pendulum-v1", kwargs={"g": 9.0, "render_mode": "rgb_array"})
+    assert run_config(env, ["env.kwargs.g=3.0"]).env.kwargs == {"g": 3.0, "render_mode": "rgb_array"}
+    base = run_config(env)
+    assert run_config(None, ["env.kwargs.g=3.0"], base=base).env.kwargs == {"g": 3.0, "render_mode": "rgb_array"}
+    named = GymnasiumConfig(id="gymnasium.envs.classic_control:Pendulum-v1")
+    assert run_config(named, ["env.num_processes=0"]).env.id == named.id, "whoever hands it over lets its code run"
+
+
+def test_what_is_no_list_is_refused_before_its_letters_are_taken(state_run, policy):
+    for call in (lambda **more: rlinf.load_policy(state_run, **more), lambda **more: rlinf.make_env("tabletop", **more),
+                 lambda **more: rlinf.evaluate(policy, **more), lambda **more: rlinf.train(**{"overrides": [], **more})):  # fmt: skip
+        for name in ("overrides", "plugins"):
+            with pytest.raises(ConfigError, match=rf"{name}.*: got 'model.py', which is no list. Pass \['model.py'\]"):
+                call(**{name: "model.py"})
+            with pytest.raises(ConfigError, match=f"{name}.*: got 3; required: a list"):
+                call(**{name: 3})
+
+
+def test_a_path_that_ends_in_a_backslash_is_one_value():
+    from rlinf.api import _quoted
+    from rlinf.config.compose import parse_overrides
+
+    for path in ("a\\", "a'b", "a\\'b\\\\", "C:\\runs\\one", "a,b=c"):
+        (parsed,) = parse_overrides([f"checkpoint={_quoted(path)}"])
+        assert parsed.value() == path
+    with pytest.raises(CheckpointError, match="There is no folder"):
+        rlinf.evaluate("nowhere\\")
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_object_may_have_an_attribute_that_modules_have(trained):
+    policy = Constant([0.05, -0.03])
+    policy.training = trained
+    assert rlinf.evaluate(policy, "tabletop", episodes=2, overrides=["env.cameras=[]"]).episodes == 2
+    assert policy.training is trained
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,8 @@ def test_an_episode_becomes_a_video_and_ends_as_in_the_evaluation(run, here, cap
     [(["episode=3"], "needs a checkpoint or run folder"), (["checkpoint=nowhere"], "There is no folder nowhere"),
      (["checkpoint=RUN", "episode=-1"], "episode is -1; required: at least 0"),
      (["checkpoint=RUN", "episode=999999", "env.num_eval_init_states=5"], "from 0. Type episode="),
+     (["checkpoint=RUN", "output=RUN/metrics.jsonl"], "which exists and is no .mp4 file"),
+     (["checkpoint=RUN", "experiment_name=../../x", "output_dir=a"], "experiment_name is '../../x', which leads out of"),
      (["checkpoint=RUN", "windo=false"], "no key 'windo'")],
 )  # fmt: skip
 def test_what_cannot_be_played_is_one_line(words, said, run, here, capsys):

@@ -138,6 +138,8 @@ def test_more_ranks_than_cores_is_one_line_of_warning(here, started, capsys, mon
         ("train --trainer.max_steps=3", "Type trainer.max_steps=3"),
         ("train experiment=quickstart --dry-run", "Type e.g. trainer.max_steps=10"),
         ("train trainer.temperature=1", "Type rollout.temperature=1"),
+        ("train experiment=quickstart env.task=reach", "Type 'env.tasks=[reach]'"),
+        ("evaluate env=libero_spatial env.task=some", "Type 'env.tasks=[some]'"),
         ("train experiment quickstart", "Type experiment=quickstart"),
         ("train model openvla_tiny seed=3", "Type model=openvla_tiny"),
         ("evaluate .", "Type checkpoint=. to evaluate"),
@@ -291,6 +293,15 @@ def test_interruption_exits_with_130_and_the_status_of_the_trainer_is_passed_on(
     with pytest.raises(SystemExit) as caught:
         main(["train", *SMALL])
     assert caught.value.code == 143
+
+
+def test_help_of_export_is_its_usage(here, capsys):
+    assert main(["export", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "usage: rlinf export checkpoint=<folder> output=<new folder> [merge_lora=...] [key=value ...]"
+    )
+    assert "from_pretrained" in printed
 
 
 def test_export_refuses_to_write_into_a_folder_that_is_not_empty(here):

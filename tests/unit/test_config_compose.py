@@ -104,7 +104,7 @@ def test_typo_in_any_key_of_the_template_is_refused_with_the_key_that_was_meant(
     typo = key[:-1] + ("x" if key[-1] != "x" else "y")
     with pytest.raises(ConfigError, match=f"Did you mean '{key}'"):
         from_mapping(ModelConfig, {typo: SEED_KEYS[key]}, "model")
-    with pytest.raises(ConfigError, match=f"Type model.{key}="):
+    with pytest.raises(ConfigError, match=f"Type .?model.{key}="):
         build(f"model.{typo}=1")
 
 

@@ -67,6 +67,8 @@ def test_integers_become_floats_and_nothing_else_is_converted():
         ({"count": 0}, ["count is 0", "at least 1"]),
         ({"inner": {"rate": -0.1}}, ["inner.rate is -0.1", "at least 0"]),
         ({"inner": {"rate": float("nan")}}, ["inner.rate is nan"]),
+        ({"scales": [1.0, float("nan")]}, ["scales is [1.0,nan]", "finite numbers"]),
+        ({"size": 3}, ["Type 'sizes=[3]'"]),
         ({"inner": {"beta": 1.0}}, ["inner.beta is 1.0", "at least 0 and below 1", "Type e.g. inner.beta=0.9"]),
         ({"inner": {"target": 1.5}}, ["inner.target is 1.5", "at least 0 and at most 1", "inner.target=null"]),
         ({"inner": {"target": -1}}, ["inner.target is -1.0"]),
@@ -94,7 +96,7 @@ def test_bounds_are_accepted_where_they_include_the_number():
 @pytest.mark.parametrize(
     "override",
     ["algorithm.gamma=1.01", "algorithm.gae_lambda=1.5", "algorithm.dual_clip=0.5", "algorithm.value_clip_range=-0.1",
-     "trainer.adam_beta1=1.0", "trainer.adam_beta2=1", "trainer.target_success_rate=80", "sft.time_limit_s=-1"],
+     "trainer.adam_beta1=1.0", "trainer.adam_beta2=1", "trainer.target_success_rate=80", "sft.time_limit_s=-1", "env.success_bonus=nan"],
 )  # fmt: skip
 def test_numbers_that_mean_nothing_are_refused(override):
     dotted, value = override.split("=")

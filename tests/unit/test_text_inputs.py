@@ -56,3 +56,21 @@ def test_a_dataset_that_nothing_clones_is_refused(here, started, capsys):
     said = capsys.readouterr().err
     assert "sft.dataset is 'demos', and sft.max_steps=0" in said
     assert "Type sft.max_steps=500, or sft.dataset=null" in said
+
+
+def test_runs_checkpoints_and_other_models_with_a_log_beside_them_are_no_text(here, started, capsys):
+    for name, file in (
+        ("run_a", "metrics.jsonl"),
+        ("other_run", "log.jsonl"),
+        ("policy_b", "log.jsonl"),
+        ("saved", "a.jsonl"),
+    ):
+        (here / name).mkdir()
+        (here / name / file).write_text("{}\n")
+    (here / "other_run" / "checkpoints").mkdir()
+    (here / "policy_b" / "config.json").write_text(json.dumps({"model_type": "mlp"}))
+    (here / "saved" / "state.json").write_text("{}")
+    for name in ("run_a", "other_run", "policy_b", "saved"):
+        assert main(["evaluate", name]) == EXIT_USER_ERROR
+        said = capsys.readouterr().err
+        assert f"Type checkpoint={name} to evaluate" in said and PAGE not in said

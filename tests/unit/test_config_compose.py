@@ -169,7 +169,7 @@ def test_seed_template_is_accepted_once_its_model_is_registered_and_given_weight
         ("env=zzz", ["no env 'zzz'. Known: gymnasium"]),
         ("algorithm.name=grpo", ["algorithm.name is 'grpo', with the settings of ppo", "Type algorithm=grpo"]),
         ("env.name=gymnasium", ["env.name is 'gymnasium', with the settings of tabletop", "Type env=gymnasium"]),
-        ("env.task=push", ["Type env.tasks=push"]),
+        ("env.task=push", ["Type 'env.tasks=[push]'"]),
         ("env.tasks=push", ["env.tasks is 'push'", "Type e.g. 'env.tasks=[push]'"]),
     ],
 )

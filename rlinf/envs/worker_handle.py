@@ -22,7 +22,8 @@ from rlinf.stack_dump import dump_stacks
 POLL_S = 1.0
 _START = """
 import os, signal, sys
-for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the parent decides what becomes of this process
+# They reach the whole group (SIGHUP when a terminal closes); the parent decides what becomes of this process.
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 sys.path[:] = sys.argv[1].split(os.pathsep)
 from rlinf.envs.worker_process import main
@@ -94,7 +95,8 @@ class Worker:
         self.end(deadline=time.monotonic() + POLL_S)
         status = self.process.returncode
         ending = f"killed by {signal.Signals(-status).name}" if status < 0 else f"it ended with status {status}"
-        return Failure(None, ending, self._read_log(), from_outside=-status in (signal.SIGKILL, signal.SIGTERM))
+        outside = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+        return Failure(None, ending, self._read_log(), from_outside=-status in outside)
 
     def give_up(self, timeout_s: float, name: str) -> Failure:
         """Kill a process that has been silent for too long, after it has told where it is."""

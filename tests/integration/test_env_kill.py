@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from rlinf.envs.worker_handle import SharedMemory, Worker
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
@@ -106,6 +108,33 @@ def test_a_rollout_holds_every_episode_once_while_workers_are_killed():
         ends = (batch.terminated | batch.truncated)[valid, env]
         assert int(ends.sum()) in (len(ids), len(ids) - 1)
         assert batch.action_mask[valid, env].any(1).all()
+
+
+def test_workers_outlive_the_signals_that_a_terminal_sends_to_its_whole_group():
+    """The parent ends the run after the present step, for which it needs them."""
+    env = WalkVectorEnv(WalkConfig(num_processes=2), 4, False)
+    env.reset()
+    before = env.worker_processes()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for process in before:
+            process.send_signal(number)
+        assert not len(env.chunk_step(np.zeros((4, 1, 2))).lost_env_ids), number
+    assert env.worker_processes() == before and env.num_restarts == 0
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "from_outside"),
+    [(signal.SIGKILL, True), (signal.SIGTERM, True), (signal.SIGHUP, True), (signal.SIGSEGV, False)],
+)
+def test_a_worker_that_somebody_ended_did_not_fail_by_its_episode(number, from_outside):
+    worker, memory = Worker(np.arange(2)), SharedMemory(1)
+    worker.connection, theirs = Pipe()
+    worker.log = memory.file
+    worker.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    theirs.close()
+    worker.process.send_signal(number)
+    assert worker.receive(1.0, "step").from_outside is from_outside
 
 
 SCRIPT = """

@@ -15,10 +15,10 @@ from rlinf.config.options import to_mapping
 from rlinf.config.schema import build_config
 from rlinf.manifest import build_manifest
 from rlinf.models import build_policy
-from rlinf.models.embodiment.base import sample_tokens
-from rlinf.rollout.diagnostics import NUM_ROWS, Trial, torch_checks, type_check
+from rlinf.models.embodiment.base import sample_tokens, token_logprobs
+from rlinf.rollout.diagnostics import NUM_ROWS, Trial, draw_check, torch_checks, type_check
 from rlinf.training.checkpoint import save_checkpoint
-from rlinf.types import Observation
+from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
 ROLLOUT, ROWS, AGAIN = "rollout against training", "a row alone and in a batch", "the same again"
 SURPRISE, TRANSFORM = "samples are as surprising as scored", "samples are those of the random numbers"
@@ -290,6 +290,52 @@ def test_a_sampler_that_leaves_out_unlikely_tokens_is_found_although_both_sides_
 
     monkeypatch.setattr("rlinf.models.embodiment.openvla_action_model.sample_tokens", sample)
     assert failed(trial) == ([SURPRISE, TRANSFORM] if top_k else [])
+
+
+class Table:
+    """A token policy whose logits ``[B, A, n_bins]`` are a table: it looks at nothing."""
+
+    num_uniforms = num_logprobs = num_sampled = 14
+
+    def __init__(self, logits, seed, do_sample=True):
+        self.logits, self.do_sample, self.generator = logits, do_sample, torch.Generator().manual_seed(seed)
+
+    def preprocess(self, observation):
+        return {}
+
+    def predict_action_batch(self, do_sample, temperature, uniforms):
+        numbers = torch.rand(uniforms.shape, generator=self.generator).clamp_min(1e-9)  # others in every test
+        tokens = sample_tokens(self.logits, self.do_sample, temperature, numbers)
+        return ActionPrediction(tokens.float(), tokens, self.logits, torch.zeros(len(tokens)))
+
+    def evaluate_actions(self, inputs, tokens, temperature):
+        return ActionEvaluation(*token_logprobs(self.logits, tokens, temperature, True), torch.zeros(len(tokens)))
+
+
+def confident(mass, seed):
+    """Logits of a token with all but about ``mass`` of the probability; how much that is differs from column to column."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(NUM_ROWS, Table.num_logprobs, 256, generator=generator)
+    rest = (mass * torch.randn(logits.shape[:2], generator=generator).exp()).clamp(max=0.5)
+    logits[..., 0] = logits[..., 1:].logsumexp(-1) + torch.log((1 - rest) / rest)
+    return logits
+
+
+@pytest.mark.parametrize("mass", [0.1, 0.01, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5])
+def test_a_confident_policy_that_draws_right_is_not_accused_where_rare_tokens_come_or_do_not(mass):
+    failures = []
+    for seed in range(40):
+        model = Table(confident(mass, seed), 1000 + seed)
+        check = draw_check(Trial(model, observe(), torch.ones(3), 1.0, True), model, "torch")
+        failures += [] if check.passed else [(seed, check.detail)]
+    assert not failures
+
+
+@pytest.mark.parametrize("mass", [0.2, 0.1])
+def test_a_confident_policy_that_never_draws_rare_tokens_is_found(mass):
+    for seed in range(10):
+        model = Table(confident(mass, seed), 0, do_sample=False)
+        assert not draw_check(Trial(model, observe(), torch.ones(3), 1.0, True), model, "torch").passed, seed
 
 
 def test_parameters_without_a_gradient_are_named_and_do_not_fail(trial):

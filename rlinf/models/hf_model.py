@@ -237,6 +237,17 @@ def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrained
         ) from error
 
 
+def count_weights(path: str | Path, trust_remote_code: bool = False) -> int:
+    """Return how many numbers ``HFModel.from_pretrained`` would read, without reading them; tied ones count once.
+
+    Raises:
+        CheckpointError, ConfigError: As of ``load_config`` and ``model_class_of``.
+    """
+    config = load_config(path, trust_remote_code)
+    model = _without_weights(model_class_of(config, path, trust_remote_code), config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def model_class_of(
     config: PreTrainedConfig, path: str | Path | None = None, trust_remote_code: bool = False
 ) -> type[PreTrainedModel]:

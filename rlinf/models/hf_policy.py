@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from rlinf.algorithms.token_losses import TokenCounts, TokenLoss
 from rlinf.config.options import from_mapping, option
@@ -31,7 +30,7 @@ from rlinf.models.generation.interfaces import (
     GenerationOutputSpec,
     tokens_and_mask,
 )
-from rlinf.models.hf_model import HFModel, load_config
+from rlinf.models.hf_model import HFModel, count_weights
 from rlinf.models.interfaces import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
 from rlinf.models.logprobs import batch_logprobs, context_length, micro_batches
 from rlinf.models.lora import merged_state_dict
@@ -39,6 +38,8 @@ from rlinf.models.master_adamw import MasterAdamW
 from rlinf.seeding import derive_seed
 
 Result = TypeVar("Result")
+_NO_GPU = ("None", "cpu", "disk")
+_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass
@@ -358,13 +359,13 @@ def _check_memory(model_name: str, config: HuggingFacePolicyConfig) -> None:
     Raises:
         ConfigError: With what is needed, what is there, and what takes less.
     """
-    if config.lora is not None or not torch.cuda.is_available():
+    places = config.device_map.values() if isinstance(config.device_map, dict) else [config.device_map]
+    if config.lora is not None or not torch.cuda.is_available() or any(str(p) in _NO_GPU for p in places):
         return
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(model_name, config.trust_remote_code))
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = count_weights(model_name, config.trust_remote_code)
     needed = training_bytes(num_parameters, torch_dtype_of(config.torch_dtype).itemsize)
-    alone = config.device_map != "auto" or dist.is_initialized()
+    is_spread = isinstance(config.device_map, dict) or config.device_map in _SPREAD
+    alone = not is_spread or (config.device_map == "auto" and dist.is_initialized())
     gpus = [own_device().index] if alone else range(torch.cuda.device_count())
     available = sum(torch.cuda.get_device_properties(index).total_memory for index in gpus)
     if needed > available:

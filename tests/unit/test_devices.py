@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rlinf.distributed import devices, process_group
 from rlinf.distributed.devices import engine_gpus, rank_environment, rank_index, visible_gpus
@@ -22,6 +25,7 @@ from rlinf.models import causal_lm, hf_policy
 from rlinf.models.generation import vllm_engine
 from rlinf.models.generation.vllm_engine import EngineSpec, VllmEngine
 from rlinf.models.generation.vllm_weights import TensorNames
+from rlinf.models.hf_model import count_weights
 
 ROOT = Path(__file__).parents[2]
 EIGHT = [str(number) for number in range(8)]
@@ -258,13 +262,62 @@ def test_training_all_weights_of_a_model_that_cannot_fit_is_refused_before_they_
         raise Loaded
 
     monkeypatch.setattr(hf_policy, "load_causal_lm", load)
-    options = {"torch_dtype": "bfloat16", "device_map": None}
-    with pytest.raises(ConfigError, match=r"takes 0\.3\d* GB.*the GPU has 0\.001 GB.*type lora=\{\}"):
-        hf_policy.HuggingFacePolicy(tiny_lm(hidden_size=512, intermediate_size=5000), **options)
+    options, large = {"torch_dtype": "bfloat16"}, tiny_lm(hidden_size=512, intermediate_size=5000)
+    places = {"cuda:1": "the GPU has 0.001 GB", "auto": "the GPUs have 0.002 GB", "balanced": "the GPUs have 0.002 GB"}
+    for device_map, there in places.items():
+        with pytest.raises(ConfigError, match=rf"takes 0\.3\d* GB.*{re.escape(there)}.*type lora=\{{\}}"):
+            hf_policy.HuggingFacePolicy(large, device_map=device_map, **options)
+    with pytest.raises(ConfigError, match=r"the GPUs have 0\.002 GB"):
+        hf_policy.HuggingFacePolicy(large, device_map={"model": 0, "lm_head": 1}, **options)
     assert not loaded
+    for device_map in (None, "cpu", torch.device("cpu"), {"": "cpu"}):  # the memory of GPUs does not matter
+        with pytest.raises(Loaded):
+            hf_policy.HuggingFacePolicy(large, device_map=device_map, **options)
+    loaded.clear()
     fitting = ({"lora": {}}, {"total_memory": 10**10})
     for change in fitting:
         memory.total_memory = change.pop("total_memory", memory.total_memory)
         with pytest.raises(Loaded):
             hf_policy.HuggingFacePolicy(tiny_lm(), **options, **change)
     assert len(loaded) == 2
+
+
+def small_llava():
+    """No architectures: what the Auto classes choose, as for the loader."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"model_type": "llama", "vocab_size": 100, **sizes}
+    vision = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes}
+    return AutoConfig.for_model("llava", text_config=text, vision_config=vision)
+
+
+def test_the_weights_of_a_vision_language_model_are_counted(tmp_path):
+    config = small_llava()
+    config.save_pretrained(tmp_path)
+    model = AutoModelForImageTextToText.from_config(config)
+    assert count_weights(tmp_path) == sum(parameter.numel() for parameter in model.parameters()) > 10_000
+
+
+def test_the_weights_of_a_model_with_its_own_code_are_counted_where_that_is_trusted(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_CODE)
+    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": code}))
+    assert count_weights(tmp_path, trust_remote_code=True) == 15
+    with pytest.raises(ConfigError, match=r"trust_remote_code=true"):
+        count_weights(tmp_path)
+
+
+OWN_CODE = """
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = nn.Linear(4, 3)
+        self.post_init()
+"""

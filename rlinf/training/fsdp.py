@@ -25,7 +25,8 @@ def shard(model: nn.Module, device: str) -> nn.Module:
     ``float32_modules`` names in float32. ``model.compute_dtypes`` then maps the names of the former to their 16-bit format.
 
     Raises:
-        ConfigError: No declared module class occurs in the model, so nothing would be sharded as a unit.
+        ConfigError: No declared module class occurs in the model, so nothing would be sharded as a unit; or ``float32_modules``
+            of a model with 16-bit weights names a parameter that is no module.
     """
     # It warns of writing into what the model returns, which nobody here does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
@@ -39,8 +40,14 @@ def shard(model: nn.Module, device: str) -> nn.Module:
     }
     dtype = next((p.dtype for p in model.parameters() if p.element_size() == 2), None)
     if dtype is not None:
-        exact = [getattr(model, name, None) for name in getattr(model, "float32_modules", ())]
-        for module in exact:
+        for name in getattr(model, "float32_modules", ()):
+            module = getattr(model, name, None)
+            if isinstance(module, nn.Parameter):
+                raise ConfigError(
+                    f"{name} of {type(model).__name__} is no module, so in shards it would be computed with in {str(dtype)[6:]}, and "
+                    "by the player in float32. Leave it out of float32_modules, put it into a module of its own, or type "
+                    "model.precision=bf16-mixed"
+                )
             if isinstance(module, nn.Module):
                 fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     # Inputs are cast by the model, where it may: a cast here would round the chain of a flow policy, and its state.

@@ -14,7 +14,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.process_group import launch, rank
 from rlinf.distributed.weight_sync import frozen_copy
-from rlinf.errors import CheckpointError
+from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy, get_model
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.lora import ADAPTER_FILE, apply_lora, merge_lora
@@ -216,6 +216,39 @@ def test_control_the_default_of_fsdp_would_round_chain_and_state(monkeypatch):
         fsdp, "MixedPrecisionPolicy", lambda **options: MixedPrecisionPolicy(**options | {"cast_forward_inputs": True})
     )
     assert torch.bfloat16 in with_process_group(lambda: act_and_score("pi0"))[2]["velocity"]
+
+
+class Deviation(torch.nn.Module):
+    """A model in bfloat16 with a float32 parameter that is no module."""
+
+    fsdp_wrap_modules = ()
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+        self.log_std = torch.nn.Parameter(torch.full((2,), -1.2345678))
+
+
+def test_a_parameter_outside_of_any_module_cannot_stay_float32_in_shards():
+    model = Deviation()
+    message = "log_std of Deviation is no module.*computed with in bfloat16.*Leave it out of float32_modules.*put it into"
+    model.float32_modules = ("log_std",)
+    with pytest.raises(ConfigError, match=message):
+        with_process_group(lambda: shard(model, "cpu"))
+    model.float32_modules = ()
+    with_process_group(lambda: shard(model, "cpu"))
+    model = Deviation().float()  # control: nothing is rounded
+    model.float32_modules = ("log_std",)
+    with_process_group(lambda: shard(model, "cpu"))
+
+
+def test_shards_of_cnn_compute_with_the_deviation_of_the_replica():
+    """``log_std`` of the packaged policy is in 16 bits on both sides."""
+    config = build_config(compose_config(["model=cnn", "model.precision=bf16", "model.init_config.image_size=36"]))
+    policy = build_policy(config, {"norm_stats": unit_range_stats(2, 4)})
+    replica = frozen_copy(policy)
+    with_process_group(lambda: shard(policy, "cpu"))
+    assert policy.compute_dtypes["log_std"] == replica.log_std.dtype == torch.bfloat16
 
 
 def test_steps_go_on_from_a_checkpoint_bit_for_bit(tmp_path):

@@ -69,7 +69,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
     config_class = CNNConfig
     base_model_prefix = "cnn"
     main_input_name = "images"
-    float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head")
+    float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head")  # log_std is no module: see ``shard``
 
     def __init__(
         self,

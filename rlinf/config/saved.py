@@ -54,9 +54,10 @@ def check_start(config: RunConfig, command: str) -> None:
     Raises:
         CheckpointError: It is another model, or an exported policy that is to be resumed; or env, number format or versions
             are not those of the resumed run (``ManifestMismatchError``), as far as the configuration tells.
-        ConfigError: The resumed run has another seed, or has done more than is asked for; or a key of another command is set.
+        ConfigError: The resumed run has another seed, or has done more than is asked for; its checkpoint was set aside; or a
+            key of another command is set.
     """
-    from rlinf.training.checkpoint import read_loop_state, resolve_checkpoint
+    from rlinf.training.checkpoint import SUPERSEDED, read_loop_state, resolve_checkpoint
 
     for key, instead in NOT_OF_TRAINING.items():
         value = getattr(config, key)
@@ -66,6 +67,13 @@ def check_start(config: RunConfig, command: str) -> None:
     if source is None:
         return
     folder = resolve_checkpoint(source)
+    if config.resume is not None and SUPERSEDED.fullmatch(folder.parent.name):
+        back = folder.parent.parent / folder.name
+        place = f"{back}, in the place of the one that is there" if back.exists() else back
+        raise ConfigError(
+            f"resume={config.resume} is a checkpoint that was set aside when its run went on from an earlier one; required: one in "
+            f"{back.parent}. Move {folder} back to {place}, and type resume={back}"
+        )
     state = read_loop_state(folder) if config.resume is not None else None
     saved = Manifest.load(folder)
     check_model_type(folder, saved, config)

@@ -48,6 +48,8 @@ from rlinf.training.trainer_state import load_trainer_state, save_trainer_state,
 logger = logging.getLogger("rlinf")
 
 STATE_FILE, CONFIG_FILE, CHECKPOINTS_FOLDER = "state.json", "config.yaml", "checkpoints"
+SUPERSEDED = re.compile(r"superseded_(\d+)")
+"""Folders next to checkpoints, which hold those of steps that were made again."""
 FORMAT = 1
 
 
@@ -315,8 +317,8 @@ def set_aside_later(resumed: Path) -> None:
     later = [path for path in _checkpoints_in(resumed.parent) if _moment(path)[:2] > point]
     if not later:
         return
-    number = 1 + len(list(resumed.parent.glob("superseded_*")))
-    folder = resumed.parent / f"superseded_{number}"
+    former = [SUPERSEDED.fullmatch(path.name) for path in resumed.parent.iterdir()]
+    folder = resumed.parent / f"superseded_{1 + max((int(found[1]) for found in former if found), default=0)}"
     folder.mkdir()
     for path in later:
         os.rename(path, folder / path.name)

@@ -146,7 +146,7 @@ class Run:
         """Return a frozen copy of the policy with which RL began, for the KL penalty; kept on disk for a resumed run.
 
         Raises:
-            CheckpointError: A resumed run did not keep it, because it had no KL penalty.
+            CheckpointError: The run that is resumed did not keep it.
         """
         if self.config.algorithm.kl_coef == 0:
             return None
@@ -156,10 +156,11 @@ class Run:
             path = run_folder / REFERENCE_FILE
             if not path.is_file():
                 raise CheckpointError(
-                    f"{path} is missing: the run began without a KL penalty. Type algorithm.kl_coef=0"
+                    f"{path} is missing, which a run writes that begins RL with a KL penalty. Copy it from that run's folder, or "
+                    "type algorithm.kl_coef=0"
                 )
             reference.load_state_dict(load_file(path))
-        elif self.is_writer:
+        if self.is_writer and (self.state.step == 0 or run_folder.resolve() != self.folder.resolve()):
             tensors = {name: tensor.detach().cpu().clone() for name, tensor in reference.state_dict().items()}
             save_file(tensors, self.folder / f".{REFERENCE_FILE}.tmp")
             os.replace(self.folder / f".{REFERENCE_FILE}.tmp", self.folder / REFERENCE_FILE)

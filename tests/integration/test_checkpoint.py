@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import logging
 import pickle
 import random
@@ -299,6 +300,10 @@ def test_going_back_moves_what_came_later_out_of_the_way(saved, tmp_path, caplog
     copied(saved, tmp_path / "rl_000004")
     checkpoints.set_aside_later(tmp_path / "rl_000002")
     assert (tmp_path / "superseded_2" / "rl_000004").is_dir(), "nothing that was moved before is overwritten"
+    shutil.rmtree(tmp_path / "superseded_1")  # by the user, who needs the space
+    copied(saved, tmp_path / "rl_000004")
+    checkpoints.set_aside_later(tmp_path / "rl_000002")
+    assert (tmp_path / "superseded_3" / "rl_000004").is_dir()
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path):

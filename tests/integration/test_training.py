@@ -18,7 +18,7 @@ from rlinf import manifest
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs.rendering import StateRenderer
-from rlinf.errors import ManifestMismatchError, NonFiniteError, ParityError
+from rlinf.errors import CheckpointError, ManifestMismatchError, NonFiniteError, ParityError
 from rlinf.training import run as run_module
 from rlinf.training import train_worker
 from rlinf.training.run import Run, train
@@ -186,6 +186,13 @@ def test_kl_penalty_refers_to_the_policy_before_rl_also_after_a_resume(tmp_path)
     whole = divergences(tmp_path / "whole")
     assert len(whole) == 4 and whole[0] == pytest.approx(0, abs=1e-7) and whole[1] > 1e-6
     assert divergences(tmp_path / "halves") == whole
+    # Every resume into another folder takes the reference with it.
+    train(config_of(tmp_path / "second", *kl, "trainer.max_steps=3", f"resume={tmp_path / 'halves/checkpoints/rl_000002'}"))
+    train(config_of(tmp_path / "third", *kl, f"resume={tmp_path / 'second'}"))
+    assert divergences(tmp_path / "second") == whole[2:3] and divergences(tmp_path / "third") == whole[3:]
+    (tmp_path / "second" / "reference.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"second/reference\.safetensors is missing.*Copy.*or type algorithm\.kl_coef=0"):
+        train(config_of(tmp_path / "fourth", *kl, f"resume={tmp_path / 'second'}"))
 
 
 def test_resume_keeps_the_action_statistics_of_the_checkpoint(tmp_path):

@@ -93,6 +93,16 @@ def test_a_run_that_cannot_go_on_so_is_refused_before_any_work(saved_run, starte
     assert said.format(saved_run) in captured.err and captured.out == "" and started == []
 
 
+@pytest.mark.parametrize("overrides", [[], ["output_dir=elsewhere"]])
+def test_a_superseded_checkpoint_is_moved_back_before_it_is_resumed(saved_run, started, capsys, overrides):
+    aside = saved_run.parent / "superseded_1" / saved_run.name
+    aside.parent.mkdir()
+    saved_run.rename(aside)
+    assert main(["train", f"resume={aside}", *overrides]) == EXIT_USER_ERROR
+    said = f"Move {aside} back to {saved_run}, and type resume={saved_run}"
+    assert said in capsys.readouterr().err and started == []
+
+
 def test_conditions_may_differ_where_the_user_names_them(saved_run, started):
     assert (
         main(["train", f"resume={saved_run}", "model.precision=bf16-mixed", "evaluation.allow_mismatch=[precision]"])

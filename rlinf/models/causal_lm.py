@@ -50,7 +50,7 @@ def load_causal_lm(model_name: str, config: CausalLMConfig) -> Any:
     Raises:
         ConfigError: The number format is unknown, or two quantisations are asked for.
         MissingDependencyError: Quantisation without bitsandbytes, or FlashAttention that is not installed.
-        CheckpointError: Nothing can be loaded from there, or weights are missing.
+        CheckpointError: Nothing can be loaded from there, or weights are missing or not finite.
     """
     dtype = torch_dtype_of(config.torch_dtype)
     check_attention(config.attn_implementation)
@@ -134,6 +134,8 @@ def _load_spread(model_name: str, **arguments: Any) -> Any:
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise CheckpointError(f"'{model_name}' lacks {len(missing)} weights of {type(model).__name__}: {missing[:4]}.")
+    here = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}  # the others are on the disk
+    check_loaded(here, model_name)
     return switch_off_dropout(model).eval()
 
 

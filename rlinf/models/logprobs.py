@@ -17,6 +17,7 @@ from rlinf.distributed.packing import micro_batch_rows, pack_rows
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import token_logprobs
 from rlinf.models.generation.interfaces import tokens_and_mask, verify_right_padding, verify_token_ids
+from rlinf.models.positions import num_positions
 
 TOKEN_TYPE_KEYS = {"token_type_ids", "mm_token_type_ids"}
 """``[B, S]`` that tell image tokens from text; generated tokens are text, which is 0."""
@@ -69,10 +70,10 @@ def batch_logprobs(model: Any, data: Mapping[str, Any], temperature: float = 1.0
 
 
 def context_length(model: Any) -> int | None:
-    """Largest number of positions that the model declares; None if it declares none."""
+    """Largest number of positions of a model (``num_positions``); None if it declares none."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "max_position_embeddings", None)
+    return num_positions(text)
 
 
 def image_inputs(model: Any, data: Mapping[str, Any], width: int) -> dict[str, Tensor]:
@@ -189,7 +190,8 @@ def _run_to_head(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Call
             with torch.no_grad():
                 if _are_equal(head_logits(given[0][:, :_TRIAL_COLUMNS]), logits):
                     return given[0], head_logits
-        _WHOLE_LOGITS.add(model)
+        if logits.isfinite().all():  # others say nothing about the head
+            _WHOLE_LOGITS.add(model)
     return model(**inputs, use_cache=False).logits, lambda every: every
 
 

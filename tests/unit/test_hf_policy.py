@@ -373,6 +373,32 @@ def test_rows_longer_than_the_declared_positions_are_refused(tiny_lm):
                 call(rows)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        (None, 64),
+        (YARN, 256),
+        (YARN | {"original_max_position_embeddings": 64}, 256),
+        # Llama 3 declares what the scaling gives.
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 64),
+        ({"rope_type": "linear", "factor": 2.0}, 128),
+    ],
+)  # fmt: skip
+def test_a_scaling_of_positions_gives_room_for_longer_rows(tiny_lm, scaling, positions):
+    policy = HuggingFacePolicy(tiny_lm("qwen2", rope_scaling=scaling))
+    for width in (positions, positions + 1):
+        ids = torch.ones(1, width, dtype=torch.int64)
+        rows = BatchedDataDict({"input_ids": ids, "attention_mask": ids})
+        if width == positions:
+            assert policy.get_logprobs(rows)["logprobs"].isfinite().all()
+            continue
+        with pytest.raises(ConfigError, match=f"A row has {width} tokens.* {positions} positions"):
+            policy.get_logprobs(rows)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

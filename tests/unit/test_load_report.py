@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError
 from rlinf.models import HFModel, build_policy, get_model
-from rlinf.models.causal_lm import _load_spread
+from rlinf.models.causal_lm import CausalLMConfig, _load_spread, load_causal_lm
 
 
 @pytest.fixture
@@ -47,9 +49,6 @@ def test_of_policies(tmp_path, told, model):
 
 
 def test_of_language_models_and_a_control(tmp_path, told, tiny_lm):
-    import shutil
-    from pathlib import Path
-
     from transformers import AutoModelForCausalLM
 
     folder = Path(shutil.copytree(tiny_lm(), tmp_path / "lm"))
@@ -61,3 +60,13 @@ def test_of_language_models_and_a_control(tmp_path, told, tiny_lm):
     assert not [line for line in told if "LOAD REPORT" in line]
     AutoModelForCausalLM.from_pretrained(folder)
     assert [line for line in told if "LOAD REPORT" in line], "a control: transformers prints one by itself"
+
+
+@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}])
+def test_weights_that_are_not_finite_are_refused_wherever_they_are_put(tmp_path, tiny_lm, device_map):
+    folder = Path(shutil.copytree(tiny_lm(), tmp_path / "lm"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="not finite: 'model.norm.weight' has nan"):
+        load_causal_lm(str(folder), CausalLMConfig(device_map=device_map))

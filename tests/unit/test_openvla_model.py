@@ -465,3 +465,5 @@ def test_an_input_longer_than_the_language_models_positions_is_refused():
             model.predict_action_batch(do_sample=False, **inputs)
         with pytest.raises(ConfigError, match="max_position_embeddings"):
             model.evaluate_actions(inputs, torch.full((len(SENTENCES), 6), 530))
+        model.config.text_config.rope_parameters = {"rope_type": "yarn", "factor": 2.0}
+        model.predict_action_batch(do_sample=False, **inputs)

@@ -12,6 +12,7 @@ from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import ActionModel, token_logprobs
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.positions import num_positions
 from rlinf.types import ActionEvaluation, ActionPrediction
 
 
@@ -44,7 +45,7 @@ class TokenActionModel(ActionModel):
         Raises:
             ConfigError: With the actions, it has more tokens than the language model has positions.
         """
-        positions = getattr(self.config.text_config, "max_position_embeddings", None)
+        positions = num_positions(self.config.text_config)
         needed = num_prompt_tokens + self.num_logprobs
         if positions is not None and needed > positions:
             raise ConfigError(

@@ -226,7 +226,7 @@ def _run_rank(
         if errors.empty():
             text = "\n".join([str(error), *getattr(error, "__notes__", [])])
             own = isinstance(error, RLinfError)
-            waited = TIMEOUT_HINT.format(timeout_s) if "timed out" in text.lower() else ""
+            waited = TIMEOUT_HINT.format(timeout_s) if waited_for_a_rank(error) else ""
             errors.put(
                 type(error)(text)
                 if own
@@ -235,6 +235,13 @@ def _run_rank(
         raise
     finally:
         dist.destroy_process_group()
+
+
+def waited_for_a_rank(error: Exception) -> bool:
+    """Whether a collective ended because another rank did not come: an error of torch.distributed, or gloo's, which has no class."""
+    if isinstance(error, dist.DistError):
+        return any(word in str(error).lower() for word in ("timed out", "timeout"))
+    return isinstance(error, RuntimeError) and "Timed out waiting" in str(error)
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:

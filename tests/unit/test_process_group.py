@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import time
 from datetime import timedelta
 
@@ -135,6 +136,22 @@ def test_a_rank_that_waits_too_long_names_the_key_that_makes_it_wait_longer(monk
         process_group.RankError, match="^Rank 0 failed. It waited 7200 s.*type cluster.timeout_s=<more>"
     ):
         process_group.launch(wait_for_a_rank_that_does_not_come, None, 2, "cpu", timeout_s=7200.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "waited"),
+    [
+        (subprocess.TimeoutExpired("ffmpeg", 20), False),
+        (RuntimeError("the simulator timed out"), False),
+        (TimeoutError("timed out"), False),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv"), True),
+        (dist.DistBackendError("NCCL communicator was aborted: collective operation timeout"), True),
+        (dist.DistStoreError("wait timeout after 1000ms"), True),
+        (dist.DistBackendError("NCCL error: unhandled system error"), False),
+    ],
+)
+def test_only_collectives_wait_for_another_rank(error, waited):
+    assert process_group.waited_for_a_rank(error) is waited
 
 
 def assert_all_see_the_largest(_argument) -> None:

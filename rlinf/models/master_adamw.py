@@ -12,12 +12,13 @@ from torch import nn
 class MasterAdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2019) on float32 masters of parameters in 16 bits, and on others directly.
 
-    A step of reinforcement learning is mostly smaller than the rounding of a 16-bit weight, which would swallow it.
+    A step of reinforcement learning is mostly smaller than the rounding of a 16-bit weight, which would swallow it. The fused
+    kernel of each device is used, CPUs included; parameters may lie on several devices, and be shards, all of a group or none.
 
     Args:
         parameters: Parameters of the model, or groups of them, as ``torch.optim.AdamW`` takes them.
         masters: Masters of a former optimiser, which are stepped further; a parameter without one gets a new one.
-        **settings: Of ``torch.optim.AdamW``.
+        **settings: Of ``torch.optim.AdamW``, but for ``fused`` and ``foreach``.
 
     Attributes:
         parameters: The trained parameters of the model.
@@ -35,12 +36,10 @@ class MasterAdamW(torch.optim.AdamW):
             groups = [{"params": groups}]
         known = masters or {}
         self.parameters = [parameter for group in groups for parameter in group["params"]]
-        if self.parameters:
-            settings |= {"fused": True, "foreach": None}
         self.masters = [known[p] if p in known else _master(p) for p in self.parameters]
         self._master_of = dict(zip(self.parameters, self.masters, strict=True))
         stepped = [group | {"params": [self._master_of[p] for p in group["params"]]} for group in groups]
-        super().__init__(stepped, **settings)
+        super().__init__(stepped, fused=True, **settings)
 
     def master_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return what is stepped for a parameter of the model; None: nothing, it is not trained."""

@@ -90,7 +90,6 @@ class TrainWorker:
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
-            foreach=True,
         )
         self.named_masters = {name: optimizer.master_of(p) for name, p in named}
         self.policy_masters = [optimizer.master_of(p) for p in policy]

@@ -27,7 +27,7 @@ from rlinf.distributed.process_group import any_rank, launch, rank, resolve_devi
 from rlinf.distributed.weight_sync import WeightSync, frozen_copy
 from rlinf.envs import make_env
 from rlinf.envs.config import default_num_lanes, with_share_of_cores
-from rlinf.errors import CheckpointError, NonFiniteError
+from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.probe import NUM_EPISODES, drift, take_probe
 from rlinf.evaluation.report import write_report
@@ -378,16 +378,29 @@ def train(config: RunConfig) -> Path:
         The run folder.
 
     Raises:
-        ConfigError: Another run writes there.
+        ConfigError: Another run writes there; or vLLM is to play in a process whose GPU memory it could not share.
     """
     cluster = config.cluster
     device = resolve_device(cluster.device, cluster.num_processes)
     if device == "cuda" and config.rollout.backend == "torch":  # what an engine shares must not be in such segments
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    elif device == "cuda":
+        _check_segments()
     alone = config.trainer.sharding == "fsdp2"
     with locked_folder(Path(config.output_dir)):
         launch(_execute_rank, config, cluster.num_processes, device, process_group=alone, timeout_s=cluster.timeout_s)
     return Path(config.output_dir)
+
+
+def _check_segments() -> None:
+    for key in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        value = os.environ.get(key, "")
+        if "expandable_segments:true" in value.lower():
+            raise ConfigError(
+                f"{key} is '{value}', set by a run before in this Python process or by you; required with rollout.backend=vllm: no "
+                "expandable segments, whose memory cannot be shared with the engine. Start this run in a new Python process "
+                "without the variable, or type rollout.backend=torch"
+            )
 
 
 def sft(config: RunConfig) -> Path:

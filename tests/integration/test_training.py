@@ -18,7 +18,7 @@ from rlinf import manifest
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs.rendering import StateRenderer
-from rlinf.errors import CheckpointError, ManifestMismatchError, NonFiniteError, ParityError
+from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, NonFiniteError, ParityError
 from rlinf.training import run as run_module
 from rlinf.training import train_worker
 from rlinf.training.run import Run, train
@@ -187,12 +187,34 @@ def test_kl_penalty_refers_to_the_policy_before_rl_also_after_a_resume(tmp_path)
     assert len(whole) == 4 and whole[0] == pytest.approx(0, abs=1e-7) and whole[1] > 1e-6
     assert divergences(tmp_path / "halves") == whole
     # Every resume into another folder takes the reference with it.
-    train(config_of(tmp_path / "second", *kl, "trainer.max_steps=3", f"resume={tmp_path / 'halves/checkpoints/rl_000002'}"))
+    train(
+        config_of(
+            tmp_path / "second", *kl, "trainer.max_steps=3", f"resume={tmp_path / 'halves/checkpoints/rl_000002'}"
+        )
+    )
     train(config_of(tmp_path / "third", *kl, f"resume={tmp_path / 'second'}"))
     assert divergences(tmp_path / "second") == whole[2:3] and divergences(tmp_path / "third") == whole[3:]
     (tmp_path / "second" / "reference.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"second/reference\.safetensors is missing.*Copy.*or type algorithm\.kl_coef=0"):
+    with pytest.raises(
+        CheckpointError, match=r"second/reference\.safetensors is missing.*Copy.*or type algorithm\.kl_coef=0"
+    ):
         train(config_of(tmp_path / "fourth", *kl, f"resume={tmp_path / 'second'}"))
+
+
+def test_what_vllm_shares_is_not_in_the_expandable_segments_of_a_run_before(tmp_path, monkeypatch):
+    """A notebook: the first run sets the allocator of its process."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(run_module, "resolve_device", lambda *_: "cuda")
+    begun = []
+    monkeypatch.setattr(run_module, "launch", lambda _, config, *__, **___: begun.append(config.rollout.backend))
+    torch_run, vllm_run = (config_of(tmp_path / name, f"rollout.backend={name}") for name in ("torch", "vllm"))
+    train(vllm_run)
+    train(torch_run)
+    with pytest.raises(ConfigError, match=r"PYTORCH_ALLOC_CONF is 'expandable_segments:True'.*rollout\.backend=torch"):
+        train(vllm_run)
+    train(torch_run)
+    assert begun == ["vllm", "torch", "torch"]
 
 
 def test_resume_keeps_the_action_statistics_of_the_checkpoint(tmp_path):

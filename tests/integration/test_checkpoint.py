@@ -2,11 +2,11 @@
 
 import copy
 import json
-import shutil
 import logging
 import pickle
 import random
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

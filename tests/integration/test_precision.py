@@ -231,7 +231,9 @@ class Deviation(torch.nn.Module):
 
 def test_a_parameter_outside_of_any_module_cannot_stay_float32_in_shards():
     model = Deviation()
-    message = "log_std of Deviation is no module.*computed with in bfloat16.*Leave it out of float32_modules.*put it into"
+    message = (
+        "log_std of Deviation is no module.*computed with in bfloat16.*Leave it out of float32_modules.*put it into"
+    )
     model.float32_modules = ("log_std",)
     with pytest.raises(ConfigError, match=message):
         with_process_group(lambda: shard(model, "cpu"))

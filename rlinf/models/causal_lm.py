@@ -134,10 +134,8 @@ def _load_spread(model_name: str, **arguments: Any) -> Any:
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise CheckpointError(f"'{model_name}' lacks {len(missing)} weights of {type(model).__name__}: {missing[:4]}.")
-    here = {
-        name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta
-    }  # the others are on the disk
-    check_loaded(here, model_name)
+    # Those without memory are on the disk.
+    check_loaded({name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}, model_name)
     return switch_off_dropout(model).eval()
 
 

@@ -19,9 +19,8 @@ def num_positions(config: Any) -> int | None:
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if declared is None or not isinstance(scaling, Mapping):
         return declared
-    of_layers = [
-        each for each in (scaling, *scaling.values()) if isinstance(each, Mapping)
-    ]  # one for each kind, or for all
+    # One for all layers, or one for each kind.
+    of_layers = [each for each in (scaling, *scaling.values()) if isinstance(each, Mapping)]
     scaled = [
         int(each["factor"] * (each.get("original_max_position_embeddings") or declared))
         for each in of_layers

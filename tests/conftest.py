@@ -16,8 +16,9 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.envs import ENVS
 from rlinf.models import MODELS
 
-# Some tests press Ctrl-C, which a shell has its background jobs ignore.
+# Some tests press Ctrl-C or hang up, which a shell has its background jobs, and nohup its command, ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # pytest-xdist gives its processes the width of a terminal, to which tables would be wrapped.
 os.environ.pop("COLUMNS", None)
 # The same examples in every run, however slowly they are drawn.

@@ -165,17 +165,19 @@ def launch(
             signal.signal(number, forward)
         # A rank that fails leaves the others waiting for it, so its end ends them all.
         while alive := [process for process in processes if process.is_alive()]:
-            multiprocessing.connection.wait([process.sentinel for process in alive])
-            if any(process.exitcode for process in processes) and not received:
-                # A rank inside a collective call cannot run its handler, so it is killed.
-                for index, process in enumerate(processes):
-                    process.join(GRACE_S)
-                    if process.exitcode is None:
-                        process.kill()
-                        process.join()
-                    elif process.exitcode < 0:
-                        killed.append(f"Rank {index} was killed by {signal.Signals(-process.exitcode).name}")
-                break
+            # Asked before each wait: a process closes its sentinel a moment before it has an exit code.
+            if received or not any(process.exitcode for process in processes):
+                multiprocessing.connection.wait([process.sentinel for process in alive])
+                continue
+            # A rank inside a collective call cannot run its handler, so it is killed.
+            for index, process in enumerate(processes):
+                process.join(GRACE_S)
+                if process.exitcode is None:
+                    process.kill()
+                    process.join()
+                elif process.exitcode < 0:
+                    killed.append(f"Rank {index} was killed by {signal.Signals(-process.exitcode).name}")
+            break
         error = None if errors.empty() else errors.get()
         if isinstance(error, RLinfError):
             raise error

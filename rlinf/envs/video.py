@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlinf.errors import MissingDependencyError
+from rlinf.files import naming
 
 SUCCESS_COLOUR, FAILURE_COLOUR = (46, 160, 90), (205, 75, 75)
 BAND_COLOUR, TEXT_COLOUR = (24, 26, 31), (236, 238, 242)
@@ -92,6 +94,7 @@ def write_video(
 
     Raises:
         MissingDependencyError: imageio-ffmpeg is not installed.
+        OSError: ffmpeg could not write the file.
     """
     try:
         import imageio_ffmpeg
@@ -107,22 +110,20 @@ def write_video(
     images += [images[-1]] * round(hold_s * fps)
     height, width = images[0].shape[:2]
     partial = path.with_name(f".{path.stem}.tmp.mp4")
-    writer = imageio_ffmpeg.write_frames(
-        str(partial),
-        (width, height),
-        fps=fps,
-        codec="libx264",
-        pix_fmt_in="rgb24",
-        pix_fmt_out="yuv420p",
-        macro_block_size=2,
-        output_params=["-movflags", "+faststart", "-crf", "20", "-threads", "1"],
-    )
+    # Not imageio_ffmpeg.write_frames, whose process begins with Python code, which can wait forever for a lock that another
+    # thread of this process held as it was forked. A group of its own keeps Ctrl-C away from it.
+    command = [
+        imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "warning",
+        "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "-", "-an",
+        "-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2",  # the codec wants even sizes
+        "-codec:v", "libx264", "-pix_fmt", "yuv420p", "-crf", "20", "-threads", "1", "-movflags", "+faststart", str(partial),
+    ]  # fmt: skip
     try:
-        writer.send(None)
-        for image in images:
-            writer.send(np.ascontiguousarray(image))
-        writer.close()
-        os.replace(partial, path)
+        with naming(path):
+            ffmpeg = subprocess.run(command, input=np.stack(images).tobytes(), process_group=0)
+            if ffmpeg.returncode:  # it has said why
+                raise OSError(f"ffmpeg ended with {ffmpeg.returncode}")
+            os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
     return path

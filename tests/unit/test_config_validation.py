@@ -37,7 +37,7 @@ CASES = {
     "samples into minibatches": (["rollout.num_envs=6", "rollout.num_chunks=16", "trainer.minibatch_size=64"], "96 samples"),
     "minibatch over ranks": (["trainer.minibatch_size=1", "cluster.num_processes=2"], "trainer.minibatch_size=1"),
     "rows into micro-batches": (["model.micro_batch_size=48"], "128 rows per rank"),
-    "one env and two halves": (["rollout.num_envs=1", "trainer.minibatch_size=16"], "1 env per rank"),
+    "one env and two halves": (["rollout.num_envs=1", "rollout.num_lanes=2", "trainer.minibatch_size=16"], "1 env per rank"),
     "grpo without groups": (["algorithm=grpo", "rollout=default"], "rollout.group_size=1"),
     "grpo with auto-reset": (["algorithm=grpo", "rollout.auto_reset=true"], "rollout.auto_reset=true"),
     "rloo without groups": (["algorithm=rloo", "rollout=episodes"], "rollout.group_size=1"),

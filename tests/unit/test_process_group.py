@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +122,52 @@ def test_a_rank_that_waits_elsewhere_is_ended_and_not_taken_for_the_cause(monkey
     with pytest.raises(process_group.RankError, match="^Rank 1 failed"):
         process_group.launch(fail_and_let_the_other_wait, None, 2, "cpu")
     assert not multiprocessing.active_children()
+
+
+class Rank:
+    """A process that has ended, but has no exit code when it is asked for the first time; or one that runs until it is killed."""
+
+    def __init__(self, sentinel, exit_codes) -> None:
+        self.sentinel, self.exit_codes, self.killed = sentinel, exit_codes, False
+
+    @property
+    def exitcode(self):
+        return (
+            -signal.SIGKILL
+            if self.killed
+            else self.exit_codes.pop(0)
+            if len(self.exit_codes) > 1
+            else self.exit_codes[0]
+        )
+
+    def is_alive(self):
+        return self.exitcode is None
+
+    def kill(self):
+        self.killed = True
+
+    terminate = kill
+
+    def join(self, timeout=None):
+        assert timeout is not None or self.exitcode is not None, "a wait without end"
+
+
+def test_a_rank_that_has_no_exit_code_yet_when_its_sentinel_closes_still_ends_the_others(monkeypatch):
+    failed, waiting = Rank("failed", [None, None, 1]), Rank("waiting", [None])
+
+    def wait(sentinels, timeout=None):
+        assert timeout is not None or "failed" in sentinels, "nothing is left to wait for"
+        return []
+
+    def join():
+        raise process_group.RankError("Rank 0 failed")
+
+    context = SimpleNamespace(processes=[failed, waiting], join=join)
+    monkeypatch.setattr(process_group.mp, "start_processes", lambda *_, **__: context)
+    monkeypatch.setattr(process_group.multiprocessing.connection, "wait", wait)
+    with pytest.raises(process_group.RankError, match="Rank 0 failed"):
+        process_group.launch(print, None, 2, "cpu")
+    assert waiting.killed
 
 
 def wait_for_a_rank_that_does_not_come(_argument) -> None:

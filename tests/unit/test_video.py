@@ -1,5 +1,7 @@
 """Videos: what a browser needs, and a text that never covers the picture."""
 
+import subprocess
+
 import imageio_ffmpeg
 import numpy as np
 import pytest
@@ -54,3 +56,25 @@ def test_odd_sizes_are_made_even(tmp_path):
     path = write_video(tmp_path / "odd.mp4", frames_of(3, size=65), "x", False)
     meta = next(imageio_ffmpeg.read_frames(str(path)))
     assert meta["size"][0] % 2 == 0 and meta["size"][1] % 2 == 0
+
+
+def test_a_video_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: "false")
+    with pytest.raises(OSError, match=r"MiB free.*episode.mp4"):
+        write_video(tmp_path / "episode.mp4", frames_of(3), "reach", True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_video_is_written_by_a_process_that_begins_without_python_code(tmp_path, monkeypatch):
+    """Such code can wait for ever for a lock that another thread held as the process was forked."""
+    started = []
+    popen = subprocess.Popen.__init__
+
+    def recorded(self, *arguments, **keywords):
+        started.append(keywords)
+        popen(self, *arguments, **keywords)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", recorded)
+    write_video(tmp_path / "episode.mp4", frames_of(3), "reach", True)
+    (keywords,) = started
+    assert keywords.get("preexec_fn") is None and keywords["process_group"] == 0

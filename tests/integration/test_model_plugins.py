@@ -5,7 +5,7 @@ Each is trained on two processes, because a name that only the parent knows is o
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import json
 import os
 import re
@@ -25,7 +25,8 @@ PROCESSES = {"MainProcess", "SpawnProcess-1", "SpawnProcess-2"}
 def installed(tmp_path_factory):
     """The folder into which pip has installed the sample package."""
     for module in ("pip", "setuptools"):
-        if importlib.util.find_spec(module) is None:
+        # find_spec("pip") would keep setuptools from being imported later.
+        if not list(importlib.metadata.distributions(name=module)):
             pytest.skip(f"{module} is not in this Python environment, so no package can be built and installed")
     folder = tmp_path_factory.mktemp("plugin")
     shutil.copytree(PACKAGE, folder / "source")  # setuptools leaves its build files there

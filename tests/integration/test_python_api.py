@@ -403,7 +403,7 @@ def test_two_results_or_two_folders_are_compared(state_run, here):
         rlinf.evaluate(Constant(a), "tabletop", episodes=4, overrides=["env.cameras=[]"]) for a in ([0.1, 0], [0, 0.1])
     ]
     assert rlinf.compare(*results).total.episodes == 4
-    other = rlinf.train([*TINY, "output_dir=outputs/state/two", "seed=7"])
+    other = rlinf.train([*TINY, "output_dir=outputs/other/one", "seed=7"])
     comparison = rlinf.compare(state_run, other)
     assert Path(comparison.a) == state_run / "eval" / "after_rl" and comparison.total.episodes == 4
     with pytest.raises(ConfigError, match="a folder and a result"):

@@ -34,7 +34,7 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
 
 
 @pytest.fixture(scope="module")
-def actor(tiny_lm):
+def cluster():
     with (
         tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,
@@ -49,9 +49,16 @@ def actor(tiny_lm):
         ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False,
                  _temp_dir=folder)  # fmt: skip
         try:
-            yield ray.remote(num_cpus=1)(VllmGenerationWorker).remote(wide(tiny_lm), **SETTINGS)
+            yield ray
         finally:
             ray.shutdown()
+
+
+@pytest.fixture
+def actor(cluster, tiny_lm):
+    worker = cluster.remote(num_cpus=1)(VllmGenerationWorker).remote(wide(tiny_lm), **SETTINGS)
+    yield worker
+    cluster.kill(worker)
 
 
 def wide(tiny_lm, seed=0) -> str:

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import hypothesis
@@ -37,10 +38,10 @@ def random_numbers_do_not_depend_on_other_tests():
         sys.modules["torch"].manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def plugins_of_other_tests_are_gone(tmp_path_factory):
+@contextmanager
+def plugins_go_again(folder: Path):
     """Two tests may write a plugin of one name, and a plugin that is still imported does not register again."""
-    places = (str(tmp_path_factory.getbasetemp()), str(Path(__file__).parent / "fixtures"))
+    places = (str(folder), str(Path(__file__).parent / "fixtures"))
     modules, path = set(sys.modules), list(sys.path)
     registries = {registry: dict(registry.entries()) for registry in (ALGORITHMS, ENVS, MODELS)}
     yield
@@ -50,6 +51,19 @@ def plugins_of_other_tests_are_gone(tmp_path_factory):
     for name in set(sys.modules) - modules:
         if str(getattr(sys.modules[name], "__file__", None)).startswith(places):
             del sys.modules[name]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def plugins_of_other_files_are_gone(tmp_path_factory):
+    """Those that the fixtures of a file have registered."""
+    with plugins_go_again(tmp_path_factory.getbasetemp()):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def plugins_of_other_tests_are_gone(tmp_path_factory):
+    with plugins_go_again(tmp_path_factory.getbasetemp()):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -168,7 +168,7 @@ class RolloutBatch:
         bootstrap_values: float32 ``[T, B]``: value of the true final observation where ``truncated``, of the
             observation after the last chunk in the last row of a running episode, else 0.
         group_ids: int64 ``[T, B]``: equal for episodes that share an ``EpisodeSpec``.
-        episode_ids: int64 ``[T, B]``; an episode that begins anew because its simulator was lost has a new id.
+        episode_ids: int64 ``[T, B]``; an episode that restarts because its simulator was lost has a new id.
         policy_version: int64 ``[T, B]``: number of weight updates behind the sample.
         rollout_values: float32 ``[T, B]``: values as the rollout policy computed them; None: it has none, or they are not needed.
         values, old_logprobs, ref_logprobs: Filled by the trainer (``[T, B]``, ``[T, B, A]``, ``[T, B, A]``).

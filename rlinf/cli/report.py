@@ -14,8 +14,8 @@ OUTPUT = "runs.html"
 def report(arguments: Sequence[str]) -> int:
     """Write the report of a run again, or one page with the curves of several runs.
 
-    Runs that differ in nothing but their seed are one curve: their mean, with its 95 % interval over seeds; of several runs
-    with one seed the newest that ended counts. A folder of a sweep (multirun/...) stands for its runs, `latest` for the newest.
+    Runs that differ only in their seed share one curve: their mean, with a 95 % interval over seeds. Where several runs have the
+    same seed, the newest finished one counts. A sweep folder (multirun/...) means all of its runs; `latest` means the newest run.
     """
     from rlinf.evaluation.report import write_report
     from rlinf.evaluation.runs import group_runs, read_runs, repeated_seeds

@@ -209,8 +209,8 @@ def compare_folders(
     """Compare two evaluations that lie on disk, write ``compare.json`` into the second folder and renew its report.
 
     Args:
-        folder_a, folder_b: Folders of evaluations, their ``result.json``, or runs, which stand for the evaluation with which
-            they ended; the first is the baseline.
+        folder_a, folder_b: Evaluation folders, their ``result.json``, or run folders. Of a run, its closing evaluation is
+            compared. The first one is the baseline.
         allow_mismatch: Fields of the manifest in which the conditions may differ; ``"episodes"``: the lists may;
             ``"conditions"``: a manifest may be missing; ``"greedy"``, ``"temperature"``, ``"seed"``: the way in which
             actions were drawn. What belongs to the policy may always differ.

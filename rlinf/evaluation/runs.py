@@ -81,7 +81,7 @@ def first_weights(run: RunData) -> str | None:
 
 
 def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
-    """Read run folders; ``latest`` is followed, and a folder of a sweep stands for its runs.
+    """Read run folders. ``latest`` is followed, and a sweep folder means all of its runs.
 
     Raises:
         CheckpointError: One is no run folder.

@@ -56,7 +56,7 @@ def check_base(model: ModelConfig, allow_mismatch: Sequence[str] = ()) -> None:
 def weights_digest(model_path: str | None) -> str | None:
     """Return one SHA-256 of the names and contents of a model's weight files; None without a path.
 
-    A hub id stands for the files that were downloaded. A file is hashed once while its size and time stay the same.
+    For a hub id, the downloaded files are hashed. A file is hashed again only when its size or modification time changes.
     """
     if model_path is None:
         return None

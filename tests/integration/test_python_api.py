@@ -355,7 +355,7 @@ def test_an_override_of_one_key_of_a_mapping_keeps_the_others(tmp_path, monkeypa
     base = run_config(env)
     assert run_config(None, ["env.kwargs.g=3.0"], base=base).env.kwargs == {"g": 3.0, "render_mode": "rgb_array"}
     named = GymnasiumConfig(id="gymnasium.envs.classic_control:Pendulum-v1")
-    assert run_config(named, ["env.num_processes=0"]).env.id == named.id, "whoever hands it over lets its code run"
+    assert run_config(named, ["env.num_processes=0"]).env.id == named.id, "passing the object allows its code to run"
 
 
 def test_what_is_no_list_is_refused_before_its_letters_are_taken(state_run, policy):

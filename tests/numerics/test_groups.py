@@ -13,7 +13,7 @@ from rlinf.algorithms.rloo import RLOO
 from rlinf.types import EpisodeSpec, Observation, RolloutBatch
 
 LOST = 100
-"""Added to the id of an episode that begins anew because its simulator was lost."""
+"""Added to the id of an episode that restarts because its simulator was lost."""
 
 
 def rollout(rewards, groups, ends=None, lost=(), num_actions=2, width=2):
@@ -223,7 +223,7 @@ def test_reinforce_pp_leaves_the_lost_episode_out():
 
 
 def test_reinforce_pp_averages_over_one_call_too():
-    """One call of two actions, of which one was executed; then of three, of which two were, at an advantage each."""
+    """A single call. First one of its two actions is executed; then two of its three, each with its own advantage."""
     algorithm = ReinforcePP(ReinforcePPConfig(normalize_advantages=False, advantage_level="action"))
     assert algorithm.compute_advantages(rollout([[3.0]], [0])) == {
         "train/advantage_mean": 3.0,

@@ -128,7 +128,7 @@ def test_what_does_not_count_makes_no_limit_wider():
 
 
 def test_the_mean_of_the_gaps_of_values_is_that_of_valid_calls():
-    """Values 0.4 and 0.1 apart, of which one or both are valid: exp 0.4, or the mean of exp 0.4 and exp 0.1."""
+    """Two calls whose values differ by 0.4 and 0.1. Both valid: the mean of exp 0.4 and exp 0.1. The first alone: exp 0.4."""
     values = ([0.5, 0.5], [0.9, 0.4])
     for valid, mean in ((None, (math.exp(0.4) + math.exp(0.1)) / 2), ([True, False], math.exp(0.4))):
         _, fault = check_parity(batch(ROLLOUT, ROLLOUT, valid=valid, values=values), step=0, max_gap=None)

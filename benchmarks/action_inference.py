@@ -30,8 +30,8 @@ from transformers import GenerationMixin, LlamaForCausalLM, LogitsProcessor, Log
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rlinf.models.embodiment.base import sample_tokens
-from rlinf.models.embodiment.openvla_action_model import OpenVLAForRLActionPrediction
-from rlinf.models.embodiment.openvla_config import OpenVLAConfig
+from rlinf.models.embodiment.openvla.config import OpenVLAConfig
+from rlinf.models.embodiment.openvla.policy import OpenVLAForRLActionPrediction
 from rlinf.types import ActionPrediction
 
 ACTION_DIM = 7

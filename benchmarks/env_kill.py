@@ -24,7 +24,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.process_group import set_num_threads
 from rlinf.envs import make_env
-from rlinf.envs.process_env import ProcessVectorEnv
+from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.models import build_policy
 from rlinf.types import EpisodeResult

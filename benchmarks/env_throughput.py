@@ -41,7 +41,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import ENVS, make_env
 from rlinf.envs.config import EnvConfig
-from rlinf.envs.worker_process import load_simulator
+from rlinf.envs.process.worker_process import load_simulator
 from rlinf.errors import RLinfError
 
 SETTINGS = {

@@ -29,9 +29,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.utils.logging import disable_progress_bar
 
-from rlinf.distributed.batched_data_dict import BatchedDataDict
-from rlinf.distributed.weight_handle import WeightBuffer
-from rlinf.models.causal_lm import DTYPES
+from rlinf.engines.weight_handle import WeightBuffer
+from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.causal_lm import DTYPES
 from rlinf.models.generation import HuggingFaceGeneration, VllmGeneration
 
 NO_VLLM = "vLLM is not installed: bash scripts/setup.sh --vllm"

@@ -15,14 +15,14 @@ import json
 import time
 from pathlib import Path
 
+from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
-from rlinf.config.validation import validate
 from rlinf.evaluation.charts import Series, legend, line_chart
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.evaluation.report_style import CSS
 from rlinf.files import write_text
-from rlinf.training.run import train
+from rlinf.preflight.validation import validate
 
 SFT_EVAL_EVERY = 500
 

@@ -36,19 +36,20 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from rlinf.commands.policy_loading import statistics_of_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.config.validation import validate
-from rlinf.data.demonstrations import BatchSource, Demonstrations, shuffled_rows
 from rlinf.data.formats import open_dataset as open_for_env
 from rlinf.data.lerobot_dataset import describe, open_dataset
 from rlinf.data.lerobot_format import ACTION, read_info
 from rlinf.data.prefetch import Prefetcher
+from rlinf.data.rows import BatchSource, shuffled_rows
 from rlinf.data.video import VideoReader
 from rlinf.distributed.process_group import resolve_device
 from rlinf.envs import make_env
 from rlinf.models import build_policy
-from rlinf.training.policy_loading import statistics_of_env
+from rlinf.preflight.validation import validate
+from rlinf.rollout.demonstrations import Demonstrations
 from rlinf.training.train_worker import TrainWorker, sft_trainer_config
 
 

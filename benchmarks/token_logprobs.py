@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlinf.models.logprobs import sequence_logprobs
+from rlinf.llm.logprobs import sequence_logprobs
 
 GB = 1e9
 

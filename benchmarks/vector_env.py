@@ -19,7 +19,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from rlinf.envs import make_env
-from rlinf.envs.graphics import choose_backend, import_mujoco
+from rlinf.envs.graphics.backend import choose_backend, import_mujoco
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.env import REWARD_PER_METRE
 from rlinf.envs.tabletop.scene import TabletopSimulator

@@ -6,8 +6,9 @@ torch nor a simulator: each name is loaded when it is first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlinf.imports import lazy_attributes
 
 if TYPE_CHECKING:
     from rlinf.api import compare, evaluate, load_policy, make_env, train
@@ -31,11 +32,7 @@ _LAZY = {
 __all__ = ["EpisodeSpec", "Observation", "Policy", "compare", "evaluate", "load_policy", "make_env", "train"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
-    return value
+__getattr__ = lazy_attributes(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:

@@ -12,20 +12,18 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.policy import Policy
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from rlinf.config.schema import RunConfig
     from rlinf.envs.base import VectorEnv
     from rlinf.envs.config import EnvConfig
     from rlinf.evaluation.compare import Comparison
     from rlinf.evaluation.result import EvaluationResult
-    from rlinf.types import Observation
+    from rlinf.types import Acts
 
 
 READ_FOR_AN_OBJECT = (
@@ -38,14 +36,6 @@ READ_FOR_AN_OBJECT = (
     "evaluation.num_envs",
 )
 """Keys beside those of the env that an evaluation of an object in memory reads."""
-
-
-class Acts(Protocol):
-    """Anything with ``act``: float32 ``[B, C, D]`` or ``[B, D]`` in env units for an observation of ``B`` rows."""
-
-    def act(self, observation: Observation) -> np.ndarray:
-        """Choose actions."""
-        ...
 
 
 def load_policy(
@@ -75,15 +65,15 @@ def load_policy(
         CheckpointError: The folder is neither, or is damaged.
         ConfigError: An override does not fit.
     """
+    from rlinf.checkpoints.checkpoint import resolve_checkpoint
+    from rlinf.commands.policy_loading import load_policy as load
+    from rlinf.commands.policy_loading import read_config
     from rlinf.config.compose import compose_config
-    from rlinf.config.saved import check_model_type
     from rlinf.config.schema import build_config
     from rlinf.distributed.process_group import resolve_device
     from rlinf.manifest import Manifest, verify_files
     from rlinf.models import build_policy
-    from rlinf.training.checkpoint import resolve_checkpoint
-    from rlinf.training.policy_loading import load_policy as load
-    from rlinf.training.policy_loading import read_config
+    from rlinf.preflight.saved import check_model_type
 
     _check_overrides(overrides, "load_policy")
     overrides = [*overrides, *_code(plugins, trust_remote_code)]
@@ -156,11 +146,11 @@ def train(
         RLinfError: What is configured is refused, before anything starts, or training failed in a way that you can mend.
         KeyboardInterrupt: A signal stopped it; what was trained is saved.
     """
-    from rlinf.cli.train import run
+    from rlinf.commands.hydra_app import run_training
 
     _check_overrides(overrides, "train")
     try:
-        (folder,) = run([*overrides, *_code(plugins, trust_remote_code)], "sft" if sft_only else "train")
+        (folder,) = run_training([*overrides, *_code(plugins, trust_remote_code)], "sft" if sft_only else "train")
     except SystemExit as stop:  # a notebook goes on
         raise KeyboardInterrupt("training was stopped by a signal; what was trained is saved") from stop
     return folder
@@ -203,7 +193,8 @@ def evaluate(
     if episodes is not None:
         overrides.append(f"evaluation.num_episodes={episodes}")
     if isinstance(policy, (str, os.PathLike)):
-        from rlinf.cli.evaluate import run
+        from rlinf.commands.evaluate import evaluate as run
+        from rlinf.commands.hydra_app import configure, parse
 
         if env is not None and not isinstance(env, str):
             raise ConfigError(
@@ -211,7 +202,7 @@ def evaluate(
                 "overrides=['env.<key>=...'] for its settings"
             )
         chosen = [] if env is None else [f"env={env}"]
-        return run([f"checkpoint={_quoted(policy)}", *chosen, *overrides])
+        return run(configure(parse([f"checkpoint={_quoted(policy)}", *chosen, *overrides]), "evaluate"))
     return _evaluate_object(policy, env, overrides)
 
 
@@ -249,9 +240,9 @@ def compare(
 def _evaluate_object(policy: Policy | Acts, env: str | EnvConfig | None, overrides: Sequence[str]) -> EvaluationResult:
     import torch
 
+    from rlinf.commands.evaluate import episode_list
     from rlinf.envs import make_env as make
     from rlinf.evaluation.evaluator import evaluate_policy
-    from rlinf.evaluation.run import episode_list
 
     is_ours = isinstance(policy, Policy)
     if not callable(getattr(policy, "act", None)):
@@ -301,10 +292,10 @@ def run_config(
     """
     from rlinf.config import search
     from rlinf.config.compose import compose_config, compose_on_saved, no_such_option
-    from rlinf.config.options import plain_container, to_mapping
     from rlinf.config.plugins import load_plugins
     from rlinf.config.schema import build_config
     from rlinf.envs import ENVS
+    from rlinf.options import plain_container, to_mapping
 
     if not (env is None or isinstance(env, str) or dataclasses.is_dataclass(env)):
         raise ConfigError(
@@ -363,10 +354,10 @@ def _loaded_code(saved: Mapping[str, Any], overrides: Sequence[str]) -> list[str
 
 def _check_settings(settings: Mapping[str, Any], composed: Mapping[str, Any]) -> None:
     """Refuse a setting that was meant to be an argument of ``make_env``."""
-    from rlinf.config.options import public_fields
     from rlinf.config.plugins import load_plugins
     from rlinf.config.schema import section_class
     from rlinf.errors import closest
+    from rlinf.options import public_fields
 
     arguments = [name for name in inspect.signature(make_env).parameters if name not in ("env", "settings")]
     unknown = []
@@ -389,11 +380,11 @@ def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str
     Raises:
         CheckpointError: Its config.json names no type.
     """
+    from rlinf.checkpoints.checkpoint import is_checkpoint, is_export, is_run
     from rlinf.config.search import group_options
     from rlinf.files import follow_latest
     from rlinf.models.embodiment.checkpoint_policy import POLICY_FILE
     from rlinf.models.loading import read_json
-    from rlinf.training.checkpoint import is_checkpoint, is_export, is_run
 
     path = Path(folder).expanduser()
     if is_checkpoint(path) or is_export(path) or is_run(path):
@@ -450,7 +441,7 @@ def _check_list(values: Any, name: str) -> None:
 
 def _value(value: Any) -> str:
     """Return a value as an override takes it, texts in quotes."""
-    from rlinf.config.options import override_text
+    from rlinf.options import override_text
 
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_value, value))}]"

@@ -7,34 +7,20 @@ it with the present conditions and refuses a difference that changes results, un
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
-import os
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, did_you_mean
 from rlinf.files import sha256_of, write_text
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from rlinf.config.schema import RunConfig
-
-logger = logging.getLogger("rlinf")
-
 MANIFEST_FILE = "manifest.json"
 FORMAT = 2
-FORMAT_1_SIMULATORS = ("mujoco", "metaworld", "libero", "robosuite", "mani_skill", "sapien")
-"""Simulators whose versions format 1 kept among those of the libraries."""
-FORMAT_1_FREE_SETTINGS = ("tasks", "reward_mode", "success_bonus", "num_train_init_states", "num_eval_init_states")
-"""Settings of the env that format 1 recorded and that change no episode."""
 
 LIBRARIES = ("torch", "transformers", "numpy", "gymnasium", "peft")
 
@@ -102,27 +88,19 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: str | Path) -> Manifest:
-        """Read ``manifest.json`` of ``folder``; one of an older format is read with a warning about what it lacks.
+        """Read ``manifest.json`` of ``folder``; of the format that this version of rlinf writes.
 
         Raises:
-            CheckpointError: There is none, it cannot be read, or it is of a later version of rlinf.
+            CheckpointError: There is none, it cannot be read, or it has another format.
         """
         path = Path(folder) / MANIFEST_FILE
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             number = data.pop("format")
-            if number == 1:
-                versions = data["versions"]
-                data["simulators"] = {name: versions.pop(name) for name in FORMAT_1_SIMULATORS if name in versions}
-                data["env"] = {k: v for k, v in data["env"].items() if k not in FORMAT_1_FREE_SETTINGS}
-                logger.warning(
-                    "%s has format 1, written by rlinf %s: it has no probe of the simulator and no horizons of the "
-                    "tasks, so these cannot be compared. Everything else is.", path, versions.get("rlinf", "(unknown)"),
-                )  # fmt: skip
-            elif number != FORMAT:
+            if number != FORMAT:
                 raise CheckpointError(
-                    f"{path} has format {number}; this version of rlinf reads 1 to {FORMAT}. "
-                    "Install the version of rlinf that wrote it, or a later one."
+                    f"{path} has format {number}; this version of rlinf reads {FORMAT}. "
+                    "Install the version of rlinf that wrote it."
                 )
             manifest = cls(**data)
             manifest._check_types()
@@ -159,66 +137,6 @@ class Mismatch:
 
     def __str__(self) -> str:
         return f"{self.field}: saved {_short(self.saved)}, present {_short(self.present)}"
-
-
-def conditions_of(config: RunConfig) -> dict[str, Any]:
-    """Return the fields of a manifest that follow from a configuration and this machine, without the model."""
-    from rlinf.envs import ENVS
-    from rlinf.envs.episodes import select_tasks
-
-    env_class = ENVS.get(config.env.name)
-    tasks = select_tasks(env_class.all_task_names(config.env), config.env.tasks)
-    env = {name: value for name, value in asdict(config.env).items() if name not in env_class.free_settings}
-    return {
-        "versions": library_versions(),
-        "precision": config.model.precision,
-        "env": {**env, "max_episode_steps": {task: env_class.horizon_of(config.env, task) for task in tasks}},
-        "simulators": package_versions(env_class.packages_of(config.env)),
-        "seed": config.seed,
-    }
-
-
-def build_manifest(
-    config: RunConfig, model: nn.Module, *, policy_version: int, probe: dict[str, Any] | None = None
-) -> Manifest:
-    """Record the present conditions.
-
-    Args:
-        config: The run's configuration.
-        model: The policy; its ``config`` holds ``norm_stats`` and preprocessing, and it may have a ``processor``.
-        policy_version: Weight updates behind its weights.
-        probe: What ``take_probe`` returned, where it was taken.
-    """
-    from rlinf.models.base_weights import weights_digest
-
-    settings = model.config.to_dict()
-    lora: dict[str, Any] = {"state": "merged" if settings.get("merged_adapters") else "none"}
-    if config.model.is_lora:
-        base = weights_digest(config.model.model_path)
-        lora = {"state": "adapter", **asdict(config.model.lora), **({} if base is None else {"base_sha256": base})}
-    names = (*ACTION_FIELDS, *getattr(type(model.config), "manifest_fields", ()))
-    actions = {name: settings[name] for name in names if name in settings}
-    return Manifest(
-        **conditions_of(config),
-        model={"model_type": config.model.model_type, "class": type(model).__name__.removeprefix("FSDP")},
-        normalization=_normalization(config.model.unnorm_key, settings),
-        preprocessing={
-            "image_size": config.model.image_size or settings.get("image_sizes"),
-            "cameras": list(config.env.cameras),
-            **{name: settings[name] for name in ("image_resize_strategy", "prompt_template") if name in settings},
-            "processor": _processor_settings(getattr(model, "processor", None)),
-        },
-        actions={
-            "action_token_len": config.model.action_token_len,
-            "action_chunks_len": config.model.action_chunks_len,
-            **actions,
-        },
-        lora=lora,
-        renderer=os.environ.get("MUJOCO_GL"),
-        policy_version=policy_version,
-        probe=probe,
-        git_revision=git_revision(),
-    )
 
 
 def compare(saved: Manifest, present: Manifest) -> list[Mismatch]:
@@ -355,30 +273,6 @@ def git_revision() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip() or None
-
-
-def _normalization(unnorm_key: str | None, settings: dict[str, Any]) -> dict[str, Any]:
-    statistics = settings.get("norm_stats") or {}
-    if unnorm_key is None and len(statistics) == 1:
-        unnorm_key = next(iter(statistics))
-    return {"unnorm_key": unnorm_key, "statistics": statistics.get(unnorm_key) if unnorm_key else None}
-
-
-def _processor_settings(processor: Any) -> dict[str, Any] | None:
-    """Image settings of a Hugging Face processor, and a hash of its vocabulary."""
-    if processor is None:
-        return None
-    image_processor = getattr(processor, "image_processor", None)
-    found = {}
-    if hasattr(image_processor, "to_dict"):
-        hidden = ("_processor_class", "processor_class", "transformers_version", "name_or_path")
-        found = {name: value for name, value in image_processor.to_dict().items() if name not in hidden}
-        found = json.loads(json.dumps(found, default=str))
-    tokenizer = getattr(processor, "tokenizer", None)
-    if tokenizer is not None:
-        vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-        found["vocabulary_sha256"] = hashlib.sha256(vocabulary.encode()).hexdigest()
-    return found
 
 
 def _must_match(name: str, saved: Any, present: Any, on_both_sides: bool) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -152,6 +152,14 @@ class ChunkStep:
     lost_env_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
+class Acts(Protocol):
+    """Anything with ``act``: float32 ``[B, C, D]`` or ``[B, D]`` in env units for an observation of ``B`` rows."""
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Choose actions."""
+        ...
+
+
 @dataclass
 class RolloutBatch:
     """A time-major rollout. Everything ``[T, B, ...]``; after ``flatten`` everything ``[N, ...]`` with ``N = T * B``.
@@ -221,6 +229,34 @@ class RolloutBatch:
             self,
             observation=self.observation.select(rows.numpy()),
             **{name: value[:, columns] for name, value in self.tensors().items()},
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[RolloutBatch], observation: Observation | None = None) -> RolloutBatch:
+        """Join time-major rollouts of different envs along ``B``, in the order given.
+
+        Args:
+            parts: Rollouts of equally many chunks.
+            observation: The ``T * B`` rows of the result, where the caller has them; None: those of the parts are joined.
+        """
+        import torch
+
+        if observation is None:
+            num_chunks = len(parts[0].loss_mask)
+            widths = [part.loss_mask.shape[1] for part in parts]
+            # Rows of the joined observation are (part, t, b); reorder them to (t, part, b).
+            offsets = np.cumsum([0] + [num_chunks * width for width in widths])
+            order = np.concatenate(
+                [offsets[p] + t * width + np.arange(width) for t in range(num_chunks) for p, width in enumerate(widths)]
+            )
+            observation = Observation.concatenate([part.observation for part in parts]).select(order)
+        tensors = [part.tensors() for part in parts]
+        return replace(
+            parts[0],
+            observation=observation,
+            episodes=[episode for part in parts for episode in part.episodes],
+            specs={key: spec for part in parts for key, spec in part.specs.items()},
+            **{name: torch.cat([each[name] for each in tensors], dim=1) for name in tensors[0]},
         )
 
     def flatten(self) -> RolloutBatch:

@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rlinf.algorithms import ALGORITHMS  # noqa: E402
-from rlinf.config.options import bounds_text, override_text, public_fields, type_name  # noqa: E402
 from rlinf.config.schema import RunConfig  # noqa: E402
 from rlinf.envs import ENVS  # noqa: E402
 from rlinf.files import write_text  # noqa: E402
+from rlinf.options import bounds_text, override_text, public_fields, type_name  # noqa: E402
 
 PAGE = "configuration.md"
 HEADER = """# Configuration reference

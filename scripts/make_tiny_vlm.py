@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlinf.models.embodiment.checkpoint_policy import no_progress_bars
-from rlinf.models.embodiment.hf_vla_config import HfVlaConfig
-from rlinf.models.embodiment.hf_vla_processing import load_vlm_processor
+from rlinf.models.embodiment.hf_vla.config import HfVlaConfig
+from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 
 VOCAB_SIZE = 544

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from rlinf.imports import lazy_attributes
 from rlinf.registry import Registry
 
 ALGORITHMS: Registry = Registry(
@@ -23,9 +22,4 @@ def register_algorithm(name: str, algorithm: type | str) -> None:
     ALGORITHMS.register(name, algorithm)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in ("NLLLossFn", "DPOLossFn", "GRPOLossFn"):
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    from rlinf.algorithms import token_losses
-
-    return getattr(token_losses, name)
+__getattr__ = lazy_attributes(__name__, dict.fromkeys(("NLLLossFn", "DPOLossFn", "GRPOLossFn"), "rlinf.llm.losses"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlinf.config.options import option
+from rlinf.options import option
 
 LEVELS = ("token", "action", "chunk")
 

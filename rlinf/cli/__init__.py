@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from rlinf.errors import RankError, RLinfError, did_you_mean
+from rlinf.imports import import_string
 
 COMMANDS = {
     "train": ("rlinf.cli.train:train", "behaviour cloning (if configured), then reinforcement learning"),
@@ -83,9 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"rlinf: there is no command '{words[0]}'.{did_you_mean(words[0], COMMANDS)}", file=sys.stderr)
         return EXIT_USER_ERROR
-    module, _, attribute = COMMANDS[words[0]][0].partition(":")
     try:
-        status = getattr(importlib.import_module(module), attribute)(words[1:])
+        status = import_string(COMMANDS[words[0]][0])(words[1:])
         sys.stdout.flush()  # here, where the reader of a pipe that is gone is no traceback
         return status
     except RLinfError as error:

@@ -19,10 +19,10 @@ def check(arguments: Sequence[str]) -> int:
     1 if a property is violated. Long episodes are cut at 64 env steps, unless env.max_episode_steps says how many.
     """
     from rlinf.api import run_config
-    from rlinf.cli.hydra_app import given_value, parse
+    from rlinf.checks.env import PROPERTIES, check_properties
+    from rlinf.commands.hydra_app import given_value, parse
     from rlinf.config.compose import parse_overrides
     from rlinf.envs import ENVS, make_env
-    from rlinf.envs.checker import PROPERTIES, check_properties
 
     args = parse(arguments)
     usage = "rlinf check env=tabletop, or rlinf check env=gymnasium env.id=Pendulum-v1"

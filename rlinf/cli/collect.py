@@ -12,7 +12,7 @@ def collect(arguments: Sequence[str]) -> int:
     With a checkpoint, model and env come from the configuration that it was trained with; overrides change single keys,
     whole groups (``env=tabletop``) replace a section.
     """
-    from rlinf.cli.hydra_app import configure, parse
+    from rlinf.commands.hydra_app import configure, parse
 
     args = parse(arguments)
     if args.help:
@@ -22,7 +22,7 @@ def collect(arguments: Sequence[str]) -> int:
     config = configure(args, "collect")
     if config is None:
         return 0
-    from rlinf.data.collect import collect as start
+    from rlinf.commands.collect import collect as start
 
     start(config)
     return 0

@@ -14,9 +14,9 @@ from rlinf.cli.table import format_table
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, RLinfError
 
 if TYPE_CHECKING:
+    from rlinf.checks.language_model import DiagnosticCheck
+    from rlinf.checks.policy import Trial
     from rlinf.config.schema import RunConfig
-    from rlinf.models.diagnostics import DiagnosticCheck
-    from rlinf.rollout.diagnostics import Trial
 
 RESULTS = {True: "pass", False: "FAIL", None: "note"}
 
@@ -49,7 +49,7 @@ def diagnose(arguments: Sequence[str]) -> int:
 
 
 def _is_checkpoint(name: str) -> bool:
-    from rlinf.training.checkpoint import resolve_checkpoint
+    from rlinf.checkpoints.checkpoint import resolve_checkpoint
 
     try:
         resolve_checkpoint(Path(name).expanduser())
@@ -59,12 +59,12 @@ def _is_checkpoint(name: str) -> bool:
 
 
 def _diagnose_action_model(arguments: Sequence[str]) -> int:
-    from rlinf.cli.hydra_app import configure, parse
+    from rlinf.commands.hydra_app import configure, parse
 
     config = configure(parse(arguments), "diagnose")
     if config is None:
         return 0
-    from rlinf.rollout.diagnostics import torch_checks, type_check
+    from rlinf.checks.policy import torch_checks, type_check
 
     with _trial(config) as trial:
         checks, note = [type_check(trial)], None
@@ -80,8 +80,8 @@ def _check_vllm(trial: Trial, config: RunConfig, checks: list[DiagnosticCheck]) 
     """Add the engine's checks; returns what stands below the table."""
     import torch
 
-    from rlinf.models.generation.vllm_engine import check_temperature
-    from rlinf.rollout.diagnostics import NUM_ROWS, vllm_checks
+    from rlinf.checks.policy import NUM_ROWS, vllm_checks
+    from rlinf.engines.vllm_engine import check_temperature
     from rlinf.rollout.vllm_policy import VllmPolicy
 
     try:
@@ -103,15 +103,15 @@ def _trial(config: RunConfig) -> Iterator[Trial]:
     """Load the policy of a configuration, or of the checkpoint that it names, and take the first observations of its env."""
     import torch
 
-    from rlinf.config.saved import check_model_type
+    from rlinf.checkpoints.checkpoint import resolve_checkpoint
+    from rlinf.checks.policy import NUM_ROWS, Trial
+    from rlinf.commands.policy_loading import load_policy, statistics_of_env
     from rlinf.distributed.process_group import resolve_device, set_num_threads
     from rlinf.envs import make_env
     from rlinf.manifest import Manifest, verify_files
     from rlinf.models import build_policy
-    from rlinf.rollout.diagnostics import NUM_ROWS, Trial
+    from rlinf.preflight.saved import check_model_type
     from rlinf.seeding import seed_everything
-    from rlinf.training.checkpoint import resolve_checkpoint
-    from rlinf.training.policy_loading import load_policy, statistics_of_env
 
     named = config.checkpoint or config.init_from or config.resume
     source = None if named is None else resolve_checkpoint(named)
@@ -148,13 +148,13 @@ def _trial(config: RunConfig) -> Iterator[Trial]:
 
 
 def _diagnose_language_model(name: str, pairs: Sequence[str]) -> int:
-    from rlinf.cli.hydra_app import hide_progress_bars
-    from rlinf.config.options import from_mapping
+    from rlinf.checks.language_model import consistency_checks, length_checks, torch_engine, vllm_engine
+    from rlinf.commands.hydra_app import hide_progress_bars
+    from rlinf.engines.vllm_engine import require_vllm
+    from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
     from rlinf.models import MODELS
-    from rlinf.models.causal_lm import CausalLMConfig, load_causal_lm
-    from rlinf.models.diagnostics import consistency_checks, length_checks, torch_engine, vllm_engine
-    from rlinf.models.generation.vllm_engine import require_vllm
     from rlinf.models.loading import read_json
+    from rlinf.options import from_mapping
 
     about = Path(name).expanduser() / "config.json"
     model_type = read_json(about).get("model_type") if about.is_file() else None
@@ -184,7 +184,7 @@ def _diagnose_language_model(name: str, pairs: Sequence[str]) -> int:
 
 def _refused_by_vllm(checks: list[DiagnosticCheck], error: RLinfError) -> str:
     """Add a failed check; returns the message that stands below the table."""
-    from rlinf.models.diagnostics import DiagnosticCheck
+    from rlinf.checks.language_model import DiagnosticCheck
 
     checks.append(DiagnosticCheck("vllm: runs the model", False, f"{type(error).__name__}, see below"))
     return f"vllm: {error}"

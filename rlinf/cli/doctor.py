@@ -75,7 +75,7 @@ def doctor(arguments: Sequence[str]) -> int:
 
 def import_plugins(arguments: Sequence[str]) -> None:
     """Import what ``plugins=`` or an experiment names, so that it is listed; ``check_choice`` says what is wrong with it."""
-    from rlinf.cli.hydra_app import parse
+    from rlinf.commands.hydra_app import parse
     from rlinf.config.compose import compose_config
     from rlinf.config.plugins import load_plugins
 
@@ -128,7 +128,7 @@ def check_torch() -> Finding:
 
 def check_rendering() -> Finding:
     """Render one picture off screen, in a process of its own."""
-    from rlinf.envs.graphics import probe_rendering
+    from rlinf.envs.graphics.backend import probe_rendering
 
     try:
         backend, message = probe_rendering()
@@ -241,13 +241,13 @@ def check_choice(words: list[str]) -> list[Finding]:
     Args:
         words: As for `rlinf train`.
     """
-    from rlinf.cli.hydra_app import configure, given_value, parse
+    from rlinf.commands.hydra_app import configure, given_value, parse
     from rlinf.config.compose import ROOT, compose_config, parse_overrides
     from rlinf.config.schema import build_config
     from rlinf.config.search import GROUP
-    from rlinf.config.validation import check_names
     from rlinf.envs import make_env
     from rlinf.manifest import Manifest, verify_files
+    from rlinf.preflight.validation import check_names
 
     label = " ".join(words)
     try:
@@ -271,8 +271,8 @@ def check_choice(words: list[str]) -> list[Finding]:
 
 def check_memory(label: str, config: RunConfig) -> list[Finding]:
     """Print the derived numbers of an experiment, and the memory that it needs, which must be there."""
-    from rlinf.cli.memory import NOT_COUNTED, available_memory, estimate_memory, format_bytes
-    from rlinf.config.derived import format_derived
+    from rlinf.preflight.derived import format_derived
+    from rlinf.preflight.memory import NOT_COUNTED, available_memory, estimate_memory, format_bytes
 
     config.output_dir = None
     print(f"\n{label}\n{format_derived(config)}\n")

@@ -33,7 +33,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 def run(arguments: Sequence[str]) -> EvaluationResult | None:
     """Evaluate, for the command and for ``rlinf.evaluate``; None where the arguments only ask to be told something."""
-    from rlinf.cli.hydra_app import configure, parse
+    from rlinf.commands.hydra_app import configure, parse
 
     args = parse(arguments)
     if args.help:
@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> EvaluationResult | None:
     config = configure(args, "evaluate")
     if config is None:
         return None
-    from rlinf.evaluation.run import evaluate as start
+    from rlinf.commands.evaluate import evaluate as start
 
     return start(config)
 
@@ -51,9 +51,9 @@ def run(arguments: Sequence[str]) -> EvaluationResult | None:
 def _compare(words: list[str]) -> int:
     """Print the comparison of the two evaluations that follow the flag."""
     from rlinf.config.compose import parse_overrides
-    from rlinf.config.options import from_mapping
     from rlinf.evaluation.compare import COMPARISON_FILE, compare_folders, evaluation_folder
     from rlinf.evaluation.config import EvaluationConfig
+    from rlinf.options import from_mapping
 
     position = words.index(COMPARE_FLAG)
     folders, rest = words[position + 1 : position + 3], words[:position] + words[position + 3 :]

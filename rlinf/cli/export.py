@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlinf.config.options import from_mapping, option, public_fields, unknown_key_message
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
+from rlinf.options import from_mapping, option, public_fields, unknown_key_message
 
 
 @dataclass
@@ -45,10 +45,10 @@ def export(arguments: Sequence[str]) -> int:
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise ConfigError(f"output is '{config.output}', which exists and is not empty. Type output=<a new folder>")
 
-    from rlinf.cli.hydra_app import hide_progress_bars
-    from rlinf.config.folders import check_writable
-    from rlinf.training.checkpoint import resolve_checkpoint
-    from rlinf.training.export import export as write
+    from rlinf.checkpoints.checkpoint import resolve_checkpoint
+    from rlinf.commands.export import export as write
+    from rlinf.commands.hydra_app import hide_progress_bars
+    from rlinf.preflight.folders import check_writable
 
     check_writable(config.output, "output")
     hide_progress_bars()

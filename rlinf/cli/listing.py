@@ -16,7 +16,7 @@ FALLBACK = (
 
 def models(arguments: Sequence[str]) -> int:
     """Print registered models, envs and algorithms with their origin, config groups and experiments."""
-    from rlinf.cli.hydra_app import parse
+    from rlinf.commands.hydra_app import parse
     from rlinf.config.compose import compose_config
     from rlinf.config.plugins import load_plugins
     from rlinf.config.search import group_options

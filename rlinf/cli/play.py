@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlinf.config.options import from_mapping, option, public_fields
 from rlinf.errors import ConfigError
+from rlinf.options import from_mapping, option, public_fields
 
 if TYPE_CHECKING:
     from rlinf.config.schema import RunConfig
@@ -35,7 +35,7 @@ def play(arguments: Sequence[str]) -> int:
     It is the episode with this number in the list of `rlinf evaluate`, and ends in the same way. Other keys are those of
     `rlinf evaluate`: evaluation.split=train, evaluation.greedy=false, evaluation.video_size=448.
     """
-    from rlinf.cli.hydra_app import configure, parse
+    from rlinf.commands.hydra_app import configure, parse
     from rlinf.config.compose import parse_overrides
 
     own = {word: word.partition("=")[0] for word in arguments if word.partition("=")[0] in public_fields(PlayConfig)}
@@ -74,11 +74,11 @@ def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
     """
     import torch
 
+    from rlinf.commands.evaluate import load_checked
     from rlinf.distributed.process_group import resolve_device, set_num_threads
     from rlinf.envs import make_env
-    from rlinf.envs.video import write_video
     from rlinf.evaluation.evaluator import RowPolicy, evaluation_mode, replay_episodes
-    from rlinf.evaluation.run import load_checked
+    from rlinf.evaluation.video import write_video
     from rlinf.seeding import seed_everything
 
     set_num_threads(config.cluster.num_threads, 1)

@@ -20,11 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlinf.config import search
-from rlinf.config.options import closest, public_fields
 from rlinf.config.saved_code import check_code, leaves, literal
 from rlinf.config.schema import REGISTRIES, RunConfig, fields_meant, no_key, overrides_text
 from rlinf.config.text_inputs import PAGE, text_in
+from rlinf.envs import ENVS
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
+from rlinf.options import closest, public_fields
 
 ROOT = "train"
 """Name of the packaged primary config."""
@@ -166,8 +167,6 @@ def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
 
 def env_of_task(task: str, envs: Iterable[str]) -> str | None:
     """Return the first of the envs that has such a task under its default settings; one that is not installed has none."""
-    from rlinf.envs import ENVS
-
     for name in envs:
         if name in ENVS:
             try:

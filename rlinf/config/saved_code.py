@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlinf.config.options import override_text
 from rlinf.errors import CheckpointError
+from rlinf.options import override_text
 
 SECTIONS = ("env", "model")
 """Sections whose values may be names that are imported: ``env.id`` of gymnasium, fields of an env or model of others."""

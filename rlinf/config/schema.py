@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,8 +10,19 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.config import AlgorithmConfig, PPOConfig
-from rlinf.config.options import (
+from rlinf.config.declared import cameras_read
+from rlinf.config.plugins import load_plugins
+from rlinf.config.training import ClusterConfig, TrainerConfig
+from rlinf.data.config import CollectConfig, SFTConfig
+from rlinf.envs import ENVS
+from rlinf.envs.config import EnvConfig
+from rlinf.errors import ALIASES, ConfigError, closest, did_you_mean
+from rlinf.evaluation.config import EvaluationConfig
+from rlinf.files import LATEST, follow_latest
+from rlinf.models.config import ModelConfig, TokenizerConfig
+from rlinf.options import (
     from_mapping,
     option,
     override_of,
@@ -21,15 +31,8 @@ from rlinf.config.options import (
     public_fields,
     unknown_key_message,
 )
-from rlinf.config.plugins import load_plugins
-from rlinf.data.config import CollectConfig
-from rlinf.envs.config import EnvConfig
-from rlinf.errors import ALIASES, ConfigError, closest, did_you_mean
-from rlinf.evaluation.config import EvaluationConfig
-from rlinf.files import LATEST, follow_latest
-from rlinf.models.config import ModelConfig, TokenizerConfig
+from rlinf.rollout.config import RolloutConfig
 from rlinf.tracking.config import TrackingConfig
-from rlinf.training.config import ClusterConfig, RolloutConfig, SFTConfig, TrainerConfig
 
 
 @dataclass
@@ -65,7 +68,7 @@ class RunConfig:
     cluster: ClusterConfig = option(ClusterConfig(), "Processes and devices.")
 
 
-REGISTRIES = {"env": ("rlinf.envs", "ENVS"), "algorithm": ("rlinf.algorithms", "ALGORITHMS")}
+REGISTRIES = {"env": ENVS, "algorithm": ALGORITHMS}
 """Sections whose dataclass is the ``config_class`` of what their ``name`` stands for in a registry."""
 
 
@@ -87,8 +90,7 @@ def section_class(section: str, name: str) -> type:
     Raises:
         ConfigError: The name is not registered.
     """
-    module, attribute = REGISTRIES[section]
-    registry = getattr(importlib.import_module(module), attribute)
+    registry = REGISTRIES[section]
     if name not in registry:
         raise ConfigError(
             f"{section}.name is {override_text(name)!r}, which is not registered.{did_you_mean(name, registry)} "
@@ -183,8 +185,6 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
             values[section] = section_class(section, getattr(RunConfig(), section).name)()
     config = from_mapping(RunConfig, values)
     if cameras_follow:
-        from rlinf.config.compatibility import cameras_read
-
         config.env.cameras = cameras_read(config)
     for dotted in SOURCES:
         *sections, key = dotted.split(".")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlinf.checkpoints.checkpoint import is_checkpoint, is_export, is_run
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
+from rlinf.models import MODELS
+from rlinf.models.fallback import folder_config
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".arrow")
 """Of files that hold rows of text. The datasets of robots are folders."""
@@ -18,8 +21,6 @@ def text_in(path: str | Path) -> str | None:
 
     Runs, checkpoints, exports and other models are no text, though rows may lie beside them (``metrics.jsonl``).
     """
-    from rlinf.training.checkpoint import is_checkpoint, is_export, is_run
-
     path = Path(path).expanduser()
     if path.is_file():
         return "a file of text" if path.suffix in SUFFIXES else None
@@ -37,9 +38,6 @@ def text_in(path: str | Path) -> str | None:
 def language_model_in(path: str | Path) -> str | None:
     """Return the ``model_type`` of a folder, if it is that of a causal language model that reads no images, or None."""
     from transformers.models.auto import modeling_auto
-
-    from rlinf.models import MODELS
-    from rlinf.models.fallback import folder_config
 
     found = folder_config(str(path)).get("model_type")
     is_text = found in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and found not in MODELS

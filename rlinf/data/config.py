@@ -1,10 +1,56 @@
-"""Configuration of collecting demonstrations."""
+"""Configuration of demonstrations: cloning them, and collecting them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlinf.config.options import option
+from rlinf.options import option
+
+
+@dataclass
+class ExpertConfig:
+    """The scripted demonstrator and its faults."""
+
+    aim_offset_m: list[float] = option([0.0, 0.0], "Metres (x, y) by which the demonstrator's aim is miscalibrated.")
+    jitter: float = option(
+        0.0,
+        "Standard deviation of noise on executed actions (labels stay clean), in units of the action range.",
+        minimum=0,
+    )
+    keep_failures: bool = option(True, "Keep demonstrations that failed.")
+
+
+@dataclass
+class SFTConfig:
+    """Behaviour cloning; runs before RL when `max_steps` > 0. It clones a dataset, or the scripted expert without one."""
+
+    max_steps: int = option(0, "Optimiser steps; 0: no behaviour cloning.", minimum=0)
+    dataset: str | None = option(
+        None,
+        "Folder of demonstrations (LeRobotDataset v3.0 or RLDS); null: the scripted expert plays them now, in memory.",
+    )
+    cameras: list[str] | None = option(
+        None, "Cameras of the dataset that stand for `env.cameras`, in their order; null: those of the same names."
+    )
+    state_key: str | None = option(
+        None,
+        "Column of the dataset with the robot's state; null: observation.state (LeRobot), observation/state (RLDS).",
+    )
+    allow_mismatch: list[str] = option(
+        [], "Keys of `env` in which the dataset, where `rlinf collect` wrote it, may differ from the present env."
+    )
+    num_workers: int = option(
+        2, "Threads per rank that read batches of the dataset ahead; 0: read when needed.", minimum=0
+    )
+    num_demonstrations: int = option(1200, "Episodes of the scripted expert.", minimum=1)
+    expert: ExpertConfig = option(ExpertConfig(), "The demonstrator.")
+    batch_size: int = option(64, "Samples of one optimiser step over all ranks.", minimum=1)
+    learning_rate: float = option(5e-4, "Peak learning rate, constant after warm-up.", minimum=0, maximum=1)
+    warmup_steps: int = option(50, "Optimiser steps of linear warm-up.", minimum=0)
+    eval_every: int = option(0, "Optimiser steps between evaluations; 0: only at the end.", minimum=0)
+    time_limit_s: float | None = option(
+        None, "Go on beyond max_steps until this many seconds have passed; null: stop at max_steps.", minimum=0
+    )
 
 
 @dataclass

@@ -10,11 +10,11 @@ from types import ModuleType
 import numpy as np
 
 from rlinf.data import lerobot_dataset, rlds_dataset
+from rlinf.data.config import SFTConfig
 from rlinf.data.lerobot_format import IMAGES, INFO
 from rlinf.data.stored import DatasetInfo, StoredDemonstrations
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError, did_you_mean
-from rlinf.training.config import SFTConfig
 
 READERS: dict[str, ModuleType] = {INFO: lerobot_dataset, rlds_dataset.FEATURES: rlds_dataset}
 """File by which a format is known, to the module with its ``describe`` and ``open_dataset``."""

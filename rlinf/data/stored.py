@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.demonstrations import following_rows
 from rlinf.data.frames import Frames
+from rlinf.data.rows import following_rows
 from rlinf.data.statistics import normalization_statistics
 from rlinf.errors import ConfigError
 from rlinf.types import Observation

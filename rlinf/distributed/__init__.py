@@ -1,17 +1,11 @@
-"""Ranks, weights and token batches of distributed runs; classes are imported at first use."""
+"""Processes, collectives, devices and FSDP. ``BatchedDataDict`` and ``RayVirtualCluster`` are found here too."""
 
-from __future__ import annotations
+from rlinf.imports import lazy_attributes
 
-import importlib
-from typing import Any
-
-_EXPORTS = {
-    "BatchedDataDict": "rlinf.distributed.batched_data_dict",
-    "RayVirtualCluster": "rlinf.distributed.virtual_cluster",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(importlib.import_module(_EXPORTS[name]), name)
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "BatchedDataDict": "rlinf.llm.batched_data_dict",
+        "RayVirtualCluster": "rlinf.llm.virtual_cluster",
+    },
+)

@@ -286,8 +286,6 @@ def gather_rollout(batch: RolloutBatch) -> RolloutBatch:
     """
     if world_size() == 1:
         return batch
-    from rlinf.rollout.collector import concatenate_envs
-
     parts = gather_objects(_without_large_arrays(batch))
     images = {name: _gather_array(image) for name, image in batch.observation.images.items()}
     state = None if batch.observation.state is None else _gather_array(batch.observation.state)
@@ -297,7 +295,7 @@ def gather_rollout(batch: RolloutBatch) -> RolloutBatch:
             state=None if state is None else state[index],
             instruction=part.observation.instruction,
         )
-    return concatenate_envs(parts)
+    return RolloutBatch.concatenate(parts)
 
 
 def _without_large_arrays(batch: RolloutBatch) -> RolloutBatch:

@@ -16,11 +16,11 @@ ENVS: Registry[type[VectorEnv]] = Registry(
     "rlinf.envs",
     {
         "tabletop": "rlinf.envs.tabletop.env:TabletopVectorEnv",
-        "metaworld": "rlinf.envs.metaworld:MetaWorldVectorEnv",
-        "libero": "rlinf.envs.libero:LiberoVectorEnv",
-        "maniskill": "rlinf.envs.maniskill:ManiSkillVectorEnv",
-        "maniskill_gpu": "rlinf.envs.maniskill_gpu:ManiSkillGpuVectorEnv",
-        "gymnasium": "rlinf.envs.gymnasium_env:GymnasiumVectorEnv",
+        "metaworld": "rlinf.envs.metaworld.env:MetaWorldVectorEnv",
+        "libero": "rlinf.envs.libero.env:LiberoVectorEnv",
+        "maniskill": "rlinf.envs.maniskill.env:ManiSkillVectorEnv",
+        "maniskill_gpu": "rlinf.envs.maniskill.gpu_env:ManiSkillGpuVectorEnv",
+        "gymnasium": "rlinf.envs.gymnasium.env:GymnasiumVectorEnv",
     },
 )
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from rlinf.config.options import option
+from rlinf.options import option
 
 
 @dataclass

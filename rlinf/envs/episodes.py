@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlinf.config.options import closest, override_text
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import ConfigError, did_you_mean
+from rlinf.options import closest, override_text
 from rlinf.types import EpisodeSpec
 
 EVAL_INIT_STATE_OFFSET = 1_000_000_000

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import gymnasium
 import numpy as np
 
-from rlinf.config.options import closest, override_text
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import ConfigError, did_you_mean
+from rlinf.options import closest, override_text
 from rlinf.types import Observation
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlinf.config.options import option
+from rlinf.options import option
 
 TRAINING_SPLIT = (
     "evaluation.split=train: the episodes are those of training, so the success rate is not that of held-out episodes"

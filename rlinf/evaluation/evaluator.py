@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rlinf.envs.video import write_video
 from rlinf.errors import ConfigError
 from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.video import write_video
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 if TYPE_CHECKING:
-    from rlinf.api import Acts
     from rlinf.envs.base import VectorEnv
     from rlinf.models.embodiment.base import ActionModel
+    from rlinf.types import Acts
 
 NUM_ROWS = 16  # rows of a policy call; larger calls gain little, and waste more when few episodes still run
 

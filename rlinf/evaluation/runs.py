@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlinf.config.options import override_text
-from rlinf.config.saved import flat, read_saved_config
+from rlinf.checkpoints.saved_config import flat, read_saved_config
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.compare import closing_tags
 from rlinf.evaluation.intervals import mean_interval
 from rlinf.evaluation.report_data import Evaluation, RunData, read_run
 from rlinf.files import follow_latest
+from rlinf.options import override_text
 from rlinf.tracking.tracker import METRICS_FILE
 
 SAME_IN_A_GROUP = ("seed", "output_dir", "resume", "checkpoint", "dataset", "experiment_name")

@@ -6,7 +6,6 @@ Importing this module imports neither torch nor transformers; they come with the
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import os
@@ -15,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlinf.config.options import from_mapping, plain_container
 from rlinf.errors import ConfigError
+from rlinf.imports import lazy_attributes
 from rlinf.models.config import ModelConfig, TokenizerConfig
 from rlinf.models.fallback import TEXT, folder_config, generic_kind
 from rlinf.models.loading import (
@@ -33,6 +32,7 @@ from rlinf.models.loading import (
     torch_dtype_from_precision,
     values_refused_for_rl,
 )
+from rlinf.options import from_mapping, plain_container
 from rlinf.registry import Registry
 
 __all__ = [
@@ -43,18 +43,15 @@ __all__ = [
 logger = logging.getLogger("rlinf")
 
 
-_LAZY = {
-    "HFModel": "rlinf.models.hf_model",
-    "HFLLMModel": "rlinf.models.hf_model",
-    "HuggingFacePolicy": "rlinf.models.hf_policy",
-    "MegatronPolicy": "rlinf.models.megatron_policy",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "HFModel": "rlinf.models.hf_model",
+        "HFLLMModel": "rlinf.models.hf_model",
+        "HuggingFacePolicy": "rlinf.llm.hf_policy",
+        "MegatronPolicy": "rlinf.llm.megatron.policy",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -97,31 +94,31 @@ MODELS: Registry[ModelEntry] = Registry(
     {
         "openvla": ModelEntry(
             "openvla",
-            model="rlinf.models.embodiment.openvla_action_model:OpenVLAForRLActionPrediction",
-            config="rlinf.models.embodiment.openvla_config:OpenVLAConfig",
-            processor="rlinf.models.embodiment.openvla_processing:PrismaticProcessor",
-            image_processor="rlinf.models.embodiment.openvla_processing:PrismaticImageProcessor",
-            load_processor="rlinf.models.embodiment.openvla_processing:load_processor",
+            model="rlinf.models.embodiment.openvla.policy:OpenVLAForRLActionPrediction",
+            config="rlinf.models.embodiment.openvla.config:OpenVLAConfig",
+            processor="rlinf.models.embodiment.openvla.processing:PrismaticProcessor",
+            image_processor="rlinf.models.embodiment.openvla.processing:PrismaticImageProcessor",
+            load_processor="rlinf.models.embodiment.openvla.processing:load_processor",
         ),
         "openvla_oft": ModelEntry(
             "openvla_oft",
-            model="rlinf.models.embodiment.openvla_oft_action_model:OpenVLAOFTForRLActionPrediction",
-            config="rlinf.models.embodiment.openvla_oft_config:OpenVLAOFTConfig",
-            processor="rlinf.models.embodiment.openvla_processing:PrismaticProcessor",
-            image_processor="rlinf.models.embodiment.openvla_processing:PrismaticImageProcessor",
-            load_processor="rlinf.models.embodiment.openvla_processing:load_processor",
+            model="rlinf.models.embodiment.openvla_oft.policy:OpenVLAOFTForRLActionPrediction",
+            config="rlinf.models.embodiment.openvla_oft.config:OpenVLAOFTConfig",
+            processor="rlinf.models.embodiment.openvla.processing:PrismaticProcessor",
+            image_processor="rlinf.models.embodiment.openvla.processing:PrismaticImageProcessor",
+            load_processor="rlinf.models.embodiment.openvla.processing:load_processor",
         ),
         "pi0": ModelEntry(
             "pi0",
-            model="rlinf.models.embodiment.pi0_action_model:Pi0ForRLActionPrediction",
-            config="rlinf.models.embodiment.pi0_config:Pi0Config",
-            load_processor="rlinf.models.embodiment.pi0_processing:load_processor",
+            model="rlinf.models.embodiment.pi0.policy:Pi0ForRLActionPrediction",
+            config="rlinf.models.embodiment.pi0.config:Pi0Config",
+            load_processor="rlinf.models.embodiment.pi0.processing:load_processor",
         ),
         "hf_vla": ModelEntry(
             "hf_vla",
-            model="rlinf.models.embodiment.hf_vla_action_model:HfVlaForRLActionPrediction",
-            config="rlinf.models.embodiment.hf_vla_config:HfVlaConfig",
-            load_processor="rlinf.models.embodiment.hf_vla_processing:load_processor",
+            model="rlinf.models.embodiment.hf_vla.policy:HfVlaForRLActionPrediction",
+            config="rlinf.models.embodiment.hf_vla.config:HfVlaConfig",
+            load_processor="rlinf.models.embodiment.hf_vla.processing:load_processor",
         ),
         "cnn": ModelEntry(
             "cnn",
@@ -276,7 +273,7 @@ def _load(
     else:
         model = load_generic_model(entry, cfg, config)
     if cfg.model_path is not None:
-        from rlinf.models.finite import check_loaded
+        from rlinf.optim.finite import check_loaded
 
         check_loaded(model.state_dict(), cfg.model_path)
     if cfg.gradient_checkpointing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlinf.config.options import option
+from rlinf.options import option
 
 
 @dataclass

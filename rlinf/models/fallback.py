@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rlinf.config.options import closest
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.models.config import ModelConfig
 from rlinf.models.loading import read_json
+from rlinf.options import closest
 
 TEXT, IMAGE_TEXT = "text", "image-text"
 

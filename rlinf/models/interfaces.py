@@ -1,111 +1,22 @@
-"""What a policy of token data can do; ``rlinf.models.generation.interfaces`` has the same for engines that only generate."""
+"""The interfaces of ``rlinf.llm.interfaces``, by the path that users import."""
 
-from __future__ import annotations
+from rlinf.imports import lazy_attributes
 
-from abc import ABC, abstractmethod
-from typing import Any, Protocol, TypedDict
-
-import torch
-from torch import Tensor
-
-from rlinf.distributed.batched_data_dict import BatchedDataDict
-from rlinf.models.generation.interfaces import (
-    GenerationConfig,
-    GenerationDatumSpec,
-    GenerationInterface,
-    GenerationOutputSpec,
-    verify_right_padding,
+__getattr__ = lazy_attributes(
+    __name__,
+    dict.fromkeys(
+        [
+            "BatchedDataDict",
+            "GenerationConfig",
+            "GenerationDatumSpec",
+            "GenerationInterface",
+            "GenerationOutputSpec",
+            "LogprobsSpec",
+            "LossFunction",
+            "PolicyInterface",
+            "TrainingDatumSpec",
+            "verify_right_padding",
+        ],
+        "rlinf.llm.interfaces",
+    ),
 )
-
-__all__ = [
-    "BatchedDataDict",
-    "GenerationConfig",
-    "GenerationDatumSpec",
-    "GenerationInterface",
-    "GenerationOutputSpec",
-    "LogprobsSpec",
-    "LossFunction",
-    "PolicyInterface",
-    "TrainingDatumSpec",
-    "verify_right_padding",
-]
-
-
-class LogprobsSpec(TypedDict):
-    """Log-probabilities of given tokens.
-
-    Attributes:
-        logprobs: float32 ``[B, S]``; column ``i`` is the log-probability of token ``i`` given the tokens before it. Column 0,
-            which nothing comes before, and padding are 0.
-    """
-
-    logprobs: torch.Tensor
-    __extra__: Any
-
-
-class TrainingDatumSpec(TypedDict, total=False):
-    """What losses read (``rlinf.algorithms.token_losses``); each loss says which of the optional keys it needs.
-
-    Attributes:
-        input_ids: int64 ``[B, S]``, padded on the right.
-        attention_mask: ``[B, S]``, 1 for tokens, 0 for padding.
-        token_mask: ``[B, S]``, 1 for tokens that are trained on. Missing: the response, where ``generation_lengths`` tell
-            which it is, else all tokens but the first.
-        sample_mask: ``[B]``, 0 for rows that do not count.
-        advantages: float32 ``[B]`` or ``[B, S]``.
-        old_logprobs: float32 ``[B, S]``, of the policy before the update.
-        reference_logprobs: float32 ``[B, S]``, of the frozen policy.
-        generation_logprobs: float32 ``[B, S]``, of the engine that generated.
-    """
-
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    token_mask: torch.Tensor
-    sample_mask: torch.Tensor
-    advantages: torch.Tensor
-    old_logprobs: torch.Tensor
-    reference_logprobs: torch.Tensor
-    generation_logprobs: torch.Tensor
-    __extra__: Any
-
-
-class LossFunction(Protocol):
-    """A loss that runs the model itself: the least that ``PolicyInterface.train`` takes.
-
-    The losses of this package are ``TokenLoss`` too, which a policy can evaluate in micro-batches.
-    """
-
-    def __call__(self, model: Any, data: BatchedDataDict[TrainingDatumSpec]) -> Tensor:
-        """Return the scalar loss of a batch."""
-        ...
-
-
-class PolicyInterface(ABC):
-    """A policy that generates, scores and learns. Tensors are padded on the right."""
-
-    @abstractmethod
-    def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
-    ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Continue each row.
-
-        Args:
-            data: Prompts.
-            greedy: Take the most likely token instead of sampling.
-        """
-
-    @abstractmethod
-    def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """Log-probabilities of the tokens of each row, without gradients."""
-
-    def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """The same of the policy as it was before training. Only losses with a reference need it.
-
-        Raises:
-            NotImplementedError: The policy keeps no reference.
-        """
-        raise NotImplementedError(f"{type(self).__name__} keeps no reference policy")
-
-    @abstractmethod
-    def train(self, data: BatchedDataDict[TrainingDatumSpec], loss_fn: LossFunction) -> dict[str, Any]:
-        """Take one optimiser step on the batch and return at least ``loss``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import logging
@@ -12,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlinf.config.options import override_text, plain_container, public_fields
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
+from rlinf.imports import import_string
 from rlinf.models.config import ModelConfig
+from rlinf.options import override_text, plain_container, public_fields
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +37,7 @@ def import_target(target: Any) -> Any:
     """Return what ``"module:attribute"`` names; anything else as it is."""
     if not isinstance(target, str):
         return target
-    module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return import_string(target)
 
 
 def torch_dtype_from_precision(precision: str | int | None) -> torch.dtype:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.config import LoraConfig
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.models.finite import check_loaded
+from rlinf.optim.finite import check_loaded
 
 ADAPTER_FILE, FULL_FILE = "adapter_model.safetensors", "trained_in_full.safetensors"
 _PEFT_PREFIX = "base_model.model."

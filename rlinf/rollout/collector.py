@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
@@ -177,7 +177,7 @@ class RolloutCollector:
             raise
         finally:
             torch.set_num_threads(num_threads)
-        return _join(parts, recorder.observation())
+        return RolloutBatch.concatenate(parts, recorder.observation())
 
 
 def _results(futures: list[Future]) -> list[Any]:
@@ -345,27 +345,3 @@ def _spread(values: Tensor, rows: np.ndarray, count: int) -> Tensor:
     spread = values.new_zeros(count, *values.shape[1:])
     spread[rows] = values
     return spread
-
-
-def concatenate_envs(parts: list[RolloutBatch]) -> RolloutBatch:
-    """Join rollouts of different envs along ``B``, in the order given."""
-    num_chunks = len(parts[0].loss_mask)
-    widths = [part.loss_mask.shape[1] for part in parts]
-    # Rows of the joined observation are (part, t, b); reorder them to (t, part, b).
-    offsets = np.cumsum([0] + [num_chunks * width for width in widths])
-    order = np.concatenate(
-        [offsets[p] + t * width + np.arange(width) for t in range(num_chunks) for p, width in enumerate(widths)]
-    )
-    return _join(parts, Observation.concatenate([part.observation for part in parts]).select(order))
-
-
-def _join(parts: list[RolloutBatch], observation: Observation) -> RolloutBatch:
-    """Join everything but the observations, which are given."""
-    tensors = [part.tensors() for part in parts]
-    return replace(
-        parts[0],
-        observation=observation,
-        episodes=[episode for part in parts for episode in part.episodes],
-        specs={key: spec for part in parts for key, spec in part.specs.items()},
-        **{name: torch.cat([each[name] for each in tensors], dim=1) for name in tensors[0]},
-    )

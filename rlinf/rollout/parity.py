@@ -14,7 +14,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlinf.config.schema import RunConfig
 from rlinf.errors import ParityError
 from rlinf.types import RolloutBatch
 
@@ -35,19 +34,6 @@ EXCEEDED = "rollout/parity_exceeded"
 """Metric: 1 where the gate warned instead of stopping, else 0."""
 
 
-def accepted_gap(config: RunConfig) -> float | None:
-    """Return ``trainer.parity_max_gap``, or what it is by default: ``MAX_GAP`` in float32, None where a part computes in 16 bits."""
-    if config.trainer.parity_max_gap is not None:
-        return config.trainer.parity_max_gap
-    return None if computes_in_16_bits(config) else MAX_GAP
-
-
-def computes_in_16_bits(config: RunConfig) -> bool:
-    """Return whether the policy or the engine that plays it computes in 16 bits."""
-    in_vllm = config.rollout.vllm.dtype if config.rollout.backend == "vllm" else "auto"
-    return "16" in f"{config.model.precision} {in_vllm}"
-
-
 class ParityGate:
     """Decides at which steps a gap stops the run.
 
@@ -62,11 +48,6 @@ class ParityGate:
         self._stops = True
         self._num_updates = 0  # of the policy, in this process
         self._warned = False
-
-    @staticmethod
-    def of(config: RunConfig) -> ParityGate:
-        """Make the gate of a run."""
-        return ParityGate(accepted_gap(config), not computes_in_16_bits(config))
 
     def policy_was_updated(self) -> None:
         """Tell that the trainer's policy is another one than at the last ``check``."""

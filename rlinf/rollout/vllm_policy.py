@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlinf.distributed.weight_handle import WeightBuffer
+from rlinf.engines.config import VllmOptions
+from rlinf.engines.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, kv_cache_bytes
+from rlinf.engines.weight_handle import WeightBuffer
 from rlinf.errors import ConfigError, RLinfError
+from rlinf.imports import import_string
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.models.generation.config import VllmOptions
-from rlinf.models.generation.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, kv_cache_bytes
 from rlinf.models.lora import merged_state_dict
 from rlinf.types import ActionPrediction, Observation
 
@@ -147,8 +147,7 @@ def twin_of(model: ActionModel | type[ActionModel]) -> Any:
         raise ConfigError(
             f"rollout.backend=vllm needs a policy that vLLM can run, and {name} declares no vllm_twin. Type rollout.backend=torch"
         )
-    module, _, attribute = model.vllm_twin.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return import_string(model.vllm_twin)
 
 
 def engine_arguments(model: ActionModel, options: VllmOptions, num_envs: int) -> dict[str, Any]:

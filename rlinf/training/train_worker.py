@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.algorithms.base import Algorithm, LossCounts
+from rlinf.config.training import TrainerConfig
+from rlinf.data.config import SFTConfig
+from rlinf.distributed.fsdp import clip_gradients, grad_norm
 from rlinf.distributed.process_group import max_over_ranks, rank, sum_over_ranks, world_size
 from rlinf.errors import ConfigError, NonFiniteError
-from rlinf.models.master_adamw import MasterAdamW
-from rlinf.training.config import SFTConfig, TrainerConfig
-from rlinf.training.fsdp import clip_gradients, grad_norm
+from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.types import Observation, RolloutBatch
 
 VALUE_HEAD = "value_head"

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from rlinf.algorithms.base import Algorithm
 from rlinf.config.schema import RunConfig
-from rlinf.data.demonstrations import BatchSource, shuffled_rows
 from rlinf.data.prefetch import Prefetcher
+from rlinf.data.rows import BatchSource, shuffled_rows
 from rlinf.distributed.process_group import any_rank, gather_rollout, rank, sum_over_ranks
-from rlinf.distributed.weight_sync import WeightSync
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.memory import memory_metrics
-from rlinf.rollout.collector import RolloutCollector, concatenate_envs
+from rlinf.preflight.derived import accepted_gap, computes_in_16_bits
+from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.parity import ParityGate
+from rlinf.rollout.weight_sync import WeightSync
 from rlinf.seeding import derive_seed
 from rlinf.training.stop_signal import StopRequested
 from rlinf.training.train_worker import TrainWorker, minibatch_indices, own_rows
@@ -122,7 +123,7 @@ class Trainer:
         self.state = state
         self._saved_steps: tuple[int, int] | None = None  # of cloning and RL, in the newest checkpoint
         self._clock, self._saved_at = clock, clock()
-        self.gate = ParityGate.of(config)
+        self.gate = ParityGate(accepted_gap(config), always_stops=not computes_in_16_bits(config))
 
     def run_sft(self, collect: Callable[[], BatchSource]) -> None:
         """Clone demonstrations from ``state.sft_step`` on, then switch the state to RL with a fresh optimiser."""
@@ -361,7 +362,7 @@ def replace_envs(batch: RolloutBatch, envs: Tensor, more: RolloutBatch, wanted: 
     width = batch.loss_mask.shape[1]
     order = torch.arange(width)
     order[envs[wanted]] = width + torch.nonzero(wanted).flatten()
-    return concatenate_envs([batch, more]).select_envs(order)
+    return RolloutBatch.concatenate([batch, more]).select_envs(order)
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlinf.config.options import public_fields
+from rlinf.checks.env import check_env
 from rlinf.envs import ENVS, make_env
-from rlinf.envs.checker import check_env
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.errors import ConfigError
+from rlinf.options import public_fields
 
 GUIDE = Path(__file__).parents[2] / "docs" / "adding_an_env.md"
 FIXTURES = str(Path(__file__).parents[1] / "fixtures")

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from rlinf.cli.memory import policy_on_meta_device
+from rlinf.checkpoints.model_files import write_policy
+from rlinf.commands.policy_loading import statistics_of_env
 from rlinf.config.compose import compose_config
-from rlinf.config.options import from_mapping
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError
@@ -24,9 +24,9 @@ from rlinf.models.config import TokenizerConfig
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.token_action_model import TokenActionModel
 from rlinf.models.lora import apply_lora, is_trained_in_full, merge_lora, save_adapter
+from rlinf.options import from_mapping
+from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.registry import BUILTIN
-from rlinf.training.model_files import write_policy
-from rlinf.training.policy_loading import statistics_of_env
 from rlinf.types import Observation
 
 CASES = {

@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 
+from rlinf.checks.generation import check_generation, check_policy
 from rlinf.distributed import BatchedDataDict, RayVirtualCluster
 from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.llm.generation_interfaces import GenerationInterface
+from rlinf.llm.interfaces import PolicyInterface
 from rlinf.models import HuggingFacePolicy, MegatronPolicy
-from rlinf.models.checker import check_generation, check_policy
 from rlinf.models.generation import HuggingFaceGeneration, VllmGeneration
-from rlinf.models.generation.interfaces import GenerationInterface
-from rlinf.models.interfaces import PolicyInterface
 
 POLICIES = {
     "hugging face": lambda folder: HuggingFacePolicy(folder, max_new_tokens=4, learning_rate=1e-2),
@@ -156,12 +156,12 @@ def test_every_name_is_importable_without_torch_until_it_is_used():
         "import sys, rlinf.models, rlinf.distributed, rlinf.algorithms, rlinf.models.generation\n"
         "assert not {'torch', 'transformers', 'vllm', 'ray', 'megatron'} & set(sys.modules), sys.modules.keys()\n"
         "from rlinf.models import HuggingFacePolicy, MegatronPolicy\n"
-        "from rlinf.models.interfaces import (PolicyInterface, LogprobsSpec, TrainingDatumSpec, LossFunction,\n"
+        "from rlinf.llm.interfaces import (PolicyInterface, LogprobsSpec, TrainingDatumSpec, LossFunction,\n"
         "    GenerationDatumSpec, GenerationOutputSpec, BatchedDataDict)\n"
         "from rlinf.models.generation import HuggingFaceGeneration, VllmConfig, GenerationConfig\n"
-        "from rlinf.models.generation.interfaces import GenerationInterface, GenerationDatumSpec, GenerationOutputSpec\n"
-        "from rlinf.models.validation import validate_log_probability_consistency\n"
-        "from rlinf.models.diagnostics import test_max_model_len_respected, test_generation_consistency\n"
+        "from rlinf.llm.generation_interfaces import GenerationInterface, GenerationDatumSpec, GenerationOutputSpec\n"
+        "from rlinf.llm.validation import validate_log_probability_consistency\n"
+        "from rlinf.checks.language_model import test_max_model_len_respected, test_generation_consistency\n"
         "from rlinf.distributed import BatchedDataDict, RayVirtualCluster\n"
         "from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn\n"
         "assert not {'vllm', 'ray', 'megatron'} & set(sys.modules)\n"

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlinf.checkpoints.checkpoint import save_checkpoint
+from rlinf.commands.export import export
 from rlinf.config.compose import compose_config
-from rlinf.config.options import to_mapping
 from rlinf.config.schema import build_config
-from rlinf.config.validation import validate
 from rlinf.errors import ManifestMismatchError
-from rlinf.manifest import build_manifest
 from rlinf.models import build_policy, get_model
 from rlinf.models.base_weights import weights_digest
-from rlinf.training.checkpoint import save_checkpoint
-from rlinf.training.export import export
+from rlinf.options import to_mapping
+from rlinf.preflight.conditions import build_manifest
+from rlinf.preflight.validation import validate
 
 SMALL = ["model=openvla_tiny", "env=tabletop", "trainer.max_steps=1", "evaluation.num_videos_per_task=0"]
 STATISTICS = {"tabletop": {"action": {"q01": [-0.05, -0.05], "q99": [0.05, 0.05], "mask": [True, True]}}}

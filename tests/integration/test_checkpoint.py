@@ -18,18 +18,18 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlinf.distributed.process_group import launch, rank
-from rlinf.errors import CheckpointError
-from rlinf.manifest import Manifest
-from rlinf.training import checkpoint as checkpoints
-from rlinf.training.checkpoint import (
+from rlinf.checkpoints import checkpoint as checkpoints
+from rlinf.checkpoints.checkpoint import (
     load_checkpoint,
     load_weights,
     read_loop_state,
     resolve_checkpoint,
     save_checkpoint,
 )
-from rlinf.training.fsdp import full_tensor, shard
+from rlinf.distributed.fsdp import full_tensor, shard
+from rlinf.distributed.process_group import launch, rank
+from rlinf.errors import CheckpointError
+from rlinf.manifest import Manifest
 
 MANIFEST = Manifest({}, {}, {}, {}, {}, {"state": "none"}, "fp32", {}, None, policy_version=1, seed=0)
 CONFIG = {"seed": 0, "model": {"model_type": "tiny"}}

@@ -13,19 +13,19 @@ import torch
 from safetensors.torch import load_file
 
 from rlinf.cli import main
+from rlinf.commands import collect as collecting
+from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
-from rlinf.config.validation import validate
-from rlinf.data import collect as collecting
 from rlinf.data import lerobot_dataset
-from rlinf.data.demonstrations import ExpertDemonstrator, play_wave
 from rlinf.data.formats import open_dataset
 from rlinf.data.statistics import normalization_statistics
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.scene import NUM_SUBSTEPS, TIMESTEP_S
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, SimulatorError
+from rlinf.preflight.validation import validate
+from rlinf.rollout.demonstrations import ExpertDemonstrator, play_wave
 from rlinf.tracking import read_metrics
-from rlinf.training.run import train
 from rlinf.types import EpisodeSpec
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'rlinf[lerobot]'")

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf.checkpoints.checkpoint import save_checkpoint
+from rlinf.commands.evaluate import episode_list, evaluate
+from rlinf.commands.export import export
 from rlinf.config.compose import compose_config
-from rlinf.config.options import to_mapping
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.distributed.process_group import launch, rank, world_size
 from rlinf.envs import make_env
@@ -21,11 +23,10 @@ from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.partial import PartialResults
 from rlinf.evaluation.probe import take_probe
 from rlinf.evaluation.result import EvaluationResult
-from rlinf.evaluation.run import episode_list, evaluate
-from rlinf.manifest import Manifest, build_manifest, hash_files
+from rlinf.manifest import Manifest, hash_files
 from rlinf.models import build_policy
-from rlinf.training.checkpoint import save_checkpoint
-from rlinf.training.export import export
+from rlinf.options import to_mapping
+from rlinf.preflight.conditions import build_manifest
 from rlinf.training.stop_signal import StopRequested, StopSignal
 
 OVERRIDES = [
@@ -179,7 +180,9 @@ def test_prompts_of_several_lengths_give_the_same_results_side_by_side_and_apart
 
 
 def test_mismatch_is_refused_before_any_episode_and_can_be_allowed(checkpoint, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("rlinf.evaluation.run.evaluate_policy", lambda *_, **__: pytest.fail("no episode may be run"))
+    monkeypatch.setattr(
+        "rlinf.commands.evaluate.evaluate_policy", lambda *_, **__: pytest.fail("no episode may be run")
+    )
     other = configured(checkpoint, tmp_path / "out", env={"max_episode_steps": 8})
     with pytest.raises(
         ManifestMismatchError,
@@ -282,7 +285,7 @@ def test_nothing_of_a_run_a_checkpoint_an_export_or_an_evaluation_is_overwritten
     (tmp_path / "metrics" / "metrics.jsonl").write_text("{}\n")
     exported = export(quick[0], tmp_path / "exported")
     before = contents(tmp_path), contents(quick[0].parents[1])
-    monkeypatch.setattr("rlinf.evaluation.run.make_env", lambda *_, **__: pytest.fail("nothing may be begun"))
+    monkeypatch.setattr("rlinf.commands.evaluate.make_env", lambda *_, **__: pytest.fail("nothing may be begun"))
     run = quick[0].parents[1]
     for output in (quick[0], quick[0] / "model", run, run / "eval" / "mine", exported, tmp_path / "metrics" / "deep"):
         with pytest.raises(ConfigError, match=r"output_dir is '.*', which is or lies in a run.*Type output_dir="):
@@ -297,7 +300,7 @@ def test_nothing_of_a_run_a_checkpoint_an_export_or_an_evaluation_is_overwritten
 
 
 def test_no_more_simulators_are_started_than_episodes_and_probe_need(quick, tmp_path, monkeypatch):
-    import rlinf.evaluation.run as module
+    import rlinf.commands.evaluate as module
 
     started, make = [], module.make_env
     monkeypatch.setattr(
@@ -392,7 +395,7 @@ def test_an_evaluation_that_was_killed_before_its_report_is_finished_without_an_
     config = configured(quick, tmp_path / "b", evaluation={"compare": str(tmp_path / "a")})
     for step in ("EvaluationResult.to_json", "compare_folders", "write_report"):
         with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-            context.setattr(f"rlinf.evaluation.run.{step}", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+            context.setattr(f"rlinf.commands.evaluate.{step}", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
             evaluate(config)
     monkeypatch.setattr(PartialResults, "add", lambda self, result: pytest.fail(f"{result.spec} is run again"))
     assert evaluate(config).results == baseline.results
@@ -431,7 +434,9 @@ def test_a_baseline_is_compared_with_episode_by_episode(quick, tmp_path, monkeyp
     assert "b - a = " in capsys.readouterr().out
     assert data["mismatches"] == ["greedy: saved true, present false"]
     assert "Paired comparison" in (tmp_path / "b" / "report.html").read_text()
-    monkeypatch.setattr("rlinf.evaluation.run.evaluate_policy", lambda *_, **__: pytest.fail("no episode may be run"))
+    monkeypatch.setattr(
+        "rlinf.commands.evaluate.evaluate_policy", lambda *_, **__: pytest.fail("no episode may be run")
+    )
     with pytest.raises(ConfigError, match="9 episodes and the second 5, 5 of them in common"):
         evaluate(configured(quick, tmp_path / "c", evaluation=against | {"num_episodes": 5}))
     with pytest.raises(ManifestMismatchError, match=r"greedy: saved true, present false\n.*allow_mismatch=\[greedy\]"):
@@ -462,7 +467,7 @@ def test_a_simulator_that_has_drifted_since_the_checkpoint_is_warned_of(quick, t
 
 
 def test_training_records_what_its_evaluation_is_compared_by_and_the_saved_policy_gives_the_same_results(tmp_path):
-    from rlinf.training.run import train
+    from rlinf.commands.train import train
 
     overrides = [
         "model=mlp", "env=tabletop", "env.tasks=[reach]", "sft.max_steps=3", "sft.num_demonstrations=8", "sft.batch_size=16",
@@ -482,7 +487,7 @@ def test_training_records_what_its_evaluation_is_compared_by_and_the_saved_polic
 
 @pytest.mark.parametrize("num_episodes", [None, 6, 7])
 def test_number_of_episodes_is_checked_before_the_run(checkpoint, num_episodes):
-    from rlinf.config.validation import validate
+    from rlinf.preflight.validation import validate
 
     env = replace(checkpoint[1].env, num_eval_init_states=3)
     config = replace(checkpoint[1], env=env, evaluation=replace(checkpoint[1].evaluation, num_episodes=num_episodes))

@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlinf.checkpoints.checkpoint import is_export, load_checkpoint, resolve_checkpoint, save_checkpoint
+from rlinf.commands import export as export_module
+from rlinf.commands.export import export, random_observation
+from rlinf.commands.policy_loading import load_policy, read_config
 from rlinf.config.compose import compose_config
-from rlinf.config.options import to_mapping
 from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.manifest import Manifest, build_manifest, hash_files
+from rlinf.manifest import Manifest, hash_files
 from rlinf.models import build_policy
-from rlinf.training import export as export_module
-from rlinf.training.checkpoint import is_export, load_checkpoint, resolve_checkpoint, save_checkpoint
-from rlinf.training.export import export, random_observation
-from rlinf.training.policy_loading import load_policy, read_config
+from rlinf.options import to_mapping
+from rlinf.preflight.conditions import build_manifest
 
 ACTION = {"q01": [-0.05, -0.05], "q99": [0.05, 0.05], "mask": [True, True]}
 STATISTICS = {"tabletop": {"action": ACTION, "proprio": {"q01": [-1.0] * 4, "q99": [1.0] * 4}}}
@@ -95,7 +96,7 @@ def test_exported_folder_loads_with_from_pretrained(tmp_path):
     output = export(tmp_path, tmp_path / "exported")
     from transformers import AutoConfig, AutoTokenizer
 
-    from rlinf.models.embodiment.openvla_action_model import OpenVLAForRLActionPrediction
+    from rlinf.models.embodiment.openvla.policy import OpenVLAForRLActionPrediction
 
     config = AutoConfig.from_pretrained(output)
     assert config.model_type == "openvla" and AutoTokenizer.from_pretrained(output).vocab_size > 10

@@ -6,11 +6,11 @@ import pytest
 import torch
 import transformers
 
+from rlinf.distributed.fsdp import full_tensor, shard
 from rlinf.distributed.process_group import launch, rank
-from rlinf.distributed.weight_sync import WeightSync
 from rlinf.models import HFModel
-from rlinf.training.fsdp import full_tensor, shard
-from rlinf.training.sharded_loading import load_sharded
+from rlinf.models.sharded_loading import load_sharded
+from rlinf.rollout.weight_sync import WeightSync
 
 LEARNING_RATE, ROWS = 0.5, 4
 FAMILIES, WAYS = ("llama", "gemma3"), ("load then shard", "shard then load")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from rlinf.commands.evaluate import evaluate
+from rlinf.commands.policy_loading import load_policy, read_config
+from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.evaluation.run import evaluate
-from rlinf.training.policy_loading import load_policy, read_config
-from rlinf.training.run import train
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from make_tiny_vlm import make_tiny_vlm

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.config.validation import validate
-from rlinf.training.run import train
+from rlinf.preflight.validation import validate
 
 SHORT = [
     "env.tasks=[reach-v3,window-close-v3]", "env.max_episode_steps=3", "env.num_processes=1", "rollout.num_envs=4",

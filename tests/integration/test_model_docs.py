@@ -10,12 +10,12 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
 
-from rlinf.config.options import public_fields
 from rlinf.errors import ConfigError
 from rlinf.models import build_policy, get_model, get_model_config_and_processor
 from rlinf.models.config import ModelConfig
 from rlinf.models.embodiment import your_model_action_model as template
 from rlinf.models.embodiment.base import token_logprobs
+from rlinf.options import public_fields
 from rlinf.types import Observation
 
 PROJECT = Path(__file__).parents[2]

@@ -19,12 +19,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlinf.models.generation
 from rlinf import algorithms, models
+from rlinf.checks import language_model as diagnostics
 from rlinf.distributed import BatchedDataDict, RayVirtualCluster
 from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.models import diagnostics, interfaces, validation
+from rlinf.llm import generation_interfaces as generation
+from rlinf.llm import interfaces, validation
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.models.generation import HuggingFaceGeneration
-from rlinf.models.generation import interfaces as generation
 
 DOCUMENT = next(iter(sorted((Path(__file__).resolve().parents[3] / "shared" / "seeds").glob("004_*.txt"))), None)
 BLOCKS = (

@@ -10,22 +10,23 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from rlinf.checkpoints import checkpoint
+from rlinf.checkpoints.model_files import write_policy
+from rlinf.checkpoints.trainer_state import load_trainer_state, save_trainer_state
+from rlinf.commands import train as run_module
+from rlinf.commands.export import random_observation
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.config.training import TrainerConfig
+from rlinf.distributed import fsdp
+from rlinf.distributed.fsdp import grad_norm, shard
 from rlinf.distributed.process_group import launch, rank
-from rlinf.distributed.weight_sync import frozen_copy
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy, get_model
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.lora import ADAPTER_FILE, apply_lora, merge_lora
-from rlinf.training import checkpoint, fsdp
-from rlinf.training import run as run_module
-from rlinf.training.config import TrainerConfig
-from rlinf.training.export import random_observation
-from rlinf.training.fsdp import grad_norm, shard
-from rlinf.training.model_files import write_policy
+from rlinf.rollout.weight_sync import frozen_copy
 from rlinf.training.train_worker import TrainWorker
-from rlinf.training.trainer_state import load_trainer_state, save_trainer_state
 
 STEPS = 300
 STACK = "{width: 16, depth: 1, mlp_dim: 32, num_heads: 2, num_kv_heads: 1, head_dim: 8}"
@@ -141,7 +142,7 @@ def test_bf16_moves_weights_as_far_and_in_the_direction_of_float32(tmp_path, nam
 
 
 def test_control_plain_adamw_on_bf16_parameters_does_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlinf.models.master_adamw._master", lambda parameter: parameter)
+    monkeypatch.setattr("rlinf.optim.master_adamw._master", lambda parameter: parameter)
     model, exact = pair_of("OFT")
     start = flat(model)
     gradients = gradients_of(len(start))

@@ -348,7 +348,7 @@ def test_what_has_no_effect_on_an_object_is_refused_by_name(override, policy):
 
 def test_an_override_of_one_key_of_a_mapping_keeps_the_others(tmp_path, monkeypatch):
     from rlinf.api import run_config
-    from rlinf.envs.gymnasium_env import GymnasiumConfig
+    from rlinf.envs.gymnasium.env import GymnasiumConfig
 
     env = GymnasiumConfig(id="Pendulum-v1", kwargs={"g": 9.0, "render_mode": "rgb_array"})
     assert run_config(env, ["env.kwargs.g=3.0"]).env.kwargs == {"g": 3.0, "render_mode": "rgb_array"}
@@ -421,7 +421,7 @@ def test_train_refuses_what_is_no_list_of_overrides(overrides, said, here):
 
 
 def test_a_signal_is_a_keyboard_interrupt_and_no_end_of_the_notebook(here, monkeypatch):
-    from rlinf.training import run
+    from rlinf.commands import train as run
 
     monkeypatch.setattr(run, "train", lambda config: sys.exit(130))
     with pytest.raises(KeyboardInterrupt, match="what was trained is saved"):

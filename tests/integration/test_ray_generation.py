@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError
+from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError
 from rlinf.models.generation import VllmGenerationWorker
 
 MISSING = [name for name in ("ray", "vllm") if importlib.util.find_spec(name) is None]

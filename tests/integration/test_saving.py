@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from rlinf.commands import train as run_module
+from rlinf.commands.train import Run, train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.errors import ConfigError
 from rlinf.files import locked_folder
 from rlinf.tracking.progress import Progress
-from rlinf.training import run as run_module
 from rlinf.training import trainer as trainer_module
-from rlinf.training.run import Run, train
 from rlinf.training.trainer import LoopState, Trainer
 
 SMALL = [

@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlinf import manifest
+from rlinf.commands import train as run_module
+from rlinf.commands.train import Run, train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
-from rlinf.envs.rendering import StateRenderer
+from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, NonFiniteError, ParityError
-from rlinf.training import run as run_module
+from rlinf.preflight import conditions
 from rlinf.training import train_worker
-from rlinf.training.run import Run, train
 
 SMALL = [
     "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
@@ -231,8 +231,8 @@ def test_resume_keeps_the_action_statistics_of_the_checkpoint(tmp_path):
 
 def test_resume_refuses_a_checkpoint_of_another_version(tmp_path, monkeypatch):
     train(config_of(tmp_path, "trainer.max_steps=1"))
-    real = manifest.package_versions
-    monkeypatch.setattr(manifest, "package_versions", lambda *names: real(*names) | {"mujoco": "2.0.0"})
+    real = conditions.package_versions
+    monkeypatch.setattr(conditions, "package_versions", lambda *names: real(*names) | {"mujoco": "2.0.0"})
     with pytest.raises(ManifestMismatchError, match="mujoco"):
         Run(config_of(tmp_path, f"resume={tmp_path}"))
 

@@ -18,21 +18,21 @@ import torch
 from transformers import Phi3Config, Phi3ForCausalLM, Qwen3MoeConfig
 
 from rlinf.cli import main
+from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.distributed.batched_data_dict import BatchedDataDict
-from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError
+from rlinf.engines import vllm_engine
+from rlinf.engines.config import VllmOptions
+from rlinf.engines.vllm_engine import EngineError, EngineSpec, GenerateRequest, VllmEngine
+from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError
 from rlinf.errors import ConfigError
+from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.vllm_generation import VllmGeneration, VllmGenerationWorker
 from rlinf.models import build_policy
 from rlinf.models.config import LoraConfig
-from rlinf.models.generation import vllm_engine
-from rlinf.models.generation.config import VllmOptions
-from rlinf.models.generation.vllm_engine import EngineError, EngineSpec, GenerateRequest, VllmEngine
-from rlinf.models.generation.vllm_generation import VllmGeneration, VllmGenerationWorker
 from rlinf.models.hf_model import HFModel
 from rlinf.models.lora import apply_lora
 from rlinf.rollout.vllm_policy import VllmPolicy
-from rlinf.training.run import train
 from rlinf.types import Observation
 
 pytestmark = pytest.mark.skipif(
@@ -268,8 +268,8 @@ def test_a_prompt_longer_than_the_model_allows_is_a_user_error(policy):
 
 FAULTY = """
 import os, time
-from rlinf.models.embodiment.openvla_vllm import OpenVLATwin
-from rlinf.models.generation.vllm_models import OpenVLAForVllm, OpenVLADummyInputs, OpenVLAMultiModalProcessor, OpenVLAProcessingInfo
+from rlinf.models.embodiment.openvla.vllm import OpenVLATwin
+from rlinf.models.embodiment.openvla.vllm_model import OpenVLAForVllm, OpenVLADummyInputs, OpenVLAMultiModalProcessor, OpenVLAProcessingInfo
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 FOLDER = os.path.dirname(__file__)
@@ -523,7 +523,7 @@ def test_settings_that_vllm_refuses_are_a_user_error(tmp_path):
 
 PARENT = """
 import sys, time
-from rlinf.models.generation.vllm_engine import EngineSpec, VllmEngine
+from rlinf.engines.vllm_engine import EngineSpec, VllmEngine
 arguments = {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "max_model_len": 24}
 with VllmEngine(EngineSpec(model=sys.argv[1], engine_args=arguments)):
     print("ready", flush=True)

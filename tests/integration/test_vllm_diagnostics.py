@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf.checks.policy import NUM_ROWS, Trial, player_checks, vllm_checks
 from rlinf.cli import main
+from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.engines.config import VllmOptions
+from rlinf.engines.vllm_engine import EngineError
 from rlinf.errors import ParityError
 from rlinf.models import build_policy
-from rlinf.models.generation.config import VllmOptions
-from rlinf.models.generation.vllm_engine import EngineError
-from rlinf.rollout.diagnostics import NUM_ROWS, Trial, player_checks, vllm_checks
 from rlinf.rollout.vllm_policy import VllmPolicy
-from rlinf.training.run import train
 from rlinf.types import Observation
 
 pytestmark = pytest.mark.skipif(
@@ -97,7 +97,7 @@ def test_an_engine_that_does_not_start_is_a_failed_check(capsys, monkeypatch):
     def refuse(self):
         raise EngineError("no memory today")
 
-    monkeypatch.setattr("rlinf.models.generation.vllm_engine.VllmEngine.start", refuse)
+    monkeypatch.setattr("rlinf.engines.vllm_engine.VllmEngine.start", refuse)
     assert main(["diagnose", "experiment=quickstart_vllm", "cluster.num_threads=1"]) == 1
     *rows, note = capsys.readouterr().out.splitlines()
     assert [row.split()[4] for row in rows if row.startswith("vllm: runs the model")] == ["FAIL"]
@@ -139,7 +139,7 @@ def test_other_weights_in_the_engine_stop_a_run_at_the_first_step(tmp_path, monk
             self.buffer.close()
 
     player.engine.version = None
-    monkeypatch.setattr("rlinf.training.run.VllmPolicy", WrongPolicy)
+    monkeypatch.setattr("rlinf.commands.train.VllmPolicy", WrongPolicy)
     with pytest.raises(ParityError, match="differ by"):
         train(build_config(compose_config([*TRAINING, f"output_dir={tmp_path / 'run'}"])))
 
@@ -163,7 +163,7 @@ def test_an_engine_that_lacks_an_update_stops_a_run_at_the_first_step_after_it(t
             self.buffer.close()
 
     player.engine.version = None
-    monkeypatch.setattr("rlinf.training.run.VllmPolicy", DeafPolicy)
+    monkeypatch.setattr("rlinf.commands.train.VllmPolicy", DeafPolicy)
     overrides = [*TRAINING, "trainer.learning_rate=1e-3", f"output_dir={tmp_path / 'run'}"]
     with pytest.raises(
         ParityError, match="log-probabilities differ by .* at step 1 .*agreed until the weights were updated"

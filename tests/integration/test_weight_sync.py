@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlinf.commands import train as run_module
+from rlinf.commands.train import Run, _execute_rank, train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
+from rlinf.distributed.fsdp import full_tensor, grad_norm
 from rlinf.distributed.process_group import launch, rank
-from rlinf.distributed.weight_sync import WeightSync
 from rlinf.envs.episodes import EVAL_INIT_STATE_OFFSET
 from rlinf.errors import ConfigError, ParityError, RLinfError
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
-from rlinf.training import run as run_module
-from rlinf.training.fsdp import full_tensor, grad_norm
-from rlinf.training.run import Run, _execute_rank, train
+from rlinf.rollout.weight_sync import WeightSync
 from rlinf.training.train_worker import TrainWorker
 
 SMALL = [

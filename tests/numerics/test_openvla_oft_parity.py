@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import get_model
-from rlinf.models.embodiment.openvla_oft_config import ACTION_BOUNDS
-from rlinf.models.embodiment.openvla_processing import PrismaticImageProcessor
+from rlinf.models.embodiment.openvla.processing import PrismaticImageProcessor
+from rlinf.models.embodiment.openvla_oft.config import ACTION_BOUNDS
 
 ROOT = Path(os.environ.get("RLINF_PARITY_DIR", Path(__file__).parents[2].parent / "shared" / "parity")) / "openvla_oft"
 PLATFORMS = [path.stem.removeprefix("heads_") for path in sorted(ROOT.glob("heads_*.safetensors"))]
@@ -207,7 +207,7 @@ def test_control_each_broken_mechanism_misses_the_hidden_states(platform, change
     model = load(platform, BASE | ({"stop_token_in_input": False} if change == "no_stop_token" else {}))
     inputs = inputs_of(platform, 1)
     if change == "causal":
-        import rlinf.models.embodiment.openvla_oft_action_model as module
+        import rlinf.models.embodiment.openvla_oft.policy as module
 
         run = module.run_layers
         monkeypatch.setattr(module, "run_layers", lambda *a, **k: run(*a, **(k | {"is_causal": True})))

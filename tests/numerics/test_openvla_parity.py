@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from rlinf.errors import CheckpointError
 from rlinf.models import get_model
-from rlinf.models.embodiment.openvla_processing import PrismaticImageProcessor, PrismaticProcessor
+from rlinf.models.embodiment.openvla.processing import PrismaticImageProcessor, PrismaticProcessor
 
 ROOT = Path(os.environ.get("RLINF_PARITY_DIR", Path(__file__).parents[2].parent / "shared" / "parity")) / "openvla"
 pytestmark = pytest.mark.skipif(

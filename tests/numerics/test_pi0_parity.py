@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from rlinf.errors import CheckpointError
 from rlinf.models import get_model
-from rlinf.models.embodiment import pi0_action_model
-from rlinf.models.embodiment.modules.flow import step_moments, time_embedding
-from rlinf.models.embodiment.modules.gemma_expert import AdaRMSNorm
-from rlinf.models.embodiment.pi0_network import prefix_positions
-from rlinf.models.embodiment.pi0_processing import resize_with_pad
+from rlinf.models.embodiment.pi0 import policy as pi0_action_model
+from rlinf.models.embodiment.pi0.flow import step_moments, time_embedding
+from rlinf.models.embodiment.pi0.gemma_expert import AdaRMSNorm
+from rlinf.models.embodiment.pi0.network import prefix_positions
+from rlinf.models.embodiment.pi0.processing import resize_with_pad
 
 ROOT = Path(os.environ.get("RLINF_PARITY_DIR", Path(__file__).parents[2].parent / "shared" / "parity"))
 FOLDERS = [name for name in ("pi0_openpi", "pi05_openpi") if (ROOT / name).is_dir()]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
-from rlinf.algorithms.token_losses import TokenCounts, trained_tokens
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import ConfigError
+from rlinf.llm.losses import TokenCounts, trained_tokens
 
 LOG = math.log
 

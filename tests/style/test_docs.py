@@ -17,12 +17,12 @@ import pytest
 
 from rlinf.cli import COMMANDS, main
 from rlinf.cli.export import ExportConfig
-from rlinf.cli.hydra_app import parse
 from rlinf.cli.play import PlayConfig
+from rlinf.commands.hydra_app import parse
 from rlinf.config.compose import compose_config
-from rlinf.config.options import public_fields
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.config.search import experiment_names
+from rlinf.options import public_fields
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -55,7 +55,7 @@ def test_generated_pages_are_up_to_date_and_links_are_whole():
 
 
 def test_reference_has_every_key_once():
-    from rlinf.config.options import to_mapping
+    from rlinf.options import to_mapping
 
     text = load_generator().configuration_page()
 

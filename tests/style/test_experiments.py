@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.config.search import packaged_experiments
-from rlinf.config.validation import validate
 from rlinf.envs import ENVS
 from rlinf.errors import MissingDependencyError
+from rlinf.preflight.validation import validate
 
 EXPERIMENTS = sorted(packaged_experiments().glob("*.yaml"))
 MAX_LINES = 30

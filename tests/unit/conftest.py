@@ -15,7 +15,7 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def started(monkeypatch):
     """The configurations with which training and cloning would have started."""
-    import rlinf.training.run as run
+    import rlinf.commands.train as run
 
     calls = []
     for name in ("train", "sft"):

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf.checkpoints.checkpoint import save_checkpoint
+from rlinf.checks.policy import NUM_ROWS, Trial, draw_check, torch_checks, type_check
 from rlinf.cli import main
 from rlinf.config.compose import compose_config
-from rlinf.config.options import to_mapping
 from rlinf.config.schema import build_config
-from rlinf.manifest import build_manifest
 from rlinf.models import build_policy
 from rlinf.models.embodiment.base import sample_tokens, token_logprobs
-from rlinf.rollout.diagnostics import NUM_ROWS, Trial, draw_check, torch_checks, type_check
-from rlinf.training.checkpoint import save_checkpoint
+from rlinf.options import to_mapping
+from rlinf.preflight.conditions import build_manifest
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
 ROLLOUT, ROWS, AGAIN = "rollout against training", "a row alone and in a batch", "the same again"
@@ -288,7 +288,7 @@ def test_a_sampler_that_leaves_out_unlikely_tokens_is_found_although_both_sides_
             logits = logits.masked_fill(rank >= top_k, -torch.inf)
         return sample_tokens(logits, do_sample, temperature, uniforms)
 
-    monkeypatch.setattr("rlinf.models.embodiment.openvla_action_model.sample_tokens", sample)
+    monkeypatch.setattr("rlinf.models.embodiment.openvla.policy.sample_tokens", sample)
     assert failed(trial) == ([SURPRISE, TRANSFORM] if top_k else [])
 
 
@@ -370,7 +370,7 @@ def test_wrong_types_are_named(method, wrong, message, trial):
 
 
 def test_a_failed_check_is_the_exit_status(capsys, monkeypatch):
-    monkeypatch.setattr("rlinf.rollout.diagnostics.MAX_GAP", -1.0)
+    monkeypatch.setattr("rlinf.checks.policy.MAX_GAP", -1.0)
     assert main(["diagnose", "experiment=tabletop_ppo_mlp", "cluster.num_threads=1"]) == 1
     assert " FAIL " in capsys.readouterr().out
 

@@ -13,13 +13,13 @@ import torch
 import yaml
 
 from rlinf.algorithms.base import Algorithm, LossCounts
+from rlinf.commands.train import Run, train
 from rlinf.config.compose import compose_config
-from rlinf.config.options import public_fields
 from rlinf.config.schema import build_config
-from rlinf.config.validation import validate
 from rlinf.errors import ConfigError
+from rlinf.options import public_fields
+from rlinf.preflight.validation import validate
 from rlinf.tracking import METRICS
-from rlinf.training.run import Run, train
 from rlinf.types import ActionEvaluation, Observation, RolloutBatch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "adding_an_algorithm.md").read_text(encoding="utf-8")

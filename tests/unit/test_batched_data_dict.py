@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.distributed import BatchedDataDict
-from rlinf.distributed.packing import first_fit_decreasing, pack_rows, token_budget_runs
 from rlinf.distributed.process_group import launch
 from rlinf.errors import ConfigError
+from rlinf.llm.packing import first_fit_decreasing, pack_rows, token_budget_runs
 
 
 def numbered(num_rows: int) -> BatchedDataDict:

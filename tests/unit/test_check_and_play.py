@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rlinf.checks.env import PROPERTIES
 from rlinf.cli import EXIT_FAULT, EXIT_USER_ERROR, main
 from rlinf.cli.play import show
-from rlinf.envs.checker import PROPERTIES
 
 DOT = """
 import numpy as np

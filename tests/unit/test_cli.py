@@ -13,10 +13,10 @@ import yaml
 
 from rlinf import cli
 from rlinf.cli import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_USER_ERROR, main
-from rlinf.cli.hydra_app import sweep_jobs
 from rlinf.cli.table import format_columns, format_table
-from rlinf.config.options import to_mapping
+from rlinf.commands.hydra_app import sweep_jobs
 from rlinf.errors import ConfigError, NonFiniteError, RankError
+from rlinf.options import to_mapping
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]
@@ -116,7 +116,7 @@ def test_sft_shows_no_plan_of_an_rl_phase_that_it_does_not_run(here, started, ca
 
 
 def test_more_ranks_than_cores_is_one_line_of_warning(here, started, capsys, monkeypatch):
-    monkeypatch.setattr("rlinf.cli.hydra_app.num_cores", lambda: 2)
+    monkeypatch.setattr("rlinf.commands.hydra_app.num_cores", lambda: 2)
     ranks = ["cluster.device=cpu", "cluster.num_processes=4"]
     assert main(["train", *SMALL, *ranks]) == 0
     assert (
@@ -247,7 +247,7 @@ def test_an_export_that_cannot_be_written_names_its_own_key(here, capsys):
 
 
 def test_error_of_the_run_is_printed_with_its_notes_and_a_bug_keeps_its_traceback(here, monkeypatch, capsys):
-    import rlinf.training.run as run
+    import rlinf.commands.train as run
 
     def diverge(config):
         error = NonFiniteError("loss is nan")
@@ -282,7 +282,7 @@ def test_error_of_the_run_is_printed_with_its_notes_and_a_bug_keeps_its_tracebac
 
 
 def test_interruption_exits_with_130_and_the_status_of_the_trainer_is_passed_on(here, monkeypatch):
-    import rlinf.training.run as run
+    import rlinf.commands.train as run
 
     def interrupt(config):
         raise KeyboardInterrupt

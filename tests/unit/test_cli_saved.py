@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from rlinf.cli import EXIT_USER_ERROR, main
-from rlinf.config.options import to_mapping
 from rlinf.errors import CheckpointError
-from rlinf.manifest import Manifest, conditions_of
+from rlinf.manifest import Manifest
+from rlinf.options import to_mapping
+from rlinf.preflight.conditions import conditions_of
 
 SMALL = ["experiment=tabletop_ppo_mlp", "trainer.max_steps=1"]
 
@@ -151,7 +152,7 @@ def test_a_folder_whose_run_ended_before_its_first_checkpoint_is_no_dead_end(her
 
 
 def test_evaluate_takes_the_saved_configuration_and_the_overrides(saved_run, monkeypatch, here):
-    import rlinf.evaluation.run as run
+    import rlinf.commands.evaluate as run
 
     calls = []
     monkeypatch.setattr(run, "evaluate", calls.append)
@@ -162,7 +163,7 @@ def test_evaluate_takes_the_saved_configuration_and_the_overrides(saved_run, mon
 
 
 def test_export_passes_folders_and_choice_on(saved_run, monkeypatch, here):
-    import rlinf.training.export as module
+    import rlinf.commands.export as module
 
     calls = []
     monkeypatch.setattr(module, "export", lambda *arguments: calls.append(arguments))
@@ -171,7 +172,7 @@ def test_export_passes_folders_and_choice_on(saved_run, monkeypatch, here):
 
 
 def test_saved_configuration_that_is_damaged_is_a_checkpoint_error(tmp_path):
-    from rlinf.config.saved import read_saved_config
+    from rlinf.checkpoints.saved_config import read_saved_config
 
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_saved_config(tmp_path)

@@ -23,6 +23,7 @@ from rlinf.algorithms.reinforce_pp import ReinforcePP
 from rlinf.algorithms.rloo import RLOO
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.config.training import TrainerConfig
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import SimulatorError
@@ -30,7 +31,6 @@ from rlinf.models import build_policy
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
-from rlinf.training.config import TrainerConfig
 from rlinf.training.train_worker import TrainWorker
 from rlinf.training.trainer import replace_envs, rollout_metrics
 from rlinf.types import ActionPrediction

@@ -12,13 +12,13 @@ from omegaconf import OmegaConf
 
 from rlinf.algorithms.config import GRPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
 from rlinf.config.compose import compose_config, compose_on_saved, normalize_overrides
-from rlinf.config.options import from_mapping, public_fields, to_mapping
 from rlinf.config.schema import RunConfig, build_config, section_class
 from rlinf.config.search import find_experiment, packaged_experiments
-from rlinf.config.validation import validate
 from rlinf.errors import ConfigError
 from rlinf.models import MODELS, register_model
 from rlinf.models.config import ModelConfig
+from rlinf.options import from_mapping, public_fields, to_mapping
+from rlinf.preflight.validation import validate
 
 SEED_KEYS = {
     "model_type": "your_model_type",
@@ -232,7 +232,7 @@ def test_plugin_file_registers_an_env_with_its_own_keys(tmp_path, monkeypatch):
 
     (tmp_path / "windy_env.py").write_text(
         "from dataclasses import dataclass\n"
-        "from rlinf.config.options import option\n"
+        "from rlinf.options import option\n"
         "from rlinf.envs import register_env\n"
         "from rlinf.envs.config import EnvConfig\n"
         "@dataclass\n"

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from rlinf.config.options import from_mapping, option, override_text, to_mapping, type_name
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.config.yaml_text import yaml_text
 from rlinf.errors import ConfigError
+from rlinf.options import from_mapping, option, override_text, to_mapping, type_name
 
 
 @dataclass

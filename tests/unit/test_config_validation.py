@@ -9,14 +9,14 @@ import re
 import pytest
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.config import validation
 from rlinf.config.compose import compose_config
-from rlinf.config.derived import derive, format_derived
 from rlinf.config.schema import RunConfig, build_config
-from rlinf.config.validation import validate
 from rlinf.envs import ENVS
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
+from rlinf.preflight import validation
+from rlinf.preflight.derived import derive, format_derived
+from rlinf.preflight.validation import validate
 
 BASE = ("model=openvla_tiny", "env=tabletop", "env.tasks=[reach]")
 
@@ -228,7 +228,7 @@ def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
     validate(build(f"output_dir={finished}"), "evaluate")
     validate(build(f"output_dir={finished}_2"))
     monkeypatch.setattr(validation, "check_start", lambda *_: None)
-    monkeypatch.setattr("rlinf.training.checkpoint.resolve_checkpoint", lambda folder: checkpoint)
+    monkeypatch.setattr("rlinf.checkpoints.checkpoint.resolve_checkpoint", lambda folder: checkpoint)
     validate(build(f"output_dir={finished}", f"resume={finished}"))
     (finished.parent / "other" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="already holds a run"):

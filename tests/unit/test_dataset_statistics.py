@@ -9,7 +9,7 @@ import torch
 from rlinf.data.statistics import MIN_SHARE, ImageStatistics, normalization_statistics, vector_statistics
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
-from rlinf.models.embodiment.pi0_processing import StatisticsNormalizer
+from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer
 
 NUM_ROWS = 2000
 

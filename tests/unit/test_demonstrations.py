@@ -9,25 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf.commands.policy_loading import statistics_of_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.data.demonstrations import (
-    Demonstrations,
-    ExpertDemonstrator,
-    collect_demonstrations,
-    following_rows,
-    play_wave,
-    shuffled_rows,
-)
+from rlinf.data.config import ExpertConfig
 from rlinf.data.frames import Frames
 from rlinf.data.prefetch import Prefetcher
+from rlinf.data.rows import following_rows, shuffled_rows
 from rlinf.data.stored import DatasetInfo, StoredDemonstrations
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError
+from rlinf.rollout.demonstrations import Demonstrations, ExpertDemonstrator, collect_demonstrations, play_wave
 from rlinf.seeding import derive_seed
 from rlinf.training import train_worker
-from rlinf.training.config import ExpertConfig
-from rlinf.training.policy_loading import statistics_of_env
 from rlinf.training.trainer import LoopState, Trainer
 from rlinf.types import Observation
 

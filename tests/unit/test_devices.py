@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rlinf.distributed import devices, process_group
 from rlinf.distributed.devices import engine_gpus, rank_environment, rank_index, visible_gpus
-from rlinf.distributed.weight_handle import WeightBuffer, WeightsHandle, WeightsRefusedError
-from rlinf.envs import graphics
+from rlinf.engines import vllm_engine
+from rlinf.engines.vllm_engine import EngineSpec, VllmEngine
+from rlinf.engines.vllm_weights import TensorNames
+from rlinf.engines.weight_handle import WeightBuffer, WeightsHandle, WeightsRefusedError
+from rlinf.envs.graphics import backend as graphics
 from rlinf.errors import ConfigError
-from rlinf.models import causal_lm, hf_policy
-from rlinf.models.generation import vllm_engine
-from rlinf.models.generation.vllm_engine import EngineSpec, VllmEngine
-from rlinf.models.generation.vllm_weights import TensorNames
+from rlinf.llm import causal_lm, hf_policy
 from rlinf.models.hf_model import count_weights
 
 ROOT = Path(__file__).parents[2]
@@ -161,10 +161,10 @@ def test_weights_on_a_gpu_that_is_not_seen_are_refused_by_name(monkeypatch):
         return torch.zeros(64, dtype=torch.uint8)
 
     handle = WeightsHandle(3, {}, 64, bytes(16), ipc=(rebuild, tuple(range(10))), gpu="b")
-    monkeypatch.setattr("rlinf.distributed.weight_handle.gpu_uuids", lambda: ["a", "b"])
+    monkeypatch.setattr("rlinf.engines.weight_handle.gpu_uuids", lambda: ["a", "b"])
     handle.open()
     assert opened == [1]  # its number here, whatever it is in the process that wrote the weights
-    monkeypatch.setattr("rlinf.distributed.weight_handle.gpu_uuids", lambda: ["a", "c"])
+    monkeypatch.setattr("rlinf.engines.weight_handle.gpu_uuids", lambda: ["a", "c"])
     with pytest.raises(WeightsRefusedError, match=r"lie on the GPU b, and this process sees \['a', 'c'\]"):
         handle.open()
     assert opened == [1]

@@ -10,16 +10,16 @@ import torch
 from rlinf.cli import doctor as module
 from rlinf.cli import main
 from rlinf.cli.doctor import NO, OPTIONAL, YES, Finding
-from rlinf.cli.memory import estimate_memory, format_bytes, policy_on_meta_device, sample_bytes
 from rlinf.config.compose import compose_config
-from rlinf.config.options import to_mapping
 from rlinf.config.schema import build_config
 from rlinf.config.yaml_text import yaml_text
 from rlinf.envs import ENVS
 from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import MissingDependencyError
 from rlinf.models import get_model
-from rlinf.models.master_adamw import MasterAdamW
+from rlinf.optim.master_adamw import MasterAdamW
+from rlinf.options import to_mapping
+from rlinf.preflight.memory import estimate_memory, format_bytes, policy_on_meta_device, sample_bytes
 
 EXPERIMENT = "experiment=tabletop_ppo_mlp"
 
@@ -38,7 +38,7 @@ def registered(monkeypatch):
 @pytest.fixture
 def renders(registered, monkeypatch):
     """A machine on which pictures can be drawn, whatever this one is."""
-    monkeypatch.setattr("rlinf.envs.graphics.probe_rendering", lambda: ("egl", "MuJoCo renders with egl."))
+    monkeypatch.setattr("rlinf.envs.graphics.backend.probe_rendering", lambda: ("egl", "MuJoCo renders with egl."))
 
 
 def test_a_machine_on_which_everything_works_exits_with_0(renders, capsys):
@@ -52,7 +52,7 @@ def test_a_machine_on_which_everything_works_exits_with_0(renders, capsys):
 
 def test_no_rendering_exits_with_1_and_says_what_to_install(registered, monkeypatch, capsys):
     monkeypatch.setattr(
-        "rlinf.envs.graphics.probe_rendering", lambda: (None, "egl: no library; apt-get install libegl1")
+        "rlinf.envs.graphics.backend.probe_rendering", lambda: (None, "egl: no library; apt-get install libegl1")
     )
     assert main(["doctor", EXPERIMENT]) == 1
     assert "apt-get install libegl1" in capsys.readouterr().out.split("cannot run here yet")[1]
@@ -62,7 +62,7 @@ def test_no_simulator_package_exits_with_1(monkeypatch):
     def missing():
         raise MissingDependencyError("The package 'mujoco' is missing.")
 
-    monkeypatch.setattr("rlinf.envs.graphics.probe_rendering", missing)
+    monkeypatch.setattr("rlinf.envs.graphics.backend.probe_rendering", missing)
     assert module.check_rendering() == Finding("rendering", NO, "The package 'mujoco' is missing.")
 
 
@@ -172,7 +172,7 @@ def test_folder_without_permission_is_a_fault(monkeypatch, tmp_path):
 
 
 def test_estimate_too_large_for_the_machine_is_a_fault(renders, monkeypatch, capsys):
-    monkeypatch.setattr("rlinf.cli.memory.available_memory", lambda num_ranks: 1024)
+    monkeypatch.setattr("rlinf.preflight.memory.available_memory", lambda num_ranks: 1024)
     assert main(["doctor", EXPERIMENT]) == 1
     assert "1024" not in capsys.readouterr().err
 
@@ -209,11 +209,11 @@ def test_memory_estimate_counts_what_torch_allocates(how):
 @pytest.mark.parametrize("penalty", [0, 0.1])
 def test_rollout_buffer_is_as_large_as_the_batch_of_an_iteration(penalty):
     from rlinf.algorithms import ALGORITHMS
+    from rlinf.commands.policy_loading import statistics_of_env
     from rlinf.envs import make_env
     from rlinf.models import build_policy
     from rlinf.rollout.collector import RolloutCollector
     from rlinf.rollout.sampler import EpisodeSampler
-    from rlinf.training.policy_loading import statistics_of_env
 
     sizes = [
         "rollout.num_envs=2",
@@ -260,7 +260,7 @@ def test_memory_estimate_follows_sharding_reference_and_lora():
 def public_openvla(tmp_path):
     """A folder with the config.json of the public 7B model, and no weights."""
     from rlinf.models.embodiment.modules.normalizer import unit_range_stats
-    from rlinf.models.embodiment.openvla_config import OpenVLAConfig
+    from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 
     OpenVLAConfig(norm_stats={"tabletop": unit_range_stats(2)["unit_range"]}).save_pretrained(tmp_path)
     return tmp_path
@@ -290,7 +290,7 @@ def test_a_seven_billion_parameter_model_is_counted_without_being_built(public_o
 
 
 def test_a_folder_without_statistics_of_the_env_is_counted_too(tmp_path):
-    from rlinf.models.embodiment.openvla_config import OpenVLAConfig
+    from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 
     text = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     counts = []

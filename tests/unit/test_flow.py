@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlinf.models.embodiment.modules.flow import (
+from rlinf.models.embodiment.pi0.flow import (
     denoising_times,
     gaussian_entropy,
     gaussian_logprobs,
@@ -15,7 +15,7 @@ from rlinf.models.embodiment.modules.flow import (
     time_embedding,
     training_times,
 )
-from rlinf.models.embodiment.modules.flow_heads import NoiseHead
+from rlinf.models.embodiment.pi0.flow_heads import NoiseHead
 
 
 def test_grid_begins_at_one_and_ends_at_zero():

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rlinf.envs import graphics
+from rlinf.envs.graphics import backend as graphics
 from rlinf.errors import MissingDependencyError
 
 

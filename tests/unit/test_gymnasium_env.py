@@ -12,12 +12,13 @@ import gymnasium
 import numpy as np
 import pytest
 
-from rlinf.config.compatibility import check_evaluation
+from rlinf.checks.env import check_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.envs import graphics, gymnasium_env, make_env
-from rlinf.envs.checker import check_env
-from rlinf.envs.gymnasium_env import (
+from rlinf.envs import make_env
+from rlinf.envs.graphics import backend as graphics
+from rlinf.envs.gymnasium import env as gymnasium_env
+from rlinf.envs.gymnasium.env import (
     GymnasiumConfig,
     GymnasiumSimulator,
     GymnasiumVectorEnv,
@@ -26,6 +27,7 @@ from rlinf.envs.gymnasium_env import (
     spaces_of,
 )
 from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.preflight.compatibility import check_evaluation
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeSpec
 
@@ -370,7 +372,7 @@ def test_an_env_that_cannot_be_made_is_told_with_what_to_type(monkeypatch, raise
 
 def test_a_gl_that_mujoco_cannot_load_is_named():
     pytest.importorskip("mujoco")
-    program = "from rlinf.envs.gymnasium_env import *; spaces_of(GymnasiumConfig(id='Reacher-v5'))"
+    program = "from rlinf.envs.gymnasium.env import *; spaces_of(GymnasiumConfig(id='Reacher-v5'))"
     environment = {**os.environ, "MUJOCO_GL": "nonsense"}
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert "MissingDependencyError: MuJoCo cannot render with MUJOCO_GL=nonsense" in result.stderr
@@ -405,7 +407,7 @@ def test_triton_can_be_imported_after_a_picture_of_mujoco():
     if graphics.probe_rendering()[0] is None:
         pytest.skip(graphics.probe_rendering()[1])
     script = (
-        "from rlinf.envs import make_env; from rlinf.envs.gymnasium_env import GymnasiumConfig\n"
+        "from rlinf.envs import make_env; from rlinf.envs.gymnasium.env import GymnasiumConfig\n"
         "make_env(GymnasiumConfig(id='InvertedPendulum-v5', cameras=['render']), 1, auto_reset=False)\n"
         "import triton"
     )
@@ -430,5 +432,5 @@ def test_videos_that_cannot_be_drawn_are_refused_before_the_run(monkeypatch):
         check("walk_for_tests:Blind-v0")
     for name in ("walk_for_tests:Undrawable-v0", "walk_for_tests:Blind-v0"):
         check(name, num_videos=0)
-    monkeypatch.setattr("rlinf.envs.gymnasium_env._draw_once", lambda *_: pytest.fail("opened a GL"))
+    monkeypatch.setattr("rlinf.envs.gymnasium.env._draw_once", lambda *_: pytest.fail("opened a GL"))
     check("InvertedPendulum-v5")

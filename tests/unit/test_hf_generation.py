@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
+from rlinf.llm.generation_interfaces import response_mask, tokens_and_mask
+from rlinf.llm.logprobs import sequence_logprobs
 from rlinf.models.generation import HuggingFaceGeneration, verify_right_padding
-from rlinf.models.generation.interfaces import response_mask, tokens_and_mask
-from rlinf.models.logprobs import sequence_logprobs
 
 
 def response(output, row: int) -> list[int]:

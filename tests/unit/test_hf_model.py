@@ -13,8 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.config.validation import validate
-from rlinf.distributed.weight_sync import WeightSync
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import (
     HFLLMModel,
@@ -29,6 +27,8 @@ from rlinf.models.config import LoraConfig, ModelConfig
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.models.hf_model import check_tensor_parallel, load_config, model_class_of
 from rlinf.models.lora import apply_lora
+from rlinf.preflight.validation import validate
+from rlinf.rollout.weight_sync import WeightSync
 
 TEXT = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
+from rlinf.llm.generation_interfaces import response_mask
 from rlinf.models import HuggingFacePolicy
-from rlinf.models.generation.interfaces import response_mask
-from rlinf.models.master_adamw import MasterAdamW
+from rlinf.optim.master_adamw import MasterAdamW
 
 LOSSES = {"nll": NLLLossFn(), "dpo": DPOLossFn(), "grpo": GRPOLossFn(loss_level="sequence", kl_coef=0.1)}
 
@@ -129,7 +129,7 @@ def test_a_failing_reference_leaves_the_policy_as_it_was(tiny_lm, batch, lora, m
     weights, trained = weights_of(policy), [p.requires_grad for p in policy.model.parameters()]
     before = policy.get_logprobs(batch)["logprobs"]
     with monkeypatch.context() as patch:
-        patch.setattr("rlinf.models.hf_policy.batch_logprobs", lambda *_, **__: 1 / 0)
+        patch.setattr("rlinf.llm.hf_policy.batch_logprobs", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             policy.get_reference_logprobs(batch)
     assert largest_change(weights, weights_of(policy)) == 0

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from rlinf.algorithms import DPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import ConfigError
+from rlinf.llm.generation_interfaces import response_mask
 from rlinf.models import HuggingFacePolicy
-from rlinf.models.embodiment.hf_vla_processing import load_vlm_processor
-from rlinf.models.generation.interfaces import response_mask
+from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from make_tiny_vlm import FAMILIES, IMAGE_SIZE, make_tiny_vlm

@@ -15,16 +15,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlinf.config.compatibility import check_inputs
+from rlinf.checks.env import check_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.envs import libero as adapter
-from rlinf.envs import libero_assets, libero_scene, libero_tasks
-from rlinf.envs.checker import check_env
-from rlinf.envs.libero import DRAWN_OFFSET, SETTLING_ACTION, LiberoConfig, LiberoSimulator, LiberoVectorEnv
-from rlinf.envs.libero_scene import axis_angle
-from rlinf.envs.libero_tasks import HORIZONS, bddl_file, instruction, recorded_states, suite_tasks
+from rlinf.envs.libero import assets as libero_assets
+from rlinf.envs.libero import env as adapter
+from rlinf.envs.libero import scene as libero_scene
+from rlinf.envs.libero import tasks as libero_tasks
+from rlinf.envs.libero.env import DRAWN_OFFSET, SETTLING_ACTION, LiberoConfig, LiberoSimulator, LiberoVectorEnv
+from rlinf.envs.libero.scene import axis_angle
+from rlinf.envs.libero.tasks import HORIZONS, bddl_file, instruction, recorded_states, suite_tasks
 from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.preflight.compatibility import check_inputs
 from rlinf.types import EpisodeSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +125,7 @@ def test_pictures_are_robosuites_own_turned_by_180_degrees(tmp_path):
     size, action = 48, random_actions(1)[0]
     program = (  # in a process of its own: robosuite closes the display that others use
         "import sys, numpy as np; from pathlib import Path; from rlinf.envs import libero_scene as scene\n"
-        "from rlinf.envs.libero_tasks import bddl_file, recorded_states\n"
+        "from rlinf.envs.libero.tasks import bddl_file, recorded_states\n"
         "task, assets, size, target = 'turn_on_the_stove', Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]\n"
         "scene._import_libero(assets); from libero.libero.envs.env_wrapper import OffScreenRenderEnv\n"
         "env = OffScreenRenderEnv(bddl_file_name=str(bddl_file('libero_goal', task)), camera_heights=size, camera_widths=size)\n"
@@ -304,7 +306,7 @@ def test_evaluation_is_every_recorded_state_once_and_training_sees_others():
 
 
 def test_the_module_imports_neither_simulator_nor_torch():
-    program = "import sys; import rlinf.envs.libero; print([n for n in ('torch', 'libero', 'robosuite', 'mujoco') if n in sys.modules])"
+    program = "import sys; import rlinf.envs.libero.env; print([n for n in ('torch', 'libero', 'robosuite', 'mujoco') if n in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rlinf.models.embodiment.modules.kv_cache import KVCache
-from rlinf.models.embodiment.modules.llama_layer import run_layers, use_action_layers
+from rlinf.models.embodiment.openvla.kv_cache import KVCache
+from rlinf.models.embodiment.openvla.llama_layer import run_layers, use_action_layers
 
 PROMPT_LEN, NUM_TOKENS = 9, 5
 LENGTH = PROMPT_LEN + NUM_TOKENS

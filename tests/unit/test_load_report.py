@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError
+from rlinf.llm.causal_lm import CausalLMConfig, _load_spread, load_causal_lm
 from rlinf.models import HFModel, build_policy, get_model
-from rlinf.models.causal_lm import CausalLMConfig, _load_spread, load_causal_lm
 
 
 @pytest.fixture

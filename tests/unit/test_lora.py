@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy, get_model
 from rlinf.models.config import LoraConfig
-from rlinf.models.embodiment.openvla_action_model import OpenVLAForRLActionPrediction
+from rlinf.models.embodiment.openvla.policy import OpenVLAForRLActionPrediction
 from rlinf.models.lora import (
     FULL_FILE,
     adapter_fingerprint,

@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import json
-import logging
 import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
 from rlinf.manifest import (
     Manifest,
-    build_manifest,
     changed_files,
     check,
     compare,
@@ -23,8 +21,9 @@ from rlinf.manifest import (
     library_versions,
     package_versions,
     verify_files,
-)  # fmt: skip
+)
 from rlinf.models.base_weights import weights_digest
+from rlinf.preflight.conditions import build_manifest
 
 STATISTICS = {"action": {"q01": [-0.05, -0.05], "q99": [0.05, 0.05], "mask": [True, True]}}
 
@@ -209,30 +208,10 @@ def test_round_trip(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
-def test_the_format_before_is_read_with_a_word_about_what_it_lacks(tmp_path, caplog):
-    values = json.loads(manifest().save(tmp_path).read_text())
-    assert values.pop("format") == 2
-    values["versions"] |= values.pop("simulators") | {"rlinf": "0.1.0"}
-    values["env"] |= {"max_episode_steps": None, "reward_mode": "sparse", "tasks": ["reach"]}
-    del values["probe"]
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, **values}))
-    with caplog.at_level(logging.WARNING, "rlinf"):
-        old = Manifest.load(tmp_path)
-    assert "manifest.json has format 1, written by rlinf 0.1.0: it has no probe" in caplog.text
-    assert old.simulators == {"mujoco": "3.3.0"} and "mujoco" not in old.versions and old.probe is None
-    assert old.env.keys() == manifest().env.keys()
-    assert not [m for m in compare(old, manifest()) if m.must_match]
-    with pytest.raises(ManifestMismatchError, match="simulators.mujoco"):
-        check(old, changed("simulators.mujoco", "3.3.3"))
-    caplog.clear()
-    manifest().save(tmp_path)
-    Manifest.load(tmp_path)
-    assert caplog.text == ""
-
-
-def test_a_later_format_is_refused(tmp_path):
-    (tmp_path / "manifest.json").write_text('{"format": 99}')
-    with pytest.raises(CheckpointError, match="format 99; this version of rlinf reads 1 to 2. Install the version"):
+@pytest.mark.parametrize("number", [1, 99])
+def test_another_format_is_refused(tmp_path, number):
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": number}))
+    with pytest.raises(CheckpointError, match=f"format {number}; this version of rlinf reads 2. Install the version"):
         Manifest.load(tmp_path)
 
 

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.envs import graphics, make_env, maniskill_scene
-from rlinf.envs.checker import check_env
-from rlinf.envs.maniskill import ManiSkillConfig, ManiSkillSimulator
-from rlinf.envs.maniskill_gpu import ManiSkillGpuConfig, ManiSkillGpuVectorEnv
-from rlinf.envs.maniskill_scene import TASKS, seed_of
+from rlinf.checks.env import check_env
+from rlinf.envs import make_env
+from rlinf.envs.graphics import backend as graphics
+from rlinf.envs.maniskill import scene as maniskill_scene
+from rlinf.envs.maniskill.env import ManiSkillConfig, ManiSkillSimulator
+from rlinf.envs.maniskill.gpu_env import ManiSkillGpuConfig, ManiSkillGpuVectorEnv
+from rlinf.envs.maniskill.scene import TASKS, seed_of
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.types import EpisodeSpec
 
@@ -239,7 +241,7 @@ def test_the_class_for_the_gpu_gives_the_numbers_of_the_simulator(vulkan):
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_simulator_starts(monkeypatch, settings, words):
-    monkeypatch.setattr("rlinf.envs.maniskill.choose_vulkan", lambda device: device)
+    monkeypatch.setattr("rlinf.envs.maniskill.env.choose_vulkan", lambda device: device)
     monkeypatch.setattr(maniskill_scene, "find_spec", lambda name: name)
     with pytest.raises(ConfigError) as raised:
         make_env(ManiSkillConfig(**settings), 2, auto_reset=False)
@@ -329,8 +331,8 @@ def test_offloading_frees_the_simulation_and_the_next_reset_builds_another(monke
         def close(self):
             self.closed = True
 
-    monkeypatch.setattr("rlinf.envs.maniskill_gpu.Scene", Counted)
-    monkeypatch.setattr("rlinf.envs.maniskill_gpu.choose_vulkan", lambda device: device)
+    monkeypatch.setattr("rlinf.envs.maniskill.gpu_env.Scene", Counted)
+    monkeypatch.setattr("rlinf.envs.maniskill.gpu_env.choose_vulkan", lambda device: device)
     monkeypatch.setattr(maniskill_scene, "find_spec", lambda name: name)
     config = ManiSkillGpuConfig(tasks=["PushCube-v1"], cameras=[])
     env = make_env(config, 3, auto_reset=False)

@@ -16,13 +16,13 @@ from transformers import AutoConfig
 from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
 from rlinf.distributed.process_group import launch
-from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError
+from rlinf.engines.vllm_weights import LanguageModelNames
+from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, NonFiniteError
+from rlinf.llm.megatron.groups import check_device
+from rlinf.llm.megatron.policy import MegatronPolicyConfig
+from rlinf.llm.megatron.weights import check_family
 from rlinf.models import HuggingFacePolicy, MegatronPolicy
-from rlinf.models.generation.vllm_weights import LanguageModelNames
-from rlinf.models.megatron_groups import check_device
-from rlinf.models.megatron_policy import MegatronPolicyConfig
-from rlinf.models.megatron_weights import check_family
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 needs_megatron = pytest.mark.skipif(
@@ -240,7 +240,7 @@ def run_one_rank(arguments) -> None:
     """All of ``SHARED`` on this rank, one after the other, since most of the time is the start of the processes."""
     from megatron.core import parallel_state
 
-    import rlinf.models.megatron_policy as module
+    import rlinf.llm.megatron.policy as module
 
     folders, batch, output = arguments
     rank = dist.get_rank()
@@ -286,7 +286,7 @@ def test_importing_needs_no_megatron_and_constructing_names_the_extra():
     code = (
         "import sys\n"
         "sys.modules['megatron'] = None\n"
-        "import rlinf.models.megatron_policy as module, importlib.util\n"
+        "import rlinf.llm.megatron.policy as module, importlib.util\n"
         "importlib.util.find_spec = lambda name: None\n"
         "try:\n"
         "    module.MegatronPolicy('somewhere', tensor_model_parallel_size=2)\n"

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import yaml
 
-from rlinf.config.options import from_mapping
+from rlinf.checks.env import check_env
 from rlinf.envs import make_env
-from rlinf.envs import metaworld as adapter
-from rlinf.envs.checker import check_env
-from rlinf.envs.metaworld import CAMERAS, INSTRUCTIONS, UPSIDE_DOWN_CAMERAS, MetaWorldConfig, MetaWorldSimulator
+from rlinf.envs.metaworld import env as adapter
+from rlinf.envs.metaworld.env import CAMERAS, INSTRUCTIONS, UPSIDE_DOWN_CAMERAS, MetaWorldConfig, MetaWorldSimulator
 from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.options import from_mapping
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeSpec
 
@@ -224,7 +224,7 @@ def test_the_goal_is_drawn_where_it_is(task, monkeypatch):
 
 @needs_metaworld
 def test_one_renderer_of_a_task_draws_all_its_envs():
-    from rlinf.envs.rendering import StateRenderer
+    from rlinf.envs.graphics.renderer import StateRenderer
 
     sims = [simulator("peg-insert-side-v3", cameras=["corner4"], image_size=48) for _ in range(2)]
     pictures = []
@@ -326,6 +326,6 @@ def test_a_missing_package_is_reported_with_what_to_type(monkeypatch):
 
 
 def test_the_module_is_imported_without_torch_and_without_the_simulator():
-    code = "import sys, rlinf.envs.metaworld; print({'torch', 'mujoco', 'metaworld'} & set(sys.modules))"
+    code = "import sys, rlinf.envs.metaworld.env; print({'torch', 'mujoco', 'metaworld'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"

@@ -15,7 +15,7 @@ from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats, unit_range_stats
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.models.embodiment.modules.value_head import ValueHead
-from rlinf.models.embodiment.openvla_processing import PrismaticImageProcessor, PrismaticProcessor
+from rlinf.models.embodiment.openvla.processing import PrismaticImageProcessor, PrismaticProcessor
 from rlinf.types import Observation
 
 # -- action tokens -----------------------------------------------------------------------------------------------

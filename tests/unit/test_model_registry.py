@@ -219,7 +219,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(path, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["config.json", "dataset_statistics.json"])
 @pytest.mark.parametrize("text, found", [('{"a": ', "line 1"), ("[1]", "holds a list"), ("\xff", "utf-8")])
 def test_a_file_that_is_no_json_is_refused_by_its_path(tmp_path, name, text, found):
-    from rlinf.models.embodiment.openvla_config import OpenVLAConfig
+    from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 
     OpenVLAConfig().save_pretrained(tmp_path)
     (tmp_path / name).write_bytes(text.encode("latin-1"))
@@ -244,7 +244,7 @@ def test_a_type_that_is_not_accepted_is_refused_and_one_without_a_declaration_is
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
-    from rlinf.models.embodiment.openvla_config import OpenVLAConfig
+    from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 
     OpenVLAConfig().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="tokenizer.tokenizer_model"):
@@ -260,7 +260,7 @@ def test_packaged_model_files_list_every_field_and_build():
     from pathlib import Path
 
     import rlinf.config
-    from rlinf.config.options import from_mapping, public_fields
+    from rlinf.options import from_mapping, public_fields
 
     group = Path(rlinf.config.__file__).parent / "model"
     for name in ("openvla", "openvla_tiny", "mlp"):

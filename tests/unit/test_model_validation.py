@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from rlinf.algorithms import NLLLossFn
+from rlinf.checks import language_model as diagnostics
 from rlinf.cli import main
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import ConfigError
-from rlinf.models import HuggingFacePolicy, diagnostics
+from rlinf.llm.decoding import StaticLayer
+from rlinf.llm.validation import log_probability_error, response_mask, validate_log_probability_consistency
+from rlinf.models import HuggingFacePolicy
 from rlinf.models.generation import HuggingFaceGeneration
-from rlinf.models.generation.decoding import StaticLayer
-from rlinf.models.validation import log_probability_error, response_mask, validate_log_probability_consistency
 
 YES = torch.ones(1, 2, dtype=torch.bool)
 
@@ -118,7 +119,7 @@ def test_a_length_that_is_not_respected_is_found(tiny_lm, monkeypatch):
     def longer(prompt_lengths, config, declared):
         return [config.max_new_tokens] * len(prompt_lengths)
 
-    monkeypatch.setattr("rlinf.models.generation.hf_generation._new_tokens_allowed", longer)
+    monkeypatch.setattr("rlinf.llm.hf_generation._new_tokens_allowed", longer)
     with pytest.raises(diagnostics.DiagnosticError, match="limit 32"):
         diagnostics.test_max_model_len_respected(tiny_lm())
 
@@ -142,8 +143,8 @@ def test_a_model_that_vllm_refuses_fails_and_keeps_the_table(tiny_lm, capsys, mo
 
     monkeypatch.setattr(diagnostics, "BATCH_SIZES", (1,))
     monkeypatch.setattr(diagnostics, "PROMPT_LENGTHS", (4,))
-    monkeypatch.setattr("rlinf.models.generation.vllm_engine.require_vllm", lambda: None)
-    monkeypatch.setattr("rlinf.models.generation.vllm_generation.VllmGenerationWorker.start", refused)
+    monkeypatch.setattr("rlinf.engines.vllm_engine.require_vllm", lambda: None)
+    monkeypatch.setattr("rlinf.llm.vllm_generation.VllmGenerationWorker.start", refused)
     assert main(["diagnose", tiny_lm()]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("torch: ") and " pass " in line for line in lines) == 3 + 2

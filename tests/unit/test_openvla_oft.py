@@ -9,14 +9,15 @@ import torch
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.config.validation import validate
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
-from rlinf.manifest import build_manifest, check
+from rlinf.manifest import check
 from rlinf.models import build_policy, get_model
 from rlinf.models.config import LoraConfig
-from rlinf.models.embodiment.modules.action_head import L1ActionHead
-from rlinf.models.embodiment.openvla_oft_weights import merge_adapters
+from rlinf.models.embodiment.openvla_oft.action_head import L1ActionHead
+from rlinf.models.embodiment.openvla_oft.weights import merge_adapters
 from rlinf.models.lora import apply_lora, merge_lora, save_adapter
+from rlinf.preflight.conditions import build_manifest
+from rlinf.preflight.validation import validate
 from rlinf.types import Observation
 
 CHUNK, DIM, STATE = 2, 3, 5

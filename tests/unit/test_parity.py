@@ -12,7 +12,8 @@ import torch
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import ParityError
-from rlinf.rollout.parity import ParityGate, accepted_gap, check_parity
+from rlinf.preflight.derived import accepted_gap
+from rlinf.rollout.parity import ParityGate, check_parity
 
 
 def batch(rollout, trainer, executed=None, valid=None, values=None):

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from rlinf.commands.evaluate import conditions, episode_list
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError
 from rlinf.evaluation.partial import PartialResults
-from rlinf.evaluation.run import conditions, episode_list
-from rlinf.manifest import build_manifest
 from rlinf.models import build_policy
+from rlinf.preflight.conditions import build_manifest
 
 
 def test_what_a_result_depends_on_is_told_apart(tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 from rlinf.errors import ConfigError
 from rlinf.models import get_model
-from rlinf.models.embodiment.pi0_processing import discretize_state, resize_with_pad
+from rlinf.models.embodiment.pi0.processing import discretize_state, resize_with_pad
 from rlinf.types import Observation
 from tests.unit.test_pi0_model import make, observe, saved, uniforms_for
 

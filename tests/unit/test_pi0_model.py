@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy, get_model, get_model_config_and_processor
-from rlinf.models.embodiment.modules.gemma_expert import AdaRMSNorm
-from rlinf.models.embodiment.pi0_action_model import Pi0ForRLActionPrediction
-from rlinf.models.embodiment.pi0_config import Pi0Config
-from rlinf.models.embodiment.pi0_processing import StatisticsNormalizer
+from rlinf.models.embodiment.pi0.config import Pi0Config
+from rlinf.models.embodiment.pi0.gemma_expert import AdaRMSNorm
+from rlinf.models.embodiment.pi0.policy import Pi0ForRLActionPrediction
+from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer
 from rlinf.models.lora import apply_lora
 from rlinf.types import Observation
 

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from rlinf.config.compatibility import check_inputs
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import get_model
+from rlinf.preflight.compatibility import check_inputs
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlinf.commands.policy_loading import statistics_of_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.errors import CheckpointError
 from rlinf.models import build_policy
 from rlinf.models.config import LoraConfig
 from rlinf.models.lora import save_adapter
-from rlinf.training.policy_loading import statistics_of_env
 
 STATISTICS = {"action": {"q01": [-1.0, -1.0], "q99": [1.0, 1.0]}}
 

@@ -17,10 +17,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlinf.envs.checker_recording import equal_rows, play, spread_specs
+from rlinf.checks.env_recording import equal_rows, play, spread_specs
+from rlinf.distributed.stack_dump import DUMP_SIGNAL, dump_stacks
 from rlinf.envs.config import EnvConfig, with_share_of_cores
 from rlinf.errors import ConfigError, SimulatorError
-from rlinf.stack_dump import DUMP_SIGNAL, dump_stacks
 
 FIXTURES = str(Path(__file__).parents[1] / "fixtures")
 if FIXTURES not in sys.path:
@@ -35,7 +35,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def short_deadline(monkeypatch):
-    monkeypatch.setattr("rlinf.envs.process_env.CLOSE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("rlinf.envs.process.env.CLOSE_TIMEOUT_S", 1.0)
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_a_killed_worker_loses_its_episodes_and_only_these_and_they_begin_anew(m
     ],
 )
 def test_a_simulator_that_fails_in_a_step_shows_its_traceback_and_is_replaced(make, caplog, monkeypatch, what, words):
-    monkeypatch.setattr("rlinf.stack_dump.MAX_POLLS", 600)
+    monkeypatch.setattr("rlinf.distributed.stack_dump.MAX_POLLS", 600)
     env = make(num_envs=2, num_processes=1, step_timeout_s=3.0 if what in ("hang", "grip") else PATIENCE_S)
     env.reset()
     make.fault(f"step {what}")
@@ -187,8 +187,8 @@ def test_the_deadline_is_of_a_step_and_not_of_a_chunk(make, monkeypatch):
     env = make(num_processes=1, num_envs=1, step_sleep_s=0.1, step_timeout_s=1.0, max_episode_steps=30)
     env.reset()
     clock = SimpleNamespace(monotonic=lambda: float(env._rows["num_calls"].sum()))
-    monkeypatch.setattr("rlinf.envs.process_env.POLL_S", 0.05)
-    monkeypatch.setattr("rlinf.envs.process_env.time", clock)
+    monkeypatch.setattr("rlinf.envs.process.env.POLL_S", 0.05)
+    monkeypatch.setattr("rlinf.envs.process.env.time", clock)
     step = env.chunk_step(zeros(env, 30))
     assert not len(step.lost_env_ids) and step.executed.all()
 
@@ -205,15 +205,15 @@ def test_no_worker_is_given_up_because_the_parent_stood_still(make, monkeypatch)
             os.kill(pids(env)[0], signal.SIGCONT)
         return now
 
-    monkeypatch.setattr("rlinf.envs.process_env.POLL_S", 0.1)
-    monkeypatch.setattr("rlinf.envs.process_env.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("rlinf.envs.process.env.POLL_S", 0.1)
+    monkeypatch.setattr("rlinf.envs.process.env.time", SimpleNamespace(monotonic=clock))
     os.kill(pids(env)[0], signal.SIGSTOP)
     step = env.chunk_step(zeros(env))
     assert not len(step.lost_env_ids) and env.num_restarts == 0
 
 
 def test_the_stacks_of_a_process_that_is_slow_to_write_them_are_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlinf.stack_dump.MAX_POLLS", 600)
+    monkeypatch.setattr("rlinf.distributed.stack_dump.MAX_POLLS", 600)
     script = f"import faulthandler, time; faulthandler.register({int(DUMP_SIGNAL)}); print(flush=True); time.sleep(600)"
     command = [sys.executable, "-c", script]
     with open(tmp_path / "log", "w+") as log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log) as process:
@@ -227,7 +227,7 @@ def test_the_stacks_of_a_process_that_is_slow_to_write_them_are_waited_for(tmp_p
 
 def test_stacks_that_are_written_at_once_are_not_waited_for(tmp_path, monkeypatch):
     naps = []
-    monkeypatch.setattr("rlinf.stack_dump.time", SimpleNamespace(sleep=naps.append))
+    monkeypatch.setattr("rlinf.distributed.stack_dump.time", SimpleNamespace(sleep=naps.append))
     with open(tmp_path / "log", "wb", buffering=0) as log:
         dump_stacks(SimpleNamespace(send_signal=lambda _: log.write(b"stacks"), poll=lambda: None), log)
     assert len(naps) == 2
@@ -490,7 +490,7 @@ def test_a_module_that_cannot_be_imported_is_told_with_its_traceback(make):
 
 def test_whether_there_is_an_expert_is_known_without_a_process(make):
     class Without(WalkVectorEnv):
-        simulator_class = "rlinf.envs.simulator:Simulator"
+        simulator_class = "rlinf.envs.process.simulator:Simulator"
 
     assert WalkVectorEnv.has_expert() and not Without.has_expert()
 

@@ -11,7 +11,7 @@ import pytest
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import make_env
-from rlinf.envs.libero_tasks import ASSETS_VARIABLE
+from rlinf.envs.libero.tasks import ASSETS_VARIABLE
 from rlinf.errors import MissingDependencyError
 
 ASSETS = os.environ.get(ASSETS_VARIABLE, str(Path(__file__).parents[3] / "shared" / "libero_assets"))
@@ -44,6 +44,6 @@ def test_the_rate_of_metaworld_is_what_it_says_of_itself():
 
 def test_the_rate_of_libero_is_that_at_which_its_demonstrations_were_collected():
     pytest.importorskip("robosuite", reason="robosuite is not installed")
-    from rlinf.envs.libero_scene import CONTROL_FREQ_HZ
+    from rlinf.envs.libero.scene import CONTROL_FREQ_HZ
 
     assert CONTROL_FREQ_HZ == ENVS["libero"][1]

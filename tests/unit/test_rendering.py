@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rlinf.envs.graphics import choose_backend, import_mujoco
-from rlinf.envs.rendering import StateRenderer
+from rlinf.envs.graphics.backend import choose_backend, import_mujoco
+from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.errors import MissingDependencyError
 
 NUM_MESHES = 60

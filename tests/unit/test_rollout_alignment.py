@@ -15,9 +15,9 @@ from rlinf.envs.config import EnvConfig
 from rlinf.envs.steps import SimulatorStep
 from rlinf.errors import SimulatorError
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.rollout.collector import ATTEMPT_STRIDE, RolloutCollector, concatenate_envs
+from rlinf.rollout.collector import ATTEMPT_STRIDE, RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
-from rlinf.types import ActionPrediction, Observation
+from rlinf.types import ActionPrediction, Observation, RolloutBatch
 
 NUM_ENVS, NUM_CHUNKS, CHUNK, HORIZON, GROUP = 6, 9, 2, 7, 2
 SUCCESS_AT = {0: 5, 1: HORIZON + 1}
@@ -226,12 +226,12 @@ def assert_equal_rollouts(one, other):
 def test_rollouts_of_ranks_and_of_chosen_envs_are_columns_of_the_whole(auto_reset):
     whole, _ = play(auto_reset)
     ranks = [play(auto_reset, rank=rank, num_ranks=2)[0] for rank in range(2)]
-    joined = concatenate_envs(ranks)
+    joined = RolloutBatch.concatenate(ranks)
     assert_equal_rollouts(whole, joined)
     assert joined.specs == whole.specs and joined.episodes == ranks[0].episodes + ranks[1].episodes
     parts = [whole.select_envs(torch.tensor(columns)) for columns in ([0], [1, 2, 3], [4, 5])]
-    assert_equal_rollouts(whole, concatenate_envs(parts))
-    assert_equal_rollouts(whole, concatenate_envs([whole]))
+    assert_equal_rollouts(whole, RolloutBatch.concatenate(parts))
+    assert_equal_rollouts(whole, RolloutBatch.concatenate([whole]))
     chosen = np.array([5, 1, 2])
     for num_lanes in (1, 2):
         part, _ = play(False, num_lanes, env_ids=chosen)

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlinf.commands.train import Run
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs.config import EnvConfig, default_num_lanes
 from rlinf.rollout.sampler import EpisodeSampler
-from rlinf.training.run import Run
 from rlinf.training.stop_signal import StopSignal
 from rlinf.types import EpisodeSpec
 
@@ -55,9 +55,9 @@ def test_in_a_training_run_lanes_and_ranks_share_the_cores_and_no_worker_outlive
     config.rollout.num_envs, config.rollout.num_lanes, config.rollout.group_size = 64, 2, 1
     config.evaluation.num_episodes, config.evaluation.greedy = 2, False
     monkeypatch.setattr("rlinf.envs.config.num_cores", lambda: 12)
-    monkeypatch.setattr("rlinf.training.run.world_size", lambda: 2)
+    monkeypatch.setattr("rlinf.commands.train.world_size", lambda: 2)
     monkeypatch.setattr(
-        "rlinf.training.run.make_env", lambda env, count, auto_reset: WalkVectorEnv(env, count, auto_reset)
+        "rlinf.commands.train.make_env", lambda env, count, auto_reset: WalkVectorEnv(env, count, auto_reset)
     )
     env = WalkVectorEnv(replace(config.env, num_processes=1), 2, False)
     run = SimpleNamespace(
@@ -71,7 +71,7 @@ def test_in_a_training_run_lanes_and_ranks_share_the_cores_and_no_worker_outlive
         lane.env.reset()
         assert len(lane.env.worker_processes()) == 12 // 2 // 2
     collector.close()
-    monkeypatch.setattr("rlinf.training.run.world_size", lambda: 1)
+    monkeypatch.setattr("rlinf.commands.train.world_size", lambda: 1)
     for run.is_writer in (True, False):
         env.reset()
         assert len(env.worker_processes()) == 1
@@ -96,7 +96,7 @@ def test_a_simulation_on_the_gpu_is_not_split_into_lanes(monkeypatch):
     config = replace(build_config(compose_config(["model=mlp"])), env=WalkConfig(num_processes=0))
     config.rollout.num_envs, config.rollout.num_lanes = 8, 2
     monkeypatch.setattr(
-        "rlinf.training.run.make_env", lambda env, count, auto_reset: WalkVectorEnv(env, count, auto_reset)
+        "rlinf.commands.train.make_env", lambda env, count, auto_reset: WalkVectorEnv(env, count, auto_reset)
     )
     env = WalkVectorEnv(config.env, 1, False)
     run = SimpleNamespace(config=config, eval_env=env, worker=SimpleNamespace(autocast=nullcontext))

@@ -248,7 +248,7 @@ def test_a_sweep_ends_with_a_line_for_each_run_and_each_configuration(sweep, mon
 
 
 def test_a_sweep_of_the_command_prints_the_table(here, started, monkeypatch, capsys):
-    import rlinf.training.run as run
+    import rlinf.commands.train as run
 
     def train(config):
         folder = Path(config.output_dir)

@@ -10,13 +10,14 @@ import pytest
 import yaml
 
 from rlinf.cli import EXIT_USER_ERROR, main
+from rlinf.commands.export import export
+from rlinf.commands.policy_loading import read_config
 from rlinf.config.compose import compose_config, compose_on_saved
-from rlinf.config.options import to_mapping
 from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError
-from rlinf.manifest import Manifest, conditions_of, hash_files
-from rlinf.training.export import export
-from rlinf.training.policy_loading import read_config
+from rlinf.manifest import Manifest, hash_files
+from rlinf.options import to_mapping
+from rlinf.preflight.conditions import conditions_of
 
 COMMANDS = {
     "train": ["train", "resume={}"],

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from rlinf.envs import graphics, make_env
+from rlinf.envs import make_env
+from rlinf.envs.graphics import backend as graphics
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.scene import BLOCK_COLOURS, WORKSPACE_M, ZONE_COLOURS
 from rlinf.envs.tabletop.tasks import FAMILIES, MIN_DISTANCE_M

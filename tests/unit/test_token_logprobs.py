@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from rlinf.models import logprobs as module
+from rlinf.llm import logprobs as module
+from rlinf.llm.logprobs import sequence_logprobs
 from rlinf.models.embodiment.base import token_logprobs
-from rlinf.models.logprobs import sequence_logprobs
 
 VOCABULARY = 4000
 FAMILIES = {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import ImageFont
 
-from rlinf.envs.video import overlay, wrap_text, write_video
+from rlinf.evaluation.video import overlay, wrap_text, write_video
 
 
 def frames_of(num_frames: int, size: int = 64) -> list[np.ndarray]:

@@ -14,17 +14,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf.distributed.weight_handle import WeightsRefusedError
+from rlinf.engines import vllm_engine
+from rlinf.engines.vllm_engine import EngineError, VllmEngine
+from rlinf.engines.weight_handle import WeightsRefusedError
 from rlinf.errors import ConfigError
-from rlinf.models.generation import vllm_engine
-from rlinf.models.generation.vllm_engine import EngineError, VllmEngine
 
 SERVER = """
 import faulthandler, os, signal, sys, tempfile, time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from rlinf.models.generation.vllm_process import end, end_with
+from rlinf.engines.vllm_process import end, end_with
 
 faulthandler.register(signal.SIGUSR1)
 end_with(int(sys.argv[2]), sys.argv[3])
@@ -147,7 +147,7 @@ def test_a_new_process_never_plays_with_other_weights_than_those_it_was_given(en
 def test_a_process_that_does_not_answer_is_ended_and_tells_where_it_was(engine, faults, monkeypatch):
     engine.start()
     (faults / "hang").touch()
-    monkeypatch.setattr("rlinf.stack_dump.MAX_POLLS", 600)
+    monkeypatch.setattr("rlinf.distributed.stack_dump.MAX_POLLS", 600)
     engine.timeout_s = 0.5
     with pytest.raises(
         EngineError, match=r"did not answer 'generate' within 0.5 s.*vllm_cfg.timeout_s=1 (.|\n)*process_of_a_test"
@@ -166,7 +166,7 @@ def test_refused_settings_end_the_process_and_are_the_users(faults):
 PARENT = """
 import os, signal, subprocess, sys
 engine = subprocess.Popen(
-    [sys.executable, "-m", "rlinf.models.generation.vllm_process", "0", str(os.getpid()), sys.argv[1]], start_new_session=True
+    [sys.executable, "-m", "rlinf.engines.vllm_process", "0", str(os.getpid()), sys.argv[1]], start_new_session=True
 )
 print(engine.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -12,22 +12,23 @@ import pytest
 import torch
 
 from rlinf.cli import doctor
-from rlinf.cli.memory import estimate_memory, format_bytes
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.config.validation import validate
-from rlinf.distributed.batched_data_dict import BatchedDataDict
-from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError
+from rlinf.engines import vllm_engine
+from rlinf.engines.config import VllmOptions
+from rlinf.engines.vllm_engine import GenerateResult
+from rlinf.engines.vllm_server import CPU_CACHE_BYTES, language_model_arguments
+from rlinf.engines.vllm_weights import LanguageModelNames, reload_weights
+from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError
 from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.vllm_generation import engine_arguments, sampling_arguments
 from rlinf.models import HuggingFacePolicy, MegatronPolicy, build_policy
-from rlinf.models.embodiment.openvla_vllm import OpenVLATwin, image_token, num_image_tokens
-from rlinf.models.generation import HuggingFaceGeneration, VllmConfig, VllmGeneration, VllmGenerationWorker, vllm_engine
-from rlinf.models.generation.config import VllmOptions
-from rlinf.models.generation.vllm_engine import GenerateResult
-from rlinf.models.generation.vllm_generation import engine_arguments, sampling_arguments
-from rlinf.models.generation.vllm_server import CPU_CACHE_BYTES, language_model_arguments
-from rlinf.models.generation.vllm_weights import LanguageModelNames, reload_weights
+from rlinf.models.embodiment.openvla.vllm import OpenVLATwin, image_token, num_image_tokens
+from rlinf.models.generation import HuggingFaceGeneration, VllmConfig, VllmGeneration, VllmGenerationWorker
 from rlinf.models.hf_model import HFModel
+from rlinf.preflight.memory import estimate_memory, format_bytes
+from rlinf.preflight.validation import validate
 from rlinf.rollout import vllm_policy
 from rlinf.rollout.vllm_policy import row_seeds
 from rlinf.types import Observation
@@ -91,7 +92,7 @@ def test_missing_vllm_names_the_extra_and_the_command(no_vllm):
 
 
 def test_importing_the_generators_imports_no_vllm():
-    code = "import sys, rlinf.models.generation.vllm_generation, rlinf.rollout.vllm_policy; sys.exit('vllm' in sys.modules)"
+    code = "import sys, rlinf.llm.vllm_generation, rlinf.rollout.vllm_policy; sys.exit('vllm' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -266,7 +267,7 @@ def test_every_prompt_has_a_seed_of_its_own_that_depends_on_the_settings_seed_an
     assert seeds_of({"seed": 5}, (5,)) == [first + second], "the same stream whatever the batches"
     assert not {*seeds_of({}, (5,))[0]} & {*first, *second}
     assert "seed" not in VllmGeneration(None, {"model_name": "x", "seed": 5}).worker.engine.spec.engine_args
-    monkeypatch.setattr("rlinf.models.generation.vllm_generation.rank", lambda: 1)
+    monkeypatch.setattr("rlinf.llm.vllm_generation.rank", lambda: 1)
     assert not {*seeds_of({"seed": 5}, (5,))[0]} & {*first, *second}
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlinf.distributed.weight_sync import WeightSync, frozen_copy
 from rlinf.errors import RLinfError
+from rlinf.rollout.weight_sync import WeightSync, frozen_copy
 
 
 class Net(nn.Module):

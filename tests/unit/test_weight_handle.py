@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlinf.distributed.weight_handle import WeightBuffer, WeightsRefusedError, check_manifest, complete_tied
+from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError, check_manifest, complete_tied
 from rlinf.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory without a name needs Linux")
@@ -148,7 +148,7 @@ def test_a_handle_of_a_gpu_is_opened_under_the_number_that_the_gpu_has_here(monk
         asked.append(arguments)
         return memory
 
-    monkeypatch.setattr("rlinf.distributed.weight_handle.gpu_uuids", lambda: ["GPU-a", "GPU-b", "GPU-c"])
+    monkeypatch.setattr("rlinf.engines.weight_handle.gpu_uuids", lambda: ["GPU-a", "GPU-b", "GPU-c"])
     on_gpu = dataclasses.replace(handle, path=None, ipc=(rebuild, tuple("tensors8")), gpu="GPU-c")
     assert on_gpu.open()["a"].tolist() == [1.0] * 4
     assert asked == [(*"tensor", 2, "8")]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlinf.config.options import option
 from rlinf.envs.config import EnvConfig
+from rlinf.options import option
 
 
 @dataclass

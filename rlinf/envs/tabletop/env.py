@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from rlinf.envs.base import SimulatorStep, VectorEnv
-from rlinf.envs.graphics import choose_backend
-from rlinf.envs.rendering import StateRenderer
+from rlinf.envs.graphics.backend import choose_backend
+from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.envs.spaces import check_cameras
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.scene import CAMERAS, NUM_SUBSTEPS, TIMESTEP_S, WORKSPACE_M, TabletopSimulator

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.envs.graphics import import_mujoco
+from rlinf.envs.graphics.backend import import_mujoco
 
 BLOCK_COLOURS = ("red", "green", "blue")
 ZONE_COLOURS = ("yellow", "purple", "cyan")

@@ -1,24 +1,18 @@
-"""Engines that generate tokens; each is imported at first use."""
+"""The generation API of token policies, by the names that users import; it is defined in ``rlinf.llm``."""
 
-from __future__ import annotations
+from rlinf.imports import lazy_attributes
 
-import importlib
-from typing import Any
-
-_EXPORTS = {
-    "GenerationConfig": "interfaces",
-    "GenerationDatumSpec": "interfaces",
-    "GenerationInterface": "interfaces",
-    "GenerationOutputSpec": "interfaces",
-    "HuggingFaceGeneration": "hf_generation",
-    "VllmConfig": "interfaces",
-    "VllmGeneration": "vllm_generation",
-    "VllmGenerationWorker": "vllm_generation",
-    "verify_right_padding": "interfaces",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "GenerationConfig": "rlinf.llm.generation_interfaces",
+        "GenerationDatumSpec": "rlinf.llm.generation_interfaces",
+        "GenerationInterface": "rlinf.llm.generation_interfaces",
+        "GenerationOutputSpec": "rlinf.llm.generation_interfaces",
+        "HuggingFaceGeneration": "rlinf.llm.hf_generation",
+        "VllmConfig": "rlinf.llm.generation_interfaces",
+        "VllmGeneration": "rlinf.llm.vllm_generation",
+        "VllmGenerationWorker": "rlinf.llm.vllm_generation",
+        "verify_right_padding": "rlinf.llm.generation_interfaces",
+    },
+)

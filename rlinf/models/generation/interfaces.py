@@ -1,198 +1,21 @@
-"""What an engine that generates tokens can do, and the keys of its data."""
+"""The interfaces of ``rlinf.llm.generation_interfaces``, by the path that users import."""
 
-from __future__ import annotations
+from rlinf.imports import lazy_attributes
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, TypedDict
-
-import torch
-from torch import Tensor
-
-from rlinf.distributed.batched_data_dict import IMAGE_KEYS, BatchedDataDict, tokens_and_mask
-from rlinf.errors import ConfigError
-
-
-class GenerationDatumSpec(TypedDict):
-    """Prompts.
-
-    Attributes:
-        input_ids: int64 ``[B, S]``, padded on the right.
-        attention_mask: ``[B, S]``, 1 for tokens, 0 for padding; it gives the lengths.
-    """
-
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    __extra__: Any
-
-
-class GenerationOutputSpec(TypedDict):
-    """Prompts and responses. Further keys of the prompts are passed on.
-
-    Attributes:
-        output_ids: int64 ``[B, S]``, prompt and response without padding between them, padded on the right.
-        generation_lengths: int64 ``[B]``, tokens of the response, the end-of-sequence token included.
-        unpadded_sequence_lengths: int64 ``[B]``, tokens of prompt and response.
-        logprobs: float32 ``[B, S]`` of the generated tokens; 0 for the prompt and for padding.
-    """
-
-    output_ids: torch.Tensor
-    generation_lengths: torch.Tensor
-    unpadded_sequence_lengths: torch.Tensor
-    logprobs: torch.Tensor
-    __extra__: Any
-
-
-class GenerationConfig(TypedDict, total=False):
-    """Settings of an engine. ``None`` or a missing key is no restriction.
-
-    Attributes:
-        backend: ``"hf"`` or ``"vllm"``.
-        model_name: Folder or hub id.
-        max_new_tokens: Largest number of tokens of a response; missing: 128.
-        temperature: Divides the logits.
-        top_p: Sample from the most likely tokens whose probabilities add up to this.
-        top_k: Sample from this many most likely tokens.
-        repetition_penalty: Divides positive (multiplies negative) logits of tokens that came before (Keskar et al. 2019).
-        allowed_token_ids: Choose among these tokens only.
-        do_sample: False: greedy, whatever ``generate`` is called with.
-        pad_token_id: Fills rows that ended.
-        eos_token_id: Ends a row; one id or several.
-    """
-
-    backend: str
-    model_name: str
-    max_new_tokens: int
-    temperature: float
-    top_p: float | None
-    top_k: int | None
-    repetition_penalty: float
-    allowed_token_ids: list[int] | None
-    do_sample: bool
-    pad_token_id: int
-    eos_token_id: int | list[int]
-
-
-class VllmConfig(GenerationConfig, total=False):
-    """Settings of vLLM: engine arguments lie in ``vllm_cfg``, or beside the others.
-
-    Attributes:
-        vllm_cfg: ``tensor_parallel_size``, ``gpu_memory_utilization``, ``max_model_len`` and further engine arguments.
-        seed: Of the sampling (0).
-    """
-
-    vllm_cfg: dict[str, Any]
-    seed: int
-    tensor_parallel_size: int
-    gpu_memory_utilization: float
-    max_model_len: int
-
-
-class GenerationInterface(ABC):
-    """An engine that continues token sequences."""
-
-    @abstractmethod
-    def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
-    ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Continue each row.
-
-        Args:
-            data: Prompts.
-            greedy: Take the most likely token instead of sampling.
-        """
-
-    @abstractmethod
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Get memory and weights in place; again and again does no harm."""
-
-    @abstractmethod
-    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Give the accelerator's memory back; again and again does no harm."""
-
-
-def verify_right_padding(data: Mapping[str, Any], pad_token_id: int | None = None, raise_error: bool = False) -> bool:
-    """Check that the padding of prompts or outputs lies on the right only.
-
-    Args:
-        data: ``GenerationDatumSpec`` or ``GenerationOutputSpec``.
-        pad_token_id: If given, padding columns must hold this token.
-        raise_error: Raise instead of returning False.
-
-    Returns:
-        Whether every row is tokens, one or more, and then padding.
-
-    Raises:
-        ConfigError: With ``raise_error``: names the first bad row.
-    """
-    ids, mask = tokens_and_mask(data)
-    lengths = mask.sum(-1)
-    expected = torch.arange(mask.shape[1], device=mask.device) < lengths.unsqueeze(1)
-    bad = (mask != expected).any(-1) | (lengths == 0)
-    if pad_token_id is not None:
-        bad |= ((ids != pad_token_id) & ~expected).any(-1)
-    if raise_error and bad.any():
-        row = int(bad.nonzero()[0, 0])
-        if not lengths[row]:
-            raise ConfigError(f"Row {row} has no tokens: its mask is 0 everywhere. Give each row one token or more")
-        if mask[row].equal(expected[row]):
-            raise ConfigError(f"Row {row} has other tokens than pad_token_id={pad_token_id} in its padding")
-        first = int((~mask[row]).nonzero()[0, 0])
-        raise ConfigError(
-            f"Row {row} is not padded on the right: column {first} is padding, and tokens come after it. Put all tokens "
-            "first and padding after them"
-        )
-    return not bool(bad.any())
-
-
-def verify_text_only(data: Mapping[str, Any], reader: str, instead: str) -> None:
-    """Refuse what would change the numbers of a model and is not read.
-
-    Args:
-        data: Prompts, training data or outputs of a generation.
-        reader: Class that takes token ids and nothing else.
-        instead: Class that takes images.
-
-    Raises:
-        ConfigError: Names the first such key.
-    """
-    for key in (*IMAGE_KEYS, "position_ids", "inputs_embeds"):
-        if key in data:
-            images = f", or use {instead}" if key in IMAGE_KEYS else ""
-            raise ConfigError(
-                f"The batch has '{key}', and {reader} takes token ids only. Leave it out of the batch{images}"
-            )
-
-
-def response_mask(data: Mapping[str, Any]) -> Tensor:
-    """bool ``[B, S]``: the generated tokens of ``GenerationOutputSpec``, of rows that were cut short too."""
-    ids, mask = tokens_and_mask(data)
-    ends = data.get("unpadded_sequence_lengths", mask.sum(-1)).to(ids.device)
-    starts = (ends - data["generation_lengths"].to(ids.device)).unsqueeze(1)
-    return mask & (torch.arange(ids.shape[1], device=ids.device) >= starts)
-
-
-def verify_token_ids(data: Mapping[str, Any], vocab_size: int | None = None) -> None:
-    """Refuse what no model can read.
-
-    Args:
-        data: Prompts, training data or outputs of a generation.
-        vocab_size: Tokens of the model; None: whoever comes next looks at it.
-
-    Raises:
-        ConfigError: There is no row, keys have different numbers of them, or a token is no integer or not in the vocabulary.
-    """
-    ids, mask = tokens_and_mask(data)
-    if not BatchedDataDict(data).size:
-        raise ConfigError(f"The batch has no rows: its tokens are {list(ids.shape)}. Give one row or more")
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ConfigError(f"The token ids are {ids.dtype}; required: integers. Give input_ids.long()")
-    if vocab_size is None:
-        return
-    bad = ((ids < 0) | (ids >= vocab_size)) & mask
-    if bad.any():
-        row = int(bad.any(-1).nonzero()[0, 0])
-        raise ConfigError(
-            f"Row {row} has the token id {int(ids[row][bad[row]][0])}; required: 0 to {vocab_size - 1}, since the model has "
-            f"vocab_size={vocab_size}. Give tokens of the model's own tokenizer"
-        )
+__getattr__ = lazy_attributes(
+    __name__,
+    dict.fromkeys(
+        [
+            "GenerationConfig",
+            "GenerationDatumSpec",
+            "GenerationInterface",
+            "GenerationOutputSpec",
+            "VllmConfig",
+            "response_mask",
+            "verify_right_padding",
+            "verify_text_only",
+            "verify_token_ids",
+        ],
+        "rlinf.llm.generation_interfaces",
+    ),
+)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.config.options import closest
 from rlinf.errors import ConfigError, did_you_mean
+from rlinf.options import closest
 
 
 def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mapping[str, Any]:

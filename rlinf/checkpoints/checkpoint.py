@@ -1,0 +1,387 @@
+"""Checkpoints: one folder per moment of a run, complete or absent.
+
+::
+
+    sft_000700/
+      model/            or adapter/: weights as safetensors, loads with from_pretrained
+      trainer_state/    float32 masters and optimiser state as torch.distributed.checkpoint, for any number of ranks
+      rng/rank_0.pt     random states of each rank
+      state.json        counters of the loop
+      config.yaml       resolved configuration
+      manifest.json     conditions (see rlinf/manifest.py) and the SHA-256 of every file above
+
+Rank 0 collects everything under a temporary name and renames it, so a folder under its final name is complete. Nothing
+is read back through an unrestricted pickle.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import nn
+from torch.optim import Optimizer
+
+from rlinf.checkpoints.model_files import ADAPTER_FOLDER, MODEL_FOLDER, is_adapter, save_model_files
+from rlinf.checkpoints.rng_state import load_rng_state, save_rng_state
+from rlinf.checkpoints.trainer_state import load_trainer_state, save_trainer_state, weights_to_save
+from rlinf.distributed.fsdp import local_part
+from rlinf.distributed.process_group import rank, world_size
+from rlinf.errors import CheckpointError
+from rlinf.files import follow_latest, naming, write_text
+from rlinf.manifest import MANIFEST_FILE, Manifest, hash_files, verify_files
+from rlinf.optim.finite import check_loaded
+from rlinf.tracking.tracker import METRICS_FILE, PHASES
+
+logger = logging.getLogger("rlinf")
+
+STATE_FILE, CONFIG_FILE, CHECKPOINTS_FOLDER = "state.json", "config.yaml", "checkpoints"
+SUPERSEDED = re.compile(r"superseded_(\d+)")
+"""Folders next to checkpoints, which hold those of steps that were made again."""
+FORMAT = 1
+
+
+def save_checkpoint(
+    folder: str | os.PathLike,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    loop_state: dict[str, Any],
+    run_config: dict[str, Any],
+    manifest: Manifest,
+    max_keep: int = -1,
+    best: str | None = None,
+) -> Path:
+    """Write a checkpoint; a collective call on all ranks. A folder of this name is replaced.
+
+    Args:
+        folder: Final name, ``<run folder>/checkpoints/<phase>_<step>``.
+        model: The policy, sharded or not.
+        optimizer: Its optimiser; None leaves its state out.
+        loop_state: Counters as JSON values.
+        run_config: Resolved configuration.
+        manifest: Its ``files`` are filled in here.
+        max_keep: Newest checkpoints of the same phase that are kept next to each other; -1 keeps all.
+        best: Name of the checkpoint with the best evaluation, which is kept too.
+
+    Returns:
+        ``folder``.
+
+    Raises:
+        CheckpointError: It cannot be written; nothing of it is left behind.
+    """
+    folder = Path(folder)
+    partial = folder.with_name(f".{folder.name}.tmp")
+    try:
+        on_rank_zero(lambda: _start_folder(partial), f"create {partial}")
+        save_trainer_state(partial / "trainer_state", model, optimizer)
+        on_every_rank(lambda: save_rng_state(partial / "rng" / f"rank_{rank()}.pt"), "write random states")
+        weights = _full_weights(model, optimizer)
+
+        def finish() -> None:
+            with naming(partial):
+                save_model_files(partial, model, weights)
+            state = {"format": FORMAT, "saved_at": time.time(), "world_size": world_size(), "best_checkpoint": best}
+            state["loop_state"] = loop_state
+            write_text(partial / STATE_FILE, json.dumps(state, indent=1))
+            write_text(partial / CONFIG_FILE, yaml.safe_dump(run_config, sort_keys=False))
+            replace(manifest, files=hash_files(partial)).save(partial)
+            _move(partial, folder)
+            _prune(folder, max_keep, best)
+
+        on_rank_zero(finish, f"write {folder}")
+    finally:
+        if rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def load_checkpoint(
+    folder: str | os.PathLike, *, model: nn.Module, optimizer: Optimizer | None = None
+) -> dict[str, Any]:
+    """Put a run back where it was: weights, optimiser state and random states; a collective call on all ranks.
+
+    The number of ranks may differ from the one that saved; ranks that had no random state keep the present one.
+    Hyperparameters of the optimiser (learning rate, betas, ...) are those of the present configuration.
+
+    Args:
+        folder: Checkpoint folder.
+        model: Model of the same architecture, sharded or not, whose weights are overwritten.
+        optimizer: Optimiser over parameters of ``model``.
+
+    Returns:
+        ``loop_state`` as it was saved.
+
+    Raises:
+        CheckpointError: The folder is no checkpoint, is damaged, or does not fit the model.
+    """
+    folder = Path(folder)
+    on_rank_zero(lambda: verify_files(folder, Manifest.load(folder)), f"read {folder}")
+    state = _read_state(folder)
+    _load_state(folder, model, optimizer)
+    if state["world_size"] != world_size() and rank() == 0:
+        logger.warning(
+            "%s was saved by %d ranks and is loaded by %d: training goes on, but not bit for bit.",
+            folder, state["world_size"], world_size(),
+        )  # fmt: skip
+    random_file = folder / "rng" / f"rank_{rank()}.pt"
+    if random_file.exists():
+        load_rng_state(random_file)
+    return state["loop_state"]
+
+
+def load_weights(folder: str | os.PathLike, model: nn.Module) -> None:
+    """Overwrite the weights of ``model`` by those of a checkpoint, and nothing else; a collective call on all ranks.
+
+    Raises:
+        CheckpointError: The folder is no checkpoint, is damaged, or does not fit the model.
+    """
+    folder = Path(folder)
+    on_rank_zero(lambda: verify_files(folder, Manifest.load(folder)), f"read {folder}")
+    _load_state(folder, model, None)
+
+
+def _load_state(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+    load_trainer_state(folder / "trainer_state", model, optimizer)
+    check_loaded({name: local_part(tensor)[0] for name, tensor in model.state_dict().items()}, folder)
+
+
+def read_loop_state(folder: str | os.PathLike) -> dict[str, Any]:
+    """Return the ``loop_state`` of a checkpoint without loading anything else.
+
+    Raises:
+        CheckpointError: The folder is no checkpoint.
+    """
+    return _read_state(Path(folder))["loop_state"]
+
+
+def is_checkpoint(folder: str | os.PathLike) -> bool:
+    """True for a folder that has the files of a checkpoint; says nothing about their content."""
+    return (Path(folder) / STATE_FILE).is_file()
+
+
+def is_export(folder: str | os.PathLike) -> bool:
+    """True for a folder that ``rlinf export`` wrote; it holds a policy, and nothing to resume from."""
+    folder = Path(folder)
+    return all((folder / name).is_file() for name in (MANIFEST_FILE, CONFIG_FILE)) and _has_policy(folder)
+
+
+def is_run(folder: str | os.PathLike) -> bool:
+    """Return whether a folder is that of a run, or ``latest``, which names one."""
+    folder = follow_latest(folder)
+    return ((folder / METRICS_FILE).is_file() or (folder / CHECKPOINTS_FOLDER).is_dir()) and not _has_policy(folder)
+
+
+def policy_folder(folder: str | os.PathLike) -> Path:
+    """Return where ``from_pretrained`` finds weights: ``model/`` or ``adapter/`` of a checkpoint, an export itself.
+
+    Raises:
+        CheckpointError: There are none.
+    """
+    folder = Path(folder)
+    places = (folder / MODEL_FOLDER, folder / ADAPTER_FOLDER, folder)
+    for place in places:
+        if _has_policy(place):
+            return place
+    raise CheckpointError(
+        f"{folder} holds no policy: no config.json or adapter_config.json in {', '.join(map(str, places))}."
+    )
+
+
+def _has_policy(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def resolve_checkpoint(path: str | os.PathLike) -> Path:
+    """Find the checkpoint that a user means.
+
+    Args:
+        path: A checkpoint folder, or a run folder (or its ``checkpoints`` folder), which means the undamaged checkpoint
+            of the last phase and step in it. An exported folder means itself, and ``latest`` the newest run.
+
+    Raises:
+        CheckpointError: There is none; says where it looked.
+    """
+    path = follow_latest(path)
+    if not path.exists():
+        raise CheckpointError(f"There is no folder {path}; needed is a checkpoint folder or a run folder.")
+    if is_checkpoint(path) or is_export(path):
+        return path
+    parent = path / CHECKPOINTS_FOLDER if (path / CHECKPOINTS_FOLDER).is_dir() else path
+    found = _checkpoints_in(parent)
+    for folder in reversed(found):
+        if _damage_of(folder, _fingerprint(folder)) is None:
+            return folder
+    looked = (
+        f"{len(found)} checkpoints in {parent} are all damaged"
+        if found
+        else f"no {STATE_FILE} in {path} or in {parent}/*"
+    )
+    raise CheckpointError(
+        f"{path} holds no usable checkpoint: {looked}. Give a checkpoint folder or a run folder; a run that ended before its "
+        "first checkpoint can only be started again."
+    )
+
+
+def on_rank_zero(action: Callable[[], None], what: str) -> None:
+    """Run ``action`` on rank 0 while the others wait; if it fails, every rank raises.
+
+    Raises:
+        CheckpointError: ``action`` raised an ``OSError`` or a ``CheckpointError``.
+    """
+    on_every_rank(action if rank() == 0 else lambda: None, what)
+
+
+def on_every_rank(action: Callable[[], None], what: str) -> None:
+    """Run ``action`` on all ranks; if it fails on one, every rank raises.
+
+    Raises:
+        CheckpointError: ``action`` raised an ``OSError`` or a ``CheckpointError`` on some rank.
+    """
+    failure: str | None = None
+    try:
+        action()
+    except CheckpointError as error:
+        failure = str(error)
+    except OSError as error:
+        failure = f"Cannot {what}: {error}. Check space and permissions, or choose another output_dir."
+    failures = [failure]
+    if world_size() > 1:
+        failures = [None] * world_size()
+        dist.all_gather_object(failures, failure)
+    for message in failures:
+        if message is not None:
+            raise CheckpointError(message)
+
+
+def _start_folder(partial: Path) -> None:
+    for left in partial.parent.glob(".*.tmp"):  # by a process that was killed while it wrote
+        shutil.rmtree(left, ignore_errors=True)
+    (partial / "rng").mkdir(parents=True)
+
+
+def _full_weights(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
+    """Gather on the CPU what acts, or the masters of a model with adapters (a collective call); only rank 0 keeps it."""
+    adapter, weights = is_adapter(model), {}
+    tensors = weights_to_save(model, optimizer) if adapter else model.state_dict()
+    dtypes = {} if adapter else getattr(model, "compute_dtypes", {})
+    for name, tensor in tensors.items():
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        if rank() == 0:
+            weights[name] = full.detach().to("cpu", dtypes.get(name))
+    return weights
+
+
+def _move(partial: Path, folder: Path) -> None:
+    """Give the folder its final name; a former folder of this name is there until the new one is."""
+    former = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(former, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, former)
+    os.rename(partial, folder)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _prune(newest: Path, max_keep: int, best: str | None) -> None:
+    """Delete all checkpoints of the same phase but ``newest``, the ``max_keep - 1`` before it, and the best one."""
+    if max_keep < 0:
+        return
+    phase = newest.name.rpartition("_")[0]
+    others = [
+        path for path in _checkpoints_in(newest.parent)
+        if path != newest and re.fullmatch(rf"{re.escape(phase)}_\d+", path.name)
+    ]  # fmt: skip
+    for path in others[: max(0, len(others) + 1 - max(1, max_keep))]:
+        if path.name != best:
+            shutil.rmtree(path)
+
+
+def set_aside_later(resumed: Path) -> None:
+    """Move checkpoints of later steps than ``resumed`` into ``superseded_<n>`` next to them; on one rank.
+
+    A run that goes on from ``resumed`` makes these steps again, and a later resume must not take those of before.
+    """
+    point = _moment(resumed)[:2]
+    later = [path for path in _checkpoints_in(resumed.parent) if _moment(path)[:2] > point]
+    if not later:
+        return
+    former = [SUPERSEDED.fullmatch(path.name) for path in resumed.parent.iterdir()]
+    folder = resumed.parent / f"superseded_{1 + max((int(found[1]) for found in former if found), default=0)}"
+    folder.mkdir()
+    for path in later:
+        os.rename(path, folder / path.name)
+    names = ", ".join(path.name for path in later)
+    logger.warning("The run goes on from %s; what it had saved after that (%s) is now in %s", resumed, names, folder)
+
+
+def _checkpoints_in(parent: Path) -> list[Path]:
+    """Checkpoint folders, oldest first, as told by their phase and step; the clock decides between equals."""
+    paths = parent.iterdir() if parent.is_dir() else ()
+    return sorted((path for path in paths if not path.name.startswith(".") and is_checkpoint(path)), key=_moment)
+
+
+def _moment(folder: Path) -> tuple[int, int, float, str]:
+    """Return phase and step, by the name that ``save_checkpoint`` was given or else by the state, then time and name."""
+    try:
+        state = _read_state(folder)
+        saved_at, loop = float(state["saved_at"]), state["loop_state"]
+        phase = str(loop.get("phase"))
+        step = int(loop.get("sft_step" if phase == "sft" else "step", 0))
+    except (CheckpointError, AttributeError, TypeError, ValueError):
+        saved_at, phase, step = folder.stat().st_mtime, "", 0
+    named = re.fullmatch(rf"({'|'.join(PHASES)})_(\d+)", folder.name)
+    if named:
+        phase, step = named[1], int(named[2])
+    return PHASES.index(phase) if phase in PHASES else -1, step, saved_at, folder.name
+
+
+def _fingerprint(folder: Path) -> tuple:
+    """Names, sizes and times of the files: while these are the same, a verified folder is not hashed again."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+
+
+@functools.cache
+def _damage_of(folder: Path, fingerprint: tuple) -> str | None:
+    """Return what is wrong with a checkpoint, and warn of it once; None: nothing."""
+    try:
+        verify_files(folder, Manifest.load(folder))
+    except CheckpointError as error:
+        logger.warning("%s is skipped: %s", folder, error)
+        return str(error)
+    return None
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / STATE_FILE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        complete = state["format"] == FORMAT and {"saved_at", "world_size", "loop_state"} <= state.keys()
+    except FileNotFoundError as error:
+        hint = (
+            "It is an exported policy, which can start a run (init_from=) but not resume one."
+            if is_export(folder)
+            else ""
+        )
+        raise CheckpointError(
+            f"{folder} is no checkpoint: it has no {STATE_FILE}. {hint or 'Give a checkpoint or a run folder.'}"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {error}). Use another checkpoint."
+        ) from error
+    if not complete:
+        raise CheckpointError(f"{path} is not of format {FORMAT}, which this version of rlinf reads.")
+    return state

@@ -1,0 +1,37 @@
+"""The configuration that a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlinf.checkpoints.checkpoint import CONFIG_FILE
+from rlinf.errors import CheckpointError
+
+
+def read_saved_config(folder: Path) -> dict[str, Any]:
+    """Read the resolved configuration that a checkpoint holds.
+
+    Raises:
+        CheckpointError: It is missing or is no YAML mapping.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {error}). Use another checkpoint."
+        ) from error
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{path} holds no configuration. Use another checkpoint.")
+    return saved
+
+
+def flat(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    found = {}
+    for key, value in mapping.items():
+        found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return found

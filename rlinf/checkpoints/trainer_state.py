@@ -1,0 +1,230 @@
+"""Weights and optimiser state in torch.distributed.checkpoint's format, which any number of ranks can read.
+
+``torch.distributed.checkpoint.state_dict`` is not used for the optimiser: on an optimiser without state it takes a step
+with zero gradients (after which AdamW's bias correction starts at 2), and it cannot restore a state in which some
+parameters were not stepped yet, as during the critic's warm-up. Here the state is a flat dict of tensors instead:
+``model.<name>`` and ``optimizer.<parameter name>.<key>``, for what there is.
+
+``model.<name>`` is what the optimiser steps, where it steps the tensor: the float32 master of a parameter in 16 bits. So the
+file does not tell a master from a float32 shard, and either can be read into the other.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from rlinf.distributed.process_group import rank
+from rlinf.errors import CheckpointError
+from rlinf.files import write_error
+from rlinf.optim.master_adamw import MasterAdamW
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+METADATA_FILE = ".metadata"
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
+
+_DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_PICKLED_TYPES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *_DTYPES},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads DCP's index file, which is a pickle, and knows no other classes than those that belong there."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _PICKLED_TYPES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong into it")
+
+
+class _Reader(FileSystemReader):
+    """DCP's reader, whose index is read without running code that the file may name."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / METADATA_FILE, "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer, whose index holds neither the path nor a random id of this run."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
+def save_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Write the shards of all ranks; a collective call.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    tensors = {f"{MODEL}{name}": tensor for name, tensor in weights_to_save(model, optimizer).items()}
+    for name, stepped in _stepped(model, optimizer).items():
+        for key, value in optimizer.state.get(stepped, {}).items():
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps '{key}' of '{name}' as {type(value).__name__}; only tensors "
+                    "can be saved. Use another optimiser."
+                )
+            tensors[f"{OPTIMIZER}{name}.{key}"] = value
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            dcp.save(tensors, storage_writer=_Writer(folder), no_dist=not dist.is_initialized())
+        except (CheckpointException, OSError) as error:
+            cause = _cause(error)
+            named = write_error(cause, Path(folder) / f"__{rank()}_0.distcp")
+            raise CheckpointError(
+                f"Cannot write {folder}: {named or _reason(error)}. Check space and permissions, or choose another output_dir."
+            ) from error
+
+
+def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Read into ``model`` and ``optimizer`` in place; a collective call. State of other parameters is dropped.
+
+    Args:
+        folder: What ``save_trainer_state`` wrote, by any number of ranks.
+        model: Sharded in any way. Its weights in 16 bits are those of the file, rounded.
+        optimizer: Gets state and masters; None leaves the state in the file alone.
+
+    Raises:
+        CheckpointError: The folder cannot be read, or names or shapes are not those of the model.
+    """
+    try:
+        entries = _checked_entries(Path(folder), _Reader(folder).read_metadata())
+    except (
+        OSError,
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+    ) as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}. Use another checkpoint.") from error
+    weights = model.state_dict()
+    _compare_names(
+        folder, {name.removeprefix(MODEL): e for name, e in entries.items() if name.startswith(MODEL)}, weights
+    )
+    stepped = _stepped(model, optimizer)
+    targets = {f"{MODEL}{name}": tensor for name, tensor in weights_to_save(model, optimizer).items()}
+    states: dict[nn.Parameter, dict[str, Tensor]] = {}
+    for name, tensor in stepped.items():
+        prefix = f"{OPTIMIZER}{name}."
+        keys = [entry for entry in entries if entry.startswith(prefix) and "." not in entry[len(prefix) :]]
+        for entry in keys:
+            target = _empty_like(entries[entry], tensor, optimizer)
+            targets[entry] = states.setdefault(tensor, {})[entry[len(prefix) :]] = target
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            dcp.load(targets, storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
+        except (CheckpointException, OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{folder} cannot be loaded: {_reason(error)}. Use another checkpoint.") from error
+    if optimizer is not None:
+        optimizer.state.clear()
+        optimizer.state.update(states)
+    with torch.no_grad():
+        for name, tensor in stepped.items():
+            weights[name].copy_(tensor)  # what acts is the master, rounded
+
+
+def _checked_entries(folder: Path, metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Return the index by name, all of it tensors in files of the folder: DCP would unpickle anything else.
+
+    Raises:
+        ValueError: An entry is something else.
+    """
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"{METADATA_FILE} holds '{name}' as {type(entry).__name__}, and only tensors are read")
+    for place in metadata.storage_data.values():
+        if not _DATA_FILE.fullmatch(place.relative_path):
+            raise ValueError(
+                f"{METADATA_FILE} names the file '{place.relative_path}', which is not one of the folder's"
+            )
+    return metadata.state_dict_metadata
+
+
+def weights_to_save(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    """Return the state dict of a model, with what the optimiser steps in the place of parameters in 16 bits."""
+    return model.state_dict() | {name: tensor.detach() for name, tensor in _stepped(model, optimizer).items()}
+
+
+def _stepped(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
+    """Name to what the optimiser steps: the parameter, or its master."""
+    if isinstance(optimizer, MasterAdamW):
+        found = {name: optimizer.master_of(parameter) for name, parameter in model.named_parameters()}
+        return {name: master for name, master in found.items() if master is not None}
+    if optimizer is None:
+        return {}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in held}
+
+
+def _empty_like(entry: TensorStorageMetadata, stepped: nn.Parameter, optimizer: Optimizer) -> Tensor:
+    """Make room for a state tensor: sharded as what is stepped where it has its shape, in its number format, else whole."""
+    if entry.size == stepped.shape and stepped.ndim > 0:
+        return torch.zeros_like(stepped, requires_grad=False)
+    device = stepped.device if optimizer.defaults.get("fused") else None  # whose kernel counts steps there
+    return torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
+
+
+def _compare_names(folder: str | Path, saved: dict[str, TensorStorageMetadata], weights: dict[str, Tensor]) -> None:
+    missing, unexpected = sorted(weights.keys() - saved.keys()), sorted(saved.keys() - weights.keys())
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{folder} is of another model: {len(missing)} tensors of the model are not in it "
+            f"({', '.join(missing[:3])}), and it has {len(unexpected)} others ({', '.join(unexpected[:3])}). "
+            "Use the model section of its config.yaml."
+        )
+    for name, tensor in weights.items():
+        if saved[name].size != tensor.shape:
+            raise CheckpointError(
+                f"{folder} is of another model: '{name}' is {list(saved[name].size)} there and {list(tensor.shape)} "
+                "here. Use the model section of its config.yaml."
+            )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first cause; DCP wraps the errors of all ranks.
+
+    Raises:
+        KeyboardInterrupt: That is the cause.
+    """
+    if not isinstance(error, CheckpointException):
+        return error
+    cause = next(iter(error.failures.values()))[0]
+    if isinstance(cause, KeyboardInterrupt):
+        raise KeyboardInterrupt from error
+    return cause
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause in one line."""
+    cause = _cause(error)
+    return str(error) if cause is error else f"{type(cause).__name__}: {cause}"

@@ -1,0 +1,284 @@
+"""Plays the scripted expert or a policy, and stores the episodes as a LeRobotDataset."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlinf.checkpoints.checkpoint import resolve_checkpoint
+from rlinf.commands.policy_loading import load_policy
+from rlinf.config.schema import RunConfig
+from rlinf.data.lerobot_dataset import OWN_FILE
+from rlinf.data.lerobot_writer import LeRobotWriter
+from rlinf.distributed.process_group import resolve_device, set_num_threads
+from rlinf.envs import make_env
+from rlinf.envs.base import VectorEnv
+from rlinf.errors import ConfigError, SimulatorError
+from rlinf.evaluation.evaluator import RowPolicy, evaluation_mode
+from rlinf.evaluation.intervals import wilson_interval
+from rlinf.manifest import Manifest, check, package_versions, verify_files
+from rlinf.options import to_mapping
+from rlinf.preflight.conditions import build_manifest
+from rlinf.rollout.demonstrations import Demonstrator, ExpertDemonstrator, Wave, play_wave
+from rlinf.seeding import derive_seed, seed_everything
+from rlinf.tracking.progress import Progress
+from rlinf.types import EpisodeResult, EpisodeSpec, Observation
+
+DEFAULT_FPS = 10
+
+
+class PolicyDemonstrator:
+    """A policy; a chunk of its actions is executed before it is asked again.
+
+    Args:
+        policy: Acts for single rows.
+        specs: The episode of each env that has one: these are the first ones.
+    """
+
+    def __init__(self, policy: RowPolicy, specs: Sequence[EpisodeSpec]) -> None:
+        self.policy, self.specs = policy, list(specs)
+        self._streams = [policy.stream(spec) for spec in self.specs]
+        self._chunks: list[list[np.ndarray]] = [[] for _ in self.specs]
+
+    def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        asked = [row for row in np.flatnonzero(running).tolist() if not self._chunks[row]]
+        if asked:
+            chosen = self.policy.act(observation.select(asked), [self._streams[row] for row in asked])
+            for row, chunk in zip(asked, chosen, strict=True):
+                self._chunks[row] = list(chunk)
+        width = next(len(chunk[0]) for chunk in self._chunks if chunk)
+        actions = np.zeros((len(observation), width), dtype=np.float32)
+        for row in np.flatnonzero(running).tolist():
+            actions[row] = self._chunks[row].pop(0)
+        return actions, actions
+
+    def restart(self, row: int) -> None:
+        self._chunks[row], self._streams[row] = [], self.policy.stream(self.specs[row])
+
+
+def collect(config: RunConfig) -> Path:
+    """Play ``collect.num_episodes`` episodes, store them (or those that succeeded), and print what was stored.
+
+    The dataset depends on the configuration and the seed only, not on the number of envs. ``meta/rlinf.json`` in it
+    records the env's configuration, what acted, and how every episode ended.
+
+    Returns:
+        The folder. It holds the episodes that have ended, too, where Ctrl-C, SIGTERM or a simulator cut the collection short.
+
+    Raises:
+        KeyboardInterrupt, SimulatorError: The collection was cut short; what had ended is stored.
+        ConfigError: No episode is to be stored.
+        CheckpointError: ``checkpoint`` is none, or is damaged.
+        ManifestMismatchError: It was made under conditions that differ.
+    """
+    settings = config.collect
+    set_num_threads(config.cluster.num_threads, 1)
+    seed_everything(config.seed)
+    env = make_env(config.env, min(settings.num_envs, settings.num_episodes), auto_reset=False)
+    try:
+        specs = collection_specs(env, settings.split, settings.num_episodes, config.seed)
+        policy, about = _policy(config, env.task_names)
+        writer = LeRobotWriter(
+            config.dataset,
+            fps=settings.fps or max(1, round(env.metadata.get("render_fps", DEFAULT_FPS))),
+            image_shapes=dict.fromkeys(config.env.cameras, (config.env.image_size, config.env.image_size)),
+            state_dim=env.state_dim,
+            action_dim=env.action_dim,
+            video=settings.video,
+            robot_type=env.suite,
+        )
+        with _sigterm_is_ctrl_c(), writer:
+            results: list[EpisodeResult] = []
+            cut_short: KeyboardInterrupt | SimulatorError | None = None
+            try:
+                _record(config, env, specs, policy, writer, results)
+            except (KeyboardInterrupt, SimulatorError) as error:
+                cut_short = error
+            stored = [r for r in results if r.success or not settings.only_success]
+            if cut_short is not None and not stored:
+                raise cut_short
+            if not stored:
+                raise ConfigError(
+                    f"None of {len(results)} episodes succeeded and collect.only_success=true, so there is nothing to store. "
+                    "Type collect.only_success=false, or let another checkpoint act"
+                )
+            writer.about[OWN_FILE] = _conditions(config, env, about, results)
+    finally:
+        env.close()
+    print(_summary(writer.folder, results, stored, sum(r.num_env_steps for r in stored)), flush=True)
+    if cut_short is not None:
+        print(f"cut short after {len(results)} of {len(specs)} episodes; those that were stored are whole", flush=True)
+        raise cut_short
+    return writer.folder
+
+
+def collection_specs(env: VectorEnv, split: str, num_episodes: int, seed: int) -> list[EpisodeSpec]:
+    """Draw different episodes of a split, tasks in turn.
+
+    Raises:
+        ConfigError: The split has fewer.
+    """
+    available, num_tasks = env.episode_specs(split), len(env.task_names)
+    rounds, needed = len(available) // num_tasks, -(-num_episodes // num_tasks)
+    if needed > rounds:
+        raise ConfigError(
+            f"collect.num_episodes={num_episodes}, but the split '{split}' has {len(available)} episodes. "
+            f"Type collect.num_episodes={len(available)}"
+        )
+    drawn = np.random.default_rng(derive_seed(seed, "collect")).choice(rounds, needed, replace=False)
+    return [available[int(drawn[i // num_tasks]) * num_tasks + i % num_tasks] for i in range(num_episodes)]
+
+
+def _policy(config: RunConfig, task_names: Sequence[str]) -> tuple[RowPolicy | None, dict[str, Any]]:
+    """Return the policy of ``checkpoint`` (None: the expert acts), and what the dataset records of who acted."""
+    if config.checkpoint is None:
+        return None, {"demonstrator": "expert", "expert": to_mapping(config.sft.expert)}
+    source = resolve_checkpoint(config.checkpoint)
+    saved = Manifest.load(source)
+    verify_files(source, saved)
+    model = load_policy(source, config)
+    present = build_manifest(config, model, policy_version=saved.policy_version)
+    differences = [str(mismatch) for mismatch in check(saved, present, config.evaluation.allow_mismatch)]
+    model = model.to(resolve_device(config.cluster.device, 1))
+    policy = RowPolicy(model, task_names, config.collect.greedy, config.rollout.temperature, config.seed)
+    return policy, {
+        "demonstrator": "policy",
+        "checkpoint": str(source),
+        "policy_version": saved.policy_version,
+        "differences": differences,
+    }
+
+
+def _record(
+    config: RunConfig,
+    env: VectorEnv,
+    specs: Sequence[EpisodeSpec],
+    policy: RowPolicy | None,
+    writer: LeRobotWriter,
+    results: list[EpisodeResult],
+) -> None:
+    """Play all episodes in waves of one per env, write those that are wanted in the order of ``specs``, and append to
+    ``results`` how each that is written or unwanted has ended."""
+    progress = Progress(updates=config.tracking.progress)
+    for start in range(0, len(specs), env.num_envs):
+        wave = list(specs[start : start + env.num_envs])
+        numbers = range(start, start + env.num_envs)
+        with _acting(config, policy):
+            actor: Demonstrator = (
+                ExpertDemonstrator(env, config.sft.expert, config.seed, numbers)
+                if policy is None
+                else PolicyDemonstrator(policy, wave)
+            )
+            played = play_wave(env, wave, actor)
+        for row, result in enumerate(played.results):
+            with _ctrl_c_waits():
+                if result.success or not config.collect.only_success:
+                    _write_episode(writer, played, row)
+                results.append(result)
+        rate = sum(result.success for result in results) / len(results)
+        progress.update("collect", len(results), len(specs), success_rate=rate)
+    progress.close()
+
+
+def _write_episode(writer: LeRobotWriter, played: Wave, row: int) -> None:
+    times = np.flatnonzero(played.alive[:, row])
+    seen = [played.seen[t] for t in times]
+    writer.add_episode(
+        {camera: np.stack([view.images[camera][row] for view in seen]) for camera in seen[0].images},
+        None if seen[0].state is None else np.stack([view.state[row] for view in seen]),
+        played.labels[times, row],
+        seen[0].instruction[row],
+        rewards=played.rewards[times, row],
+        success=played.success[times, row],
+    )
+
+
+@contextlib.contextmanager
+def _sigterm_is_ctrl_c():
+    """Let SIGTERM, with which a cluster announces that it takes the machine back, do what Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def _ctrl_c_waits():
+    """Let SIGINT take effect after the block, which must not be half done; signals arrive in the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _frame: arrived.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if arrived:
+        signal.raise_signal(arrived[0])
+
+
+@contextlib.contextmanager
+def _acting(config: RunConfig, policy: RowPolicy | None):
+    """The mode and the number format in which a policy acts, as in an evaluation."""
+    if policy is None:
+        yield
+        return
+    device = next(policy.model.parameters()).device.type
+    mixed = config.model.precision == "bf16-mixed"
+    with evaluation_mode(policy.model), torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext():
+        yield
+
+
+def _conditions(
+    config: RunConfig, env: VectorEnv, about: dict[str, Any], results: list[EpisodeResult]
+) -> dict[str, Any]:
+    """What the dataset records beside the format's own files."""
+    stored = [result.success or not config.collect.only_success for result in results]
+    numbers = iter(range(len(results)))
+    episodes = [
+        {"episode_index": next(numbers) if kept else None, **asdict(r)} for r, kept in zip(results, stored, strict=True)
+    ]
+    return {
+        **about,
+        "seed": config.seed,
+        "collect": to_mapping(config.collect),
+        "env": to_mapping(config.env),
+        "whole": len(results) == config.collect.num_episodes,
+        "versions": package_versions(env.packages_of(config.env)),
+        "renderer": os.environ.get("MUJOCO_GL"),
+        "episodes": episodes,
+    }
+
+
+def _summary(folder: Path, results: list[EpisodeResult], stored: list[EpisodeResult], num_rows: int) -> str:
+    """The closing lines: episodes, success, rows, size, and what to type next."""
+    successes = sum(result.success for result in results)
+    low, high = wilson_interval(successes, len(results))
+    tasks = sorted({result.task for result in results})
+    noun = "task" if len(tasks) == 1 else "tasks"
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    lines = [
+        f"played    {len(results)} episodes of {len(tasks)} {noun}, {successes} successes = {successes / len(results):.1%} "
+        f"(95 % {low:.1%} - {high:.1%})",
+        f"stored    {len(stored)} episodes, {num_rows:,} rows, {size / 2**20:.1f} MiB",
+        f"dataset   {folder}",
+        f"clone it  sft.dataset={folder}",
+    ]
+    for task in tasks if len(tasks) > 1 else ():
+        of_task = [result.success for result in results if result.task == task]
+        lines.insert(-3, f"          {task}: {sum(of_task)}/{len(of_task)}")
+    return "\n".join(lines)

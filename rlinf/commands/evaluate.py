@@ -1,0 +1,286 @@
+"""The evaluation of one policy from its configuration to a table, a JSON file, videos and a report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, CONFIG_FILE, STATE_FILE, resolve_checkpoint
+from rlinf.commands.policy_loading import load_policy, statistics_of_env
+from rlinf.config.schema import RunConfig
+from rlinf.distributed.process_group import resolve_device, set_num_threads
+from rlinf.envs import make_env
+from rlinf.envs.base import VectorEnv
+from rlinf.errors import ConfigError
+from rlinf.evaluation.compare import (
+    COMPARISON_FILE,
+    COMPARISON_NAMES,
+    RESULT_FILE,
+    check_conditions,
+    compare,
+    compare_folders,
+    evaluation_folder,
+)
+from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
+from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.partial import PARTIAL_FILE, PartialResults
+from rlinf.evaluation.probe import NUM_EPISODES, drift, take_probe
+from rlinf.evaluation.report import write_report
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.files import write_text
+from rlinf.manifest import MANIFEST_FILE, Manifest, check, verify_files
+from rlinf.models import build_policy
+from rlinf.models.base_weights import weights_digest
+from rlinf.options import to_mapping
+from rlinf.preflight.conditions import build_manifest
+from rlinf.seeding import seed_everything
+from rlinf.tracking.progress import Progress
+from rlinf.tracking.tracker import METRICS_FILE
+from rlinf.types import EpisodeResult, EpisodeSpec
+
+logger = logging.getLogger("rlinf")
+
+VERSION_FIELDS = ("versions.", "simulators.")
+"""Fields of a manifest whose differences are told also where they are not refused."""
+
+
+def evaluate(config: RunConfig) -> EvaluationResult:
+    """Evaluate ``config.checkpoint`` (a checkpoint, a run folder or an export), or the configured model without one.
+
+    Prints a table, and writes ``result.json``, ``videos/``, ``config.yaml``, ``manifest.json`` and ``report.html`` into
+    ``config.output_dir``; with ``evaluation.compare`` also ``compare.json``. Results are kept on disk as they come:
+    the same call with the same ``output_dir`` continues an evaluation that was interrupted.
+
+    Raises:
+        CheckpointError: The folder is no checkpoint or is damaged.
+        ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
+        ConfigError: The split has fewer episodes than asked for, or others than the evaluation to compare with; or
+            ``output_dir`` holds something that would be overwritten.
+    """
+    settings, output = config.evaluation, Path(config.output_dir)
+    baseline = evaluation_folder(settings.compare) if settings.compare else None
+    check_output(output, baseline)
+    set_num_threads(config.cluster.num_threads, 1)
+    seed_everything(config.seed)
+    env = make_env(config.env, _num_envs(settings), auto_reset=False)
+    try:
+        specs = episode_list(env, settings.split, settings.num_episodes)
+        model, manifest, saved = _load(config, env)
+        if baseline is not None:
+            _check_comparable(baseline, manifest, env, specs, config)
+        warnings = _compare_with_checkpoint(config, env, manifest, saved)
+        if settings.split == "train":
+            logger.warning(TRAINING_SPLIT)
+            warnings.append(TRAINING_SPLIT)
+        device = resolve_device(config.cluster.device, 1)
+        model = model.to(device)
+        mixed = config.model.precision == "bf16-mixed"
+        with (
+            PartialResults(output, {"device": device, **conditions(config, manifest, saved, specs)}) as partial,
+            torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext(),
+        ):
+            progress = _Progress(partial, len(specs), config.tracking.progress)
+            result = evaluate_policy(
+                model,
+                env,
+                specs,
+                greedy=settings.greedy,
+                temperature=config.rollout.temperature,
+                seed=config.seed,
+                video_folder=output / "videos" if settings.num_videos_per_task else None,
+                num_videos_per_task=settings.num_videos_per_task,
+                video_size=settings.video_size,
+                known=partial.known,
+                on_result=progress.add,
+            )
+            for warning in result.warnings:
+                logger.warning(warning)
+            result.warnings = warnings + result.warnings
+            result.wall_s += partial.earlier_s
+            manifest.save(output)
+            write_text(output / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
+            (output / COMPARISON_FILE).unlink(missing_ok=True)  # it was made of an earlier result
+            result.to_json(output / RESULT_FILE)
+            print(f"{result.table()}\nresults: {output / RESULT_FILE}", flush=True)
+            if baseline is not None:
+                print(compare_folders(baseline, output, settings.allow_mismatch).table(), flush=True)
+            print(f"report: {write_report(output)}", flush=True)
+    finally:
+        env.close()
+    return result
+
+
+def check_output(output: Path, baseline: Path | None) -> None:
+    """Refuse a folder in which an evaluation would overwrite something.
+
+    Args:
+        output: Where results are to go.
+        baseline: Folder of the evaluation to compare with.
+
+    Raises:
+        ConfigError: It is the baseline's, holds a finished evaluation, or is or lies in a run, checkpoint or export.
+    """
+    place = output.resolve()
+    if baseline is not None and baseline.resolve() == place:
+        raise ConfigError(
+            f"evaluation.compare={baseline} and output_dir={output} are one folder: the baseline would be overwritten and "
+            "compared with itself. Type output_dir=<another folder>"
+        )
+    for folder in (place, *place.parents):
+        if _belongs_to_training(folder):
+            raise ConfigError(
+                f"output_dir is '{output}', which is or lies in a run, checkpoint or export ({folder}); an evaluation "
+                "would overwrite its files. Type output_dir=<another folder>"
+            )
+    if (place / RESULT_FILE).exists() and not (place / PARTIAL_FILE).exists():
+        raise ConfigError(
+            f"output_dir is '{output}', which holds the {RESULT_FILE} of a finished evaluation. Delete the folder, or type "
+            "output_dir=<another folder>"
+        )
+
+
+def _belongs_to_training(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in (METRICS_FILE, STATE_FILE)):
+        return True
+    if any(folder.glob(f"{CHECKPOINTS_FOLDER}/*/{STATE_FILE}")):
+        return True
+    try:
+        manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and bool(manifest.get("files"))  # that of an evaluation lists none
+
+
+def _num_envs(settings: EvaluationConfig) -> int:
+    """No more environments than there are episodes, but enough for the probe."""
+    if settings.num_episodes is None:
+        return settings.num_envs
+    return min(settings.num_envs, max(settings.num_episodes, NUM_EPISODES if settings.probe else 1))
+
+
+class _Progress:
+    """Keeps each result, and shows how far the evaluation is."""
+
+    def __init__(self, partial: PartialResults, num_episodes: int, updates: bool) -> None:
+        self._partial, self._num_episodes = partial, num_episodes
+        self._successes = sum(result.success for result in partial.known)
+        self._line = Progress(updates=updates)
+        if partial.known:
+            self._line.note(f"{partial.num_results} of {num_episodes} episodes are known from {partial.path}")
+            self._show()
+
+    def add(self, result: EpisodeResult) -> None:
+        """Count one episode."""
+        self._partial.add(result)
+        self._successes += result.success
+        self._show()
+
+    def _show(self) -> None:
+        done = self._partial.num_results
+        self._line.update("evaluation", done, self._num_episodes, successes=self._successes)
+
+
+def episode_list(env: VectorEnv, split: str, num_episodes: int | None) -> list[EpisodeSpec]:
+    """Return the first episodes of a split, which are spread evenly over the tasks; None: all of them.
+
+    Raises:
+        ConfigError: The split has fewer.
+    """
+    available = env.episode_specs(split)
+    if num_episodes is None:
+        return list(available)
+    if len(available) < num_episodes:
+        raise ConfigError(
+            f"evaluation.num_episodes={num_episodes}, but the split '{split}' has {len(available)} episodes. "
+            f"Type evaluation.num_episodes={len(available)}, or raise env.num_{split}_init_states"
+        )
+    return [available[number] for number in range(num_episodes)]
+
+
+def _load(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manifest | None]:
+    """Return the policy, the present manifest and the checkpoint's."""
+    if config.checkpoint is None:
+        model = build_policy(config, statistics_of_env(config, env))
+        return model, build_manifest(config, model, policy_version=0), None
+    source = resolve_checkpoint(config.checkpoint)
+    saved = Manifest.load(source)
+    verify_files(source, saved)
+    model = load_policy(source, config)
+    return model, build_manifest(config, model, policy_version=saved.policy_version), saved
+
+
+def load_checked(config: RunConfig, env: VectorEnv) -> Any:
+    """Return the policy of ``config.checkpoint``, or the configured one, after the checks of an evaluation.
+
+    Raises:
+        CheckpointError: The folder is no checkpoint or is damaged.
+        ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
+    """
+    model, manifest, saved = _load(config, env)
+    _compare_with_checkpoint(config, env, manifest, saved)
+    return model
+
+
+def _compare_with_checkpoint(
+    config: RunConfig, env: VectorEnv, manifest: Manifest, saved: Manifest | None
+) -> list[str]:
+    """Refuse other conditions than the checkpoint's, take the probe, and return and log what a reader should know."""
+    warnings = []
+    if saved is not None:
+        allowed = [name for name in config.evaluation.allow_mismatch if name not in COMPARISON_NAMES]
+        for mismatch in check(saved, manifest, allowed):
+            if mismatch.must_match:
+                warnings.append(f"allowed by evaluation.allow_mismatch: {mismatch}")
+            elif mismatch.field.startswith(VERSION_FIELDS):
+                warnings.append(f"another version than the checkpoint was made with: {mismatch}")
+    if config.evaluation.probe:
+        manifest.probe = take_probe(env)
+        moved = drift(saved.probe, manifest.probe) if saved is not None else []
+        warnings += [f"the simulator has changed since the checkpoint was made: {line}" for line in moved]
+    for warning in warnings:
+        logger.warning(warning)
+    return warnings
+
+
+def _check_comparable(
+    baseline: Path, manifest: Manifest, env: VectorEnv, specs: Sequence[EpisodeSpec], config: RunConfig
+) -> None:
+    """Raise now what a comparison would raise after hours of episodes."""
+    allowed = config.evaluation.allow_mismatch
+    check_conditions(baseline, manifest, allowed)
+    rows = [EpisodeResult(spec, env.task_names[spec.task_id], False, 0.0, 0) for spec in specs]
+    planned = EvaluationResult(rows, config.evaluation.greedy, config.rollout.temperature, config.seed)
+    compare(EvaluationResult.from_json(baseline / RESULT_FILE), planned, allowed)
+
+
+def conditions(
+    config: RunConfig, manifest: Manifest, saved: Manifest | None, specs: Sequence[EpisodeSpec]
+) -> dict[str, Any]:
+    """Return all that a result depends on, as JSON values.
+
+    Args:
+        config: Of the evaluation.
+        manifest: Of the present conditions; the weights below adapters are in it.
+        saved: The checkpoint's; None: there is none, and the weights are those that ``config.model`` names.
+        specs: The episodes.
+    """
+    model = config.model
+    return {
+        "episodes": [len(specs), str(specs[0]), str(specs[-1])],
+        "weights": [weights_digest(path) for path in (model.model_path, model.lora_path)]
+        if saved is None
+        else saved.files,
+        "env.reward_mode": config.env.reward_mode,
+        "env.success_bonus": config.env.success_bonus,
+        **{name: value for name, value in manifest.facts().items() if name not in ("git_revision", "policy_version")},
+        "greedy": config.evaluation.greedy,
+        "temperature": config.rollout.temperature,
+        "model.settings": to_mapping(model),
+    }

@@ -1,0 +1,127 @@
+"""From a checkpoint to a folder for others: it loads with ``from_pretrained``, and was loaded once before."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from rlinf.checkpoints.checkpoint import CONFIG_FILE, policy_folder, resolve_checkpoint
+from rlinf.checkpoints.model_files import is_adapter, write_policy
+from rlinf.commands.policy_loading import load_policy, read_config
+from rlinf.config.schema import RunConfig
+from rlinf.envs import ENVS
+from rlinf.errors import CheckpointError
+from rlinf.files import write_text
+from rlinf.manifest import Manifest, hash_files, verify_files
+from rlinf.options import to_mapping
+from rlinf.types import Observation
+
+MAX_GAP = 1e-5
+
+
+def export(
+    checkpoint: str | os.PathLike, output: str | os.PathLike, merge_lora: bool = False, overrides: Sequence[str] = ()
+) -> Path:
+    """Write model (or adapter), processor, ``dataset_statistics.json``, ``config.yaml`` and ``manifest.json``.
+
+    The folder is read back before it gets its name, and must give the same logits and actions on a random observation.
+
+    Args:
+        checkpoint: Checkpoint or run folder, or an export.
+        output: Folder that does not exist or is empty.
+        merge_lora: Add the adapters into the base weights, so that the folder needs no others.
+        overrides: Laid over the checkpoint's configuration, e.g. ``["plugins=[my_model.py]"]``.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        CheckpointError: ``output`` is there already, the checkpoint is damaged, its adapters were merged before or
+            there are none, its configuration names code that no override names, or what was written does not give the
+            same numbers.
+    """
+    checkpoint, output = resolve_checkpoint(checkpoint), Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output} exists and is not empty; nothing is overwritten. Type output=<a new folder>")
+    manifest = Manifest.load(checkpoint)
+    verify_files(checkpoint, manifest)
+    config = read_config(checkpoint, overrides)
+    _check_lora(checkpoint, manifest, merge_lora)
+    model = load_policy(checkpoint, config).eval()
+    observation = random_observation(config, model)
+    if merge_lora:
+        from rlinf.models.lora import merge_lora as merge
+
+        model = merge(model, model.preprocess(observation)).eval()
+        config = replace(config, model=replace(config.model, is_lora=False, lora_path=None))
+        manifest = replace(manifest, lora={"state": "merged"})
+    elif is_adapter(model) and config.model.model_path is None:
+        raise CheckpointError(
+            f"The adapters of {checkpoint} belong to random base weights that lie nowhere else. Type merge_lora=true"
+        )
+    partial = output.with_name(f".{output.name}.tmp")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write_policy(partial, model, model.state_dict())
+        write_text(partial / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
+        replace(manifest, files=hash_files(partial)).save(partial)
+        _compare(model, load_policy(partial, read_config(partial, overrides)).eval(), observation, output)
+        if output.exists():
+            output.rmdir()
+        os.rename(partial, output)
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot write {output}: {error}. Check space and permissions, or choose another output."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return output
+
+
+def random_observation(config: RunConfig, model: Any, num_rows: int = 2, seed: int = 0) -> Observation:
+    """Make up an observation of the shapes that the env gives."""
+    generator = np.random.default_rng(seed)
+    size = config.env.image_size
+    images = {name: generator.integers(0, 256, (num_rows, size, size, 3), np.uint8) for name in config.env.cameras}
+    state_dim = ENVS.get(config.env.name).state_width(config.env)
+    if state_dim is None:  # not known without building the env
+        state_dim = getattr(model.config, "state_dim", None)
+    state = generator.standard_normal((num_rows, state_dim), np.float32) if state_dim else None
+    return Observation(images, state, ["pick up the red block"] * num_rows)
+
+
+def _check_lora(checkpoint: Path, manifest: Manifest, merge_lora: bool) -> None:
+    state = manifest.lora.get("state")
+    if merge_lora and state != "adapter":
+        reason = "were merged before; a second time would count them twice" if state == "merged" else "do not exist"
+        raise CheckpointError(f"merge_lora=true, but the adapters of {checkpoint} {reason}. Type merge_lora=false")
+    source = policy_folder(checkpoint)
+    if state == "merged" and (source / "config.json").is_file():
+        merged = json.loads((source / "config.json").read_text(encoding="utf-8")).get("merged_adapters")
+        if not merged:
+            raise CheckpointError(
+                f"The manifest of {checkpoint} says that adapters were merged, but its config.json names none."
+            )
+
+
+def _compare(written: Any, read: Any, observation: Observation, output: Path) -> None:
+    with torch.no_grad():
+        before = written.predict_action_batch(**written.preprocess(observation), do_sample=False)
+        after = read.predict_action_batch(**read.preprocess(observation), do_sample=False)
+    for name in ("logits", "actions", "values"):
+        gap = float((getattr(before, name).float() - getattr(after, name).float()).abs().max())
+        if not gap <= MAX_GAP:
+            raise CheckpointError(
+                f"{output} was not written: read back, its {name} differ by {gap:.2e} (accepted: {MAX_GAP:.0e}). "
+                f"{type(written).__name__}.save_pretrained and from_pretrained do not fit each other."
+            )

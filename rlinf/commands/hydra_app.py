@@ -1,0 +1,322 @@
+"""Runs a task under Hydra (one output folder per run, ``-m``, ``--cfg job``) after our own checks of its arguments."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, resolve_checkpoint
+from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.config import search
+from rlinf.config.compose import (
+    ROOT,
+    compose_config,
+    compose_on_saved,
+    explain,
+    keys_named,
+    no_such_option,
+    normalize_overrides,
+    parse_overrides,
+)
+from rlinf.config.schema import RunConfig, build_config, overrides_text
+from rlinf.distributed.process_group import resolve_device
+from rlinf.envs.config import num_cores
+from rlinf.errors import ConfigError, RankError, RLinfError
+from rlinf.evaluation.config import TRAINING_SPLIT
+from rlinf.files import mark_latest
+from rlinf.preflight.derived import format_derived
+from rlinf.preflight.saved import changes_since
+from rlinf.preflight.validation import validate
+
+MOST_ENVS_PER_CORE = 1024
+"""More are warned of: they are more likely a slip of the keyboard than meant."""
+
+SUMMARY_FILE = "summary.json"
+"""What a run writes last."""
+
+
+def parse(arguments: Sequence[str]) -> Namespace:
+    """Parse the flags and overrides that Hydra knows; ``--config-name`` of an experiment becomes ``experiment=``.
+
+    Raises:
+        ConfigError: The named config, or the folder of ``--config-dir``, does not exist, a flag is none, or two exclude each other.
+    """
+    args, unknown = get_args_parser().parse_known_intermixed_args(list(arguments))
+    if unknown:
+        raise _no_flag(unknown[0], args.overrides)
+    modes = {"-m": args.multirun, "--cfg": args.cfg, "--info": args.info, "--shell-completion": args.shell_completion}
+    given = [flag for flag, wanted in modes.items() if wanted]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other; required: one of them. Leave {given[0]} out")
+    search.register(args.config_dir)
+    args.overrides = normalize_overrides(args.overrides)
+    name = args.config_name
+    args.config_name = ROOT
+    if name is not None and name.removesuffix(".yaml") != ROOT:
+        path = search.find_experiment(name)
+        if path is None:
+            raise ConfigError(
+                f"--config-name is '{name}'. {no_such_option(search.GROUP, name, search.experiment_names())}"
+            )
+        if search.is_complete(path):
+            args.config_name = path.stem
+        else:
+            args.overrides.insert(0, f"{search.GROUP}={path.stem}")
+    return args
+
+
+def _no_flag(flag: str, others: Sequence[str]) -> ConfigError:
+    """Say how the setting is written that somebody gave as a flag."""
+    name, _, value = flag.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    value = value or next((word for word in others if "=" not in word), "<value>")
+    keys = [name] if "." in name else keys_named(name)
+    example = overrides_text(keys, value) or "e.g. trainer.max_steps=10"
+    return ConfigError(f"'{flag}' is no flag; settings have no dashes: key=value. Type {example}")
+
+
+def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], object]) -> list[Path]:
+    """Compose, check and run; a sweep ends with a table of its runs.
+
+    Every run (of a sweep, too) is composed and checked before Hydra makes a folder, so that a refused configuration leaves
+    nothing.
+
+    Args:
+        arguments: Words after the command.
+        command: ``train`` or ``sft``.
+        task: Called with the configuration of each run; ``output_dir`` is set and exists.
+
+    Returns:
+        The folders of the runs that ended in this process.
+    """
+    args = parse(arguments)
+    only_tells = args.info or args.help or args.hydra_help or args.shell_completion
+    resumed = None if only_tells or args.multirun else given_value(args.overrides, "resume")
+    if resumed is not None:
+        composed = compose_resumed(args, resumed)
+        config = build(composed, command)
+        if args.cfg:
+            show(composed, args)
+            return []
+        start(config, command, task)
+        return [Path(config.output_dir)]
+    if not only_tells:
+        for overrides in sweep_jobs(args.overrides) if args.multirun else [args.overrides]:
+            config = build(compose_config(overrides, args.config_dir, args.config_name), command)
+            if not args.cfg:
+                validate(config, command)
+
+    folders: list[Path] = []
+    failures: list[RLinfError | RankError] = []
+
+    def execute(composed: DictConfig) -> None:
+        try:
+            config = build(composed, command)
+            config.output_dir = HydraConfig.get().runtime.output_dir
+            start(config, command, task)
+            folders.append(Path(config.output_dir))
+        except (RLinfError, RankError) as error:  # Hydra would print it its own way; the other runs of a sweep go on.
+            failures.append(error)
+
+    with _arguments(args):
+        try:
+            GlobalHydra.instance().clear()
+            hydra.main(version_base="1.3", config_path="pkg://rlinf.config", config_name=args.config_name)(execute)()
+        except (HydraException, OmegaConfBaseException) as error:
+            raise explain(error, args.overrides, args.config_name) from error
+    finished = [folder for folder in folders if (folder / SUMMARY_FILE).is_file()]
+    if args.multirun and len(finished) > 1:
+        from rlinf.evaluation.runs import sweep_table
+
+        print(sweep_table(finished), flush=True)
+    if failures:
+        raise failures[0]
+    return folders
+
+
+def run_training(arguments: Sequence[str], command: str) -> list[Path]:
+    """Run ``train`` or ``sft``, for a command and for ``rlinf.train``.
+
+    Returns:
+        The folder of each run; none where the arguments only ask to be told something.
+    """
+
+    def task(config: RunConfig) -> None:
+        from rlinf.commands import train as training
+
+        getattr(training, command)(config)
+
+    return run(arguments, command, task)
+
+
+def mark_as_latest(folder: Path) -> None:
+    """Let ``outputs/<experiment>/latest`` name a run, or ``multirun/<experiment>/latest`` the sweep that it belongs to."""
+    names = [path.name for path in folder.absolute().parents]
+    if names[1:2] == ["outputs"]:
+        mark_latest(folder)
+    elif names[2:3] == ["multirun"]:
+        mark_latest(folder.parent)
+
+
+def build(composed: DictConfig, command: str) -> RunConfig:
+    """Return the typed configuration of ``train`` or ``sft``, the latter without its RL."""
+    config = build_config(composed)
+    if command == "sft":
+        config.trainer.max_steps = 0
+    return config
+
+
+def show(composed: DictConfig, args: Namespace) -> None:
+    """Print what ``--cfg job`` asks for."""
+    print(OmegaConf.to_yaml(composed, resolve=args.resolve))
+
+
+def start(config: RunConfig, command: str, task: Callable[[RunConfig], object]) -> None:
+    """Check a configuration, make its folder, print its numbers and what a resumed run changes, and run."""
+    validate(config, command)
+    Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    mark_as_latest(Path(config.output_dir))
+    print(format_derived(config), flush=True)
+    if config.resume is not None:
+        folder = resolve_checkpoint(config.resume)
+        for change in changes_since(read_saved_config(folder), config):
+            print(f"changed since {folder.name}: {change}", flush=True)
+    ranks, cores = config.cluster.num_processes, num_cores()
+    if ranks > cores and resolve_device(config.cluster.device, ranks) == "cpu":
+        print(f"warning: cluster.num_processes={ranks}, and this machine has {cores} cores for them", flush=True)
+    envs_per_core = config.rollout.num_envs / cores
+    if config.trainer.max_steps > 0 and envs_per_core > MOST_ENVS_PER_CORE:
+        print(
+            f"warning: rollout.num_envs={config.rollout.num_envs} is {envs_per_core:,.0f} envs for each of {cores} cores, which "
+            "simulate them one after the other; each takes memory too",
+            flush=True,
+        )
+    if config.evaluation.split == "train":
+        print(f"warning: {TRAINING_SPLIT}", flush=True)
+    hide_progress_bars()
+    task(config)
+
+
+def hide_progress_bars() -> None:
+    """Keep the bars of transformers, which tell of milliseconds, out of our one live line."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
+    """Compose the continuation of a run, which goes on in its own folder unless ``output_dir`` is given.
+
+    Its configuration is the one that lies in the checkpoint, with the overrides laid over it; a chosen experiment (or a
+    config of the user) is composed afresh instead.
+
+    Args:
+        args: Parsed arguments.
+        resumed: Value of ``resume``.
+    """
+    folder = resolve_checkpoint(Path(resumed).expanduser())
+    keys = [item.key_or_group for item in parse_overrides(args.overrides)]
+    if search.GROUP in keys or args.config_name != ROOT:
+        composed = compose_config(args.overrides, args.config_dir, args.config_name)
+    else:
+        composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir, folder)
+    if "output_dir" not in keys:
+        run_folder = folder.parent.parent if folder.parent.name == CHECKPOINTS_FOLDER else folder.parent
+        composed.output_dir = str(run_folder)
+    return composed
+
+
+def given_value(overrides: Sequence[str], key: str) -> str | None:
+    """Return what the last override of ``key`` says, or None.
+
+    Raises:
+        ConfigError: It lists several values.
+    """
+    given = [item for item in parse_overrides(overrides) if item.key_or_group == key]
+    if not given or given[-1].value() is None:
+        return None
+    if given[-1].is_sweep_override():
+        text = given[-1].input_line
+        raise ConfigError(
+            f"'{text}' lists several values; required: one. A path with a comma in it needs quotes of its own. "
+            f"Type '{key}=\"{text.partition('=')[2]}\"'"
+        )
+    return str(given[-1].value())
+
+
+def configure(args: Namespace, command: str) -> RunConfig | None:
+    """Compose and check the configuration of a command that runs once, on top of that of ``checkpoint=`` if it is given.
+
+    Returns:
+        The configuration, or None where ``--cfg`` asked to print it only.
+
+    Raises:
+        ConfigError: A sweep was asked for, or the configuration is refused.
+        CheckpointError: The checkpoint is none.
+    """
+    if args.multirun:
+        raise ConfigError(
+            f"`rlinf {command}` runs once; sweeps (-m) are for `rlinf train` and `rlinf sft`. Leave -m out"
+        )
+    checkpoint = given_value(args.overrides, "checkpoint")
+    if checkpoint is None:
+        composed = compose_config(args.overrides, args.config_dir, args.config_name)
+    else:
+        folder = resolve_checkpoint(Path(checkpoint).expanduser())
+        composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir, folder)
+        composed.checkpoint = str(folder)
+    config = build_config(composed)
+    if args.cfg:
+        show(composed, args)
+        return None
+    validate(config, command)
+    hide_progress_bars()
+    return config
+
+
+def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of every run that Hydra's own sweeper makes of ``overrides``; none for another sweeper."""
+    if any(override.startswith("hydra/sweeper=") for override in overrides):
+        return []
+    (jobs,) = BasicSweeper.split_arguments(parse_overrides(overrides), max_batch_size=None)
+    return jobs
+
+
+@contextmanager
+def _arguments(args: Namespace):
+    """Hand the normalised arguments to Hydra, which reads them from ``sys.argv``, and let it pass errors on."""
+    words = ["rlinf", *args.overrides]
+    for flag, value in (("--config-dir", args.config_dir), ("--package", args.package)):
+        words += [flag, value] if value is not None else []
+    for flag, value in (("--cfg", args.cfg), ("--info", args.info)):
+        words += [flag, value] if value is not None else []
+    for flag, wanted in (
+        ("--multirun", args.multirun), ("--resolve", args.resolve), ("--help", args.help), ("--hydra-help", args.hydra_help),
+        ("--shell-completion", args.shell_completion),
+    ):  # fmt: skip
+        words += [flag] if wanted else []
+    if args.config_name != ROOT:
+        words += ["--config-name", args.config_name]
+    previous_argv, previous_flag = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = words, "1"
+    try:
+        yield
+    finally:
+        sys.argv = previous_argv
+        if previous_flag is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = previous_flag

@@ -1,0 +1,101 @@
+"""From a checkpoint or an export to a policy that acts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlinf.checkpoints.checkpoint import is_checkpoint, load_weights, policy_folder
+from rlinf.checkpoints.model_files import STATISTICS_FILE
+from rlinf.checkpoints.saved_config import read_saved_config
+from rlinf.config.compose import compose_on_saved
+from rlinf.config.schema import RunConfig, build_config
+from rlinf.data.stored import StoredDemonstrations
+from rlinf.envs.base import VectorEnv
+from rlinf.errors import CheckpointError
+from rlinf.manifest import BASE_FIELD
+from rlinf.models import build_policy, get_model_config_and_processor
+from rlinf.models.config import TokenizerConfig
+from rlinf.options import from_mapping
+
+
+def read_config(folder: str | os.PathLike, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration that lies in a checkpoint or an export.
+
+    Args:
+        folder: Of the checkpoint or the export.
+        overrides: Laid over it, e.g. ``["plugins=[my_model.py]"]``: code runs only where it is named here.
+
+    Raises:
+        CheckpointError: It is missing or unreadable, or names code that no override names.
+        ConfigError: It is of another version of rlinf, or an override does not fit.
+    """
+    saved = read_saved_config(Path(folder))
+    composed = compose_on_saved(saved, overrides, folder=folder)
+    composed.output_dir = saved.get("output_dir")
+    return build_config(composed)
+
+
+def load_policy(folder: str | os.PathLike, config: RunConfig) -> Any:
+    """Build the policy of a checkpoint or an export, on the CPU, with its processor.
+
+    Weights, sizes, processor and action statistics come from the folder; how the policy is run (precision, attention,
+    ``unnorm_key``, ...) comes from ``config``. Adapters are put on the base weights that ``config.model`` names.
+
+    Args:
+        folder: Checkpoint or exported folder, already verified.
+        config: Configuration whose ``model`` section fits it.
+
+    Raises:
+        CheckpointError: The folder holds adapters and ``config`` does not expect any.
+        ManifestMismatchError: The adapters of an export belong to other base weights than those at
+            ``config.model.model_path``, and ``config.evaluation.allow_mismatch`` does not name them.
+        ConfigError: A size in ``config`` is not that of the folder.
+    """
+    source = policy_folder(folder)
+    if (source / "adapter_config.json").is_file():
+        return _load_adapter(Path(folder), source, config)
+    model = replace(config.model, model_path=str(source), init_config={})
+    return build_policy(replace(config, model=model, tokenizer=from_mapping(TokenizerConfig, {})))
+
+
+def statistics_of_env(
+    config: RunConfig, env: VectorEnv, dataset: StoredDemonstrations | None = None
+) -> dict[str, Any] | None:
+    """Action statistics for the env, where the weights cannot bring them: those of the dataset that is cloned, else the
+    bounds of the env.
+
+    That is so for random weights, and for a ``model.model_path`` of other data that is adapted to this env
+    (``model.unnorm_key`` is the env's name, and the folder has no statistics of that name).
+
+    Returns:
+        ``override_config_kwargs`` of ``build_policy``; None where the folder has its own statistics.
+    """
+    name = config.env.name
+    if config.model.model_path is not None:
+        if config.model.unnorm_key != name:
+            return None
+        settings, _ = get_model_config_and_processor(config)
+        if name in (getattr(settings, "norm_stats", None) or {}):
+            return None
+    return {"norm_stats": {name: env.action_statistics() if dataset is None else dataset.statistics()}}
+
+
+def _load_adapter(folder: Path, source: Path, config: RunConfig) -> Any:
+    if not config.model.is_lora:
+        raise CheckpointError(f"{source} holds LoRA adapters and no base weights. Type model.is_lora=true")
+    if is_checkpoint(folder):  # it brings the base weights
+        allowed = [*config.evaluation.allow_mismatch, BASE_FIELD]
+        config = replace(config, evaluation=replace(config.evaluation, allow_mismatch=allowed))
+    overrides = None
+    statistics = source / STATISTICS_FILE
+    if statistics.is_file():  # those of the env, where the base weights had none
+        overrides = {"norm_stats": json.loads(statistics.read_text(encoding="utf-8"))}
+    model = build_policy(replace(config, model=replace(config.model, lora_path=str(source))), overrides)
+    if is_checkpoint(folder):
+        load_weights(folder, model)  # the base weights too, which may have been random ones
+    return model

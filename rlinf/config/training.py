@@ -1,0 +1,65 @@
+"""Configuration of the optimiser, the loop and the processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlinf.options import option
+
+
+@dataclass
+class TrainerConfig:
+    """The optimiser, the loop and what it writes."""
+
+    max_steps: int = option(100, "RL iterations (rollout + update).", minimum=0)
+    minibatch_size: int = option(128, "Samples of one optimiser step over all ranks.", minimum=1)
+    learning_rate: float = option(1e-4, "Peak learning rate of the policy.", minimum=0, maximum=1)
+    value_learning_rate: float = option(1e-3, "Learning rate of the value head.", minimum=0, maximum=1)
+    weight_decay: float = option(0.0, "AdamW weight decay of matrices.", minimum=0)
+    adam_beta1: float = option(0.9, "First AdamW coefficient.", minimum=0, below=1)
+    adam_beta2: float = option(0.95, "Second AdamW coefficient.", minimum=0, below=1)
+    adam_eps: float = option(1e-8, "AdamW epsilon.", minimum=0)
+    warmup_steps: int = option(0, "Optimiser steps of linear warm-up.", minimum=0)
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this global norm.", minimum=1e-6)
+    parity_max_gap: float | None = option(
+        None,
+        "Largest accepted |rollout - trainer| of a log-prob, and of a value in shares of the largest one. Above it the run stops: in "
+        "float32 at any step, in 16 bits at the first step of a process and the first after an update, later it warns. null: 0.001 "
+        "in float32; in 16 bits a mean exp|gap| of 1.05 instead.",
+        minimum=0,
+    )
+    eval_every: int = option(0, "Iterations between evaluations; 0: only before and after training.", minimum=0)
+    save_every: int = option(
+        0, "Steps (of cloning, of RL) between checkpoints; 0: at the end, and as save_every_minutes has it.", minimum=0
+    )
+    save_every_minutes: float = option(
+        10.0,
+        "Minutes after which a checkpoint is due; 0: never. The clock of rank 0 decides, and no number changes.",
+        minimum=0,
+    )
+    max_keep: int = option(
+        2, "Newest checkpoints of a phase kept, next to the one of the best evaluation; -1: all.", minimum=-1
+    )
+    target_success_rate: float | None = option(
+        None, "Stop when an evaluation during training reaches this rate; null: never.", minimum=0, maximum=1
+    )
+    sharding: str = option(
+        "auto",
+        "fsdp2: shard weights over ranks; none: one process; auto: fsdp2 when there is more than one rank.",
+        choices=("auto", "fsdp2", "none"),
+    )
+
+
+@dataclass
+class ClusterConfig:
+    """Processes and threads."""
+
+    num_processes: int = option(1, "Ranks on this machine (FSDP over gloo on CPU, nccl on GPUs).", minimum=1)
+    num_threads: int | None = option(None, "CPU threads per rank; null: all cores divided by the ranks.")
+    device: str = option("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))
+    timeout_s: float = option(
+        3600.0, "Seconds that a rank waits for the others before the run ends with an error.", minimum=1
+    )
+    tp_size: int = option(1, "Tensor parallel ranks of the trainer, which shards by FSDP only.", choices=(1,))
+    pp_size: int = option(1, "Pipeline parallel ranks of the trainer, which shards by FSDP only.", choices=(1,))
+    cp_size: int = option(1, "Context parallel ranks of the trainer, which shards by FSDP only.", choices=(1,))

@@ -1,0 +1,45 @@
+"""Rows of demonstrations: where they come from, and which of them an optimiser step reads."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from rlinf.seeding import derive_seed
+from rlinf.types import Observation
+
+
+class BatchSource(Protocol):
+    """What behaviour cloning reads: demonstrations in memory, or on disk."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
+        """Return the rows ``index`` (int64 ``[B]``) and their actions ``[B, C, D]``; threads may call it side by side."""
+
+
+def shuffled_rows(num_rows: int, step: int, batch_size: int, seed: int) -> np.ndarray:
+    """Return the rows of optimiser step ``step``, int64 ``[batch_size]``: every epoch is a permutation of all rows.
+
+    Steps follow each other without a gap, so a batch may hold the end of one epoch and the begin of the next.
+    """
+    positions = np.arange(step * batch_size, (step + 1) * batch_size)
+    index = np.empty(batch_size, dtype=np.int64)
+    for epoch in np.unique(positions // num_rows):
+        rows = positions // num_rows == epoch
+        index[rows] = _epoch_order(num_rows, seed, int(epoch))[positions[rows] % num_rows]
+    return index
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng(derive_seed(seed, "sft epoch", epoch)).permutation(num_rows)
+
+
+def following_rows(rows: np.ndarray, last_rows: np.ndarray, chunk_len: int) -> np.ndarray:
+    """Return each row and the ``chunk_len - 1`` after it, int64 ``[B, C]``; past the episode's last row, that one."""
+    return np.minimum(rows[:, None] + np.arange(chunk_len), last_rows[:, None])

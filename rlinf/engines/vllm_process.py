@@ -1,0 +1,42 @@
+"""The process of a vLLM engine: ``python -m rlinf.engines.vllm_process <socket> <parent> <folder>``.
+
+Imports next to nothing, so that it can end with its parent from its first moment, long before vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+
+POLL_S = 0.2
+
+
+def end_with(parent: int, folder: str) -> None:
+    """End as soon as the parent is gone, whatever this process is doing."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        end(folder)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def end(folder: str) -> None:
+    """Remove the folder of temporary files, then end this process and all of its own at once: vLLM's threads are not waited for."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)
+    end_with(int(sys.argv[2]), sys.argv[3])
+    importlib.import_module("rlinf.engines.vllm_server").serve(Connection(int(sys.argv[1])))
+    end(sys.argv[3])

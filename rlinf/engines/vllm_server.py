@@ -1,0 +1,218 @@
+"""What the process of a vLLM engine does: answers the commands of ``VllmEngine``."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from rlinf.engines.vllm_engine import (
+    GREEDY_TEMPERATURE,
+    EngineError,
+    EngineSpec,
+    GenerateRequest,
+    GenerateResult,
+    check_temperature,
+    kv_cache_bytes,
+)
+from rlinf.engines.vllm_weights import LanguageModelNames, TensorNames, reload_weights
+from rlinf.engines.weight_handle import WeightsHandle, WeightsRefusedError
+from rlinf.errors import ConfigError
+from rlinf.imports import import_string
+
+CPU_CACHE_BYTES = 4 * 1024**3
+CPU_NUM_SEQUENCES = 256
+"""Sequences at once where ``max_num_seqs`` is not given; more than the cache holds wait their turn."""
+
+
+class VllmServer:
+    """Owns ``vllm.LLM``.
+
+    Args:
+        spec: What to build.
+
+    Raises:
+        ConfigError: vLLM refuses the settings.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        from vllm import LLM, ModelRegistry
+        from vllm.exceptions import VLLMError
+
+        arguments = {
+            "enforce_eager": True,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+        } | spec.engine_args
+        arguments["logits_processors"] = [GREEDY_TEMPERATURE, *spec.engine_args.get("logits_processors", ())]
+        with tempfile.TemporaryDirectory() as folder:
+            model = spec.model
+            self.version: int | None = 0
+            if spec.twin is not None:
+                twin, name = import_string(spec.twin), spec.twin.rpartition(":")[2]
+                ModelRegistry.register_model(name, twin)
+                config = twin.config_of(spec.config)
+                config.architectures = [name]
+                config.save_pretrained(folder)
+                model, self.version = folder, None
+                # A policy's prompts begin with a new image at every step: nothing there to reuse.
+                arguments = {"load_format": "dummy", "enable_mm_embeds": True, "mm_processor_cache_gb": 0,
+                             "enable_prefix_caching": False} | arguments  # fmt: skip
+            else:
+                arguments |= language_model_arguments(model, arguments)
+            try:
+                self.llm = LLM(model=model, skip_tokenizer_init=True, **arguments)
+            except (VLLMError, ValueError, TypeError, OSError) as error:
+                raise ConfigError(
+                    f"vLLM refuses '{spec.model or spec.twin}': {error}. The settings were {arguments}. "
+                    f"Type {spec.settings_key}.<setting>=<another value>"
+                ) from error
+        self.spec = spec
+        config = self.llm.llm_engine.model_config.hf_config
+        self.vocab_size = config.get_text_config().vocab_size
+        self.names = LanguageModelNames(config) if spec.twin is None else TensorNames(twin.required_tensors(config))
+
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Answer a batch of prompts."""
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
+
+        if self.version is None:
+            raise EngineError("The vLLM engine has no weights yet: update_weights comes before generate")
+        self._check(request)
+        prompts = []
+        for prompt in request.prompts:
+            prompts.append({"prompt_token_ids": prompt["prompt_token_ids"]})
+            if "image" in prompt:
+                tensors = {name: torch.from_numpy(array) for name, array in prompt["image"].items()}
+                prompts[-1]["multi_modal_data"] = {"image": tensors}
+        seeds = request.seeds or [None] * len(prompts)
+        extra = None if request.greedy_temperature is None else {GREEDY_TEMPERATURE: request.greedy_temperature}
+        try:
+            sampling = [
+                SamplingParams(logprobs=0, detokenize=False, seed=seed, extra_args=extra, **request.sampling)
+                for seed in seeds
+            ]
+            outputs = [output.outputs[0] for output in self.llm.generate(prompts, sampling, use_tqdm=False)]
+        except (VLLMClientError, ValueError) as error:
+            raise ConfigError(
+                f"vLLM refuses a prompt or its settings {request.sampling}: {error}. If a prompt is too long, give shorter ones "
+                f"or type {self.spec.settings_key}.max_model_len=<more than {self.max_model_len}>"
+            ) from error
+        wanted = request.sampling.get("min_tokens", 0)
+        shortest = min((len(output.token_ids) for output in outputs), default=wanted)
+        if shortest < wanted:
+            raise ConfigError(
+                f"max_model_len={self.max_model_len} leaves room for {shortest} tokens behind the longest prompt; required: {wanted}. "
+                f"Type {self.spec.settings_key}.max_model_len={self.max_model_len + wanted - shortest}"
+            )
+        return GenerateResult(
+            token_ids=[list(output.token_ids) for output in outputs],
+            logprobs=[
+                [chosen[token].logprob for chosen, token in zip(output.logprobs, output.token_ids, strict=True)]
+                for output in outputs
+            ],
+            version=self.version,
+        )
+
+    def update_weights(self, handle: WeightsHandle) -> int:
+        """Replace all weights, then empty every cache that depends on them."""
+        self.names.check(handle)
+        self.version = None  # until all is done
+        missing = self.llm.collective_rpc(reload_weights, args=(handle, self.names))[0]
+        if missing:
+            raise EngineError(
+                f"vLLM left {len(missing)} parameters of '{self.spec.model or self.spec.twin}' without new weights: "
+                f"{', '.join(missing[:8])}. It cannot take weights for this architecture"
+            )
+        try:
+            handle.open()
+        except WeightsRefusedError as error:
+            raise EngineError(f"The weights were rewritten while vLLM loaded them: {error}") from error
+        self.llm.reset_prefix_cache()
+        self.llm.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+        gc.collect()  # the sender may rewrite the shared memory now
+        self.version = handle.version
+        return self.version
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and response."""
+        return self.llm.llm_engine.model_config.max_model_len
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Refuse what vLLM would take and answer with other numbers, or refuse without naming a way out."""
+        check_temperature(request.sampling.get("temperature"), self.spec.temperature_key)
+        ids = [prompt["prompt_token_ids"] for prompt in request.prompts]
+        unknown = sorted({token for row in ids for token in row if not 0 <= token < self.vocab_size})
+        if unknown:
+            raise ConfigError(
+                f"The prompts have the token ids {unknown[:8]}; required: 0 to {self.vocab_size - 1}, the vocab_size="
+                f"{self.vocab_size} of '{self.spec.model or self.spec.twin}'. Type model_name=<the model that the tokens are of>"
+            )
+        longest = max(map(len, ids), default=0)
+        if longest >= self.max_model_len:
+            raise ConfigError(
+                f"vLLM refuses a prompt of {longest} tokens: it leaves no room for a response within max_model_len="
+                f"{self.max_model_len}. Give shorter prompts or type {self.spec.settings_key}.max_model_len=<more than {longest}>"
+            )
+
+
+def language_model_arguments(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
+    """Return what vLLM is told of a language model beside ``engine_args``.
+
+    Its number format, because vLLM's own ``auto`` turns float32 into 16 bits; and on CPUs the size of the cache, because
+    ``gpu_memory_utilization`` would be a share of all main memory there, taken at once.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=engine_args.get("trust_remote_code", False))
+    arguments = {}
+    if engine_args.get("dtype", "auto") == "auto":
+        arguments["dtype"] = str(config.dtype or config.get_text_config().dtype or torch.float32).removeprefix("torch.")
+    if not torch.cuda.is_available() and engine_args.get("kv_cache_memory_bytes") is None:
+        arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(config.get_text_config(), engine_args | arguments)
+    return arguments
+
+
+def cpu_cache_bytes(text_config: Any, engine_args: dict[str, Any]) -> int:
+    """Bytes of the key-value cache of a language model on CPUs: for all sequences at once up to ``CPU_CACHE_BYTES``, at least for one."""
+    dtype = getattr(torch, str(engine_args["dtype"]).removeprefix("torch."))
+    max_model_len = engine_args.get("max_model_len") or text_config.max_position_embeddings
+    one, all_at_once = (
+        kv_cache_bytes(text_config, num_sequences, max_model_len, dtype)
+        for num_sequences in (1, engine_args.get("max_num_seqs", CPU_NUM_SEQUENCES))
+    )
+    return max(one, min(all_at_once, CPU_CACHE_BYTES))
+
+
+def serve(connection: Connection) -> None:
+    """Answer commands until ``stop`` or the end of the parent."""
+    server = None
+    while True:
+        try:
+            command, payload = connection.recv()
+        except EOFError:
+            return
+        if command == "stop":
+            return
+        try:
+            if command == "start":
+                server = VllmServer(payload)
+                answer = "ok", server.version
+            else:
+                answer = "ok", getattr(server, command)(payload)
+        except WeightsRefusedError as error:
+            answer = "refused", str(error)
+        except ConfigError as error:
+            answer = "config", str(error)
+        except EngineError as error:
+            answer = "error", str(error)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the parent reports it)
+            answer = "error", f"The vLLM engine failed at '{command}': {error}\n{traceback.format_exc()}"
+        connection.send(answer)

@@ -1,0 +1,193 @@
+"""Off-screen rendering with MuJoCo: drawing many states fast (``rlinf.envs.graphics.backend`` chooses the GL)."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+
+from rlinf.envs.graphics.backend import CONTEXT_MODULES, cannot_render, choose_backend, import_mujoco
+
+SIGHT_MARGIN = 0.001
+"""Of a mesh's box and of the model's extent: what is farther than that outside of the picture is not drawn."""
+
+DEFAULT_GROUPS = np.array([1, 1, 1, 0, 0, 0], dtype=np.uint8)
+
+_open_renderers: weakref.WeakSet[StateRenderer] = weakref.WeakSet()
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Have contexts that nobody closes freed at exit, before the GL library goes (it complains on stderr otherwise).
+
+    Exit handlers run in reverse order, so this is called after the GL module has registered its own.
+    """
+    atexit.register(_close_renderers)
+
+
+def _close_renderers() -> None:
+    for renderer in list(_open_renderers):
+        renderer.close()
+
+
+class StateRenderer:
+    """Draws states of one model into square pictures of one size.
+
+    The GL context is made at the first picture. It is current only during a call, so any thread may call; calls are
+    serialised by a lock. Meshes outside of a picture, which would cost as much as those in it, are left out where neither
+    their shadows nor their reflections could be seen (``fast``).
+
+    Args:
+        model: ``mujoco.MjModel``.
+        size: Height and width in pixels.
+        max_geoms: Upper bound of the geoms in the scene.
+        fast: Leave out shadows, reflections, sky and multisampling; False: as the model's author set them.
+    """
+
+    def __init__(self, model: Any, size: int, max_geoms: int = 100, fast: bool = True) -> None:
+        self._mujoco = import_mujoco()
+        self.model, self.size = model, size
+        self._gl: Any = None
+        self._lock = threading.Lock()
+        self._max_geoms, self._fast = max_geoms, fast
+        self._meshes = np.flatnonzero(model.geom_type == self._mujoco.mjtGeom.mjGEOM_MESH) if fast else np.empty(0, int)
+
+    def _open(self) -> None:
+        mujoco, backend = self._mujoco, choose_backend()
+        self.model.vis.global_.offwidth = self.model.vis.global_.offheight = self.size
+        if self._fast:
+            self.model.vis.quality.offsamples = 0
+        failures = (ImportError, AttributeError, RuntimeError, OSError, mujoco.FatalError, *_gl_errors(backend))
+        try:
+            self._gl = importlib.import_module(CONTEXT_MODULES[backend]).GLContext(self.size, self.size)
+            self._gl.make_current()
+            self._context = mujoco.MjrContext(self.model, mujoco.mjtFontScale.mjFONTSCALE_100.value)
+        except failures as error:
+            self._gl = None
+            raise cannot_render(backend, error) from error
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
+        self._scene = mujoco.MjvScene(self.model, maxgeom=self._max_geoms)
+        for flag in ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX") if self._fast else ():
+            self._scene.flags[getattr(mujoco.mjtRndFlag, flag)] = 0
+        self._option, self._viewport = mujoco.MjvOption(), mujoco.MjrRect(0, 0, self.size, self.size)
+        self._camera = mujoco.MjvCamera()
+        self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
+        self._release = _release_function(backend)
+        _open_renderers.add(self)
+        _close_at_exit()
+
+    def render(self, states: list[Any], camera_ids: list[int], geom_groups: np.ndarray | None = None) -> np.ndarray:
+        """Draw each state from each camera.
+
+        Args:
+            states: ``mujoco.MjData`` with up-to-date kinematics, ``K`` of them.
+            camera_ids: Ids of fixed cameras of the model.
+            geom_groups: uint8 ``[K, 6]``, 1 where a state shows a geom group; None: MuJoCo's default groups.
+
+        Returns:
+            uint8 ``[len(camera_ids), len(states), size, size, 3]``.
+
+        Raises:
+            MissingDependencyError: No GL context can be opened.
+        """
+        mujoco = self._mujoco
+        pixels = np.empty((len(camera_ids), len(states), self.size, self.size, 3), dtype=np.uint8)
+        with self._lock:
+            if self._gl is None:
+                self._open()
+            else:
+                self._gl.make_current()
+            scene, context, viewport = self._scene, self._context, self._viewport
+            for row, state in enumerate(states):
+                self._option.geomgroup = DEFAULT_GROUPS if geom_groups is None else geom_groups[row]
+                for column, camera_id in enumerate(camera_ids):
+                    self._camera.fixedcamid = camera_id
+                    self._update_scene(state)
+                    mujoco.mjr_render(viewport, scene, context)
+                    mujoco.mjr_readPixels(pixels[column, row], None, viewport, context)
+            self._release()
+        return np.ascontiguousarray(pixels[:, :, ::-1])
+
+    def _update_scene(self, state: Any) -> None:
+        mujoco, model = self._mujoco, self.model
+        hidden = np.flatnonzero(self._option.geomgroup == 0)
+        groups = model.geom_group.copy()
+        if len(self._meshes) and len(hidden):
+            model.geom_group[self._out_of_sight(state)] = hidden[0]
+        everything = mujoco.mjtCatBit.mjCAT_ALL.value
+        mujoco.mjv_updateScene(model, state, self._option, None, self._camera, everything, self._scene)
+        model.geom_group[:] = groups
+
+    def _out_of_sight(self, state: Any) -> np.ndarray:
+        """Return the meshes whose bounding boxes lie wholly beyond one of the planes that bound the view (not the far one)."""
+        model, meshes = self.model, self._meshes
+        self._mujoco.mjv_updateCamera(model, state, self._camera, self._scene)
+        view = self._mujoco.mjv_averageCamera(*self._scene.camera)  # of the two eyes
+        if view.orthographic:
+            return meshes[:0]
+        forward, up = np.float64(view.forward), np.float64(view.up)
+        right, near, centre = np.cross(forward, up), view.frustum_near, view.frustum_center
+        half_width = view.frustum_width or (view.frustum_top - view.frustum_bottom) / 2
+        normals = np.stack(
+            [
+                forward,
+                near * right - (centre - half_width) * forward,
+                (centre + half_width) * forward - near * right,
+                near * up - view.frustum_bottom * forward,
+                view.frustum_top * forward - near * up,
+            ]
+        )  # inwards
+        normals /= np.linalg.norm(normals, axis=1, keepdims=True)
+        axes = state.geom_xmat[meshes].reshape(-1, 3, 3)
+        centres, half_sizes = model.geom_aabb[meshes, :3], model.geom_aabb[meshes, 3:]
+        places = state.geom_xpos[meshes] + (axes @ centres[:, :, None])[:, :, 0] - view.pos
+        reach = (np.abs(normals @ axes) * half_sizes[:, None]).sum(2)  # of a box along each normal, [G, 5]
+        reach += SIGHT_MARGIN * (reach + model.stat.extent)
+        return meshes[(places @ normals.T < -reach).any(1)]
+
+    def close(self) -> None:
+        """Free the GL context; a later ``render`` opens a new one."""
+        with self._lock:
+            if self._gl is None:
+                return
+            self._gl.make_current()
+            self._context.free()
+            self._gl.free()
+            self._gl = None
+            _open_renderers.discard(self)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _gl_errors(backend: str) -> tuple[type[Exception], ...]:
+    """Return what the Python binding of a backend raises besides Python's own errors."""
+    if backend in ("egl", "osmesa"):
+        from OpenGL.error import Error
+
+        return (Error,)
+    return ()
+
+
+def _release_function(backend: str) -> Any:
+    """Return what detaches the current context from the calling thread."""
+    if backend == "egl":
+        from mujoco import egl
+        from OpenGL import EGL
+
+        nothing = (EGL.EGL_NO_SURFACE, EGL.EGL_NO_SURFACE, EGL.EGL_NO_CONTEXT)
+        return lambda: EGL.eglMakeCurrent(egl.EGL_DISPLAY, *nothing)
+    if backend == "osmesa":
+        from OpenGL import GL, osmesa
+
+        return lambda: osmesa.OSMesaMakeCurrent(None, None, GL.GL_FLOAT, 0, 0)
+    if backend == "glfw":
+        import glfw
+
+        return lambda: glfw.make_context_current(None)
+    return lambda: None

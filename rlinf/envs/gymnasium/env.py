@@ -1,0 +1,394 @@
+"""Any environment that is registered with gymnasium and acts with bounded or whole numbers."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import packages_distributions
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
+
+import gymnasium
+import numpy as np
+
+from rlinf.envs.config import ProcessEnvConfig
+from rlinf.envs.graphics.backend import choose_backend, import_mujoco
+from rlinf.envs.process.env import ProcessVectorEnv
+from rlinf.envs.process.simulator import Simulator, SingleStep, View
+from rlinf.envs.spaces import check_cameras, checked_picture
+from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
+from rlinf.options import option
+from rlinf.seeding import derive_seed
+from rlinf.types import EpisodeSpec
+
+CAMERA = "render"
+MAKE_ERRORS = TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError, OSError
+"""What the constructor of an env may raise of arguments that it does not take."""
+
+
+@dataclass
+class GymnasiumConfig(ProcessEnvConfig):
+    """A gymnasium environment by its id."""
+
+    name: str = option("gymnasium", "Registered environment.")
+    max_episode_steps: int | None = option(
+        None, "Env steps after which a running episode is truncated; null: as the id is registered.", minimum=1
+    )
+    cameras: list[str] = option(
+        [], f"[{CAMERA}]: the picture of render_mode=rgb_array, stretched to a square; []: no pictures."
+    )
+    success_bonus: float = option(0.0, "Reward added at the step of success.")
+    terminate_on_success: bool = option(False, "End the episode at success.")
+    id: str = option(
+        "Pendulum-v1", "Id for gymnasium.make; 'module:Id' imports the module first, which registers the id."
+    )
+    kwargs: dict[str, Any] = option({}, "Arguments for gymnasium.make besides render_mode.")
+    new_each_episode: bool = option(
+        True,
+        "Make the env anew for each episode: some keep things over a reset (Box2D's contacts, where MuJoCo's camera looks), and "
+        "an episode would depend on what ran before; false: reset it only, for envs that are slow to make.",
+    )
+    state: str = option("full", "full: the flattened observation; none.", choices=("full", "none"))
+    instruction: str = option("do the task", "What a policy of language is told.")
+    reward_scale: float = option(1.0, "Factor of the env's rewards; returns of some units or tens are learnt fastest.")
+    success_return: float | None = option(
+        None,
+        "Sum of rewards (before the factor) from which an episode counts as a success when it ends; null: what the env says in "
+        "info['success'] or info['is_success'], at any step.",
+    )
+
+
+class Spaces(NamedTuple):
+    """What has to be known of an env before any is stepped.
+
+    Attributes:
+        action_low, action_high: float32 ``[D]``.
+        state_low, state_high: ``[S]``; infinite where there is no bound.
+        horizon: ``max_episode_steps`` of the registration, or None.
+        can_draw: It has render_mode=rgb_array.
+        uses_mujoco: Its pictures are MuJoCo's, which need a GL.
+        render_fps: Env steps per second of simulated time, where the env says so, or None.
+        packages: Distributions that its code comes from or imports, the physics engine among them.
+    """
+
+    action_low: np.ndarray
+    action_high: np.ndarray
+    state_low: np.ndarray
+    state_high: np.ndarray
+    horizon: int | None
+    can_draw: bool
+    uses_mujoco: bool
+    render_fps: float | None
+    packages: tuple[str, ...]
+
+
+def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.Env:
+    """Make the env of ``config``, without the time limit of its registration (``VectorEnv`` truncates).
+
+    Args:
+        config: Settings.
+        render_mode: As in ``gymnasium.make``.
+
+    Raises:
+        ConfigError: The id is not registered, its module cannot be imported, or the env refuses ``env.kwargs``.
+        MissingDependencyError: The env needs a package that is not installed, or MuJoCo a GL.
+    """
+    try:
+        return gymnasium.make(
+            config.id,
+            max_episode_steps=-1,
+            disable_env_checker=True,
+            render_mode=render_mode,
+            **config.kwargs,
+        )
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise MissingDependencyError(f"env.id={config.id} needs a package that is missing: {error}") from error
+    except (gymnasium.error.UnregisteredEnv, gymnasium.error.VersionNotFound) as error:
+        hint = did_you_mean(config.id, list(gymnasium.registry))
+        raise ConfigError(
+            f"There is no environment '{config.id}' in gymnasium ({error}).{hint} An id of your own needs the module that "
+            "registers it: env.id=my_package.my_module:MyEnv-v0"
+        ) from error
+    except ImportError as error:
+        module = config.id.rpartition(":")[0]
+        missing = getattr(error.__cause__ or error, "name", None)  # gymnasium tells the name in the cause
+        if module and missing and f"{module}.".startswith(f"{missing}."):
+            raise ConfigError(
+                f"The module of env.id={config.id} cannot be imported ({error}). It must be installed or on PYTHONPATH."
+            ) from error
+        raise MissingDependencyError(
+            f"env.id={config.id} needs a package that is missing or too old: {error}. Install it, or type another env.id=..."
+        ) from error
+    except (*MAKE_ERRORS, gymnasium.error.Error) as error:
+        if importlib.util.find_spec("mujoco") is not None:
+            import_mujoco()  # which tells of a GL that fails: MuJoCo loads it when it is imported
+        raise ConfigError(
+            f"gymnasium.make('{config.id}') fails with env.kwargs={config.kwargs}: {type(error).__name__}: {error}. "
+            "Type env.kwargs={...} with arguments that the environment takes"
+        ) from error
+
+
+def spaces_of(config: GymnasiumConfig) -> Spaces:
+    """Return the spaces of the env of ``config``; makes one, once, without a picture.
+
+    Raises:
+        ConfigError: See ``make_single``; actions that are no ``Box`` with finite bounds; an observation without a fixed
+            number of numbers.
+    """
+    return _spaces_of(config.id, json.dumps(config.kwargs, sort_keys=True), config.state)
+
+
+@functools.cache
+def _spaces_of(env_id: str, kwargs: str, state: str) -> Spaces:
+    env = make_single(GymnasiumConfig(id=env_id, kwargs=json.loads(kwargs)), None)
+    try:
+        observation, (low, high) = env.observation_space, action_bounds(env.action_space, env_id)
+        bounds = np.zeros(0), np.zeros(0)
+        if state == "full":
+            try:
+                flat = gymnasium.spaces.flatten_space(observation)
+            except NotImplementedError:
+                flat = None
+            if not isinstance(flat, gymnasium.spaces.Box):
+                raise ConfigError(
+                    f"The observation of env.id={env_id} is {observation}, which has no fixed number of numbers. "
+                    "Type env.state=none, or name a version of it with an observation wrapper in env.id"
+                )
+            bounds = flat.low.astype(np.float64), flat.high.astype(np.float64)
+        horizon, can_draw = gymnasium.spec(env.spec.id).max_episode_steps, "rgb_array" in env.metadata["render_modes"]
+        uses_mujoco = any("mujoco" in cls.__module__ for cls in type(env.unwrapped).__mro__)
+        fps, packages = env.metadata.get("render_fps"), _packages_behind(type(env.unwrapped))
+        return Spaces(low, high, *bounds, horizon, can_draw, uses_mujoco, fps, packages)
+    finally:
+        env.close()
+
+
+def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bounds of the numbers ``[D]`` that stand for an action of ``space``, float32 each.
+
+    A choice among ``n`` is one number, which ``action_of`` rounds: its bounds lie half beyond the first and the last choice,
+    so that each choice has an equal share of the range.
+
+    Args:
+        space: A ``Box`` with finite bounds, ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``.
+        env_id: For the message.
+
+    Raises:
+        ConfigError: It is another space.
+    """
+    match space:
+        case gymnasium.spaces.Discrete():
+            low, high = space.start, space.start + space.n - 1
+        case gymnasium.spaces.MultiDiscrete():
+            low, high = space.start, space.start + space.nvec - 1
+        case gymnasium.spaces.MultiBinary():
+            low, high = np.zeros(space.shape), np.ones(space.shape)
+        case gymnasium.spaces.Box() if space.is_bounded("both"):
+            low, high = space.low, space.high
+        case _:
+            raise ConfigError(
+                f"env.id={env_id} acts in {space}; needed is a Box with finite bounds, or Discrete, MultiDiscrete or "
+                "MultiBinary. Register a version of it with an action wrapper that has one (gymnasium.ActionWrapper), and "
+                "name that in env.id"
+            )
+    margin = 0.5 if np.issubdtype(space.dtype, np.integer) else 0.0
+    return np.float32(np.ravel(low) - margin), np.float32(np.ravel(high) + margin)
+
+
+def action_of(space: gymnasium.Space, numbers: np.ndarray) -> Any:
+    """Return the action that ``numbers`` (float32 ``[D]``, within ``action_bounds``) stand for, of the type of ``space``."""
+    if np.issubdtype(space.dtype, np.integer):
+        low, high = action_bounds(space, "")
+        numbers = np.clip(np.rint(numbers), low + 0.5, high - 0.5)
+    return numbers.reshape(space.shape).astype(space.dtype)[()]  # of a Discrete a number, which may be a key
+
+
+def _packages_behind(env_class: type) -> tuple[str, ...]:
+    """Return the distributions of the modules that define ``env_class`` and its bases, and of what these import."""
+    modules = [sys.modules[cls.__module__] for cls in env_class.__mro__]
+    imported = [
+        value.__name__ for module in modules for value in vars(module).values() if isinstance(value, ModuleType)
+    ]
+    roots = {name.partition(".")[0] for name in [*imported, *(module.__name__ for module in modules)]}
+    distributions = packages_distributions()
+    return tuple(sorted({name for root in roots for name in distributions.get(root, ())}))
+
+
+class GymnasiumVectorEnv(ProcessVectorEnv):
+    """Envs of one gymnasium id: observation as state, picture as image, reward as dense reward.
+
+    What the env says of its end is passed on as ``terminated``, its own truncation before the time limit too; the time limit
+    is kept by ``VectorEnv``.
+
+    Args:
+        config: Settings.
+        num_envs: ``B``.
+        auto_reset: See ``VectorEnv``.
+
+    Raises:
+        ConfigError: The id is unknown, its spaces do not fit, or a camera is unknown.
+        MissingDependencyError: A package or a GL that the env needs is missing.
+    """
+
+    config_class = GymnasiumConfig
+    suite: ClassVar[str] = "gymnasium"
+    packages: ClassVar[tuple[str, ...]] = ("gymnasium",)
+    simulator_class: ClassVar[str] = "rlinf.envs.gymnasium.env:GymnasiumSimulator"
+    config: GymnasiumConfig
+
+    def __init__(self, config: GymnasiumConfig, num_envs: int, auto_reset: bool) -> None:
+        check_cameras(config.cameras, [CAMERA])
+        spaces = spaces_of(config)
+        if config.cameras and not spaces.can_draw:
+            raise ConfigError(f"env.id={config.id} has no render_mode=rgb_array. Type env.cameras=[]")
+        if config.cameras:
+            _draw_once(config.id, json.dumps(config.kwargs, sort_keys=True), config.state)
+        super().__init__(config, num_envs, auto_reset, spaces.action_low, spaces.action_high)
+        if spaces.render_fps is not None:
+            self.metadata["render_fps"] = spaces.render_fps
+
+    @classmethod
+    def all_task_names(cls, config: GymnasiumConfig) -> list[str]:
+        """Return the id: the only task."""
+        return [config.id]
+
+    @property
+    def state_dim(self) -> int:
+        """Numbers of the flattened observation, 0 for ``state=none``."""
+        return self.state_width(self.config)
+
+    @classmethod
+    def packages_of(cls, config: GymnasiumConfig) -> tuple[str, ...]:
+        """Return gymnasium, and the packages that the env of ``config.id`` is made of (``mujoco``, ``box2d``, ...)."""
+        return spaces_of(config).packages
+
+    @classmethod
+    def check_drawing(cls, config: GymnasiumConfig) -> None:
+        """Refuse an id that cannot be drawn; draws a picture, unless it is MuJoCo's, which would open a GL in this process."""
+        spaces = spaces_of(config)
+        if not spaces.can_draw:
+            raise ConfigError(
+                f"env.id={config.id} has no render_mode=rgb_array, so there can be no videos. Type "
+                "evaluation.num_videos_per_task=0"
+            )
+        if not spaces.uses_mujoco:
+            _draw_once(config.id, json.dumps(config.kwargs, sort_keys=True), config.state)
+
+    @classmethod
+    def state_width(cls, config: GymnasiumConfig) -> int:
+        """Return ``state_dim`` under ``config``."""
+        return len(spaces_of(config).state_low)
+
+    def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The bounds of the observation, where all are finite."""
+        spaces = spaces_of(self.config)
+        finite = np.isfinite(spaces.state_low).all() and np.isfinite(spaces.state_high).all()
+        return (spaces.state_low, spaces.state_high) if self.state_dim and finite else None
+
+    @classmethod
+    def horizon_of(cls, config: GymnasiumConfig, task: str) -> int:
+        """Return ``config.max_episode_steps``, or the limit of the registration where that is null.
+
+        Raises:
+            ConfigError: There is neither.
+        """
+        horizon = config.max_episode_steps or spaces_of(config).horizon
+        if horizon is None:
+            raise ConfigError(f"env.id={config.id} is registered without a time limit. Type env.max_episode_steps=200")
+        return horizon
+
+    def instruction_of(self, task_id: int) -> str:
+        """Return ``config.instruction``."""
+        return self.config.instruction
+
+
+class GymnasiumSimulator(Simulator):
+    """One gymnasium env."""
+
+    config: GymnasiumConfig
+
+    def __init__(self, config: GymnasiumConfig, task_names: Sequence[str]) -> None:
+        super().__init__(config, task_names)
+        self._spaces = spaces_of(config)
+        self._env: Any = None
+        self._horizon = GymnasiumVectorEnv.horizon_of(config, config.id)
+        self._observation: Any = None
+        self._num_steps, self._return = 0, 0.0
+
+    def reset(self, spec: EpisodeSpec) -> None:
+        """Reset a new env, or with ``new_each_episode=false`` the same one, with a seed of ``spec``."""
+        seed = derive_seed(spec.seed, "gymnasium", self.config.id, spec.init_state_id) % 2**31
+        if self._env is None or self.config.new_each_episode:
+            self.close()
+            self._env = make_single(self.config, "rgb_array" if self._spaces.can_draw else None)
+        self._observation, _ = self._env.reset(seed=seed)
+        self._num_steps, self._return = 0, 0.0
+
+    def step(self, action: np.ndarray) -> SingleStep:
+        """Advance by one env step."""
+        taken = action_of(self._env.action_space, action)
+        self._observation, reward, terminated, truncated, info = self._env.step(taken)
+        self._num_steps, self._return = self._num_steps + 1, self._return + float(reward)
+        over = bool(terminated or (truncated and self._num_steps < self._horizon))
+        if self.config.success_return is None:
+            success = bool(info.get("success", info.get("is_success", False)))
+        else:
+            success = (over or self._num_steps >= self._horizon) and self._return >= self.config.success_return
+        return SingleStep(self.config.reward_scale * float(reward), success, over)
+
+    def observe(self) -> View:
+        """Flatten the observation, and render if a camera is asked for."""
+        state = None
+        if self.config.state == "full":
+            state = gymnasium.spaces.flatten(self._env.observation_space, self._observation).astype(np.float32)
+        images = {camera: self._picture(self.config.image_size) for camera in self.config.cameras}
+        return View(images, state, self.config.instruction)
+
+    def render(self, size: int) -> np.ndarray:
+        """Return the picture of the env.
+
+        Raises:
+            ConfigError: It has none.
+            MissingDependencyError: A package that it draws with, or a GL, is missing.
+        """
+        return self._picture(size)
+
+    def close(self) -> None:
+        """Close the env."""
+        if self._env is not None:
+            self._env.close()
+        self._env = None
+
+    def _picture(self, size: int) -> np.ndarray:
+        from PIL import Image
+
+        if self._spaces.uses_mujoco:
+            choose_backend()
+        viewer = getattr(getattr(self._env.unwrapped, "mujoco_renderer", None), "viewer", None)
+        if viewer is not None:
+            viewer.make_context_current()  # gymnasium leaves current what another row has drawn with
+        without = "env.cameras=[] evaluation.num_videos_per_task=0"
+        try:
+            picture = self._env.render() if self._spaces.can_draw else None
+        except gymnasium.error.DependencyNotInstalled as error:
+            raise MissingDependencyError(
+                f"Pictures of env.id={self.config.id} need a package that is missing: {error}. Or type {without}"
+            ) from error
+        if not isinstance(picture, np.ndarray) or picture.ndim != 3:
+            raise ConfigError(f"env.id={self.config.id} gives no picture under render_mode=rgb_array. Type {without}")
+        picture = checked_picture(picture, f"env.id={self.config.id}", without)
+        return np.asarray(Image.fromarray(picture).resize((size, size)))
+
+
+@functools.cache
+def _draw_once(env_id: str, kwargs: str, state: str) -> None:
+    """Draw a picture, so that a package or a GL that is missing is told before a run begins."""
+    config = GymnasiumConfig(id=env_id, kwargs=json.loads(kwargs), state=state, max_episode_steps=1)
+    simulator = GymnasiumSimulator(config, [env_id])
+    simulator.reset(EpisodeSpec("gymnasium", 0, 0, 0))
+    simulator.render(16)
+    simulator.close()

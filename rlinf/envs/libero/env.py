@@ -1,0 +1,310 @@
+"""LIBERO: 130 language-conditioned manipulation tasks in five suites (Liu et al., 2023, arXiv:2306.03310), as published
+evaluations of vision-language-action models run them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from rlinf.envs.config import ProcessEnvConfig
+from rlinf.envs.episodes import EpisodeList, check_split, select_tasks
+from rlinf.envs.graphics.backend import choose_backend
+from rlinf.envs.libero.assets import check_assets
+from rlinf.envs.libero.scene import CAMERAS, CONTROL_FREQ_HZ, Scene, SceneState
+from rlinf.envs.libero.tasks import (
+    HORIZONS,
+    bddl_file,
+    check_packages,
+    find_assets,
+    instruction,
+    recorded_states,
+    suite_tasks,
+)
+from rlinf.envs.process.env import ProcessVectorEnv
+from rlinf.envs.process.simulator import Simulator, SingleStep, View
+from rlinf.envs.spaces import check_cameras
+from rlinf.errors import ConfigError, did_you_mean
+from rlinf.options import option
+from rlinf.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from rlinf.types import EpisodeSpec
+
+NUM_RECORDED = 50
+"""Recorded initial states of each task."""
+DRAWN_OFFSET = 1000
+"""First ``init_state_id`` of states that are drawn; smaller ones are recorded states."""
+EVAL_SEED, TRAIN_SEED = 0, 1
+"""Seeds of the splits. The evaluation scripts of OpenVLA and OpenVLA-OFT seed each task's env with 0."""
+SETTLING_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
+STATE_LOW = np.array([-0.6, -0.5, 0.0, -4.0, -4.0, -4.0, 0.0, -0.04])
+STATE_HIGH = np.array([0.3, 0.5, 1.6, 4.0, 4.0, 4.0, 0.04, 0.0])
+
+
+@dataclass
+class LiberoConfig(ProcessEnvConfig):
+    """LIBERO (robosuite, MuJoCo)."""
+
+    usual_cameras: ClassVar[tuple[str, ...]] = ("agentview", "wrist")
+
+    name: str = option("libero", "Registered environment.")
+    suite: str = option("libero_spatial", "Suite of tasks.", choices=tuple(HORIZONS))
+    max_episode_steps: int | None = option(
+        None,
+        "Env steps after which a running episode is truncated; null: the published ones ("
+        + ", ".join(f"{suite} {steps}" for suite, steps in HORIZONS.items())
+        + ").",
+        minimum=1,
+    )
+    image_size: int = option(
+        256, "Height and width of the camera images in pixels; published data has 256.", minimum=16
+    )
+    cameras: list[str] | None = option(
+        None,
+        f"Cameras to render, in the order in which the policy gets them: {', '.join(CAMERAS)}; null: as many as the model reads.",
+    )
+    reward_mode: str = option(
+        "sparse",
+        "LIBERO has no dense reward, so all three are the success bonus.",
+        choices=("sparse", "shaped", "relative"),
+    )
+    num_eval_init_states: int = option(
+        NUM_RECORDED, "Recorded initial states per task in the evaluation split.", minimum=1, maximum=NUM_RECORDED
+    )
+    train_init_states: str = option(
+        "drawn",
+        "drawn: LIBERO draws the objects' places, so that training never sees the states of the evaluation; recorded: "
+        "the 50 states of the evaluation, as in published RL results (only fixtures stand a centimetre or so elsewhere).",
+        choices=("drawn", "recorded"),
+    )
+    gripper: str = option(
+        "env",
+        "Last number of an action. env: -1 opens, 1 closes, as LIBERO's datasets and pi0 have it; openvla: 1 opens, 0 "
+        "closes, decided at 0.5, as OpenVLA and OpenVLA-OFT have it.",
+        choices=("env", "openvla"),
+    )
+    state: str = option(
+        "proprio",
+        "proprio: position of the hand (x, y, z, metres), its rotation (axis times angle, radians), both finger joints "
+        "(metres); none.",
+        choices=("proprio", "none"),
+    )
+    num_settling_steps: int = option(
+        10, "Env steps at the beginning in which objects fall into place; they do not count.", minimum=0
+    )
+    rendering: str = option(
+        "full",
+        "full: robosuite's own pictures, pixel by pixel; fast: without shadows, reflections and multisampling (5 times "
+        "as fast without a GPU), not for published checkpoints.",
+        choices=("full", "fast"),
+    )
+    max_scenes: int = option(
+        10,
+        "Tasks that a worker process keeps in memory, about 0.5 GB each; building one takes 2 to 7 s.",
+        minimum=1,
+    )
+    assets_dir: str | None = option(
+        None, "LIBERO's folder of meshes and textures; null: RLINF_LIBERO_ASSETS, or where LIBERO itself keeps it."
+    )
+
+
+class LiberoVectorEnv(ProcessVectorEnv):
+    """One suite of LIBERO.
+
+    An action is a displacement of the hand (x, y, z; 1 is 5 cm) and a rotation (1 is 0.5 rad) that the controller aims
+    at within 50 ms, and the gripper.
+
+    Evaluation: the recorded initial states 0 to 49 of each task, one after the other, tasks in turn. Instructions,
+    horizons, settling, picture orientation, fixtures and sensor timing are those of OpenVLA's evaluation script.
+
+    Args:
+        config: Settings.
+        num_envs: ``B``.
+        auto_reset: See ``VectorEnv``.
+
+    Raises:
+        ConfigError: Unknown suite, task or camera.
+        MissingDependencyError: LIBERO, a package of the right version, the assets or a GL for pictures is missing.
+    """
+
+    config_class = LiberoConfig
+    suite: ClassVar[str] = "libero"
+    simulator_class: ClassVar[str] = "rlinf.envs.libero.env:LiberoSimulator"
+    packages: ClassVar[tuple[str, ...]] = ("mujoco", "robosuite", "hf-libero", "bddl")
+    free_settings: ClassVar[tuple[str, ...]] = (
+        *ProcessVectorEnv.free_settings, "train_init_states", "max_scenes", "assets_dir",
+    )  # fmt: skip
+    config: LiberoConfig
+
+    def __init__(self, config: LiberoConfig, num_envs: int, auto_reset: bool) -> None:
+        check_cameras(config.cameras, list(CAMERAS))
+        check_packages()
+        tasks = select_tasks(self.all_task_names(config), config.tasks)
+        check_assets(find_assets(config.assets_dir), config.suite, tasks)
+        choose_backend()
+        self.suite = config.suite
+        low, high = -np.ones(7), np.ones(7)
+        if config.gripper == "openvla":
+            low[6] = 0.0
+        super().__init__(config, num_envs, auto_reset, action_low=low, action_high=high)
+        self.metadata["render_fps"] = CONTROL_FREQ_HZ
+
+    @classmethod
+    def all_task_names(cls, config: LiberoConfig) -> list[str]:
+        """Return LIBERO's own names of the suite's tasks, in its order.
+
+        Raises:
+            ConfigError: Unknown suite.
+            MissingDependencyError: LIBERO is not installed.
+        """
+        if config.suite not in HORIZONS:
+            raise ConfigError(f"Unknown suite '{config.suite}' in env.suite.{did_you_mean(config.suite, HORIZONS)}")
+        return list(suite_tasks(config.suite))
+
+    @classmethod
+    def check_statistics(cls, config: LiberoConfig, statistics: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint or dataset whose gripper has the other convention: it would do the opposite, or nothing.
+
+        Raises:
+            ConfigError: Its gripper numbers begin at 0 with ``env.gripper=env``, or below with ``env.gripper=openvla``.
+        """
+        action = statistics["action"]
+        numbers = action.get("min", action.get("q01"))
+        if numbers is None or len(numbers) != 7:
+            return  # mean and deviation alone do not tell; another width is another robot's, and is checked elsewhere
+        lowest = float(numbers[6])
+        needed = "openvla" if lowest >= 0.0 else "env"
+        if needed != config.gripper:
+            raise ConfigError(
+                f"The smallest gripper number in the policy's action statistics is {lowest:g}, and env.gripper is "
+                f"{config.gripper}; such policies mean the gripper as env.gripper={needed}. Type env.gripper={needed}"
+            )
+
+    @classmethod
+    def horizon_of(cls, config: LiberoConfig, task: str) -> int:
+        """Return ``config.max_episode_steps``, or the published limit of the suite where that is null."""
+        return config.max_episode_steps or HORIZONS[config.suite]
+
+    def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
+        """Return the episodes of a split, tasks in turn; "eval": the recorded states in their order.
+
+        Raises:
+            ConfigError: Unknown split.
+        """
+        check_split(split)
+        config, num_tasks = self.config, len(self.task_names)
+        if split == "eval":
+            return EpisodeList(self.suite, num_tasks, config.num_eval_init_states, 0, EVAL_SEED)
+        if config.train_init_states == "recorded":
+            return EpisodeList(self.suite, num_tasks, min(config.num_train_init_states, NUM_RECORDED), 0, TRAIN_SEED)
+        return EpisodeList(self.suite, num_tasks, config.num_train_init_states, DRAWN_OFFSET, TRAIN_SEED)
+
+    @property
+    def state_dim(self) -> int:
+        """8 numbers (proprio) or 0 (none)."""
+        return self.state_width(self.config)
+
+    @classmethod
+    def state_width(cls, config: LiberoConfig) -> int:
+        """Return ``state_dim`` under ``config``."""
+        return {"proprio": 8, "none": 0}[config.state]
+
+    def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The space in which the hand works in any of the suites; checkpoints bring closer numbers of their own."""
+        return (STATE_LOW, STATE_HIGH) if self.state_dim else None
+
+    def instruction_of(self, task_id: int) -> str:
+        """Return the sentence of the task: its name in words, as published evaluations take it."""
+        return instruction(self.task_names[task_id])
+
+
+class LiberoSimulator(Simulator):
+    """One env of a suite, whichever of its tasks an episode asks for.
+
+    Args:
+        config: Settings.
+        task_names: Tasks that ``config.tasks`` leaves.
+    """
+
+    config: LiberoConfig
+
+    def __init__(self, config: LiberoConfig, task_names: Sequence[str]) -> None:
+        super().__init__(config, task_names)
+        self._assets = find_assets(config.assets_dir)
+        self._task = ""
+        self._scene: Scene | None = None
+        self._state: SceneState | None = None
+
+    def reset(self, spec: EpisodeSpec) -> None:
+        """Begin at a recorded state (``init_state_id`` below 50) or at a drawn one (1000 and above), and let it settle.
+
+        Raises:
+            ConfigError: There is no such initial state.
+        """
+        task, suite, number = self.task_names[spec.task_id], self.config.suite, spec.init_state_id
+        states = recorded_states(suite, task)
+        if len(states) <= number < DRAWN_OFFSET:
+            raise ConfigError(
+                f"{spec} asks for recorded state {number} of {task}, which has {len(states)}; drawn ones begin at "
+                f"{DRAWN_OFFSET}."
+            )
+        scene = _scene_of(suite, task, self._assets, self.config.rendering == "fast", self.config.max_scenes)
+        with scene.lock:
+            if scene is not self._scene:
+                self._task, self._scene, self._state = task, scene, scene.new_state()
+            if number < DRAWN_OFFSET:
+                scene.restore(self._state, states[number], spec.seed, number)
+            else:
+                scene.draw(self._state, derive_seed(spec.seed, suite, task, number) & 0xFFFFFFFF)
+            for _ in range(self.config.num_settling_steps):
+                scene.step(self._state, SETTLING_ACTION)
+
+    def step(self, action: np.ndarray) -> SingleStep:
+        """Advance by one env step (50 ms)."""
+        numbers = np.asarray(action, dtype=np.float64).copy()
+        if self.config.gripper == "openvla":
+            numbers[6] = -np.sign(2.0 * numbers[6] - 1.0)
+        with self._scene.lock:
+            return SingleStep(0.0, self._scene.step(self._state, numbers))
+
+    def observe(self) -> View:
+        """Render the cameras and read the state."""
+        with self._scene.lock:
+            pictures = self._scene.render(self._state, self.config.cameras, self.config.image_size)
+            state = self._scene.proprioception(self._state) if self.config.state == "proprio" else None
+        return View(dict(zip(self.config.cameras, pictures, strict=True)), state, instruction(self._task))
+
+    def render(self, size: int) -> np.ndarray:
+        """Return a picture of the camera that looks at the robot, turned as the policy sees it."""
+        with self._scene.lock:
+            return self._scene.render(self._state, ["agentview"], size)[0]
+
+    def poses(self) -> dict[str, list[float]]:
+        """Return objects and fixtures: position (metres) and quaternion (w, x, y, z)."""
+        return self._scene.poses(self._state)
+
+    def close(self) -> None:
+        """Leave the scene to other envs of this process."""
+        self._task, self._scene, self._state = "", None, None
+
+
+_scenes: OrderedDict[tuple[Any, ...], Scene] = OrderedDict()
+_scenes_lock = threading.Lock()
+
+
+def _scene_of(suite: str, task: str, assets: Path, fast: bool, max_scenes: int) -> Scene:
+    """Return the scene of a task in this process; those least recently asked for make room."""
+    key = suite, task, assets, fast
+    with _scenes_lock:
+        if key not in _scenes:
+            while len(_scenes) >= max_scenes:
+                _scenes.popitem(last=False)
+            _scenes[key] = Scene(bddl_file(suite, task), assets, fast)
+        _scenes.move_to_end(key)
+        return _scenes[key]

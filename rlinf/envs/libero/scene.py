@@ -1,0 +1,330 @@
+"""A LIBERO task as robosuite builds it, stepped without what robosuite computes in vain, bit for bit the same."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlinf.envs.graphics.backend import choose_backend, import_mujoco
+from rlinf.envs.graphics.renderer import StateRenderer
+from rlinf.errors import ConfigError, MissingDependencyError
+
+CAMERAS = {"agentview": "agentview", "wrist": "robot0_eye_in_hand"}
+"""Name in ``env.cameras`` to robosuite's name."""
+
+CONTROL_FREQ_HZ = 20
+SIM_STEPS = 25
+"""Simulator steps of 2 ms in one env step."""
+SEEN_SIM_STEP = 23
+"""Simulator step (from 0) of an env step at which robosuite's sensors read, after ``reset`` and ``set_init_state``.
+
+Bodies and cameras are then where they were at the beginning of that simulator step, the gripper's joints where they are
+at its end, and marks (the flame of the stove) as the env step before has left them.
+"""
+GEOM_GROUPS = np.array([[0, 1, 1, 0, 0, 0]], dtype=np.uint8)
+"""robosuite shows visual geoms (group 1 and MuJoCo's 2), not collision geoms (group 0)."""
+MAX_GEOMS = 1000
+
+
+@dataclass
+class SceneState:
+    """What one env owns of a scene that several envs of a process share.
+
+    Attributes:
+        data: ``mujoco.MjData``.
+        controller: robosuite's controller of the arm, with its goal.
+        gripper: The gripper's present command, which moves by a fixed amount per simulator step.
+        fixtures: Body id to (position, quaternion): the model holds those of one episode.
+        sites: Colours of the model's sites, among them flames, ``[num_sites, 4]``.
+        seen_qpos: Joint positions that pictures and states are made from.
+        seen_sites: ``sites`` at the same moment.
+        seen_gripper: Joint positions of the two fingers at the same moment.
+    """
+
+    data: Any
+    controller: Any = None
+    gripper: np.ndarray = field(default_factory=lambda: np.zeros(1))
+    fixtures: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    sites: np.ndarray = field(default_factory=lambda: np.zeros((0, 4)))
+    seen_qpos: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    seen_sites: np.ndarray = field(default_factory=lambda: np.zeros((0, 4)))
+    seen_gripper: np.ndarray = field(default_factory=lambda: np.zeros(2))
+
+
+class _SimulationView:
+    """What the controller sees of the simulation while ``Scene.step`` keeps its kinematics up to date."""
+
+    def __init__(self, mujoco: Any, sim: Any) -> None:
+        self._mujoco, self.model, self.data = mujoco, sim.model, sim.data
+
+    def forward(self) -> None:
+        """Solve for accelerations again: the solver starts from its last answer, so each call counts."""
+        self._mujoco.mj_forwardSkip(self.model._model, self.data._data, self._mujoco.mjtStage.mjSTAGE_VEL, 1)
+
+
+class Scene:
+    """One task: model, controller and goal. About 0.5 GB with its textures and a renderer; built in 2 to 7 s.
+
+    Args:
+        bddl_file: Description of the task.
+        assets: Folder of meshes and textures.
+        fast_rendering: See ``StateRenderer``.
+
+    Raises:
+        MissingDependencyError: An asset is missing.
+    """
+
+    def __init__(self, bddl_file: Path, assets: Path, fast_rendering: bool) -> None:
+        env_class = _import_libero(assets)
+        mujoco = import_mujoco()
+        self._mujoco, self._fast_rendering = mujoco, fast_rendering
+        self.lock = threading.RLock()
+        try:
+            self._env = env_class(
+                bddl_file_name=str(bddl_file), use_camera_obs=False, has_offscreen_renderer=False,
+                control_freq=CONTROL_FREQ_HZ, hard_reset=False,
+            ).env  # fmt: skip
+        except (OSError, ValueError) as error:
+            raise MissingDependencyError(
+                f"The task {bddl_file.stem} cannot be built from the assets in {assets}: {error}. Type "
+                "env.assets_dir=<the folder libero/libero/assets of https://github.com/Lifelong-Robot-Learning/LIBERO>"
+            ) from error
+        self._sim, self._robot = self._env.sim, self._env.robots[0]
+        self.model = self._sim.model._model
+        self._env.visualize({name: False for name in self._env._visualizations})  # marks of gripper and regions
+        self._compiled_sites = self.model.site_rgba.copy()
+        self._joint_samplers = list(self._env.object_property_initializers)
+        self._bodies = dict(self._env.obj_body_id)
+        self._fixture_ids = [self._bodies[name] for name in self._env.fixtures_dict]
+        for body in self._fixture_ids:  # as compiled: robosuite has drawn places for them meanwhile
+            self.model.body_pos[body], self.model.body_quat[body] = np.zeros(3), (1.0, 0.0, 0.0, 0.0)
+        self._compiled_fixtures = self._fixtures()
+        self._published: dict[int, list[tuple[Any, int]]] = {}
+        self._shown = mujoco.MjData(self.model)
+        self._renderers: dict[int, StateRenderer] = {}
+
+    def new_state(self) -> SceneState:
+        """Return room for one env; ``restore`` or ``draw`` fills it."""
+        return SceneState(self._mujoco.MjData(self.model))
+
+    def restore(self, state: SceneState, recorded: np.ndarray, seed: int, index: int) -> None:
+        """Begin at a recorded state.
+
+        A recorded state does not say where the fixtures (cabinet, stove) stand: LIBERO draws their places within a
+        centimetre or so at each reset. Here they stand where they stand in episode ``index`` of a script that calls
+        ``env.seed(seed)`` once and then ``env.reset()`` and ``env.set_init_state(recorded)`` for each episode.
+
+        Args:
+            state: Is overwritten.
+            recorded: float64 ``[1 + nq + nv]``.
+            seed: Seed of NumPy's global generator; the evaluation script of OpenVLA takes 0.
+            index: Number of the recorded state.
+
+        Raises:
+            ConfigError: The state is not of this task.
+        """
+        if len(recorded) != 1 + self.model.nq + self.model.nv:
+            raise ConfigError(
+                f"The recorded initial state has {len(recorded)} numbers, and the task's model 1 + {self.model.nq} + "
+                f"{self.model.nv}: package and assets are of different versions. Type env.assets_dir=<other assets>"
+            )
+        generator, num_loads = self._published_draw(state, seed, index)
+        with _numpy_seed(generator):
+            self._draw(state, num_loads)
+        self._sim.set_state_from_flattened(recorded)
+        self._begin(state)
+
+    def draw(self, state: SceneState, seed: int) -> None:
+        """Begin at a state that LIBERO draws itself from ``seed`` (32 bits), fixtures included; objects then fall."""
+        with _numpy_seed(seed):
+            self._draw(state, num_loads=1)
+        self._begin(state)
+
+    def step(self, state: SceneState, action: np.ndarray) -> bool:
+        """Advance by one env step (50 ms).
+
+        Does what ``env.step`` of robosuite does to the simulation: in each simulator step that computes positions and
+        velocities three times, here once, and accelerations three times, as here.
+
+        Args:
+            state: State of one env.
+            action: float64 ``[7]`` in LIBERO's convention (gripper: -1 opens, 1 closes).
+
+        Returns:
+            The goal is reached.
+        """
+        mujoco, model, data, robot = self._mujoco, self.model, state.data, self._robot
+        self._activate(state)
+        torque_low, torque_high = robot.torque_limits
+        for number in range(SIM_STEPS):
+            mujoco.mj_step1(model, data)
+            mujoco.mj_forwardSkip(model, data, mujoco.mjtStage.mjSTAGE_VEL, 1)
+            if number == 0:
+                state.controller.set_goal(action[:6])
+            torques = state.controller.run_controller()
+            data.ctrl[robot._ref_joint_actuator_indexes] = np.clip(torques, torque_low, torque_high)
+            robot.grip_action(robot.gripper, action[6:])
+            if number == SEEN_SIM_STEP:
+                state.seen_qpos, state.seen_sites = data.qpos.copy(), state.sites
+            mujoco.mj_step2(model, data)
+            if number == SEEN_SIM_STEP:
+                state.seen_gripper = data.qpos[robot._ref_gripper_joint_pos_indexes].copy()
+        state.gripper = robot.gripper.current_action
+        self._env._post_process()
+        state.sites = model.site_rgba.copy()
+        return bool(self._env._check_success())
+
+    def proprioception(self, state: SceneState) -> np.ndarray:
+        """Return float32 ``[8]``: hand position (metres) and rotation (axis times radians), both fingers (metres)."""
+        self._show(state)
+        hand = self._shown.body(self._robot.robot_model.eef_name)
+        position = self._shown.site_xpos[self._robot.eef_site_id]
+        return np.concatenate([position, axis_angle(hand.xquat), state.seen_gripper]).astype(np.float32)
+
+    def render(self, state: SceneState, cameras: list[str], size: int) -> list[np.ndarray]:
+        """Return uint8 ``[size, size, 3]`` per camera of ``CAMERAS``.
+
+        robosuite's pictures turned by 180 degrees, as published datasets and evaluations have them: upright, with left
+        and right exchanged.
+        """
+        if not cameras:
+            return []
+        self._show(state)
+        if size not in self._renderers:
+            self._renderers[size] = StateRenderer(self.model, size, MAX_GEOMS, fast=self._fast_rendering)
+        ids = [self.model.camera(CAMERAS[name]).id for name in cameras]
+        pictures = self._renderers[size].render([self._shown], ids, GEOM_GROUPS)[:, 0]
+        return [np.ascontiguousarray(picture[:, ::-1]) for picture in pictures]
+
+    def poses(self, state: SceneState) -> dict[str, list[float]]:
+        """Return object and fixture to position (metres) and quaternion (w, x, y, z)."""
+        data = state.data
+        return {name: [*data.xpos[body].tolist(), *data.xquat[body].tolist()] for name, body in self._bodies.items()}
+
+    def close(self) -> None:
+        """Free the GL contexts; the next picture opens them again."""
+        for renderer in self._renderers.values():
+            renderer.close()
+        self._renderers.clear()
+
+    def _activate(self, state: SceneState) -> None:
+        """Make robosuite's objects work on ``state``."""
+        self._sim.data._data = state.data
+        self._robot.controller = state.controller
+        self._robot.gripper.current_action = state.gripper
+        for body, (position, quaternion) in state.fixtures.items():
+            self.model.body_pos[body], self.model.body_quat[body] = position, quaternion
+        self.model.site_rgba[:] = state.sites
+
+    def _begin(self, state: SceneState) -> None:
+        self._sim.forward()
+        self._env._post_process()
+        state.controller = self._robot.controller
+        state.controller.sim = _SimulationView(self._mujoco, self._sim)
+        state.gripper = np.zeros(self._robot.gripper.dof)
+        state.sites = state.seen_sites = self.model.site_rgba.copy()
+        state.seen_qpos = state.data.qpos.copy()
+        state.seen_gripper = state.data.qpos[self._robot._ref_gripper_joint_pos_indexes].copy()
+
+    def _show(self, state: SceneState) -> None:
+        """Bring ``_shown`` to what the sensors of ``state`` have read."""
+        self._activate(state)
+        self.model.site_rgba[:] = state.seen_sites
+        self._shown.qpos[:] = state.seen_qpos
+        self._mujoco.mj_kinematics(self.model, self._shown)
+        self._mujoco.mj_comPos(self.model, self._shown)
+        self._mujoco.mj_camlight(self.model, self._shown)
+
+    def _fixtures(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        return {
+            body: (self.model.body_pos[body].copy(), self.model.body_quat[body].copy()) for body in self._fixture_ids
+        }
+
+    def _published_draw(self, state: SceneState, seed: int, index: int) -> tuple[Any, int]:
+        """Return the generator after ``env.seed(seed)`` and ``index`` times ``env.reset()``, and ``num_loads`` then."""
+        known = self._published.setdefault(seed, [])
+        with _numpy_seed(known[-1][0] if known else seed):
+            if not known:  # robosuite loads the model at construction and at each reset
+                known.append((np.random.get_state(), 2))
+            while len(known) <= index:
+                num_loads = self._draw(state, known[-1][1])
+                known.append((np.random.get_state(), num_loads + 1))
+        return known[index]
+
+    def _draw(self, state: SceneState, num_loads: int) -> int:
+        """Do what ``env.reset()`` of LIBERO does to the simulation, from NumPy's global generator.
+
+        Args:
+            state: Is overwritten.
+            num_loads: Times that LIBERO has loaded the model; its list of joints to draw grows each time.
+
+        Returns:
+            ``num_loads``, and one more for each time that no place was found and LIBERO began again.
+        """
+        from robosuite.utils.errors import RandomizationError
+
+        while True:
+            self._env.object_property_initializers = self._joint_samplers * num_loads
+            state.fixtures, state.sites = self._compiled_fixtures, self._compiled_sites
+            self._activate(state)
+            self._sim.reset()
+            for _ in range(2):  # new simulation, new renderer: each call moves the solver's first guess
+                self._sim.forward()
+            try:
+                self._env._reset_internal()
+                break
+            except RandomizationError:
+                num_loads += 1
+        self._sim.forward()
+        state.fixtures = self._fixtures()
+        return num_loads
+
+
+def axis_angle(quaternion: np.ndarray) -> np.ndarray:
+    """Return axis times angle (0 to 2 pi) of a quaternion (w, x, y, z), the form that published policies know."""
+    w = float(np.clip(quaternion[0], -1.0, 1.0))
+    sine = np.sqrt(1.0 - w * w)
+    return np.zeros(3) if np.isclose(sine, 0.0) else np.asarray(quaternion[1:]) * (2.0 * np.arccos(w) / sine)
+
+
+@contextlib.contextmanager
+def _numpy_seed(seed: Any) -> Iterator[None]:
+    """Give LIBERO, which draws from NumPy's global generator, one of its own (``seed``: a number or a state)."""
+    before = np.random.get_state()
+    np.random.seed(seed) if isinstance(seed, int) else np.random.set_state(seed)
+    try:
+        yield
+    finally:
+        np.random.set_state(before)
+
+
+_import_lock = threading.Lock()
+
+
+def _import_libero(assets: Path) -> Any:
+    """Import LIBERO, which would ask a question on stdin without a settings file, and point it to the assets."""
+    choose_backend()  # robosuite sets MUJOCO_GL itself where nothing is set
+    with _import_lock, tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.yaml").touch()
+        # robosuite refuses an EGL device whose number CUDA_VISIBLE_DEVICES does not hold; EGL has numbers of its own.
+        before = {name: os.environ.pop(name, None) for name in ("LIBERO_CONFIG_PATH", "MUJOCO_EGL_DEVICE_ID")}
+        os.environ["LIBERO_CONFIG_PATH"] = folder
+        logging.disable(logging.WARNING)  # robosuite warns of a file that is optional
+        try:
+            import libero.libero
+            from libero.libero.envs.env_wrapper import ControlEnv
+        finally:
+            logging.disable(logging.NOTSET)
+            del os.environ["LIBERO_CONFIG_PATH"]
+            os.environ.update({name: value for name, value in before.items() if value is not None})
+    libero.libero._assets_path_cache = str(assets)  # what LIBERO's own search would find, and otherwise download
+    return ControlEnv

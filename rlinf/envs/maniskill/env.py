@@ -1,0 +1,118 @@
+"""ManiSkill 3 on the CPU: one simulation per env, in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from rlinf.envs.config import ProcessEnvConfig
+from rlinf.envs.graphics.backend import VULKAN_DEVICES, choose_vulkan
+from rlinf.envs.maniskill.scene import (
+    ACTION_DIMS,
+    CONTROL_FREQ_HZ,
+    PACKAGES,
+    TASKS,
+    ManiSkillOptions,
+    ManiSkillSuite,
+    Scene,
+    check_options,
+    seed_of,
+)
+from rlinf.envs.process.env import ProcessVectorEnv
+from rlinf.envs.process.simulator import Simulator, SingleStep, View
+from rlinf.options import option
+
+if TYPE_CHECKING:
+    from rlinf.types import EpisodeSpec
+
+FIRST_ROW = np.array([0])
+
+
+@dataclass
+class ManiSkillConfig(ManiSkillOptions, ProcessEnvConfig):
+    """ManiSkill 3, simulated on the CPU."""
+
+    name: str = option("maniskill", "Registered environment.")
+    render_device: str = option(
+        "cpu",
+        "Where pictures are rendered: cpu (Mesa's lavapipe), gpu (the NVIDIA driver). They differ by some grey levels.",
+        choices=("cpu", "gpu"),
+    )
+
+
+class ManiSkillVectorEnv(ManiSkillSuite, ProcessVectorEnv):
+    """ManiSkill's tabletop tasks of one Panda arm, by instruction.
+
+    Args:
+        config: Settings.
+        num_envs: ``B``.
+        auto_reset: See ``VectorEnv``.
+
+    Raises:
+        ConfigError: Unknown task or camera, or states of different widths.
+        MissingDependencyError: ManiSkill or a Vulkan that works is missing; ManiSkill needs one even without cameras.
+    """
+
+    config_class = ManiSkillConfig
+    suite: ClassVar[str] = "maniskill"
+    packages: ClassVar[tuple[str, ...]] = PACKAGES
+    simulator_class: ClassVar[str] = "rlinf.envs.maniskill.env:ManiSkillSimulator"
+    config: ManiSkillConfig
+
+    def __init__(self, config: ManiSkillConfig, num_envs: int, auto_reset: bool) -> None:
+        check_options(config)
+        high = np.ones(ACTION_DIMS[config.control_mode])
+        choose_vulkan(config.render_device)
+        super().__init__(config, num_envs, auto_reset, action_low=-high, action_high=high)
+        self.metadata["render_fps"] = CONTROL_FREQ_HZ
+
+
+class ManiSkillSimulator(Simulator):
+    """One env of ManiSkill. Each episode builds its scene anew (0.03 s), and that of another task one more time."""
+
+    config: ManiSkillConfig
+
+    def __init__(self, config: ManiSkillConfig, task_names: Sequence[str]) -> None:
+        super().__init__(config, task_names)
+        self._scene: Scene | None = None
+
+    def reset(self, spec: EpisodeSpec) -> None:
+        """Draw robot, objects and goal of ``spec`` with ManiSkill's own seeded reset."""
+        task = self.task_names[spec.task_id]
+        if self._scene is None or self._scene.task != task:
+            # SAPIEN keeps its renderer (7 s to make in software) while there is a scene: the next one comes before this goes.
+            previous, self._scene = (
+                self._scene,
+                Scene(self.config, task, 1, "physx_cpu", VULKAN_DEVICES[self.config.render_device]),
+            )
+            if previous is not None:
+                previous.close()
+        self._scene.reset(FIRST_ROW, [seed_of(task, spec.init_state_id, spec.seed)])
+
+    def step(self, action: np.ndarray) -> SingleStep:
+        """Advance by one control step (0.05 s)."""
+        reward, success, failure = self._scene.step(FIRST_ROW, action[None])
+        return SingleStep(float(reward[0]), bool(success[0]), bool(failure[0]))
+
+    def observe(self) -> View:
+        """Render the cameras and read the state."""
+        images = {name: picture[0] for name, picture in self._scene.images(FIRST_ROW).items()}
+        state = self._scene.state(FIRST_ROW)
+        return View(images, None if state is None else state[0], TASKS[self._scene.task].instruction)
+
+    def render(self, size: int) -> np.ndarray:
+        """Return a picture of ManiSkill's camera for people."""
+        return self._scene.frames([0], size)[0]
+
+    def poses(self) -> dict[str, list[float]]:
+        """Return the poses of the hand, the objects and the goals."""
+        return self._scene.poses(0)
+
+    def close(self) -> None:
+        """Free the simulation."""
+        if self._scene is not None:
+            self._scene.close()
+        self._scene = None

@@ -1,0 +1,113 @@
+"""ManiSkill 3 on an NVIDIA GPU: all envs are rows of one simulation."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from rlinf.envs.base import SimulatorStep, VectorEnv
+from rlinf.envs.graphics.backend import choose_vulkan
+from rlinf.envs.maniskill.scene import (
+    ACTION_DIMS,
+    CONTROL_FREQ_HZ,
+    PACKAGES,
+    ManiSkillOptions,
+    ManiSkillSuite,
+    Scene,
+    check_options,
+    seed_of,
+)
+from rlinf.errors import ConfigError
+from rlinf.options import option
+from rlinf.types import EpisodeSpec, Observation
+
+
+@dataclass
+class ManiSkillGpuConfig(ManiSkillOptions):
+    """ManiSkill 3, simulated and rendered on an NVIDIA GPU."""
+
+    name: str = option("maniskill_gpu", "Registered environment.")
+
+
+class ManiSkillGpuVectorEnv(ManiSkillSuite, VectorEnv):
+    """One task of ManiSkill, ``B`` rows in one simulation on the GPU.
+
+    Rows are reset together, each drawn by its own seed, so that an episode's initial state depends on its spec alone. PhysX on the GPU does not
+    promise equal bits for equal actions, so trajectories repeat nearly, not exactly. A row whose episode ends inside a
+    chunk is put back after each step of the others.
+
+    Args:
+        config: Settings.
+        num_envs: ``B``.
+        auto_reset: See ``VectorEnv``.
+
+    Raises:
+        ConfigError: Unknown task or camera, or more than one task.
+        MissingDependencyError: ManiSkill, a GPU or its Vulkan driver is missing.
+    """
+
+    config_class = ManiSkillGpuConfig
+    suite: ClassVar[str] = "maniskill"
+    packages: ClassVar[tuple[str, ...]] = PACKAGES
+    devices: ClassVar[tuple[str, str]] = ("physx_cuda", "gpu")
+    """Where it simulates, and where it renders."""
+    on_gpu: ClassVar[bool] = True
+    config: ManiSkillGpuConfig
+
+    def __init__(self, config: ManiSkillGpuConfig, num_envs: int, auto_reset: bool) -> None:
+        check_options(config)
+        high = np.ones(ACTION_DIMS[config.control_mode])
+        super().__init__(config, num_envs, auto_reset, action_low=-high, action_high=high)
+        self.metadata["render_fps"] = CONTROL_FREQ_HZ
+        if len(self.task_names) != 1:
+            raise ConfigError(
+                f"env.name={config.name} simulates one task, and env.tasks leaves {len(self.task_names)}. "
+                "Type env.tasks=[PickCube-v1], or env=maniskill for several tasks on the CPU."
+            )
+        self._render_device = choose_vulkan(self.devices[1])
+        self._scene: Scene | None = None
+
+    def _reset_env(self, index: int, spec: EpisodeSpec) -> None:
+        self._reset_envs(np.array([index]), [spec])
+
+    def _reset_envs(self, ids: np.ndarray, specs: Sequence[EpisodeSpec]) -> None:
+        if not len(ids):
+            return
+        task = self.task_names[0]
+        if self._scene is None:
+            self._scene = Scene(self.config, task, self.num_envs, self.devices[0], self._render_device)
+        self._scene.reset(ids, [seed_of(task, spec.init_state_id, spec.seed) for spec in specs])
+
+    def _step_envs(self, ids: np.ndarray, actions: np.ndarray) -> SimulatorStep:
+        return SimulatorStep(*self._scene.step(ids, actions))
+
+    def _observe(self, ids: np.ndarray) -> Observation:
+        return Observation(self._scene.images(ids), self._scene.state(ids), [self.instruction_of(0)] * len(ids))
+
+    def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
+        """Return uint8 ``[K, size, size, 3]`` of ManiSkill's camera for people."""
+        return self._scene.frames(ids, size)
+
+    def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
+        """Return the poses of the hand, the objects and the goals."""
+        return [self._scene.poses(int(row)) for row in ids]
+
+    def offload(self) -> None:
+        """Free the simulation; the next reset builds another."""
+        self.close_extras()
+        self._specs = None
+
+    def close_extras(self, **kwargs: object) -> None:
+        """Free the simulation, and the GPU memory that torch keeps of its tensors."""
+        if self._scene is not None:
+            import torch
+
+            self._scene.close()
+            self._scene = None
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()

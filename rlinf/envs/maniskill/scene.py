@@ -1,0 +1,322 @@
+"""ManiSkill 3's tabletop tasks (Tao et al., 2024, arXiv:2410.00425), and one simulation of a task with any number of rows."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from rlinf.envs.config import EnvConfig
+from rlinf.envs.episodes import select_tasks
+from rlinf.envs.spaces import check_cameras, checked_picture
+from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.options import option
+from rlinf.seeding import derive_seed
+
+PACKAGES = ("mani_skill", "sapien")
+CAMERAS = ("base_camera", "hand_camera")
+ACTION_DIMS = {"pd_ee_delta_pose": 7, "pd_ee_delta_pos": 4, "pd_joint_delta_pos": 8}
+PROPRIO_DIM = 25
+CONTROL_FREQ_HZ = 20
+FIXED_ACTORS = ("ground", "table-workspace")
+
+
+class Task(NamedTuple):
+    """A task of ManiSkill.
+
+    Attributes:
+        instruction: What a policy is told.
+        horizon: Env steps that ManiSkill registers it with.
+        state_dim: Width of its observation mode "state".
+    """
+
+    instruction: str
+    horizon: int
+    state_dim: int
+
+
+TASKS = {
+    "PickCube-v1": Task("pick up the red cube and move it to the green sphere", 50, 42),
+    "PushCube-v1": Task("push the cube onto the target in front of it", 50, 35),
+    "PullCube-v1": Task("pull the cube onto the target", 50, 35),
+    "PokeCube-v1": Task("pick up the peg and poke the cube onto the target with it", 50, 54),
+    "StackCube-v1": Task("put the red cube on top of the green cube", 50, 48),
+    "StackPyramid-v1": Task("put the red cube beside the green cube, and the blue cube on top of both", 250, 64),
+    "LiftPegUpright-v1": Task("set the peg upright", 50, 32),
+    "PegInsertionSide-v1": Task("insert the orange end of the peg into the hole of the box", 100, 43),
+    "PlugCharger-v1": Task("plug the charger into the receptacle", 200, 46),
+    "PlaceSphere-v1": Task("put the blue sphere into the bin", 50, 39),
+    "PullCubeTool-v1": Task("pull the cube closer with the L-shaped tool", 100, 39),
+    "RollBall-v1": Task("push the ball so that it rolls into the target", 80, 44),
+}
+"""The tasks of one Panda arm at a table whose models are part of the package: nothing has to be downloaded."""
+
+
+@dataclass
+class ManiSkillOptions(EnvConfig):
+    """What ManiSkill on the CPU and on the GPU share."""
+
+    usual_cameras: ClassVar[tuple[str, ...]] = ("base_camera",)
+
+    tasks: list[str] | None = option(["PickCube-v1"], "Task names to draw from; null: all twelve.")
+    max_episode_steps: int | None = option(
+        None, "Env steps after which a running episode is truncated; null: as ManiSkill registers the task.", minimum=1
+    )
+    image_size: int = option(128, "Height and width of the camera images in pixels.", minimum=16)
+    cameras: list[str] | None = option(
+        None,
+        "Cameras to render: base_camera (in front of the robot), hand_camera (mounts it on every robot); null: as many as "
+        "the model reads.",
+    )
+    reward_mode: str = option(
+        "relative",
+        "sparse: success bonus only; shaped: ManiSkill's normalised dense reward (0 to 1; 0 until success where the task "
+        "has none) plus the bonus; relative: change of that reward since the previous step plus the bonus.",
+        choices=("sparse", "shaped", "relative"),
+    )
+    control_mode: str = option(
+        "pd_ee_delta_pose",
+        "pd_ee_delta_pose: 6 numbers move the hand (metres, radians; 1 is 0.1), 1 the gripper; pd_ee_delta_pos: 3 and 1; "
+        "pd_joint_delta_pos: 7 joints and 1. All in [-1, 1]; gripper: 1 open, -1 closed.",
+        choices=tuple(ACTION_DIMS),
+    )
+    state: str = option(
+        "proprio",
+        "proprio: 9 joint positions, 9 velocities, pose of the hand (7); full: ManiSkill's observation mode 'state', "
+        "which knows the objects; none.",
+        choices=("full", "proprio", "none"),
+    )
+    show_goals: bool = option(
+        False,
+        "Draw goals that ManiSkill hides from its cameras (PickCube-v1), so that a policy of images can see them.",
+    )
+
+
+class ManiSkillSuite:
+    """The class methods of a ``VectorEnv`` that follow from the list of tasks."""
+
+    config: ManiSkillOptions
+    task_names: list[str]
+
+    @classmethod
+    def all_task_names(cls, config: ManiSkillOptions) -> list[str]:
+        """Return the names of the tasks, as ManiSkill registers them."""
+        return list(TASKS)
+
+    @classmethod
+    def horizon_of(cls, config: ManiSkillOptions, task: str) -> int:
+        """Return ``config.max_episode_steps``, or ManiSkill's own limit where that is null."""
+        return config.max_episode_steps or TASKS[task].horizon
+
+    @property
+    def state_dim(self) -> int:
+        """Width of the state under ``config.state``."""
+        return self.state_width(self.config)
+
+    @classmethod
+    def state_width(cls, config: ManiSkillOptions) -> int:
+        """Return ``state_dim`` under ``config``.
+
+        Raises:
+            ConfigError: The full states of the tasks differ in width.
+        """
+        if config.state != "full":
+            return PROPRIO_DIM if config.state == "proprio" else 0
+        widths = {task: TASKS[task].state_dim for task in select_tasks(list(TASKS), config.tasks)}
+        if len(set(widths.values())) > 1:
+            raise ConfigError(
+                f"env.state=full has another width for each task ({widths}), and a policy needs one. "
+                "Type env.state=proprio, or one task: env.tasks=[PickCube-v1]"
+            )
+        return next(iter(widths.values()))
+
+    def instruction_of(self, task_id: int) -> str:
+        """Return the sentence of the task."""
+        return TASKS[self.task_names[task_id]].instruction
+
+
+def check_options(config: ManiSkillOptions) -> None:
+    """Check what can be wrong with the settings before a simulator is made.
+
+    Raises:
+        ConfigError: Unknown camera, or one named twice.
+        MissingDependencyError: ManiSkill is not installed.
+    """
+    check_cameras(config.cameras, CAMERAS)
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            raise MissingDependencyError(
+                f"The package '{package}' is missing, and env.name={config.name} needs it. "
+                "Install it, and Vulkan, with `bash scripts/setup.sh --sims`."
+            )
+
+
+def seed_of(task: str, init_state_id: int, seed: int) -> int:
+    """Return the number that ManiSkill's ``reset(seed=...)`` gets for an episode."""
+    return derive_seed(seed, "maniskill", task, init_state_id) % 2**31
+
+
+class Scene:
+    """One simulation of a task, ``B`` rows wide.
+
+    Args:
+        config: Settings.
+        task: Name of the task.
+        num_envs: ``B``; 1 on the CPU.
+        sim_backend: "physx_cpu" or "physx_cuda".
+        render_device: What ``choose_vulkan`` returned.
+    """
+
+    def __init__(
+        self, config: ManiSkillOptions, task: str, num_envs: int, sim_backend: str, render_device: str
+    ) -> None:
+        import gymnasium
+        import mani_skill.envs  # registers the tasks
+        from mani_skill.utils.registration import REGISTERED_ENVS
+
+        mani_skill.logger.setLevel(logging.ERROR)  # it warns of its own tasks whenever a scene is built
+        if sim_backend == "physx_cpu" and not gc.get_freeze_count():
+            # ManiSkill collects garbage whenever it builds a scene; walking what the imports made takes 8 of 9 parts of a reset.
+            gc.collect()
+            gc.freeze()
+
+        self.config, self.task = config, task
+        rewards = REGISTERED_ENVS[task].cls.SUPPORTED_REWARD_MODES
+        robot = {"robot_uids": "panda_wristcam"} if "hand_camera" in config.cameras else {}
+        self._env = gymnasium.make(
+            task,
+            num_envs=num_envs,
+            obs_mode="state",
+            control_mode=config.control_mode,
+            reward_mode="normalized_dense" if "normalized_dense" in rewards else "sparse",
+            sensor_configs={"width": config.image_size, "height": config.image_size},
+            sim_backend=sim_backend,
+            render_backend=render_device,
+            **robot,
+        ).unwrapped
+        self._state = np.zeros((num_envs, TASKS[task].state_dim), np.float32)
+        self._num_envs, self._on_cpu = num_envs, sim_backend == "physx_cpu"
+        if num_envs > 1:
+            self._seeds = draw_each_row_by_its_seed(self._env)
+
+    def reset(self, rows: np.ndarray, seeds: Sequence[int]) -> None:
+        """Put ``rows`` (int64 ``[K]``) into the initial states that belong to ``seeds``, in one call of ManiSkill.
+
+        On the CPU the simulation is built anew: PhysX keeps contacts in a scene, and ManiSkill's reset does not forget them.
+        """
+        options: dict[str, Any] = {"reconfigure": True} if self._on_cpu else {}
+        if self._num_envs > 1:
+            import torch
+
+            options["env_idx"] = torch.as_tensor(rows, device=self._env.device)
+            self._seeds.update(zip(np.asarray(rows).tolist(), seeds, strict=True))
+        observation, _ = self._env.reset(seed=[seeds[0]] * self._num_envs, options=options)
+        self._state[rows] = _array(observation)[rows]
+
+    def step(self, rows: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Advance ``rows`` (int64 ``[K]``) with ``actions`` (float32 ``[K, D]``); all others stay as they are.
+
+        Returns:
+            Dense reward float32 ``[K]``, success and failure bool ``[K]``.
+        """
+        others = np.setdiff1d(np.arange(self._num_envs), rows)
+        before = self._env.get_state_dict() if len(others) else None
+        padded = np.zeros((self._num_envs, actions.shape[1]), np.float32)
+        padded[rows] = actions
+        observation, reward, _, _, info = self._env.step(padded)
+        self._state[rows] = _array(observation)[rows]
+        if len(others):
+            import torch
+
+            index = torch.as_tensor(others, device=self._env.device)
+            self._env.set_state_dict(_select(before, index), index)
+        failure = _array(info["fail"])[rows] if "fail" in info else np.zeros(len(rows), bool)
+        return _array(reward)[rows].astype(np.float32), _array(info["success"])[rows].astype(bool), failure.astype(bool)
+
+    def images(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return uint8 ``[K, H, W, 3]`` of each camera of the config."""
+        if not self.config.cameras:
+            return {}
+        env = self._env
+        for thing in env._hidden_objects:
+            thing.show_visual() if self.config.show_goals else thing.hide_visual()
+        env.scene.update_render(update_sensors=True, update_human_render_cameras=False)
+        pictures = {}
+        for name in self.config.cameras:
+            camera = env.scene.sensors[name]
+            camera.capture()
+            seen = camera.get_obs(rgb=True, depth=False, position=False, segmentation=False, normal=False, albedo=False)
+            pictures[name] = checked_picture(
+                _array(seen["rgb"])[rows], f"ManiSkill's camera '{name}'", "env.cameras=[]"
+            )
+        return pictures
+
+    def state(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return float32 ``[K, S]`` under ``config.state``, or None."""
+        if self.config.state == "none":
+            return None
+        if self.config.state == "full":
+            return self._state[rows]
+        agent = self._env.agent
+        parts = (agent.robot.get_qpos(), agent.robot.get_qvel(), agent.tcp_pose.raw_pose)
+        return np.concatenate([_array(part)[rows] for part in parts], axis=1).astype(np.float32)
+
+    def frames(self, rows: Sequence[int], size: int) -> np.ndarray:
+        """Return uint8 ``[K, size, size, 3]`` of ManiSkill's camera for people, with all goals drawn."""
+        from PIL import Image
+
+        without = "evaluation.num_videos_per_task=0"
+        pictures = checked_picture(_array(self._env.render_rgb_array())[list(rows)], "ManiSkill", without)
+        return np.stack([np.asarray(Image.fromarray(picture).resize((size, size))) for picture in pictures])
+
+    def poses(self, row: int) -> dict[str, list[float]]:
+        """Return position and quaternion (w, x, y, z) of the hand and of each object that can move or is a goal."""
+        things = {name: actor.pose for name, actor in self._env.scene.actors.items() if name not in FIXED_ACTORS}
+        things["hand"] = self._env.agent.tcp_pose
+        return {name: _array(pose.raw_pose)[row].astype(float).tolist() for name, pose in things.items()}
+
+    def close(self) -> None:
+        """Free the simulation."""
+        self._env.close()
+
+
+def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
+    """Make the initial state of a row of a ManiSkill env a function of its own seed, whichever rows are reset with it.
+
+    ManiSkill's tasks draw for all rows at once, from torch's generator under the seed of the first row, or from generators of the
+    rows. Here each row is initialised by itself, all generators under its seed; what costs time in a reset (moving states to
+    and from the GPU, the observation of all rows) still happens once.
+
+    Returns:
+        Row to seed, to be filled before each ``env.reset``.
+    """
+    import torch
+
+    initialize, seeds = env._initialize_episode, {}
+
+    def initialize_each(env_idx: torch.Tensor, options: dict) -> None:
+        mask = env.scene._reset_mask
+        for k, row in enumerate(env_idx.tolist()):
+            env._set_episode_rng([seeds[row]] * env.num_envs, env_idx)
+            torch.manual_seed(seeds[row])
+            env.scene._reset_mask = torch.zeros_like(mask)
+            env.scene._reset_mask[row] = True  # what a task sets goes to these rows
+            initialize(env_idx[k : k + 1], options)
+        env.scene._reset_mask = mask
+
+    env._initialize_episode = initialize_each
+    return seeds
+
+
+def _array(tensor: Any) -> np.ndarray:
+    return tensor.detach().cpu().numpy()
+
+
+def _select(tree: Any, index: Any) -> Any:
+    """Take the rows ``index`` of every tensor of nested dictionaries."""
+    return {name: _select(value, index) for name, value in tree.items()} if isinstance(tree, dict) else tree[index]

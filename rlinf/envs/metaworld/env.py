@@ -1,0 +1,345 @@
+"""Meta-World: 50 manipulation tasks of one arm, with scripted experts (Yu et al., 2019, arXiv:1910.10897; version 3)."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from rlinf.envs.config import ProcessEnvConfig
+from rlinf.envs.graphics.backend import choose_backend, import_mujoco
+from rlinf.envs.graphics.renderer import StateRenderer
+from rlinf.envs.process.env import ProcessVectorEnv
+from rlinf.envs.process.simulator import Simulator, SingleStep, View
+from rlinf.envs.spaces import check_cameras
+from rlinf.errors import MissingDependencyError
+from rlinf.options import option
+from rlinf.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from rlinf.types import EpisodeSpec
+
+INSTRUCTIONS = {
+    "assembly-v3": "put the ring of the wrench over the peg",
+    "basketball-v3": "throw the basketball into the hoop",
+    "bin-picking-v3": "move the block from the right bin into the left bin",
+    "box-close-v3": "put the lid on the box",
+    "button-press-topdown-v3": "press the button from above",
+    "button-press-topdown-wall-v3": "reach over the wall and press the button from above",
+    "button-press-v3": "press the button from the front",
+    "button-press-wall-v3": "reach over the wall and press the button from the front",
+    "coffee-button-v3": "press the button of the coffee machine",
+    "coffee-pull-v3": "pull the mug away from the coffee machine",
+    "coffee-push-v3": "push the mug under the coffee machine",
+    "dial-turn-v3": "turn the dial",
+    "disassemble-v3": "lift the ring of the wrench off the peg",
+    "door-close-v3": "close the door",
+    "door-lock-v3": "lock the door",
+    "door-open-v3": "open the door",
+    "door-unlock-v3": "unlock the door",
+    "hand-insert-v3": "put the gripper into the hole",
+    "drawer-close-v3": "close the drawer",
+    "drawer-open-v3": "open the drawer",
+    "faucet-open-v3": "turn the faucet on",
+    "faucet-close-v3": "turn the faucet off",
+    "hammer-v3": "drive the nail in with the hammer",
+    "handle-press-side-v3": "press the handle on the side down",
+    "handle-press-v3": "press the handle down",
+    "handle-pull-side-v3": "pull the handle on the side up",
+    "handle-pull-v3": "pull the handle up",
+    "lever-pull-v3": "pull the lever up",
+    "pick-place-wall-v3": "carry the puck over the wall to the goal",
+    "pick-out-of-hole-v3": "take the puck out of the hole and bring it to the goal",
+    "pick-place-v3": "pick up the puck and bring it to the goal",
+    "plate-slide-v3": "slide the plate into the cabinet",
+    "plate-slide-side-v3": "slide the plate sideways into the cabinet",
+    "plate-slide-back-v3": "slide the plate back out of the cabinet",
+    "plate-slide-back-side-v3": "slide the plate back sideways out of the cabinet",
+    "peg-insert-side-v3": "insert the peg into the hole from the side",
+    "peg-unplug-side-v3": "pull the peg out of the hole sideways",
+    "soccer-v3": "kick the ball into the goal",
+    "stick-push-v3": "push the flask to the goal with the stick",
+    "stick-pull-v3": "pull the flask to the goal with the stick",
+    "push-v3": "push the puck to the goal",
+    "push-wall-v3": "push the puck around the wall to the goal",
+    "push-back-v3": "pull the puck back to the goal",
+    "reach-v3": "reach the goal",
+    "reach-wall-v3": "reach the goal behind the wall",
+    "shelf-place-v3": "put the puck on the shelf",
+    "sweep-into-v3": "sweep the puck into the hole",
+    "sweep-v3": "sweep the puck off the table",
+    "window-open-v3": "open the window",
+    "window-close-v3": "close the window",
+}
+"""The 50 tasks in Meta-World's own order, and what a policy is told."""
+
+UPSIDE_DOWN_CAMERAS = ("corner", "corner2", "corner3", "corner4")
+CAMERAS = (*UPSIDE_DOWN_CAMERAS, "topview", "behindGripper", "gripperPOV")
+REWARD_SCALE = 0.1
+CONTROL_FREQ_HZ = 80
+MAX_IDLE_SCENES = 16
+MIN_RENDERERS = 4
+MAX_GEOMS = 400
+HAND_LOW, HAND_HIGH = (-0.525, 0.348, -0.0525), (0.525, 1.025, 0.7)
+
+
+@dataclass
+class MetaWorldConfig(ProcessEnvConfig):
+    """Meta-World, version 3 (MuJoCo)."""
+
+    usual_cameras: ClassVar[tuple[str, ...]] = ("corner4",)
+
+    name: str = option("metaworld", "Registered environment.")
+    max_episode_steps: int = option(200, "Env steps after which a running episode is truncated.", minimum=1)
+    image_size: int = option(128, "Height and width of the camera images in pixels.", minimum=16)
+    cameras: list[str] | None = option(
+        None,
+        f"Cameras to render, in the order in which the policy gets them: {', '.join(CAMERAS)}; null: as many as the model reads.",
+    )
+    reward_mode: str = option(
+        "relative",
+        "sparse: success bonus only; shaped: dense reward of the simulator (0 to 1) plus the bonus; relative: change of "
+        "the dense reward since the previous step plus the bonus.",
+        choices=("sparse", "shaped", "relative"),
+    )
+    state: str = option(
+        "proprio",
+        "proprio: hand position (x, y, z, metres) and opening of the gripper (0 to 1); full: Meta-World's 39 numbers and the "
+        "task, one-hot among all 50; none.",
+        choices=("full", "proprio", "none"),
+    )
+    action_repeat: int = option(
+        1, "Simulator steps of one env step, all with the same action; a success ends the repetition.", minimum=1
+    )
+    upright: bool = option(
+        True,
+        "Turn the pictures of the corner cameras by 180 degrees, so that up is up; false: as Meta-World draws them.",
+    )
+
+
+class MetaWorldVectorEnv(ProcessVectorEnv):
+    """Meta-World's tasks by instruction; an action moves the hand by up to 1 cm a step along (x, y, z), and the gripper.
+
+    Goals are part of the state and drawn in the picture. Dense reward: Meta-World's own (0 to 10) times 0.1.
+
+    Args:
+        config: Settings.
+        num_envs: ``B``.
+        auto_reset: See ``VectorEnv``.
+
+    Raises:
+        ConfigError: Unknown task or camera.
+        MissingDependencyError: Meta-World, MuJoCo or a GL for its pictures is missing.
+    """
+
+    config_class = MetaWorldConfig
+    suite: ClassVar[str] = "metaworld"
+    simulator_class: ClassVar[str] = "rlinf.envs.metaworld.env:MetaWorldSimulator"
+    packages: ClassVar[tuple[str, ...]] = ("metaworld", "mujoco")
+    config: MetaWorldConfig
+
+    def __init__(self, config: MetaWorldConfig, num_envs: int, auto_reset: bool) -> None:
+        if importlib.util.find_spec("metaworld") is None:
+            raise MissingDependencyError(
+                "The package 'metaworld' is missing, and env.name=metaworld needs it. Install it with "
+                "`bash scripts/setup.sh --sims`, or with `pip install metaworld==3.1.1`."
+            )
+        check_cameras(config.cameras, CAMERAS)
+        if config.cameras:
+            choose_backend()
+        super().__init__(config, num_envs, auto_reset, action_low=-np.ones(4), action_high=np.ones(4))
+        self.metadata["render_fps"] = CONTROL_FREQ_HZ / config.action_repeat
+
+    @classmethod
+    def all_task_names(cls, config: MetaWorldConfig) -> list[str]:
+        """Return the names of the 50 tasks, in Meta-World's order."""
+        return list(INSTRUCTIONS)
+
+    @property
+    def state_dim(self) -> int:
+        """4 numbers (proprio), 39 and one per task of the suite (full), which depends on no setting, or 0 (none)."""
+        return self.state_width(self.config)
+
+    @classmethod
+    def state_width(cls, config: MetaWorldConfig) -> int:
+        """Return ``state_dim`` under ``config``."""
+        return {"full": 39 + len(INSTRUCTIONS), "proprio": 4, "none": 0}[config.state]
+
+    def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The space of the hand and [0, 1] for the gripper (proprio); not known for the other choices."""
+        if self.config.state != "proprio":
+            return None
+        return np.array([*HAND_LOW, 0.0]), np.array([*HAND_HIGH, 1.0])
+
+    def instruction_of(self, task_id: int) -> str:
+        """Return the sentence of the task."""
+        return INSTRUCTIONS[self.task_names[task_id]]
+
+
+class MetaWorldSimulator(Simulator):
+    """One env of Meta-World, whichever of its tasks an episode asks for.
+
+    Args:
+        config: Settings.
+        task_names: Tasks that ``config.tasks`` leaves.
+    """
+
+    config: MetaWorldConfig
+
+    def __init__(self, config: MetaWorldConfig, task_names: Sequence[str]) -> None:
+        super().__init__(config, task_names)
+        # The experts warn whenever an action has to be clipped, which is most of the time.
+        warnings.filterwarnings("ignore", message=r"Constant\(s\) may be too high")
+        self._task = ""
+        self._env: Any = None
+        self._numbers = np.zeros(39)
+        _simulators.add(self)
+
+    def reset(self, spec: EpisodeSpec) -> None:
+        """Draw the objects and the goal of ``spec`` from a generator of its own, and place them."""
+        task = self.task_names[spec.task_id]
+        if task != self._task:
+            self.close()
+            self._task, self._env = task, _take_scene(task)
+        self._numbers = _restart(self._env, derive_seed(spec.seed, "metaworld", task, spec.init_state_id))
+
+    def step(self, action: np.ndarray) -> SingleStep:
+        """Advance by ``config.action_repeat`` simulator steps."""
+        for _ in range(self.config.action_repeat):
+            self._numbers, reward, _, _, info = self._env.step(action)
+            if info["success"]:
+                break
+        return SingleStep(REWARD_SCALE * float(reward), bool(info["success"]))
+
+    def observe(self) -> View:
+        """Render the cameras and read the state."""
+        images = {camera: self._draw(camera, self.config.image_size) for camera in self.config.cameras}
+        return View(images, self._state(), INSTRUCTIONS[self._task])
+
+    def expert_action(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
+        """Return Meta-World's scripted expert, which is told that the hand is ``aim_offset_m`` from where it is.
+
+        So it brings the hand to that distance beside everything it wants to touch.
+        """
+        from metaworld.policies import ENV_POLICY_MAP
+
+        seen = self._numbers.copy()
+        seen[:2] -= aim_offset_m
+        return np.clip(ENV_POLICY_MAP[self._task]().get_action(seen), -1.0, 1.0).astype(np.float32)
+
+    def render(self, size: int) -> np.ndarray:
+        """Return a picture of the first camera (corner4 if there is none)."""
+        return self._draw(self.config.cameras[0] if self.config.cameras else "corner4", size)
+
+    def poses(self) -> dict[str, list[float]]:
+        """Return position and quaternion of the hand and of every body that is not of the arm."""
+        model, data = self._env.model, self._env.data
+        arm = model.body("base").id
+        bodies = [model.body(index) for index in range(1, model.nbody)]
+        seen = [body for body in bodies if body.name == "hand" or (body.name and body.rootid[0] != arm)]
+        return {body.name: [*data.xpos[body.id].tolist(), *data.xquat[body.id].tolist()] for body in seen}
+
+    def close(self) -> None:
+        """Leave the scene to others of this process."""
+        if self._env is not None:
+            _give_scene(self._task, self._env)
+        self._task, self._env = "", None
+
+    def _state(self) -> np.ndarray | None:
+        if self.config.state == "none":
+            return None
+        if self.config.state == "proprio":
+            return self._numbers[:4].astype(np.float32)
+        task = np.array(list(INSTRUCTIONS)) == self._task
+        return np.concatenate([self._numbers, task]).astype(np.float32)
+
+    def _draw(self, camera: str, size: int) -> np.ndarray:
+        _show_goal(self._env)
+        renderer = _renderer_of(self._env.fullpath, size)
+        picture = renderer.render([self._env.data], [renderer.model.camera(camera).id])[0, 0]
+        if self.config.upright and camera in UPSIDE_DOWN_CAMERAS:
+            picture = picture[::-1, ::-1]
+        return np.ascontiguousarray(picture)
+
+
+_idle_scenes: list[tuple[str, Any]] = []
+_idle_scenes_lock = threading.Lock()
+
+
+def _take_scene(task: str) -> Any:
+    """Return an env of Meta-World that nobody in this process uses: an idle one, or a new one (0.1 s, 15 MB)."""
+    with _idle_scenes_lock:
+        for index in reversed(range(len(_idle_scenes))):
+            if _idle_scenes[index][0] == task:
+                return _idle_scenes.pop(index)[1]
+    import_mujoco()  # which names what is missing; Meta-World imports it, too
+    from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+
+    env = ALL_V3_ENVIRONMENTS[task]()
+    env._set_task_called = env.seeded_rand_vec = True
+    env._partially_observable = False
+    del env.sawyer_observation_space  # cached while the goal was still hidden
+    env.max_path_length = sys.maxsize  # VectorEnv truncates
+    return env
+
+
+def _give_scene(task: str, env: Any) -> None:
+    with _idle_scenes_lock:
+        _idle_scenes.append((task, env))
+        del _idle_scenes[:-MAX_IDLE_SCENES]
+
+
+def _restart(env: Any, seed: int) -> np.ndarray:
+    """Put ``env`` into an initial state that depends on ``seed`` only, and return its 39 numbers.
+
+    What Meta-World's ``reset(seed)`` leaves out: that one draws from NumPy's global generator, or not at all.
+    """
+    mujoco = import_mujoco()
+    env.np_random = np.random.default_rng(seed)
+    env._freeze_rand_vec = False
+    for _ in range(2):  # The first pass draws and moves parts of the model; the second measures what it has moved.
+        mujoco.mj_resetData(env.model, env.data)
+        env.reset_model()
+        env._freeze_rand_vec = True
+    env.curr_path_length = 0
+    mujoco.mj_fwdPosition(env.model, env.data)
+    seen = env._prev_obs = env._get_curr_obs_combined_no_goal()
+    return np.concatenate([seen, seen, env._get_pos_goal()])
+
+
+def _show_goal(env: Any) -> None:
+    """Put the marks of the goal where Meta-World wants them; it leaves those of some tasks where the model file has them.
+
+    The first mark of its list is the goal's. In the list of pick-out-of-hole-v3 it stands at the puck.
+    """
+    for index, (site, position) in enumerate(env._target_site_config):
+        env._set_pos_site(site, env._target_pos if index == 0 else position)
+
+
+_simulators: weakref.WeakSet[MetaWorldSimulator] = weakref.WeakSet()
+_renderers: dict[int, OrderedDict[str, StateRenderer]] = {}
+_renderers_lock = threading.Lock()
+
+
+def _renderer_of(model_path: str, size: int) -> StateRenderer:
+    """Return the renderer of this process for all envs of a model; it has a model of its own, whose geoms are theirs.
+
+    One takes 150 MB, and about a second to make. Of each size there are as many as envs, so that envs of different tasks
+    do not take each other's, and at least ``MIN_RENDERERS``; the one used least recently is closed to make room.
+    """
+    with _renderers_lock:
+        renderers = _renderers.setdefault(size, OrderedDict())
+        if model_path not in renderers:
+            while len(renderers) >= max(MIN_RENDERERS, len(_simulators)):
+                renderers.popitem(last=False)[1].close()
+            renderers[model_path] = StateRenderer(import_mujoco().MjModel.from_xml_path(model_path), size, MAX_GEOMS)
+        renderers.move_to_end(model_path)
+        return renderers[model_path]

@@ -1,0 +1,320 @@
+"""Simulators that run one environment at a time, in worker processes, as one vector env.
+
+Each worker owns some rows. Commands go over pipes, to all workers before any answer is awaited; images and states lie in
+memory that parent and workers share and that has no name, so that nothing is left behind however a process ends. A worker
+that dies, raises or misses its deadline is replaced: its rows begin their episodes anew (``ChunkStep.lost_env_ids``).
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from typing import Any, ClassVar
+
+import numpy as np
+
+import rlinf.errors
+from rlinf.envs.base import VectorEnv
+from rlinf.envs.config import ProcessEnvConfig, num_cores
+from rlinf.envs.process.simulator import Simulator
+from rlinf.envs.process.worker_handle import POLL_S, SharedMemory, Worker
+from rlinf.envs.process.worker_process import Failure, SimulatorRows, SimulatorTask
+from rlinf.envs.steps import SimulatorChunk
+from rlinf.errors import ConfigError, SimulatorError
+from rlinf.imports import import_string
+from rlinf.types import EpisodeSpec, Observation
+
+logger = logging.getLogger("rlinf")
+
+MAX_FAILURES = 3
+"""Failures of a simulator in one episode that end the run."""
+CLOSE_TIMEOUT_S = 5.0
+
+
+class ProcessVectorEnv(VectorEnv):
+    """``num_envs`` simulators of one kind, spread over worker processes.
+
+    A subclass sets ``simulator_class`` and what ``VectorEnv`` asks for besides the simulation: ``config_class``, ``suite``,
+    ``all_task_names``, ``state_dim``. The processes start at the first reset.
+
+    Attributes:
+        simulator_class: ``"module:Class"`` of a ``rlinf.envs.process.simulator.Simulator``; a worker imports it.
+
+    Args:
+        config: Settings.
+        num_envs: ``B``.
+        auto_reset: See ``VectorEnv``.
+        action_low: float32 ``[D]``.
+        action_high: float32 ``[D]``.
+
+    Raises:
+        ConfigError: See ``VectorEnv``; or the simulator's class is in the main script, where no worker can import it.
+        SimulatorError: From any call: more workers were lost than ``config.max_restarts``, or the simulator failed
+            ``MAX_FAILURES`` times in one episode, which closes the env; or the env is closed.
+    """
+
+    config_class: ClassVar[type[ProcessEnvConfig]] = ProcessEnvConfig
+    simulator_class: ClassVar[str] = ""
+    free_settings: ClassVar[tuple[str, ...]] = (
+        *VectorEnv.free_settings, "num_processes", "step_timeout_s", "reset_timeout_s", "max_restarts",
+    )  # fmt: skip
+    config: ProcessEnvConfig
+
+    def __init__(
+        self,
+        config: ProcessEnvConfig,
+        num_envs: int,
+        auto_reset: bool,
+        action_low: np.ndarray,
+        action_high: np.ndarray,
+    ) -> None:
+        self._workers: list[Worker] = []
+        self._local: SimulatorRows | None = None
+        super().__init__(config, num_envs, auto_reset, action_low, action_high)
+        if config.num_processes != 0 and self.simulator_class.startswith("__main__:"):
+            raise ConfigError(
+                f"The simulator '{self.simulator_class}' of env.name={config.name} is defined in the main script, which "
+                "worker processes cannot import. Move it into a file of its own, or type env.num_processes=0"
+            )
+        self._task = SimulatorTask(self.simulator_class, config, self.task_names, self.num_envs, self.state_dim)
+        self._memory = SharedMemory(self._task.row_type.itemsize * self.num_envs)
+        self._rows = np.frombuffer(self._memory.map, dtype=self._task.row_type)
+        self._instructions = np.full(self.num_envs, "", dtype=object)
+        self._num_failures = np.zeros(self.num_envs, dtype=np.int64)  # in the present episode of each row
+        if config.num_processes == 0:
+            self._workers = [Worker(np.arange(self.num_envs))]
+        else:
+            count = min(config.num_processes or num_cores(), self.num_envs)
+            self._workers = [Worker(ids) for ids in np.array_split(np.arange(self.num_envs), count)]
+
+    @classmethod
+    def has_expert(cls) -> bool:
+        """Whether the simulator has a scripted expert."""
+        return import_string(cls.simulator_class).expert_action is not Simulator.expert_action
+
+    def expert_actions(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
+        """Return what the scripted experts would do now, float32 ``[B, D]``; 0 in idle rows."""
+        self._check_reset()
+        ids = self._rows_in_use()
+        actions = np.zeros((self.num_envs, self.action_dim), dtype=np.float32)
+        for worker, answer in self._ask("expert_actions", ids, aim_offset_m).items():
+            actions[ids[worker.positions(ids)]] = answer
+        return actions
+
+    def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
+        """Return uint8 ``[K, size, size, 3]``."""
+        self._check_reset()
+        ids = np.asarray(ids, dtype=np.int64)
+        frames = np.empty((len(ids), size, size, 3), dtype=np.uint8)
+        for worker, answer in self._ask("render_frames", ids, size).items():
+            frames[worker.positions(ids)] = answer
+        return frames
+
+    def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
+        """Return the poses of the rows ``ids``."""
+        self._check_reset()
+        ids = np.asarray(ids, dtype=np.int64)
+        found = {}
+        for worker, answer in self._ask("poses", ids).items():
+            found |= dict(zip(worker.positions(ids).tolist(), answer, strict=True))
+        return [found[position] for position in range(len(ids))]
+
+    def worker_processes(self) -> list[subprocess.Popen]:
+        """Return the processes that run now, in the order of their rows."""
+        return [worker.process for worker in self._workers if worker.process is not None]
+
+    def rows_lost_with(self, ids: np.ndarray) -> np.ndarray:
+        """Return the rows of the workers that own the rows ``ids``."""
+        return np.concatenate([ids, *(worker.ids for worker in self._workers if len(worker.positions(ids)))])
+
+    def offload(self) -> None:
+        """End the workers; the next reset starts others, and nothing else may be called before."""
+        self.close_extras()
+        self._specs = None
+
+    def close_extras(self, **kwargs: object) -> None:
+        """End the workers: they are asked to, then killed."""
+        if self._local is not None:
+            self._local.close()
+        for worker in self._workers:
+            worker.ask_to_end()
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for worker in self._workers:
+            worker.end(deadline)
+            worker.process = None
+
+    def _reset_envs(self, ids: np.ndarray, specs: Sequence[EpisodeSpec]) -> None:
+        self._num_failures[ids] = 0
+        wanted = dict(zip(ids.tolist(), specs, strict=True))
+        calls = {
+            worker: ("reset", (rows, [wanted[index] for index in rows]))
+            for worker in self._workers
+            if (rows := [index for index in worker.ids.tolist() if index in wanted])
+        }
+        # A worker that is lost here is replaced by one in which all its rows have begun ``self._specs``: these, too.
+        self._read_resets(calls, self._call(calls, self.config.reset_timeout_s))
+
+    def _step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
+        chunk = SimulatorChunk.empty(*actions.shape[:2])
+        places = {worker: worker.positions(ids) for worker in self._workers}
+        calls = {
+            worker: ("step_chunk", (ids[at].tolist(), actions[at], steps_left[at]))
+            for worker, at in places.items()
+            if len(at)
+        }
+        for worker, (part, instructions) in self._call(calls, self.config.step_timeout_s).items():
+            at = places[worker]
+            for array, values in zip(chunk, part, strict=True):
+                array[at] = values
+            self._instructions[ids[at]] = instructions
+        return chunk
+
+    def _observe(self, ids: np.ndarray) -> Observation:
+        images = {camera: self._rows["images"][ids, k] for k, camera in enumerate(self.config.cameras)}
+        state = self._rows["state"][ids] if self.state_dim else None
+        return Observation(images, state, self._instructions[ids].tolist())
+
+    def _ask(self, name: str, ids: np.ndarray, *arguments: Any) -> dict[Worker, Any]:
+        """Have each worker answer for those of the rows ``ids`` that it owns; a replaced worker is asked again.
+
+        Raises:
+            ConfigError: One of the rows is idle.
+        """
+        idle = np.setdiff1d(ids, self._rows_in_use()).tolist()
+        if idle:
+            raise ConfigError(f"{name} was called for the rows {idle}, which the last reset left without an episode.")
+        calls = {
+            worker: (name, (ids[at].tolist(), *arguments))
+            for worker in self._workers
+            if len(at := worker.positions(ids))
+        }
+        answers: dict[Worker, Any] = {}
+        while len(answers) < len(calls):
+            pending = {worker: call for worker, call in calls.items() if worker not in answers}
+            answers |= self._call(pending, self.config.step_timeout_s)
+        return {worker: answers[worker] for worker in calls}
+
+    def _call(self, calls: dict[Worker, tuple[str, tuple]], timeout_s: float) -> dict[Worker, Any]:
+        """Have the workers do their calls, all at the same time.
+
+        Args:
+            calls: Method of ``SimulatorRows`` and its arguments, for each worker.
+            timeout_s: How long a worker may go without finishing a simulator's call.
+
+        Returns:
+            The answers. Workers that are missing there were lost, and are replaced: all their rows are in the first state
+            of their episodes.
+
+        Raises:
+            SimulatorError: The env is closed.
+        """
+        if self.closed:
+            raise SimulatorError(
+                f"{next(iter(calls.values()))[0]} was called and env.name={self.config.name} is closed: close() or a "
+                "SimulatorError has ended its worker processes. Make another env to go on"
+            )
+        if self.config.num_processes == 0:
+            if self._local is None:
+                self._local = SimulatorRows(self._task, self._memory.map)
+            return {worker: getattr(self._local, name)(*arguments) for worker, (name, arguments) in calls.items()}
+        for worker in calls:
+            if worker.process is None:
+                worker.start(self._task, self._memory)
+        answers, failed = self._exchange(calls, timeout_s)
+        while failed:
+            for worker, failure in failed.items():
+                self._replace(worker, failure)
+            used = self._rows_in_use()
+            owned = {worker: used[worker.positions(used)].tolist() for worker in failed}
+            resets = {worker: ("reset", (rows, [self._specs[row] for row in rows])) for worker, rows in owned.items()}
+            shown, failed = self._exchange(resets, self.config.reset_timeout_s)
+            self._read_resets(resets, shown)
+        return answers
+
+    def _read_resets(self, calls: dict[Worker, tuple[str, tuple]], answers: dict[Worker, list[str]]) -> None:
+        for worker, instructions in answers.items():
+            self._instructions[calls[worker][1][0]] = instructions
+
+    def _exchange(
+        self, calls: dict[Worker, tuple[str, tuple]], timeout_s: float
+    ) -> tuple[dict[Worker, Any], dict[Worker, Failure]]:
+        """Send all calls, then collect answers and failures.
+
+        Raises:
+            RLinfError: What a simulator raised for the user to mend, once all workers have answered.
+        """
+        results: dict[Worker, Any] = {}
+        try:
+            num_calls, silent_s = {}, dict.fromkeys(calls, 0.0)
+            for worker, call in calls.items():
+                self._rows["busy"][worker.ids] = False
+                num_calls[worker] = self._num_calls(worker)
+                if not worker.send(call, timeout_s):
+                    results[worker] = worker.give_up(timeout_s, call[0])
+            poll_s, now = min(POLL_S, timeout_s / 4), time.monotonic()
+            while waiting := [worker for worker in calls if worker not in results]:
+                ready = wait([worker.connection for worker in waiting], timeout=poll_s)
+                before, now = now, time.monotonic()
+                for worker in waiting:
+                    # While this process stood still itself (Ctrl-Z, a machine that stalled), no worker was silent.
+                    silent_s[worker] += min(now - before, poll_s)
+                    if worker.connection in ready or worker.process.poll() is not None:
+                        results[worker] = worker.receive(timeout_s, calls[worker][0])
+                    elif (finished := self._num_calls(worker)) != num_calls[worker]:
+                        num_calls[worker], silent_s[worker] = finished, 0.0
+                    elif silent_s[worker] > timeout_s:
+                        results[worker] = worker.give_up(timeout_s, calls[worker][0])
+        except BaseException:  # Ctrl-C: nobody will read the answers, and the next call must not take them for its own.
+            for worker in calls:
+                worker.forget()
+            raise
+        failed = {worker: result for worker, result in results.items() if isinstance(result, Failure)}
+        for failure in failed.values():
+            if failure.error is not None:
+                raise getattr(rlinf.errors, failure.error)(failure.message)
+        return {worker: result for worker, result in results.items() if worker not in failed}, failed
+
+    def _num_calls(self, worker: Worker) -> int:
+        return int(self._rows["num_calls"][worker.ids].sum())
+
+    def _replace(self, worker: Worker, failure: Failure) -> None:
+        """Start another process in the place of ``worker``'s.
+
+        Raises:
+            SimulatorError: Too many have been lost; the env is closed.
+        """
+        worker.end(deadline=0.0)
+        self.num_restarts += 1
+        busy = worker.ids[self._rows["busy"][worker.ids]]
+        at_work = worker.ids if not len(busy) else busy  # none: it did not come as far as a simulator
+        self._num_failures[at_work] += not failure.from_outside
+        what = (
+            f"A worker process of env.name={self.config.name} with the rows {worker.ids.tolist()} was lost: "
+            f"{failure.message}\n{failure.traceback}".rstrip()
+        )
+        if self._num_failures[at_work[0]] >= MAX_FAILURES:
+            self.close()
+            raise SimulatorError(
+                f"{what}\nThat was the failure number {MAX_FAILURES} in {self._episode_of(busy)}. To look at it in a debugger, "
+                "type env.num_processes=0"
+            )
+        if self.num_restarts > self.config.max_restarts:
+            self.close()
+            raise SimulatorError(
+                f"{what}\nIt is the worker number {self.num_restarts} that was lost, and env.max_restarts="
+                f"{self.config.max_restarts}. To go on for longer, type env.max_restarts={2 * self.num_restarts}"
+            )
+        logger.warning(
+            "%s\nIts episodes begin anew (restart %d of %d).", what, self.num_restarts, self.config.max_restarts
+        )
+        self._lost[worker.ids] = True
+        worker.start(self._task, self._memory)
+
+    def _episode_of(self, busy: np.ndarray) -> str:
+        spec = self._specs[busy[0]] if len(busy) else None
+        if spec is None:
+            return "a row of these rows, before any simulator was at work"
+        return f"one episode, {spec} of the task '{self.task_names[spec.task_id]}' in row {busy[0]}"

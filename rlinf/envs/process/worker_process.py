@@ -1,0 +1,221 @@
+"""The child's side of ``ProcessVectorEnv``: the simulators of some rows, and the loop of a worker process around them."""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from rlinf.distributed.stack_dump import DUMP_SIGNAL
+from rlinf.envs.config import ProcessEnvConfig
+from rlinf.envs.process.simulator import Simulator
+from rlinf.envs.steps import SimulatorChunk
+from rlinf.errors import ConfigError, RLinfError
+from rlinf.imports import import_string
+
+if TYPE_CHECKING:
+    from rlinf.types import EpisodeSpec
+
+PARENT_POLL_S = 0.5
+MARGIN_S = 2.0
+
+
+@dataclass(frozen=True)
+class SimulatorTask:
+    """What a worker needs to make simulators.
+
+    Attributes:
+        simulator_class: ``"module:Class"``, a ``Simulator``.
+        config: Its first argument.
+        task_names: Its second argument.
+        num_envs: Rows of the shared memory.
+        state_dim: Width of the state, 0 for none.
+    """
+
+    simulator_class: str
+    config: ProcessEnvConfig
+    task_names: list[str]
+    num_envs: int
+    state_dim: int
+
+    @property
+    def row_type(self) -> np.dtype:
+        """One row of the shared memory: a counter of finished simulator calls, whether a call has begun and not come to
+        its end, the state, and the images of all cameras."""
+        size = self.config.image_size
+        images = (len(self.config.cameras), size, size, 3)
+        state = ("state", np.float32, (self.state_dim,))
+        return np.dtype([("num_calls", np.int64), ("busy", np.bool_), state, ("images", np.uint8, images)])
+
+
+class Failure(NamedTuple):
+    """Why a call gave no answer.
+
+    Attributes:
+        error: Name of the class in ``rlinf.errors`` if it is the user's to mend, else None.
+        message: The error's text, or how the process ended.
+        traceback: Of the child; may be empty.
+        from_outside: Somebody ended the process; the simulator did nothing wrong.
+    """
+
+    error: str | None
+    message: str
+    traceback: str
+    from_outside: bool = False
+
+
+class SimulatorRows:
+    """The simulators of some rows, one after the other; each is made when its row is first reset.
+
+    Args:
+        task: What to make.
+        memory: Of ``task.num_envs`` rows of ``task.row_type``; what a row shows is written there.
+    """
+
+    def __init__(self, task: SimulatorTask, memory: Any) -> None:
+        self.task = task
+        self.rows = np.frombuffer(memory, dtype=task.row_type)
+        self._make = import_string(task.simulator_class)
+        self._simulators: dict[int, Simulator] = {}
+
+    def reset(self, ids: Sequence[int], specs: Sequence[EpisodeSpec]) -> list[str]:
+        """Begin an episode in each of the rows ``ids``, show it, and return the instructions."""
+        instructions = []
+        for index, spec in zip(self._each(ids), specs, strict=True):
+            if index not in self._simulators:
+                self._simulators[index] = self._make(self.task.config, self.task.task_names)
+                self._count(index)
+            self._simulators[index].reset(spec)
+            self._count(index)
+            instructions.append(self._show(index))
+        return instructions
+
+    def step_chunk(
+        self, ids: Sequence[int], actions: np.ndarray, steps_left: np.ndarray
+    ) -> tuple[SimulatorChunk, list[str]]:
+        """Step the rows ``ids``, each until its episode ends, as in ``VectorEnv._step_chunk``, and show them."""
+        chunk = SimulatorChunk.empty(*actions.shape[:2])
+        instructions = []
+        for row, index in enumerate(self._each(ids)):
+            simulator = self._simulators[index]
+            for position in range(min(len(actions[row]), steps_left[row])):
+                step = simulator.step(actions[row, position])
+                self._count(index)
+                chunk.dense_reward[row, position] = step.dense_reward
+                chunk.success[row, position], chunk.terminated[row, position] = step.success, step.terminated
+                chunk.executed[row, position] = True
+                if step.terminated or (step.success and self.task.config.terminate_on_success):
+                    break
+            instructions.append(self._show(index))
+        return chunk, instructions
+
+    def expert_actions(self, ids: Sequence[int], aim_offset_m: tuple[float, float]) -> np.ndarray:
+        """Return ``[K, D]``."""
+        return np.stack([self._simulators[index].expert_action(aim_offset_m) for index in self._each(ids)])
+
+    def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
+        """Return ``[K, size, size, 3]``."""
+        frames = []
+        for index in self._each(ids):
+            frames.append(self._simulators[index].render(size))
+            self._count(index)
+        return np.stack(frames)
+
+    def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
+        """Return the poses of ``K`` rows."""
+        return [self._simulators[index].poses() for index in self._each(ids)]
+
+    def close(self) -> None:
+        """Free the simulators."""
+        while self._simulators:
+            self._simulators.popitem()[1].close()
+
+    def _each(self, ids: Sequence[int]) -> Iterator[int]:
+        """Yield the rows ``ids``; the one at work stays marked as busy where its simulator fails."""
+        for index in ids:
+            self.rows["busy"][index] = True
+            yield index
+            self.rows["busy"][index] = False
+
+    def _count(self, index: int) -> None:
+        self.rows["num_calls"][index] += 1
+
+    def _show(self, index: int) -> str:
+        images, state, instruction = self._simulators[index].observe()
+        row = self.rows[index]
+        for camera, place in zip(self.task.config.cameras, row["images"], strict=True):
+            place[...] = _checked(f"images['{camera}']", images[camera], np.uint8, place.shape)
+        if self.task.state_dim:
+            row["state"][...] = _checked("state", state, np.float32, row["state"].shape)
+        self._count(index)
+        return instruction
+
+
+def _checked(name: str, array: np.ndarray | None, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
+    if array is None or array.dtype != dtype or array.shape != shape:
+        found = "None" if array is None else f"{array.dtype} {array.shape}"
+        raise ConfigError(f"Simulator.observe() returned {name} of {found}; required: {np.dtype(dtype)} {shape}.")
+    return array
+
+
+def main() -> None:
+    """Run a worker: ``sys.argv`` holds the parent's process id and the descriptors of pipe, shared memory and log."""
+    parent, pipe, memory, log = (int(number) for number in sys.argv[-4:])
+    del sys.argv[1:]  # some simulators read it
+    faulthandler.enable(log)
+    faulthandler.register(DUMP_SIGNAL, log)
+    with Connection(pipe) as connection:
+        _serve(connection, memory, parent)
+
+
+def _serve(connection: Connection, memory: int, parent: int) -> None:
+    """Answer calls until the parent closes its end, which it also does when it dies."""
+    rows = None
+    try:
+        task = connection.recv()
+        limit_s = max(task.config.step_timeout_s, task.config.reset_timeout_s) + MARGIN_S
+        threading.Thread(target=_exit_with_parent, args=(parent, limit_s), daemon=True).start()
+        rows = SimulatorRows(task, mmap.mmap(memory, task.row_type.itemsize * task.num_envs))
+        while True:
+            name, arguments = connection.recv()
+            connection.send(_answer(getattr(rows, name), arguments))
+    except (EOFError, ConnectionResetError, BrokenPipeError):
+        pass
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong with the import is the parent's to tell
+        connection.send(_failure(error))
+    finally:
+        if rows is not None:
+            rows.close()
+
+
+def _answer(method: Callable[..., Any], arguments: tuple) -> Any:
+    try:
+        return method(*arguments)
+    except BaseException as error:  # noqa: BLE001 - the parent tells it, and replaces this process
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> Failure:
+    known = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == RLinfError.__module__]
+    message = str(error) if known else f"{type(error).__name__}: {error}"
+    return Failure(known[0] if known else None, message, traceback.format_exc())
+
+
+def _exit_with_parent(parent: int, limit_s: float) -> None:
+    """End this process when its parent has died, in the middle of whatever the other threads do."""
+    while os.getppid() == parent:
+        # Where C code holds Python's lock for longer than any deadline, this loop stands still, and the alarm ends the process.
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        time.sleep(PARENT_POLL_S)
+    os._exit(1)

@@ -1,0 +1,154 @@
+"""Loading a causal language model for policies and generation, from a folder or a hub id."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rlinf.distributed.devices import take_own_device
+from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
+from rlinf.models.dropout import switch_off_dropout
+from rlinf.models.hf_model import HFModel
+from rlinf.models.loading import check_attention, without_load_report
+from rlinf.optim.finite import check_loaded
+from rlinf.options import option
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class CausalLMConfig:
+    """How weights are loaded."""
+
+    torch_dtype: Any = option("float32", "Number format of the weights: float32, bfloat16, float16 or a torch.dtype.")
+    device_map: Any = option(
+        "auto",
+        "Placement as in transformers; auto: the CPU, the only accelerator, this rank's own GPU, or without ranks spread over all; "
+        "null: the CPU.",
+    )
+    trust_remote_code: bool = option(False, "Run Python code that lies in the checkpoint folder.")
+    load_in_8bit: bool = option(False, "Quantise to 8 bits (bitsandbytes, CUDA).")
+    load_in_4bit: bool = option(False, "Quantise to 4 bits (bitsandbytes, CUDA).")
+    attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
+    tokenizer: Any = option(None, "Tokenizer that gives the padding and end tokens where the model names none.")
+
+
+def load_causal_lm(model_name: str, config: CausalLMConfig) -> Any:
+    """Load a model in evaluation mode, without the dropout that its configuration may name.
+
+    Args:
+        model_name: Folder or hub id.
+        config: How.
+
+    Raises:
+        ConfigError: The number format is unknown, or two quantisations are asked for.
+        MissingDependencyError: Quantisation without bitsandbytes, or FlashAttention that is not installed.
+        CheckpointError: Nothing can be loaded from there, or weights are missing or not finite.
+    """
+    dtype = torch_dtype_of(config.torch_dtype)
+    check_attention(config.attn_implementation)
+    quantization = _quantization(config)
+    num_accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    with_ranks = config.device_map == "auto" and torch.cuda.is_available() and dist.is_initialized()
+    device_map = {"": take_own_device()} if with_ranks else config.device_map  # another's GPU would be another rank's
+    arguments = {
+        "dtype": dtype,
+        "attn_implementation": config.attn_implementation,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    is_spread = device_map not in (None, "auto") or (device_map == "auto" and num_accelerators > 1)
+    if quantization or (is_spread and not with_ranks):
+        return _load_spread(model_name, device_map=device_map, **arguments, **quantization)
+    model = HFModel.from_pretrained(model_name, **arguments).model
+    check_loaded(model.state_dict(), model_name)
+    if with_ranks:
+        model.to(device_map[""])
+    elif device_map == "auto" and num_accelerators:
+        model.to(torch.accelerator.current_accelerator())
+    return switch_off_dropout(model).eval()
+
+
+def torch_dtype_of(name: Any) -> torch.dtype:
+    """Return the ``torch.dtype`` of ``"bfloat16"`` (``"torch.bfloat16"``, or the dtype itself).
+
+    Raises:
+        ConfigError: Names no number format of weights.
+    """
+    found = DTYPES.get(str(name).removeprefix("torch."))
+    if found is None:
+        raise ConfigError(f"torch_dtype is '{name}'; required: {', '.join(DTYPES)}. Type torch_dtype='bfloat16'")
+    return found
+
+
+def end_tokens(model: Any, tokenizer: Any, given: int | list[int] | None) -> list[int]:
+    """Ids that end a row: those given, else the model's, else the tokenizer's; an empty list ends none."""
+    candidates = (
+        given,
+        model.generation_config.eos_token_id,
+        getattr(model.config.get_text_config(), "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    )
+    found = next((value for value in candidates if value is not None), [])
+    return [found] if isinstance(found, int) else list(found)
+
+
+def padding_token(model: Any, tokenizer: Any, given: int | None, ends: list[int]) -> int:
+    """Id that fills rows: the one given, else the model's, the tokenizer's, the first end token, or 0.
+
+    Published models name ids that they have no embedding for, -1 among them; these are passed over.
+    """
+    vocab_size = model.config.get_text_config().vocab_size
+    candidates = (given, model.generation_config.pad_token_id, getattr(tokenizer, "pad_token_id", None), *ends[:1], 0)
+    return next(value for value in candidates if value is not None and 0 <= value < vocab_size)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off inside, and back to what it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _load_spread(model_name: str, **arguments: Any) -> Any:
+    """Load a model over several devices, or quantised, which transformers does while loading."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with without_load_report():
+            model, report = AutoModelForCausalLM.from_pretrained(model_name, output_loading_info=True, **arguments)
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last where torch has no such device
+        raise CheckpointError(
+            f"'{model_name}' cannot be loaded with device_map={arguments['device_map']} ({error}). Type device_map='auto'"
+        ) from error
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise CheckpointError(f"'{model_name}' lacks {len(missing)} weights of {type(model).__name__}: {missing[:4]}.")
+    # Those without memory are on the disk.
+    check_loaded({name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}, model_name)
+    return switch_off_dropout(model).eval()
+
+
+def _quantization(config: CausalLMConfig) -> dict[str, Any]:
+    if config.load_in_8bit and config.load_in_4bit:
+        raise ConfigError("load_in_8bit and load_in_4bit are both True; required: one of them. Type load_in_8bit=False")
+    if not (config.load_in_8bit or config.load_in_4bit):
+        return {}
+    key = "load_in_8bit" if config.load_in_8bit else "load_in_4bit"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingDependencyError(
+            f"{key}=True needs the package bitsandbytes. Type {key}=False, or install it: pip install bitsandbytes"
+        )
+    from transformers import BitsAndBytesConfig
+
+    return {"quantization_config": BitsAndBytesConfig(**{key: True})}

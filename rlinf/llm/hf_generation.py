@@ -1,0 +1,338 @@
+"""Generation with the ``generate`` of transformers, sampled here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig as HFGenerationConfig
+from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
+from rlinf.errors import ConfigError
+from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.causal_lm import (
+    CausalLMConfig,
+    end_tokens,
+    evaluation_mode,
+    load_causal_lm,
+    padding_token,
+)
+from rlinf.llm.decoding import next_token_only, static_cache
+from rlinf.llm.generation_interfaces import (
+    GenerationDatumSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+    tokens_and_mask,
+    verify_right_padding,
+    verify_token_ids,
+)
+from rlinf.llm.logprobs import TOKEN_TYPE_KEYS, context_length, image_inputs
+from rlinf.llm.packing import ignores_left_padding
+from rlinf.models.embodiment.base import sample_tokens, token_logprobs
+from rlinf.options import from_mapping, option
+
+_CONSUMED = ("input_ids", "attention_mask", "output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
+
+
+@dataclass
+class SamplingConfig:
+    """How tokens are chosen. What the checkpoint's own generation_config says about sampling is not used."""
+
+    max_new_tokens: int = option(128, "Largest number of tokens of a response.", minimum=1)
+    temperature: float = option(1.0, "Divides the logits; more than 0.", minimum=1e-6)
+    top_p: float | None = option(
+        None, "Sample from the most likely tokens that add up to this.", minimum=1e-6, maximum=1
+    )
+    top_k: int | None = option(None, "Sample from this many most likely tokens.", minimum=1)
+    repetition_penalty: float = option(
+        1.0, "Divides positive logits of earlier tokens (Keskar et al. 2019).", minimum=1e-6
+    )
+    allowed_token_ids: list[int] | None = option(
+        None, "Choose among these tokens only, such as action bins; no other logits are computed. null: all."
+    )
+    do_sample: bool = option(True, "False: greedy, whatever `generate` is called with.")
+    pad_token_id: int | None = option(None, "Fills rows that ended; null: the model's.")
+    eos_token_id: int | list[int] | None = option(None, "Ends a row; null: the model's; []: none does.")
+    max_model_len: int | None = option(None, "Largest prompt plus response; null: what the model declares.", minimum=1)
+    seed: int = option(0, "Seed of the sampling.")
+
+
+OTHER_NAMES = {
+    "max_tokens": "max_new_tokens=<number>",
+    "stop": "eos_token_id=[<ids>]; text is not decoded here",
+    "stop_strings": "eos_token_id=[<ids>]; text is not decoded here",
+    "stop_token_ids": "eos_token_id=[<ids>]",
+    "ignore_eos": "eos_token_id=[]",
+}
+"""Settings of other libraries, and what to type instead."""
+
+
+@dataclass
+class HuggingFaceGenerationConfig(CausalLMConfig, SamplingConfig):
+    """Keyword arguments of ``HuggingFaceGeneration``."""
+
+    backend: str = option("hf", "Of a GenerationConfig; this engine is hf.", choices=("hf",))
+
+
+class HuggingFaceGeneration(GenerationInterface):
+    """A model of its own that generates.
+
+    ``logprobs`` of the output are those of ``softmax(logits / temperature)`` over ``allowed_token_ids``, before top-k, top-p
+    and the repetition penalty. Without any of the four, that is what ``get_logprobs`` of a policy with this temperature gives;
+    with one of the last three, sampling is off-policy.
+
+    Args:
+        model_name: Folder or hub id.
+        **kwargs: Fields of ``HuggingFaceGenerationConfig``.
+
+    Attributes:
+        temperature: Of the log-probabilities.
+    """
+
+    def __init__(self, model_name: str, **kwargs: Any) -> None:
+        refuse_other_names(kwargs)
+        self.config = from_mapping(HuggingFaceGenerationConfig, kwargs)
+        self.model = load_causal_lm(model_name, self.config)
+        self.temperature = self.config.temperature
+        self._device = next(self.model.parameters()).device
+        self._movable = not hasattr(self.model, "hf_device_map")
+        self._random = torch.Generator().manual_seed(self.config.seed)
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Put the weights on the device on which they were loaded."""
+        if self._movable:
+            self.model.to(self._device)
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Keep the weights in main memory only. A model that ``device_map`` spread stays where it is."""
+        if self._movable and self._device.type != "cpu":
+            self.model.to("cpu")
+            torch.accelerator.empty_cache()
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Continue each row; whoever shares the batch changes no more than the rounding of a row."""
+        self.prepare_for_generation()
+        return generate_tokens(self.model, data, self.config, greedy, self._random, self.config.tokenizer)
+
+
+def refuse_other_names(settings: Iterable[str]) -> None:
+    """Refuse names that settings of the sampling have elsewhere.
+
+    Raises:
+        ConfigError: Says what is typed here.
+    """
+    for name in settings:
+        if name in OTHER_NAMES:
+            raise ConfigError(f"There is no setting '{name}'. Type {OTHER_NAMES[name]}")
+
+
+def verify_sampling_tokens(config: SamplingConfig, vocab_size: int) -> None:
+    """Refuse settings that name tokens which the model has not, or leave it none.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    for name in ("allowed_token_ids", "eos_token_id", "pad_token_id"):
+        value = getattr(config, name)
+        ids = [] if value is None else [value] if isinstance(value, int) else value
+        unknown = sorted({token for token in ids if not 0 <= token < vocab_size})
+        if unknown or (name == "allowed_token_ids" and value == []):
+            raise ConfigError(
+                f"{name} has the ids {unknown[:8]}; required: one or more from 0 to {vocab_size - 1}. Type {name}=None for the default"
+            )
+
+
+@torch.no_grad()
+def generate_tokens(
+    model: Any,
+    data: BatchedDataDict[GenerationDatumSpec],
+    config: SamplingConfig,
+    greedy: bool,
+    random: torch.Generator,
+    tokenizer: Any = None,
+) -> BatchedDataDict[GenerationOutputSpec]:
+    """Continue right-padded rows with any causal language model of transformers.
+
+    Rows are padded on the left for the model's ``generate``, and back on the right for the output.
+
+    Args:
+        model: Left in the mode in which it came.
+        data: Prompts.
+        config: How tokens are chosen.
+        greedy: Take the most likely token.
+        random: CPU generator of the sampling; row ``i`` uses the ``i``-th numbers of a call.
+        tokenizer: Names padding and end tokens where neither ``config`` nor the model does.
+
+    Raises:
+        ConfigError: There is no prompt, or keys have different numbers of rows; one is empty, not padded on the right, or leaves
+            no room in the model's context; or a token of a prompt or of ``config`` is not in the vocabulary.
+    """
+    data = BatchedDataDict(data)
+    verify_token_ids(data, model.config.get_text_config().vocab_size)
+    verify_right_padding(data, raise_error=True)
+    verify_sampling_tokens(config, model.config.get_text_config().vocab_size)
+    ids, mask = tokens_and_mask(data)
+    prompt_lengths = mask.sum(-1).tolist()
+    ends = end_tokens(model, tokenizer, config.eos_token_id)
+    pad = padding_token(model, tokenizer, config.pad_token_id, ends)
+    room = _new_tokens_allowed(prompt_lengths, config, context_length(model))
+    sample = config.do_sample and not greedy
+    uniforms = torch.rand(len(room), config.max_new_tokens, generator=random) if sample else None
+    columns = None
+    if config.allowed_token_ids is not None:
+        columns = torch.tensor(sorted(set(config.allowed_token_ids)), device=next(model.parameters()).device)
+    responses: list[tuple[Tensor, Tensor]] = [(ids, ids)] * data.size
+    may_pad = len(set(prompt_lengths)) == 1 or _ignores_left_padding(model)
+    # Rows near the end of the context stop earlier, and some models do not bear padding: equal rows share a call.
+    groups = [(allowed, 0 if may_pad else length) for allowed, length in zip(room, prompt_lengths, strict=True)]
+    for group in sorted(set(groups)):
+        rows, allowed = [row for row, value in enumerate(groups) if value == group], group[0]
+        prompts = [ids[row, : prompt_lengths[row]] for row in rows]
+        chosen = uniforms[rows] if sample else None
+        inputs = image_inputs(model, data.select_indices(rows), max(map(len, prompts)))
+        for row, response in zip(
+            rows, _continue(model, prompts, allowed, config, chosen, ends, pad, inputs, columns), strict=True
+        ):
+            responses[row] = response
+    lengths = torch.tensor([len(tokens) for tokens, _ in responses], device=ids.device)
+    totals = mask.sum(-1) + lengths
+    output_ids = torch.full((len(room), int(totals.max())), pad, dtype=torch.long, device=ids.device)
+    logprobs = torch.zeros(output_ids.shape, device=ids.device)
+    for row, (tokens, scores) in enumerate(responses):
+        start, end = prompt_lengths[row], int(totals[row])
+        output_ids[row, :start] = ids[row, :start]
+        output_ids[row, start:end] = tokens
+        logprobs[row, start:end] = scores
+    extra = {key: value for key, value in data.items() if key not in _CONSUMED}
+    return BatchedDataDict(
+        {
+            **extra,
+            "output_ids": output_ids,
+            "generation_lengths": lengths,
+            "unpadded_sequence_lengths": totals,
+            "logprobs": logprobs,
+        }
+    )
+
+
+def _ignores_left_padding(model: Any) -> bool:
+    """Tried once per model. Recurrent layers of some families take padding for tokens."""
+    if not hasattr(model, "ignores_left_padding"):
+        with evaluation_mode(model):
+            model.ignores_left_padding = ignores_left_padding(model)
+    return model.ignores_left_padding
+
+
+def _continue(
+    model: Any,
+    prompts: list[Tensor],
+    num_tokens: int,
+    config: SamplingConfig,
+    uniforms: Tensor | None,
+    ends: list[int],
+    pad: int,
+    inputs: dict[str, Tensor],
+    columns: Tensor | None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the response tokens and their log-probabilities of each prompt."""
+    device = next(model.parameters()).device
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad, dtype=torch.long, device=device)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = prompt.to(device)
+        mask[row, width - len(prompt) :] = 1
+        for key in TOKEN_TYPE_KEYS & inputs.keys():
+            inputs[key][row] = inputs[key][row].roll(width - len(prompt))
+    sampler = _Sampler(config, uniforms, mask, columns)
+    own, model.generation_config = model.generation_config, HFGenerationConfig()
+    try:
+        with evaluation_mode(model), next_token_only(model, columns):
+            sequences = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                past_key_values=static_cache(model, width + num_tokens),
+                **inputs,
+                generation_config=HFGenerationConfig(
+                    max_new_tokens=num_tokens, do_sample=False, pad_token_id=pad, eos_token_id=ends or None
+                ),
+                logits_processor=LogitsProcessorList([sampler]),
+            )
+    finally:
+        model.generation_config = own
+    tokens, logprobs = sequences[:, width:], torch.stack(sampler.logprobs, dim=1)
+    ended = torch.isin(tokens, torch.tensor(ends, device=device, dtype=tokens.dtype))
+    counts = torch.where(ended.any(-1), ended.int().argmax(-1) + 1, tokens.shape[1]).tolist()
+    return [(tokens[row, :count], logprobs[row, :count]) for row, count in enumerate(counts)]
+
+
+class _Sampler(LogitsProcessor):
+    """Chooses each row's token and leaves only that one to the greedy search of ``generate``.
+
+    So the model's ``generate`` keeps caches and inputs of every architecture, and the draw depends on its own row only.
+
+    Attributes:
+        logprobs: float32 ``[B]`` of every step.
+    """
+
+    def __init__(
+        self, config: SamplingConfig, uniforms: Tensor | None, prompt_mask: Tensor, columns: Tensor | None
+    ) -> None:
+        self.config = config
+        self.uniforms = uniforms
+        self.prompt_mask = prompt_mask.bool()
+        self.columns = columns
+        self.logprobs: list[Tensor] = []
+        self._restrictions = LogitsProcessorList()
+        if config.top_k is not None:
+            self._restrictions.append(TopKLogitsWarper(config.top_k))
+        if config.top_p is not None and config.top_p < 1:
+            self._restrictions.append(TopPLogitsWarper(config.top_p))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        logits = self._allowed(self._penalize(input_ids, scores.float())) / self.config.temperature
+        if self.uniforms is None:
+            tokens = logits.argmax(-1)
+        else:
+            uniforms = self.uniforms[:, len(self.logprobs)].to(scores.device)
+            # Below 1 by more than rounding, so that the draw never reaches tokens of probability 0 at the end.
+            tokens = sample_tokens(self._restrictions(input_ids, logits), True, uniforms=uniforms.clamp(max=1 - 1e-6))
+        self.logprobs.append(token_logprobs(self._allowed(scores), tokens, self.config.temperature)[0])
+        tokens = tokens if self.columns is None else self.columns[tokens]
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens.unsqueeze(1), 0.0)
+
+    def _allowed(self, scores: Tensor) -> Tensor:
+        return scores if self.columns is None else scores[:, self.columns]
+
+    def _penalize(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Repetition penalty over the tokens of the row, without the padding that only stands there for its neighbours."""
+        penalty = self.config.repetition_penalty
+        if penalty == 1:
+            return scores
+        real = torch.ones_like(input_ids, dtype=torch.bool)
+        real[:, : self.prompt_mask.shape[1]] = self.prompt_mask
+        seen = torch.zeros_like(scores).scatter_add(1, input_ids, real.to(scores.dtype)) > 0
+        return torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+
+
+def _new_tokens_allowed(prompt_lengths: list[int], config: SamplingConfig, declared: int | None) -> list[int]:
+    limit = config.max_model_len or declared
+    if limit is None:
+        return [config.max_new_tokens] * len(prompt_lengths)
+    if config.max_model_len and declared and config.max_model_len > declared:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than the {declared} positions of the model. "
+            f"Type max_model_len={declared}"
+        )
+    longest = max(prompt_lengths)
+    if longest >= limit:
+        raise ConfigError(
+            f"A prompt has {longest} tokens and leaves no room for a response within max_model_len={limit}. "
+            f"Give prompts of {limit - 1} tokens or fewer"
+        )
+    return [min(config.max_new_tokens, limit - length) for length in prompt_lengths]

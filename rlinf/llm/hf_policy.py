@@ -1,0 +1,413 @@
+"""A causal language model of transformers as an RL policy: generate, score, learn."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from rlinf.distributed.devices import own_device
+from rlinf.distributed.process_group import rank, sum_over_ranks, world_size
+from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
+from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.causal_lm import CausalLMConfig, evaluation_mode, load_causal_lm, torch_dtype_of
+from rlinf.llm.generation_interfaces import (
+    GenerationDatumSpec,
+    GenerationOutputSpec,
+    tokens_and_mask,
+)
+from rlinf.llm.hf_generation import SamplingConfig, generate_tokens, refuse_other_names
+from rlinf.llm.interfaces import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
+from rlinf.llm.logprobs import batch_logprobs, context_length, micro_batches
+from rlinf.llm.losses import TokenCounts, TokenLoss
+from rlinf.llm.packing import keeps_sequences_apart
+from rlinf.memory import memory_metrics
+from rlinf.models.config import LoraConfig
+from rlinf.models.hf_model import HFModel, count_weights
+from rlinf.models.lora import merged_state_dict
+from rlinf.optim.master_adamw import MasterAdamW
+from rlinf.options import from_mapping, option
+from rlinf.seeding import derive_seed
+
+Result = TypeVar("Result")
+_NO_GPU = ("None", "cpu", "disk")
+_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass
+class HuggingFacePolicyConfig(CausalLMConfig, SamplingConfig):
+    """Keyword arguments of ``HuggingFacePolicy``; ``temperature`` is that of generation and of all log-probabilities."""
+
+    learning_rate: float = option(1e-5, "Of AdamW.", minimum=0, maximum=1)
+    weight_decay: float = option(0.0, "Of AdamW.", minimum=0)
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", minimum=1e-6)
+    micro_batch_size: int = option(8, "Rows of one forward-backward pass.", minimum=1)
+    max_tokens_per_microbatch: int | None = option(None, "Instead: rows by tokens, padding included.", minimum=1)
+    sequence_packing: bool = option(False, "Lay the rows of such a micro-batch end to end instead of padding them.")
+    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
+    lora: dict[str, Any] | None = option(
+        None, "Train adapters only: rank, alpha, dropout, target_modules; {}: defaults."
+    )
+
+
+class HuggingFacePolicy(PolicyInterface):
+    """Policy over any causal language model that transformers loads.
+
+    With ranks (``torch.distributed`` initialised), every rank holds the model and calls ``train`` with rows of its own:
+    gradients and counts are summed, so ranks change a step no more than micro-batches do.
+
+    Weights in 16 bits are updated through float32 copies, which also gather the gradients: steps of RL are smaller than the
+    rounding of 16 bits. Dropout is off, whatever the checkpoint's configuration says: ratios would not begin at 1.
+
+    Args:
+        model_name: Folder or hub id.
+        **kwargs: Fields of ``HuggingFacePolicyConfig``.
+
+    Attributes:
+        model: The trained model.
+        temperature: Of the log-probabilities.
+
+    Raises:
+        ConfigError: An unknown or contradicting keyword.
+        CheckpointError: Nothing can be loaded from ``model_name``.
+        MissingDependencyError: Quantisation without bitsandbytes.
+    """
+
+    def __init__(self, model_name: str, **kwargs: Any) -> None:
+        refuse_other_names(kwargs)
+        self.config = from_mapping(HuggingFacePolicyConfig, kwargs)
+        check_sampling(self.config)
+        _check_training(self.config)
+        lora = None if self.config.lora is None else from_mapping(LoraConfig, self.config.lora, "lora")
+        self.model_name = model_name
+        self.temperature = self.config.temperature
+        _check_memory(model_name, self.config)
+        self.model = load_causal_lm(model_name, self.config)
+        if self.config.sequence_packing and not keeps_sequences_apart(self.model):
+            raise ConfigError(
+                f"sequence_packing=True, but {type(self.model).__name__} lets packed sequences see each other. "
+                "Type sequence_packing=False"
+            )
+        if lora is not None:
+            _add_adapters(self.model, lora)
+        if self.config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._optimizer = MasterAdamW(
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+            lr=self.config.learning_rate,
+            weight_decay=self.config.weight_decay,
+        )
+        self._num_steps = 0
+        self._reference: nn.Module | None = None
+        self._checksum: list[float] | None = None
+        self._random = sampling_generator(self.config.seed, rank())
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Continue each row; ``logprobs`` are those that ``get_logprobs`` gives of the result."""
+        return generate_tokens(self.model, data, self.config, greedy, self._random, self.config.tokenizer)
+
+    def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
+        """Log-probabilities of prompts, training data, or outputs of a generation (``output_ids``)."""
+        return self._score(self.model, data)
+
+    def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
+        """The same of the policy before its first step: a frozen copy made at first need, or the model without adapters.
+
+        Raises:
+            CheckpointError: The copy is needed after the first step, and ``model_name`` holds other weights by now.
+        """
+        if self.config.lora is not None:
+            with _without_adapters(self.model):
+                return self._score(self.model, data)
+        if self._reference is None:
+            self._reference = self._initial_model().requires_grad_(False).eval()
+        return self._score(self._reference, data)
+
+    def train(self, data: BatchedDataDict[TrainingDatumSpec], loss_fn: LossFunction) -> dict[str, Any]:
+        """Take one optimiser step.
+
+        Args:
+            data: Rows of this rank, one or more. A ``TokenLoss`` that needs ``reference_logprobs`` gets them here if they are missing.
+            loss_fn: A ``TokenLoss`` is evaluated in micro-batches; any other ``loss_fn(model, data)`` gets the whole batch
+                at once, since how it averages is not known.
+
+        Returns:
+            ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, the metrics of the loss, and ``memory/...``
+            (``rlinf.memory``).
+
+        Raises:
+            ConfigError: The batch does not fit the loss (on any rank: all raise), or the loss cannot be used with the policy.
+            NonFiniteError: Loss or gradient is NaN or infinite; the weights are as before.
+        """
+        data = BatchedDataDict(data)
+        check_loss(loss_fn, self.temperature, (self.config.lora or {}).get("dropout", 0.0))
+        self._optimizer.zero_grad()
+        self.model.train()
+        try:
+            if isinstance(loss_fn, TokenLoss):
+                metrics = self._accumulate(data, loss_fn)
+            elif world_size() > 1:
+                raise ConfigError(
+                    f"{loss_fn} is no TokenLoss, and only a TokenLoss can be summed over {world_size()} ranks."
+                )
+            else:
+                loss = loss_fn(self.model, data)
+                if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                    raise ConfigError(f"loss_fn returned {loss!r}; required: a tensor of one number with a gradient.")
+                loss.backward()
+                self._optimizer.gather_gradients()
+                metrics = {"loss": loss.item()}
+        finally:
+            self.model.eval()
+        if world_size() > 1:
+            _sum_gradients(self._optimizer.masters)
+        grad_norm = float(nn.utils.clip_grad_norm_(self._optimizer.masters, self.config.max_grad_norm))
+        if not torch.isfinite(torch.tensor([metrics["loss"], grad_norm])).all():
+            raise NonFiniteError(
+                f"The loss is {metrics['loss']} and the gradient norm {grad_norm}; the step was not taken."
+            )
+        if self._num_steps == 0 and self._reference is None and self.config.lora is None:
+            self._checksum = weights_checksum(self.model)
+        self._optimizer.step()
+        self._num_steps += 1
+        self._optimizer.zero_grad()
+        return {**metrics, "grad_norm": grad_norm, **memory_metrics()}
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a folder that transformers, the engines and another policy load; adapters are added to the weights.
+
+        Every rank calls it, and the first one writes.
+
+        Raises:
+            ConfigError: There are adapters on quantised weights, to which they cannot be added.
+        """
+        if self.config.load_in_8bit or self.config.load_in_4bit:
+            raise ConfigError(
+                "Adapters cannot be added to quantised weights. Type load_in_8bit=False, load_in_4bit=False"
+            )
+        if rank() == 0:
+            merged = None if self.config.lora is None else merged_state_dict(self.model)
+            self.model.save_pretrained(folder, state_dict=merged)
+        if world_size() > 1:
+            dist.barrier()
+
+    def _accumulate(self, data: BatchedDataDict, loss_fn: TokenLoss) -> dict[str, float]:
+        def prepare() -> tuple[TokenCounts, list[BatchedDataDict]]:
+            counts = loss_fn.counts(data)
+            rows = self._micro_batches(data, loss_fn.rows_per_sample)
+            if loss_fn.needs_reference and "reference_logprobs" not in data:
+                data["reference_logprobs"] = self.get_reference_logprobs(data)["logprobs"]
+            return counts, [data.select_indices(each) for each in rows]
+
+        own, parts = refused_together(prepare)
+        counts = TokenCounts(*sum_over_ranks([own.tokens, own.samples]))
+        totals: dict[str, float] = {}
+
+        def run() -> None:
+            for part in parts:
+                output = loss_fn.from_logprobs(self._logprobs(self.model, part), part, counts)
+                output.loss.backward()
+                self._optimizer.gather_gradients()
+                for name, value in {**output.metrics, "loss": output.loss.detach()}.items():
+                    totals[name] = totals.get(name, 0.0) + float(value)
+
+        refused_together(run)
+        totals = dict(zip(totals, sum_over_ranks(list(totals.values())), strict=True))
+        return {**totals, "num_tokens": counts.tokens}
+
+    @torch.no_grad()
+    def _score(self, model: Any, data: BatchedDataDict) -> BatchedDataDict[LogprobsSpec]:
+        data = BatchedDataDict(data)
+        ids, _ = tokens_and_mask(data)
+        logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+        with evaluation_mode(model):
+            for rows in self._micro_batches(data, rows_per_sample=1):
+                logprobs[rows] = self._logprobs(model, data.select_indices(rows)).to(ids.device)
+        return BatchedDataDict({"logprobs": logprobs})
+
+    def _logprobs(self, model: Any, data: BatchedDataDict) -> Tensor:
+        return batch_logprobs(model, data, self.temperature, self.config.sequence_packing)
+
+    def _micro_batches(self, data: BatchedDataDict, rows_per_sample: int) -> list[list[int]]:
+        config = self.config
+        return micro_batches(
+            data,
+            config.micro_batch_size,
+            config.max_tokens_per_microbatch,
+            config.sequence_packing,
+            rows_per_sample,
+            context_length(self.model),
+            self.model.config.get_text_config().vocab_size,
+        )
+
+    def _initial_model(self) -> nn.Module:
+        if self._num_steps == 0:
+            return copy.deepcopy(self.model)
+        model = load_causal_lm(self.model_name, self.config)
+        if weights_checksum(model) != self._checksum:
+            raise CheckpointError(
+                f"'{self.model_name}' no longer holds the weights that this policy began with, so they cannot be its "
+                "reference. Call get_reference_logprobs once before the first train"
+            )
+        return model
+
+
+def check_loss(loss_fn: Any, temperature: float, lora_dropout: float = 0.0) -> None:
+    """Refuse a loss that a policy cannot train with.
+
+    Args:
+        loss_fn: What ``train`` was given.
+        temperature: Of the policy.
+        lora_dropout: Of its adapters.
+
+    Raises:
+        ConfigError: It is no loss, or would take log-probabilities of another temperature or with dropout.
+    """
+    if not callable(loss_fn) or isinstance(loss_fn, type):
+        raise ConfigError(f"loss_fn is {loss_fn!r}; required: a loss. Give e.g. rlinf.algorithms.NLLLossFn()")
+    if not isinstance(loss_fn, TokenLoss):
+        return
+    if loss_fn.temperature not in (1.0, temperature):
+        raise ConfigError(
+            f"{type(loss_fn).__name__} has temperature={loss_fn.temperature}, and the policy, which scores, has "
+            f"temperature={temperature}. Type temperature={temperature} in the loss, or leave it out"
+        )
+    if loss_fn.compares and lora_dropout > 0:
+        raise ConfigError(
+            f"lora.dropout={lora_dropout} and {type(loss_fn).__name__}: with dropout the log-probabilities of an unchanged "
+            "policy do not repeat. Type lora={'dropout': 0.0}"
+        )
+
+
+def refused_together(
+    function: Callable[[], Result], sum_values: Callable[[list[float]], list[float]] = sum_over_ranks
+) -> Result:
+    """Run a function without collectives on every rank; where one refuses its rows, all raise and none waits.
+
+    Args:
+        function: Returns the result of this rank.
+        sum_values: Sums numbers over the ranks.
+
+    Raises:
+        ConfigError: That of this rank, or the news that another one has refused.
+    """
+    result, error = None, None
+    try:
+        result = function()
+    except ConfigError as refused:
+        error = refused
+    num_refused = int(sum_values([float(error is not None)])[0])
+    if error is not None:
+        raise error
+    if num_refused:
+        raise ConfigError(
+            f"{num_refused} other rank(s) refused their rows, so no step was taken. Their messages say why"
+        )
+    return result
+
+
+def check_sampling(config: SamplingConfig) -> None:
+    """Refuse sampling whose probabilities are not those of the model.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    neutral_values = {
+        "top_k": (None,), "top_p": (None, 1.0), "repetition_penalty": (1.0,), "allowed_token_ids": (None,),
+    }  # fmt: skip
+    for name, neutral in neutral_values.items():
+        value = getattr(config, name)
+        if value not in neutral:
+            raise ConfigError(
+                f"{name}={value} changes what is sampled but not the log-probabilities that are trained. "
+                f"Type {name}={neutral[-1]}, or generate with HuggingFaceGeneration"
+            )
+
+
+def _check_training(config: HuggingFacePolicyConfig) -> None:
+    if config.sequence_packing and config.max_tokens_per_microbatch is None:
+        raise ConfigError(
+            "sequence_packing=True needs the size of a packed row. Type e.g. max_tokens_per_microbatch=4096"
+        )
+    if str(config.torch_dtype).endswith("float16") and "bfloat16" not in str(config.torch_dtype):
+        raise ConfigError(
+            f"torch_dtype={config.torch_dtype} loses small gradients in training. Type torch_dtype='bfloat16'"
+        )
+    if (config.load_in_8bit or config.load_in_4bit) and config.lora is None:
+        raise ConfigError("Quantised weights cannot be trained, only adapters on them. Type lora={}")
+
+
+def training_bytes(num_parameters: int, bytes_of_a_weight: int) -> int:
+    """Bytes of the training of all weights, without activations: weights, gradients, AdamW's moments, float32 copies of both in 16 bits."""
+    copies = 8 if bytes_of_a_weight < 4 else 0
+    return num_parameters * (2 * bytes_of_a_weight + copies + 8)
+
+
+def _check_memory(model_name: str, config: HuggingFacePolicyConfig) -> None:
+    """Refuse to train all weights of a model, which every rank holds, where they cannot fit; before any is read.
+
+    Raises:
+        ConfigError: With what is needed, what is there, and what takes less.
+    """
+    places = config.device_map.values() if isinstance(config.device_map, dict) else [config.device_map]
+    if config.lora is not None or not torch.cuda.is_available() or any(str(p) in _NO_GPU for p in places):
+        return
+    num_parameters = count_weights(model_name, config.trust_remote_code)
+    needed = training_bytes(num_parameters, torch_dtype_of(config.torch_dtype).itemsize)
+    is_spread = isinstance(config.device_map, dict) or config.device_map in _SPREAD
+    alone = not is_spread or (config.device_map == "auto" and dist.is_initialized())
+    gpus = [own_device().index] if alone else range(torch.cuda.device_count())
+    available = sum(torch.cuda.get_device_properties(index).total_memory for index in gpus)
+    if needed > available:
+        raise ConfigError(
+            f"Training all {num_parameters / 1e9:.3g} billion weights of '{model_name}' takes {needed / 1e9:.3g} GB for weights, gradients "
+            f"and optimiser, all of it on every rank, and {'the GPU has' if len(gpus) == 1 else 'the GPUs have'} {available / 1e9:.3g} GB. "
+            "Train adapters: type lora={}; or train a smaller model"
+        )
+
+
+def _add_adapters(model: Any, lora: LoraConfig) -> None:
+    """Put adapters into the layers; ``HFModel`` knows which of any family."""
+    from rlinf.models.lora import apply_lora
+
+    apply_lora(HFModel(model), lora)
+
+
+@contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[None]:
+    """Switch the adapters off inside, and on again whatever happens."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def _sum_gradients(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+
+
+def sampling_generator(seed: int, rank: int) -> torch.Generator:
+    """Return the random numbers of a data-parallel rank: those of ``seed`` on the first, others on each of the others."""
+    return torch.Generator().manual_seed(seed if rank == 0 else derive_seed(seed, "generation", rank))
+
+
+def weights_checksum(model: nn.Module) -> list[float]:
+    """Return the sum of each tensor: tells whether a folder still holds the same weights."""
+    return [float(tensor.detach().double().sum()) for tensor in model.parameters() if tensor.is_floating_point()]

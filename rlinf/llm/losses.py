@@ -1,0 +1,325 @@
+"""Losses of token policies: maximum likelihood, preferences, clipped policy gradient.
+
+A loss can be used in two ways. ``loss_fn(model, data)`` runs the model itself and returns a scalar. ``from_logprobs`` takes
+the log-probabilities of a part of a batch and divides by the counts of the whole batch, so that the losses of micro-batches
+or ranks add up to the loss of the batch.
+
+``logprobs [B, S]`` are those of ``rlinf.llm.logprobs.sequence_logprobs``: column ``i`` belongs to token ``i``, column 0 and
+padding are 0. ``rlinf.llm.interfaces.TrainingDatumSpec`` lists the keys of ``data``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlinf.algorithms.losses import clipped_policy_loss, kl_penalty
+from rlinf.errors import ConfigError
+from rlinf.llm.generation_interfaces import response_mask, tokens_and_mask, verify_right_padding
+from rlinf.llm.logprobs import batch_logprobs
+from rlinf.types import LossOutput
+
+LEVELS = ("token", "sequence")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+@dataclass
+class TokenCounts:
+    """What the means of a batch divide by, over all its micro-batches and ranks.
+
+    Attributes:
+        tokens: Tokens that are trained on.
+        samples: Rows with such tokens (of a preference loss: pairs).
+    """
+
+    tokens: float
+    samples: float
+
+
+def trained_tokens(data: Mapping[str, Any]) -> Tensor:
+    """bool ``[B, S]``: tokens that a loss is taken of.
+
+    ``token_mask``; without it the response, where ``generation_lengths`` tell which it is, else every token. Never the first
+    token, padding, or a row whose ``sample_mask`` is 0.
+
+    Raises:
+        ConfigError: A mask has another shape, or ``labels`` stand where ``token_mask`` is read.
+    """
+    ids, mask = tokens_and_mask(data)
+    chosen = mask.clone()
+    chosen[:, :1] = False
+    if "token_mask" in data:
+        token_mask = _tensor_of(data, "token_mask")
+        if token_mask.shape != ids.shape:
+            raise ConfigError(f"token_mask is {list(token_mask.shape)}; required: {list(ids.shape)}, as the tokens.")
+        chosen &= token_mask.to(ids.device).bool()
+    elif isinstance(data.get("labels"), Tensor) and data["labels"].shape == ids.shape:
+        raise ConfigError("data['labels'] are not read. Give token_mask=(labels != -100) for what they leave out")
+    elif "generation_lengths" in data:
+        chosen &= response_mask(data)
+    if "sample_mask" in data:
+        sample_mask = _tensor_of(data, "sample_mask")
+        if sample_mask.shape != ids.shape[:1]:
+            raise ConfigError(
+                f"sample_mask is {list(sample_mask.shape)}; required: {list(ids.shape[:1])}, one per row."
+            )
+        chosen &= sample_mask.to(ids.device).bool().unsqueeze(1)
+    return chosen
+
+
+@dataclass
+class TokenLoss(ABC):
+    """A loss of log-probabilities.
+
+    Attributes:
+        temperature: Divides the logits where the loss runs the model itself. A policy scores with its own.
+        rows_per_sample: Neighbouring rows that belong together and share a micro-batch.
+        compares: The log-probabilities are compared with others of the same tokens, so dropout has to be off.
+    """
+
+    temperature: float = field(default=1.0, kw_only=True)
+    rows_per_sample: ClassVar[int] = 1
+    compares: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ConfigError(f"{type(self).__name__} got temperature={self.temperature}; required: more than 0. "
+                              "Type temperature=1.0")  # fmt: skip
+
+    @property
+    def needs_reference(self) -> bool:
+        """``data`` must hold ``reference_logprobs``."""
+        return False
+
+    def __call__(self, model: Any, data: Mapping[str, Any]) -> Tensor:
+        """Run a causal language model on a whole batch, padded on the right, and return the scalar loss."""
+        verify_right_padding(data, raise_error=True)
+        return self.from_logprobs(batch_logprobs(model, data, self.temperature), data, self.counts(data)).loss
+
+    def counts(self, data: Mapping[str, Any]) -> TokenCounts:
+        """Count what a batch trains on; the counts of parts add up."""
+        mask = trained_tokens(data)
+        return TokenCounts(float(mask.sum()), float(mask.any(-1).sum()))
+
+    @abstractmethod
+    def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
+        """Loss of a part of a batch.
+
+        Args:
+            logprobs: float32 ``[B, S]`` with gradients.
+            data: The same rows.
+            counts: Of the whole batch.
+
+        Returns:
+            The loss, and metrics; both add up over the parts.
+
+        Raises:
+            ConfigError: A key is missing, or the whole batch trains on nothing.
+        """
+
+
+@dataclass
+class NLLLossFn(TokenLoss):
+    """Mean negative log-likelihood of the trained tokens, in nats: supervised fine-tuning."""
+
+    def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
+        _check_counts(counts)
+        mask = trained_tokens(data).to(logprobs.device)
+        loss = -torch.where(mask, logprobs, 0.0).sum() / counts.tokens
+        return LossOutput(loss, {"nll": loss.detach()})
+
+
+@dataclass
+class DPOLossFn(TokenLoss):
+    """Direct preference optimisation (Rafailov et al. 2023, eq. 7): row ``2i`` is chosen, row ``2i + 1`` rejected.
+
+    ``-log sigmoid(beta (r_chosen - r_rejected))`` with ``r`` the sum over the trained tokens of a row of
+    ``logprobs - reference_logprobs``; log 2 where policy and reference agree. A pair counts when both rows do.
+
+    Attributes:
+        beta: Strength of the pull to the reference.
+        label_smoothing: Probability that a label is wrong (Mitchell 2023, "A note on DPO with noisy preferences", eq. 3).
+    """
+
+    rows_per_sample: ClassVar[int] = 2
+    compares: ClassVar[bool] = True
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta <= 0:
+            raise ConfigError(f"DPOLossFn got beta={self.beta}; required: more than 0. Type beta=0.1")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(f"DPOLossFn got label_smoothing={self.label_smoothing}; required: 0 to below 0.5.")
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
+
+    def counts(self, data: Mapping[str, Any]) -> TokenCounts:
+        mask = trained_tokens(data)
+        pairs = _pairs(mask.any(-1)).all(-1)
+        return TokenCounts(float(mask.sum()), float(pairs.sum()))
+
+    def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
+        _check_counts(counts)
+        mask = trained_tokens(data).to(logprobs.device)
+        reference = _logprobs_of(data, "reference_logprobs", logprobs, "policy.get_reference_logprobs(data)")
+        rewards = _pairs(self.beta * torch.where(mask, logprobs - reference, 0.0).sum(-1))
+        margin = rewards[:, 0] - rewards[:, 1]
+        losses = -(1 - self.label_smoothing) * F.logsigmoid(margin) - self.label_smoothing * F.logsigmoid(-margin)
+        valid = _pairs(mask.any(-1)).all(-1)
+
+        def mean(values: Tensor) -> Tensor:
+            return torch.where(valid, values, 0.0).sum() / counts.samples
+
+        metrics = {
+            "accuracy": (margin > 0).float(),
+            "reward_chosen": rewards[:, 0],
+            "reward_rejected": rewards[:, 1],
+            "reward_margin": margin,
+        }
+        return LossOutput(mean(losses), {name: mean(value).detach() for name, value in metrics.items()})
+
+
+@dataclass
+class GRPOLossFn(TokenLoss):
+    """Clipped policy gradient on given advantages, as in GRPO (Shao et al. 2024, eq. 3) and its relatives.
+
+    ``clipped_policy_loss`` has the surrogate. Without ``old_logprobs`` the policy before the update is the policy itself (one
+    step per batch, ratio 1).
+
+    Attributes:
+        clip_range_low, clip_range_high: The ratio is clipped to ``[1 - low, 1 + high]`` (DAPO, Yu et al. 2025, eq. 8).
+        dual_clip: Bound on the loss of negative advantages (Ye et al. 2020, eq. 5); None: off.
+        ratio_level: ``token``: a ratio per token; ``sequence``: ``exp`` of the mean log-ratio of a row (GSPO, Zheng et al.
+            2025, eq. 7), which wants one advantage per row.
+        loss_level: ``token``: the mean over all tokens of the batch (DAPO, eq. 8); ``sequence``: over the rows, of the means
+            over their tokens (GRPO, eq. 3).
+        kl_coef: Weight of the KL penalty to the reference policy.
+        kl_estimator: ``k1``, ``k2`` or ``k3`` (Schulman 2020).
+        importance_cap: Weight tokens by ``min(old / generation, cap)`` where the engine that generated is another program
+            (truncated importance sampling, Yao et al. 2025); needs ``generation_logprobs``; None: off.
+    """
+
+    compares: ClassVar[bool] = True
+    clip_range_low: float = 0.2
+    clip_range_high: float = 0.2
+    dual_clip: float | None = None
+    ratio_level: str = "token"
+    loss_level: str = "token"
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    importance_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, accepted in (("ratio_level", LEVELS), ("loss_level", LEVELS), ("kl_estimator", KL_ESTIMATORS)):
+            value = getattr(self, name)
+            if value not in accepted:
+                raise ConfigError(f"GRPOLossFn got {name}='{value}'; required: {' or '.join(accepted)}. "
+                                  f"Type {name}='{accepted[0]}'")  # fmt: skip
+        for name, least in (("clip_range_low", 0), ("clip_range_high", 0), ("kl_coef", 0), ("dual_clip", 1),
+                            ("importance_cap", 0)):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"GRPOLossFn got {name}={value}; required: at least {least}. Type {name}={least}")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0
+
+    def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
+        _check_counts(counts)
+        mask = trained_tokens(data).to(logprobs.device)
+        advantages = self._advantages(data, logprobs)
+        old = logprobs.detach()
+        if "old_logprobs" in data:
+            old = _logprobs_of(data, "old_logprobs", logprobs, "policy.get_logprobs(data)")
+        lengths = mask.sum(-1, keepdim=True)
+        by_sequence = self.loss_level == "sequence"
+        token_weights = 1 / lengths.clamp(min=1) if by_sequence else torch.ones_like(logprobs)
+        denominator = counts.samples if by_sequence else counts.tokens
+        # The surrogate is positively homogeneous in the advantage, so a weight of a token may multiply its advantage.
+        if self.ratio_level == "sequence":
+            ratios, old_ratios = (_row_mean(values, mask) for values in (logprobs, old))
+            unit_mask, num_units = mask.any(-1, keepdim=True), counts.samples
+            weights = (token_weights * mask).sum(-1, keepdim=True) * _row_mean(self._importance(data, old, mask), mask)
+        else:
+            ratios, old_ratios, unit_mask, num_units = logprobs, old, mask, counts.tokens
+            weights = token_weights * self._importance(data, old, mask)
+        total, sums = clipped_policy_loss(
+            ratios,
+            old_ratios,
+            advantages * weights,
+            unit_mask,
+            self.clip_range_low,
+            self.clip_range_high,
+            self.dual_clip,
+        )
+        loss = total / denominator
+        metrics = {name: value / num_units for name, value in sums.items()} | {"policy_loss": loss.detach()}
+        if self.needs_reference:
+            reference = _logprobs_of(data, "reference_logprobs", logprobs, "policy.get_reference_logprobs(data)")
+            kl = kl_penalty(logprobs, reference, mask, self.kl_estimator, token_weights) / denominator
+            loss = loss + self.kl_coef * kl
+            metrics["kl_to_reference"] = kl.detach()
+        return LossOutput(loss, metrics)
+
+    def _advantages(self, data: Mapping[str, Any], logprobs: Tensor) -> Tensor:
+        if "advantages" not in data:
+            raise ConfigError(f"GRPOLossFn needs data['advantages'], [B] or [B, S]; the batch has {sorted(data)}.")
+        advantages = _tensor_of(data, "advantages").to(logprobs)
+        rows, columns = logprobs.shape
+        accepted = [(rows,)] if self.ratio_level == "sequence" else [(rows,), (rows, columns)]
+        if tuple(advantages.shape) not in accepted:
+            raise ConfigError(
+                f"advantages are {list(advantages.shape)}; required with ratio_level='{self.ratio_level}': "
+                f"{' or '.join(str(list(shape)) for shape in accepted)}."
+            )
+        return advantages.unsqueeze(-1) if advantages.ndim == 1 else advantages
+
+    def _importance(self, data: Mapping[str, Any], old: Tensor, mask: Tensor) -> Tensor:
+        if self.importance_cap is None:
+            return torch.ones_like(old)
+        generated = _logprobs_of(data, "generation_logprobs", old, "the 'logprobs' of generate(data)")
+        return torch.where(mask, old - generated, 0.0).exp().clamp(max=self.importance_cap)
+
+
+def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _pairs(values: Tensor) -> Tensor:
+    if len(values) % 2:
+        raise ConfigError(f"DPOLossFn got {len(values)} rows; required: pairs, row 2i chosen and row 2i + 1 rejected.")
+    return values.view(-1, 2)
+
+
+def _logprobs_of(data: Mapping[str, Any], key: str, like: Tensor, source: str) -> Tensor:
+    if key not in data:
+        raise ConfigError(f"The loss needs data['{key}']; the batch has {sorted(data)}. Put there {source}")
+    values = _tensor_of(data, key)
+    if values.shape != like.shape:
+        raise ConfigError(f"data['{key}'] is {list(values.shape)}; required: {list(like.shape)}, as the tokens.")
+    return values.to(like)
+
+
+def _tensor_of(data: Mapping[str, Any], key: str) -> Tensor:
+    if not isinstance(data[key], Tensor):
+        raise ConfigError(f"data['{key}'] is a {type(data[key]).__name__}; required: a torch.Tensor.")
+    return data[key]
+
+
+def _check_counts(counts: TokenCounts) -> None:
+    if counts.samples <= 0:
+        raise ConfigError(
+            "The batch trains on nothing: token_mask or sample_mask is 0 everywhere, or no response has a token."
+        )

@@ -1,0 +1,390 @@
+"""A policy over Megatron-core: tensor, sequence, pipeline and data parallelism. Importing this needs no Megatron, constructing does."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_utils import PreTrainedModel
+
+from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, NonFiniteError
+from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.causal_lm import evaluation_mode, torch_dtype_of
+from rlinf.llm.generation_interfaces import (
+    GenerationDatumSpec,
+    GenerationOutputSpec,
+    tokens_and_mask,
+    verify_text_only,
+)
+from rlinf.llm.hf_generation import SamplingConfig, generate_tokens, refuse_other_names
+from rlinf.llm.hf_policy import (
+    check_loss,
+    check_sampling,
+    refused_together,
+    sampling_generator,
+    weights_checksum,
+)
+from rlinf.llm.interfaces import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
+from rlinf.llm.logprobs import micro_batches
+from rlinf.llm.losses import TokenCounts, TokenLoss
+from rlinf.llm.megatron.groups import MegatronGroups, check_device, check_ranks, device_of_this_rank
+from rlinf.llm.megatron.weights import (
+    build_gpt,
+    check_family,
+    is_replicated,
+    load_weights,
+    needs_tensor_parallel_sum,
+    source_names,
+    unshard,
+)
+from rlinf.memory import memory_metrics
+from rlinf.models.hf_model import HFModel, load_config
+from rlinf.optim.master_adamw import MasterAdamW
+from rlinf.options import from_mapping, option
+
+
+@dataclass
+class MegatronPolicyConfig(SamplingConfig):
+    """Keyword arguments of ``MegatronPolicy``."""
+
+    tensor_model_parallel_size: int = option(1, "Ranks that share each layer.", minimum=1)
+    pipeline_model_parallel_size: int = option(1, "Groups of ranks that hold successive layers.", minimum=1)
+    sequence_parallel: bool = option(False, "Split norms and residuals along the sequence; needs tensor parallelism.")
+    use_flash_attention: bool = option(
+        False, "Accept only the flash kernel of attention, which needs a GPU and bfloat16."
+    )
+    torch_dtype: Any = option("float32", "Number format of the weights: float32 or bfloat16.")
+    tokenizer: Any = option(None, "Tokenizer that gives the padding and end tokens where the model names none.")
+    learning_rate: float = option(1e-5, "Of AdamW.", minimum=0)
+    weight_decay: float = option(0.0, "Of AdamW.", minimum=0)
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", minimum=1e-6)
+    micro_batch_size: int = option(8, "Rows of one forward-backward pass.", minimum=1)
+    max_tokens_per_microbatch: int | None = option(None, "Instead: rows by tokens, padding included.", minimum=1)
+
+
+class MegatronPolicy(PolicyInterface):
+    """Policy over a Megatron-core ``GPTModel`` that is filled from a llama-like checkpoint of transformers.
+
+    Ranks are those of ``torch.distributed``; without a process group, a group of this process alone is made. The ranks of one
+    model (tensor and pipeline parallel) call every method with the same rows, and get the same results; groups of such ranks
+    call ``train`` with rows of their own, and gradients and counts are summed over them.
+
+    ``generate`` computes the whole row anew for each token. It is there to check and to score; to generate much, give
+    ``public_state_dict()`` to an engine.
+
+    Args:
+        model_name: Folder or hub id of a checkpoint of transformers (``megatron_weights.FAMILIES``).
+        **kwargs: Fields of ``MegatronPolicyConfig``.
+
+    Attributes:
+        temperature: Of the log-probabilities.
+
+    Raises:
+        ConfigError: A keyword is unknown or contradicts another, the ranks, the device or the checkpoint.
+        MissingDependencyError: megatron-core is not installed.
+        CheckpointError: Nothing can be loaded from ``model_name``.
+    """
+
+    def __init__(self, model_name: str, **kwargs: Any) -> None:
+        refuse_other_names(kwargs)
+        self.config = config = from_mapping(MegatronPolicyConfig, kwargs)
+        check_sampling(config)
+        self._dtype = torch_dtype_of(config.torch_dtype)
+        _check_config(config, self._dtype)
+        if importlib.util.find_spec("megatron") is None:
+            raise MissingDependencyError(
+                f"MegatronPolicy('{model_name}') needs the extra 'megatron', which is not installed. Type pip install "
+                f"'rlinf[megatron]'. Or do without: Use HuggingFacePolicy('{model_name}')"
+            )
+        check_ranks(config)
+        self.device = device_of_this_rank()
+        check_device(config, self.device)
+        self.model_name, self.temperature = model_name, config.temperature
+        self._hf_config = load_config(model_name)
+        check_family(self._hf_config, config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
+        self._groups = MegatronGroups(config, self.device)
+        self._causal_lm = self._load()
+        self.model = self._causal_lm.model
+        self._checksum = weights_checksum(self.model)
+        self._reference: nn.Module | None = None
+        self._optimizer = MasterAdamW(
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+        )
+        self._random = sampling_generator(config.seed, self._groups.data.rank())
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Continue each row; ``logprobs`` are those that ``get_logprobs`` gives of the result."""
+        verify_text_only(data, "MegatronPolicy", "HuggingFacePolicy")
+        return generate_tokens(self._causal_lm, data, self.config, greedy, self._random, self.config.tokenizer)
+
+    def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
+        """Log-probabilities of prompts, training data, or outputs of a generation (``output_ids``)."""
+        return self._score(self.model, data)
+
+    def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
+        """The same of the policy before its first step, which is read from ``model_name`` again at first need.
+
+        Raises:
+            CheckpointError: ``model_name`` holds other weights by now.
+        """
+        if self._reference is None:
+            reference = self._load().model.requires_grad_(False)
+            if weights_checksum(reference) != self._checksum:
+                raise CheckpointError(
+                    f"'{self.model_name}' no longer holds the weights that this policy began with, so they cannot be its "
+                    "reference. Call get_reference_logprobs once before the folder changes"
+                )
+            self._reference = reference
+        return self._score(self._reference, data)
+
+    def train(self, data: BatchedDataDict[TrainingDatumSpec], loss_fn: LossFunction) -> dict[str, Any]:
+        """Take one optimiser step.
+
+        Args:
+            data: Rows of this data-parallel rank. Missing ``reference_logprobs`` that the loss needs are computed.
+            loss_fn: A ``TokenLoss``.
+
+        Returns:
+            ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, the metrics of the loss, and ``memory/...``.
+
+        Raises:
+            ConfigError: The loss is no ``TokenLoss``, or the batch does not fit it.
+            NonFiniteError: Loss or gradient is NaN or infinite; the weights are as before.
+        """
+        if not isinstance(loss_fn, TokenLoss):
+            raise ConfigError(
+                f"{loss_fn} is no TokenLoss, and Megatron-core's model is not one that it could call. Use HuggingFacePolicy"
+            )
+        check_loss(loss_fn, self.temperature)
+        data = BatchedDataDict(data)
+        self.model.zero_grad(set_to_none=True)
+        self.model.train()
+        try:
+            metrics = self._accumulate(data, loss_fn)
+        finally:
+            self.model.eval()
+        self._sum_gradients()
+        grad_norm = self._grad_norm()
+        if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
+            raise NonFiniteError(
+                f"The loss is {metrics['loss']} and the gradient norm {grad_norm}; the step was not taken."
+            )
+        scale = min(1.0, self.config.max_grad_norm / (grad_norm + 1e-6))
+        for parameter in self._optimizer.parameters:
+            parameter.grad.mul_(scale)
+        self._optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        return {**metrics, "grad_norm": grad_norm, **memory_metrics()}
+
+    @torch.no_grad()
+    def public_state_dict(self) -> dict[str, Tensor]:
+        """Gather all weights on the CPU of every rank, under the names of the checkpoint; all ranks call it."""
+        own = {}
+        for name, parameter in self.model.named_parameters():
+            sources = source_names(name, self._first_layer(self.model))
+            own |= zip(sources, (t.cpu() for t in unshard(name, self._gather(parameter), self._hf_config)), strict=True)
+        stages: list[Any] = [None] * self._groups.num_stages
+        dist.all_gather_object(stages, own, group=self._groups.pipeline)
+        return {name: tensor for stage in stages for name, tensor in stage.items()}
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a folder that transformers loads; all ranks call it, the first one writes."""
+        weights = self.public_state_dict()
+        if dist.get_rank() == 0:
+            model = HFModel.from_config(self._hf_config, dtype=self._dtype, meta=True)
+            model.save_pretrained(folder, {f"model.{name}": tensor for name, tensor in weights.items()})
+        dist.barrier()
+
+    def _load(self) -> _CausalLM:
+        loaded = HFModel.from_pretrained(self.model_name, config=self._hf_config, dtype=self._dtype).model
+        weights = loaded.state_dict()
+        model = build_gpt(self._hf_config, set(weights), loaded.model.rotary_emb, self._dtype, self.config)
+        groups = self._groups
+        load_weights(
+            model, weights, self._hf_config, self._first_layer(model), groups.tensor.rank(), groups.tensor.size()
+        )
+        return _CausalLM(model.to(self.device).eval(), loaded, self._next_token_logits)
+
+    def _first_layer(self, model: nn.Module) -> int:
+        return len(model.decoder.layers) * self._groups.stage
+
+    def _accumulate(self, data: BatchedDataDict, loss_fn: TokenLoss) -> dict[str, float]:
+        def prepare() -> tuple[TokenCounts, list[list[int]]]:
+            return loss_fn.counts(data), self._micro_batches(data, loss_fn.rows_per_sample)
+
+        own, rows_of_parts = refused_together(prepare, lambda values: self._groups.sum(values, self._groups.data))
+        if loss_fn.needs_reference and "reference_logprobs" not in data:
+            data["reference_logprobs"] = self.get_reference_logprobs(data)["logprobs"]
+        counts = TokenCounts(*self._groups.sum([own.tokens, own.samples], self._groups.data))
+        totals: dict[str, float] = {}
+        parts = [data.select_indices(rows) for rows in rows_of_parts]
+        # As many micro-batches as stages are under way at once, so that all stages have work.
+        for start in range(0, len(parts), self._groups.num_stages):
+            passes = []
+            for part in parts[start : start + self._groups.num_stages]:
+                received, output = self._forward(self.model, part)
+                if self._groups.is_last:
+                    loss = loss_fn.from_logprobs(self._logprobs(output, part), part, counts)
+                    output = loss.loss
+                    for name, value in {**loss.metrics, "loss": loss.loss.detach()}.items():
+                        totals[name] = totals.get(name, 0.0) + float(value)
+                passes.append((received, output))
+            for received, output in passes:
+                self._backward(received, output)
+        totals = dict(zip(totals, self._groups.sum(list(totals.values()), self._groups.data), strict=True))
+        return {**self._groups.from_last_stage(totals), "num_tokens": counts.tokens}
+
+    def _forward(self, model: nn.Module, data: BatchedDataDict) -> tuple[Tensor | None, Tensor]:
+        """Run this rank's layers on rows; returns what came from the stage before, and logits ``[B, W, V / ranks]`` or what went on."""
+        ids, mask = tokens_and_mask(data)
+        shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        width = math.ceil(int(mask.sum(-1).max()) / shards) * shards
+        ids = F.pad(ids[:, :width], (0, max(0, width - ids.shape[1]))).to(self.device)
+        received = None
+        if not self._groups.is_first:
+            received = torch.empty(
+                width // shards, len(ids), self._hf_config.hidden_size, dtype=self._dtype, device=self.device
+            )
+            dist.recv(received, self._groups.previous)
+            model.set_input_tensor(received.requires_grad_(torch.is_grad_enabled()))
+        positions = torch.arange(width, device=self.device).expand_as(ids)
+        output = model(ids, positions, attention_mask=None)
+        if not self._groups.is_last:
+            dist.send(output.detach().contiguous(), self._groups.next)
+        return received, output
+
+    def _backward(self, received: Tensor | None, output: Tensor) -> None:
+        gradient = None
+        if not self._groups.is_last:
+            gradient = torch.empty_like(output)
+            dist.recv(gradient, self._groups.next)
+        output.backward(gradient)
+        if received is not None:
+            dist.send(received.grad, self._groups.previous)
+
+    def _logprobs(self, logits: Tensor, data: BatchedDataDict) -> Tensor:
+        """float32 ``[B, S]`` from logits of which every tensor-parallel rank holds a part of the vocabulary.
+
+        ``log softmax(logits / temperature)``, as ``token_logprobs``, without gathering the vocabulary.
+        """
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+        ids, mask = (tensor.to(self.device) for tensor in tokens_and_mask(data))
+        predicted = mask.clone()
+        predicted[:, 0] = False
+        rows, columns = predicted.nonzero(as_tuple=True)
+        scaled = logits[rows, columns - 1].float() / self.temperature
+        logprobs = -vocab_parallel_cross_entropy(scaled, ids[predicted])
+        return torch.zeros(ids.shape, device=self.device).masked_scatter(predicted, logprobs)
+
+    @torch.no_grad()
+    def _score(self, model: nn.Module, data: BatchedDataDict) -> BatchedDataDict[LogprobsSpec]:
+        data = BatchedDataDict(data)
+        ids, _ = tokens_and_mask(data)
+        logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=self.device)
+        with evaluation_mode(model):
+            for rows in self._micro_batches(data, rows_per_sample=1):
+                part = data.select_indices(rows)
+                _, output = self._forward(model, part)
+                if self._groups.is_last:
+                    logprobs[rows] = self._logprobs(output, part)
+        self._groups.broadcast_from_last_stage(logprobs)
+        return BatchedDataDict({"logprobs": logprobs.to(ids.device)})
+
+    def _next_token_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Logits ``[B, V]`` after right-padded rows, on every rank."""
+        logits = torch.empty(len(ids), self._hf_config.vocab_size, dtype=self._dtype, device=self.device)
+        data = BatchedDataDict({"input_ids": ids, "attention_mask": mask})
+        for rows in self._micro_batches(data, rows_per_sample=1):
+            part = data.select_indices(rows)
+            _, output = self._forward(self.model, part)
+            if self._groups.is_last:
+                last = output[torch.arange(len(rows)), part["attention_mask"].sum(-1) - 1]
+                logits[rows] = torch.cat(self._gather(last), -1)
+        self._groups.broadcast_from_last_stage(logits)
+        return logits
+
+    def _micro_batches(self, data: BatchedDataDict, rows_per_sample: int) -> list[list[int]]:
+        verify_text_only(data, "MegatronPolicy", "HuggingFacePolicy")
+        config = self.config
+        context = self._hf_config.max_position_embeddings
+        return micro_batches(
+            data,
+            config.micro_batch_size,
+            config.max_tokens_per_microbatch,
+            False,
+            rows_per_sample,
+            context,
+            self._hf_config.vocab_size,
+        )
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self._groups.tensor.size())]
+        dist.all_gather(parts, tensor.contiguous(), group=self._groups.tensor)
+        return parts
+
+    def _sum_gradients(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if needs_tensor_parallel_sum(name, self.config.sequence_parallel):
+                dist.all_reduce(parameter.grad, group=self._groups.tensor)
+            dist.all_reduce(parameter.grad, group=self._groups.data)
+
+    def _grad_norm(self) -> float:
+        """Norm over the whole model; what tensor-parallel ranks hold several times counts once."""
+        total = 0.0
+        for name, parameter in self.model.named_parameters():
+            if self._groups.tensor.rank() == 0 or not is_replicated(name):
+                total += float(parameter.grad.float().square().sum())
+        return math.sqrt(self._groups.sum([total], self._groups.model)[0])
+
+
+class _CausalLM(PreTrainedModel, GenerationMixin):
+    """A ``GPTModel`` as the ``generate`` of transformers wants it: left-padded rows in, logits of the next token out."""
+
+    _supports_sdpa = True
+    ignores_left_padding = True
+
+    def __init__(self, model: nn.Module, loaded: Any, next_token_logits: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(loaded.config)
+        self.model = model
+        self.generation_config = loaded.generation_config
+        self._next_token_logits = next_token_logits
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> dict:
+        """There is no cache: every token is computed from the whole row."""
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutput:
+        """Logits ``[B, 1, V]``; no mask means no padding."""
+        mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        right = torch.arange(mask.shape[1], device=mask.device) < mask.sum(-1, keepdim=True)
+        ids = torch.zeros_like(input_ids).masked_scatter(right, input_ids[mask])
+        return CausalLMOutput(logits=self._next_token_logits(ids, right).unsqueeze(1))
+
+
+def _check_config(config: MegatronPolicyConfig, dtype: torch.dtype) -> None:
+    if config.sequence_parallel and config.tensor_model_parallel_size == 1:
+        raise ConfigError(
+            "sequence_parallel=True needs tensor_model_parallel_size of 2 or more, and it is 1. "
+            "Type sequence_parallel=False"
+        )
+    if dtype == torch.float16:
+        raise ConfigError(
+            f"torch_dtype={config.torch_dtype} loses small gradients in training. Type torch_dtype='bfloat16'"
+        )

@@ -1,0 +1,271 @@
+"""Language models in vLLM behind the generation interface. Importing this needs no vLLM, constructing does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf.distributed.process_group import rank
+from rlinf.engines.vllm_engine import (
+    EngineSpec,
+    GenerateRequest,
+    VllmEngine,
+    check_temperature,
+)
+from rlinf.engines.weight_handle import WeightsHandle
+from rlinf.errors import ConfigError
+from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.generation_interfaces import (
+    GenerationConfig,
+    GenerationDatumSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+    tokens_and_mask,
+    verify_right_padding,
+    verify_text_only,
+    verify_token_ids,
+)
+from rlinf.llm.hf_generation import SamplingConfig, refuse_other_names, verify_sampling_tokens
+from rlinf.models.hf_model import check_tensor_parallel, load_config
+from rlinf.options import from_mapping
+from rlinf.seeding import derive_seed
+
+TIMEOUT_S = 600.0
+
+
+class VllmGenerationWorker:
+    """One engine with one model. A plain class, ready to be a Ray actor: ``ray.remote(VllmGenerationWorker)``.
+
+    Args:
+        model_name: Folder or hub id of a causal language model.
+        **kwargs: Keys of ``VllmConfig``. What is no setting of the generation is an engine argument, flat or in
+            ``vllm_cfg``; ``timeout_s`` is the deadline of an answer of the engine. ``seed`` (default 0) and the rank of this
+            process begin a stream of random numbers that an engine started anew continues; actors need a seed each.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+        ConfigError: A setting is out of its bounds, or an engine argument is given twice with different values.
+    """
+
+    def __init__(self, model_name: str, **kwargs: Any) -> None:
+        self.settings = {name: value for name, value in kwargs.items() if name in GenerationConfig.__annotations__}
+        sampling_config(self.settings)
+        engine_args = engine_arguments(kwargs)
+        self.seed, self.num_drawn = engine_args.pop("seed", 0), 0
+        timeout_s = engine_args.pop("timeout_s", TIMEOUT_S)
+        self.model_name, self.num_gpus = model_name, engine_args.get("tensor_parallel_size", 1)
+        self.trust_remote_code = engine_args.get("trust_remote_code", False)
+        spec = EngineSpec(model=model_name, engine_args=engine_args, num_threads=torch.get_num_threads())
+        self.engine = VllmEngine(spec, timeout_s=timeout_s)
+
+    def start(self) -> None:
+        """Start the engine, unless it runs.
+
+        Raises:
+            ConfigError: A setting names a token that the model has not, or ``tensor_parallel_size`` does not divide the
+                attention heads.
+        """
+        verify_sampling_tokens(sampling_config(self.settings), self.vocab_size)
+        if self.num_gpus > 1:
+            check_tensor_parallel(self._model_config, self.num_gpus, "tensor_parallel_size")
+        self.engine.start()
+
+    def generate(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, greedy: bool = False, **kwargs: Any
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Continue each row of ``input_ids [B, S]``, padded on the right.
+
+        Args:
+            input_ids: Prompts.
+            attention_mask: ``[B, S]``; None: no padding.
+            greedy: Take the most likely token.
+            **kwargs: Settings of the generation that replace those of the worker.
+
+        Returns:
+            ``GenerationOutputSpec``. Log-probabilities are those of the distribution that was sampled from, after temperature,
+            penalty, allowed tokens, top-k and top-p; greedy ones too, without the last two.
+
+        Raises:
+            ConfigError: vLLM refuses a setting or would replace it, a prompt is too long, or either holds tokens that the model
+                has not.
+            EngineError: The engine failed or did not answer in time.
+        """
+        unknown = sorted(set(kwargs) - set(GenerationConfig.__annotations__))
+        if unknown:
+            raise ConfigError(f"generate got {unknown}; known: {', '.join(GenerationConfig.__annotations__)}")
+        settings = self.settings | kwargs
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        batch = {"input_ids": input_ids, "attention_mask": mask}
+        verify_token_ids(batch)
+        verify_right_padding(batch, raise_error=True)
+        prompts = [row[:length].tolist() for row, length in zip(input_ids, mask.bool().sum(-1), strict=True)]
+        sampling = sampling_arguments(settings, greedy)
+        verify_sampling_tokens(sampling_config(settings), self.vocab_size)
+        request = GenerateRequest([{"prompt_token_ids": ids} for ids in prompts], sampling)
+        if sampling["temperature"] == 0:
+            request.greedy_temperature = settings.get("temperature")
+        else:
+            request.seeds = [
+                derive_seed(self.seed, "vllm", rank(), self.num_drawn + row) for row in range(len(prompts))
+            ]
+            self.num_drawn += len(prompts)
+        result = self.engine.generate(request)
+        pad = settings.get("pad_token_id")
+        return _output(prompts, result.token_ids, result.logprobs, 0 if pad is None else pad)
+
+    def update_weights(self, weights_handle: WeightsHandle) -> int:
+        """Load the weights that a ``WeightBuffer`` holds; returns their version.
+
+        Raises:
+            WeightsRefusedError: The handle lacks tensors; the message names them, and the old weights stay.
+        """
+        return self.engine.update_weights(weights_handle)
+
+    def stop(self) -> None:
+        """End the engine; all its memory is free then."""
+        self.engine.close()
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        return self._model_config.get_text_config().vocab_size
+
+    @cached_property
+    def _model_config(self) -> Any:
+        return load_config(self.model_name, self.trust_remote_code)
+
+
+class VllmGeneration(GenerationInterface):
+    """Generation by one vLLM engine. ``update_weights`` brings new weights; after ``finish_generation`` it must be called anew.
+
+    Args:
+        cluster: GPUs that the engine may use (``RayVirtualCluster``); None: those that it finds.
+        config: ``VllmConfig`` or a plain mapping; engine arguments flat or in ``vllm_cfg``.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+        ConfigError: ``model_name`` is missing, the backend is another one, or the cluster is too small.
+    """
+
+    def __init__(self, cluster: Any, config: Mapping[str, Any]) -> None:
+        if config.get("backend", "vllm") != "vllm":
+            raise ConfigError(f"VllmGeneration got backend='{config['backend']}'; required: backend='vllm'")
+        if "model_name" not in config:
+            raise ConfigError(f"VllmGeneration needs model_name=<folder or hub id>; the config has {sorted(config)}")
+        num_gpus = engine_arguments(config).get("tensor_parallel_size", 1)
+        if cluster is not None and num_gpus > cluster.world_size():
+            raise ConfigError(
+                f"tensor_parallel_size is {num_gpus}, and the cluster has {cluster.world_size()} processes. "
+                f"Type tensor_parallel_size={cluster.world_size()}"
+            )
+        self.worker = VllmGenerationWorker(**config)
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Start the engine; again and again does no harm."""
+        self.worker.start()
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Continue each row; starts the engine where ``prepare_for_generation`` was not called. Further keys are passed on.
+
+        Raises:
+            ConfigError: The batch has images or positions; see also ``VllmGenerationWorker.generate``.
+        """
+        verify_text_only(data, "VllmGeneration", "HuggingFaceGeneration")
+        verify_token_ids(data)
+        ids, mask = tokens_and_mask(data)
+        output = self.worker.generate(ids, mask, greedy).to(ids.device)
+        extra = {name: value for name, value in data.items() if name not in ("input_ids", "attention_mask", *output)}
+        return BatchedDataDict({**extra, **output})
+
+    @property
+    def temperature(self) -> float:
+        """Of the log-probabilities."""
+        temperature = self.worker.settings.get("temperature")
+        return SamplingConfig.temperature if temperature is None else temperature
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        return self.worker.vocab_size
+
+    def update_weights(self, weights_handle: WeightsHandle) -> int:
+        """See ``VllmGenerationWorker.update_weights``."""
+        return self.worker.update_weights(weights_handle)
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> None:
+        """End the engine, which frees all its memory; again and again does no harm."""
+        self.worker.stop()
+
+
+def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect the arguments of ``vllm.LLM``: everything but the keys of ``GenerationConfig``, and what ``vllm_cfg`` holds.
+
+    Raises:
+        ConfigError: A key is given flat and nested, with different values, or is vLLM's name of a setting of the generation.
+    """
+    flat = {
+        name: value for name, value in config.items() if name not in (*GenerationConfig.__annotations__, "vllm_cfg")
+    }
+    nested = dict(config.get("vllm_cfg") or {})
+    refuse_other_names((*flat, *nested))
+    for name in flat.keys() & nested.keys():
+        if flat[name] != nested[name]:
+            raise ConfigError(f"{name} is {flat[name]}, and in vllm_cfg {nested[name]}; give it once")
+    return flat | nested
+
+
+def sampling_config(settings: Mapping[str, Any]) -> SamplingConfig:
+    """Check settings of a generation as ``HuggingFaceGeneration`` does; None and missing keys are the default.
+
+    Raises:
+        ConfigError: One is of another type or out of its bounds, or vLLM would sample at another temperature.
+    """
+    given = {
+        key: value for key, value in settings.items() if value is not None and key not in ("backend", "model_name")
+    }
+    if given.get("temperature") == 0:
+        raise ConfigError(
+            "temperature=0 divides by 0. Type temperature=1.0 and do_sample=False, or generate with greedy=True"
+        )
+    config = from_mapping(SamplingConfig, given)
+    check_temperature(config.temperature, "temperature")
+    return config
+
+
+def sampling_arguments(settings: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
+    """Turn settings of a generation into arguments of ``vllm.SamplingParams``."""
+    config = sampling_config(settings)
+    greedy = greedy or not config.do_sample
+    eos = config.eos_token_id
+    values = {
+        "max_tokens": config.max_new_tokens,
+        "temperature": 0.0 if greedy else config.temperature,
+        "top_p": None if greedy else config.top_p,
+        "top_k": None if greedy else config.top_k,
+        "repetition_penalty": config.repetition_penalty,
+        "allowed_token_ids": config.allowed_token_ids,
+        "stop_token_ids": [eos] if isinstance(eos, int) else eos,
+        "ignore_eos": eos is not None,  # the model's own is replaced by the given one
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _output(
+    prompts: list[list[int]], responses: list[list[int]], logprobs: list[list[float]], pad_token_id: int
+) -> BatchedDataDict[GenerationOutputSpec]:
+    lengths = torch.tensor([len(response) for response in responses])
+    totals = torch.tensor([len(prompt) for prompt in prompts]) + lengths
+    ids = torch.full((len(prompts), int(totals.max())), pad_token_id)
+    scores = torch.zeros(ids.shape)
+    for row, (prompt, response, values) in enumerate(zip(prompts, responses, logprobs, strict=True)):
+        ids[row, : totals[row]] = torch.tensor(prompt + response)
+        scores[row, len(prompt) : totals[row]] = torch.tensor(values)
+    return BatchedDataDict(
+        {"output_ids": ids, "generation_lengths": lengths, "unpadded_sequence_lengths": totals, "logprobs": scores}
+    )

@@ -1,0 +1,191 @@
+"""Configuration of a VLA made out of any Hugging Face image-text-to-text model."""
+
+from __future__ import annotations
+
+import copy
+import string
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models.loading import checkpoint_folder, read_json, typed
+
+OWN_KEY = "hf_vla"
+"""Key of a VLM's ``config.json`` under which our fields lie."""
+
+OWN_FIELDS = (
+    "n_action_bins", "action_bin_rule", "reserved_tokens", "norm_stats", "prompt_template", "weight_init", "processor_config",
+    "special_tokens",
+)  # fmt: skip
+
+
+class HfVlaConfig(PreTrainedConfig):
+    """The VLM's own configuration, and what makes a policy of it.
+
+    A saved folder stays one of the VLM's own format: ``config.json`` is the VLM's with our fields under ``hf_vla``.
+
+    Args:
+        vlm_config: Configuration of the VLM, or its fields with ``model_type`` among them.
+        n_action_bins: Number of action tokens.
+        action_bin_rule: ``midpoints`` or ``grid``; see ``ActionTokenizer``.
+        reserved_tokens: Ranges ``[first, end)`` of token ids that the tokenizer uses for special and added tokens; none of
+            them becomes an action token. None: read from the processor's tokenizer.
+        norm_stats: Data set name to action statistics.
+        prompt_template: Text around ``{image}`` (the image tokens of all cameras) and ``{instruction}``; None: the
+            processor's chat template, else ``{image}{instruction}``.
+        weight_init: Random weights: ``normal`` (as the VLM draws them) or ``fan_in`` (deviation 1/sqrt(inputs),
+            embeddings 1), with which small models learn faster.
+        processor_config: Without a folder only: content of the ``processor_config.json`` of the VLM's processor, which
+            gets the packaged tiny tokenizer.
+        special_tokens: Without a folder only: named tokens that this processor expects of its tokenizer, e.g.
+            ``{image_token: <image>}``.
+        merged_adapters: Fingerprints of LoRA adapters that were added into the weights.
+    """
+
+    model_type = "hf_vla"
+    sub_configs = {"vlm_config": AutoConfig}
+
+    def __init__(
+        self,
+        vlm_config: dict[str, Any] | PreTrainedConfig | None = None,
+        n_action_bins: int = 256,
+        action_bin_rule: str = "midpoints",
+        reserved_tokens: list[list[int]] | None = None,
+        norm_stats: dict[str, Any] | None = None,
+        prompt_template: str | None = None,
+        weight_init: str = "normal",
+        processor_config: dict[str, Any] | None = None,
+        special_tokens: dict[str, str] | None = None,
+        merged_adapters: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.vlm_config = _vlm_config(vlm_config) if isinstance(vlm_config, dict) else vlm_config
+        self.n_action_bins = n_action_bins
+        self.action_bin_rule = action_bin_rule
+        self.reserved_tokens = reserved_tokens
+        self.norm_stats = norm_stats or {}
+        self.prompt_template = prompt_template
+        self.weight_init = weight_init
+        self.processor_config = processor_config
+        self.special_tokens = special_tokens
+        self.merged_adapters = merged_adapters or []
+        super().__init__(**kwargs)
+        if type(n_action_bins) is not int or n_action_bins < 2:
+            raise ConfigError(
+                f"n_action_bins is {n_action_bins!r}; required: a whole number of at least 2. {typed('n_action_bins=256')}"
+            )
+        if prompt_template is not None and fields_of(prompt_template) != {"image", "instruction"}:
+            raise ConfigError(
+                f"prompt_template is '{prompt_template}'; required: a text with {{image}} and {{instruction}}. "
+                "Type e.g. 'model.override_config.prompt_template=\"{image}What should the robot do to {instruction}?\"'"
+            )
+        if weight_init not in ("normal", "fan_in"):
+            raise ConfigError(
+                f"weight_init is '{weight_init}'; required: normal or fan_in. Type model.init_config.weight_init=fan_in"
+            )
+        if self.vlm_config is not None and reserved_tokens is None and processor_config is not None:
+            from rlinf.models.embodiment.hf_vla.processing import new_vlm_processor, reserved_ranges
+
+            self.reserved_tokens = reserved_ranges(new_vlm_processor(self).tokenizer)
+
+    @property
+    def text_config(self) -> PreTrainedConfig:
+        """Configuration of the VLM's language model."""
+        return self.vlm_config.get_text_config()
+
+    @property
+    def action_tokens_end(self) -> int:
+        """One past the last action token.
+
+        Raises:
+            ConfigError: No ``n_action_bins`` ids in a row are free of special and added tokens.
+        """
+        vocab_size, free, start = self.text_config.vocab_size, [], 0
+        for first, past in [*sorted(self.reserved_tokens or []), [vocab_size, vocab_size]]:
+            free.append((min(first, vocab_size) - start, first))
+            start = past
+        ends = [min(first, vocab_size) for length, first in free if length >= self.n_action_bins]
+        if ends:
+            return max(ends)
+        longest = max(length for length, _ in free)
+        raise ConfigError(
+            f"n_action_bins is {self.n_action_bins}, and the vocabulary of {vocab_size} ids has at most {longest} in a row that are no "
+            f"special tokens; required: as many as bins. {typed(f'n_action_bins={longest}')}"
+        )
+
+    def vlm_class(self) -> type:
+        """Return the class that transformers has for image and text to text with this configuration.
+
+        Raises:
+            ConfigError: The architecture is no decoder-only image-text-to-text model.
+        """
+        vlm_config = self.vlm_config
+        if vlm_config is None:
+            raise ConfigError(
+                "model.init_config has no vlm_config. Type model=hf_vla_tiny, or model.model_path=<folder of a VLM>"
+            )
+        found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(vlm_config), None)
+        if found is None or vlm_config.is_encoder_decoder or not found.can_generate():
+            raise ConfigError(
+                f"The model is a '{vlm_config.model_type}' ({', '.join(vlm_config.architectures or ['no architecture named'])}); "
+                "model=hf_vla needs a decoder-only architecture of AutoModelForImageTextToText, which reads images and text. "
+                "Type model.model_path=<folder of such a model>"
+            )
+        return found
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> HfVlaConfig:
+        """Read a VLM's folder, or one that we saved; ``dataset_statistics.json`` is added to ``norm_stats``.
+
+        Raises:
+            CheckpointError: The folder has no ``config.json``, or one that transformers does not know.
+            ConfigError: The architecture reads no images.
+        """
+        folder = checkpoint_folder(pretrained_model_name_or_path)
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"model.model_path is '{folder}', a folder without a config.json. Type model.model_path=<folder of a VLM>"
+            )
+        fields = read_json(folder / "config.json")
+        own = fields.pop(OWN_KEY, {})
+        config = cls(_vlm_config(fields, f"'{folder}'"), merged_adapters=fields.get("merged_adapters"), **own)
+        config.vlm_class()
+        if config.reserved_tokens is None:
+            from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor, reserved_ranges
+
+            config.reserved_tokens = reserved_ranges(load_vlm_processor(folder, config.vlm_config).tokenizer)
+        statistics = folder / "dataset_statistics.json"
+        if statistics.is_file():
+            config.norm_stats = {**config.norm_stats, **read_json(statistics)}
+        return config
+
+    def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
+        """Write the VLM's ``config.json`` with our fields under ``hf_vla``."""
+        vlm_config = copy.deepcopy(self.vlm_config)
+        setattr(vlm_config, OWN_KEY, {name: getattr(self, name) for name in OWN_FIELDS})
+        if self.merged_adapters:
+            vlm_config.merged_adapters = self.merged_adapters
+        vlm_config.save_pretrained(str(save_directory))
+
+
+def fields_of(template: str) -> set[str | None]:
+    """Return the names in braces of a format string; a template that is none has the field ``?``."""
+    try:
+        return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    except ValueError:
+        return {"?"}
+
+
+def _vlm_config(fields: dict[str, Any], source: str = "model.init_config.vlm_config") -> PreTrainedConfig:
+    fields = dict(fields)
+    model_type = fields.pop("model_type", None)
+    try:
+        return AutoConfig.for_model(model_type, **fields)
+    except ValueError as error:
+        raise CheckpointError(
+            f"The configuration in {source} has model_type {model_type or 'null'}, which this version of transformers does not know. "
+            "Type model.model_path=<folder of a VLM that AutoModelForImageTextToText loads>"
+        ) from error

@@ -1,0 +1,300 @@
+"""Any Hugging Face image-text-to-text model as a policy: a block of its vocabulary becomes action bins.
+
+Nothing here knows a family. Prompts and images come from the model's own processor; position ids, token types and
+attention masks from the hooks by which its own ``generate`` gets them; logits from its own forward pass.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models.embodiment.base import check_hidden_size, sample_tokens
+from rlinf.models.embodiment.checkpoint_policy import no_progress_bars, refuse_adapters
+from rlinf.models.embodiment.hf_vla.config import HfVlaConfig
+from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
+from rlinf.models.embodiment.modules.float32 import linear_in_float32
+from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.embodiment.modules.value_head import ValueHead
+from rlinf.models.embodiment.token_action_model import TokenActionModel
+from rlinf.models.loading import check_fit, checkpoint_folder, without_load_report
+from rlinf.types import ActionPrediction, Observation
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+class ActionRows(nn.Linear):
+    """An output head of which only the rows of the action tokens are computed; same parameters."""
+
+    first_row: int
+    end_row: int
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Map ``[..., H]`` to float32 ``[..., n_action_bins]``."""
+        bias = None if self.bias is None else self.bias[self.first_row : self.end_row]
+        return linear_in_float32(hidden_states, self.weight[self.first_row : self.end_row], bias)
+
+
+class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
+    """Images and instruction in, action tokens out, one after the other, with a value head at the prompt's end.
+
+    Args:
+        config: See ``HfVlaConfig``.
+        hidden_size, unnorm_key, action_dim, action_chunks_len, value_head, detach_value: See ``ActionModel``.
+        vlm: Loaded weights; None: drawn at random.
+    """
+
+    config_class = HfVlaConfig
+    base_model_prefix = "hf_vla"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+
+    def __init__(
+        self,
+        config: HfVlaConfig,
+        hidden_size: int | None = None,
+        unnorm_key: str | None = None,
+        action_dim: int = 7,
+        action_chunks_len: int = 1,
+        value_head: bool = True,
+        detach_value: bool = True,
+        vlm: PreTrainedModel | None = None,
+    ) -> None:
+        super().__init__(config)
+        width = config.text_config.hidden_size
+        check_hidden_size(hidden_size, width)
+        self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
+        self.detach_value, self.unnorm_key = detach_value, unnorm_key
+        self.action_tokenizer = ActionTokenizer(config.n_action_bins, config.action_tokens_end, config.action_bin_rule)
+        self.action_normalizer = ActionNormalizer(self.get_action_stats(unnorm_key), action_dim)
+        self.vlm = config.vlm_class()(config.vlm_config) if vlm is None else vlm
+        self._keep_action_rows()
+        self.value_head = ValueHead(width) if value_head else None
+        self.post_init()
+        # Not in _init_weights: transformers does not call it for a module of ours that has no parameters of its own.
+        if vlm is None and config.weight_init == "fan_in":
+            self._init_weights_by_fan_in()
+
+    def _keep_action_rows(self) -> None:
+        head = self.vlm.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            raise ConfigError(
+                f"The output head of {type(self.vlm).__name__} is a {type(head).__name__}; model=hf_vla needs a linear layer. "
+                "Type model.model_path=<folder of another VLM>"
+            )
+        head.__class__ = ActionRows
+        head.first_row, head.end_row = self.action_tokenizer.first_token, self.action_tokenizer.vocab_size
+
+    # -- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def fsdp_wrap_modules(self) -> tuple[str, ...]:
+        """Class names of the transformer layers of the VLM, vision tower included."""
+        layers = [module for module in self.vlm.modules() if isinstance(module, GradientCheckpointingLayer)]
+        return tuple(sorted({type(layer).__name__ for layer in layers}))
+
+    @property
+    def lora_target_modules(self) -> str:
+        """All linear layers of the VLM but the output head, as a regular expression over their names."""
+        linear = [name for name, module in self.vlm.named_modules() if type(module) is nn.Linear]
+        # one pattern for all layers of a stack
+        patterns = {re.sub(r"\.\d+\\\.", r".\\d+\\.", re.escape(name)) for name in linear}
+        return rf"vlm\.({'|'.join(sorted(patterns))})"
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the token embedding."""
+        return self.vlm.get_input_embeddings()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, ValueHead):
+            module.reset_parameters()
+
+    @torch.no_grad()
+    def _init_weights_by_fan_in(self) -> None:
+        """Signals keep their size from layer to layer, which a small model needs to learn quickly."""
+        for module in self.vlm.modules():
+            if isinstance(module, (nn.Linear, nn.Conv2d)):
+                scale = 0.2 if isinstance(module, ActionRows) else 1.0
+                init.normal_(module.weight, std=scale * module.weight[0].numel() ** -0.5)
+            elif isinstance(module, nn.Embedding):
+                init.normal_(module.weight, std=1.0)
+        # Learned positions of images, which several families begin at zero: patches could not be told apart.
+        for name, parameter in self.vlm.named_parameters():
+            if name.endswith("position_embeddings"):
+                init.normal_(parameter, std=1.0)
+
+    # -- forward pass --------------------------------------------------------------------------------------------
+
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Run the VLM's processor over the rows, with all cameras of the observation."""
+        inputs = self._ready_processor()(observation)
+        self.check_length(inputs["input_ids"].shape[1])
+        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
+
+    def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
+        """Tokens of each row's prompt."""
+        return self._ready_processor().prompt_lengths(observation)
+
+    def _start(self, input_ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments with which the VLM's ``generate`` would begin, images in the number format of its weights."""
+        dtype = self.get_input_embeddings().weight.dtype
+        inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+        positions = self.vlm._prepare_position_ids_for_generation(input_ids, {"input_ids": input_ids, **inputs})
+        return {**inputs, "position_ids": positions}
+
+    def _run(self, input_ids: Tensor, inputs: dict[str, Any], num_last: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Bin logits ``[B, num_last, n_bins]`` of the last positions, and hidden states ``[B, S, H]``."""
+        prepared = self.vlm.prepare_inputs_for_generation(input_ids, **inputs, **kwargs)
+        outputs = self.vlm(**prepared, logits_to_keep=num_last, output_hidden_states=True, return_dict=True)
+        return outputs.logits[:, -num_last:], outputs.hidden_states[-1]
+
+    def _score(self, inputs: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Bin logits ``[B, A, n_bins]`` in one teacher-forced pass, and the hidden state ``[B, H]`` of the value."""
+        rest = dict(inputs)
+        prompt = rest.pop("input_ids")
+        rest = self._start(prompt, rest)
+        for _ in range(self.num_logprobs - 1):
+            rest = self.vlm._update_model_kwargs_for_generation({}, rest)
+        sequence = torch.cat([prompt, tokens[:, :-1]], dim=1)
+        logits, hidden_states = self._run(sequence, rest, self.num_logprobs, use_cache=False, is_first_iteration=True)
+        return logits, hidden_states[:, prompt.shape[1] - 1]
+
+    # -- the contract --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        input_ids: Tensor | None = None,
+        do_sample: bool = True,
+        temperature: float = 1.0,
+        uniforms: Tensor | None = None,
+        **inputs: Tensor,
+    ) -> ActionPrediction:
+        """Act on prompts ``input_ids [B, L]`` (padding on the left) and images; see ``ActionModel.predict_action_batch``."""
+        rest, cache = self._start(input_ids, inputs), DynamicCache(config=self.vlm.config.get_text_config(decoder=True))
+        kwargs = {"use_cache": True, "past_key_values": cache}
+        sequences, all_logits, value_state = input_ids, [], None
+        for i in range(self.num_logprobs):
+            if i > 0:
+                rest = self.vlm._update_model_kwargs_for_generation({}, rest)
+                kwargs["next_sequence_length"] = 1
+            logits, hidden_states = self._run(sequences, rest, 1, is_first_iteration=i == 0, **kwargs)
+            value_state = hidden_states[:, -1] if value_state is None else value_state
+            all_logits.append(logits[:, 0])
+            bins = sample_tokens(all_logits[-1], do_sample, temperature, None if uniforms is None else uniforms[:, i])
+            sequences = torch.cat([sequences, bins[:, None] + self.action_tokenizer.first_token], dim=1)
+        actions = self.decode_actions(sequences)
+        return ActionPrediction(actions, sequences, torch.stack(all_logits, 1), self._values(value_state))
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any
+    ) -> HfVlaForRLActionPrediction:
+        """Load a VLM's folder, or one that we saved (the same format, with ``value_head.safetensors``).
+
+        Args:
+            pretrained_model_name_or_path: Folder or hub id.
+            *args: Passed to the constructor.
+            **kwargs: ``config``, ``torch_dtype``, ``attn_implementation``, ``low_cpu_mem_usage``, ``trust_remote_code``; the
+                others are passed to the constructor.
+
+        Raises:
+            CheckpointError: A weight is missing, unexpected or of another shape (only a value head may be absent; it is
+                drawn anew).
+            ConfigError: The architecture, the action bins or the action statistics do not fit.
+        """
+        folder = checkpoint_folder(pretrained_model_name_or_path)
+        config = kwargs.pop("config", None)
+        if not isinstance(config, HfVlaConfig):
+            config = HfVlaConfig.from_pretrained(config or folder)
+        loading = {name: kwargs.pop(name) for name in ("attn_implementation", "low_cpu_mem_usage") if name in kwargs}
+        kwargs.pop("trust_remote_code", None)  # the classes are those of transformers
+        dtype = kwargs.pop("torch_dtype", kwargs.pop("dtype", torch.float32))
+        _check_before_loading(folder, config, kwargs)
+        try:
+            with no_progress_bars(), without_load_report():
+                vlm, info = config.vlm_class().from_pretrained(
+                    folder,
+                    config=config.vlm_config,
+                    dtype=dtype,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    **loading,
+                )
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"The weights of '{folder}' cannot be read: {error}. Type model.model_path=<complete checkpoint folder>"
+            ) from error
+        unused = set(info["unexpected_keys"]) - {name for name, _ in vlm.named_buffers()}
+        check_fit(folder, {**info, "unexpected_keys": unused})
+        with init.no_init_weights():
+            model = cls(config, *args, vlm=vlm, **kwargs)
+        if model.value_head is not None:
+            model.value_head.reset_parameters()
+            file = folder / VALUE_HEAD_FILE
+            if file.is_file():
+                _load_value_head(file, model.value_head)
+        return model.eval()
+
+    def save_pretrained(
+        self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        """Write a folder of the VLM's own format, and beside it the value head and the processor's files.
+
+        See ``CheckpointPolicy.save_pretrained``.
+        """
+        state = self.state_dict() if state_dict is None else state_dict
+        refuse_adapters(state)
+        folder = Path(save_directory)
+        tied = getattr(self.vlm, "all_tied_weights_keys", {})
+        weights = {name: tensor for name, tensor in _part(state, "vlm.").items() if name not in tied}
+        with no_progress_bars():
+            self.vlm.save_pretrained(folder, state_dict=weights, **kwargs)
+        self.config.save_pretrained(folder)
+        if self.value_head is not None:
+            value_head = {
+                name: tensor.detach().cpu().contiguous() for name, tensor in _part(state, "value_head.").items()
+            }
+            save_file(value_head, folder / VALUE_HEAD_FILE, metadata={"format": "pt"})
+        if self.processor is not None:
+            self.processor.save_pretrained(folder)
+
+
+def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
+def _check_before_loading(folder: Path, config: HfVlaConfig, arguments: dict[str, Any]) -> None:
+    if not config.norm_stats:
+        raise ConfigError(
+            f"'{folder}' holds no action statistics and model.unnorm_key is {arguments.get('unnorm_key') or 'null'}; a VLM that never acted takes "
+            "those of the environment, by its name. Type e.g. model.unnorm_key=tabletop"
+        )
+    ActionNormalizer(select_action_stats(config.norm_stats, arguments.get("unnorm_key")), arguments.get("action_dim"))
+    config.action_tokens_end  # noqa: B018  (raises)
+
+
+def _load_value_head(file: Path, value_head: ValueHead) -> None:
+    saved, own = load_file(file), value_head.state_dict()
+    wrong = [name for name in own if name in saved and saved[name].shape != own[name].shape]
+    missing, unexpected = set(own) - set(saved), set(saved) - set(own)
+    check_fit(file.parent, {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": wrong})
+    value_head.load_state_dict(saved)

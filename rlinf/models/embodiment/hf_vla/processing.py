@@ -1,0 +1,191 @@
+"""Observations to the inputs of a Hugging Face VLM, by the VLM's own processor."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from transformers import AutoImageProcessor, AutoTokenizer, BatchFeature, PreTrainedConfig
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
+from rlinf.types import Observation
+
+if TYPE_CHECKING:
+    from rlinf.models.embodiment.hf_vla.config import HfVlaConfig
+
+DEFAULT_TEMPLATE = "{image}{instruction}"
+_USED_PARTS = {"image_processor", "tokenizer", "video_processor"}
+
+
+def load_vlm_processor(folder: str | Path, vlm_config: PreTrainedConfig) -> Any:
+    """Load the VLM's processor without its video part, which needs packages that a policy has no use for.
+
+    Images are processed by PIL and numpy where transformers has such a version of the image processor, so that the
+    numbers do not depend on whether torchvision is installed.
+
+    Args:
+        folder: Folder with tokenizer and processor files.
+        vlm_config: Names the processor class.
+
+    Raises:
+        ConfigError: The folder lacks processor files, or the VLM's processor needs more than images and text.
+        MissingDependencyError: The processor needs a package that is not installed.
+    """
+    processor_class = PROCESSOR_MAPPING.get(type(vlm_config), None)
+    parts = set() if processor_class is None else set(processor_class.get_attributes())
+    if not {"image_processor", "tokenizer"} <= parts <= _USED_PARTS:
+        raise ConfigError(
+            f"The processor of a '{vlm_config.model_type}' has the parts {sorted(parts) or '(no processor)'}; model=hf_vla needs "
+            "one of an image processor and a tokenizer. Type model.model_path=<folder of another VLM>"
+        )
+    still_class = _without_video(processor_class)
+    try:
+        fields, _ = still_class.get_processor_dict(str(folder))
+        image_processor = AutoImageProcessor.from_pretrained(str(folder), backend="pil")
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), padding_side="left")
+        processor = still_class.from_args_and_dict([image_processor, tokenizer], fields)
+    except ImportError as error:
+        raise MissingDependencyError(f"The processor in '{folder}' needs a package: {error}") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"'{folder}' holds no {processor_class.__name__} that can be loaded ({error}). "
+            "Type tokenizer.tokenizer_model=<folder with the model's processor files>"
+        ) from error
+    processor.tokenizer.padding_side = "left"
+    if processor.tokenizer.pad_token is None:
+        processor.tokenizer.pad_token = processor.tokenizer.eos_token
+    return processor
+
+
+def _without_video(processor_class: type) -> type:
+    """The same class, under the same name, of which ``video_processor`` is no part."""
+
+    def get_attributes(cls: type) -> list[str]:
+        return [name for name in processor_class.get_attributes() if name != "video_processor"]
+
+    return type(processor_class.__name__, (processor_class,), {"get_attributes": classmethod(get_attributes)})
+
+
+def new_vlm_processor(config: HfVlaConfig) -> Any:
+    """Make a processor for a model without a folder: ``config.processor_config`` with the packaged tiny tokenizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = AutoTokenizer.from_pretrained(
+            TINY_TOKENIZER, extra_special_tokens=dict(config.special_tokens or {})
+        )
+        tokenizer.save_pretrained(folder)
+        (Path(folder) / "processor_config.json").write_text(json.dumps(config.processor_config), encoding="utf-8")
+        return load_vlm_processor(folder, config.vlm_config)
+
+
+def reserved_ranges(tokenizer: Any) -> list[list[int]]:
+    """Return the ids of special and added tokens as sorted ranges ``[first, end)``."""
+    ranges: list[list[int]] = []
+    for token in sorted({*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}):
+        if ranges and ranges[-1][1] == token:
+            ranges[-1][1] = token + 1
+        else:
+            ranges.append([token, token + 1])
+    return ranges
+
+
+class HfVlaProcessor:
+    """Prompts and images by the VLM's processor.
+
+    Args:
+        processor: Of the VLM; pads on the left.
+        prompt_template: See ``HfVlaConfig``.
+    """
+
+    def __init__(self, processor: Any, prompt_template: str | None = None) -> None:
+        self.processor = processor
+        self.prompt_template = prompt_template
+
+    @property
+    def tokenizer(self) -> Any:
+        """The VLM's tokenizer."""
+        return self.processor.tokenizer
+
+    @property
+    def image_processor(self) -> Any:
+        """The VLM's image processor."""
+        return self.processor.image_processor
+
+    def prompt(self, instruction: str, num_images: int) -> str:
+        """Return the text of one row, with one image token per camera; the processor expands them."""
+        if self.prompt_template is None and self.processor.chat_template:
+            content = [{"type": "image"}] * num_images + [{"type": "text", "text": instruction}]
+            messages = [{"role": "user", "content": content}]
+            return self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        template = self.prompt_template or DEFAULT_TEMPLATE
+        return template.format(image=self.processor.image_token * num_images, instruction=instruction)
+
+    def prompt_lengths(self, observation: Observation) -> list[int]:
+        """Return the tokens of each row's prompt, in which a camera is one: equally large images become equally many."""
+        text, options = self._prompts(observation)
+        lengths = {each: len(self.tokenizer(each, **options)["input_ids"]) for each in set(text)}
+        return [lengths[each] for each in text]
+
+    def _prompts(self, observation: Observation) -> tuple[list[str], dict[str, bool]]:
+        """The text of each row, and the tokenizer's options."""
+        num_images = len(observation.images)
+        prompts = {text: self.prompt(text, num_images) for text in set(observation.instruction)}
+        text = [prompts[instruction] for instruction in observation.instruction]
+        bos = self.tokenizer.bos_token
+        has_bos = bos is not None and text[0].startswith(bos)  # the chat template wrote it
+        return text, {"add_special_tokens": False} if has_bos else {}
+
+    def __call__(self, observation: Observation) -> BatchFeature:
+        """Turn the rows of an observation, with all of its cameras, into the VLM's inputs."""
+        cameras = list(observation.images.values())
+        text, options = self._prompts(observation)
+        images = [[camera[row] for camera in cameras] for row in range(len(observation))]
+        return self.processor(text=text, images=images, padding=True, return_tensors="pt", **options)
+
+    def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
+        """Write the VLM's own processor files."""
+        self.processor.save_pretrained(str(save_directory))
+
+
+def load_processor(tokenizer_config: Any, model_config: HfVlaConfig, path: str | None) -> HfVlaProcessor:
+    """Load the VLM's processor from ``path``; without one, make it from ``model_config.processor_config``.
+
+    Raises:
+        ConfigError: There is none, its tokens do not fit into the vocabulary, a special token is an action token, or the
+            architecture reads no images.
+    """
+    model_config.vlm_class()
+    if path is None and model_config.processor_config is None:
+        raise ConfigError(
+            "model.init_config has no processor_config, and no folder is given to load a processor from. "
+            "Type tokenizer.tokenizer_model=<folder>, or model=hf_vla_tiny"
+        )
+    processor = new_vlm_processor(model_config) if path is None else load_vlm_processor(path, model_config.vlm_config)
+    vocab_size, num_tokens = model_config.text_config.vocab_size, len(processor.tokenizer)
+    if num_tokens > vocab_size:
+        raise ConfigError(
+            f"The tokenizer has {num_tokens} tokens and the model's vocabulary {vocab_size}; required: no more. "
+            "Type tokenizer.tokenizer_model=<the model's own tokenizer>"
+        )
+    end = model_config.action_tokens_end
+    first = end - model_config.n_action_bins
+    for low, past in reserved_ranges(processor.tokenizer):
+        if low < end and past > first:
+            raise ConfigError(
+                f"The tokenizer in '{path}' has special tokens {low}..{past - 1}, and the action tokens are {first}..{end - 1}; required: "
+                "the tokenizer that the model was made a policy with. Type tokenizer.tokenizer_model=null"
+            )
+    result = HfVlaProcessor(processor, model_config.prompt_template)
+    grey = Observation({"camera": np.full((1, 64, 64, 3), 128, dtype=np.uint8)}, None, ["reach"])
+    try:
+        result(grey)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise ConfigError(
+            f"The {type(processor).__name__} in '{path}' cannot process an image and a text ({type(error).__name__}: {error}). "
+            "Type tokenizer.tokenizer_model=<folder with the model's processor files>"
+        ) from error
+    return result

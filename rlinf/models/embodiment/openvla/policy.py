@@ -1,0 +1,331 @@
+"""OpenVLA (Kim et al. 2024) as a policy for reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+from transformers import initialization as init
+from transformers.modeling_outputs import CausalLMOutput
+
+from rlinf.errors import ConfigError
+from rlinf.models.embodiment.base import check_hidden_size, sample_tokens
+from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, read_safetensors
+from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
+from rlinf.models.embodiment.modules.float32 import linear_in_float32
+from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.embodiment.modules.value_head import ValueHead
+from rlinf.models.embodiment.openvla.config import OpenVLAConfig
+from rlinf.models.embodiment.openvla.kv_cache import KVCache
+from rlinf.models.embodiment.openvla.llama_layer import run_layers, use_action_layers
+from rlinf.models.embodiment.openvla.vision_tower import Projector, VisionBackbone, VisionTower
+from rlinf.models.embodiment.openvla.weights import from_public, to_public
+from rlinf.models.embodiment.token_action_model import TokenActionModel
+from rlinf.types import ActionPrediction, Observation
+
+
+class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
+    """Image and instruction in, action tokens out, with a value head.
+
+    Sequence: BOS, image tokens, (padding,) prompt, then ``A = action_dim * action_chunks_len`` action tokens
+    (autoregressive) or placeholders (parallel). Only the columns of the action bins are ever computed, so that nothing
+    else can be sampled. The value is read at the last prompt position (autoregressive) or at the last placeholder
+    (parallel).
+
+    Args:
+        config: See ``OpenVLAConfig``.
+        hidden_size, unnorm_key, action_dim, action_chunks_len, value_head, detach_value: See ``ActionModel``.
+    """
+
+    config_class = OpenVLAConfig
+    base_model_prefix = "openvla"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+    _no_split_modules: ClassVar[list[str]] = ["LlamaActionLayer", "DinoBlock", "SiglipBlock"]
+    fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("LlamaActionLayer", "DinoBlock", "SiglipBlock")
+    lora_target_modules: ClassVar[str] = (
+        r"(vision_backbone\..*\.(q_proj|k_proj|v_proj|o_proj|out_proj|fc1|fc2)|projector\.fc\d"
+        r"|language_model\.model\.layers\..*_proj)"
+    )
+
+    vllm_twin: ClassVar[str] = "rlinf.models.embodiment.openvla.vllm:OpenVLATwin"
+
+    def __init__(
+        self,
+        config: OpenVLAConfig,
+        hidden_size: int | None = None,
+        unnorm_key: str | None = None,
+        action_dim: int = 7,
+        action_chunks_len: int = 1,
+        value_head: bool = True,
+        detach_value: bool = True,
+    ) -> None:
+        super().__init__(config)
+        self.check_settings(config, hidden_size=hidden_size, unnorm_key=unnorm_key, action_dim=action_dim)
+        text_config = config.text_config
+        self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
+        self.detach_value = detach_value
+        self.unnorm_key = unnorm_key
+        self.action_tokenizer, self.action_normalizer = _action_units(config, unnorm_key, action_dim)
+        self.vision_backbone = VisionBackbone(config)
+        self.projector = Projector(config, self.vision_backbone.embed_dim, self.vision_backbone.grid_size)
+        self.language_model = LlamaForCausalLM(text_config)
+        use_action_layers(self.language_model)
+        learned = config.action_decoding == "parallel" and config.learned_placeholders
+        self.placeholders = nn.Parameter(torch.zeros(self.num_logprobs, text_config.hidden_size)) if learned else None
+        self.value_head = ValueHead(text_config.hidden_size) if value_head else None
+        self._add_modules()
+        self.post_init()
+        self._freeze()
+
+    @classmethod
+    def check_settings(
+        cls, config: OpenVLAConfig, *, hidden_size: int | None, unnorm_key: str | None, action_dim: int, **_: Any
+    ) -> None:
+        """See ``CheckpointPolicy.check_settings``."""
+        check_hidden_size(hidden_size, config.text_config.hidden_size)
+        config.token_block()
+        _action_units(config, unnorm_key, action_dim)
+
+    def _add_modules(self) -> None:
+        """Build what a subclass has beside these modules, before random weights are drawn."""
+
+    # -- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Positions that the images take in the sequence."""
+        return self.projector.tokens_per_image * self.config.num_images_in_input
+
+    @property
+    def min_action(self) -> Any:
+        """Lower bound of the action statistics, float64 ``[D]``."""
+        return self.action_normalizer.low
+
+    @property
+    def max_action(self) -> Any:
+        """Upper bound of the action statistics, float64 ``[D]``."""
+        return self.action_normalizer.high
+
+    @property
+    def frozen_modules(self) -> list[str]:
+        """What lies behind the feature layers of the vision towers: part of public files, and never run."""
+        towers = [(name, module) for name, module in self.named_modules() if isinstance(module, VisionTower)]
+        return [f"{name}.{part}" for name, tower in towers for part in tower.unused]
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the token embedding."""
+        return self.language_model.get_input_embeddings()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        std = self.config.text_config.initializer_range
+        if isinstance(module, ValueHead):
+            module.reset_parameters()
+        elif isinstance(module, VisionTower):
+            for token in (module.pos_embed, getattr(module, "cls_token", None), getattr(module, "reg_token", None)):
+                if token is not None:
+                    init.normal_(token, std=std)
+        elif type(module).__name__ == "Dinov2WithRegistersLayerScale":
+            init.ones_(module.lambda1)
+        elif module is self:
+            if self.placeholders is not None:
+                init.normal_(self.placeholders, std=std)
+            if self.config.weight_init == "fan_in":
+                self._init_weights_by_fan_in()
+
+    def _init_weights_by_fan_in(self) -> None:
+        """Signals keep their size from layer to layer, which a small model needs to learn quickly."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear) and not name.startswith("value_head."):
+                init.normal_(module.weight, std=module.in_features**-0.5)
+            elif isinstance(module, nn.Embedding):
+                init.normal_(module.weight, std=1.0)
+            elif isinstance(module, VisionTower):
+                init.normal_(module.pos_embed, std=0.1)
+        if self.placeholders is not None:
+            init.normal_(self.placeholders, std=1.0)
+        lm_head = self.language_model.lm_head
+        init.normal_(lm_head.weight, std=0.2 * lm_head.in_features**-0.5)
+
+    # -- forward pass --------------------------------------------------------------------------------------------
+
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Tokenise instructions and send uint8 images to the model's device, where they are resized and normalised."""
+        processor = self._ready_processor()
+        wanted = self.config.num_images_in_input
+        if len(observation.images) < wanted:
+            raise ConfigError(
+                f"The model sees {wanted} cameras and the environment gives {len(observation.images)} "
+                f"({', '.join(observation.images)}); add cameras to env.cameras."
+            )
+        device = self.device
+        input_ids, attention_mask = processor.encode_instructions(observation.instruction)
+        pixels = []
+        for image in list(observation.images.values())[:wanted]:
+            frames = torch.from_numpy(image).to(device, non_blocking=True).permute(0, 3, 1, 2)
+            pixels.append(processor.image_processor.preprocess_tensors(frames))
+        return {
+            "input_ids": input_ids.to(device),
+            "attention_mask": attention_mask.to(device),
+            "pixel_values": pixels[0] if wanted == 1 else torch.cat(pixels, dim=1),
+        }
+
+    def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
+        """Tokens of each row's prompt."""
+        return self._ready_processor().prompt_lengths(observation.instruction)
+
+    def _embed_prompt(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **observed: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return embeddings ``[B, 1 + P + L - 1, H]`` and their bool mask, None when nothing is padding."""
+        key_mask = None if attention_mask is None else attention_mask.bool()
+        if key_mask is not None and bool(key_mask.all()):
+            key_mask = None
+        text = self.get_input_embeddings()(input_ids)
+        tokens = self._observation_tokens(text, key_mask, **observed)
+        self.check_length(text.shape[1] + tokens.shape[1])
+        if key_mask is not None:
+            key_mask = torch.cat([key_mask[:, :1], key_mask.new_ones(tokens.shape[:2]), key_mask[:, 1:]], dim=1)
+        return torch.cat([text[:, :1], tokens, text[:, 1:]], dim=1), key_mask
+
+    def _observation_tokens(self, text: Tensor, key_mask: Tensor | None, pixel_values: Tensor) -> Tensor:
+        """Return what stands between BOS and the text, ``[B, P, H]``: the image tokens."""
+        language = self._language_vector(text, key_mask) if self.config.use_film else None
+        return self.projector(self.vision_backbone(pixel_values.to(text.dtype), language))
+
+    def _language_vector(self, text: Tensor, key_mask: Tensor | None) -> Tensor:
+        """Return the mean text embedding ``[B, H]``, with which FiLM modulates the vision blocks."""
+        if key_mask is None:
+            return text.mean(1)
+        weights = key_mask.to(text.dtype)
+        return (text * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+
+    def _placeholder_embeddings(self, embeddings: Tensor) -> Tensor:
+        """Return what stands behind the prompt in parallel decoding, ``[B, A, H]``."""
+        shape = (len(embeddings), self.num_logprobs, embeddings.shape[-1])
+        return embeddings.new_zeros(shape) if self.placeholders is None else self.placeholders.expand(shape)
+
+    def _bin_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits of the action bins only, float32 ``[..., n_action_bins]``."""
+        first, end = self.action_tokenizer.first_token, self.action_tokenizer.vocab_size
+        return linear_in_float32(hidden_states, self.language_model.lm_head.weight[first:end])
+
+    def _score(self, inputs: dict[str, Tensor], tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Bin logits ``[B, A, n_bins]`` in one pass, and the hidden state ``[B, H]`` of the value; ``tokens`` are
+        needed for autoregressive models only.
+        """
+        embeddings, key_mask = self._embed_prompt(**inputs)
+        num_tokens, parallel = self.num_logprobs, self.config.action_decoding == "parallel"
+        if parallel:
+            extra = self._placeholder_embeddings(embeddings)
+        else:
+            extra = self.get_input_embeddings()(tokens[:, :-1])
+        if key_mask is not None:
+            key_mask = torch.cat([key_mask, key_mask.new_ones(extra.shape[:2])], dim=1)
+        sequence = torch.cat([embeddings, extra], dim=1)
+        hidden_states = run_layers(self.language_model.model, sequence, key_mask, num_tokens, is_causal=not parallel)
+        return self._bin_logits(hidden_states), hidden_states[:, -1 if parallel else 0]
+
+    # -- the contract --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        do_sample: bool = True,
+        temperature: float = 1.0,
+        uniforms: Tensor | None = None,
+    ) -> ActionPrediction:
+        """Act on ``input_ids [B, L]`` (BOS, padding, text); see ``ActionModel.predict_action_batch``."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}
+        if self.config.action_decoding == "parallel":
+            logits, value_state = self._score(inputs, None)
+            bins = sample_tokens(logits, do_sample, temperature, uniforms)
+        else:
+            bins, logits, value_state = self._decode(inputs, do_sample, temperature, uniforms)
+        sequences = torch.cat([input_ids, bins + self.action_tokenizer.first_token], dim=1)
+        return ActionPrediction(self.decode_actions(sequences), sequences, logits, self._values(value_state))
+
+    def _decode(
+        self, inputs: dict[str, Tensor], do_sample: bool, temperature: float, uniforms: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        embeddings, key_mask = self._embed_prompt(**inputs)
+        num_later = self.num_logprobs - 1
+        cache = KVCache(embeddings.shape[1] + num_later)
+        key_mask = None if key_mask is None else nn.functional.pad(key_mask, (0, num_later), value=True)
+        bins, logits, value_state = [], [], None
+        for i in range(self.num_logprobs):
+            hidden_states = run_layers(self.language_model.model, embeddings, key_mask, 1, is_causal=True, cache=cache)[
+                :, -1
+            ]
+            value_state = hidden_states if value_state is None else value_state
+            logits.append(self._bin_logits(hidden_states))
+            drawn = None if uniforms is None else uniforms[:, i]
+            bins.append(sample_tokens(logits[-1], do_sample, temperature, drawn))
+            embeddings = self.get_input_embeddings()(bins[-1][:, None] + self.action_tokenizer.first_token)
+        return torch.stack(bins, 1), torch.stack(logits, 1), value_state
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        labels: Tensor | None = None,
+        **_: Any,
+    ) -> CausalLMOutput:
+        """Language-model pass over BOS, image tokens and text (padding on the right), as the public fine-tuning does.
+
+        Args:
+            input_ids: ``[B, L]``.
+            attention_mask: ``[B, L]``.
+            pixel_values: ``[B, channels, H, W]``.
+            labels: ``[B, L]``, -100 where not scored; the loss is the mean over all scored tokens of the batch.
+
+        Returns:
+            ``logits [B, P + L, vocab_size]``, ``hidden_states`` (the last layer's, after the norm), and ``loss``.
+        """
+        embeddings, key_mask = self._embed_prompt(input_ids, attention_mask, pixel_values=pixel_values)
+        hidden_states = run_layers(self.language_model.model, embeddings, key_mask, None, is_causal=True)
+        logits = self.language_model.lm_head(hidden_states)
+        loss = None
+        if labels is not None:
+            image = labels.new_full((len(labels), self.num_image_tokens), -100)
+            targets = torch.cat([labels[:, :1], image, labels[:, 1:]], dim=1)[:, 1:]
+            loss = nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=-100
+            )
+        return CausalLMOutput(loss=loss, logits=logits, hidden_states=(hidden_states,))
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _read_weights(cls, folder: Path, config: OpenVLAConfig, arguments: dict[str, Any]) -> dict[str, Tensor]:
+        return from_public(read_safetensors(folder), config)
+
+    @classmethod
+    def _new_heads(cls, config: OpenVLAConfig, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:
+        return {"value_head": ValueHead(config.text_config.hidden_size) if arguments["value_head"] else None}
+
+    def _public_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        return to_public(state_dict, self.config)
+
+
+def _action_units(
+    config: OpenVLAConfig, unnorm_key: str | None, action_dim: int
+) -> tuple[ActionTokenizer, ActionNormalizer]:
+    stats = select_action_stats(config.norm_stats, unnorm_key)
+    return (
+        ActionTokenizer(config.n_action_bins, config.action_vocab_size, config.action_bin_rule),
+        ActionNormalizer(stats, action_dim, config.action_bounds, config.unnormalize_epsilon),
+    )

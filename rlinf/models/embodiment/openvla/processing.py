@@ -1,0 +1,323 @@
+"""Images and prompts of OpenVLA to tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import AutoTokenizer, BatchFeature
+from transformers.image_processing_utils import BaseImageProcessor
+
+from rlinf.errors import ConfigError
+from rlinf.models.embodiment.modules.image_resize import crop_and_resize, resize_bicubic, resize_lanczos3
+from rlinf.models.embodiment.modules.jpeg import jpeg_round_trip
+from rlinf.models.embodiment.modules.tokenizer import load_tokenizer
+from rlinf.models.embodiment.openvla.config import OPENVLA_PROMPT, OpenVLAConfig
+from rlinf.models.loading import typed
+
+STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
+CROP_AREA = 0.9
+"""Part of a picture that models see which were trained on random crops of it (the public fine-tuning's ``image_aug``)."""
+
+
+class PrismaticImageProcessor(BaseImageProcessor):
+    """Resize to each tower's size and normalise, channels of the towers concatenated.
+
+    Public ``preprocessor_config.json`` files state mean and deviation twice; ``tvf_normalize_params`` (rounded to
+    bfloat16) are the ones that the checkpoints were trained with, and win over ``means``/``stds``; so do the other
+    ``tvf_*`` entries over the strategy.
+
+    Args:
+        use_fused_vision_backbone: Two towers.
+        image_resize_strategy: ``resize-naive`` (ignore the aspect), ``letterbox`` (pad to a centred square with the
+            last tower's mean colour, then as the next) or ``resize-crop`` (shorter side to size, centre crop).
+        input_sizes: ``[3, H, W]`` per tower.
+        interpolations: Must be ``bicubic``.
+        means, stds: Per tower, used where ``tvf_normalize_params`` is absent.
+        image_preparation, do_center_crop: ``image_preparation`` and ``center_crop`` of ``OpenVLAConfig``, both to the size
+            of the first tower and before everything else.
+        **kwargs: ``tvf_normalize_params, tvf_resize_params, tvf_crop_params, tvf_do_letterbox, tvf_letterbox_fill`` are
+            read; other entries are kept for saving.
+    """
+
+    model_input_names = ["pixel_values"]
+
+    def __init__(
+        self,
+        use_fused_vision_backbone: bool = False,
+        image_resize_strategy: str = "resize-naive",
+        input_sizes: Sequence[Sequence[int]] | None = None,
+        interpolations: Sequence[str] | None = None,
+        means: Sequence[Sequence[float]] | None = None,
+        stds: Sequence[Sequence[float]] | None = None,
+        image_preparation: str = "none",
+        do_center_crop: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.use_fused_vision_backbone = use_fused_vision_backbone
+        self.image_resize_strategy = image_resize_strategy
+        self.input_sizes = [list(size) for size in input_sizes or [(3, 224, 224)]]
+        self.interpolations = list(interpolations or ["bicubic"] * len(self.input_sizes))
+        self.means = [list(mean) for mean in means or [[0.5] * 3] * len(self.input_sizes)]
+        self.stds = [list(std) for std in stds or [[0.5] * 3] * len(self.input_sizes)]
+        self.image_preparation = image_preparation
+        self.do_center_crop = do_center_crop
+        if image_resize_strategy not in STRATEGIES:
+            raise ConfigError(
+                f"image_resize_strategy is '{image_resize_strategy}'; it must be one of {', '.join(STRATEGIES)}."
+            )
+        if set(self.interpolations) != {"bicubic"}:
+            raise ConfigError(f"interpolations are {self.interpolations}; only bicubic is supported.")
+
+    @property
+    def normalization(self) -> list[tuple[list[float], list[float]]]:
+        """Effective (mean, std) per tower."""
+        params = getattr(self, "tvf_normalize_params", None)
+        if params is not None:
+            return [(list(tower["mean"]), list(tower["std"])) for tower in params]
+        return list(zip(self.means, self.stds, strict=True))
+
+    @classmethod
+    def for_config(cls, config: OpenVLAConfig) -> PrismaticImageProcessor:
+        """Build the processor of a model without a ``preprocessor_config.json``.
+
+        Mean and deviation: those of ``config``, else 0.5 per SigLIP tower, ImageNet's (rounded to bfloat16) per DINOv2.
+        """
+        imagenet = {"mean": [0.484375, 0.455078125, 0.40625], "std": [0.228515625, 0.2236328125, 0.224609375]}
+        half = {"mean": [0.5] * 3, "std": [0.5] * 3}
+        params = [dict(imagenet if spec.kind == "dinov2" else half) for spec in config.vision_towers()]
+        for tower in params:
+            tower["mean"], tower["std"] = config.image_mean or tower["mean"], config.image_std or tower["std"]
+        return cls(
+            use_fused_vision_backbone=config.use_fused_vision_backbone,
+            image_resize_strategy=config.image_resize_strategy,
+            input_sizes=[[3, size, size] for size in config.image_sizes],
+            means=[tower["mean"] for tower in params],
+            stds=[tower["std"] for tower in params],
+            tvf_normalize_params=params,
+        )
+
+    def apply_transform(self, image: Image.Image) -> Tensor:
+        """Turn one PIL image into ``[3 * towers, H, W]`` float32."""
+        pixels = torch.from_numpy(np.array(image.convert("RGB"), dtype=np.uint8))
+        return self.preprocess_tensors(pixels.permute(2, 0, 1)[None])[0]
+
+    def _geometry(self, tower: int) -> tuple[int | tuple[int, int], tuple[int, int]]:
+        """Size to resize to (one number: of the shorter side) and height and width to crop to, ``tvf_*`` first."""
+        _, height, width = self.input_sizes[tower]
+        size: Any = (height, width) if self.image_resize_strategy == "resize-naive" else height
+        crop: Any = (height, width)
+        if getattr(self, "tvf_resize_params", None) is not None:
+            size = self.tvf_resize_params[tower]["size"]
+        if getattr(self, "tvf_crop_params", None) is not None:
+            crop = self.tvf_crop_params[tower]["output_size"]
+        size = size if isinstance(size, int) else tuple(size)
+        size = size[0] if isinstance(size, tuple) and len(size) == 1 else size
+        return size, (crop, crop) if isinstance(crop, int) else tuple(crop)
+
+    @property
+    def _letterbox_fill(self) -> list[int] | None:
+        """Colour of the padding to a square; None: no padding."""
+        letterbox = getattr(self, "tvf_do_letterbox", None)
+        if not (self.image_resize_strategy == "letterbox" if letterbox is None else letterbox):
+            return None
+        fill = getattr(self, "tvf_letterbox_fill", None)
+        return list(fill) if fill is not None else [int(255 * value) for value in self.normalization[-1][0]]
+
+    def preprocess_tensors(self, images: Tensor) -> Tensor:
+        """Turn uint8 ``[B, 3, H, W]`` into ``[B, 3 * towers, H', W']`` float32 on its own device.
+
+        The numbers are those of the public processor, which resizes with Pillow: see ``resize_bicubic``.
+        """
+        size = tuple(self.input_sizes[0][1:])
+        if self.image_preparation == "rlds":
+            images = resize_lanczos3(jpeg_round_trip(images), size)
+        if self.do_center_crop:
+            images = crop_and_resize(images, CROP_AREA, size)
+        geometries = [self._geometry(tower) for tower in range(len(self.normalization))]
+        resized = {geometry: self._resize(images, *geometry) for geometry in dict.fromkeys(geometries)}
+        towers = [
+            _normalize(resized[geometry], *statistics)
+            for geometry, statistics in zip(geometries, self.normalization, strict=True)
+        ]
+        return towers[0] if len(towers) == 1 else torch.cat(towers, dim=1)
+
+    def _resize(self, images: Tensor, size: int | tuple[int, int], crop: tuple[int, int]) -> Tensor:
+        if self._letterbox_fill is not None:
+            left, top = _square_padding(*images.shape[-2:])
+            colour = torch.tensor(self._letterbox_fill, dtype=images.dtype, device=images.device).view(1, 3, 1, 1)
+            square = colour.repeat(len(images), 1, images.shape[-2] + 2 * top, images.shape[-1] + 2 * left)
+            square[..., top : top + images.shape[-2], left : left + images.shape[-1]] = images
+            images = square
+        target = size if isinstance(size, tuple) else _shorter_side(images.shape[-2], images.shape[-1], size)
+        images = resize_bicubic(images, target)
+        top, left = _centre(target, crop)
+        # negative numbers cut; a crop that is larger than the image is filled up with black
+        return pad(images, (-left, left + crop[1] - target[1], -top, top + crop[0] - target[0]))
+
+    def preprocess(self, images: Any, return_tensors: str | None = "pt", **_: Any) -> BatchFeature:
+        """Process one PIL image or array ``[H, W, 3]``, or a list of them."""
+        batch = images if isinstance(images, (list, tuple)) else [images]
+        pixels = [
+            self.apply_transform(i if isinstance(i, Image.Image) else Image.fromarray(np.asarray(i))) for i in batch
+        ]
+        return BatchFeature({"pixel_values": torch.stack(pixels).float().numpy()}, tensor_type=return_tensors)
+
+    def __call__(self, images: Any, **kwargs: Any) -> BatchFeature:
+        """See ``preprocess``."""
+        return self.preprocess(images, **kwargs)
+
+
+def _normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """``(x / 255 - mean) / std``; divided by a tensor, because CUDA multiplies by the inverse of a plain number."""
+    images = images.float()
+    return images.div_(images.new_tensor(255.0)).sub_(_channels(images, mean)).div_(_channels(images, std))
+
+
+def _channels(images: Tensor, values: Sequence[float]) -> Tensor:
+    return images.new_tensor(values).view(-1, 1, 1)
+
+
+def _shorter_side(height: int, width: int, size: int) -> tuple[int, int]:
+    """Return the size at which the shorter side is ``size`` and the aspect is kept (the longer one rounded down)."""
+    if height <= width:
+        return size, int(size * width / height)
+    return int(size * height / width), size
+
+
+def _square_padding(height: int, width: int) -> tuple[int, int]:
+    """Return the padding left and right, and above and below, of a centred square (one pixel short of it, if odd)."""
+    side = max(height, width)
+    return (side - width) // 2, (side - height) // 2
+
+
+def _centre(size: tuple[int, int], crop: tuple[int, int]) -> tuple[int, int]:
+    return round((size[0] - crop[0]) / 2.0), round((size[1] - crop[1]) / 2.0)
+
+
+class PrismaticProcessor:
+    """Image processor and tokenizer of one model; ``processor(text, images)`` gives the tensors of one forward pass.
+
+    Args:
+        image_processor: See ``PrismaticImageProcessor``.
+        tokenizer: Tokenizer with a padding and a BOS token; its padding side is set to the left.
+        prompt_template: Text around ``{instruction}``, for ``encode_instructions``.
+        prompt_suffix_token_id: Appended to prompts that do not end with it; None: nothing.
+        max_prompt_len: Fixed length of the padded prompts; None: the longest of the batch.
+    """
+
+    def __init__(
+        self,
+        image_processor: PrismaticImageProcessor,
+        tokenizer: Any,
+        prompt_template: str = OPENVLA_PROMPT,
+        prompt_suffix_token_id: int | None = None,
+        max_prompt_len: int | None = None,
+        **_: Any,
+    ) -> None:
+        tokenizer.padding_side = "left"
+        self.image_processor = image_processor
+        self.tokenizer = tokenizer
+        self.prompt_template = prompt_template
+        self.prompt_suffix_token_id = prompt_suffix_token_id
+        self.max_prompt_len = max_prompt_len
+        self._prompt_ids: dict[str, list[int]] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str, tokenizer: Any = None, image_processor: Any = None, **kwargs: Any
+    ) -> PrismaticProcessor:
+        """Build from a folder; parts that are given are not loaded."""
+        remote = {"trust_remote_code": kwargs.pop("trust_remote_code", False)}
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, padding_side="left", **remote)
+        return cls(image_processor or PrismaticImageProcessor.from_pretrained(path), tokenizer, **kwargs)
+
+    def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
+        """Write tokenizer and image processor files into a folder."""
+        self.tokenizer.save_pretrained(str(save_directory))
+        self.image_processor.save_pretrained(str(save_directory))
+
+    def __call__(
+        self, text: str | Sequence[str], images: Any, return_tensors: str | None = "pt", **_: Any
+    ) -> BatchFeature:
+        """Tokenise finished prompts (see ``encode``) and process images."""
+        input_ids, attention_mask = self.encode([text] if isinstance(text, str) else list(text))
+        pixel_values = self.image_processor.preprocess(images, return_tensors="pt")["pixel_values"]
+        data = {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}
+        return BatchFeature(data, tensor_type=return_tensors)
+
+    def encode_instructions(self, instructions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Put instructions (lower-cased) into the prompt and encode them."""
+        return self.encode([self.prompt_template.format(instruction=each.lower()) for each in instructions])
+
+    def prompt_lengths(self, instructions: Sequence[str]) -> list[int]:
+        """Return the tokens of each prompt, before padding; ``max_prompt_len`` where all are padded to it."""
+        if self.max_prompt_len is not None:
+            return [self.max_prompt_len] * len(instructions)
+        return [len(self._ids(self.prompt_template.format(instruction=each.lower()))) for each in instructions]
+
+    def encode(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return int64 ``input_ids`` and ``attention_mask`` ``[B, L]``: BOS, padding, then the text.
+
+        Raises:
+            ConfigError: A prompt is longer than ``max_prompt_len``.
+        """
+        rows = [self._ids(prompt) for prompt in prompts]
+        longest = max(len(row) for row in rows)
+        if self.max_prompt_len is not None:
+            if longest > self.max_prompt_len:
+                raise ConfigError(
+                    f"A prompt has {longest} tokens and max_prompt_len is {self.max_prompt_len}. "
+                    f"{typed(f'max_prompt_len={longest}')}"
+                )
+            longest = self.max_prompt_len
+        pad = self.tokenizer.pad_token_id
+        pads = [longest - len(row) for row in rows]
+        ids = [row[:1] + [pad] * n + row[1:] for row, n in zip(rows, pads, strict=True)]
+        mask = [[1] + [0] * n + [1] * (longest - n - 1) for n in pads]
+        return torch.tensor(ids), torch.tensor(mask)
+
+    def _ids(self, prompt: str) -> list[int]:
+        ids = self._prompt_ids.get(prompt)
+        if ids is None:
+            ids = list(self.tokenizer(prompt, add_special_tokens=True)["input_ids"])
+            if not ids or ids[0] != self.tokenizer.bos_token_id:
+                ids = [self.tokenizer.bos_token_id, *ids]
+            if self.prompt_suffix_token_id is not None and ids[-1] != self.prompt_suffix_token_id:
+                ids.append(self.prompt_suffix_token_id)
+            if len(self._prompt_ids) >= 65536:
+                self._prompt_ids.clear()
+            self._prompt_ids[prompt] = ids
+        return ids
+
+
+def load_processor(tokenizer_config: Any, model_config: OpenVLAConfig, path: str | None) -> PrismaticProcessor:
+    """Load tokenizer and image processor from ``path``; without one, take the packaged tiny tokenizer.
+
+    What is done to images before the public processor sees them is said by ``model_config`` alone.
+
+    Raises:
+        ConfigError: See ``load_tokenizer``.
+    """
+    tokenizer = load_tokenizer(path, model_config.text_config.vocab_size)
+    has_images = path is not None and (Path(path) / "preprocessor_config.json").is_file()
+    images = (
+        PrismaticImageProcessor.from_pretrained(path)
+        if has_images
+        else PrismaticImageProcessor.for_config(model_config)
+    )
+    images.image_preparation, images.do_center_crop = model_config.image_preparation, model_config.center_crop
+    return PrismaticProcessor(
+        images,
+        tokenizer,
+        prompt_template=model_config.prompt_template,
+        prompt_suffix_token_id=model_config.prompt_suffix_token_id,
+        max_prompt_len=model_config.max_prompt_len,
+    )

@@ -1,0 +1,251 @@
+"""Vision transformers of OpenVLA, from the layers of transformers' own DINOv2 and SigLIP."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import Dinov2WithRegistersConfig, SiglipVisionConfig
+from transformers.models.dinov2_with_registers.modeling_dinov2_with_registers import Dinov2WithRegistersLayer
+from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
+
+from rlinf.models.embodiment.openvla.config import OpenVLAConfig, VisionTowerSpec
+
+LAYER_NORM_EPS = 1e-6
+
+
+class Film(nn.Module):
+    """Feature-wise modulation ``x * (1 + scale(l)) + shift(l)`` (Perez et al. 2018) in the form of OpenVLA-OFT.
+
+    Args:
+        text_dim: Width of the text vector ``l``.
+        embed_dim: Width of the patches.
+    """
+
+    def __init__(self, text_dim: int, embed_dim: int) -> None:
+        super().__init__()
+        self.scale = nn.Linear(text_dim, embed_dim)
+        self.shift = nn.Linear(text_dim, embed_dim)
+
+    def forward(self, hidden_states: Tensor, text: Tensor) -> Tensor:
+        """Modulate ``[B, N, embed_dim]`` by ``text [B, text_dim]``."""
+        return torch.addcmul(self.shift(text).unsqueeze(1), hidden_states, 1 + self.scale(text).unsqueeze(1))
+
+
+class DinoBlock(Dinov2WithRegistersLayer):
+    """DINOv2 block with optional FiLM after the attention residual, and an MLP of any width (not only multiples)."""
+
+    def __init__(self, config: Dinov2WithRegistersConfig, mlp_dim: int, film_dim: int | None) -> None:
+        super().__init__(config)
+        self.mlp.fc1 = nn.Linear(config.hidden_size, mlp_dim)
+        self.mlp.fc2 = nn.Linear(mlp_dim, config.hidden_size)
+        self.film = Film(film_dim, config.hidden_size) if film_dim else None
+
+    def forward(self, hidden_states: Tensor, text: Tensor | None = None) -> Tensor:
+        """Transform ``[B, N, embed_dim]``; ``text [B, film_dim]`` is needed with FiLM only."""
+        attended, _ = self.attention(self.norm1(hidden_states))
+        hidden_states = hidden_states + self.layer_scale1(attended)
+        if self.film is not None:
+            hidden_states = self.film(hidden_states, text)
+        return hidden_states + self.layer_scale2(self.mlp(self.norm2(hidden_states)))
+
+
+class SiglipBlock(SiglipEncoderLayer):
+    """SigLIP block with optional FiLM after the attention residual."""
+
+    def __init__(self, config: SiglipVisionConfig, film_dim: int | None) -> None:
+        super().__init__(config)
+        self.film = Film(film_dim, config.hidden_size) if film_dim else None
+
+    def forward(self, hidden_states: Tensor, text: Tensor | None = None) -> Tensor:
+        """Transform ``[B, N, embed_dim]``; ``text [B, film_dim]`` is needed with FiLM only."""
+        attended, _ = self.self_attn(self.layer_norm1(hidden_states))
+        hidden_states = hidden_states + attended
+        if self.film is not None:
+            hidden_states = self.film(hidden_states, text)
+        return hidden_states + self.mlp(self.layer_norm2(hidden_states))
+
+
+class PatchEmbedding(nn.Module):
+    """Non-overlapping patches to vectors: one linear layer (``proj``), or two with a GELU between (``stem`` first).
+
+    Args:
+        spec: Sizes; ``mlp_stem_dim`` asks for the second layer.
+    """
+
+    def __init__(self, spec: VisionTowerSpec) -> None:
+        super().__init__()
+        self.patch_size = spec.patch_size
+        patch_dim = 3 * spec.patch_size**2
+        if spec.mlp_stem_dim:
+            self.stem = nn.Linear(patch_dim, spec.mlp_stem_dim)
+            self.proj = nn.Linear(spec.mlp_stem_dim, spec.embed_dim)
+        else:
+            self.stem = None
+            self.proj = nn.Conv2d(3, spec.embed_dim, kernel_size=spec.patch_size, stride=spec.patch_size)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Map ``[B, 3, H, W]`` to ``[B, N, embed_dim]``, patches row by row."""
+        batch, channels, height, width = pixel_values.shape
+        size = self.patch_size
+        patches = pixel_values.reshape(batch, channels, height // size, size, width // size, size)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * size * size)
+        if self.stem is not None:
+            return self.proj(nn.functional.gelu(self.stem(patches)))
+        return nn.functional.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
+class AttentionPool(nn.Module):
+    """SigLIP's pooling head: part of public files, never used by OpenVLA; kept so that a saved folder is complete."""
+
+    def __init__(self, spec: VisionTowerSpec) -> None:
+        super().__init__()
+        width = spec.embed_dim
+        self.latent = nn.Parameter(torch.zeros(1, 1, width))
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(width, 2 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, spec.mlp_dim), "fc2": nn.Linear(spec.mlp_dim, width)})
+
+
+class VisionTower(nn.Module):
+    """One vision transformer, run up to the block ``feature_layer``; what lies behind it is kept for saving.
+
+    Args:
+        spec: Sizes and kind.
+        config: Config whose attention implementation the blocks follow.
+    """
+
+    def __init__(self, spec: VisionTowerSpec, config: OpenVLAConfig) -> None:
+        super().__init__()
+        self.spec = spec
+        width, num_patches = spec.embed_dim, spec.grid_size**2
+        self.patch_embed = PatchEmbedding(spec)
+        if spec.kind == "dinov2":
+            self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+            num_registers = spec.num_prefix_tokens - 1
+            self.reg_token = nn.Parameter(torch.zeros(1, num_registers, width)) if num_registers else None
+            num_patches += 0 if num_registers else 1
+            self.blocks = nn.ModuleList(
+                DinoBlock(_dino_config(spec, config), spec.mlp_dim, spec.film_dim) for _ in range(spec.depth)
+            )
+        else:
+            self.blocks = nn.ModuleList(
+                SiglipBlock(_siglip_config(spec, config), spec.film_dim) for _ in range(spec.depth)
+            )
+        self.pos_embed = nn.Parameter(torch.zeros(1, num_patches, width))
+        if spec.feature_layer != -1:
+            self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+            if spec.kind == "siglip":
+                self.attn_pool = AttentionPool(spec)
+
+    @property
+    def unused(self) -> list[str]:
+        """Names of what lies behind the feature layer."""
+        blocks = [f"blocks.{index}" for index in range(self.spec.num_used_blocks, self.spec.depth)]
+        return blocks + [name for name in ("norm", "attn_pool") if hasattr(self, name)]
+
+    def forward(self, pixel_values: Tensor, text: Tensor | None = None) -> Tensor:
+        """Map ``[B, 3, H, W]`` to patch features ``[B, N, embed_dim]``; ``text [B, film_dim]`` feeds FiLM."""
+        hidden_states = self.patch_embed(pixel_values)
+        if self.spec.kind == "dinov2":
+            # with registers, class token and registers have no position; without, the class token has the first one
+            cls_token = self.cls_token.expand(len(hidden_states), -1, -1)
+            if self.reg_token is None:
+                hidden_states = torch.cat([cls_token, hidden_states], dim=1) + self.pos_embed
+            else:
+                registers = self.reg_token.expand(len(hidden_states), -1, -1)
+                hidden_states = torch.cat([cls_token, registers, hidden_states + self.pos_embed], dim=1)
+        else:
+            hidden_states = hidden_states + self.pos_embed
+        for block in self.blocks[: self.spec.num_used_blocks]:
+            hidden_states = block(hidden_states, text)
+        return hidden_states[:, self.spec.num_prefix_tokens :]
+
+
+class VisionBackbone(nn.Module):
+    """One tower (``featurizer``), or two whose features are concatenated (``fused_featurizer`` gets channels 3..5)."""
+
+    def __init__(self, config: OpenVLAConfig) -> None:
+        super().__init__()
+        specs = config.vision_towers()
+        self.featurizer = VisionTower(specs[0], config)
+        self.fused_featurizer = VisionTower(specs[1], config) if len(specs) == 2 else None
+        self.embed_dim = sum(spec.embed_dim for spec in specs)
+        self.grid_size = specs[0].grid_size
+
+    def forward(self, pixel_values: Tensor, text: Tensor | None = None) -> Tensor:
+        """Map ``[B, 3 * towers * images, H, W]`` to ``[B, images * N, embed_dim]``."""
+        channels = 3 if self.fused_featurizer is None else 6
+        features = [self._one_image(image, text) for image in pixel_values.split(channels, dim=1)]
+        return features[0] if len(features) == 1 else torch.cat(features, dim=1)
+
+    def _one_image(self, image: Tensor, text: Tensor | None) -> Tensor:
+        if self.fused_featurizer is None:
+            return self.featurizer(image, text)
+        return torch.cat([self.featurizer(image[:, :3], text), self.fused_featurizer(image[:, 3:], text)], dim=-1)
+
+
+class Projector(nn.Module):
+    """Patch features to language tokens; ``patches_per_token`` neighbours are concatenated first.
+
+    Two towers: fc1, GELU, fc2, GELU, fc3 with a hidden width of four times the input; one tower: fc1, GELU, fc2.
+    """
+
+    def __init__(self, config: OpenVLAConfig, vision_dim: int, grid_size: int) -> None:
+        super().__init__()
+        self.grid_size = grid_size
+        self.block_height, self.block_width = config.token_block()
+        vision_dim, hidden = vision_dim * config.patches_per_token, config.text_config.hidden_size
+        if config.use_fused_vision_backbone:
+            self.fc1 = nn.Linear(vision_dim, 4 * vision_dim)
+            self.fc2 = nn.Linear(4 * vision_dim, hidden)
+            self.fc3 = nn.Linear(hidden, hidden)
+        else:
+            self.fc1 = nn.Linear(vision_dim, hidden)
+            self.fc2 = nn.Linear(hidden, hidden)
+            self.fc3 = None
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Language tokens of one image."""
+        return self.grid_size**2 // (self.block_height * self.block_width)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map ``[B, images * N, vision_dim]`` to ``[B, images * tokens_per_image, hidden_size]``."""
+        if self.block_height * self.block_width > 1:
+            features = self._join_patches(features)
+        hidden_states = self.fc2(nn.functional.gelu(self.fc1(features)))
+        return hidden_states if self.fc3 is None else self.fc3(nn.functional.gelu(hidden_states))
+
+    def _join_patches(self, features: Tensor) -> Tensor:
+        batch, _, width = features.shape
+        height, run = self.block_height, self.block_width
+        if height == 1:
+            return features.reshape(batch, -1, run * width)
+        blocks = features.reshape(batch, -1, height, self.grid_size // run, run, width).transpose(2, 3)
+        return blocks.reshape(batch, -1, height * run * width)
+
+
+def _dino_config(spec: VisionTowerSpec, config: OpenVLAConfig) -> Dinov2WithRegistersConfig:
+    result = Dinov2WithRegistersConfig(
+        hidden_size=spec.embed_dim,
+        num_attention_heads=spec.num_heads,
+        mlp_ratio=1,
+        hidden_act=spec.hidden_act,
+        layer_norm_eps=LAYER_NORM_EPS,
+    )
+    result._attn_implementation = config._attn_implementation
+    return result
+
+
+def _siglip_config(spec: VisionTowerSpec, config: OpenVLAConfig) -> SiglipVisionConfig:
+    result = SiglipVisionConfig(
+        hidden_size=spec.embed_dim,
+        num_attention_heads=spec.num_heads,
+        intermediate_size=spec.mlp_dim,
+        hidden_act=spec.hidden_act,
+        layer_norm_eps=LAYER_NORM_EPS,
+    )
+    result._attn_implementation = config._attn_implementation
+    return result

@@ -1,0 +1,133 @@
+"""Configuration of OpenVLA-OFT: what its public training scripts fix, as fields of the checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rlinf.errors import ConfigError
+from rlinf.models.embodiment.openvla.config import OpenVLAConfig, check_choice
+from rlinf.options import closest
+
+NEW_PARTS = {
+    "action_head": "action_head=l1",
+    "proprio_projector": "use_proprio=true",
+    "film": "use_film=true",
+    "placeholders": "learned_placeholders=true",
+}
+"""Parts that a base OpenVLA does not have, and the option that each belongs to."""
+ACTION_BOUNDS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
+
+
+class OpenVLAOFTConfig(OpenVLAConfig):
+    """OpenVLA-OFT (Kim et al. 2025): parallel decoding of action chunks with attention in both directions.
+
+    Public folders hold the ``config.json`` of OpenVLA, which has none of these fields: what differs from the defaults is
+    set by ``model.override_config``.
+
+    Args:
+        num_images_in_input: Cameras that the model sees, in the order of the observation.
+        use_proprio: Read the robot's state as one more token.
+        state_dim: Numbers of the state; None: as many as its statistics have.
+        use_film: Modulate the vision blocks by the mean text embedding.
+        action_head: ``discrete`` (action tokens) or ``l1`` (a continuous head behind the same hidden states).
+        action_normalization: ``bounds_q99`` (statistics ``q01`` and ``q99``: LIBERO, BRIDGE) or ``bounds`` (``min`` and
+            ``max``: ALOHA); of actions and state alike.
+        stop_token_in_input: End the input with ``</s>``, as the public models; false: end it with the placeholders, as
+            checkpoints of RL frameworks may.
+        greedy_over_vocabulary: The greedy action token is the likeliest of the whole vocabulary, as in the public
+            evaluation (one outside the bins decodes as the nearest bin); false: of the action bins. Sampling and
+            log-probabilities are over the bins either way.
+        action_decoding: Always ``parallel``.
+        new_parts: Parts that the folder may lack, and that then start anew, as in the public fine-tuning of a base OpenVLA:
+            ``action_head``, ``proprio_projector`` and ``placeholders`` at random, ``film`` as the identity (the public code
+            draws it at random). A part that the folder has is loaded. A model that was built has no new parts any more.
+        **kwargs: See ``OpenVLAConfig``.
+    """
+
+    model_type = "openvla_oft"
+    accepted_model_types: ClassVar[tuple[str, ...]] = ("openvla", "openvla_oft")
+    refused_for_rl: ClassVar[dict[str, dict[str, str]]] = {"action_head": {"l1": "discrete"}}
+    """Field: value that has no log-probabilities, and the value to take instead."""
+    manifest_fields: ClassVar[tuple[str, ...]] = (
+        "action_head", "action_normalization", "stop_token_in_input", "greedy_over_vocabulary", "use_proprio", "use_film",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        num_images_in_input: int = 1,
+        use_proprio: bool = False,
+        state_dim: int | None = None,
+        use_film: bool = False,
+        action_head: str = "discrete",
+        action_normalization: str = "bounds_q99",
+        stop_token_in_input: bool = True,
+        greedy_over_vocabulary: bool = False,
+        action_decoding: str = "parallel",
+        new_parts: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.use_proprio = use_proprio
+        self.state_dim = state_dim
+        self.action_head = action_head
+        self.action_normalization = action_normalization
+        self.stop_token_in_input = stop_token_in_input
+        self.greedy_over_vocabulary = greedy_over_vocabulary
+        self.new_parts = list(new_parts or [])
+        super().__init__(
+            num_images_in_input=num_images_in_input, use_film=use_film, action_decoding=action_decoding, **kwargs
+        )
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> tuple[dict, dict]:
+        """Read ``config.json`` without its ``model_type``: ``openvla`` in public folders, whose way of decoding is not ours."""
+        values, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if values.pop("model_type", None) != cls.model_type:
+            values.pop("action_decoding", None)
+        return values, rest
+
+    def _check(self) -> None:
+        for name, known in (
+            ("action_head", ("discrete", "l1")),
+            ("action_normalization", tuple(ACTION_BOUNDS)),
+            ("action_decoding", ("parallel",)),
+        ):
+            check_choice(self, name, known)
+        super()._check()
+        if self.state_dim is not None and not self.use_proprio:
+            raise ConfigError(
+                f"state_dim is {self.state_dim}, but use_proprio is false: no state is read. "
+                "Type model.init_config.use_proprio=true or model.init_config.state_dim=null"
+            )
+        for part in self.new_parts:
+            if part not in NEW_PARTS:
+                raise ConfigError(
+                    f"new_parts names '{part}'; required: of {', '.join(NEW_PARTS)}. "
+                    f"Type model.override_config.new_parts=[{closest(part, NEW_PARTS) or 'action_head'}]"
+                )
+            if part not in self.optional_parts:
+                raise ConfigError(
+                    f"new_parts names '{part}', which the model does not have. "
+                    f"Type model.override_config.{NEW_PARTS[part]}, or leave '{part}' out of model.override_config.new_parts"
+                )
+
+    @property
+    def optional_parts(self) -> list[str]:
+        """Those of ``NEW_PARTS`` that the model has."""
+        has = {
+            "action_head": self.action_head == "l1",
+            "proprio_projector": self.use_proprio,
+            "film": self.use_film,
+            "placeholders": self.learned_placeholders,
+        }
+        return [part for part in NEW_PARTS if has[part]]
+
+    @property
+    def action_bounds(self) -> tuple[str, str]:
+        """Names of the statistics that actions and states are normalised by."""
+        return ACTION_BOUNDS[self.action_normalization]
+
+    @property
+    def unnormalize_epsilon(self) -> float:
+        """Added to the range of the statistics when actions are unnormalised."""
+        return 1e-8

@@ -1,0 +1,222 @@
+"""OpenVLA-OFT (Kim et al. 2025) as a policy for reinforcement learning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
+
+from rlinf.errors import ConfigError
+from rlinf.models.embodiment.base import sample_tokens
+from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_stats
+from rlinf.models.embodiment.openvla.llama_layer import run_layers
+from rlinf.models.embodiment.openvla.policy import OpenVLAForRLActionPrediction
+from rlinf.models.embodiment.openvla.weights import from_public
+from rlinf.models.embodiment.openvla_oft.action_head import L1ActionHead, ProprioProjector
+from rlinf.models.embodiment.openvla_oft.config import OpenVLAOFTConfig
+from rlinf.models.embodiment.openvla_oft.weights import absent_parts, draw_parts, read_oft_weights
+from rlinf.models.loading import typed
+from rlinf.types import ActionEvaluation, ActionPrediction, Observation
+
+
+class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
+    """All tokens of an action chunk in one pass, from images, instruction and (optionally) the robot's state.
+
+    Sequence: BOS, image tokens, state token, (padding,) prompt, ``A`` placeholders (zeros, or learned), ``</s>``. Every
+    position sees every other. Token ``i`` is read ``i`` positions behind the end of the prompt, so that the first is read
+    at the last prompt token and the last placeholder is only seen; the value is read at the last prompt token, too.
+
+    With ``action_head=l1`` the chunk is a regression on the same hidden states: it can be cloned and evaluated, and has no
+    log-probabilities. Its ``sequences`` are the normalised actions ``[B, A]``.
+
+    Args:
+        config: See ``OpenVLAOFTConfig``.
+        hidden_size, unnorm_key, action_dim, action_chunks_len, value_head, detach_value: See ``ActionModel``.
+    """
+
+    config_class = OpenVLAOFTConfig
+    vllm_twin: ClassVar[None] = None  # vLLM decodes causally, one token after the other
+    base_model_prefix = "openvla_oft"
+    lora_target_modules: ClassVar[str] = (
+        r"(vision_backbone\..*\.(q_proj|k_proj|v_proj|o_proj|out_proj|fc1|fc2|film\.scale|film\.shift)|projector\.fc\d"
+        r"|language_model\.model\.layers\..*_proj)"
+    )
+    trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "action_head", "proprio_projector", "placeholders")
+
+    def _add_modules(self) -> None:
+        config = self.config
+        hidden_size = config.text_config.hidden_size
+        self.action_head = L1ActionHead(hidden_size, self.action_dim) if config.action_head == "l1" else None
+        self.state_normalizer = _state_normalizer(config, self.unnorm_key)
+        self.proprio_projector = ProprioProjector(self.state_dim, hidden_size) if config.use_proprio else None
+        config.new_parts = []  # a folder written from here on has them
+
+    @classmethod
+    def check_settings(cls, config: OpenVLAOFTConfig, *, unnorm_key: str | None, **arguments: Any) -> None:
+        """See ``CheckpointPolicy.check_settings``."""
+        super().check_settings(config, unnorm_key=unnorm_key, **arguments)
+        _state_normalizer(config, unnorm_key)
+
+    @property
+    def state_dim(self) -> int:
+        """Numbers of the state that the model reads; 0: none."""
+        return 0 if self.state_normalizer is None else len(self.state_normalizer.low)
+
+    # -- forward pass --------------------------------------------------------------------------------------------
+
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Prepare images and instructions as the base class, and ``proprio [B, S]``: the state, normalised to [-1, 1].
+
+        Raises:
+            ConfigError: The model reads a state that the environment does not give.
+        """
+        inputs = super().preprocess(observation)
+        if self.state_normalizer is None:
+            return inputs
+        given = 0 if observation.state is None else observation.state.shape[1]
+        if given != self.state_dim:
+            raise ConfigError(
+                f"The model reads a state of {self.state_dim} numbers (use_proprio), and the environment gives "
+                f"{given or 'none'}; required: the same. Type env.state=proprio, or a model.unnorm_key of this environment"
+            )
+        state = self.state_normalizer.normalize(torch.from_numpy(observation.state).to(self.device))
+        return inputs | {"proprio": state.float()}
+
+    def _stop_embeddings(self, num_rows: int) -> Tensor:
+        """Return the embedding of ``</s>``, ``[B, 1, H]``, or nothing, ``[B, 0, H]``."""
+        num_stops = int(self.config.stop_token_in_input)
+        ids = torch.full((num_rows, num_stops), self.config.text_config.eos_token_id, device=self.device)
+        return self.get_input_embeddings()(ids)
+
+    def _language_vector(self, text: Tensor, key_mask: Tensor | None) -> Tensor:
+        stop = self._stop_embeddings(len(text))
+        return super()._language_vector(torch.cat([text, stop], dim=1), _extended(key_mask, stop.shape[1]))
+
+    def _observation_tokens(
+        self, text: Tensor, key_mask: Tensor | None, pixel_values: Tensor, proprio: Tensor | None = None
+    ) -> Tensor:
+        image = super()._observation_tokens(text, key_mask, pixel_values)
+        if self.proprio_projector is None:
+            return image
+        state = self.proprio_projector(proprio.to(text.dtype))
+        return torch.cat([image, state.unsqueeze(1)], dim=1)
+
+    def _read_out(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the hidden states from which the action tokens are read, ``[B, A, H]``."""
+        embeddings, key_mask = self._embed_prompt(**inputs)
+        tail = torch.cat([self._placeholder_embeddings(embeddings), self._stop_embeddings(len(embeddings))], dim=1)
+        sequence = torch.cat([embeddings, tail], dim=1)
+        key_mask = _extended(key_mask, tail.shape[1])
+        num_queries = 1 + tail.shape[1]
+        hidden_states = run_layers(self.language_model.model, sequence, key_mask, num_queries, is_causal=False)
+        return hidden_states[:, : self.num_logprobs]
+
+    def _score(self, inputs: dict[str, Tensor], tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+        hidden_states = self._read_out(inputs)
+        return self._bin_logits(hidden_states), hidden_states[:, 0]
+
+    def forward(self, **inputs: Tensor | None) -> CausalLMOutput:
+        """Return ``logits [B, A, vocab_size]`` and ``hidden_states`` (``[B, A, H]``, after the norm) of the read-out."""
+        hidden_states = self._read_out(inputs)
+        return CausalLMOutput(logits=self.language_model.lm_head(hidden_states), hidden_states=(hidden_states,))
+
+    # -- the contract --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        input_ids: Tensor | None = None,
+        do_sample: bool = True,
+        temperature: float = 1.0,
+        uniforms: Tensor | None = None,
+        **inputs: Tensor | None,
+    ) -> ActionPrediction:
+        """Act on ``input_ids [B, L]`` (BOS, padding, text); see ``ActionModel.predict_action_batch``."""
+        hidden_states = self._read_out({"input_ids": input_ids, **inputs})
+        values = self._values(hidden_states[:, 0])
+        if self.action_head is not None:
+            normalized = self.action_head(hidden_states).flatten(1)
+            return ActionPrediction(self.decode_actions(normalized), normalized, normalized.unsqueeze(-1), values)
+        logits = self._bin_logits(hidden_states)
+        if self.config.greedy_over_vocabulary and not do_sample:
+            tokens = self.language_model.lm_head(hidden_states).argmax(-1)
+        else:
+            tokens = self.action_tokenizer.first_token + sample_tokens(logits, do_sample, temperature, uniforms)
+        sequences = torch.cat([input_ids, tokens], dim=1)
+        return ActionPrediction(self.decode_actions(sequences), sequences, logits, values)
+
+    def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
+        """Log-probabilities float32 ``[B, A]`` of sampled tokens; see ``ActionModel.rollout_logprobs``."""
+        self._check_discrete()
+        return super().rollout_logprobs(prediction, temperature)
+
+    def evaluate_actions(
+        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
+    ) -> ActionEvaluation:
+        """Score the last ``A`` tokens of ``sequences [B, L + A]``; see ``ActionModel.evaluate_actions``."""
+        self._check_discrete()
+        return super().evaluate_actions(inputs, sequences, temperature)
+
+    def _check_discrete(self) -> None:
+        if self.action_head is not None:
+            raise ConfigError(
+                "action_head is 'l1', which gives one action and no log-probabilities; required: discrete. "
+                f"{typed('action_head=discrete')}"
+            )
+
+    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
+        """Cross-entropy of the tokens of ``actions [B, C, D]``, or mean absolute error of the normalised ones; ``[B]``."""
+        if self.action_head is None:
+            return super().sft_loss(inputs, actions, uniforms)
+        target = self.action_normalizer.normalize(actions).float().to(self.device)
+        return (self.action_head(self._read_out(inputs)) - target).abs().mean((1, 2))
+
+    def decode_actions(self, sequences: Tensor) -> Tensor:
+        """Turn the last ``A`` tokens (l1: normalised numbers) into actions in env units, float32 ``[B, C, D]``."""
+        if self.action_head is None:
+            return super().decode_actions(sequences)
+        normalized = sequences[:, -self.num_logprobs :].unflatten(1, (self.action_chunks_len, self.action_dim))
+        return self.action_normalizer.unnormalize(normalized).float()
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _read_weights(cls, folder: Path, config: OpenVLAOFTConfig, arguments: dict[str, Any]) -> dict[str, Tensor]:
+        state_dict = from_public(read_oft_weights(folder, config), config)
+        parts = absent_parts(folder, config, state_dict)
+        action_dim, chunk_len = arguments["action_dim"], arguments["action_chunks_len"]
+        normalizer = _state_normalizer(config, arguments["unnorm_key"])
+        state_dim = 0 if normalizer is None else len(normalizer.low)
+        return state_dict | draw_parts(parts, config, action_dim, action_dim * chunk_len, state_dim)
+
+
+def _state_normalizer(config: OpenVLAOFTConfig, unnorm_key: str | None) -> ActionNormalizer | None:
+    """Return what normalises the state; None where none is read.
+
+    Raises:
+        ConfigError: The statistics have no state, or one of another width.
+    """
+    if not config.use_proprio:
+        return None
+    stats = select_stats(config.norm_stats, unnorm_key)
+    if "proprio" not in stats:
+        raise ConfigError(
+            f"use_proprio is true, but the statistics of '{unnorm_key or next(iter(config.norm_stats))}' "
+            f"hold {', '.join(stats)} and no proprio. Type env.state=proprio where the statistics are the "
+            "environment's, else another model.unnorm_key"
+        )
+    normalizer = ActionNormalizer(stats["proprio"], bounds=config.action_bounds)
+    if config.state_dim not in (None, len(normalizer.low)):
+        raise ConfigError(
+            f"state_dim is {config.state_dim}, but the statistics of the state have {len(normalizer.low)} numbers. "
+            f"Type model.init_config.state_dim={len(normalizer.low)}"
+        )
+    return normalizer
+
+
+def _extended(key_mask: Tensor | None, num_keys: int) -> Tensor | None:
+    """Add keys that are no padding at the end of a mask ``[B, keys]``."""
+    return None if key_mask is None else nn.functional.pad(key_mask, (0, num_keys), value=True)

@@ -1,0 +1,171 @@
+"""Weights of public OpenVLA-OFT folders: OpenVLA's safetensors, and parts in files of their own beside them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.errors import CheckpointError
+from rlinf.models.embodiment.checkpoint_policy import read_safetensors
+from rlinf.models.embodiment.openvla_oft.action_head import L1ActionHead, ProprioProjector
+from rlinf.models.embodiment.openvla_oft.config import NEW_PARTS, OpenVLAOFTConfig
+
+logger = logging.getLogger("rlinf")
+
+MAX_LORA_ALPHA = 16
+"""The public fine-tuning scales its adapters by min(rank, 16) / rank."""
+
+
+def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Tensor]:
+    """Read ``model*.safetensors`` and the files ``<part>--<step>_checkpoint.pt`` of the same folder.
+
+    Parts: ``action_head``, ``proprio_projector``, ``value_head``, and ``vision_backbone`` (with FiLM), which takes the
+    place of the whole vision backbone of the safetensors; adapters inside it are added to its weights.
+
+    Raises:
+        CheckpointError: A part belongs to an option that ``config`` does not have, the step of a part is not clear, or the
+            parts are of different steps.
+    """
+    wanted = {
+        "action_head": (config.action_head == "l1", "action_head=l1"),
+        "proprio_projector": (config.use_proprio, "use_proprio=true"),
+        "vision_backbone": (config.use_film, "use_film=true"),
+        "value_head": (True, ""),
+    }
+    state_dict = read_safetensors(folder)
+    chosen = {part: path for part in wanted if (path := _newest(folder, part)) is not None}
+    steps = {part: _step(path) for part, path in chosen.items()}
+    if len(set(steps.values())) > 1:
+        found = ", ".join(path.name for path in chosen.values())
+        raise CheckpointError(
+            f"The newest parts in '{folder}' are of different steps: {found}. Move the files of other steps away, or type "
+            "model.model_path=<another folder>"
+        )
+    for part, path in chosen.items():
+        is_wanted, override = wanted[part]
+        if not is_wanted:
+            raise CheckpointError(
+                f"'{folder}' holds {path.name}, which the model would not use. Type model.override_config.{override}, or "
+                "move the file away"
+            )
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+        if part == "vision_backbone":
+            state_dict = {
+                name: tensor for name, tensor in state_dict.items() if not name.startswith("vision_backbone.")
+            }
+            state_dict |= {_film_name(name): tensor for name, tensor in merge_adapters(tensors).items()}
+        else:
+            state_dict |= {f"{part}.{name}": tensor for name, tensor in tensors.items()}
+    return state_dict
+
+
+def absent_parts(folder: Path, config: OpenVLAOFTConfig, names: Iterable[str]) -> list[str]:
+    """Return the parts of ``config.new_parts`` of which there is no tensor.
+
+    Args:
+        folder: Where the tensors came from.
+        config: Configuration of the model.
+        names: Of the tensors, as our modules have them.
+
+    Raises:
+        CheckpointError: Another part of the model is absent as a whole.
+    """
+    present = {"film" if ".film." in name else name.split(".")[0] for name in names}
+    absent = [part for part in config.optional_parts if part not in present]
+    refused = [part for part in absent if part not in config.new_parts]
+    if refused:
+        raise CheckpointError(
+            f"The weights in '{folder}' do not fit the model: missing {refused}, which "
+            f"{', '.join(NEW_PARTS[part] for part in refused)} needs. Type model.model_path=<a folder with them>, or start them "
+            f"anew: model.override_config.new_parts=[{','.join([*config.new_parts, *refused])}]"
+        )
+    if absent:
+        logger.info("'%s' does not hold %s: started anew (model.override_config.new_parts).", folder, ", ".join(absent))
+    return absent
+
+
+def draw_parts(
+    parts: Iterable[str], config: OpenVLAOFTConfig, action_dim: int, num_tokens: int, state_dim: int
+) -> dict[str, Tensor]:
+    """Return new tensors of ``parts``: torch's defaults for the layers, FiLM as the identity, normal placeholders.
+
+    A random FiLM would disturb the features of the base model, and its base weights are not saved beside LoRA adapters.
+
+    Args:
+        parts: Of ``NEW_PARTS``.
+        config: Configuration of the model.
+        action_dim: Numbers of one action.
+        num_tokens: Placeholders.
+        state_dim: Numbers of the state; needed for ``proprio_projector`` only.
+    """
+    width = config.text_config.hidden_size
+    drawn: dict[str, Tensor] = {}
+    if "action_head" in parts:
+        drawn |= _prefixed("action_head.", L1ActionHead(width, action_dim))
+    if "proprio_projector" in parts:
+        drawn |= _prefixed("proprio_projector.", ProprioProjector(state_dim, width))
+    if "film" in parts:
+        for tower, spec in zip(("featurizer", "fused_featurizer"), config.vision_towers(), strict=False):
+            for block in range(spec.depth):
+                for layer in ("scale", "shift"):
+                    stem = f"vision_backbone.{tower}.blocks.{block}.film.{layer}"
+                    drawn[f"{stem}.weight"] = torch.zeros(spec.embed_dim, width)
+                    drawn[f"{stem}.bias"] = torch.zeros(spec.embed_dim)
+    if "placeholders" in parts:
+        drawn["placeholders"] = torch.randn(num_tokens, width) * config.text_config.initializer_range
+    return drawn
+
+
+def _prefixed(prefix: str, module: nn.Module) -> dict[str, Tensor]:
+    return {prefix + name: tensor for name, tensor in module.state_dict().items()}
+
+
+def merge_adapters(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add the low-rank updates of PEFT's layers to their weights: ``W + min(r, 16) / r * B A``.
+
+    Args:
+        state_dict: ``X.base_layer.{weight,bias}``, ``X.lora_A.<adapter>.weight`` ``[r, in]`` and
+            ``X.lora_B.<adapter>.weight`` ``[out, r]``; other names pass through.
+
+    Returns:
+        ``X.{weight,bias}`` in the dtype of the base layer.
+    """
+    merged = {name.replace(".base_layer.", "."): tensor for name, tensor in state_dict.items() if ".lora_" not in name}
+    for name, down in state_dict.items():
+        if ".lora_A." in name:
+            up, target = state_dict[name.replace(".lora_A.", ".lora_B.")], f"{name.split('.lora_A.')[0]}.weight"
+            scale = min(len(down), MAX_LORA_ALPHA) / len(down)
+            weight = merged[target]
+            merged[target] = (weight.float() + scale * (up.float() @ down.float())).to(weight.dtype)
+    return merged
+
+
+def _film_name(name: str) -> str:
+    """Name of a tensor of the FiLM backbone in our modules: the wrapped block's own layers, and ``film`` in it."""
+    name = re.sub(r"(\.blocks\.\d+)\.block\.", r"\1.", name)
+    return re.sub(r"(\.blocks\.\d+)\.(scale|shift)\.", r"\1.film.\2.", name)
+
+
+def _newest(folder: Path, part: str) -> Path | None:
+    """Return the file of the highest step.
+
+    Raises:
+        CheckpointError: There are several, and one has no step in its name.
+    """
+    files = sorted(folder.glob(f"{part}--*_checkpoint.pt"))
+    if len(files) > 1 and any(not _step(path).isdigit() for path in files):
+        raise CheckpointError(
+            f"'{folder}' holds several files of {part}: {', '.join(path.name for path in files)}. The one of the highest "
+            "step would be taken, but not all have a number. Move the others away"
+        )
+    return max(files, key=lambda path: int(_step(path))) if len(files) > 1 else next(iter(files), None)
+
+
+def _step(path: Path) -> str:
+    return path.name.partition("--")[2].removesuffix("_checkpoint.pt")

@@ -1,0 +1,294 @@
+"""Configuration of pi0 and pi0.5: sizes by the names of public checkpoints, or spelled out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig
+
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models.embodiment.pi0.flow import NOISE_METHODS
+from rlinf.models.loading import check_model_type, checkpoint_folder, read_json, typed
+
+_HEADS = {"num_heads": 8, "num_kv_heads": 1, "head_dim": 256}
+GEMMA_SIZES = {
+    "gemma_300m": {"width": 1024, "depth": 18, "mlp_dim": 4096, **_HEADS},
+    "gemma_2b": {"width": 2048, "depth": 18, "mlp_dim": 16384, **_HEADS},
+}
+SIGLIP_SIZES = {
+    "hidden_size": 1152,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "intermediate_size": 4304,
+    "image_size": 224,
+    "patch_size": 14,
+}
+NUM_CAMERA_SLOTS = 3
+"""Public checkpoints have seen a base camera and two wrist cameras, in this order."""
+# field of a lerobot config.json -> ours
+_LEROBOT_FIELDS = {
+    "chunk_size": "action_horizon",
+    "max_action_dim": "action_dim",
+    "num_inference_steps": "num_steps",
+    "tokenizer_max_length": "max_token_len",
+    "paligemma_variant": "paligemma_variant",
+    "action_expert_variant": "action_expert_variant",
+}
+
+
+class Pi0Config(PreTrainedConfig):
+    """pi0 (Black et al. 2024) and pi0.5 (Black et al. 2025). The first block of arguments is the network, the second what
+    it is fed, the third how it acts in reinforcement learning.
+
+    Args:
+        pi05: pi0.5: adaptive norms get the time, and the state is part of the prompt. False: pi0.
+        paligemma_variant, action_expert_variant: Names of sizes, used where ``vlm`` and ``expert`` are not given.
+        vlm, expert: ``width, depth, mlp_dim, num_heads, num_kv_heads, head_dim``.
+        vision: ``hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, image_size, patch_size``.
+        vocab_size: Of the language model.
+        action_dim: Width that states and actions are padded to with zeros.
+        action_horizon: Actions that the network predicts; ``model.action_chunks_len`` of them are executed.
+        max_token_len: Longest prompt; None: 48 (pi0) or 200 (pi0.5).
+        image_mean, image_std: Per channel, of images in [0, 1]; public checkpoints have 0.5, which gives [-1, 1]. A mean near
+            the background's colour makes small objects stand out to a small model from random weights.
+        cameras: Names of the env's cameras; None: the env's first three, in its order. Position counts: base, left wrist,
+            right wrist. A null stands for an absent camera.
+        discrete_state_input: Write the state into the prompt, as 256 bins of [-1, 1]; None: as ``pi05``.
+        use_quantile_norm: Normalise by q01 and q99; false: by mean and std; None: as ``pi05``.
+        norm_stats: Data set name to the statistics of ``action`` and ``proprio``.
+        num_steps: ``n``, denoising steps.
+        noise_method: How a step becomes a distribution; see ``step_moments``. ``flow_ode`` has no log-probabilities.
+        noise_level: ``a`` of ``flow_sde`` and ``flow_cps``.
+        noise_std_range: Bounds of the deviation that ``flow_noise`` learns; None: those in the weights, [0.08, 0.16] for a
+            new head.
+        joint_logprob: All steps are sampled and scored; false: one of them per call, drawn at random, the others follow the
+            velocity.
+        value_hidden_sizes, noise_hidden_sizes: Hidden layers of the heads.
+        freeze_vlm: Train the action expert, its projections and the heads only, as public RL recipes do.
+    """
+
+    model_type = "openpi"
+    accepted_model_types: ClassVar[tuple[str | None, ...]] = (None, "openpi", "pi0", "pi05")
+    config_files: ClassVar[tuple[str, ...]] = ("config.json", "tiny_config.json")
+    refused_for_rl: ClassVar[dict[str, dict[str, str]]] = {"noise_method": {"flow_ode": "flow_sde"}}
+    manifest_fields: ClassVar[tuple[str, ...]] = (
+        "pi05", "action_horizon", "num_steps", "discrete_state_input", "use_quantile_norm", "cameras", "image_mean", "image_std",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        pi05: bool = False,
+        paligemma_variant: str = "gemma_2b",
+        action_expert_variant: str = "gemma_300m",
+        vlm: dict[str, int] | None = None,
+        expert: dict[str, int] | None = None,
+        vision: dict[str, int] | None = None,
+        vocab_size: int = 257152,
+        action_dim: int = 32,
+        action_horizon: int = 50,
+        max_token_len: int | None = None,
+        image_mean: list[float] | None = None,
+        image_std: list[float] | None = None,
+        cameras: list[str | None] | None = None,
+        discrete_state_input: bool | None = None,
+        use_quantile_norm: bool | None = None,
+        norm_stats: dict[str, Any] | None = None,
+        num_steps: int = 10,
+        noise_method: str = "flow_sde",
+        noise_level: float = 0.5,
+        noise_std_range: list[float] | None = None,
+        joint_logprob: bool = False,
+        value_hidden_sizes: list[int] | None = None,
+        noise_hidden_sizes: list[int] | None = None,
+        freeze_vlm: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.pi05 = pi05
+        self.paligemma_variant = paligemma_variant
+        self.action_expert_variant = action_expert_variant
+        gemma = ("width", "depth", "mlp_dim", *_HEADS)
+        self.vlm = _sizes("vlm", vlm or _gemma_sizes("paligemma_variant", paligemma_variant), gemma)
+        self.expert = _sizes("expert", expert or _gemma_sizes("action_expert_variant", action_expert_variant), gemma)
+        self.vision = _sizes("vision", vision or SIGLIP_SIZES, tuple(SIGLIP_SIZES))
+        self.vocab_size = vocab_size
+        self.action_dim = action_dim
+        self.action_horizon = action_horizon
+        self.max_token_len = max_token_len
+        self.image_mean = list(image_mean or [0.5] * 3)
+        self.image_std = list(image_std or [0.5] * 3)
+        self.cameras = None if cameras is None else list(cameras)
+        self.discrete_state_input = discrete_state_input
+        self.use_quantile_norm = use_quantile_norm
+        self.norm_stats = norm_stats or {}
+        self.num_steps = num_steps
+        self.noise_method = noise_method
+        self.noise_level = noise_level
+        self.noise_std_range = None if noise_std_range is None else list(noise_std_range)
+        self.joint_logprob = joint_logprob
+        self.value_hidden_sizes = list(value_hidden_sizes or [512, 256, 128])
+        self.noise_hidden_sizes = list(noise_hidden_sizes or [128, 64])
+        self.freeze_vlm = freeze_vlm
+        kwargs.pop("precision", None)  # of the converter; here model.precision says how the weights are held
+        super().__init__(**kwargs)
+        self._check()
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the language model."""
+        return self.vlm["width"]
+
+    @property
+    def image_sizes(self) -> list[int]:
+        """Pixels of the side of a square image."""
+        return [self.vision["image_size"]]
+
+    @property
+    def longest_prompt(self) -> int:
+        """``max_token_len``, or the default of the kind."""
+        return (200 if self.pi05 else 48) if self.max_token_len is None else self.max_token_len
+
+    @property
+    def state_in_prompt(self) -> bool:
+        """``discrete_state_input``, or the default of the kind."""
+        return self.pi05 if self.discrete_state_input is None else self.discrete_state_input
+
+    @property
+    def by_quantiles(self) -> bool:
+        """``use_quantile_norm``, or the default of the kind."""
+        return self.pi05 if self.use_quantile_norm is None else self.use_quantile_norm
+
+    @property
+    def reads_state(self) -> bool:
+        """Whether the policy needs ``Observation.state``."""
+        return self.state_in_prompt or not self.pi05
+
+    @property
+    def max_state_dim(self) -> int:
+        """Largest width of ``Observation.state``; 0: it is not read."""
+        return self.action_dim if self.reads_state else 0
+
+    def _check(self) -> None:
+        if self.noise_method not in NOISE_METHODS:
+            raise ConfigError(
+                f"noise_method is '{self.noise_method}'; required: one of {', '.join(NOISE_METHODS)}. "
+                f"{typed('noise_method=flow_sde')}"
+            )
+        if self.num_steps < 1:
+            raise ConfigError(f"num_steps is {self.num_steps}; required: 1 or more. {typed('num_steps=4')}")
+        bounds = self.noise_std_range
+        if bounds is not None and not (len(bounds) == 2 and 0.0 < bounds[0] <= bounds[1]):
+            raise ConfigError(
+                f"noise_std_range is {bounds}; required: two positive deviations, the smaller first, or null. "
+                f"{typed('noise_std_range=[0.08,0.16]')}"
+            )
+        if self.state_in_prompt and not self.by_quantiles:
+            raise ConfigError(
+                "discrete_state_input has bins of [-1, 1], to which use_quantile_norm=False does not map the state. "
+                f"{typed('use_quantile_norm=true')}"
+            )
+        shared = ("depth", "num_kv_heads", "head_dim")
+        different = [name for name in shared if self.vlm[name] != self.expert[name]]
+        if different:
+            raise ConfigError(
+                f"vlm and expert differ in {', '.join(different)} ({[self.vlm[name] for name in different]} and "
+                f"{[self.expert[name] for name in different]}); the expert attends to the keys of the VLM's layers, so "
+                f"these must be equal. Type model.init_config.expert.{different[0]}={self.vlm[different[0]]} for random weights, "
+                "or model.model_path=<another folder>"
+            )
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Any:
+        """Read the configuration of a folder: ours, that of openpi's converter, lerobot's, or ``tiny_config.json``.
+
+        Where the file does not say whether this is pi0.5 (openpi's converter does not), the names of the tensors do.
+        Statistics under ``assets/<name>/norm_stats.json`` are added to ``norm_stats`` as ``<name>``.
+
+        Raises:
+            CheckpointError: The folder is of another architecture, or a file cannot be read.
+            ConfigError: A field does not fit, or a size is missing.
+        """
+        folder = checkpoint_folder(pretrained_model_name_or_path)
+        path = next((folder / name for name in cls.config_files if (folder / name).is_file()), folder / "config.json")
+        values = read_json(path)
+        check_model_type(cls, values, folder)
+        if str(values.get("type")) in ("pi0", "pi05"):
+            pi05 = values["type"] == "pi05"
+            values = {ours: values[name] for name, ours in _LEROBOT_FIELDS.items() if name in values} | {"pi05": pi05}
+        if "pi05" not in values:
+            values["pi05"] = any(name.removeprefix("model.") == "time_mlp_in.weight" for name in _tensor_names(folder))
+        values["norm_stats"] = _openpi_statistics(folder) | (values.get("norm_stats") or {})
+        return cls.from_dict(values, **kwargs)
+
+
+def check_attention(implementation: str | None) -> None:
+    """Refuse a kernel that takes no masks."""
+    if implementation not in (None, "sdpa", "eager"):
+        raise ConfigError(
+            f"model.attn_implementation is {implementation}, whose kernels take none of the masks of this "
+            "policy. Type model.attn_implementation=sdpa"
+        )
+
+
+def check_sizes(config: Pi0Config, action_dim: int, action_chunks_len: int) -> None:
+    """Refuse sizes of the model section that exceed those of the network."""
+    if action_dim > config.action_dim:
+        raise ConfigError(
+            f"model.action_token_len is {action_dim}, and the policy's actions have {config.action_dim} numbers at most. "
+            f"Type model.action_token_len={config.action_dim} or less"
+        )
+    if action_chunks_len > config.action_horizon:
+        raise ConfigError(
+            f"model.action_chunks_len is {action_chunks_len}, and the policy predicts {config.action_horizon} actions. "
+            f"Type model.action_chunks_len={config.action_horizon} or less"
+        )
+
+
+def _gemma_sizes(field: str, variant: str) -> dict[str, int]:
+    if variant not in GEMMA_SIZES:
+        hint = " Merge the LoRA weights into the base weights first." if variant.endswith("_lora") else ""
+        raise ConfigError(
+            f"{field} is '{variant}'; required: one of {', '.join(GEMMA_SIZES)}.{hint} "
+            f'Write e.g. "{field}": "{variant.removesuffix("_lora")}" into config.json, or type '
+            "model.model_path=<folder of the merged checkpoint>"
+        )
+    return GEMMA_SIZES[variant]
+
+
+def _sizes(field: str, given: Any, required: tuple[str, ...]) -> dict[str, int]:
+    missing = [name for name in required if not isinstance(given, Mapping) or name not in given]
+    if missing:
+        raise ConfigError(
+            f"{field} lacks {', '.join(missing)}; required: {', '.join(required)}. Type model.model_path=<folder of pi0>, or "
+            f"model.init_config.{field}.{missing[0]}=<number> for random weights"
+        )
+    return dict(given)
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    names: list[str] = []
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                names += file.keys()
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"'{path}' cannot be read ({error}). Type model.model_path=<another folder>"
+            ) from error
+    return names
+
+
+def _openpi_statistics(folder: Path) -> dict[str, Any]:
+    found = {}
+    for path in sorted((folder / "assets").rglob("norm_stats.json")):
+        values = read_json(path).get("norm_stats") or {}
+        if not {"actions", "state"} <= values.keys():
+            raise CheckpointError(
+                f"'{path}' has statistics of {sorted(values)} under 'norm_stats'; required: actions and state. Type "
+                "model.model_path=<another folder>, or move this file away"
+            )
+        name = path.parent.relative_to(folder / "assets").as_posix()
+        found[name] = {"action": values["actions"], "proprio": values["state"]}
+    return found

@@ -1,0 +1,223 @@
+"""The network of pi0 and pi0.5, and its files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from rlinf.files import write_text
+from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, read_safetensors
+from rlinf.models.embodiment.modules.float32 import without_autocast
+from rlinf.models.embodiment.modules.value_head import ValueHead
+from rlinf.models.embodiment.pi0.config import Pi0Config
+from rlinf.models.embodiment.pi0.flow import time_embedding
+from rlinf.models.embodiment.pi0.flow_heads import NoiseHead, deviation_bounds
+from rlinf.models.embodiment.pi0.gemma_expert import AdaRMSNorm, GemmaStack, SiglipTower
+from rlinf.models.embodiment.pi0.weights import from_public, to_public
+
+NEW_STD_RANGE = (0.08, 0.16)
+
+
+@dataclass
+class Prefix:
+    """Images and text as the expert sees them.
+
+    Attributes:
+        keys_values: Per layer, keys and values ``[2, B, kv_heads, P, head_dim]``.
+        mask: bool ``[B, P]``: a key that is there.
+    """
+
+    keys_values: list[Tensor]
+    mask: Tensor
+
+
+class Pi0Network(CheckpointPolicy):
+    """SigLIP and Gemma read images and text; the action expert, attending to their keys, predicts velocities.
+
+    Args:
+        config: See ``Pi0Config``.
+        value_head: Add a value head.
+    """
+
+    config_class = Pi0Config
+    base_model_prefix = "pi0"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _no_split_modules: ClassVar[list[str]] = ["GemmaActionLayer", "SiglipEncoderLayer"]
+
+    def __init__(self, config: Pi0Config, value_head: bool) -> None:
+        super().__init__(config)
+        attention, width = config._attn_implementation, config.expert["width"]
+        self.vision_tower = SiglipTower(config.vision, attention)
+        self.projector = nn.Linear(config.vision["hidden_size"], config.hidden_size)
+        self.language_model = GemmaStack(config.vlm, attention)
+        self.language_model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.expert = GemmaStack(config.expert, attention, adaptive=config.pi05)
+        self.expert_lm_head = nn.Linear(width, config.vocab_size, bias=False)  # part of public files, and never used
+        self.action_in_proj = nn.Linear(config.action_dim, width)
+        self.action_out_proj = nn.Linear(width, config.action_dim)
+        if config.pi05:
+            self.time_mlp_in, self.time_mlp_out = nn.Linear(width, width), nn.Linear(width, width)
+        else:
+            self.state_proj = nn.Linear(config.action_dim, width)
+            self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * width, width), nn.Linear(width, width)
+        for name, head in _heads(config, value_head).items():
+            setattr(self, name, head)
+        self.post_init()
+        self._init_composites()
+        self._freeze()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the token embedding."""
+        return self.language_model.embed_tokens
+
+    @property
+    def frozen_modules(self) -> list[str]:
+        """Names of what is never trained: what no output depends on, and with ``freeze_vlm`` what reads images and text.
+
+        The expert reads the keys and values of the language model, so what its last layer does with them is of no use.
+        """
+        if self.config.freeze_vlm:
+            return ["expert_lm_head", "vision_tower", "projector", "language_model"]
+        last = f"language_model.layers.{self.config.vlm['depth'] - 1}"
+        parts = ("self_attn.q_proj", "self_attn.o_proj", "post_attention_layernorm", "mlp")
+        return ["expert_lm_head", "language_model.norm", *(f"{last}.{part}" for part in parts)]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Random weights: deviation 1/sqrt(inputs), embeddings that come out with deviation 1, adaptive norms at zero."""
+        super()._init_weights(module)
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
+        elif isinstance(module, nn.Embedding):
+            # those of tokens are multiplied by sqrt(width) later, those of positions are not
+            is_position = module is self.vision_tower.embeddings.position_embedding
+            init.normal_(module.weight, std=1.0 if is_position else module.embedding_dim**-0.5)
+        elif type(module).__name__ == "GemmaRMSNorm":
+            init.zeros_(module.weight)
+
+    @torch.no_grad()
+    def _init_composites(self) -> None:
+        """What ``_init_weights`` cannot do: transformers calls it for no module of ours without parameters of its own."""
+        if self.value_head is not None:
+            self.value_head.reset_parameters()
+        for norm in self.modules():
+            if isinstance(norm, AdaRMSNorm):
+                init.zeros_(norm.dense.weight)
+                init.zeros_(norm.dense.bias)
+
+    # -- forward pass --------------------------------------------------------------------------------------------
+
+    def embed_prefix(
+        self, pixel_values: Tensor, image_mask: Tensor, input_ids: Tensor, attention_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return embeddings ``[B, P, width]``, cameras first, and their bool mask ``[B, P]``.
+
+        Args:
+            pixel_values: ``[B, cameras, 3, H, W]`` in [-1, 1].
+            image_mask: bool ``[B, cameras]``.
+            input_ids: ``[B, L]``.
+            attention_mask: bool ``[B, L]``.
+        """
+        images = self.projector(self.vision_tower(pixel_values.flatten(0, 1))).unflatten(0, pixel_values.shape[:2])
+        text = self.language_model.embed_tokens(input_ids) * self.config.hidden_size**0.5
+        seen = image_mask.repeat_interleave(images.shape[2], dim=1)
+        return torch.cat([images.flatten(1, 2), text], dim=1), torch.cat([seen, attention_mask.bool()], dim=1)
+
+    def encode_prefix(
+        self,
+        pixel_values: Tensor,
+        image_mask: Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        state: Tensor | None = None,
+    ) -> Prefix:
+        """Run the language model over images and text, all of which see each other; ``state`` is not part of it."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.config.freeze_vlm):
+            embeddings, mask = self.embed_prefix(pixel_values, image_mask, input_ids, attention_mask)
+            keys_values = self.language_model.keys_and_values(embeddings, mask[:, None, None], prefix_positions(mask))
+        return Prefix(keys_values, mask)
+
+    def velocity(self, prefix: Prefix, state: Tensor | None, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Predict ``noise - action`` at ``x [B, horizon, action_dim]``, ``t [B]``.
+
+        Returns:
+            float32 velocities of the shape of ``x``, and the expert's outputs ``[B, horizon, width]``.
+        """
+        dtype, (batch, horizon, _) = self.action_in_proj.weight.dtype, x.shape
+        with without_autocast(x):
+            time = time_embedding(t, self.config.expert["width"]).to(dtype)
+            tokens, condition = self.action_in_proj(x.to(dtype)), None
+            if self.config.pi05:
+                condition = nn.functional.silu(self.time_mlp_out(nn.functional.silu(self.time_mlp_in(time))))
+            else:
+                tokens = torch.cat([tokens, time[:, None].expand(-1, horizon, -1)], dim=-1)
+                tokens = self.action_time_mlp_out(nn.functional.silu(self.action_time_mlp_in(tokens)))
+                tokens = torch.cat([self.state_proj(state.to(dtype))[:, None], tokens], dim=1)
+        own_dtype, num_tokens = prefix.keys_values[0].dtype, tokens.shape[1]
+        tokens, condition = tokens.to(own_dtype), None if condition is None else condition.to(own_dtype)
+        own = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=x.device)
+        own[: num_tokens - horizon, num_tokens - horizon :] = False  # the state does not see the actions
+        keys = prefix.mask[:, None, None].expand(-1, 1, num_tokens, -1)
+        mask = torch.cat([keys, own.expand(batch, 1, -1, -1)], dim=-1)
+        positions = prefix.mask.sum(1, keepdim=True) + torch.arange(num_tokens, device=x.device)
+        output = self.expert(tokens, mask, positions, prefix.keys_values, condition)[:, -horizon:]
+        with without_autocast(x):
+            return self.action_out_proj(output.to(dtype)).float(), output
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _read_weights(cls, folder: Path, config: Pi0Config, arguments: dict[str, Any]) -> dict[str, Tensor]:
+        state_dict = from_public(read_safetensors(folder))
+        if config.noise_std_range is not None and any(name.startswith("noise_head.") for name in state_dict):
+            state_dict |= {
+                f"noise_head.{name}": bound for name, bound in deviation_bounds(config.noise_std_range).items()
+            }
+        return state_dict
+
+    @classmethod
+    def _new_heads(cls, config: Pi0Config, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:
+        return _heads(config, arguments["value_head"])
+
+    def _public_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        return to_public(state_dict)
+
+    @classmethod
+    def _hint(cls, config: Pi0Config) -> str:
+        return f", or what differs, e.g. model.override_config.pi05={str(not config.pi05).lower()}"
+
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Write a folder with openpi's tensor names and statistics files; see ``CheckpointPolicy.save_pretrained``."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        for name, stats in self.config.norm_stats.items():
+            if "proprio" in stats:
+                path = Path(save_directory) / "assets" / name / "norm_stats.json"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                values = {"state": stats["proprio"], "actions": stats["action"]}
+                write_text(path, json.dumps({"norm_stats": values}, indent=1))
+
+
+def prefix_positions(mask: Tensor) -> Tensor:
+    """Positions ``[B, P]`` that count present tokens only."""
+    return (mask.cumsum(1) - 1).clamp_min(0)
+
+
+def _heads(config: Pi0Config, value_head: bool) -> dict[str, nn.Module | None]:
+    width, noise_head = config.expert["width"], None
+    if config.noise_method == "flow_noise":
+        noise_head = NoiseHead(
+            width, config.noise_hidden_sizes, config.action_dim, config.noise_std_range or NEW_STD_RANGE
+        )
+    return {
+        "value_head": ValueHead(width, config.value_hidden_sizes, nn.ReLU, bias=True) if value_head else None,
+        "noise_head": noise_head,
+    }

@@ -1,0 +1,405 @@
+"""pi0 (Black et al. 2024) and pi0.5 (Black et al. 2025) as policies for reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.errors import ConfigError
+from rlinf.models.embodiment.base import check_hidden_size, draw_uniforms
+from rlinf.models.embodiment.modules.normalizer import select_stats
+from rlinf.models.embodiment.pi0.config import NUM_CAMERA_SLOTS, Pi0Config, check_attention, check_sizes
+from rlinf.models.embodiment.pi0.flow import (
+    denoising_times,
+    gaussian_entropy,
+    gaussian_logprobs,
+    noisy_actions,
+    standard_normal,
+    step_moments,
+    training_times,
+)
+from rlinf.models.embodiment.pi0.network import Pi0Network, Prefix
+from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer, resize_with_pad
+from rlinf.models.loading import typed
+from rlinf.types import ActionEvaluation, ActionPrediction, Observation
+
+GREEDY_NOISE_SEED = 0
+
+
+class Pi0ForRLActionPrediction(Pi0Network):
+    """Images, instruction and state in, a chunk of actions out, by ``n`` denoising steps from noise.
+
+    **Density.** ``noise_method`` makes a step ``x[i] -> x[i+1]`` a Gaussian (see ``step_moments``). With ``joint_logprob``
+    all steps are sampled, and a log-probability is the mean over ``n + 1`` terms, one per step and ``log N(x[0]; 0, 1)``;
+    otherwise each row's own random number chooses one step to sample, the others are Euler steps, and the chosen one is
+    scored. The ``A`` columns are the executed actions: horizon and padding are cut off first. The mean (the density of the
+    chain would be the sum) is the convention of public RL recipes; it makes log-ratios ``n + 1`` times smaller.
+    ``temperature`` multiplies the variance of the steps, not that of the initial noise.
+
+    **Greedy** (``do_sample=False``): Euler steps from one fixed noise, the same for every row and call. The published
+    evaluation draws new noise, which would make a greedy result depend on chance.
+
+    **Values** are those of a step: the value head on the mean of the expert's outputs. A rollout returns the mean over all
+    its ``n`` steps; ``evaluate_actions`` the mean over the steps that it scores, which is the same chain's with
+    ``joint_logprob`` and the chosen step's without.
+
+    ``sequences`` is the chain ``[n + 1, horizon, action_dim of the config]`` flattened, and the chosen step (-1: all);
+    ``logits`` are means and deviations, ``[B, n, horizon, action_dim, 2]``, temperature included.
+
+    Args:
+        config: See ``Pi0Config``.
+        hidden_size, unnorm_key, value_head, detach_value: See ``ActionModel``.
+        action_dim: At most ``config.action_dim``.
+        action_chunks_len: Executed actions of one call, at most ``config.action_horizon``.
+    """
+
+    fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("GemmaActionLayer", "SiglipEncoderLayer")
+    lora_target_modules: ClassVar[str] = r"(vision_tower\..*\.(\w_proj|out_proj|fc\d)|(language_model|expert)\..*_proj)"
+    trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "noise_head")
+    float32_modules: ClassVar[tuple[str, ...]] = (
+        "value_head", "noise_head", "state_proj", "action_in_proj", "action_out_proj", "action_time_mlp_in",
+        "action_time_mlp_out", "time_mlp_in", "time_mlp_out",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        config: Pi0Config,
+        hidden_size: int | None = None,
+        unnorm_key: str | None = None,
+        action_dim: int = 7,
+        action_chunks_len: int = 1,
+        value_head: bool = True,
+        detach_value: bool = True,
+    ) -> None:
+        self.check_settings(
+            config,
+            hidden_size=hidden_size,
+            unnorm_key=unnorm_key,
+            action_dim=action_dim,
+            action_chunks_len=action_chunks_len,
+        )
+        super().__init__(config, value_head)
+        self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
+        self.detach_value = detach_value
+        self.unnorm_key = unnorm_key
+        self.action_normalizer = _action_normalizer(config, unnorm_key, action_dim)
+
+    @classmethod
+    def check_settings(
+        cls,
+        config: Pi0Config,
+        *,
+        hidden_size: int | None,
+        unnorm_key: str | None,
+        action_dim: int,
+        action_chunks_len: int,
+        attn_implementation: str | None = None,
+        **_: Any,
+    ) -> None:
+        """See ``CheckpointPolicy.check_settings``."""
+        check_attention(attn_implementation or config._attn_implementation)
+        check_hidden_size(hidden_size, config.hidden_size)
+        check_sizes(config, action_dim, action_chunks_len)
+        _action_normalizer(config, unnorm_key, action_dim)
+
+    # -- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def predicts_values(self) -> bool:
+        """Under ``joint_logprob``; else training values the chosen step alone, and a rollout all."""
+        return self.config.joint_logprob
+
+    @property
+    def _chunk_size(self) -> int:
+        return self.config.action_horizon * self.config.action_dim
+
+    @property
+    def num_sampled(self) -> int:
+        """The chain and the chosen step."""
+        return (self.config.num_steps + 1) * self._chunk_size + 1
+
+    @property
+    def num_uniforms(self) -> int:
+        """The initial noise, that of the sampled steps, and the choice of the step."""
+        return (1 + (self.config.num_steps if self.config.joint_logprob else 1)) * self._chunk_size + 1
+
+    @property
+    def num_sft_uniforms(self) -> int:
+        """Noise and time."""
+        return self._chunk_size + 1
+
+    @property
+    def sft_chunk_len(self) -> int:
+        """The horizon, of which only ``action_chunks_len`` are executed."""
+        return self.config.action_horizon
+
+    # -- inputs --------------------------------------------------------------------------------------------------
+
+    def preprocess(self, observation: Observation, image_mask: Tensor | None = None) -> dict[str, Tensor]:
+        """Tokenise prompts, normalise states, resize images, and send all of it to the model's device.
+
+        Absent cameras are left out. They would only be masked keys, and positions count present tokens, so the numbers are
+        those of a sequence with black images in their places.
+
+        Args:
+            observation: Of ``B`` envs.
+            image_mask: bool ``[B, cameras]``, False where a camera that the policy sees is absent in this row; None: all
+                are there.
+
+        Raises:
+            ConfigError: ``image_mask`` has another shape, or the cameras are not those of the policy.
+        """
+        processor = self._ready_processor()
+        images = [
+            resize_with_pad(
+                torch.from_numpy(observation.images[name]).permute(0, 3, 1, 2), self.config.vision["image_size"]
+            ).to(self.device, non_blocking=True)
+            for name in self._cameras(observation)
+        ]
+        pixel_values = torch.stack(images, dim=1).float() / 255.0
+        mean, std = (pixel_values.new_tensor(x).view(3, 1, 1) for x in (self.config.image_mean, self.config.image_std))
+        pixel_values = pixel_values.sub_(mean).div_(std)
+        state = self._state(observation) if self.config.reads_state else None
+        in_prompt = state.numpy() if self.config.state_in_prompt else None
+        input_ids, attention_mask = processor.encode(observation.instruction, in_prompt)
+        present = torch.ones(pixel_values.shape[:2], dtype=torch.bool) if image_mask is None else image_mask.bool()
+        if present.shape != pixel_values.shape[:2]:
+            raise ConfigError(
+                f"image_mask has the shape {list(present.shape)}; required: {list(pixel_values.shape[:2])}, a bool for each row "
+                "and camera"
+            )
+        inputs = {
+            "pixel_values": pixel_values,
+            "image_mask": present.to(self.device),
+            "input_ids": input_ids.to(self.device),
+            "attention_mask": attention_mask.to(self.device),
+        }
+        if not self.config.pi05:
+            padding = self.config.action_dim - state.shape[1]
+            inputs["state"] = nn.functional.pad(state, (0, padding)).float().to(self.device)
+        return inputs
+
+    def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
+        """Tokens of each row's prompt, which may hold the state."""
+        in_prompt = self._state(observation).numpy() if self.config.state_in_prompt else None
+        return self._ready_processor().encode(observation.instruction, in_prompt)[1].sum(1).tolist()
+
+    def _cameras(self, observation: Observation) -> list[str]:
+        wanted = self.config.cameras
+        slots = list(observation.images)[:NUM_CAMERA_SLOTS] if wanted is None else wanted
+        names = [name for name in slots if name is not None]
+        missing = [name for name in names if name not in observation.images]
+        if missing or not names:
+            given = ",".join(observation.images)
+            raise ConfigError(
+                f"The policy sees the cameras {wanted} and the environment gives {list(observation.images)}. "
+                f"{typed(f'cameras=[{given}]')}"
+            )
+        return names
+
+    def _state(self, observation: Observation) -> Tensor:
+        """The state in the network's units, float64 ``[B, S]`` on the CPU."""
+        if observation.state is None:
+            raise ConfigError(
+                "The policy reads the robot's state and the environment gives none. Type env.state=proprio"
+            )
+        width = observation.state.shape[1]
+        if width > self.config.action_dim:
+            raise ConfigError(
+                f"The environment's state has {width} numbers and the policy takes {self.config.action_dim} (action_dim of "
+                "its config). Type env.state=proprio"
+            )
+        stats = select_stats(self.config.norm_stats, self.unnorm_key).get("proprio")
+        if stats is None:
+            key = self.unnorm_key or next(iter(self.config.norm_stats))
+            raise ConfigError(
+                f"The policy reads the robot's state, and the statistics of '{key}' are about actions only. Type "
+                "model.unnorm_key=<data set with 'proprio' statistics>"
+            )
+        normalizer = StatisticsNormalizer(stats, width, self.config.by_quantiles, "proprio")
+        return normalizer.normalize(torch.from_numpy(observation.state))
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def _transition(
+        self, prefix: Prefix, state: Tensor | None, x: Tensor, step: Tensor, sampled: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean and deviation of the step from ``x``, and the value there.
+
+        Args:
+            prefix, state: As for ``velocity``.
+            x: ``[B, horizon, action_dim]``.
+            step: int64 ``[B]``, in ``0..n-1``.
+            sampled: bool ``[B]``: where false, the deviation is 0 and the mean the Euler step.
+            temperature: Multiplies the variance.
+        """
+        config, times = self.config, denoising_times(self.config.num_steps, x.device)
+        t, t_next = times[step][:, None, None], times[step + 1][:, None, None]
+        velocity, output = self.velocity(prefix, state, x, times[step])
+        noise_std = None if self.noise_head is None else self.noise_head(output)
+        grid = (x, velocity, t, t_next, times[1])
+        mean, std = step_moments(config.noise_method, *grid, config.noise_level, noise_std)
+        euler, zero = step_moments("flow_ode", *grid, config.noise_level)
+        sampled = sampled[:, None, None]
+        mean, std = torch.where(sampled, mean, euler), torch.where(sampled, std * temperature**0.5, zero)
+        return mean, std, self._values(output.mean(1))
+
+    # -- the contract --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        *,
+        do_sample: bool = True,
+        temperature: float = 1.0,
+        uniforms: Tensor | None = None,
+        **inputs: Tensor,
+    ) -> ActionPrediction:
+        """Act; see the class and ``ActionModel.predict_action_batch``."""
+        config = self.config
+        batch, shape = len(inputs["input_ids"]), (config.action_horizon, config.action_dim)
+        if not do_sample:
+            generator = torch.Generator().manual_seed(GREEDY_NOISE_SEED)
+            noise = torch.randn(shape, generator=generator).to(self.device).expand(batch, -1, -1)
+            nothing = torch.full((batch,), -1, device=self.device)
+            return self.denoise(inputs, noise, torch.zeros_like(noise).unsqueeze(1), nothing, False, temperature)
+        if uniforms is None:
+            uniforms = draw_uniforms(batch, self.num_uniforms)
+        uniforms = uniforms.to(self.device)
+        drawn = standard_normal(uniforms[:, :-1]).unflatten(1, (-1, *shape))
+        step = (uniforms[:, -1] * config.num_steps).long().clamp_max(config.num_steps - 1)
+        if config.joint_logprob:
+            step = torch.full_like(step, -1)
+        return self.denoise(inputs, drawn[:, 0], drawn[:, 1:], step, config.joint_logprob, temperature)
+
+    @torch.no_grad()
+    def denoise(
+        self,
+        inputs: dict[str, Tensor],
+        noise: Tensor,
+        step_noise: Tensor,
+        step: Tensor,
+        joint: bool,
+        temperature: float,
+    ) -> ActionPrediction:
+        """Run the chain from given random numbers.
+
+        Args:
+            inputs: What ``preprocess`` returned.
+            noise: ``[B, horizon, action_dim]``, ``x`` at ``t = 1``.
+            step_noise: ``[B, n or 1, horizon, action_dim]``; one for all steps where only one is sampled.
+            step: int64 ``[B]``, the step to sample; -1: none, or all with ``joint``.
+            joint: Sample every step.
+            temperature: Multiplies the variance of the steps.
+        """
+        prefix, state = self.encode_prefix(**inputs), inputs.get("state")
+        num_steps, chain, moments, values = self.config.num_steps, [noise], [], []
+        for i, eps in enumerate(step_noise.expand(-1, num_steps, -1, -1).unbind(1)):
+            present = torch.full_like(step, i)
+            mean, std, value = self._transition(prefix, state, chain[-1], present, (step == i) | joint, temperature)
+            chain.append(mean + std * eps)
+            moments.append(torch.stack([mean, std], dim=-1))
+            values.append(value)
+        sequences = torch.cat([torch.stack(chain, 1).flatten(1), step[:, None].float()], dim=1)
+        actions, value = self.decode_actions(sequences), torch.stack(values, 1).mean(1)
+        return ActionPrediction(actions, sequences, torch.stack(moments, 1), value)
+
+    def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
+        """Log-densities float32 ``[B, A]``; the deviations in ``logits`` have the temperature in them already."""
+        chain, _ = self._split(prediction.sequences)
+        terms = gaussian_logprobs(chain[:, 1:], *prediction.logits.unbind(-1))
+        if self.config.joint_logprob:
+            terms = torch.cat([_standard_logprobs(chain[:, :1]), terms], dim=1)
+            return self._executed(terms.mean(1))
+        return self._executed(terms.sum(1))  # all but the sampled step are 0
+
+    def score_chain(
+        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Score a chain, all of horizon and padding included, with gradients.
+
+        Returns:
+            Log-densities and entropies ``[B, n + 1, horizon, action_dim]`` with ``joint_logprob``, else of the chosen step
+            alone, ``[B, 1, horizon, action_dim]``; values ``[B, n]`` or ``[B, 1]``. The entropy is 0 unless the deviation
+            is learned (``flow_noise``). Without a chosen step (-1, a greedy chain) both are 0, and the value is that of the
+            first step.
+        """
+        chain, chosen = self._split(sequences)
+        prefix, state = self.encode_prefix(**inputs), inputs.get("state")
+        joint, rows = self.config.joint_logprob, torch.arange(len(chain), device=chain.device)
+        sampled = torch.ones_like(chosen, dtype=torch.bool) if joint else chosen >= 0
+        steps = [torch.full_like(chosen, i) for i in range(self.config.num_steps)] if joint else [chosen.clamp_min(0)]
+        initial = chain[:, 0]
+        logprobs = [_standard_logprobs(initial)] if joint else []
+        deviations, values = [torch.ones_like(initial)] if joint else [], []
+        for step in steps:
+            mean, std, value = self._transition(prefix, state, chain[rows, step], step, sampled, temperature)
+            logprobs.append(gaussian_logprobs(chain[rows, step + 1], mean, std))
+            deviations.append(std)
+            values.append(value)
+        entropy = gaussian_entropy(torch.stack(deviations, 1))
+        if self.config.noise_method != "flow_noise":
+            entropy = torch.zeros_like(entropy)
+        return torch.stack(logprobs, 1), entropy, torch.stack(values, 1)
+
+    def evaluate_actions(
+        self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
+    ) -> ActionEvaluation:
+        """Score chains ``sequences [B, K]``; see the class and ``ActionModel.evaluate_actions``."""
+        logprobs, entropy, values = self.score_chain(inputs, sequences, temperature)
+        return ActionEvaluation(self._executed(logprobs.mean(1)), self._executed(entropy.mean(1)), values.mean(1))
+
+    def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
+        """Flow-matching loss (Black et al. 2024, section IV): mean squared error of the velocity at one random time.
+
+        Args:
+            inputs: What ``preprocess`` returned.
+            actions: ``[B, horizon, D]`` in env units; padded with zeros to ``config.action_dim``, which the loss covers.
+            uniforms: ``[B, num_sft_uniforms]``: noise, and last the time.
+        """
+        actions = self.action_normalizer.normalize(actions).float().to(self.device)
+        actions = nn.functional.pad(actions, (0, self.config.action_dim - actions.shape[-1]))
+        if uniforms is None:
+            uniforms = draw_uniforms(len(actions), self.num_sft_uniforms)
+        uniforms = uniforms.to(self.device)
+        noise = standard_normal(uniforms[:, :-1]).view_as(actions)
+        return self.flow_loss(inputs, actions, noise, training_times(uniforms[:, -1])).mean((1, 2))
+
+    def flow_loss(self, inputs: dict[str, Tensor], actions: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """Squared errors ``[B, horizon, action_dim]`` of the velocity for normalised ``actions`` at ``t [B]``."""
+        x, target = noisy_actions(actions, noise, t[:, None, None])
+        velocity, _ = self.velocity(self.encode_prefix(**inputs), inputs.get("state"), x, t)
+        return (velocity - target).square()
+
+    def decode_actions(self, sequences: Tensor) -> Tensor:
+        """Take the executed actions at the end of the chain and return env units, float32 ``[B, C, D]``."""
+        chain, _ = self._split(sequences)
+        return self.action_normalizer.unnormalize(chain[:, -1, : self.action_chunks_len, : self.action_dim]).float()
+
+    def _split(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
+        """The chain ``[B, n + 1, horizon, action_dim]`` and the chosen step int64 ``[B]``."""
+        config, sampled = self.config, sequences[:, -self.num_sampled :].float()
+        shape = (config.num_steps + 1, config.action_horizon, config.action_dim)
+        return sampled[:, :-1].unflatten(1, shape), sampled[:, -1].long()
+
+    def _executed(self, terms: Tensor) -> Tensor:
+        """Cut ``[B, horizon, action_dim]`` to the executed actions, ``[B, A]``."""
+        return terms[:, : self.action_chunks_len, : self.action_dim].flatten(1)
+
+
+def _action_normalizer(config: Pi0Config, unnorm_key: str | None, action_dim: int) -> StatisticsNormalizer:
+    if not config.norm_stats:
+        raise ConfigError(
+            "The checkpoint holds no statistics of actions and states (norm_stats of its config.json, or files "
+            "assets/<name>/norm_stats.json). Type model.unnorm_key=<env.name>, e.g. model.unnorm_key=tabletop, to take those "
+            "of the environment, or put the file of its data set into the folder"
+        )
+    stats = select_stats(config.norm_stats, unnorm_key)["action"]
+    return StatisticsNormalizer(stats, action_dim, config.by_quantiles, "action")
+
+
+def _standard_logprobs(x: Tensor) -> Tensor:
+    return gaussian_logprobs(x, torch.zeros_like(x), torch.ones_like(x))

@@ -1,0 +1,150 @@
+"""Images, states and prompts of pi0 to tensors, and its actions back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf.errors import ConfigError
+from rlinf.models.embodiment.modules.tokenizer import load_tokenizer
+from rlinf.models.embodiment.pi0.config import Pi0Config
+from rlinf.models.loading import typed
+
+EPSILON = 1e-6
+_NUM_STATE_BINS = 256
+
+
+class StatisticsNormalizer:
+    """States and actions between env units and those of the network, in float64, without clipping.
+
+    Mean and std: ``n = (x - mean) / (std + 1e-6)``. Quantiles: ``n = 2 (x - q01) / (q99 - q01 + 1e-6) - 1``. Where
+    ``mask`` is false, ``n = x``.
+
+    Args:
+        stats: ``mean`` and ``std``, or ``q01`` and ``q99``; padding, which does not vary, is cut off their ends.
+        dim: Width of what is normalised.
+        use_quantiles: Which of the two.
+        name: ``action`` or ``proprio``, for messages.
+
+    Raises:
+        ConfigError: A list is missing, or describes another number of dimensions.
+    """
+
+    def __init__(self, stats: Mapping[str, Any], dim: int, use_quantiles: bool, name: str) -> None:
+        wanted = ("q01", "q99") if use_quantiles else ("mean", "std")
+        if any(key not in stats for key in wanted):
+            raise ConfigError(
+                f"use_quantile_norm={use_quantiles} needs {' and '.join(wanted)} of '{name}', and the statistics have "
+                f"{', '.join(stats)}. {typed(f'use_quantile_norm={str(not use_quantiles).lower()}')}"
+            )
+        first, second = (np.array(stats[key], dtype=np.float64) for key in wanted)
+        spread = second - first if use_quantiles else second
+        described = max(np.flatnonzero(spread).max(initial=-1) + 1, min(len(spread), dim))
+        if described != dim:
+            fix = f"model.action_token_len={described}" if name == "action" else "env.state=proprio"
+            raise ConfigError(
+                f"The statistics of '{name}' describe {described} numbers, and the environment has {dim}. Type {fix}, or "
+                "model.unnorm_key=<another data set>"
+            )
+        first, second = first[:dim], second[:dim]
+        mask = np.array(stats.get("mask") or [True] * dim, dtype=bool)[:dim]
+        scale = (second - first + EPSILON) / 2 if use_quantiles else second + EPSILON
+        centre = first + scale if use_quantiles else first
+        self.scale = torch.from_numpy(np.where(mask, scale, 1.0))
+        self.centre = torch.from_numpy(np.where(mask, centre, 0.0))
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Map env units ``[..., dim]`` to the network's, float64."""
+        return (x.double() - self.centre.to(x.device)) / self.scale.to(x.device)
+
+    def unnormalize(self, normalized: Tensor) -> Tensor:
+        """Map the network's units ``[..., dim]`` to env units, float64."""
+        return normalized.double() * self.scale.to(normalized.device) + self.centre.to(normalized.device)
+
+
+def resize_with_pad(images: Tensor, size: int) -> Tensor:
+    """Resize uint8 ``[B, 3, H, W]`` to ``size x size``, keeping the aspect, with black borders.
+
+    Bilinear without antialiasing, of the uint8 tensor and on the CPU, sizes rounded down: bit for bit what openpi does with
+    tensors. In float32 a fifth of the pixels differ by one grey value. Images that have the size already come back as they are.
+    """
+    height, width = images.shape[-2:]
+    if (height, width) == (size, size):
+        return images
+    ratio = max(height, width) / size
+    new_height, new_width = int(height / ratio), int(width / ratio)
+    resized = torch.nn.functional.interpolate(images, size=(new_height, new_width), mode="bilinear")
+    top, left = (size - new_height) // 2, (size - new_width) // 2
+    padding = (left, size - new_width - left, top, size - new_height - top)
+    return torch.nn.functional.pad(resized, padding)
+
+
+def discretize_state(state: np.ndarray) -> np.ndarray:
+    """Bins 0..255 of a state in [-1, 1]; -1 below it, 255 above."""
+    return np.digitize(state, np.linspace(-1.0, 1.0, _NUM_STATE_BINS + 1)[:-1]) - 1
+
+
+class Pi0Processor:
+    """Prompts to token ids.
+
+    Without states: the instruction, then a newline that is encoded by itself. With them:
+    ``Task: <instruction>, State: <bins>;\\nAction: ``.
+
+    Args:
+        tokenizer: Tokenizer with a BOS token.
+        max_token_len: Longest prompt.
+    """
+
+    def __init__(self, tokenizer: Any, max_token_len: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_token_len = max_token_len
+        self._newline = tokenizer.encode("\n", add_special_tokens=False)
+
+    def encode(self, instructions: Sequence[str], states: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """Return int64 ids and a bool mask ``[B, L]``, padded on the right to the longest prompt.
+
+        Args:
+            instructions: ``B`` sentences; underscores and newlines become spaces.
+            states: ``[B, S]`` in the network's units; None: not part of the prompt.
+
+        Raises:
+            ConfigError: A prompt is longer than ``max_token_len``.
+        """
+        texts = [each.strip().replace("_", " ").replace("\n", " ") for each in instructions]
+        ending = self._newline
+        if states is not None:
+            bins = [" ".join(map(str, row)) for row in discretize_state(states)]
+            texts = [f"Task: {text}, State: {row};\nAction: " for text, row in zip(texts, bins, strict=True)]
+            ending = []
+        encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        rows = [[self.tokenizer.bos_token_id, *row, *ending] for row in encoded]
+        longest = max(len(row) for row in rows)
+        if longest > self.max_token_len:
+            raise ConfigError(
+                f"A prompt has {longest} tokens and max_token_len is {self.max_token_len}. "
+                f"{typed(f'max_token_len={longest}')}"
+            )
+        ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+        mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), True
+        return ids, mask
+
+    def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
+        """Write the tokenizer's files into a folder."""
+        self.tokenizer.save_pretrained(str(save_directory))
+
+
+def load_processor(tokenizer_config: Any, model_config: Pi0Config, path: str | None) -> Pi0Processor:
+    """Load the tokenizer from ``path``; without one, take the packaged tiny tokenizer.
+
+    Raises:
+        ConfigError: See ``load_tokenizer``.
+    """
+    tokenizer = load_tokenizer(path, model_config.vocab_size)
+    return Pi0Processor(tokenizer, model_config.longest_prompt)

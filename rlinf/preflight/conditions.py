@@ -1,0 +1,99 @@
+"""The present conditions, as a manifest records them: configuration, model, versions and simulators."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rlinf.config.schema import RunConfig
+from rlinf.envs import ENVS
+from rlinf.envs.episodes import select_tasks
+from rlinf.manifest import ACTION_FIELDS, Manifest, git_revision, library_versions, package_versions
+from rlinf.models.base_weights import weights_digest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def conditions_of(config: RunConfig) -> dict[str, Any]:
+    """Return the fields of a manifest that follow from a configuration and this machine, without the model."""
+
+    env_class = ENVS.get(config.env.name)
+    tasks = select_tasks(env_class.all_task_names(config.env), config.env.tasks)
+    env = {name: value for name, value in asdict(config.env).items() if name not in env_class.free_settings}
+    return {
+        "versions": library_versions(),
+        "precision": config.model.precision,
+        "env": {**env, "max_episode_steps": {task: env_class.horizon_of(config.env, task) for task in tasks}},
+        "simulators": package_versions(env_class.packages_of(config.env)),
+        "seed": config.seed,
+    }
+
+
+def build_manifest(
+    config: RunConfig, model: nn.Module, *, policy_version: int, probe: dict[str, Any] | None = None
+) -> Manifest:
+    """Record the present conditions.
+
+    Args:
+        config: The run's configuration.
+        model: The policy; its ``config`` holds ``norm_stats`` and preprocessing, and it may have a ``processor``.
+        policy_version: Weight updates behind its weights.
+        probe: What ``take_probe`` returned, where it was taken.
+    """
+
+    settings = model.config.to_dict()
+    lora: dict[str, Any] = {"state": "merged" if settings.get("merged_adapters") else "none"}
+    if config.model.is_lora:
+        base = weights_digest(config.model.model_path)
+        lora = {"state": "adapter", **asdict(config.model.lora), **({} if base is None else {"base_sha256": base})}
+    names = (*ACTION_FIELDS, *getattr(type(model.config), "manifest_fields", ()))
+    actions = {name: settings[name] for name in names if name in settings}
+    return Manifest(
+        **conditions_of(config),
+        model={"model_type": config.model.model_type, "class": type(model).__name__.removeprefix("FSDP")},
+        normalization=_normalization(config.model.unnorm_key, settings),
+        preprocessing={
+            "image_size": config.model.image_size or settings.get("image_sizes"),
+            "cameras": list(config.env.cameras),
+            **{name: settings[name] for name in ("image_resize_strategy", "prompt_template") if name in settings},
+            "processor": _processor_settings(getattr(model, "processor", None)),
+        },
+        actions={
+            "action_token_len": config.model.action_token_len,
+            "action_chunks_len": config.model.action_chunks_len,
+            **actions,
+        },
+        lora=lora,
+        renderer=os.environ.get("MUJOCO_GL"),
+        policy_version=policy_version,
+        probe=probe,
+        git_revision=git_revision(),
+    )
+
+
+def _normalization(unnorm_key: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+    statistics = settings.get("norm_stats") or {}
+    if unnorm_key is None and len(statistics) == 1:
+        unnorm_key = next(iter(statistics))
+    return {"unnorm_key": unnorm_key, "statistics": statistics.get(unnorm_key) if unnorm_key else None}
+
+
+def _processor_settings(processor: Any) -> dict[str, Any] | None:
+    """Image settings of a Hugging Face processor, and a hash of its vocabulary."""
+    if processor is None:
+        return None
+    image_processor = getattr(processor, "image_processor", None)
+    found = {}
+    if hasattr(image_processor, "to_dict"):
+        hidden = ("_processor_class", "processor_class", "transformers_version", "name_or_path")
+        found = {name: value for name, value in image_processor.to_dict().items() if name not in hidden}
+        found = json.loads(json.dumps(found, default=str))
+    tokenizer = getattr(processor, "tokenizer", None)
+    if tokenizer is not None:
+        vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+        found["vocabulary_sha256"] = hashlib.sha256(vocabulary.encode()).hexdigest()
+    return found

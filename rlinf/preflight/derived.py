@@ -1,0 +1,129 @@
+"""What a configuration amounts to: envs x chunks -> samples -> minibatches -> micro-batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rlinf.config.schema import RunConfig
+from rlinf.rollout.parity import MAX_GAP
+
+
+@dataclass(frozen=True)
+class DerivedNumbers:
+    """Counts that follow from a configuration.
+
+    Attributes:
+        num_samples: Policy calls of one rollout, over all ranks.
+        num_groups: Groups of environments that share an ``EpisodeSpec``.
+        max_env_steps: Most env steps of one rollout.
+        envs_per_rank: Environments of one rank.
+        minibatches_per_epoch: Optimiser steps of one pass over the rollout.
+        rows_per_rank: Samples of a minibatch on one rank.
+        micro_batches_per_rank: Forward-backward passes of a minibatch on one rank.
+        optimizer_steps_per_iteration: Over all update epochs.
+        optimizer_steps: Of the whole RL phase.
+        env_steps: Most env steps of the whole RL phase.
+        sft_micro_batches_per_rank: Forward-backward passes of one SFT step on one rank.
+    """
+
+    num_samples: int
+    num_groups: int
+    max_env_steps: int
+    envs_per_rank: int
+    minibatches_per_epoch: int
+    rows_per_rank: int
+    micro_batches_per_rank: int
+    optimizer_steps_per_iteration: int
+    optimizer_steps: int
+    env_steps: int
+    sft_micro_batches_per_rank: int
+
+
+def derive(config: RunConfig) -> DerivedNumbers:
+    """Compute the numbers; they are exact only for a configuration that ``validate`` accepts."""
+    ranks, rollout, trainer = config.cluster.num_processes, config.rollout, config.trainer
+    num_samples = rollout.num_envs * rollout.num_chunks
+    rows = trainer.minibatch_size // ranks
+    minibatches = num_samples // trainer.minibatch_size
+    per_iteration = minibatches * config.algorithm.update_epochs
+    max_env_steps = num_samples * config.model.action_chunks_len
+    return DerivedNumbers(
+        num_samples=num_samples,
+        num_groups=rollout.num_envs // rollout.group_size,
+        max_env_steps=max_env_steps,
+        envs_per_rank=rollout.num_envs // ranks,
+        minibatches_per_epoch=minibatches,
+        rows_per_rank=rows,
+        micro_batches_per_rank=math.ceil(rows / config.model.micro_batch_size),
+        optimizer_steps_per_iteration=per_iteration,
+        optimizer_steps=per_iteration * trainer.max_steps,
+        env_steps=max_env_steps * trainer.max_steps,
+        sft_micro_batches_per_rank=math.ceil(config.sft.batch_size // ranks / config.model.micro_batch_size),
+    )
+
+
+def format_derived(config: RunConfig) -> str:
+    """Return the numbers as a small table, one line per step of the way from envs to optimiser steps."""
+    numbers, rollout, trainer = derive(config), config.rollout, config.trainer
+    ranks = config.cluster.num_processes
+    rows: list[tuple[str, str]] = [
+        (
+            "policy",
+            f"{config.model.model_type}, {config.model.action_chunks_len} x {config.model.action_token_len} numbers a call",
+        ),
+        ("tasks", f"{config.env.name}: {', '.join(config.env.tasks) if config.env.tasks else 'all tasks'}"),
+    ]
+    if config.sft.max_steps > 0:
+        passes = numbers.sft_micro_batches_per_rank
+        rows.append(
+            (
+                "behaviour cloning",
+                f"{config.sft.max_steps} steps of {config.sft.batch_size} in {_count(passes, 'micro-batch')} a rank",
+            )
+        )
+    if trainer.max_steps > 0:
+        groups = f" = {numbers.num_groups} groups of {rollout.group_size}" if rollout.group_size > 1 else ""
+        rows += [
+            (
+                "rollout",
+                f"{rollout.num_envs} envs{groups} x {rollout.num_chunks} chunks = {numbers.num_samples} samples",
+            ),
+            (
+                "minibatches",
+                f"{numbers.minibatches_per_epoch} of {trainer.minibatch_size} x {_count(config.algorithm.update_epochs, 'epoch')}",
+            ),
+            (
+                f"each of {_count(ranks, 'rank')}",
+                f"{_count(numbers.envs_per_rank, 'env')}, {numbers.rows_per_rank} rows a minibatch in {_count(numbers.micro_batches_per_rank, 'micro-batch')}",
+            ),
+            (
+                "in all",
+                f"{trainer.max_steps} iterations, {numbers.optimizer_steps:,} optimiser steps, up to {numbers.env_steps:,} env steps",
+            ),
+        ]
+    num_episodes = "all" if config.evaluation.num_episodes is None else config.evaluation.num_episodes
+    rows.append(("evaluation", f"{num_episodes} episodes of the split '{config.evaluation.split}'"))
+    if config.output_dir:
+        rows.append(("output", config.output_dir))
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+
+def _count(number: int, noun: str) -> str:
+    """Write ``1 env``, ``2 envs``, ``2 micro-batches``."""
+    plural = f"{noun}es" if noun.endswith("batch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def accepted_gap(config: RunConfig) -> float | None:
+    """Return ``trainer.parity_max_gap``, or what it is by default: ``MAX_GAP`` in float32, None where a part computes in 16 bits."""
+    if config.trainer.parity_max_gap is not None:
+        return config.trainer.parity_max_gap
+    return None if computes_in_16_bits(config) else MAX_GAP
+
+
+def computes_in_16_bits(config: RunConfig) -> bool:
+    """Return whether the policy or the engine that plays it computes in 16 bits."""
+    in_vllm = config.rollout.vllm.dtype if config.rollout.backend == "vllm" else "auto"
+    return "16" in f"{config.model.precision} {in_vllm}"

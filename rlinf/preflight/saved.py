@@ -1,0 +1,105 @@
+"""The configuration that a checkpoint holds, and what a resumed run changes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlinf.checkpoints.saved_config import flat, read_saved_config
+from rlinf.config.schema import RunConfig
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.manifest import Manifest, compare, refuse
+from rlinf.options import override_text, to_mapping
+from rlinf.preflight.conditions import conditions_of
+
+NOT_OF_TRAINING = {
+    "checkpoint": "resume={0} to continue its run, or init_from={0} to begin with its weights",
+    "dataset": "sft.dataset={0} to clone it",
+}
+"""Keys of other commands, and what to type for training instead."""
+
+OF_ONE_START = ("output_dir", "resume", "init_from")
+"""Keys that say how and where a run was started; ``changes_since`` leaves them out, as a resumed run has its own."""
+
+
+def check_start(config: RunConfig, command: str) -> None:
+    """What ``resume`` or ``init_from`` names must be able to go on as configured, and no other key may name what is left out.
+
+    Args:
+        config: Typed configuration.
+        command: ``train`` or ``sft``.
+
+    Raises:
+        CheckpointError: It is another model, or an exported policy that is to be resumed; or env, number format or versions
+            are not those of the resumed run (``ManifestMismatchError``), as far as the configuration tells.
+        ConfigError: The resumed run has another seed, or has done more than is asked for; its checkpoint was set aside; or a
+            key of another command is set.
+    """
+    from rlinf.checkpoints.checkpoint import SUPERSEDED, read_loop_state, resolve_checkpoint
+
+    for key, instead in NOT_OF_TRAINING.items():
+        value = getattr(config, key)
+        if value is not None:
+            raise ConfigError(f"{key}={value} is not read by `rlinf {command}`. Type {instead.format(value)}")
+    source = config.resume or config.init_from
+    if source is None:
+        return
+    folder = resolve_checkpoint(source)
+    if config.resume is not None and SUPERSEDED.fullmatch(folder.parent.name):
+        back = folder.parent.parent / folder.name
+        place = f"{back}, in the place of the one that is there" if back.exists() else back
+        raise ConfigError(
+            f"resume={config.resume} is a checkpoint that was set aside when its run went on from an earlier one; required: one in "
+            f"{back.parent}. Move {folder} back to {place}, and type resume={back}"
+        )
+    state = read_loop_state(folder) if config.resume is not None else None
+    saved = Manifest.load(folder)
+    check_model_type(folder, saved, config)
+    if state is None:
+        return
+    begin_anew = f"init_from={config.resume} resume=null output_dir=<a new folder>"
+    seed = read_saved_config(folder).get("seed")
+    if seed != config.seed:
+        raise ConfigError(
+            f"seed is {config.seed}, and {folder} was made with seed={seed}; a run has one seed. Type seed={seed}, or begin a new "
+            f"run: {begin_anew}"
+        )
+    preprocessing = {**saved.preprocessing, "cameras": list(config.env.cameras)}
+    refuse(
+        compare(saved, replace(saved, **conditions_of(config), preprocessing=preprocessing)),
+        config.evaluation.allow_mismatch,
+        f"{folder} was made under conditions that differ from the present ones (a new run may begin with its weights: {begin_anew})",
+    )
+    if command == "sft" and state["phase"] == "rl":
+        raise ConfigError(f"{folder} has done its cloning and is in RL. Type rlinf train resume={config.resume}")
+    if command == "train" and state["step"] > config.trainer.max_steps:
+        raise ConfigError(
+            f"trainer.max_steps={config.trainer.max_steps}, and {folder} has done {state['step']} iterations; required: at least "
+            f"as many. Type trainer.max_steps={state['step'] + 10}, or resume=<an earlier checkpoint>"
+        )
+
+
+def check_model_type(folder: Path, saved: Manifest, config: RunConfig) -> None:
+    """Weights must be of the model type that is configured.
+
+    Raises:
+        CheckpointError: They are of another.
+    """
+    found = saved.model.get("model_type")
+    if found != config.model.model_type:
+        raise CheckpointError(
+            f"{folder} holds a '{found}' and model.model_type is '{config.model.model_type}'. "
+            f"Type model.model_type={found}, or name another checkpoint"
+        )
+
+
+def changes_since(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """Return ``key before -> now`` for each key that differs from a saved configuration and that both have."""
+    before, now = flat(saved), flat(to_mapping(config))
+    return [
+        f"{key} {override_text(before[key])} -> {override_text(value)}"
+        for key, value in now.items()
+        if key in before and before[key] != value and key not in OF_ONE_START
+    ]

@@ -1,0 +1,43 @@
+"""Configuration of rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlinf.engines.config import VllmOptions
+from rlinf.options import option
+
+
+@dataclass
+class RolloutConfig:
+    """How experience is collected."""
+
+    num_envs: int = option(64, "Parallel environments over all ranks.", minimum=1)
+    num_chunks: int = option(
+        48, "Policy calls per environment and iteration; they must cover the longest episode.", minimum=1
+    )
+    group_size: int = option(1, "Episodes that share an EpisodeSpec (GRPO and RLOO need 2 or more).", minimum=1)
+    init_states: str = option(
+        "random",
+        "random: drawn anew; ordered: one after the other, over tasks and initial states; fixed: the first ones, in "
+        "every iteration.",
+        choices=("random", "ordered", "fixed"),
+    )
+    auto_reset: bool = option(True, "Start a new episode where one ends; false: one episode per env and iteration.")
+    temperature: float = option(1.0, "Divides the logits in rollout and training alike.", minimum=1e-6)
+    offload_envs: bool = option(
+        False, "Free the simulators' graphics memory, and end their worker processes, between rollouts."
+    )
+    num_lanes: int | None = option(
+        None,
+        "Threads that each play a share of the envs: while one steps, the policy acts for another; null: two, and one where "
+        "steps cost less than threads (simulators in this process that draw no images). A simulation on the GPU, which steps all "
+        "rows at once, has one, whatever is typed.",
+        minimum=1,
+    )
+    backend: str = option(
+        "torch",
+        "What runs the policy: torch (the model that is trained), or vllm (an engine in its own process).",
+        choices=("torch", "vllm"),
+    )
+    vllm: VllmOptions = option(VllmOptions(), "Settings of the vLLM engine.")

@@ -1,0 +1,196 @@
+"""Demonstrations: episodes played for behaviour cloning, kept in memory; and the rows of each optimiser step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf.data.config import ExpertConfig
+from rlinf.data.rows import following_rows
+from rlinf.envs.base import VectorEnv
+from rlinf.errors import ConfigError
+from rlinf.seeding import derive_seed
+from rlinf.types import EpisodeResult, EpisodeSpec, Observation
+
+
+class Demonstrator(Protocol):
+    """What plays demonstrations, one episode in each env."""
+
+    def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the labels and the actions to execute, float32 ``[B, D]`` each; rows not ``running`` (bool ``[B]``) are unused."""
+
+    def restart(self, row: int) -> None:
+        """Forget what happened in ``row``, whose episode begins anew."""
+
+
+@dataclass
+class Demonstrations:
+    """Rows of (observation, next ``C`` expert actions).
+
+    Attributes:
+        observation: ``N`` rows.
+        actions: float32 ``[N, C, D]`` in env units: what the expert wanted at this row and the ``C - 1`` following ones
+            (the last one repeated past the episode's end).
+        episodes: How each demonstration ended.
+    """
+
+    observation: Observation
+    actions: Tensor
+    episodes: list[EpisodeResult]
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    @property
+    def success_rate(self) -> float:
+        """Of the demonstrator itself."""
+        return float(np.mean([episode.success for episode in self.episodes]))
+
+    def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
+        """Return the rows ``index`` (int64 ``[B]``) and their actions."""
+        return self.observation.select(index), self.actions[torch.from_numpy(index)]
+
+
+class ExpertDemonstrator:
+    """The scripted expert of an env. Executed actions carry Gaussian noise, so that the states around its path are seen;
+    the labels are its clean actions.
+
+    Args:
+        env: The env.
+        expert: Its faults.
+        seed: Of the noise.
+        numbers: One per env: the number of the demonstration, which fixes its noise.
+    """
+
+    def __init__(self, env: VectorEnv, expert: ExpertConfig, seed: int, numbers: Sequence[int]) -> None:
+        self.env, self.expert, self.seed, self.numbers = env, expert, seed, list(numbers)
+        self._scale = (env.action_high - env.action_low) / 2
+        self._streams = [self._stream(number) for number in self.numbers]
+
+    def _stream(self, number: int) -> np.random.Generator:
+        return np.random.default_rng(derive_seed(self.seed, "demonstration noise", number))
+
+    def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        env = self.env
+        wanted = env.expert_actions(aim_offset_m=tuple(self.expert.aim_offset_m))
+        noise = np.stack([stream.normal(size=env.action_dim) for stream in self._streams]).astype(np.float32)
+        return wanted, np.clip(wanted + noise * self.expert.jitter * self._scale, env.action_low, env.action_high)
+
+    def restart(self, row: int) -> None:
+        self._streams[row] = self._stream(self.numbers[row])
+
+
+@dataclass
+class Wave:
+    """Episodes that were played side by side, the ``k``-th in the ``k``-th of ``B`` envs; the other envs were idle.
+
+    Attributes:
+        seen: ``T`` observations of all envs, each before an action.
+        labels: float32 ``[T, B, D]``.
+        rewards: float32 ``[T, B]``, paid for the executed action.
+        success: bool ``[T, B]``: the goal is reached after the action.
+        alive: bool ``[T, B]``: the row belongs to the env's episode; true for one stretch of each env that is not idle.
+        results: One per episode.
+    """
+
+    seen: list[Observation]
+    labels: np.ndarray
+    rewards: np.ndarray
+    success: np.ndarray
+    alive: np.ndarray
+    results: list[EpisodeResult]
+
+    @property
+    def last(self) -> np.ndarray:
+        """int64 ``[B]``: the last ``t`` of each env's episode; of no meaning for an idle env."""
+        return len(self.alive) - 1 - self.alive[::-1].argmax(0)
+
+
+def play_wave(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: Demonstrator) -> Wave:
+    """Play episodes side by side, one action at a time.
+
+    An episode that the env lost and began anew (``ChunkStep.lost_env_ids``) is recorded from its new begin.
+
+    Args:
+        env: Without auto-reset.
+        specs: At most one per env; envs without one stay idle.
+        demonstrator: What acts.
+    """
+    observation, _ = env.reset(options={"episodes": [*specs, *[None] * (env.num_envs - len(specs))]})
+    running = np.arange(env.num_envs) < len(specs)
+    seen, labels, rewards, success, alive = [], [], [], [], []
+    results: list[EpisodeResult | None] = [None] * len(specs)
+    while running.any():
+        wanted, executed = demonstrator.act(observation, running)
+        seen.append(observation)
+        labels.append(wanted)
+        alive.append(running.copy())
+        step = env.chunk_step(np.where(running[:, None], executed, np.float32(0))[:, None])
+        rewards.append(step.rewards[:, 0])
+        success.append(step.success)
+        for row in step.lost_env_ids.tolist():
+            demonstrator.restart(row)
+            for earlier in alive:
+                earlier[row] = False
+        for row, result in zip(step.final_env_ids, step.episodes, strict=True):
+            results[row] = result
+        running &= ~(step.terminated | step.truncated)
+        observation = step.observation
+    return Wave(
+        seen, np.stack(labels).astype(np.float32), np.stack(rewards), np.stack(success), np.stack(alive), results
+    )
+
+
+def collect_demonstrations(
+    env: VectorEnv, num_episodes: int, expert: ExpertConfig, chunk_len: int, seed: int
+) -> Demonstrations:
+    """Let the env's scripted expert play training episodes.
+
+    Executed actions carry Gaussian noise of ``expert.jitter``, so that the states around the expert's path are seen;
+    the labels are the expert's clean actions. An ``aim_offset_m`` makes a demonstrator with a constant error, as a badly
+    calibrated camera does; ``keep_failures`` keeps the episodes that it failed.
+
+    Args:
+        env: Without auto-reset.
+        num_episodes: Demonstrations, drawn from the training split, tasks in equal shares.
+        expert: The demonstrator.
+        chunk_len: ``C``.
+        seed: Fixes episodes and noise; each demonstration has its own noise, so ``env.num_envs`` changes nothing.
+
+    Raises:
+        ConfigError: No demonstration is kept.
+    """
+    all_specs = env.episode_specs("train")
+    num_tasks = len(env.task_names)
+    rounds = len(all_specs) // num_tasks
+    rng = np.random.default_rng(derive_seed(seed, "demonstrations"))
+    specs = [all_specs[int(rng.integers(rounds)) * num_tasks + i % num_tasks] for i in range(num_episodes)]
+    observations: list[Observation] = []
+    actions: list[np.ndarray] = []
+    episodes: list[EpisodeResult] = []
+    for start in range(0, num_episodes, env.num_envs):
+        wave = specs[start : start + env.num_envs]
+        numbers = range(start, start + env.num_envs)
+        played = play_wave(env, wave, ExpertDemonstrator(env, expert, seed, numbers))
+        kept = np.zeros(env.num_envs, dtype=bool)
+        kept[: len(wave)] = [result.success or expert.keep_failures for result in played.results]
+        episodes += [result for row, result in enumerate(played.results) if kept[row]]
+        last = played.last
+        for t in range(len(played.alive)):
+            rows = np.flatnonzero(played.alive[t] & kept)
+            if len(rows):
+                observations.append(played.seen[t].select(rows))
+                actions.append(
+                    played.labels[following_rows(np.full(len(rows), t), last[rows], chunk_len), rows[:, None]]
+                )
+    if not episodes:
+        raise ConfigError(
+            f"None of {num_episodes} demonstrations succeeded and sft.expert.keep_failures=false. "
+            "Type sft.expert.keep_failures=true, or a smaller sft.expert.aim_offset_m"
+        )
+    return Demonstrations(Observation.concatenate(observations), torch.from_numpy(np.concatenate(actions)), episodes)

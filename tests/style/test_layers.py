@@ -1,0 +1,175 @@
+"""Imports go strictly down: an ordered list of layers, and no circle of modules."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "rlinf"
+
+LAYERS = (
+    ("errors", "imports", "memory", "seeding", "types"),
+    ("files", "options", "registry"),
+    ("manifest",),
+    ("distributed",),
+    ("optim",),
+    ("tracking",),
+    ("algorithms",),
+    ("envs",),
+    ("data",),
+    ("engines",),
+    ("models",),
+    ("checkpoints",),
+    ("evaluation",),
+    ("rollout",),
+    ("llm",),
+    ("config",),
+    ("checks",),
+    ("preflight",),
+    ("training",),
+    ("commands",),
+    ("policy",),
+    ("api",),
+    ("cli",),
+    ("__main__",),
+)
+"""From the ground up. A module may import what is in its own package, and what is in a layer further down."""
+
+FACES = {
+    "rlinf",
+    "rlinf.algorithms",
+    "rlinf.distributed",
+    "rlinf.models",
+    "rlinf.models.generation",
+    "rlinf.models.generation.interfaces",
+    "rlinf.models.interfaces",
+    "rlinf.models.validation",
+}
+"""Modules that may name modules of a higher layer in a table of lazy attributes: the import paths that users know."""
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Return dotted name to file of every module."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = (package.name, *path.relative_to(package).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
+    """Yield the modules of the package that a piece of code imports, inside functions and for type checkers too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in known else node.module
+
+
+def named_in_texts(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
+    """Yield the modules that a piece of code names in its tables of lazy attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "lazy_attributes":
+            texts = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+            yield from (text for text in texts if text in known)
+
+
+def layer_of(module: str) -> int:
+    """Return the number of a module's layer, counted from the ground."""
+    name = module.split(".")[1] if "." in module else "__main__"
+    return next(number for number, names in enumerate(LAYERS) if name in names)
+
+
+def arrows_up(package: Path) -> list[str]:
+    """Return each import that does not go down."""
+    known, found = modules(package), []
+    for module, path in known.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        targets = set() if module == "rlinf" else set(imports(tree, known))
+        if module not in FACES:
+            targets |= set(named_in_texts(tree, known))
+        for target in sorted(targets - {"rlinf"}):
+            same = module.split(".")[1] == target.split(".")[1]
+            if not same and layer_of(target) >= layer_of(module):
+                found.append(f"{module} imports {target}")
+    return found
+
+
+def circles(package: Path) -> list[list[str]]:
+    """Return the groups of modules that import each other at module level, in one or several steps."""
+    known = modules(package)
+    graph: dict[str, set[str]] = {}
+    for module, path in known.items():
+        top = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if not is_type_checking(node)]
+        graph[module] = {name for node in top for name in imports(node, known) if not inside_function(node)} - {module}
+    reached = {module: reachable(graph, module) for module in graph}
+    found = {tuple(sorted(m for m in graph if m in reached[n] and n in reached[m])) for n in graph if n in reached[n]}
+    return sorted(map(list, found))
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def inside_function(node: ast.AST) -> bool:
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    todo = list(graph[start])
+    while todo:
+        module = todo.pop()
+        if module not in seen:
+            seen.add(module)
+            todo += graph[module]
+    return seen
+
+
+def test_every_module_has_a_layer():
+    names = {name.split(".")[1] for name in modules(PACKAGE) if "." in name}
+    listed = [name for names in LAYERS for name in names]
+    assert names == set(listed) and len(listed) == len(set(listed))
+
+
+def test_imports_go_down():
+    assert arrows_up(PACKAGE) == []
+
+
+def test_no_modules_import_each_other():
+    assert circles(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from rlinf.config import schema",
+        "def f():\n    from rlinf.config.schema import RunConfig",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import rlinf.config.schema",
+        "__getattr__ = lazy_attributes(__name__, {'RunConfig': 'rlinf.config.schema'})",
+    ],
+)
+def test_an_import_that_goes_up_is_seen(tmp_path, line):
+    package = tmp_path / "rlinf"
+    for name in ("config", "data"):
+        (package / name).mkdir(parents=True)
+        (package / name / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "config" / "schema.py").write_text("import rlinf.data.rows\n")
+    (package / "data" / "rows.py").write_text("import numpy\n")
+    assert arrows_up(package) == [] and circles(package) == []
+    (package / "data" / "rows.py").write_text(line)
+    assert arrows_up(package) == ["rlinf.data.rows imports rlinf.config.schema"]
+
+
+def test_a_circle_of_modules_is_seen(tmp_path):
+    package = tmp_path / "rlinf"
+    package.mkdir()
+    for name, line in (("__init__", ""), ("types", "import rlinf.files"), ("files", "from rlinf import types")):
+        (package / f"{name}.py").write_text(line)
+    assert circles(package) == [["rlinf.files", "rlinf.types"]]

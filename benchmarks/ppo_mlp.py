@@ -1,4 +1,4 @@
-"""PPO on the state of the tabletop: env steps and seconds until 95 % of the held-out episodes succeed, beside Stable-Baselines3.
+"""PPO on the state of the tabletop: env steps and seconds until 95 % of the held-out episodes succeed, next to Stable-Baselines3.
 
 ``ours`` is ``rlinf train experiment=tabletop_ppo_mlp``; ``peer`` is Stable-Baselines3's PPO on the same simulator, with the same
 networks ([256, 256], tanh), the same number of env steps per update phase and one thread each, in an environment of its own:

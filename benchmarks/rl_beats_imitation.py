@@ -1,4 +1,4 @@
-"""Does RL do what more imitation cannot? The quickstart, with cloning continued for the same wall time beside it.
+"""Does RL do what more imitation cannot? The quickstart, with cloning continued for the same wall time next to it.
 
 For each seed: behaviour cloning, then (a) PPO as in the quickstart, and (b) from the same cloned checkpoint and optimiser
 state, cloning on until as much training time has passed as (a) took in all. Both are evaluated greedily on the same

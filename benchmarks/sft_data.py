@@ -216,7 +216,7 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         return result
     kinds: dict[str, Callable[[argparse.Namespace], Iterator[Any]]] = {"ours": ours, "peer": peer}
     spec = importlib.util.find_spec("lerobot")
-    if spec is not None and spec.origin is not None:  # a folder of that name is no package
+    if spec is not None and spec.origin is not None:  # a folder of that name is not a package
         kinds["lerobot"] = lerobot
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     for _ in range(arguments.rounds):

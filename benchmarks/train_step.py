@@ -1,4 +1,4 @@
-"""Speed of forward and backward of a language model in ``HFModel``, beside plain transformers and beside the machine.
+"""Speed of forward and backward of a language model in ``HFModel``, next to plain transformers and next to the machine.
 
 ``ours`` and ``peer`` are samples per second (sequences of ``--seq-len`` tokens) of forward, loss and backward, of
 ``HFModel`` and of ``AutoModelForCausalLM`` with the same weights, measured in turns; the ratio shows what the wrapper

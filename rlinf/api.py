@@ -35,7 +35,7 @@ READ_FOR_AN_OBJECT = (
     "evaluation.num_episodes",
     "evaluation.num_envs",
 )
-"""Keys beside those of the env that an evaluation of an object in memory reads."""
+"""Keys besides those of the env that an evaluation of an object in memory reads."""
 
 
 def load_policy(
@@ -434,7 +434,7 @@ def _code(plugins: Sequence[str], trust_remote_code: bool) -> list[str]:
 def _check_list(values: Any, name: str) -> None:
     """Refuse a single value, whose letters Python would take one by one, in the place of a list."""
     if isinstance(values, (str, os.PathLike)):
-        raise ConfigError(f"{name}: got '{values}', which is no list. Pass ['{values}']")
+        raise ConfigError(f"{name}: got '{values}', which is not a list. Pass ['{values}']")
     if not isinstance(values, Sequence):
         raise ConfigError(f"{name}: got {values!r}; required: a list of strings. Pass []")
 

@@ -22,7 +22,7 @@ class MissingDependencyError(RLinfError, ImportError):
 
 
 class CheckpointError(RLinfError):
-    """A folder is no checkpoint, is incomplete, or does not fit the run that wants to load it."""
+    """A folder is not a checkpoint, is incomplete, or does not fit the run that wants to load it."""
 
 
 class SimulatorError(RLinfError):
@@ -42,7 +42,7 @@ class NonFiniteError(RLinfError):
 
 
 class RankError(RuntimeError):
-    """A rank was killed, or failed by what is no user error: the message has its traceback, and the CLI adds none."""
+    """A rank was killed, or failed by what is not a user error: the message has its traceback, and the CLI adds none."""
 
 
 ALIASES = {

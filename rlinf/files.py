@@ -93,7 +93,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
         lock(
             file,
             f"{folder} is being written by another run ({file.read().strip() or 'which has just begun'}). Wait for its end, "
-            "or type output_dir=<another folder>",
+            "or set output_dir=<another folder>",
         )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

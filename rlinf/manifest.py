@@ -107,7 +107,7 @@ class Manifest:
             return manifest
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{folder} has no {MANIFEST_FILE}, so it is no complete rlinf checkpoint or export."
+                f"{folder} has no {MANIFEST_FILE}, so it is not a complete rlinf checkpoint or export."
             ) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read as a manifest ({type(error).__name__}: {error}).") from error

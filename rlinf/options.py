@@ -95,7 +95,7 @@ def unknown_key_message(
     close = closest(key, names)
     if close:
         message += (
-            f" Type {override_of(f'{section}.{close}' if section else close, value, (hints or {}).get(close, Any))}"
+            f" Set {override_of(f'{section}.{close}' if section else close, value, (hints or {}).get(close, Any))}"
         )
     return message
 
@@ -150,7 +150,7 @@ def plain_container(mapping: Any) -> Any:
         return OmegaConf.to_container(mapping, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = error.full_key or "a value"
-        raise ConfigError(f"{key} cannot be resolved: {str(error).splitlines()[0]}. Type {key}=<value>") from error
+        raise ConfigError(f"{key} cannot be resolved: {str(error).splitlines()[0]}. Set {key}=<value>") from error
 
 
 def _plain(value: Any) -> Any:
@@ -174,20 +174,20 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
         if _match([value], hint)[0]:
             example = override_of(dotted, value, hint)
         raise ConfigError(
-            f"{dotted} is {override_text(value)!r} ({type(value).__name__}); required: {type_name(hint)}. Type e.g. {example}"
+            f"{dotted} is {override_text(value)!r} ({type(value).__name__}); required: {type_name(hint)}. Set e.g. {example}"
         )
     choices = field.metadata.get("choices")
     if choices and converted is not None and converted not in choices:
         close = closest(str(converted), map(str, choices)) or override_text(choices[0])
         raise ConfigError(
-            f"{dotted} is {override_text(converted)!r}; required: one of {', '.join(map(str, choices))}. Type {dotted}={close}"
+            f"{dotted} is {override_text(converted)!r}; required: one of {', '.join(map(str, choices))}. Set {dotted}={close}"
         )
     numbers = converted if isinstance(converted, list) else [converted]
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         what = "a finite number" if numbers is not converted else "finite numbers"
-        raise ConfigError(f"{dotted} is {override_text(converted)}; required: {what}. Type e.g. {example}")
+        raise ConfigError(f"{dotted} is {override_text(converted)}; required: {what}. Set e.g. {example}")
     if isinstance(converted, (int, float)) and not _within(converted, field.metadata):
-        raise ConfigError(f"{dotted} is {converted}; required: {bounds_text(field.metadata)}. Type e.g. {example}")
+        raise ConfigError(f"{dotted} is {converted}; required: {bounds_text(field.metadata)}. Set e.g. {example}")
     return converted
 
 

@@ -101,5 +101,5 @@ class Registry(Generic[T]):
         except AttributeError as error:
             raise ConfigError(
                 f"The {self.kind} '{name}' of {entry.origin} stands for '{entry.target}', which is not there: {error}. "
-                f"Required: module:attribute. Mend the registration, or type another {self.kind}"
+                f"Required: module:attribute. Mend the registration, or set another {self.kind}"
             ) from error

@@ -136,7 +136,7 @@ class ChunkStep:
         final_observation: True last observation of these K episodes, or None when K is 0.
         episodes: The K results, in the order of ``final_env_ids``.
         lost_env_ids: int64 ``[L]``: rows whose simulator was lost (it crashed, hung or was killed). The episode so far
-            is void, and the same ``EpisodeSpec`` has begun anew: the observation is its first one, ``rewards`` and
+            is void, and the same ``EpisodeSpec`` has begun again: the observation is its first one, ``rewards`` and
             ``success`` are 0, ``executed`` and the ends false.
     """
 

@@ -143,7 +143,7 @@ def main() -> int:
     failures = []
     if check:
         if not page.is_file() or page.read_text(encoding="utf-8") != text:
-            failures.append(f"docs/{PAGE} is out of date. Type python scripts/build_docs.py")
+            failures.append(f"docs/{PAGE} is out of date. Run python scripts/build_docs.py")
     else:
         page.parent.mkdir(exist_ok=True)
         write_text(page, text)

@@ -125,7 +125,7 @@ def load_checkpoint(
         ``loop_state`` as it was saved.
 
     Raises:
-        CheckpointError: The folder is no checkpoint, is damaged, or does not fit the model.
+        CheckpointError: The folder is not a checkpoint, is damaged, or does not fit the model.
     """
     folder = Path(folder)
     on_rank_zero(lambda: verify_files(folder, Manifest.load(folder)), f"read {folder}")
@@ -146,7 +146,7 @@ def load_weights(folder: str | os.PathLike, model: nn.Module) -> None:
     """Overwrite the weights of ``model`` by those of a checkpoint, and nothing else; a collective call on all ranks.
 
     Raises:
-        CheckpointError: The folder is no checkpoint, is damaged, or does not fit the model.
+        CheckpointError: The folder is not a checkpoint, is damaged, or does not fit the model.
     """
     folder = Path(folder)
     on_rank_zero(lambda: verify_files(folder, Manifest.load(folder)), f"read {folder}")
@@ -162,7 +162,7 @@ def read_loop_state(folder: str | os.PathLike) -> dict[str, Any]:
     """Return the ``loop_state`` of a checkpoint without loading anything else.
 
     Raises:
-        CheckpointError: The folder is no checkpoint.
+        CheckpointError: The folder is not a checkpoint.
     """
     return _read_state(Path(folder))["loop_state"]
 
@@ -376,7 +376,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
             else ""
         )
         raise CheckpointError(
-            f"{folder} is no checkpoint: it has no {STATE_FILE}. {hint or 'Give a checkpoint or a run folder.'}"
+            f"{folder} is not a checkpoint: it has no {STATE_FILE}. {hint or 'Give a checkpoint or a run folder.'}"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(

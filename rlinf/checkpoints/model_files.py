@@ -21,7 +21,7 @@ def save_model_files(folder: Path, model: Any, weights: dict[str, Tensor]) -> No
 
     Args:
         folder: Where the sub-folder goes.
-        model: A ``PreTrainedModel``, sharded or not; ``model.processor`` is saved beside it.
+        model: A ``PreTrainedModel``, sharded or not; ``model.processor`` is saved next to it.
         weights: Its whole state dict.
     """
     write_policy(folder / (ADAPTER_FOLDER if is_adapter(model) else MODEL_FOLDER), model, weights)

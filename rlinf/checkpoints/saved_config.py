@@ -16,7 +16,7 @@ def read_saved_config(folder: Path) -> dict[str, Any]:
     """Read the resolved configuration that a checkpoint holds.
 
     Raises:
-        CheckpointError: It is missing or is no YAML mapping.
+        CheckpointError: It is missing or is not a YAML mapping.
     """
     path = folder / CONFIG_FILE
     try:

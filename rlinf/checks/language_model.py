@@ -76,7 +76,7 @@ def test_generation_consistency(model_name: str, **kwargs: Any) -> list[Diagnost
     return _passed(consistency_checks(model, torch_engine(model), "torch"), model_name)
 
 
-# These are no tests of this package, in spite of their names.
+# These are not tests of this package, in spite of their names.
 test_max_model_len_respected.__test__ = False
 test_generation_consistency.__test__ = False
 

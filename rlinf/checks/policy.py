@@ -23,7 +23,7 @@ NUM_ROWS = max(BATCH_SIZES)
 MAX_GAP = 1e-4
 """Largest accepted difference in float32: of log-probabilities in nats, of actions in shares of their range."""
 ROUNDED = 0.02
-"""The same for the median of other number formats, where single tokens may be drawn anew."""
+"""The same for the median of other number formats, where single tokens may be drawn again."""
 NUM_DRAWS = 24
 """Calls whose samples are compared with the distribution that scores them."""
 MAX_DEVIATIONS = 5.0
@@ -177,7 +177,7 @@ def player_checks(trial: Trial, player: ActionModel | VllmPolicy, engine: str) -
 def parity_checks(trial: Trial, player: ActionModel | VllmPolicy, engine: str) -> list[DiagnosticCheck]:
     """Log-probabilities of ``player`` against those of ``trial.model`` on the same samples.
 
-    The most likely tokens are compared as well. Greedy actions that are no tokens have no log-probabilities.
+    The most likely tokens are compared as well. Greedy actions that are not tokens have no log-probabilities.
     """
     name, checks, other = f"{engine}: rollout against training", [], trial.other_temperature
     settings = [
@@ -199,7 +199,7 @@ def parity_checks(trial: Trial, player: ActionModel | VllmPolicy, engine: str) -
 
 @torch.no_grad()
 def row_checks(trial: Trial, player: ActionModel | VllmPolicy, engine: str) -> list[DiagnosticCheck]:
-    """Actions of a row alone, and beside rows of other lengths."""
+    """Actions of a row alone, and next to rows of other lengths."""
     checks = []
     for do_sample in (False, True):
         batch = trial.act(player, trial.mixed, do_sample=do_sample)[1].actions
@@ -282,7 +282,7 @@ def transform_check(trial: Trial) -> DiagnosticCheck:
 
 @torch.no_grad()
 def score_checks(trial: Trial) -> list[DiagnosticCheck]:
-    """Scores and values of a row alone, and beside rows of other lengths."""
+    """Scores and values of a row alone, and next to rows of other lengths."""
     inputs, prediction = trial.act(trial.model, trial.mixed)
     batch, alone = trial.score(inputs, prediction.sequences), []
     for row in range(NUM_ROWS):

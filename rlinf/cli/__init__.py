@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
     try:
         status = import_string(COMMANDS[words[0]][0])(words[1:])
-        sys.stdout.flush()  # here, where the reader of a pipe that is gone is no traceback
+        sys.stdout.flush()  # here, where the reader of a pipe that is gone is not a traceback
         return status
     except RLinfError as error:
         print_error(error)
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             name = error.filename or "A path"
-            print(f"{name!r} is longer than a path may be on this system. Type a shorter one", file=sys.stderr)
+            print(f"{name!r} is longer than a path may be on this system. Use a shorter one", file=sys.stderr)
             return EXIT_USER_ERROR
         if error.errno != errno.ENOSPC:
             raise

@@ -36,7 +36,7 @@ def check(arguments: Sequence[str]) -> int:
     others = [key for key in keys if key.partition(".")[0] not in ("env", "plugins")]
     if name is None or others or args.multirun or args.cfg:
         given = f"got {', '.join(others)}" if others else "needs one env, and no flag but --config-dir"
-        raise ConfigError(f"`rlinf check` {given}; required: env=<name>, env.<key>=... and plugins=[...]. Type {usage}")
+        raise ConfigError(f"`rlinf check` {given}; required: env=<name>, env.<key>=... and plugins=[...]. Run {usage}")
     rest = [word for word, key in zip(args.overrides, keys, strict=True) if key != "env"]
     config = run_config(name, rest, config_dir=args.config_dir).env
     horizon = ENVS.get(config.name).longest_horizon(config)

@@ -40,7 +40,7 @@ def diagnose(arguments: Sequence[str]) -> int:
     names = [word for word in args.overrides if "=" not in word and (word[:1] != "~" or word[1:2] == "/")]
     if len(names) > 1 or not (args.overrides or args.config_name):
         raise ConfigError(
-            f"`rlinf diagnose` got {names or 'no model'}; required: one. Type rlinf diagnose <folder or hub id> for a language "
+            f"`rlinf diagnose` got {names or 'no model'}; required: one. Run rlinf diagnose <folder or hub id> for a language "
             "model; experiment=quickstart, model=<name> or <run folder> for an action model"
         )
     if names and not unknown and not _is_checkpoint(names[0]):
@@ -160,7 +160,7 @@ def _diagnose_language_model(name: str, pairs: Sequence[str]) -> int:
     model_type = read_json(about).get("model_type") if about.is_file() else None
     if model_type in MODELS.entries() and MODELS.get(model_type).acts:
         raise ConfigError(
-            f"'{name}' holds a model of the type '{model_type}', which acts; required: a language model. Type rlinf diagnose "
+            f"'{name}' holds a model of the type '{model_type}', which acts; required: a language model. Run rlinf diagnose "
             f"model.model_type={model_type} model.model_path={name} env=<its env>"
         )
     values = dict(pair.partition("=")[::2] for pair in pairs)

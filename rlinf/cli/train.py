@@ -26,5 +26,5 @@ def _require_choice(arguments: Sequence[str], command: str) -> None:
     if not arguments:
         raise ConfigError(
             f"`rlinf {command}` needs an experiment (`rlinf models` lists them) or a choice of model, env and algorithm. "
-            f"Type rlinf {command} experiment=quickstart, or rlinf {command} model=openvla_tiny env=tabletop algorithm=ppo"
+            f"Run rlinf {command} experiment=quickstart, or rlinf {command} model=openvla_tiny env=tabletop algorithm=ppo"
         )

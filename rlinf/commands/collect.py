@@ -109,7 +109,7 @@ def collect(config: RunConfig) -> Path:
             if not stored:
                 raise ConfigError(
                     f"None of {len(results)} episodes succeeded and collect.only_success=true, so there is nothing to store. "
-                    "Type collect.only_success=false, or let another checkpoint act"
+                    "Set collect.only_success=false, or let another checkpoint act"
                 )
             writer.about[OWN_FILE] = _conditions(config, env, about, results)
     finally:
@@ -132,7 +132,7 @@ def collection_specs(env: VectorEnv, split: str, num_episodes: int, seed: int) -
     if needed > rounds:
         raise ConfigError(
             f"collect.num_episodes={num_episodes}, but the split '{split}' has {len(available)} episodes. "
-            f"Type collect.num_episodes={len(available)}"
+            f"Set collect.num_episodes={len(available)}"
         )
     drawn = np.random.default_rng(derive_seed(seed, "collect")).choice(rounds, needed, replace=False)
     return [available[int(drawn[i // num_tasks]) * num_tasks + i % num_tasks] for i in range(num_episodes)]
@@ -246,7 +246,7 @@ def _acting(config: RunConfig, policy: RowPolicy | None):
 def _conditions(
     config: RunConfig, env: VectorEnv, about: dict[str, Any], results: list[EpisodeResult]
 ) -> dict[str, Any]:
-    """What the dataset records beside the format's own files."""
+    """What the dataset records besides the format's own files."""
     stored = [result.success or not config.collect.only_success for result in results]
     numbers = iter(range(len(results)))
     episodes = [

@@ -59,7 +59,7 @@ def evaluate(config: RunConfig) -> EvaluationResult:
     the same call with the same ``output_dir`` continues an evaluation that was interrupted.
 
     Raises:
-        CheckpointError: The folder is no checkpoint or is damaged.
+        CheckpointError: The folder is not a checkpoint or is damaged.
         ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
         ConfigError: The split has fewer episodes than asked for, or others than the evaluation to compare with; or
             ``output_dir`` holds something that would be overwritten.
@@ -131,13 +131,13 @@ def check_output(output: Path, baseline: Path | None) -> None:
     if baseline is not None and baseline.resolve() == place:
         raise ConfigError(
             f"evaluation.compare={baseline} and output_dir={output} are one folder: the baseline would be overwritten and "
-            "compared with itself. Type output_dir=<another folder>"
+            "compared with itself. Set output_dir=<another folder>"
         )
     for folder in (place, *place.parents):
         if _belongs_to_training(folder):
             raise ConfigError(
                 f"output_dir is '{output}', which is or lies in a run, checkpoint or export ({folder}); an evaluation "
-                "would overwrite its files. Type output_dir=<another folder>"
+                "would overwrite its files. Set output_dir=<another folder>"
             )
     if (place / RESULT_FILE).exists() and not (place / PARTIAL_FILE).exists():
         raise ConfigError(
@@ -199,7 +199,7 @@ def episode_list(env: VectorEnv, split: str, num_episodes: int | None) -> list[E
     if len(available) < num_episodes:
         raise ConfigError(
             f"evaluation.num_episodes={num_episodes}, but the split '{split}' has {len(available)} episodes. "
-            f"Type evaluation.num_episodes={len(available)}, or raise env.num_{split}_init_states"
+            f"Set evaluation.num_episodes={len(available)}, or raise env.num_{split}_init_states"
         )
     return [available[number] for number in range(num_episodes)]
 
@@ -220,7 +220,7 @@ def load_checked(config: RunConfig, env: VectorEnv) -> Any:
     """Return the policy of ``config.checkpoint``, or the configured one, after the checks of an evaluation.
 
     Raises:
-        CheckpointError: The folder is no checkpoint or is damaged.
+        CheckpointError: The folder is not a checkpoint or is damaged.
         ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
     """
     model, manifest, saved = _load(config, env)

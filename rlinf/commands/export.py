@@ -51,7 +51,7 @@ def export(
     """
     checkpoint, output = resolve_checkpoint(checkpoint), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output} exists and is not empty; nothing is overwritten. Type output=<a new folder>")
+        raise CheckpointError(f"{output} exists and is not empty; nothing is overwritten. Set output=<a new folder>")
     manifest = Manifest.load(checkpoint)
     verify_files(checkpoint, manifest)
     config = read_config(checkpoint, overrides)
@@ -66,7 +66,7 @@ def export(
         manifest = replace(manifest, lora={"state": "merged"})
     elif is_adapter(model) and config.model.model_path is None:
         raise CheckpointError(
-            f"The adapters of {checkpoint} belong to random base weights that lie nowhere else. Type merge_lora=true"
+            f"The adapters of {checkpoint} belong to random base weights that lie nowhere else. Set merge_lora=true"
         )
     partial = output.with_name(f".{output.name}.tmp")
     try:
@@ -104,7 +104,7 @@ def _check_lora(checkpoint: Path, manifest: Manifest, merge_lora: bool) -> None:
     state = manifest.lora.get("state")
     if merge_lora and state != "adapter":
         reason = "were merged before; a second time would count them twice" if state == "merged" else "do not exist"
-        raise CheckpointError(f"merge_lora=true, but the adapters of {checkpoint} {reason}. Type merge_lora=false")
+        raise CheckpointError(f"merge_lora=true, but the adapters of {checkpoint} {reason}. Set merge_lora=false")
     source = policy_folder(checkpoint)
     if state == "merged" and (source / "config.json").is_file():
         merged = json.loads((source / "config.json").read_text(encoding="utf-8")).get("merged_adapters")

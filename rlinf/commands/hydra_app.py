@@ -85,7 +85,7 @@ def _no_flag(flag: str, others: Sequence[str]) -> ConfigError:
     value = value or next((word for word in others if "=" not in word), "<value>")
     keys = [name] if "." in name else keys_named(name)
     example = overrides_text(keys, value) or "e.g. trainer.max_steps=10"
-    return ConfigError(f"'{flag}' is no flag; settings have no dashes: key=value. Type {example}")
+    return ConfigError(f"'{flag}' is not a flag; settings have no dashes: key=value. Set {example}")
 
 
 def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], object]) -> list[Path]:
@@ -252,7 +252,7 @@ def given_value(overrides: Sequence[str], key: str) -> str | None:
         text = given[-1].input_line
         raise ConfigError(
             f"'{text}' lists several values; required: one. A path with a comma in it needs quotes of its own. "
-            f"Type '{key}=\"{text.partition('=')[2]}\"'"
+            f"Set '{key}=\"{text.partition('=')[2]}\"'"
         )
     return str(given[-1].value())
 

@@ -87,7 +87,7 @@ def statistics_of_env(
 
 def _load_adapter(folder: Path, source: Path, config: RunConfig) -> Any:
     if not config.model.is_lora:
-        raise CheckpointError(f"{source} holds LoRA adapters and no base weights. Type model.is_lora=true")
+        raise CheckpointError(f"{source} holds LoRA adapters and no base weights. Set model.is_lora=true")
     if is_checkpoint(folder):  # it brings the base weights
         allowed = [*config.evaluation.allow_mismatch, BASE_FIELD]
         config = replace(config, evaluation=replace(config.evaluation, allow_mismatch=allowed))

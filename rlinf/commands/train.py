@@ -92,7 +92,7 @@ class Run:
         if phase == "sft" and saved.get("dataset", digest) != digest:
             raise CheckpointError(
                 f"{self.resumed_from} has cloned other demonstrations than those of sft.dataset={override_text(config.sft.dataset)} "
-                "(other rows, tasks or statistics). Type sft.dataset=<the dataset of the run>, or begin a new run with "
+                "(other rows, tasks or statistics). Set sft.dataset=<the dataset of the run>, or begin a new run with "
                 f"init_from={config.resume} resume=null output_dir=<a new folder>"
             )
         self.probe = take_probe(self.eval_env) if self.is_writer and config.evaluation.probe else None
@@ -118,7 +118,7 @@ class Run:
         self.progress = Progress(enabled=self.is_writer, updates=config.tracking.progress)
 
     def _build_model(self) -> torch.nn.Module:
-        """Build the policy anew, or from the checkpoint that is resumed or started from, whose conditions must fit."""
+        """Build the policy again, or from the checkpoint that is resumed or started from, whose conditions must fit."""
         config = self.config
         source = self.resumed_from
         if source is None and config.init_from is not None:
@@ -401,7 +401,7 @@ def _check_segments() -> None:
             raise ConfigError(
                 f"{key} is '{value}', set by a run before in this Python process or by you; required with rollout.backend=vllm: no "
                 "expandable segments, whose memory cannot be shared with the engine. Start this run in a new Python process "
-                "without the variable, or type rollout.backend=torch"
+                "without the variable, or set rollout.backend=torch"
             )
 
 

@@ -68,7 +68,7 @@ def _bare_word(word: str, following: str) -> ConfigError:
         example = f"checkpoint={word} to evaluate, export or collect with it, resume={word} to train on"
     else:
         example = f"e.g. experiment={hint}" if hint else "e.g. trainer.max_steps=10"
-    return ConfigError(f"'{word}' is no override; required: key=value. Type {example}")
+    return ConfigError(f"'{word}' is not an override; required: key=value. Set {example}")
 
 
 def keys_named(name: str) -> list[str]:
@@ -97,7 +97,7 @@ def compose_config(overrides: Iterable[str] = (), config_dir: str | None = None,
         root: Primary config.
 
     Raises:
-        ConfigError: An override is no override, or names a key or a group option that does not exist.
+        ConfigError: An override is not an override, or names a key or a group option that does not exist.
     """
     overrides = normalize_overrides(overrides)
     search.register(config_dir)
@@ -130,7 +130,7 @@ def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigE
         key, _, value = written.partition("=")
         hint = "Quote it for the shell if it holds brackets, commas or spaces, e.g. 'model.image_size=[224,224]'"
         if "=" in value and not value.startswith(("[", "{")):
-            hint = f"A value with '=' in it needs quotes of its own. Type '{key}=\"{value}\"'"
+            hint = f"A value with '=' in it needs quotes of its own. Set '{key}=\"{value}\"'"
         return ConfigError(f"The override '{written}' cannot be read: {first_line(error)}. {hint}")
     if isinstance(error, yaml.YAMLError):
         return ConfigError(f"A YAML file cannot be read: {' '.join(str(error).split())}")
@@ -155,9 +155,9 @@ def no_such_option(group: str, name: str, options: Iterable[str]) -> str:
     """Say that a group has no such option, and which one was meant or where they are listed."""
     close = closest(name, options)
     if close:
-        hint = f" Did you mean '{close}'? Type {group}={close}"
+        hint = f" Did you mean '{close}'? Set {group}={close}"
     elif group == "env" and (env := env_of_task(name, options)):
-        hint = f" It is a task of {env}. Type env={env} 'env.tasks=[{name}]'"
+        hint = f" It is a task of {env}. Set env={env} 'env.tasks=[{name}]'"
     elif group == search.GROUP:
         hint = " `rlinf models` lists them; files of yours need --config-dir <folder>"
     else:
@@ -192,7 +192,7 @@ def _unknown_key(override: Override, root: str) -> str | None:
             near = closest(part, known)
             meant = ".".join([*parts[:depth], near or part, *parts[depth + 1 :]])
             keys = [meant] if near and OmegaConf.select(whole, meant) is not None else fields_meant(parts[-1])
-            typed = f" Type {overrides_text(keys, override.value())}"
+            typed = f" Set {overrides_text(keys, override.value())}"
             return f"There is no key '{path}'.{typed if keys else did_you_mean(part, known)}"
         node = node[part]
     return None
@@ -255,7 +255,7 @@ def compose_on_saved(
         if override.is_delete():
             raise ConfigError(
                 f"'{override.input_line}' cannot be done: the configuration of a checkpoint has a value for every key. "
-                f"Type {key}=<value>"
+                f"Set {key}=<value>"
             )
         if key.partition(".")[0] not in public_fields(RunConfig):
             raise ConfigError(no_key(key, override.value(), public_fields(RunConfig)))
@@ -275,7 +275,7 @@ def compose_on_saved(
     name = str(config.get("experiment_name", "default"))
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ConfigError(
-            f"experiment_name is '{name}', which leads out of the folder outputs. Type experiment_name=<a name>"
+            f"experiment_name is '{name}', which leads out of the folder outputs. Set experiment_name=<a name>"
         )
     if "output_dir" not in typed:
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")

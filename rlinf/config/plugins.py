@@ -11,7 +11,7 @@ from rlinf.errors import ConfigError
 from rlinf.registry import registering
 
 user_folders: list[Path] = []
-"""Where plugins are looked up beside the present folder and Python's path: ``--config-dir``."""
+"""Where plugins are looked up besides the current folder and Python's path: ``--config-dir``."""
 
 
 def load_plugins(plugins: Iterable[str]) -> list[str]:
@@ -55,7 +55,7 @@ def _find_file(plugin: str) -> Path:
     if path is None:
         raise ConfigError(
             f"plugins names the file '{plugin}', which does not exist (looked for {', '.join(map(str, candidates))}). "
-            "Type plugins=[path/to/file.py]"
+            "Set plugins=[path/to/file.py]"
         )
     return path
 

@@ -42,7 +42,7 @@ def check_code(saved: Mapping[str, Any], typed: Collection[str], folder: str | P
     if found:
         raise CheckpointError(
             f"The configuration in {folder} names Python code to run, and a checkpoint runs none by itself. Read that code "
-            f"first. Type {_overrides(found)}"
+            f"first. Set {_overrides(found)}"
         )
 
 

@@ -94,7 +94,7 @@ def section_class(section: str, name: str) -> type:
     if name not in registry:
         raise ConfigError(
             f"{section}.name is {override_text(name)!r}, which is not registered.{did_you_mean(name, registry)} "
-            f"Type {section}={closest(name, registry) or '<name>'}, or import its module with plugins=[module]."
+            f"Set {section}={closest(name, registry) or '<name>'}, or import its module with plugins=[module]."
         )
     return registry.get(name).config_class
 
@@ -147,7 +147,7 @@ def no_key(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, An
         if hints is None:
             hints = {key: types.get(f"{section}.{key}" if section else key, Any) for key in known}
         return unknown_key_message(dotted, value, known, hints)
-    return f"There is no key '{dotted}'. Type {overrides_text(elsewhere, value)}"
+    return f"There is no key '{dotted}'. Set {overrides_text(elsewhere, value)}"
 
 
 def build_config(mapping: Mapping[str, Any]) -> RunConfig:
@@ -175,7 +175,7 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
             if of_default and unknown and (absent or len(unknown) > 1):  # the name was changed alone
                 raise ConfigError(
                     f"{section}.name is '{given['name']}', with the settings of {default}. Choose the group instead of the "
-                    f"name. Type {section}={given['name']}"
+                    f"name. Set {section}={given['name']}"
                 )
             for key, value in given.items():
                 if key not in known:

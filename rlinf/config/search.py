@@ -117,12 +117,12 @@ def register(config_dir: str | None = None) -> Path | None:
         Its absolute path.
 
     Raises:
-        ConfigError: It is no folder, or a file in it has the name of a packaged one, which Hydra would take instead.
+        ConfigError: It is not a folder, or a file in it has the name of a packaged one, which Hydra would take instead.
     """
     folder = None if config_dir is None else Path(config_dir).expanduser().resolve()
     if folder is not None and not folder.is_dir():
         raise ConfigError(
-            f"--config-dir is '{config_dir}', which is no folder. Type --config-dir <folder with YAML files>"
+            f"--config-dir is '{config_dir}', which is not a folder. Set --config-dir <folder with YAML files>"
         )
     for path in sorted(folder.rglob("*.yaml")) if folder is not None else ():
         if (Path(__file__).parent / path.relative_to(folder)).is_file():

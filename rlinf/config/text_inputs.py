@@ -19,7 +19,7 @@ PAGE = "Text is trained in Python, by HuggingFacePolicy: docs/policies.md"
 def text_in(path: str | Path) -> str | None:
     """Say what text a path holds: a file of rows, a folder of such files, a language model; None: none of these.
 
-    Runs, checkpoints, exports and other models are no text, though rows may lie beside them (``metrics.jsonl``).
+    Runs, checkpoints, exports and other models are not text, though rows may lie next to them (``metrics.jsonl``).
     """
     path = Path(path).expanduser()
     if path.is_file():
@@ -51,8 +51,8 @@ def check_no_text(config: RunConfig, command: str) -> None:
         ConfigError: ``sft.dataset`` or ``model.model_path`` is text; it names the page on text.
     """
     for key, path, instead in (
-        ("sft.dataset", config.sft.dataset, "demonstrations. Type sft.dataset=<LeRobotDataset or RLDS folder>"),
-        ("model.model_path", config.model.model_path, "a policy or a vision-language model. Type model=openvla_tiny"),
+        ("sft.dataset", config.sft.dataset, "demonstrations. Set sft.dataset=<LeRobotDataset or RLDS folder>"),
+        ("model.model_path", config.model.model_path, "a policy or a vision-language model. Set model=openvla_tiny"),
     ):
         found = None if path is None else text_in(path)
         if found is not None:

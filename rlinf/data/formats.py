@@ -35,14 +35,14 @@ def open_dataset(sft: SFTConfig, env: VectorEnv) -> StoredDemonstrations:
     A state is read where the dataset has one of the env's width.
 
     Raises:
-        ConfigError: The folder is no whole dataset, has no such cameras, or actions of another width or meaning.
+        ConfigError: The folder is not a whole dataset, has no such cameras, or actions of another width or meaning.
         MissingDependencyError: A package that the format needs is not installed.
     """
     info = describe_dataset(sft.dataset)
     if info.action_dim != env.action_dim:
         raise ConfigError(
             f"The actions of {info.folder} have {info.action_dim} numbers, and those of env.name={env.config.name} {env.action_dim}; "
-            "required: the same. Type sft.dataset=<another folder>, or env=<another env>"
+            "required: the same. Set sft.dataset=<another folder>, or env=<another env>"
         )
     cameras = env.config.cameras
     columns = dict(zip(cameras, image_columns(info, cameras, sft.cameras), strict=True))
@@ -62,7 +62,7 @@ def image_columns(info: DatasetInfo, env_cameras: Sequence[str], cameras: Sequen
     """
     wanted = list(env_cameras if cameras is None else cameras)
     known = list(info.image_shapes)
-    example = f"Type sft.cameras=[{','.join(known[: len(env_cameras)])}]"
+    example = f"Set sft.cameras=[{','.join(known[: len(env_cameras)])}]"
     if len(wanted) != len(env_cameras):
         raise ConfigError(
             f"sft.cameras is [{','.join(wanted)}], and env.cameras is [{','.join(env_cameras)}]; required: one column of the dataset "
@@ -85,14 +85,14 @@ def state_column(info: DatasetInfo, state_key: str | None) -> str | None:
     """Return the column of the state; None where ``state_key`` is null and the dataset has not the usual one.
 
     Raises:
-        ConfigError: ``state_key`` is no column of numbers.
+        ConfigError: ``state_key`` is not a column of numbers.
     """
     if state_key is None:
         return info.state_key if info.state_key in info.state_dims else None
     if state_key not in info.state_dims:
         hint = did_you_mean(state_key, info.state_dims)
         raise ConfigError(
-            f"sft.state_key is '{state_key}', which {info.folder} does not have.{hint} Type sft.state_key=null"
+            f"sft.state_key is '{state_key}', which {info.folder} does not have.{hint} Set sft.state_key=null"
         )
     return state_key
 
@@ -104,11 +104,11 @@ def _reader(folder: str | os.PathLike) -> ModuleType:
             return reader
     if not path.is_dir():
         raise ConfigError(
-            f"sft.dataset is '{folder}', which is no folder. Type sft.dataset=<folder with {' or '.join(READERS)}>"
+            f"sft.dataset is '{folder}', which is not a folder. Set sft.dataset=<folder with {' or '.join(READERS)}>"
         )
     inside = sorted(child for child in path.glob("*") if any((child / marker).is_file() for marker in READERS))
-    hint = f"Type sft.dataset={inside[0]}" if inside else f"Type sft.dataset=<folder with {' or '.join(READERS)}>"
+    hint = f"Set sft.dataset={inside[0]}" if inside else f"Set sft.dataset=<folder with {' or '.join(READERS)}>"
     old = " (meta/info.json is missing)" if (path / "meta").is_dir() else ""
     raise ConfigError(
-        f"sft.dataset is '{folder}', a folder that is no dataset{old}: required is {' or '.join(READERS)}. {hint}"
+        f"sft.dataset is '{folder}', a folder that is not a dataset{old}: required is {' or '.join(READERS)}. {hint}"
     )

@@ -38,7 +38,7 @@ class Frames(ABC):
         if image.shape[:2] != self.shape:
             raise ConfigError(
                 f"The image of row {row} in {place} has {image.shape[0]} x {image.shape[1]} pixels, and the description of the "
-                f"dataset says {self.shape[0]} x {self.shape[1]}. Type sft.dataset=<a dataset whose description is right>"
+                f"dataset says {self.shape[0]} x {self.shape[1]}. Set sft.dataset=<a dataset whose description is right>"
             )
         return image
 
@@ -78,7 +78,7 @@ class EncodedFrames(Frames):
         except (UnidentifiedImageError, OSError) as error:
             raise ConfigError(
                 f"The image of row {row} in {name} cannot be read ({type(error).__name__}: {error}). "
-                "Copy the dataset again, or type sft.dataset=<a whole dataset>"
+                "Copy the dataset again, or set sft.dataset=<a whole dataset>"
             ) from error
         return self._checked(image, row, name)
 

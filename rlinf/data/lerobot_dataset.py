@@ -147,7 +147,7 @@ class _ImageSpool:
             if value is None or (value["bytes"] is None and not value["path"]):
                 raise ValueError(f"row {len(self.lengths)} has no image '{self.key}', in {self.source}")
             encoded = value["bytes"]
-            if encoded is None:  # images kept beside the parquet files
+            if encoded is None:  # images kept next to the parquet files
                 encoded = path_inside(self.folder, value["path"]).read_bytes()
             self.file.write(encoded)
             self.lengths.append(len(encoded))
@@ -203,7 +203,7 @@ def _recorded_env(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8"))["env"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} cannot be read ({type(error).__name__}: {error}). Copy the dataset again, or type sft.dataset=<a whole dataset>"
+            f"{path} cannot be read ({type(error).__name__}: {error}). Copy the dataset again, or set sft.dataset=<a whole dataset>"
         ) from error
 
 
@@ -230,5 +230,5 @@ def _height_width(shape: tuple[int, ...], names: Any) -> tuple[int, int]:
 
 def _damaged(folder: Path, reason: str) -> ConfigError:
     return ConfigError(
-        f"The dataset {folder} is not whole ({reason}). Copy it again, or type sft.dataset=<a whole dataset>"
+        f"The dataset {folder} is not whole ({reason}). Copy it again, or set sft.dataset=<a whole dataset>"
     )

@@ -66,12 +66,12 @@ def read_info(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} cannot be read as the description of a LeRobotDataset ({type(error).__name__}: {error}). "
-            "Type sft.dataset=<another folder>"
+            "Set sft.dataset=<another folder>"
         ) from error
     if not str(version).startswith("v3."):
         raise ConfigError(
             f"{folder} is a LeRobotDataset of version {version}; required: {VERSION}. Convert it with lerobot's script "
-            "convert_dataset_v21_to_v30, or type sft.dataset=<another folder>"
+            "convert_dataset_v21_to_v30, or set sft.dataset=<another folder>"
         )
     return info
 
@@ -84,6 +84,6 @@ def path_inside(folder: Path, path: str) -> Path:
     """
     if Path(path).is_absolute() or ".." in Path(path).parts:
         raise ConfigError(
-            f"The dataset {folder} names the file '{path}'; required: a path within the folder. Type sft.dataset=<another folder>"
+            f"The dataset {folder} names the file '{path}'; required: a path within the folder. Set sft.dataset=<another folder>"
         )
     return folder / path

@@ -35,13 +35,13 @@ from rlinf.files import write_text
 
 MIB = 2**20
 EXTRAS = {"next.reward": "float32", "next.done": "bool", "next.success": "bool"}
-"""Columns beside observation and action: what followed the row's action."""
+"""Columns besides observation and action: what followed the row's action."""
 
 
 class LeRobotWriter:
     """Writes episodes one after the other; the folder appears, whole, at ``close``.
 
-    Until then everything lies in a hidden folder beside it, which is removed when the ``with`` block fails.
+    Until then everything lies in a hidden folder next to it, which is removed when the ``with`` block fails.
 
     Args:
         folder: The dataset; must not exist.
@@ -55,7 +55,7 @@ class LeRobotWriter:
         video_file_mib: The same of an MP4 file.
 
     Attributes:
-        about: JSON file name in ``meta`` to what ``close`` writes there, beside the format's own files.
+        about: JSON file name in ``meta`` to what ``close`` writes there, besides the format's own files.
 
     Raises:
         ConfigError: The folder exists, or an odd image size with ``video``.
@@ -79,12 +79,12 @@ class LeRobotWriter:
         self.folder = Path(folder).expanduser().absolute()
         if os.path.lexists(self.folder):
             raise ConfigError(
-                f"dataset is '{folder}', which exists, and nothing is overwritten. Type dataset=<a new folder>"
+                f"dataset is '{folder}', which exists, and nothing is overwritten. Set dataset=<a new folder>"
             )
         odd = {name: shape for name, shape in image_shapes.items() if shape[0] % 2 or shape[1] % 2}
         if video and odd:
             raise ConfigError(
-                f"The images {odd} have an odd side, which MP4 files cannot hold. Type collect.video=false"
+                f"The images {odd} have an odd side, which MP4 files cannot hold. Set collect.video=false"
             )
         self.fps, self.video = int(fps), video
         self.limits = {"data": data_file_mib * MIB, "video": video_file_mib * MIB}
@@ -217,7 +217,7 @@ class LeRobotWriter:
             write_text(self._partial / "meta" / name, json.dumps(content, indent=1))
         if os.path.lexists(self.folder):
             self.abort()
-            raise ConfigError(f"'{self.folder}' has come into being meanwhile. Type dataset=<a new folder>")
+            raise ConfigError(f"'{self.folder}' has come into being meanwhile. Set dataset=<a new folder>")
         os.rename(self._partial, self.folder)
         return self.folder
 

@@ -48,7 +48,7 @@ def describe(folder: Path) -> DatasetInfo:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{folder} cannot be read as an RLDS dataset ({type(error).__name__}: {error}); required: {FEATURES} and "
-            f"dataset_info.json with a split '{SPLIT}'. Type sft.dataset=<another folder>"
+            f"dataset_info.json with a split '{SPLIT}'. Set sft.dataset=<another folder>"
         ) from error
     missing = [
         name for name, there in ((ACTION, ACTION in vectors), (INSTRUCTIONS[0], _instruction_of(features))) if not there
@@ -56,7 +56,7 @@ def describe(folder: Path) -> DatasetInfo:
     if missing:
         raise ConfigError(
             f"The RLDS dataset {folder} has no {' and no '.join(missing)}; it has {', '.join(features)}. "
-            "Type sft.dataset=<another folder>"
+            "Set sft.dataset=<another folder>"
         )
     return DatasetInfo(
         folder=folder,
@@ -156,5 +156,5 @@ def _leaves(feature: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, t
 
 def _damaged(folder: Path, reason: str) -> ConfigError:
     return ConfigError(
-        f"The dataset {folder} is not whole ({reason}). Copy it again, or type sft.dataset=<a whole dataset>"
+        f"The dataset {folder} is not whole ({reason}). Copy it again, or set sft.dataset=<a whole dataset>"
     )

@@ -79,13 +79,13 @@ class StoredDemonstrations:
 
     def __post_init__(self) -> None:
         if not len(self.actions):
-            raise ConfigError(f"{self.info.folder} holds no rows. Type sft.dataset=<another folder>")
+            raise ConfigError(f"{self.info.folder} holds no rows. Set sft.dataset=<another folder>")
         for name, values in (("action", self.actions), ("state", self.state)):
             if values is not None and not np.isfinite(values).all():
                 row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
                 raise ConfigError(
                     f"The {name} of row {row} of {self.info.folder} (episode {self.episode_ids[row]}) is not finite: "
-                    f"{values[row].tolist()}. Type sft.dataset=<a dataset without it>"
+                    f"{values[row].tolist()}. Set sft.dataset=<a dataset without it>"
                 )
         ends = np.flatnonzero(np.append(np.diff(self.episode_ids) != 0, True))
         self._last_rows = ends[np.searchsorted(ends, np.arange(len(self.actions)))]
@@ -93,7 +93,7 @@ class StoredDemonstrations:
         if len(np.unique(self.episode_ids)) != len(ends):
             raise ConfigError(
                 f"The rows of an episode of {self.info.folder} do not lie together in the order of the rows' index. "
-                "Type sft.dataset=<a whole dataset>"
+                "Set sft.dataset=<a whole dataset>"
             )
 
     def __len__(self) -> int:

@@ -33,7 +33,7 @@ def records(data: memoryview) -> Iterator[tuple[int, int]]:
     """Yield begin and end of each message in a TFRecord file, whose checksums are verified.
 
     Raises:
-        ValueError: The file is cut short or damaged, or is no TFRecord file.
+        ValueError: The file is cut short or damaged, or is not a TFRecord file.
     """
     position = 0
     while position < len(data):

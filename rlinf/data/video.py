@@ -82,7 +82,7 @@ class VideoReader:
             self._stream = self._container.streams.video[0]
         except (OSError, IndexError, av.error.FFmpegError) as error:
             raise ConfigError(
-                f"{path} cannot be read as a video ({type(error).__name__}: {error}). Type sft.dataset=<a whole dataset>"
+                f"{path} cannot be read as a video ({type(error).__name__}: {error}). Set sft.dataset=<a whole dataset>"
             ) from error
         self._stream.codec_context.thread_count = 1
         self._errors = av.error.FFmpegError
@@ -114,7 +114,7 @@ class VideoReader:
     def _missing(self, seconds: float, reason: str) -> ConfigError:
         self._frame = None
         return ConfigError(
-            f"{self.path} has no frame at {seconds:.3f} s ({reason}). Copy the dataset again, or type sft.dataset=<a whole dataset>"
+            f"{self.path} has no frame at {seconds:.3f} s ({reason}). Copy the dataset again, or set sft.dataset=<a whole dataset>"
         )
 
     def close(self) -> None:

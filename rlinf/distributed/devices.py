@@ -57,7 +57,7 @@ def rank_environment(environment: Mapping[str, str], gpus: Sequence[str], rank: 
     if rank >= len(gpus):
         raise ConfigError(
             f"Rank {rank} needs a GPU of its own, and CUDA shows {len(gpus)} ({', '.join(gpus) or 'none'}). "
-            f"Type cluster.num_processes={max(1, len(gpus))}, or cluster.device=cpu"
+            f"Set cluster.num_processes={max(1, len(gpus))}, or cluster.device=cpu"
         )
     own = dict(environment)
     if own.get(EGL_DEVICE) == own.pop(CHOSEN_EGL_DEVICE, None):
@@ -88,7 +88,7 @@ def engine_gpus(gpus: Sequence[str], first: int, count: int, key: str) -> list[s
     if gpus and first + count > len(gpus):
         raise ConfigError(
             f"{key}={count} needs {count} GPUs from '{gpus[first]}' on, and this process sees {', '.join(gpus)}. "
-            f"Type {key}={len(gpus) - first}"
+            f"Set {key}={len(gpus) - first}"
         )
     return list(gpus[first : first + count])
 
@@ -173,6 +173,6 @@ def refuse_another_launcher(environment: Mapping[str, str]) -> None:
         if number in environment and environment.get(count, "").strip() not in ("", "1"):
             raise ConfigError(
                 f"This process is one of several of another launcher ({number}={environment[number]}, {count}={environment[count]}), and "
-                "each of them would be a whole run: rlinf starts its ranks itself, on one machine. Type the command once, without "
+                "each of them would be a whole run: rlinf starts its ranks itself, on one machine. Run the command once, without "
                 f"torchrun, srun or mpirun, with cluster.num_processes=<ranks> (in a shell of such a job: unset {number} {count})"
             )

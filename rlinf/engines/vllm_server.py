@@ -69,7 +69,7 @@ class VllmServer:
             except (VLLMError, ValueError, TypeError, OSError) as error:
                 raise ConfigError(
                     f"vLLM refuses '{spec.model or spec.twin}': {error}. The settings were {arguments}. "
-                    f"Type {spec.settings_key}.<setting>=<another value>"
+                    f"Set {spec.settings_key}.<setting>=<another value>"
                 ) from error
         self.spec = spec
         config = self.llm.llm_engine.model_config.hf_config
@@ -101,14 +101,14 @@ class VllmServer:
         except (VLLMClientError, ValueError) as error:
             raise ConfigError(
                 f"vLLM refuses a prompt or its settings {request.sampling}: {error}. If a prompt is too long, give shorter ones "
-                f"or type {self.spec.settings_key}.max_model_len=<more than {self.max_model_len}>"
+                f"or set {self.spec.settings_key}.max_model_len=<more than {self.max_model_len}>"
             ) from error
         wanted = request.sampling.get("min_tokens", 0)
         shortest = min((len(output.token_ids) for output in outputs), default=wanted)
         if shortest < wanted:
             raise ConfigError(
                 f"max_model_len={self.max_model_len} leaves room for {shortest} tokens behind the longest prompt; required: {wanted}. "
-                f"Type {self.spec.settings_key}.max_model_len={self.max_model_len + wanted - shortest}"
+                f"Set {self.spec.settings_key}.max_model_len={self.max_model_len + wanted - shortest}"
             )
         return GenerateResult(
             token_ids=[list(output.token_ids) for output in outputs],
@@ -153,18 +153,18 @@ class VllmServer:
         if unknown:
             raise ConfigError(
                 f"The prompts have the token ids {unknown[:8]}; required: 0 to {self.vocab_size - 1}, the vocab_size="
-                f"{self.vocab_size} of '{self.spec.model or self.spec.twin}'. Type model_name=<the model that the tokens are of>"
+                f"{self.vocab_size} of '{self.spec.model or self.spec.twin}'. Set model_name=<the model that the tokens are of>"
             )
         longest = max(map(len, ids), default=0)
         if longest >= self.max_model_len:
             raise ConfigError(
                 f"vLLM refuses a prompt of {longest} tokens: it leaves no room for a response within max_model_len="
-                f"{self.max_model_len}. Give shorter prompts or type {self.spec.settings_key}.max_model_len=<more than {longest}>"
+                f"{self.max_model_len}. Give shorter prompts or set {self.spec.settings_key}.max_model_len=<more than {longest}>"
             )
 
 
 def language_model_arguments(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
-    """Return what vLLM is told of a language model beside ``engine_args``.
+    """Return what vLLM is told of a language model besides ``engine_args``.
 
     Its number format, because vLLM's own ``auto`` turns float32 into 16 bits; and on CPUs the size of the cache, because
     ``gpu_memory_utilization`` would be a share of all main memory there, taken at once.

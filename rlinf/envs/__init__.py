@@ -50,7 +50,7 @@ def make_env(config: EnvConfig, num_envs: int, *, auto_reset: bool) -> VectorEnv
 
     if not isinstance(config, EnvConfig):
         raise ConfigError(
-            f"make_env got a {type(config).__name__}; required: an EnvConfig. Type build_config(<composed configuration>).env, "
+            f"make_env got a {type(config).__name__}; required: an EnvConfig. Set build_config(<composed configuration>).env, "
             "or make the dataclass of the env, such as TabletopConfig(tasks=['reach'])"
         )
     return ENVS.get(config.name)(config, num_envs, auto_reset)

@@ -80,7 +80,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         if not isinstance(config, self.config_class):
             raise ConfigError(
                 f"{type(self).__name__} got a {type(config).__name__}; required: a {self.config_class.__name__}. "
-                f"Type {self.config_class.__name__}(...), or env={self.suite} on the command line"
+                f"Set {self.config_class.__name__}(...), or env={self.suite} on the command line"
             )
         if num_envs < 1:
             raise ConfigError(f"num_envs is {num_envs}; at least 1 is needed.")
@@ -446,7 +446,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
                 raise ConfigError(f"Row {index} got None for an episode; rows stay idle only where auto_reset=False.")
             if spec.suite != self.suite or not 0 <= spec.task_id < len(self.task_names):
                 raise ConfigError(
-                    f"{spec} is no episode of '{self.suite}' with the tasks {', '.join(self.task_names)}."
+                    f"{spec} is not an episode of '{self.suite}' with the tasks {', '.join(self.task_names)}."
                 )
         if len(ids) == self.num_envs:
             self._specs = list(specs)

@@ -70,7 +70,7 @@ def drawn_episodes(suite: str, num_tasks: int, config: EnvConfig, split: str) ->
     if config.num_train_init_states > EVAL_INIT_STATE_OFFSET:
         raise ConfigError(
             f"env.num_train_init_states={config.num_train_init_states} reaches into the evaluation split. "
-            f"Type env.num_train_init_states={EVAL_INIT_STATE_OFFSET} or less."
+            f"Set env.num_train_init_states={EVAL_INIT_STATE_OFFSET} or less."
         )
     if split == "train":
         return EpisodeList(suite, num_tasks, config.num_train_init_states, 0, seed=0)
@@ -89,10 +89,10 @@ def select_tasks(names: list[str], wanted: list[str] | None) -> list[str]:
         if name not in names:
             mended = list(dict.fromkeys(closest(other, names) or names[0] for other in wanted))
             raise ConfigError(
-                f"Unknown task '{name}' in env.tasks.{did_you_mean(name, names)} Type env.tasks={override_text(mended)}"
+                f"Unknown task '{name}' in env.tasks.{did_you_mean(name, names)} Set env.tasks={override_text(mended)}"
             )
     if not wanted:
         raise ConfigError(
-            f"env.tasks is an empty list; name at least one task, or null for all. Type env.tasks=[{names[0]}]"
+            f"env.tasks is an empty list; name at least one task, or null for all. Set env.tasks=[{names[0]}]"
         )
     return [name for name in names if name in wanted]

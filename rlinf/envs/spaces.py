@@ -40,12 +40,12 @@ def check_cameras(cameras: Sequence[str], known: Sequence[str] | None = None) ->
             mended = dict.fromkeys(closest(name, known) or known[0] for name in cameras)
             raise ConfigError(
                 f"Unknown camera '{camera}' in env.cameras.{did_you_mean(camera, known)} "
-                f"Type env.cameras={override_text(list(mended))}"
+                f"Set env.cameras={override_text(list(mended))}"
             )
     once = list(dict.fromkeys(cameras))
     if len(once) < len(cameras):
         raise ConfigError(
-            f"env.cameras={override_text(list(cameras))} names a camera twice. Type env.cameras={override_text(once)}"
+            f"env.cameras={override_text(list(cameras))} names a camera twice. Set env.cameras={override_text(once)}"
         )
 
 

@@ -28,7 +28,7 @@ CLOSING_TAGS = ("after_rl", "after_sft")
 COMPARISON_FILE = "compare.json"
 RESULT_FILE = "result.json"
 EPISODES, CONDITIONS = "episodes", "conditions"
-"""Names in ``evaluation.allow_mismatch`` beside the fields of a manifest: the lists differ, a manifest is missing."""
+"""Names in ``evaluation.allow_mismatch`` besides the fields of a manifest: the lists differ, a manifest is missing."""
 COMPARISON_NAMES = (EPISODES, CONDITIONS, "greedy", "temperature")
 """All names that only a comparison knows. ``seed`` is a field of the manifest."""
 METHOD = "Exact conditional McNemar test, two-sided; 95 % interval of the paired difference: Newcombe 1998, method 10"
@@ -226,7 +226,7 @@ def compare_folders(
     if folders[0].resolve() == folders[1].resolve():
         raise ConfigError(
             f"{folder_a} and {folder_b} are one evaluation, which cannot be compared with itself; required: two folders. "
-            "Type rlinf evaluate --compare <baseline folder> <other folder>"
+            "Run rlinf evaluate --compare <baseline folder> <other folder>"
         )
     mismatches = check_conditions(*folders, allow_mismatch)
     results = [EvaluationResult.from_json(folder / RESULT_FILE) for folder in folders]
@@ -287,7 +287,7 @@ def check_conditions(folder_a: Path, folder_b: Path | Manifest, allow_mismatch: 
             return [f"{folder} has no {MANIFEST_FILE}; its conditions are not known" for folder in missing]
         raise CheckpointError(
             f"{' and '.join(missing)} has no {MANIFEST_FILE}, so nobody knows under which conditions it was evaluated. "
-            f"Evaluate again, or type 'evaluation.allow_mismatch=[{','.join([*allow_mismatch, CONDITIONS])}]'"
+            f"Evaluate again, or set 'evaluation.allow_mismatch=[{','.join([*allow_mismatch, CONDITIONS])}]'"
         )
     first, second = (Manifest.load(one) if isinstance(one, Path) else one for one in (folder_a, folder_b))
     check_allowed(allow_mismatch, first, second, also=COMPARISON_NAMES)

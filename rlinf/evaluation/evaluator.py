@@ -2,7 +2,7 @@
 
 The result depends on the policy and the list only. Random draws come from one stream per episode, and every policy call
 preprocesses and runs the same number of rows (the last are repeats) with prompts of one length, because a matrix product of another
-shape may round differently, and so does attention beside padding. So the number of environments, and which episodes
+shape may round differently, and so does attention next to padding. So the number of environments, and which episodes
 happen to run side by side, change nothing.
 """
 
@@ -189,7 +189,7 @@ def evaluate_policy(
     if num_restarts:
         evaluation.warnings.append(
             f"{num_restarts} of the simulators' worker processes were lost and replaced, and the episodes "
-            "that ran in them began anew; the log tells why"
+            "that ran in them began again; the log tells why"
         )
     num_missing = len(env.task_names) - len({spec.task_id for spec in specs})
     if num_missing:
@@ -221,7 +221,7 @@ def _step(
 def _run(
     policy: RowPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]
 ) -> list[EpisodeResult]:
-    """Run at most ``num_envs`` episodes side by side until all have ended; one whose simulator is lost begins anew."""
+    """Run at most ``num_envs`` episodes side by side until all have ended; one whose simulator is lost begins again."""
     observation = _reset(env, specs)
     streams = [policy.stream(spec) for spec in specs]
     results: dict[int, EpisodeResult] = {}

@@ -48,7 +48,7 @@ class PartialResults:
         try:
             lock(
                 self._file,
-                f"{self.path} is being written by another evaluation. Wait for its end, or type output_dir=<another folder>",
+                f"{self.path} is being written by another evaluation. Wait for its end, or set output_dir=<another folder>",
             )
             self._read()
         except BaseException:

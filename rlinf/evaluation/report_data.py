@@ -123,7 +123,7 @@ def read_run(folder: str | os.PathLike) -> RunData:
         )
     if not data.lines and not data.evaluations:
         raise CheckpointError(
-            f"{folder} is no run folder: it has neither metrics.jsonl nor eval/*/result.json nor result.json."
+            f"{folder} is not a run folder: it has neither metrics.jsonl nor eval/*/result.json nor result.json."
         )
     if (folder / "summary.json").exists():
         data.summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))

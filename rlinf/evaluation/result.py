@@ -154,7 +154,7 @@ class EvaluationResult:
             names = ("greedy", "temperature", "seed", "wall_s", "videos")
             return cls(results, **{name: data[name] for name in names}, warnings=data.get("warnings", []))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is no evaluation result ({type(error).__name__}: {error}).") from error
+            raise CheckpointError(f"{path} is not an evaluation result ({type(error).__name__}: {error}).") from error
 
     def table(self) -> str:
         """Return a text table: one line per task and the total, with intervals."""

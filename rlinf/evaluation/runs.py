@@ -39,7 +39,7 @@ class RunGroup:
 
     @property
     def counted(self) -> list[RunData]:
-        """One run of each seed, the newest that ended: a seed that was run twice is no second sample."""
+        """One run of each seed, the newest that ended: a seed that was run twice is not a second sample."""
         by_seed: dict[Any, RunData] = {}
         for number, run in enumerate(self.runs):
             seed = seed_of(run)
@@ -84,7 +84,7 @@ def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
     """Read run folders. ``latest`` is followed, and a sweep folder means all of its runs.
 
     Raises:
-        CheckpointError: One is no run folder.
+        CheckpointError: One is not a run folder.
     """
     found: dict[Path, RunData] = {}
     for name in folders:

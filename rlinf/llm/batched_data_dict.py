@@ -152,7 +152,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         """Move row ``i`` to place ``indices[i]``, in place: undoes the order that ``shard_by_batch_size`` reports.
 
         Raises:
-            ConfigError: ``indices`` is no permutation of the rows.
+            ConfigError: ``indices`` is not a permutation of the rows.
         """
         if sorted(indices) != list(range(self.size)):
             raise ConfigError(f"reorder_data got {list(indices)}; required: each of 0 to {self.size - 1} once.")
@@ -331,7 +331,7 @@ def tokens_and_mask(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     Outputs (``output_ids``) come first, so that a batch to which they were added is read as prompt and response.
 
     Raises:
-        ConfigError: A key is missing, is no tensor, or has another shape than the other asks for.
+        ConfigError: A key is missing, is not a tensor, or has another shape than the other asks for.
     """
     generated = "output_ids" in data
     keys = ("output_ids", "unpadded_sequence_lengths") if generated else ("input_ids", "attention_mask")

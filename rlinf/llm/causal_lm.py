@@ -83,7 +83,7 @@ def torch_dtype_of(name: Any) -> torch.dtype:
     """
     found = DTYPES.get(str(name).removeprefix("torch."))
     if found is None:
-        raise ConfigError(f"torch_dtype is '{name}'; required: {', '.join(DTYPES)}. Type torch_dtype='bfloat16'")
+        raise ConfigError(f"torch_dtype is '{name}'; required: {', '.join(DTYPES)}. Set torch_dtype='bfloat16'")
     return found
 
 
@@ -129,7 +129,7 @@ def _load_spread(model_name: str, **arguments: Any) -> Any:
             model, report = AutoModelForCausalLM.from_pretrained(model_name, output_loading_info=True, **arguments)
     except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last where torch has no such device
         raise CheckpointError(
-            f"'{model_name}' cannot be loaded with device_map={arguments['device_map']} ({error}). Type device_map='auto'"
+            f"'{model_name}' cannot be loaded with device_map={arguments['device_map']} ({error}). Set device_map='auto'"
         ) from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -141,13 +141,13 @@ def _load_spread(model_name: str, **arguments: Any) -> Any:
 
 def _quantization(config: CausalLMConfig) -> dict[str, Any]:
     if config.load_in_8bit and config.load_in_4bit:
-        raise ConfigError("load_in_8bit and load_in_4bit are both True; required: one of them. Type load_in_8bit=False")
+        raise ConfigError("load_in_8bit and load_in_4bit are both True; required: one of them. Set load_in_8bit=False")
     if not (config.load_in_8bit or config.load_in_4bit):
         return {}
     key = "load_in_8bit" if config.load_in_8bit else "load_in_4bit"
     if importlib.util.find_spec("bitsandbytes") is None:
         raise MissingDependencyError(
-            f"{key}=True needs the package bitsandbytes. Type {key}=False, or install it: pip install bitsandbytes"
+            f"{key}=True needs the package bitsandbytes. Set {key}=False, or install it: pip install bitsandbytes"
         )
     from transformers import BitsAndBytesConfig
 

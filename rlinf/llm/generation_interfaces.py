@@ -44,7 +44,7 @@ class GenerationOutputSpec(TypedDict):
 
 
 class GenerationConfig(TypedDict, total=False):
-    """Settings of an engine. ``None`` or a missing key is no restriction.
+    """Settings of an engine. ``None`` or a missing key is not a restriction.
 
     Attributes:
         backend: ``"hf"`` or ``"vllm"``.
@@ -74,7 +74,7 @@ class GenerationConfig(TypedDict, total=False):
 
 
 class VllmConfig(GenerationConfig, total=False):
-    """Settings of vLLM: engine arguments lie in ``vllm_cfg``, or beside the others.
+    """Settings of vLLM: engine arguments lie in ``vllm_cfg``, or next to the others.
 
     Attributes:
         vllm_cfg: ``tensor_parallel_size``, ``gpu_memory_utilization``, ``max_model_len`` and further engine arguments.
@@ -180,7 +180,7 @@ def verify_token_ids(data: Mapping[str, Any], vocab_size: int | None = None) -> 
         vocab_size: Tokens of the model; None: whoever comes next looks at it.
 
     Raises:
-        ConfigError: There is no row, keys have different numbers of them, or a token is no integer or not in the vocabulary.
+        ConfigError: There is no row, keys have different numbers of them, or a token is not an integer or not in the vocabulary.
     """
     ids, mask = tokens_and_mask(data)
     if not BatchedDataDict(data).size:

@@ -94,7 +94,7 @@ class HuggingFacePolicy(PolicyInterface):
         if self.config.sequence_packing and not keeps_sequences_apart(self.model):
             raise ConfigError(
                 f"sequence_packing=True, but {type(self.model).__name__} lets packed sequences see each other. "
-                "Type sequence_packing=False"
+                "Set sequence_packing=False"
             )
         if lora is not None:
             _add_adapters(self.model, lora)
@@ -158,7 +158,7 @@ class HuggingFacePolicy(PolicyInterface):
                 metrics = self._accumulate(data, loss_fn)
             elif world_size() > 1:
                 raise ConfigError(
-                    f"{loss_fn} is no TokenLoss, and only a TokenLoss can be summed over {world_size()} ranks."
+                    f"{loss_fn} is not a TokenLoss, and only a TokenLoss can be summed over {world_size()} ranks."
                 )
             else:
                 loss = loss_fn(self.model, data)
@@ -193,7 +193,7 @@ class HuggingFacePolicy(PolicyInterface):
         """
         if self.config.load_in_8bit or self.config.load_in_4bit:
             raise ConfigError(
-                "Adapters cannot be added to quantised weights. Type load_in_8bit=False, load_in_4bit=False"
+                "Adapters cannot be added to quantised weights. Set load_in_8bit=False, load_in_4bit=False"
             )
         if rank() == 0:
             merged = None if self.config.lora is None else merged_state_dict(self.model)
@@ -271,7 +271,7 @@ def check_loss(loss_fn: Any, temperature: float, lora_dropout: float = 0.0) -> N
         lora_dropout: Of its adapters.
 
     Raises:
-        ConfigError: It is no loss, or would take log-probabilities of another temperature or with dropout.
+        ConfigError: It is not a loss, or would take log-probabilities of another temperature or with dropout.
     """
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise ConfigError(f"loss_fn is {loss_fn!r}; required: a loss. Give e.g. rlinf.algorithms.NLLLossFn()")
@@ -280,12 +280,12 @@ def check_loss(loss_fn: Any, temperature: float, lora_dropout: float = 0.0) -> N
     if loss_fn.temperature not in (1.0, temperature):
         raise ConfigError(
             f"{type(loss_fn).__name__} has temperature={loss_fn.temperature}, and the policy, which scores, has "
-            f"temperature={temperature}. Type temperature={temperature} in the loss, or leave it out"
+            f"temperature={temperature}. Set temperature={temperature} in the loss, or leave it out"
         )
     if loss_fn.compares and lora_dropout > 0:
         raise ConfigError(
             f"lora.dropout={lora_dropout} and {type(loss_fn).__name__}: with dropout the log-probabilities of an unchanged "
-            "policy do not repeat. Type lora={'dropout': 0.0}"
+            "policy do not repeat. Set lora={'dropout': 0.0}"
         )
 
 
@@ -330,21 +330,21 @@ def check_sampling(config: SamplingConfig) -> None:
         if value not in neutral:
             raise ConfigError(
                 f"{name}={value} changes what is sampled but not the log-probabilities that are trained. "
-                f"Type {name}={neutral[-1]}, or generate with HuggingFaceGeneration"
+                f"Set {name}={neutral[-1]}, or generate with HuggingFaceGeneration"
             )
 
 
 def _check_training(config: HuggingFacePolicyConfig) -> None:
     if config.sequence_packing and config.max_tokens_per_microbatch is None:
         raise ConfigError(
-            "sequence_packing=True needs the size of a packed row. Type e.g. max_tokens_per_microbatch=4096"
+            "sequence_packing=True needs the size of a packed row. Set e.g. max_tokens_per_microbatch=4096"
         )
     if str(config.torch_dtype).endswith("float16") and "bfloat16" not in str(config.torch_dtype):
         raise ConfigError(
-            f"torch_dtype={config.torch_dtype} loses small gradients in training. Type torch_dtype='bfloat16'"
+            f"torch_dtype={config.torch_dtype} loses small gradients in training. Set torch_dtype='bfloat16'"
         )
     if (config.load_in_8bit or config.load_in_4bit) and config.lora is None:
-        raise ConfigError("Quantised weights cannot be trained, only adapters on them. Type lora={}")
+        raise ConfigError("Quantised weights cannot be trained, only adapters on them. Set lora={}")
 
 
 def training_bytes(num_parameters: int, bytes_of_a_weight: int) -> int:

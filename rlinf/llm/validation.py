@@ -40,7 +40,7 @@ def validate_log_probability_consistency(
     if None not in sizes and sizes[0] != sizes[1]:
         raise ConfigError(
             f"The training backend has vocab_size={sizes[0]}, the inference backend {sizes[1]}; required: one vocabulary. "
-            "Type model_name=<one folder for both>"
+            "Set model_name=<one folder for both>"
         )
     temperatures = [getattr(backend, "temperature", None) for backend in (training_backend, inference_backend)]
     inference_backend.prepare_for_generation()

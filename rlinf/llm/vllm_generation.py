@@ -42,9 +42,9 @@ class VllmGenerationWorker:
 
     Args:
         model_name: Folder or hub id of a causal language model.
-        **kwargs: Keys of ``VllmConfig``. What is no setting of the generation is an engine argument, flat or in
+        **kwargs: Keys of ``VllmConfig``. What is not a setting of the generation is an engine argument, flat or in
             ``vllm_cfg``; ``timeout_s`` is the deadline of an answer of the engine. ``seed`` (default 0) and the rank of this
-            process begin a stream of random numbers that an engine started anew continues; actors need a seed each.
+            process begin a stream of random numbers that an engine started again continues; actors need a seed each.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
@@ -140,7 +140,7 @@ class VllmGenerationWorker:
 
 
 class VllmGeneration(GenerationInterface):
-    """Generation by one vLLM engine. ``update_weights`` brings new weights; after ``finish_generation`` it must be called anew.
+    """Generation by one vLLM engine. ``update_weights`` brings new weights; after ``finish_generation`` it must be called again.
 
     Args:
         cluster: GPUs that the engine may use (``RayVirtualCluster``); None: those that it finds.
@@ -160,7 +160,7 @@ class VllmGeneration(GenerationInterface):
         if cluster is not None and num_gpus > cluster.world_size():
             raise ConfigError(
                 f"tensor_parallel_size is {num_gpus}, and the cluster has {cluster.world_size()} processes. "
-                f"Type tensor_parallel_size={cluster.world_size()}"
+                f"Set tensor_parallel_size={cluster.world_size()}"
             )
         self.worker = VllmGenerationWorker(**config)
 
@@ -231,7 +231,7 @@ def sampling_config(settings: Mapping[str, Any]) -> SamplingConfig:
     }
     if given.get("temperature") == 0:
         raise ConfigError(
-            "temperature=0 divides by 0. Type temperature=1.0 and do_sample=False, or generate with greedy=True"
+            "temperature=0 divides by 0. Set temperature=1.0 and do_sample=False, or generate with greedy=True"
         )
     config = from_mapping(SamplingConfig, given)
     check_temperature(config.temperature, "temperature")

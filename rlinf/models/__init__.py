@@ -280,7 +280,7 @@ def _load(
         try:
             model.gradient_checkpointing_enable()
         except ValueError as error:
-            raise ConfigError(f"{error} Type model.gradient_checkpointing=false") from error
+            raise ConfigError(f"{error} Set model.gradient_checkpointing=false") from error
     if cfg.is_lora:
         from rlinf.models.base_weights import check_base
         from rlinf.models.lora import apply_lora

@@ -38,7 +38,7 @@ def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
     if found != name and any(found in types for types in by_kind.values()):
         raise ConfigError(
             f"model.model_type is '{name}', but the config.json in '{cfg.model_path}' is of type '{found}'. "
-            f"Type model.model_type={found}"
+            f"Set model.model_type={found}"
         )
     if code and name not in CONFIG_MAPPING_NAMES and not cfg.trust_remote_code:
         raise ConfigError(
@@ -56,12 +56,12 @@ def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
     if name in CONFIG_MAPPING_NAMES:
         raise ConfigError(
             f"model.model_type '{name}' is of transformers, but neither a causal nor an image-text-to-text model, which is "
-            "required of a type that is not registered. Type model.model_type=<one that is>, or register it: plugins=[module]"
+            "required of a type that is not registered. Set model.model_type=<one that is>, or register it: plugins=[module]"
         )
     alike = closest(name, [*registered, *by_kind[TEXT], *by_kind[IMAGE_TEXT]])
     raise ConfigError(
         f"model.model_type is '{name}', which is neither registered nor a causal or image-text-to-text type of "
-        f"transformers.{did_you_mean(name, registered)} Type model.model_type={alike or 'openvla'}"
+        f"transformers.{did_you_mean(name, registered)} Set model.model_type={alike or 'openvla'}"
         ", or register it in a plugin (docs/adding_a_model.md): plugins=[module]"
     )
 

@@ -36,7 +36,7 @@ class HFModel(nn.Module):
 
     Attributes:
         model: The wrapped model.
-        trained_in_full: Nothing is trained beside LoRA adapters.
+        trained_in_full: Nothing is trained alongside LoRA adapters.
         base_model_prefix: Where the wrapped model is, for PEFT.
     """
 
@@ -87,7 +87,7 @@ class HFModel(nn.Module):
                 )
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"The weights of '{path}' cannot be read: {error}. Type model.model_path=<complete checkpoint folder>"
+                f"The weights of '{path}' cannot be read: {error}. Set model.model_path=<complete checkpoint folder>"
             ) from error
         check_fit(path, info)
         # For classes outside transformers, loading leaves these buffers without values.
@@ -228,11 +228,11 @@ def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrained
     except OSError as error:
         raise CheckpointError(
             f"model.model_path is '{path}', which is neither a checkpoint folder with a config.json nor a reachable "
-            f"hub id ({error}). Type model.model_path=<folder>"
+            f"hub id ({error}). Set model.model_path=<folder>"
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"The config.json of '{path}' is of no model type that transformers knows ({error}). Type "
+            f"The config.json of '{path}' is of no model type that transformers knows ({error}). Set "
             "model.trust_remote_code=true if the folder brings its own code, or model.model_path=<another folder>"
         ) from error
 
@@ -262,13 +262,13 @@ def model_class_of(
         trust_remote_code: Run that code.
 
     Raises:
-        ConfigError: Two entries or more, or a class that is no causal or image-text-to-text model.
+        ConfigError: Two entries or more, or a class that is not a causal or image-text-to-text model.
     """
     names = list(config.architectures or ())
     if len(names) > 1:
         raise ConfigError(
             f"architectures in the config.json of '{path or type(config).__name__}' names {len(names)} classes ({', '.join(names)}); "
-            f"required: one. Type 'model.override_config.architectures=[{names[0]}]'"
+            f"required: one. Set 'model.override_config.architectures=[{names[0]}]'"
         )
     code = getattr(config, "auto_map", None) or {}
     for auto_class in AUTO_CLASSES:
@@ -280,7 +280,7 @@ def model_class_of(
     raise ConfigError(
         f"'{path or type(config).__name__}' has the model type '{config.model_type}' and architectures {names}; required: a "
         f"class of {' or '.join(each.__name__ for each in AUTO_CLASSES)}, in transformers or (with "
-        "model.trust_remote_code=true) in the folder. Type model.model_path=<another folder>"
+        "model.trust_remote_code=true) in the folder. Set model.model_path=<another folder>"
     )
 
 
@@ -308,7 +308,7 @@ def check_tensor_parallel(config: PreTrainedConfig, tp_size: int, key: str) -> N
                 if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
             )
             raise ConfigError(
-                f"{key}={tp_size} does not divide {name}={number} of '{config.model_type}'. Type {key}={fitting}"
+                f"{key}={tp_size} does not divide {name}={number} of '{config.model_type}'. Set {key}={fitting}"
             )
 
 
@@ -336,13 +336,13 @@ def _attention(model_class: type[PreTrainedModel], implementation: str | None) -
     kernels = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
     if implementation not in kernels and "/" not in implementation:  # with a slash: a kernel of the hub
         raise ConfigError(
-            f"model.attn_implementation is '{implementation}'; required: one of {', '.join(kernels)}. Type "
+            f"model.attn_implementation is '{implementation}'; required: one of {', '.join(kernels)}. Set "
             "model.attn_implementation=sdpa"
         )
     if implementation == "flash_attention_2" and not model_class._supports_flash_attn:
         raise ConfigError(
             f"model.attn_implementation=flash_attention_2 does not exist for {model_class.__name__}. "
-            "Type model.attn_implementation=sdpa"
+            "Set model.attn_implementation=sdpa"
         )
     return {"attn_implementation": implementation}
 
@@ -357,7 +357,7 @@ def _dequantization(config: PreTrainedConfig) -> dict[str, Any]:
         return {"quantization_config": Mxfp4Config(dequantize=True)}
     raise ConfigError(
         f"The checkpoint is quantised by '{method}', and its weights cannot be trained; required: weights in 16 or 32 bits, or "
-        "mxfp4, which is dequantised. Type model.model_path=<folder of the unquantised model>"
+        "mxfp4, which is dequantised. Set model.model_path=<folder of the unquantised model>"
     )
 
 

@@ -25,12 +25,12 @@ OPTIONAL_ARGUMENTS = ("action_chunks_len", "value_head", "detach_value")
 """Keys of the model section that are passed to a model's constructor only where it names them."""
 
 REPLACED_WHOLE = ("norm_stats",)
-"""Fields of which an override leaves nothing: the data sets of other robots must not stay beside those given."""
+"""Fields of which an override leaves nothing: the data sets of other robots must not stay next to those given."""
 
 
 def typed(override: str) -> str:
     """Return the sentence that ends an error about a field of a model's own configuration."""
-    return f"Type model.override_config.{override}, or model.init_config.{override} for random weights"
+    return f"Set model.override_config.{override}, or model.init_config.{override} for random weights"
 
 
 def import_target(target: Any) -> Any:
@@ -58,7 +58,7 @@ def torch_dtype_from_precision(precision: str | int | None) -> torch.dtype:
             return dtype
     close = "bf16-mixed" if str(precision).lower().endswith("mixed") else "bf16"
     raise ConfigError(
-        f"model.precision is '{precision}'; required: fp32, bf16, fp16, or bf16-mixed. Type e.g. model.precision={close}"
+        f"model.precision is '{precision}'; required: fp32, bf16, fp16, or bf16-mixed. Set e.g. model.precision={close}"
     )
 
 
@@ -86,7 +86,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
         found = f"it holds a {type(values).__name__}"
     except ValueError as error:  # of the JSON, or of its encoding
         found = str(error)
-    raise CheckpointError(f"'{path}' is no JSON object ({found}). Type model.model_path=<another folder>")
+    raise CheckpointError(f"'{path}' is not a JSON object ({found}). Set model.model_path=<another folder>")
 
 
 def checkpoint_folder(path: str | Path) -> Path:
@@ -106,7 +106,7 @@ def checkpoint_folder(path: str | Path) -> Path:
             return Path(snapshot_download(str(path)))
         except (OSError, ValueError) as error:
             reason = f"there is no such folder, and as a hub id it cannot be downloaded: {error}"
-    raise CheckpointError(f"model.model_path is '{path}': {reason}. Type model.model_path=<checkpoint folder>")
+    raise CheckpointError(f"model.model_path is '{path}': {reason}. Set model.model_path=<checkpoint folder>")
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def check_fit(folder: str | Path, loading_info: Mapping[str, Any], hint: str = "
     Args:
         folder: Where they came from.
         loading_info: ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys``, as transformers reports them.
-        hint: What else the user may type, behind "Type model.model_path=<another folder>".
+        hint: What else the user may type, behind "Set model.model_path=<another folder>".
 
     Raises:
         CheckpointError: One of the three is not empty.
@@ -141,7 +141,7 @@ def check_fit(folder: str | Path, loading_info: Mapping[str, Any], hint: str = "
         raise CheckpointError(
             f"The weights in '{folder}' do not fit its config.json: missing {missing[:5]} ({len(missing)}), "
             f"unexpected {unexpected[:5]} ({len(unexpected)}), of another shape {mismatched[:5]} "
-            f"({len(mismatched)}). Type model.model_path=<another folder>{hint}"
+            f"({len(mismatched)}). Set model.model_path=<another folder>{hint}"
         )
 
 
@@ -166,7 +166,7 @@ def check_model_type(config_class: Any, values: Mapping[str, Any], path: str | P
     override = f"model.model_type={found}" if found in MODELS else "model.model_path=<another folder>"
     raise CheckpointError(
         f"The config.json in '{path}' is of model type '{found}', but the model that was asked for reads "
-        f"{' and '.join(repr(name) for name in accepted if name is not None)}. Type {override}"
+        f"{' and '.join(repr(name) for name in accepted if name is not None)}. Set {override}"
     )
 
 
@@ -188,7 +188,7 @@ def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> 
         if not cfg.init_config:
             raise ConfigError(
                 f"model.model_path is null and model.init_config is empty: nothing to build '{entry.name}' from. "
-                "Type model.model_path=<checkpoint folder>, or take a model that is drawn at random: model=openvla_tiny"
+                "Set model.model_path=<checkpoint folder>, or take a model that is drawn at random: model=openvla_tiny"
             )
         if entry.config is None:
             raise ConfigError(f"Model type '{entry.name}' has no config class; set model.model_path=<folder>.")
@@ -197,13 +197,13 @@ def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> 
     if cfg.model_path is not None and cfg.init_config:
         raise ConfigError(
             f"model.init_config describes random weights, but model.model_path={cfg.model_path} names weights to load. "
-            "Type model.model_path=null or '~model.init_config'"
+            "Set model.model_path=null or '~model.init_config'"
         )
     loader = AutoConfig if entry.config is None else entry.config
     files = config_file_names(entry)
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in files):
         raise CheckpointError(
-            f"model.model_path is '{path}', a folder without a {' or '.join(files)}. Type model.model_path=<checkpoint folder>"
+            f"model.model_path is '{path}', a folder without a {' or '.join(files)}. Set model.model_path=<checkpoint folder>"
         )
     try:
         if (Path(path) / "config.json").is_file():
@@ -215,7 +215,7 @@ def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> 
     except OSError as error:
         raise CheckpointError(
             f"model.model_path is '{path}', which is neither a checkpoint folder with a config.json nor a reachable "
-            f"hub id ({error}). Type model.model_path=<folder>"
+            f"hub id ({error}). Set model.model_path=<folder>"
         ) from error
 
 
@@ -267,7 +267,7 @@ def check_declared_sizes(cfg: ModelConfig, config: Any) -> None:
         if declared is not None and found is not None and declared != found:
             raise ConfigError(
                 f"model.{key} is {override_text(declared)}, but the model has {override_text(found)}. "
-                f"Type model.{key}={override_text(found)} or model.{key}=null"
+                f"Set model.{key}={override_text(found)} or model.{key}=null"
             )
 
 
@@ -283,7 +283,7 @@ def check_attention(implementation: str) -> None:
         if not is_flash_attn_2_available():
             raise MissingDependencyError(
                 "model.attn_implementation is flash_attention_2, but the package flash-attn (or a GPU) is missing. "
-                "Type model.attn_implementation=sdpa, or install it: pip install flash-attn"
+                "Set model.attn_implementation=sdpa, or install it: pip install flash-attn"
             )
 
 
@@ -295,7 +295,7 @@ def _optional_arguments(model_class: type, cfg: ModelConfig) -> dict[str, Any]:
     ):
         raise ConfigError(
             f"model.action_chunks_len is {cfg.action_chunks_len}, but {model_class.__name__} takes none "
-            "and predicts one action. Type model.action_chunks_len=1"
+            "and predicts one action. Set model.action_chunks_len=1"
         )
     return {key: getattr(cfg, key) for key in OPTIONAL_ARGUMENTS if key in accepted}
 

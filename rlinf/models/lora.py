@@ -1,6 +1,6 @@
 """Low-rank adaptation (Hu et al. 2021) of a policy, in place: the model keeps its class and its methods.
 
-An adapter folder has PEFT's own layout (``adapter_config.json``, ``adapter_model.safetensors``) and, beside it, what is
+An adapter folder has PEFT's own layout (``adapter_config.json``, ``adapter_model.safetensors``) and, next to it, what is
 trained in full (``trained_in_full.safetensors``: the value head, and what else ``ActionModel.trained_in_full`` names).
 """
 
@@ -41,7 +41,7 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
 
     Raises:
         ConfigError: The model has adapters already, or no layer matches.
-        CheckpointError: The folder is no adapter of this model, or was merged into these weights before.
+        CheckpointError: The folder is not an adapter of this model, or was merged into these weights before.
     """
     if has_adapters(model):
         raise ConfigError("This model has LoRA adapters already; a second set is not supported.")
@@ -80,7 +80,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def is_trained_in_full(model: Any, name: str) -> bool:
-    """Return whether the parameter ``name`` is trained beside the adapters, without any of its own."""
+    """Return whether the parameter ``name`` is trained in full (not adapted) alongside the LoRA adapters."""
     return name.split(".")[0] in model.trained_in_full
 
 
@@ -107,7 +107,7 @@ def save_adapter(model: Any, folder: str | Path, state_dict: Mapping[str, Tensor
         ConfigError: The model has no adapters.
     """
     if not has_adapters(model):
-        raise ConfigError("There is no adapter to save: the model has no LoRA layers. Type model.is_lora=true")
+        raise ConfigError("There is no adapter to save: the model has no LoRA layers. Set model.is_lora=true")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = model.state_dict() if state_dict is None else state_dict
@@ -191,7 +191,7 @@ def _check_same_predictions(model: Any, merged: Any, inputs: dict[str, Tensor], 
         accepted = atol if atol is not None else scale * (1e-4 if is_float32 else 0.25)
         if not gap <= accepted:
             raise CheckpointError(
-                f"Merging changed the {name} by {gap:.2e}, more than {accepted:.0e}. Type model.precision=fp32"
+                f"Merging changed the {name} by {gap:.2e}, more than {accepted:.0e}. Set model.precision=fp32"
             )
 
 
@@ -221,21 +221,21 @@ def _refuse_second_merge(model: Any, adapters: dict[str, Tensor]) -> None:
     if found:
         raise CheckpointError(
             f"The adapter {found[0][:12]} is part of these weights already; adding it again would count it twice. "
-            "Type model.lora_path=null, or load the weights from before the merge."
+            "Set model.lora_path=null, or load the weights from before the merge."
         )
 
 
 def _check_same_settings(folder: Path, config: PeftLoraConfig) -> None:
     if not (folder / "adapter_config.json").is_file() or not (folder / ADAPTER_FILE).is_file():
         raise CheckpointError(
-            f"model.lora_path='{folder}' is no adapter folder; it needs adapter_config.json and {ADAPTER_FILE}."
+            f"model.lora_path='{folder}' is not an adapter folder; it needs adapter_config.json and {ADAPTER_FILE}."
         )
     saved = PeftLoraConfig.from_pretrained(str(folder))
     for key, override in (("r", "rank"), ("lora_alpha", "alpha")):
         if getattr(saved, key) != getattr(config, key):
             raise CheckpointError(
                 f"The adapter in '{folder}' has {override} {getattr(saved, key)} and model.lora.{override} is "
-                f"{getattr(config, key)}. Type model.lora.{override}={getattr(saved, key)}"
+                f"{getattr(config, key)}. Set model.lora.{override}={getattr(saved, key)}"
             )
 
 
@@ -253,7 +253,7 @@ def _load_adapter(model: Any, folder: Path) -> None:
         missing, unexpected = sorted(wanted - set(tensors)), sorted(set(tensors) - wanted)
         raise CheckpointError(
             f"The adapter in '{folder}' does not fit the model: missing {missing[:3]} ({len(missing)}), unexpected "
-            f"{unexpected[:3]} ({len(unexpected)}). Type model.lora.target_modules=<those of the adapter>"
+            f"{unexpected[:3]} ({len(unexpected)}). Set model.lora.target_modules=<those of the adapter>"
         )
     set_peft_model_state_dict(model, {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in tensors.items()})
     full_file = folder / FULL_FILE
@@ -263,7 +263,7 @@ def _load_adapter(model: Any, folder: Path) -> None:
         unknown = sorted(set(saved) - set(own))
         if unknown:
             raise CheckpointError(
-                f"'{full_file}' holds {unknown[:3]}, which the model does not have. Type model.value_head=true, or the "
+                f"'{full_file}' holds {unknown[:3]}, which the model does not have. Set model.value_head=true, or the "
                 "other settings with which the adapter was trained"
             )
         with torch.no_grad():

@@ -29,7 +29,7 @@ def check_precision(config: RunConfig) -> None:
     if torch_dtype_from_precision(precision) is torch.float16:
         raise ConfigError(
             f"model.precision={precision} is for evaluation: in float16 small gradients become 0, and training scales no loss. "
-            "Required for training: fp32, bf16 or bf16-mixed. Type model.precision=bf16-mixed"
+            "Required for training: fp32, bf16 or bf16-mixed. Set model.precision=bf16-mixed"
         )
 
 
@@ -42,7 +42,7 @@ def check_inputs(config: RunConfig) -> None:
     if wanted and len(cameras) != wanted:
         raise ConfigError(
             f"env.cameras is {override_text(cameras)} ({len(cameras)} images), and the model reads {wanted} "
-            f"(num_images_in_input); required: as many. Type {_mended_cameras(config, wanted)}"
+            f"(num_images_in_input); required: as many. Set {_mended_cameras(config, wanted)}"
         )
     _check_camera_names(config, declared(config, "cameras"))
     statistics = declared(config, "norm_stats") or {}
@@ -58,18 +58,18 @@ def check_inputs(config: RunConfig) -> None:
         )
         raise ConfigError(
             f"The model reads a state of width {wanted} (state_dim), and env.name={config.env.name} gives "
-            f"{f'one of width {given}' if given else 'no state'}; required: the same width. Type {own if given else 'model=openvla_tiny'}"
+            f"{f'one of width {given}' if given else 'no state'}; required: the same width. Set {own if given else 'model=openvla_tiny'}"
         )
     if given == 0 and declared(config, "use_proprio"):
         raise ConfigError(
             f"The model reads the robot's state (use_proprio), and env.name={config.env.name} gives no state as it is set. "
-            f"Type model.{_section_of(config)}.use_proprio=false, or an option of env with which it gives one"
+            f"Set model.{_section_of(config)}.use_proprio=false, or an option of env with which it gives one"
         )
     widest = declared(config, "max_state_dim")
     if widest and given is not None and not 0 < given <= widest:
         raise ConfigError(
             f"The model reads the robot's state, of width {widest} at most, and env.name={config.env.name} gives "
-            f"{f'one of width {given}' if given else 'none'} as it is set. Type {_mended_state(config, widest)}"
+            f"{f'one of width {given}' if given else 'none'} as it is set. Set {_mended_state(config, widest)}"
         )
 
 
@@ -88,7 +88,7 @@ def check_logprobs(config: RunConfig, without: str | None = "trainer.max_steps=0
             raise ConfigError(
                 f"The model's {field} is '{value}', which gives actions without log-probabilities: such a policy can be cloned and "
                 f"evaluated, but not trained by RL. Required: {field}={instead[value]}. "
-                f"Type model.{_section_of(config)}.{field}={instead[value]}{f', or {without}' if without else ''}"
+                f"Set model.{_section_of(config)}.{field}={instead[value]}{f', or {without}' if without else ''}"
             )
 
 
@@ -107,14 +107,14 @@ def check_generator(config: RunConfig) -> None:
         own = "model.init_config.action_decoding=autoregressive, or " if config.model.model_path is None else ""
         raise ConfigError(
             f"rollout.backend={rollout.backend} decodes one token after the other, and the model has action_decoding={decoding} "
-            f"(bidirectional attention), which it cannot. Type {own}rollout.backend=torch"
+            f"(bidirectional attention), which it cannot. Set {own}rollout.backend=torch"
         )
     check_temperature(rollout.temperature, "rollout.temperature")
     size, ranks = rollout.vllm.tensor_parallel_size, config.cluster.num_processes
     if size > 1 and ranks > 1:
         raise ConfigError(
             f"rollout.vllm.tensor_parallel_size={size} and cluster.num_processes={ranks}: each rank has an engine, which begins at the "
-            "rank's own GPU and would spread over those of the next ranks. Type rollout.vllm.tensor_parallel_size=1, or "
+            "rank's own GPU and would spread over those of the next ranks. Set rollout.vllm.tensor_parallel_size=1, or "
             "cluster.num_processes=1"
         )
     require_vllm()
@@ -128,7 +128,7 @@ def check_demonstrator(config: RunConfig) -> None:
     if not env_class.has_expert():
         raise ConfigError(
             f"sft.max_steps={config.sft.max_steps} clones a scripted expert, and env.name={config.env.name} has none "
-            f"({env_class.__name__} does not override expert_actions). Type sft.dataset=<folder>, or sft.max_steps=0 for RL alone"
+            f"({env_class.__name__} does not override expert_actions). Set sft.dataset=<folder>, or sft.max_steps=0 for RL alone"
         )
 
 
@@ -152,7 +152,7 @@ def _check_num_episodes(config: RunConfig, section: str) -> None:
     if wanted.num_episodes > num_tasks * per_task:
         raise ConfigError(
             f"{section}.num_episodes={wanted.num_episodes}, but the split '{wanted.split}' has {num_tasks} tasks x {per_task} "
-            f"initial states = {num_tasks * per_task}. Type {section}.num_episodes={num_tasks * per_task}"
+            f"initial states = {num_tasks * per_task}. Set {section}.num_episodes={num_tasks * per_task}"
         )
 
 
@@ -169,7 +169,7 @@ def check_dataset(config: RunConfig) -> None:
     made_for = info.env.get("name", env.name)
     if made_for != env.name:
         raise ConfigError(
-            f"{info.folder} was collected with env.name={made_for}, and env.name is {env.name}. Type env={made_for}, or {instead}"
+            f"{info.folder} was collected with env.name={made_for}, and env.name is {env.name}. Set env={made_for}, or {instead}"
         )
     _check_recorded_env(config, info.folder, info.env)
     for camera, column in zip(env.cameras, image_columns(info, env.cameras, sft.cameras), strict=True):
@@ -180,12 +180,12 @@ def check_dataset(config: RunConfig) -> None:
             )
             raise ConfigError(
                 f"The images '{column}' of {info.folder} have {height} x {width} pixels, and the camera '{camera}' of the env has "
-                f"{env.image_size} x {env.image_size} (env.image_size); required: the same. Type {mended}, or {instead}"
+                f"{env.image_size} x {env.image_size} (env.image_size); required: the same. Set {mended}, or {instead}"
             )
     if info.action_dim != config.model.action_token_len:
         raise ConfigError(
             f"The actions of {info.folder} have {info.action_dim} numbers, and the model's {config.model.action_token_len} "
-            f"(model.action_token_len); required: the same. Type model.action_token_len={info.action_dim}, or {instead}"
+            f"(model.action_token_len); required: the same. Set model.action_token_len={info.action_dim}, or {instead}"
         )
     column, wanted = state_column(info, sft.state_key), ENVS.get(env.name).state_width(env)
     given = 0 if column is None else info.state_dims[column]
@@ -194,7 +194,7 @@ def check_dataset(config: RunConfig) -> None:
         same = [name for name, width in info.state_dims.items() if width == wanted]
         raise ConfigError(
             f"The state of {info.folder} ({column or info.state_key}) has width {given}, and the env's has {wanted}; required: the "
-            f"same. Type {f'sft.state_key={same[0]}' if same else instead}"
+            f"same. Set {f'sft.state_key={same[0]}' if same else instead}"
         )
 
 
@@ -206,7 +206,7 @@ def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, 
     for name in allowed:
         if name not in present:
             raise ConfigError(
-                f"sft.allow_mismatch names '{name}', which is no key of env.{did_you_mean(name, present)}"
+                f"sft.allow_mismatch names '{name}', which is not a key of env.{did_you_mean(name, present)}"
             )
     free = {*ENVS.get(config.env.name).free_settings, *SEEN_IN_THE_COLUMNS, *allowed}
     differing = [name for name in present if name in recorded and name not in free and recorded[name] != present[name]]
@@ -219,7 +219,7 @@ def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, 
 
     raise ConfigError(
         f"{folder} was collected with {overrides(recorded)}, and the present env has {overrides(present)}. "
-        f"Type {overrides(recorded)}, or sft.allow_mismatch={override_text([*allowed, *differing])} to clone it all the same"
+        f"Set {overrides(recorded)}, or sft.allow_mismatch={override_text([*allowed, *differing])} to clone it all the same"
     )
 
 
@@ -229,10 +229,10 @@ def check_collect(config: RunConfig) -> None:
 
     collect, env = config.collect, config.env
     if config.dataset is None:
-        raise ConfigError("`rlinf collect` needs a folder to write. Type dataset=data/<name>")
+        raise ConfigError("`rlinf collect` needs a folder to write. Set dataset=data/<name>")
     if os.path.lexists(Path(config.dataset).expanduser()):
         raise ConfigError(
-            f"dataset is '{config.dataset}', which exists, and nothing is overwritten. Type dataset=<a new folder>"
+            f"dataset is '{config.dataset}', which exists, and nothing is overwritten. Set dataset=<a new folder>"
         )
     check_writable(config.dataset, "dataset")
     require_package("pyarrow", "`rlinf collect`", "pyarrow", "sft.dataset=null to clone the expert without a dataset")
@@ -242,12 +242,12 @@ def check_collect(config: RunConfig) -> None:
     if config.checkpoint is None and not env_class.has_expert():
         raise ConfigError(
             f"env.name={env.name} has no scripted expert, and checkpoint is null: nothing can act. "
-            "Type checkpoint=<checkpoint or run folder>"
+            "Set checkpoint=<checkpoint or run folder>"
         )
     _check_num_episodes(config, "collect")
     if collect.video and env.image_size % 2:
         raise ConfigError(
-            f"env.image_size={env.image_size} is odd, which MP4 files cannot hold. Type collect.video=false, or "
+            f"env.image_size={env.image_size} is odd, which MP4 files cannot hold. Set collect.video=false, or "
             f"env.image_size={env.image_size + 1}"
         )
 
@@ -270,7 +270,7 @@ def _check_camera_names(config: RunConfig, wanted: list[str | None] | None) -> N
     if wanted is not None and (not names or not set(names) <= set(given)):
         raise ConfigError(
             f"The model reads the cameras {override_text(wanted)}, and env.cameras is {override_text(given)}; required: one or "
-            f"more, all of them rendered. Type model.{_section_of(config)}.cameras={override_text(given)}"
+            f"more, all of them rendered. Set model.{_section_of(config)}.cameras={override_text(given)}"
             f"{f', or env.cameras={override_text(names)}' if names else ''}"
         )
 

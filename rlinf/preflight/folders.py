@@ -17,7 +17,7 @@ def check_sources(config: RunConfig) -> None:
     if config.resume is not None and config.init_from is not None:
         raise ConfigError(
             f"resume={config.resume} and init_from={config.init_from} exclude each other: resume continues a run, init_from "
-            "starts a new one from its weights. Type resume=null or init_from=null"
+            "starts a new one from its weights. Set resume=null or init_from=null"
         )
     for key in ("resume", "init_from", "checkpoint"):
         folder = getattr(config, key)
@@ -29,7 +29,7 @@ def check_sources(config: RunConfig) -> None:
     if (config.resume or config.init_from) is None and model.model_path is None and not model.init_config:
         raise ConfigError(
             "model.model_path is null and model.init_config is empty: there are no weights to load, and no sizes for random "
-            "ones. Type model.model_path=<folder or hub id>, or model=openvla_tiny"
+            "ones. Set model.model_path=<folder or hub id>, or model=openvla_tiny"
         )
     from rlinf.models import config_file_names, entry_for
 
@@ -61,13 +61,13 @@ def check_hub_folder(key: str, path: str, markers: tuple[str, ...]) -> None:
         if not fits(folder):
             wanted = " or ".join(markers)
             inside = [child for child in ("model", "adapter") if fits(folder / child)]
-            hint = f" Type {key}={folder / inside[0]}" if inside else f" Type {key}=<folder with {wanted}>"
+            hint = f" Set {key}={folder / inside[0]}" if inside else f" Set {key}=<folder with {wanted}>"
             raise ConfigError(f"{key} is '{path}', a folder without {wanted}.{hint}")
         return
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1 or folder.exists()
     if looks_local:
         raise ConfigError(
-            f"{key} is '{path}', which is no folder (and no hub id such as organisation/name). Type {key}=<folder>"
+            f"{key} is '{path}', which is not a folder (and no hub id such as organisation/name). Set {key}=<folder>"
         )
 
 
@@ -86,7 +86,7 @@ def check_new_folder(config: RunConfig) -> None:
         instead = "output_dir=<another folder>, or delete this one: its run ended before the first checkpoint"
     raise ConfigError(
         f"output_dir is '{config.output_dir}', which already holds a run ({', '.join(found)}), and a new one would mix with it. "
-        f"Type {instead}"
+        f"Set {instead}"
     )
 
 
@@ -95,10 +95,10 @@ def check_writable(output_dir: str, key: str = "output_dir") -> None:
     folder = Path(output_dir).expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
-        raise ConfigError(f"{key} is '{output_dir}', but '{existing}' is no folder. Type {key}=<another folder>")
+        raise ConfigError(f"{key} is '{output_dir}', but '{existing}' is not a folder. Set {key}=<another folder>")
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".rlinf-", dir=existing))
     except OSError as error:
         raise ConfigError(
-            f"{key} is '{output_dir}', but nothing can be written in '{existing}' ({error.strerror}). Type {key}=<another folder>"
+            f"{key} is '{output_dir}', but nothing can be written in '{existing}' ({error.strerror}). Set {key}=<another folder>"
         ) from error

@@ -42,7 +42,7 @@ def check_start(config: RunConfig, command: str) -> None:
     for key, instead in NOT_OF_TRAINING.items():
         value = getattr(config, key)
         if value is not None:
-            raise ConfigError(f"{key}={value} is not read by `rlinf {command}`. Type {instead.format(value)}")
+            raise ConfigError(f"{key}={value} is not read by `rlinf {command}`. Set {instead.format(value)}")
     source = config.resume or config.init_from
     if source is None:
         return
@@ -52,32 +52,32 @@ def check_start(config: RunConfig, command: str) -> None:
         place = f"{back}, in the place of the one that is there" if back.exists() else back
         raise ConfigError(
             f"resume={config.resume} is a checkpoint that was set aside when its run went on from an earlier one; required: one in "
-            f"{back.parent}. Move {folder} back to {place}, and type resume={back}"
+            f"{back.parent}. Move {folder} back to {place}, and set resume={back}"
         )
     state = read_loop_state(folder) if config.resume is not None else None
     saved = Manifest.load(folder)
     check_model_type(folder, saved, config)
     if state is None:
         return
-    begin_anew = f"init_from={config.resume} resume=null output_dir=<a new folder>"
+    begin_again = f"init_from={config.resume} resume=null output_dir=<a new folder>"
     seed = read_saved_config(folder).get("seed")
     if seed != config.seed:
         raise ConfigError(
-            f"seed is {config.seed}, and {folder} was made with seed={seed}; a run has one seed. Type seed={seed}, or begin a new "
-            f"run: {begin_anew}"
+            f"seed is {config.seed}, and {folder} was made with seed={seed}; a run has one seed. Set seed={seed}, or begin a new "
+            f"run: {begin_again}"
         )
     preprocessing = {**saved.preprocessing, "cameras": list(config.env.cameras)}
     refuse(
         compare(saved, replace(saved, **conditions_of(config), preprocessing=preprocessing)),
         config.evaluation.allow_mismatch,
-        f"{folder} was made under conditions that differ from the present ones (a new run may begin with its weights: {begin_anew})",
+        f"{folder} was made under conditions that differ from the present ones (a new run may begin with its weights: {begin_again})",
     )
     if command == "sft" and state["phase"] == "rl":
-        raise ConfigError(f"{folder} has done its cloning and is in RL. Type rlinf train resume={config.resume}")
+        raise ConfigError(f"{folder} has done its cloning and is in RL. Run rlinf train resume={config.resume}")
     if command == "train" and state["step"] > config.trainer.max_steps:
         raise ConfigError(
             f"trainer.max_steps={config.trainer.max_steps}, and {folder} has done {state['step']} iterations; required: at least "
-            f"as many. Type trainer.max_steps={state['step'] + 10}, or resume=<an earlier checkpoint>"
+            f"as many. Set trainer.max_steps={state['step'] + 10}, or resume=<an earlier checkpoint>"
         )
 
 
@@ -91,7 +91,7 @@ def check_model_type(folder: Path, saved: Manifest, config: RunConfig) -> None:
     if found != config.model.model_type:
         raise CheckpointError(
             f"{folder} holds a '{found}' and model.model_type is '{config.model.model_type}'. "
-            f"Type model.model_type={found}, or name another checkpoint"
+            f"Set model.model_type={found}, or name another checkpoint"
         )
 
 

@@ -48,7 +48,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     Raises:
         ConfigError: Values contradict each other, or name something that does not exist.
         MissingDependencyError: An option needs a package that is not installed.
-        CheckpointError: A folder that is to be loaded is no checkpoint.
+        CheckpointError: A folder that is to be loaded is not a checkpoint.
     """
     if command not in COMMANDS:
         raise ValueError(f"command is {command!r}; required: one of {', '.join(COMMANDS)}")
@@ -110,17 +110,17 @@ def check_names(config: RunConfig) -> None:
     known = ENVS.get(config.env.name).all_task_names(config.env)
     wanted = config.env.tasks
     if wanted is not None and not wanted:
-        raise ConfigError(f"env.tasks is []; required: at least one task, or null for all. Type env.tasks=[{known[0]}]")
+        raise ConfigError(f"env.tasks is []; required: at least one task, or null for all. Set env.tasks=[{known[0]}]")
     for task in wanted or []:
         if task not in known:
             fitting = (name if name in known else closest(name, known) or known[0] for name in wanted)
             raise ConfigError(
                 f"env.tasks names '{task}', which {config.env.name} does not have.{did_you_mean(task, known)} "
-                f"Type env.tasks={override_text(list(dict.fromkeys(fitting)))}"
+                f"Set env.tasks={override_text(list(dict.fromkeys(fitting)))}"
             )
     if wanted is not None and len(set(wanted)) < len(wanted):
         raise ConfigError(
-            f"env.tasks is {override_text(wanted)}, which names a task twice. Type env.tasks={override_text(list(dict.fromkeys(wanted)))}"
+            f"env.tasks is {override_text(wanted)}, which names a task twice. Set env.tasks={override_text(list(dict.fromkeys(wanted)))}"
         )
 
 
@@ -132,14 +132,14 @@ def check_model(config: RunConfig) -> None:
     if not entry_for(model).acts:
         raise ConfigError(
             f"model.model_type is '{model.model_type}', a language model, and env.name={config.env.name} shows images to a policy "
-            "that acts; required: a policy, or a vision-language model to make one of. Type model=hf_vla "
+            "that acts; required: a policy, or a vision-language model to make one of. Set model=hf_vla "
             "model.model_path=<folder of an image-text-to-text model>"
         )
     torch_dtype_from_precision(model.precision)
     if model.attn_implementation not in ATTENTION:
         raise ConfigError(
             f"model.attn_implementation is '{model.attn_implementation}'; required: one of {', '.join(ATTENTION)}. "
-            f"Type model.attn_implementation={closest(model.attn_implementation, ATTENTION) or ATTENTION[0]}"
+            f"Set model.attn_implementation={closest(model.attn_implementation, ATTENTION) or ATTENTION[0]}"
         )
     if model.attn_implementation == "flash_attention_2":
         import torch
@@ -147,7 +147,7 @@ def check_model(config: RunConfig) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(
                 "model.attn_implementation=flash_attention_2 needs an NVIDIA GPU, and torch sees none here. "
-                "Type model.attn_implementation=sdpa"
+                "Set model.attn_implementation=sdpa"
             )
         require_package(
             "flash_attn", "model.attn_implementation=flash_attention_2", "flash-attn", "model.attn_implementation=sdpa"
@@ -155,16 +155,16 @@ def check_model(config: RunConfig) -> None:
     if model.image_size is not None and (len(model.image_size) != 2 or min(model.image_size) < 1):
         raise ConfigError(
             f"model.image_size is {override_text(model.image_size)}; required: [height, width] in pixels. "
-            "Type 'model.image_size=[224,224]'"
+            "Set 'model.image_size=[224,224]'"
         )
     if model.lora_path is not None and not model.is_lora:
         raise ConfigError(
-            f"model.lora_path={model.lora_path} is given, but model.is_lora=false. Type model.is_lora=true"
+            f"model.lora_path={model.lora_path} is given, but model.is_lora=false. Set model.is_lora=true"
         )
     if model.is_lora and model.lora.dropout > 0 and config.trainer.max_steps > 0:
         raise ConfigError(
             f"model.lora.dropout={model.lora.dropout} would make the log-probs of rollout and training differ; RL needs 0. "
-            "Type model.lora.dropout=0"
+            "Set model.lora.dropout=0"
         )
 
 
@@ -175,7 +175,7 @@ def check_devices(config: RunConfig, num_processes: int) -> None:
     if config.trainer.sharding == "none" and cluster.num_processes > 1:
         raise ConfigError(
             f"trainer.sharding=none works in one process, but cluster.num_processes={cluster.num_processes}. "
-            "Type trainer.sharding=auto"
+            "Set trainer.sharding=auto"
         )
     if cluster.device == "cuda":
         import torch
@@ -185,7 +185,7 @@ def check_devices(config: RunConfig, num_processes: int) -> None:
             example = f"cluster.num_processes={count}" if count else "cluster.device=cpu"
             raise ConfigError(
                 f"cluster.device=cuda with {num_processes} processes (cluster.num_processes) needs a GPU for each, "
-                f"but torch sees {count}. Type {example}"
+                f"but torch sees {count}. Set {example}"
             )
 
 
@@ -193,15 +193,15 @@ def check_phases(config: RunConfig, command: str) -> None:
     """There must be something to do."""
     cloning = config.sft.max_steps > 0
     if command == "sft" and not cloning:
-        raise ConfigError("`rlinf sft` with sft.max_steps=0 has nothing to do. Type sft.max_steps=700")
+        raise ConfigError("`rlinf sft` with sft.max_steps=0 has nothing to do. Set sft.max_steps=700")
     if command == "train" and not cloning and config.trainer.max_steps == 0:
         raise ConfigError(
-            "trainer.max_steps=0 and sft.max_steps=0: there is nothing to train. Type trainer.max_steps=100"
+            "trainer.max_steps=0 and sft.max_steps=0: there is nothing to train. Set trainer.max_steps=100"
         )
     if config.sft.dataset is not None and not cloning:
         raise ConfigError(
             f"sft.dataset is '{config.sft.dataset}', and sft.max_steps=0: nothing would be cloned. "
-            "Type sft.max_steps=500, or sft.dataset=null"
+            "Set sft.max_steps=500, or sft.dataset=null"
         )
 
 
@@ -212,18 +212,18 @@ def check_batches(config: RunConfig) -> None:
         if rollout.num_envs % number:
             raise ConfigError(
                 f"rollout.num_envs={rollout.num_envs} does not divide by {reason}={number}. "
-                f"Type rollout.num_envs={nearest_multiple(rollout.num_envs, number)}"
+                f"Set rollout.num_envs={nearest_multiple(rollout.num_envs, number)}"
             )
     if rollout.num_envs // ranks < (rollout.num_lanes or 1):
         raise ConfigError(
             f"{rollout.num_envs // ranks} env per rank (rollout.num_envs={rollout.num_envs} over {ranks} ranks) cannot be split "
-            f"into rollout.num_lanes={rollout.num_lanes}. Type rollout.num_lanes=1"
+            f"into rollout.num_lanes={rollout.num_lanes}. Set rollout.num_lanes=1"
         )
     samples = rollout.num_envs * rollout.num_chunks
     if trainer.minibatch_size % ranks:
         raise ConfigError(
             f"trainer.minibatch_size={trainer.minibatch_size} does not divide over cluster.num_processes={ranks}. "
-            f"Type trainer.minibatch_size={nearest_divisor(samples, trainer.minibatch_size, ranks)}"
+            f"Set trainer.minibatch_size={nearest_divisor(samples, trainer.minibatch_size, ranks)}"
         )
     if samples % trainer.minibatch_size:
         best = nearest_divisor(samples, trainer.minibatch_size, ranks)
@@ -253,7 +253,7 @@ def check_gathered(config: RunConfig) -> None:
         raise ConfigError(
             f"Each of cluster.num_processes={ranks} ranks gathers the observations of all ranks, {rollout.num_envs} envs x "
             f"{rollout.num_chunks} calls of {row} bytes: {rollout.num_envs * of_an_env / 1e9:.0f} GB at their peak on this machine, which has "
-            f"{available / 1e9:.0f} GB. Type {f'rollout.num_envs={fitting}' if fitting else 'a smaller env.image_size'}, or fewer processes"
+            f"{available / 1e9:.0f} GB. Set {f'rollout.num_envs={fitting}' if fitting else 'a smaller env.image_size'}, or fewer processes"
         )
 
 
@@ -277,17 +277,17 @@ def check_algorithm(config: RunConfig) -> None:
     if getattr(algorithm_class, "needs_values", False) and not config.model.value_head:
         raise ConfigError(
             f"algorithm.name={algorithm.name} learns values, but model.value_head=false. "
-            "Type model.value_head=true, or algorithm=grpo rollout=groups"
+            "Set model.value_head=true, or algorithm=grpo rollout=groups"
         )
     if algorithm.advantage_level == "action" and algorithm.logprob_level == "chunk":
         raise ConfigError(
             "algorithm.advantage_level=action gives each action of a chunk its own advantage, but "
-            "algorithm.logprob_level=chunk has one ratio per chunk. Type algorithm.logprob_level=action"
+            "algorithm.logprob_level=chunk has one ratio per chunk. Set algorithm.logprob_level=action"
         )
     if algorithm.advantage_level == "action" and algorithm_class.needs_groups:
         raise ConfigError(
             f"algorithm.name={algorithm.name} has one advantage per episode; algorithm.advantage_level=action needs one "
-            "per policy call. Type algorithm.advantage_level=chunk, or algorithm=ppo"
+            "per policy call. Set algorithm.advantage_level=chunk, or algorithm=ppo"
         )
     longest = ENVS.get(config.env.name).longest_horizon(config.env)
     covered = rollout.num_chunks * config.model.action_chunks_len
@@ -298,19 +298,19 @@ def check_algorithm(config: RunConfig) -> None:
             raise ConfigError(
                 f"algorithm.name={algorithm.name} compares the episodes of a group, one per env and iteration, but "
                 f"rollout.group_size={rollout.group_size} and rollout.auto_reset={override_text(rollout.auto_reset)} "
-                f"(the group rollout=groups sets both). Type {' '.join(mending)}"
+                f"(the group rollout=groups sets both). Set {' '.join(mending)}"
             )
     elif algorithm_class.needs_whole_episodes and rollout.auto_reset:
         raise ConfigError(
             f"algorithm.name={algorithm.name} takes the return of a whole episode, one per env and iteration, but "
-            "rollout.auto_reset=true (the group rollout=episodes sets it). Type rollout.auto_reset=false"
+            "rollout.auto_reset=true (the group rollout=episodes sets it). Set rollout.auto_reset=false"
         )
     if covered < longest:
         needed = -(-longest // config.model.action_chunks_len)
         raise ConfigError(
             f"{covered} env steps per iteration (rollout.num_chunks={rollout.num_chunks} x model.action_chunks_len="
             f"{config.model.action_chunks_len}) do not reach the end of an episode of {longest} steps, and an iteration begins "
-            f"with fresh episodes. Type rollout.num_chunks={needed}"
+            f"with fresh episodes. Set rollout.num_chunks={needed}"
         )
 
 
@@ -320,13 +320,13 @@ def check_sft(config: RunConfig) -> None:
     if sft.batch_size % ranks:
         raise ConfigError(
             f"sft.batch_size={sft.batch_size} does not divide over cluster.num_processes={ranks}. "
-            f"Type sft.batch_size={nearest_multiple(sft.batch_size, ranks)}"
+            f"Set sft.batch_size={nearest_multiple(sft.batch_size, ranks)}"
         )
     check_micro_batch(config, sft.batch_size, "sft.batch_size")
     if len(sft.expert.aim_offset_m) != 2:
         raise ConfigError(
             f"sft.expert.aim_offset_m is {override_text(sft.expert.aim_offset_m)}; required: [x, y] in metres. "
-            "Type 'sft.expert.aim_offset_m=[0.055,0.0]'"
+            "Set 'sft.expert.aim_offset_m=[0.055,0.0]'"
         )
 
 
@@ -334,7 +334,7 @@ def check_no_comparison(config: RunConfig, command: str) -> None:
     """Only ``rlinf evaluate`` compares; a run's own evaluations can be compared when it has ended."""
     if config.evaluation.compare is not None:
         raise ConfigError(
-            f"evaluation.compare={config.evaluation.compare} is for `rlinf evaluate`, not for `rlinf {command}`. Type "
+            f"evaluation.compare={config.evaluation.compare} is for `rlinf evaluate`, not for `rlinf {command}`. Set "
             f"evaluation.compare=null, and later: rlinf evaluate --compare {config.evaluation.compare} <run folder>/eval/<tag>"
         )
 

@@ -7,7 +7,7 @@ weights and the step alone, not (but for the rounding of matrix products of anot
 lanes or ranks.
 
 Where a simulator is lost (``ChunkStep.lost_env_ids``), what the policy did in that episode stays in the batch, but with
-``loss_mask`` false, and the episode begins anew under a new id. Where the first episode of an env was lost, all envs of its
+``loss_mask`` false, and the episode begins again under a new id. Where the first episode of an env was lost, all envs of its
 process count no results: what had ended by then is mostly quick successes, and so is what ends of the second tries.
 """
 

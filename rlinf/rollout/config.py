@@ -19,7 +19,7 @@ class RolloutConfig:
     group_size: int = option(1, "Episodes that share an EpisodeSpec (GRPO and RLOO need 2 or more).", minimum=1)
     init_states: str = option(
         "random",
-        "random: drawn anew; ordered: one after the other, over tasks and initial states; fixed: the first ones, in "
+        "random: drawn again; ordered: one after the other, over tasks and initial states; fixed: the first ones, in "
         "every iteration.",
         choices=("random", "ordered", "fixed"),
     )

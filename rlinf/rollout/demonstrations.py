@@ -25,7 +25,7 @@ class Demonstrator(Protocol):
         """Return the labels and the actions to execute, float32 ``[B, D]`` each; rows not ``running`` (bool ``[B]``) are unused."""
 
     def restart(self, row: int) -> None:
-        """Forget what happened in ``row``, whose episode begins anew."""
+        """Forget what happened in ``row``, whose episode begins again."""
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Wave:
 def play_wave(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: Demonstrator) -> Wave:
     """Play episodes side by side, one action at a time.
 
-    An episode that the env lost and began anew (``ChunkStep.lost_env_ids``) is recorded from its new begin.
+    An episode that the env lost and began again (``ChunkStep.lost_env_ids``) is recorded from its new begin.
 
     Args:
         env: Without auto-reset.
@@ -191,6 +191,6 @@ def collect_demonstrations(
     if not episodes:
         raise ConfigError(
             f"None of {num_episodes} demonstrations succeeded and sft.expert.keep_failures=false. "
-            "Type sft.expert.keep_failures=true, or a smaller sft.expert.aim_offset_m"
+            "Set sft.expert.keep_failures=true, or a smaller sft.expert.aim_offset_m"
         )
     return Demonstrations(Observation.concatenate(observations), torch.from_numpy(np.concatenate(actions)), episodes)

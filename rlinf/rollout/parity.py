@@ -92,7 +92,7 @@ class ParityGate:
                 f"The first minibatch of step {step} was scored by the very weights that scored the rollout, yet its approx_kl is "
                 f"{kl:.3g}; at most {limit:.3g} is accepted. The model in training mode computes something else than in evaluation "
                 "mode (dropout, batch statistics), or the update has another temperature or other inputs. `rlinf diagnose` tells "
-                f"which. If the precision explains it, type trainer.parity_max_gap={(2 * kl) ** 0.5:.2g}"
+                f"which. If the precision explains it, set trainer.parity_max_gap={(2 * kl) ** 0.5:.2g}"
             )
 
 
@@ -193,4 +193,4 @@ def _judge(
     )
     if not is_finite:
         raise ParityError(text)
-    return largest, f"{text} If the precision explains it, type trainer.parity_max_gap={2 * largest:.2g}"
+    return largest, f"{text} If the precision explains it, set trainer.parity_max_gap={2 * largest:.2g}"

@@ -1,4 +1,4 @@
-"""A policy that acts through vLLM: the rollout half of an action model, beside the torch model that is trained."""
+"""A policy that acts through vLLM: the rollout half of an action model, next to the torch model that is trained."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def twin_of(model: ActionModel | type[ActionModel]) -> Any:
     if model.vllm_twin is None:
         name = model.__name__ if isinstance(model, type) else type(model).__name__
         raise ConfigError(
-            f"rollout.backend=vllm needs a policy that vLLM can run, and {name} declares no vllm_twin. Type rollout.backend=torch"
+            f"rollout.backend=vllm needs a policy that vLLM can run, and {name} declares no vllm_twin. Set rollout.backend=torch"
         )
     return import_string(model.vllm_twin)
 

@@ -25,7 +25,7 @@ METRICS: dict[str, Metric] = {
         "First episodes of the envs in the rollout, which the three above are over.", "episodes"
     ),
     "rollout/lost_episodes": Metric(
-        "Episodes that began anew because their simulator was lost; their first part is not trained on, and where it was the "
+        "Episodes that began again because their simulator was lost; their first part is not trained on, and where it was the "
         "first episode of an env, the envs of that process have no success, return and length.",
         "episodes",
     ),

@@ -25,7 +25,7 @@ class Progress:
         enabled: False prints nothing.
         updates: False prints notes only.
         stream: Where to; None: stderr.
-        interval_s: Least seconds between two lines when ``stream`` is no terminal.
+        interval_s: Least seconds between two lines when ``stream`` is not a terminal.
         clock: Seconds of a monotonic clock.
     """
 

@@ -87,7 +87,7 @@ class Case:
     actions: torch.Tensor
 
     def build(self, **model):
-        """Build the policy anew, with other settings and the same weights (adapters keep their own)."""
+        """Build the policy again, with other settings and the same weights (adapters keep their own)."""
         config = replace(self.config, model=replace(self.config.model, **model))
         torch.manual_seed(1)
         policy = build_policy(config, self.overrides).eval()
@@ -282,7 +282,7 @@ def test_what_stands_in_padding_does_not_matter(policy, observation):
     changed = inputs["input_ids"].clone()
     changed[:, -1] += 1
     control = policy.predict_action_batch(**inputs | {"input_ids": changed}, do_sample=False)
-    assert (control.logits - before.logits).abs().max() > 1e-4, "control: a word that is no padding matters"
+    assert (control.logits - before.logits).abs().max() > 1e-4, "control: a word that is not a padding matters"
 
 
 def test_without_sampling_the_action_is_a_function_of_the_observation(policy, observation):

@@ -127,7 +127,7 @@ def test_nothing_is_written_where_no_episode_succeeds(tmp_path, capsys):
     assert main(words) == 2
     assert (
         "None of 2 episodes succeeded" in (error := capsys.readouterr().err)
-        and "Type collect.only_success=false" in error
+        and "Set collect.only_success=false" in error
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -307,19 +307,19 @@ def refusal(command: str, *overrides: str) -> str:
 
 
 REFUSED_DATASETS = {
-    "camera": (["env.cameras=[side]"], ["no camera 'side'", f"Type sft.cameras=[{COLUMN}]"]),
+    "camera": (["env.cameras=[side]"], ["no camera 'side'", f"Set sft.cameras=[{COLUMN}]"]),
     "number of cameras": (
         ["sft.cameras=[front,side]"],
-        ["sft.cameras is [front,side]", f"Type sft.cameras=[{COLUMN}]"],
+        ["sft.cameras is [front,side]", f"Set sft.cameras=[{COLUMN}]"],
     ),
-    "image size": (["env.image_size=32"], ["64 x 64 pixels", "32 x 32", "Type env.image_size=64"]),
+    "image size": (["env.image_size=32"], ["64 x 64 pixels", "32 x 32", "Set env.image_size=64"]),
     "action width": (
         ["model.action_token_len=3"],
-        ["have 2 numbers", "the model's 3", "Type model.action_token_len=2"],
+        ["have 2 numbers", "the model's 3", "Set model.action_token_len=2"],
     ),
-    "state column": (["sft.state_key=next.reward"], ["width 1", "has 4", "Type sft.state_key=observation.state"]),
-    "unknown state": (["sft.state_key=propio"], ["'propio'", "Type sft.state_key=null"]),
-    "no folder": (["sft.dataset=nowhere"], ["'nowhere', which is no folder", "Type sft.dataset="]),
+    "state column": (["sft.state_key=next.reward"], ["width 1", "has 4", "Set sft.state_key=observation.state"]),
+    "unknown state": (["sft.state_key=propio"], ["'propio'", "Set sft.state_key=null"]),
+    "no folder": (["sft.dataset=nowhere"], ["'nowhere', which is not a folder", "Set sft.dataset="]),
 }
 
 
@@ -354,7 +354,7 @@ def test_a_dataset_of_another_env_is_refused(expert, tmp_path):
     about["env"]["name"] = "metaworld"
     (folder / "meta" / "rlinf.json").write_text(json.dumps(about))
     message = refusal("sft", *MODEL, "sft.max_steps=4", f"sft.dataset={folder}")
-    assert "env.name=metaworld, and env.name is tabletop" in message and "Type env=metaworld" in message
+    assert "env.name=metaworld, and env.name is tabletop" in message and "Set env=metaworld" in message
 
 
 def test_a_dataset_of_the_same_env_under_other_settings_is_refused(expert, tmp_path):
@@ -370,10 +370,10 @@ def test_a_dataset_of_the_same_env_under_other_settings_is_refused(expert, tmp_p
         f"collected with {' '.join(mended)}, and the present env has env.terminate_on_success=true env.distractors=false"
         in message
     )
-    assert f"Type {' '.join(mended)}, or sft.allow_mismatch=[terminate_on_success,distractors] to" in message
+    assert f"Set {' '.join(mended)}, or sft.allow_mismatch=[terminate_on_success,distractors] to" in message
     for name in ("max_episode_steps", "reward_mode", "tasks"):
         assert name not in message, "what changes no row may differ"
-    assert "names 'distractor', which is no key of env" in refusal("sft", *base, "sft.allow_mismatch=[distractor]")
+    assert "names 'distractor', which is not a key of env" in refusal("sft", *base, "sft.allow_mismatch=[distractor]")
     assert "env.terminate_on_success" not in refusal("sft", *base, "sft.allow_mismatch=[terminate_on_success]")
     for accepted in (mended, ["sft.allow_mismatch=[distractors,terminate_on_success]"]):
         validate(build_config(compose_config([*ENV, *QUIET, *base, *accepted])), "sft")
@@ -388,14 +388,14 @@ def test_a_dataset_without_the_state_that_the_model_reads_is_refused():
 
 
 REFUSED_COLLECTIONS = {
-    "no folder": ([], "Type dataset=data/<name>"),
+    "no folder": ([], "Set dataset=data/<name>"),
     "more than there are": (
         ["dataset=new", "env.num_train_init_states=3", "collect.num_episodes=7"],
-        "Type collect.num_episodes=6",
+        "Set collect.num_episodes=6",
     ),
     "odd video": (
         ["dataset=new", "collect.video=true", "env.image_size=33"],
-        "Type collect.video=false, or env.image_size=34",
+        "Set collect.video=false, or env.image_size=34",
     ),
 }
 
@@ -410,7 +410,7 @@ def test_a_collection_never_overwrites_and_needs_an_actor(expert, monkeypatch):
     message = refusal("collect", f"dataset={expert}")
     assert "exists, and nothing is overwritten" in message and str(expert) in message
     monkeypatch.setattr("rlinf.envs.tabletop.env.TabletopVectorEnv.has_expert", classmethod(lambda cls: False))
-    assert "no scripted expert" in (message := refusal("collect", "dataset=new")) and "Type checkpoint=" in message
+    assert "no scripted expert" in (message := refusal("collect", "dataset=new")) and "Set checkpoint=" in message
 
 
 @pytest.mark.parametrize(("package", "overrides"), [("pyarrow", []), ("av", ["collect.video=true"])])

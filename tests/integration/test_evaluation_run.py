@@ -492,7 +492,7 @@ def test_number_of_episodes_is_checked_before_the_run(checkpoint, num_episodes):
     env = replace(checkpoint[1].env, num_eval_init_states=3)
     config = replace(checkpoint[1], env=env, evaluation=replace(checkpoint[1].evaluation, num_episodes=num_episodes))
     if num_episodes == 7:
-        with pytest.raises(ConfigError, match="num_episodes=7, but .* = 6. Type evaluation.num_episodes=6"):
+        with pytest.raises(ConfigError, match="num_episodes=7, but .* = 6. Set evaluation.num_episodes=6"):
             validate(config, "evaluate")
     else:
         validate(config, "evaluate")

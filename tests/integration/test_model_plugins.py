@@ -94,7 +94,7 @@ def test_installed_package_trains_and_every_process_sees_it(installed, tmp_path)
 
 
 def test_folder_of_ones_own_trains_and_every_process_sees_it(tmp_path):
-    """``--config-dir`` with an experiment, its groups, and the files that it names in ``plugins``, beside it."""
+    """``--config-dir`` with an experiment, its groups, and the files that it names in ``plugins``, next to it."""
     mine, source = tmp_path / "mine", PACKAGE / "rlinf_sample"
     shutil.copytree(source / "config", mine)
     for name, registration in {

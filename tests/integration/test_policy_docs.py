@@ -1,6 +1,6 @@
 """The document on models and policies is true: each of its code blocks runs, and its signatures are those of the package.
 
-The document lies beside the project. In it the package has another name; nothing else is changed. The models that it names are
+The document lies next to the project. In it the package has another name; nothing else is changed. The models that it names are
 tiny folders of the same names, in the present folder.
 """
 
@@ -34,7 +34,7 @@ BLOCKS = (
     else []
 )
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-needs_document = pytest.mark.skipif(DOCUMENT is None, reason="the document does not lie beside the project")
+needs_document = pytest.mark.skipif(DOCUMENT is None, reason="the document does not lie next to the project")
 
 
 def block(*words: str) -> str:

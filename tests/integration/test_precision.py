@@ -220,7 +220,7 @@ def test_control_the_default_of_fsdp_would_round_chain_and_state(monkeypatch):
 
 
 class Deviation(torch.nn.Module):
-    """A model in bfloat16 with a float32 parameter that is no module."""
+    """A model in bfloat16 with a float32 parameter that is not a module."""
 
     fsdp_wrap_modules = ()
 
@@ -233,7 +233,7 @@ class Deviation(torch.nn.Module):
 def test_a_parameter_outside_of_any_module_cannot_stay_float32_in_shards():
     model = Deviation()
     message = (
-        "log_std of Deviation is no module.*computed with in bfloat16.*Leave it out of float32_modules.*put it into"
+        "log_std of Deviation is not a module.*computed with in bfloat16.*Leave it out of float32_modules.*put it into"
     )
     model.float32_modules = ("log_std",)
     with pytest.raises(ConfigError, match=message):

@@ -362,7 +362,9 @@ def test_what_is_no_list_is_refused_before_its_letters_are_taken(state_run, poli
     for call in (lambda **more: rlinf.load_policy(state_run, **more), lambda **more: rlinf.make_env("tabletop", **more),
                  lambda **more: rlinf.evaluate(policy, **more), lambda **more: rlinf.train(**{"overrides": [], **more})):  # fmt: skip
         for name in ("overrides", "plugins"):
-            with pytest.raises(ConfigError, match=rf"{name}.*: got 'model.py', which is no list. Pass \['model.py'\]"):
+            with pytest.raises(
+                ConfigError, match=rf"{name}.*: got 'model.py', which is not a list. Pass \['model.py'\]"
+            ):
                 call(**{name: "model.py"})
             with pytest.raises(ConfigError, match=f"{name}.*: got 3; required: a list"):
                 call(**{name: 3})

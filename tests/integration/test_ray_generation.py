@@ -73,7 +73,7 @@ def call(method, *arguments, **named):
 
 @torch.no_grad()
 def expected_rows(folder: str) -> list[list[int]]:
-    """Greedy continuation, the whole row anew for each token."""
+    """Greedy continuation, the whole row again for each token."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     rows = []
     for prompt, mask in zip(PROMPTS, MASK, strict=True):

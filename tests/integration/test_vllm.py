@@ -259,7 +259,7 @@ def test_a_prompt_longer_than_the_model_allows_is_a_user_error(policy):
         policy.engine.generate(GenerateRequest([{"prompt_token_ids": [1] * 300}], {"max_tokens": 1}))
     sampling = {"max_tokens": 9, "min_tokens": 9, "ignore_eos": True}
     with pytest.raises(
-        ConfigError, match="=256 leaves room for 6 tokens.*required: 9. Type rollout.vllm.max_model_len=259"
+        ConfigError, match="=256 leaves room for 6 tokens.*required: 9. Set rollout.vllm.max_model_len=259"
     ):
         policy.engine.generate(
             GenerateRequest([{"prompt_token_ids": [1] * 250}, {"prompt_token_ids": [1] * 5}], sampling)

@@ -22,7 +22,7 @@ class Plain(Algorithm):
 
 
 def rollout():
-    """Two calls of three envs, of two actions of two tokens; the last call of env 2 is no part of an episode.
+    """Two calls of three envs, of two actions of two tokens; the last call of env 2 is not part of an episode.
 
     Env 0 executes one action in its first call only. Everything that is not executed is not finite.
     """

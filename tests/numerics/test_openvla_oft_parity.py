@@ -1,8 +1,8 @@
 """OpenVLA-OFT against arrays that the public reference implementation gave for a tiny random checkpoint.
 
-The folder is not part of the project: ``RLINF_PARITY_DIR`` names it (default: ``../shared/parity`` beside the project).
+The folder is not part of the project: ``RLINF_PARITY_DIR`` names it (default: ``../shared/parity`` next to the project).
 Every ``fixture_<platform>.npz`` has a ``heads_<platform>.safetensors``, from which the ``.pt`` files are made that the
-public code writes beside the base checkpoint.
+public code writes next to the base checkpoint.
 
 The arrays were computed in float32, and are up to 2e-4 away from a float64 run of the reference. Ours run in float64, which no
 instruction set rounds visibly: what lies between the two is the reference's rounding alone, and two tokens that are 1e-5 apart

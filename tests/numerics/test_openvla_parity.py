@@ -1,6 +1,6 @@
 """OpenVLA against arrays that the public reference implementation gave for a tiny random checkpoint.
 
-The folder is not part of the project: ``RLINF_PARITY_DIR`` names it (default: ``../shared/parity`` beside the project).
+The folder is not part of the project: ``RLINF_PARITY_DIR`` names it (default: ``../shared/parity`` next to the project).
 """
 
 import json

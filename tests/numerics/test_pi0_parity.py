@@ -1,6 +1,6 @@
 """pi0 and pi0.5 against arrays that the public reference implementation gave for tiny random checkpoints.
 
-The folders are not part of the project: ``RLINF_PARITY_DIR`` names their parent (default: ``../shared/parity`` beside the
+The folders are not part of the project: ``RLINF_PARITY_DIR`` names their parent (default: ``../shared/parity`` next to the
 project). Sizes, step counts and times are read from the files.
 """
 

@@ -311,6 +311,6 @@ def test_every_done_row_names_its_test_or_command():
 
 def test_status_has_the_rows_of_the_requirements():
     if not REQUIREMENTS.is_file():
-        pytest.skip("the requirements document does not lie beside the project")
+        pytest.skip("the requirements document does not lie next to the project")
     wanted = re.findall(r"^\| *((?:S\d|E|X)-\d+) *\|", REQUIREMENTS.read_text(encoding="utf-8"), re.MULTILINE)
     assert [row[0] for row in status_rows(text_of("docs/status.md"))] == wanted

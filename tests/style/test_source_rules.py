@@ -142,7 +142,7 @@ def test_ruff_is_clean(command):
 )
 def test_import_is_fast_and_pulls_in_nothing_heavy(command, limit_s):
     code = (
-        "import time, sys; start = time.process_time()\n"  # not the clock: other tests run beside this one
+        "import time, sys; start = time.process_time()\n"  # not the clock: other tests run next to this one
         f"{command}\n"
         "heavy = [m for m in ('torch', 'transformers', 'mujoco', 'hydra', 'wandb', 'tensorboard') if m in sys.modules]\n"
         "print(time.process_time() - start, heavy)"

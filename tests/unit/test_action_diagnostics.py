@@ -395,9 +395,9 @@ def test_a_checkpoint_is_diagnosed_on_its_env(tmp_path, capsys):
         assert out.startswith("mlp on tabletop, fp32") and "rollout_logprobs not finite" in out, "its weights are tried"
         assert out.count(" FAIL ") == 1 and " pass " not in out and "vllm" not in out, "nothing else can be told"
     assert main(["diagnose", str(tmp_path / "rl_000001" / "model")]) == 2
-    assert "Type rlinf diagnose model.model_type=mlp model.model_path=" in capsys.readouterr().err
+    assert "Run rlinf diagnose model.model_type=mlp model.model_path=" in capsys.readouterr().err
     assert main(["diagnose", "model=openvla_tiny", f"init_from={tmp_path}"]) == 2
-    assert "Type model.model_type=mlp" in capsys.readouterr().err
+    assert "Set model.model_type=mlp" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -408,15 +408,15 @@ def test_a_checkpoint_is_diagnosed_on_its_env(tmp_path, capsys):
         (["model=openvla_tiny", "model.precison=bf16"], "Did you mean"),
         (
             ["model=openvla_oft_tiny", "env.state=proprio", "model.init_config.action_head=l1"],
-            "Type model.init_config.action_head=discrete\n",
+            "Set model.init_config.action_head=discrete\n",
         ),
-        (["model=openvla_tiny", "rollout.backend=vllm"], "Type model.init_config.action_decoding=autoregressive"),
+        (["model=openvla_tiny", "rollout.backend=vllm"], "Set model.init_config.action_decoding=autoregressive"),
         (["model=openvla_tiny", "checkpoint=nowhere"], "nowhere"),
         (["-m", "model=openvla_tiny,mlp"], "Leave -m out"),
-        (["one", "two"], "required: one. Type rlinf diagnose"),
+        (["one", "two"], "required: one. Run rlinf diagnose"),
         (["model=mlp", "~model.nope"], "model.nope"),
         (["model=mlp", "--config-dir", ".", "model.precison=bf16"], "Did you mean 'precision'"),
-        (["a_folder", "--torch_dtype=bfloat16"], "'--torch_dtype=bfloat16' is no flag"),
+        (["a_folder", "--torch_dtype=bfloat16"], "'--torch_dtype=bfloat16' is not a flag"),
     ],
 )
 def test_errors_come_before_any_weights(words, message, capsys, monkeypatch):

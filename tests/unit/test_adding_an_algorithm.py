@@ -108,7 +108,7 @@ def test_its_options_are_checked_like_any_others(folder):
 
 
 def rollout(**fields: torch.Tensor) -> RolloutBatch:
-    """Two envs, three policy calls of one action of two tokens: env 0 ends at the second call, and its third is no part."""
+    """Two envs, three policy calls of one action of two tokens: env 0 ends at the second call, and its third is not part."""
     ended = torch.tensor([[False, False], [True, False], [False, False]])
     batch = RolloutBatch(
         observation=Observation({}, None, [""] * 6),

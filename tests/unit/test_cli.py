@@ -39,14 +39,14 @@ def test_a_path_with_an_equals_sign_gets_the_quotes_to_type(command, capsys):
     """As the folders of a sweep have it, ``trainer.learning_rate=1e-4``."""
     name, key = command.split()
     assert main([name, f"{key}=runs/lr=1e-4"]) == EXIT_USER_ERROR
-    assert f"Type '{key}=\"runs/lr=1e-4\"'" in capsys.readouterr().err
+    assert f"Set '{key}=\"runs/lr=1e-4\"'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["evaluate checkpoint", "collect checkpoint", "train resume"])
 def test_a_path_with_a_comma_gets_the_quotes_to_type(command, capsys):
     name, key = command.split()
     assert main([name, f"{key}=runs/a,b"]) == EXIT_USER_ERROR
-    assert f"Type '{key}=\"runs/a,b\"'" in capsys.readouterr().err
+    assert f"Set '{key}=\"runs/a,b\"'" in capsys.readouterr().err
 
 
 def test_a_list_that_is_not_closed_is_one_line(capsys):
@@ -129,23 +129,23 @@ def test_more_ranks_than_cores_is_one_line_of_warning(here, started, capsys, mon
 @pytest.mark.parametrize(
     ("arguments", "typed"),
     [
-        ("train max_steps=3", "Type trainer.max_steps=3 or sft.max_steps=3"),
-        ("train --max_steps 3", "Type trainer.max_steps=3 or sft.max_steps=3"),
-        ("train --max-steps=3 experiment=quickstart", "Type trainer.max_steps=3 or sft.max_steps=3"),
-        ("train --seed=3", "Type seed=3"),
-        ("train --lr 1e-4", "Type trainer.learning_rate=1e-4 or sft.learning_rate=1e-4"),
-        ("train lr 1e-4", "Type trainer.learning_rate=1e-4 or sft.learning_rate=1e-4"),
-        ("train --trainer.max_steps=3", "Type trainer.max_steps=3"),
-        ("train experiment=quickstart --dry-run", "Type e.g. trainer.max_steps=10"),
-        ("train trainer.temperature=1", "Type rollout.temperature=1"),
-        ("train experiment=quickstart env.task=reach", "Type 'env.tasks=[reach]'"),
-        ("evaluate env=libero_spatial env.task=some", "Type 'env.tasks=[some]'"),
-        ("train experiment quickstart", "Type experiment=quickstart"),
-        ("train model openvla_tiny seed=3", "Type model=openvla_tiny"),
-        ("evaluate .", "Type checkpoint=. to evaluate"),
+        ("train max_steps=3", "Set trainer.max_steps=3 or sft.max_steps=3"),
+        ("train --max_steps 3", "Set trainer.max_steps=3 or sft.max_steps=3"),
+        ("train --max-steps=3 experiment=quickstart", "Set trainer.max_steps=3 or sft.max_steps=3"),
+        ("train --seed=3", "Set seed=3"),
+        ("train --lr 1e-4", "Set trainer.learning_rate=1e-4 or sft.learning_rate=1e-4"),
+        ("train lr 1e-4", "Set trainer.learning_rate=1e-4 or sft.learning_rate=1e-4"),
+        ("train --trainer.max_steps=3", "Set trainer.max_steps=3"),
+        ("train experiment=quickstart --dry-run", "Set e.g. trainer.max_steps=10"),
+        ("train trainer.temperature=1", "Set rollout.temperature=1"),
+        ("train experiment=quickstart env.task=reach", "Set 'env.tasks=[reach]'"),
+        ("evaluate env=libero_spatial env.task=some", "Set 'env.tasks=[some]'"),
+        ("train experiment quickstart", "Set experiment=quickstart"),
+        ("train model openvla_tiny seed=3", "Set model=openvla_tiny"),
+        ("evaluate .", "Set checkpoint=. to evaluate"),
         (
             "train experiment=quikstart",
-            "no experiment 'quikstart'. Did you mean 'quickstart'? Type experiment=quickstart",
+            "no experiment 'quikstart'. Did you mean 'quickstart'? Set experiment=quickstart",
         ),
         ("train experiment=zzz", "no experiment 'zzz'. `rlinf models` lists them"),
         ("train experiment=your_config", "register it in a plugin (docs/adding_a_model.md)"),
@@ -243,7 +243,7 @@ def test_user_errors_are_one_line_with_status_2_and_leave_nothing_behind(argumen
 def test_an_export_that_cannot_be_written_names_its_own_key(here, capsys):
     assert main(["export", "checkpoint=nowhere", "output=/proc/new"]) == EXIT_USER_ERROR
     printed = capsys.readouterr().err
-    assert "Error: output is '/proc/new'" in printed and "Type output=<another folder>" in printed
+    assert "Error: output is '/proc/new'" in printed and "Set output=<another folder>" in printed
 
 
 def test_error_of_the_run_is_printed_with_its_notes_and_a_bug_keeps_its_traceback(here, monkeypatch, capsys):

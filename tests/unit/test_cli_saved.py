@@ -66,10 +66,10 @@ def test_resume_tells_every_key_that_has_changed_and_no_other(saved_run, started
 @pytest.mark.parametrize(
     ("command", "overrides", "said"),
     [
-        ("train", ["seed=9"], "seed is 9, and {} was made with seed=5; a run has one seed. Type seed=5"),
+        ("train", ["seed=9"], "seed is 9, and {} was made with seed=5; a run has one seed. Set seed=5"),
         ("train", ["trainer.max_steps=5"], "trainer.max_steps=5, and {} has done 6 iterations"),
         ("train", ["experiment=quickstart", "seed=5"], "{} holds a 'mlp' and model.model_type is 'openvla'"),
-        ("sft", ["sft.max_steps=9"], "{} has done its cloning and is in RL. Type rlinf train resume="),
+        ("sft", ["sft.max_steps=9"], "{} has done its cloning and is in RL. Run rlinf train resume="),
         ("train", ["env=metaworld"], 'env.name: saved "tabletop", present "metaworld"\n'),
         (
             "train",
@@ -100,7 +100,7 @@ def test_a_superseded_checkpoint_is_moved_back_before_it_is_resumed(saved_run, s
     aside.parent.mkdir()
     saved_run.rename(aside)
     assert main(["train", f"resume={aside}", *overrides]) == EXIT_USER_ERROR
-    said = f"Move {aside} back to {saved_run}, and type resume={saved_run}"
+    said = f"Move {aside} back to {saved_run}, and set resume={saved_run}"
     assert said in capsys.readouterr().err and started == []
 
 
@@ -124,7 +124,7 @@ def test_cfg_job_of_a_resumed_run_prints_what_would_run(saved_run, started, caps
     [
         ("train", "checkpoint", "resume="),
         ("train", "checkpoint", "init_from="),
-        ("sft", "dataset", "Type sft.dataset="),
+        ("sft", "dataset", "Set sft.dataset="),
     ],
 )
 def test_a_folder_that_training_would_not_read_is_refused(saved_run, started, capsys, command, key, typed):
@@ -146,7 +146,7 @@ def test_a_folder_whose_run_ended_before_its_first_checkpoint_is_no_dead_end(her
     (here / "run").mkdir()
     (here / "run" / "metrics.jsonl").write_text("")
     assert main(["train", *SMALL, "output_dir=run"]) == EXIT_USER_ERROR
-    assert "Type output_dir=<another folder>, or delete this one" in capsys.readouterr().err
+    assert "Set output_dir=<another folder>, or delete this one" in capsys.readouterr().err
     assert main(["train", "resume=run"]) == EXIT_USER_ERROR
     assert "can only be started again" in capsys.readouterr().err
 
@@ -184,8 +184,8 @@ def test_saved_configuration_that_is_damaged_is_a_checkpoint_error(tmp_path):
 @pytest.mark.parametrize(
     ("override", "typed"),
     [
-        ("~evaluation.video_size", "Type evaluation.video_size=<value>"),
-        ("num_episodes=3", "Type collect.num_episodes=3 or evaluation.num_episodes=3"),
+        ("~evaluation.video_size", "Set evaluation.video_size=<value>"),
+        ("num_episodes=3", "Set collect.num_episodes=3 or evaluation.num_episodes=3"),
     ],
 )
 def test_a_likely_mistake_on_top_of_a_checkpoint_is_answered_with_what_to_type(override, typed, saved_run, capsys):

@@ -418,7 +418,7 @@ def collect_with_losses(parts, losses, **kwargs):
         collector.close()
 
 
-def test_a_lost_episode_is_masked_and_begins_anew_under_another_id(parts):
+def test_a_lost_episode_is_masked_and_begins_again_under_another_id(parts):
     """Env 1 loses its first episode with its third call, and env 4 its second one with the first call of it."""
     batch = collect_with_losses(parts, {2: [1], HORIZON: [4]})
     plain = collect(parts, num_lanes=1)

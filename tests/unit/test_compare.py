@@ -181,7 +181,7 @@ def test_actions_that_were_drawn_in_another_way_are_refused(tmp_path, first, sec
 
 def test_an_evaluation_is_not_compared_with_itself(tmp_path):
     a = written(tmp_path / "a", result_of(A), manifest())
-    with pytest.raises(ConfigError, match="are one evaluation.*Type rlinf evaluate --compare"):
+    with pytest.raises(ConfigError, match="are one evaluation.*Run rlinf evaluate --compare"):
         compare_folders(a, a / "result.json")
     assert not (a / "compare.json").exists()
 

@@ -104,7 +104,7 @@ def test_typo_in_any_key_of_the_template_is_refused_with_the_key_that_was_meant(
     typo = key[:-1] + ("x" if key[-1] != "x" else "y")
     with pytest.raises(ConfigError, match=f"Did you mean '{key}'"):
         from_mapping(ModelConfig, {typo: SEED_KEYS[key]}, "model")
-    with pytest.raises(ConfigError, match=f"Type .?model.{key}="):
+    with pytest.raises(ConfigError, match=f"Set .?model.{key}="):
         build(f"model.{typo}=1")
 
 
@@ -125,14 +125,14 @@ def test_seed_template_is_accepted_once_its_model_is_registered_and_given_weight
 @pytest.mark.parametrize(
     ("override", "fragments"),
     [
-        ("trainer.learning_rte=1", ["'trainer.learning_rte'", "Type trainer.learning_rate=1"]),
-        ("trianer.max_steps=2", ["'trianer'", "Type trainer.max_steps=2"]),
-        ("experimnt=quickstart", ["Type experiment=quickstart"]),
-        ("experiment=quickstrat", ["no experiment 'quickstrat'", "Type experiment=quickstart"]),
-        ("model=openvla_tinny", ["no model 'openvla_tinny'", "Type model=openvla_tiny"]),
+        ("trainer.learning_rte=1", ["'trainer.learning_rte'", "Set trainer.learning_rate=1"]),
+        ("trianer.max_steps=2", ["'trianer'", "Set trainer.max_steps=2"]),
+        ("experimnt=quickstart", ["Set experiment=quickstart"]),
+        ("experiment=quickstrat", ["no experiment 'quickstrat'", "Set experiment=quickstart"]),
+        ("model=openvla_tinny", ["no model 'openvla_tinny'", "Set model=openvla_tiny"]),
         ("algorithm=gppo", ["Did you mean"]),
         ("trainer.max_steps.x=2", ["'trainer.max_steps' is a value"]),
-        ("quickstart", ["is no override", "Type e.g. experiment=quickstart"]),
+        ("quickstart", ["is not an override", "Set e.g. experiment=quickstart"]),
         ("rollout.num_envs=[1", ["cannot be read"]),
         ("seed=1,2", ["rlinf train -m seed=1,2", "'seed=[1,2]'"]),
         ("+foo=1", ["no key 'foo'"]),
@@ -140,37 +140,37 @@ def test_seed_template_is_accepted_once_its_model_is_registered_and_given_weight
         ("env.name=tabeltop", ["env.name is 'tabeltop'", "Did you mean 'tabletop'"]),
         ("algorithm.name=dppo", ["algorithm.name is 'dppo'", "Did you mean 'ppo'"]),
         ("seed=${nope}", ["nope"]),
-        ("algorithm.gama=1", ["Did you mean 'gamma'?", "Type algorithm.gamma=1"]),
-        ("algorithm.entropy=0.1", ["Type algorithm.entropy_coef=0.1"]),
-        ("trainer.lr=0.1", ["Type trainer.learning_rate=0.1"]),
-        ("rollout.vllm.gpu_mem=1", ["Type rollout.vllm.gpu_memory_utilization=1"]),
-        ("env.gamma=1", ["no key 'env.gamma'. Type algorithm.gamma=1"]),
-        ("algorithm.adam_eps=1", ["no key 'algorithm.adam_eps'. Type trainer.adam_eps=1"]),
-        ("evalution.num_episodes=7", ["no key 'evalution'. Type evaluation.num_episodes=7"]),
-        ("qqq.seed=3", ["no key 'qqq'. Type seed=3"]),
+        ("algorithm.gama=1", ["Did you mean 'gamma'?", "Set algorithm.gamma=1"]),
+        ("algorithm.entropy=0.1", ["Set algorithm.entropy_coef=0.1"]),
+        ("trainer.lr=0.1", ["Set trainer.learning_rate=0.1"]),
+        ("rollout.vllm.gpu_mem=1", ["Set rollout.vllm.gpu_memory_utilization=1"]),
+        ("env.gamma=1", ["no key 'env.gamma'. Set algorithm.gamma=1"]),
+        ("algorithm.adam_eps=1", ["no key 'algorithm.adam_eps'. Set trainer.adam_eps=1"]),
+        ("evalution.num_episodes=7", ["no key 'evalution'. Set evaluation.num_episodes=7"]),
+        ("qqq.seed=3", ["no key 'qqq'. Set seed=3"]),
         ("generation.top_k=1", ["no key 'generation'. Known: algorithm"]),
         ("trainer.zzz=1", ["no key 'trainer.zzz'. Known: adam_beta1"]),
-        ("lr=1e-3", ["no key 'lr'. Type trainer.learning_rate=0.001 or sft.learning_rate=0.001"]),
-        ("model.lr=1", ["no key 'model.lr'. Type trainer.learning_rate=1 or sft.learning_rate=1"]),
-        ("task=push", ["no key 'task'. Type 'env.tasks=[push]'"]),
-        ("tasks=push", ["no key 'tasks'. Type 'env.tasks=[push]'"]),
-        ("steps=5", ["no key 'steps'. Type trainer.max_steps=5 or sft.max_steps=5"]),
-        ("sft.num_steps=5", ["Did you mean 'max_steps'?", "Type sft.max_steps=5"]),
-        ("epochs=3", ["no key 'epochs'. Type trainer.max_steps=3 or sft.max_steps=3 or algorithm.update_epochs=3"]),
-        ("batch_size=8", ["no key 'batch_size'. Type sft.batch_size=8 or trainer.minibatch_size=8"]),
-        ("trainer.batch_size=8", ["Did you mean 'minibatch_size'?", "Type trainer.minibatch_size=8"]),
-        ("envs=4", ["no key 'envs'. Type rollout.num_envs=4 or collect.num_envs=4 or evaluation.num_envs=4"]),
-        ("random_seed=4", ["no key 'random_seed'. Did you mean 'seed'?", "Type seed=4"]),
-        ("gpus=2", ["no key 'gpus'. Type cluster.num_processes=2"]),
-        ("max_step=3", ["no key 'max_step'. Type trainer.max_steps=3 or sft.max_steps=3"]),
-        ("algorithm=PPO", ["Did you mean 'ppo'? Type algorithm=ppo"]),
-        ("env=push", ["no env 'push'. It is a task of tabletop. Type env=tabletop 'env.tasks=[push]'"]),
-        ("env=reach-v3", ["no env 'reach-v3'. It is a task of metaworld. Type env=metaworld 'env.tasks=[reach-v3]'"]),
+        ("lr=1e-3", ["no key 'lr'. Set trainer.learning_rate=0.001 or sft.learning_rate=0.001"]),
+        ("model.lr=1", ["no key 'model.lr'. Set trainer.learning_rate=1 or sft.learning_rate=1"]),
+        ("task=push", ["no key 'task'. Set 'env.tasks=[push]'"]),
+        ("tasks=push", ["no key 'tasks'. Set 'env.tasks=[push]'"]),
+        ("steps=5", ["no key 'steps'. Set trainer.max_steps=5 or sft.max_steps=5"]),
+        ("sft.num_steps=5", ["Did you mean 'max_steps'?", "Set sft.max_steps=5"]),
+        ("epochs=3", ["no key 'epochs'. Set trainer.max_steps=3 or sft.max_steps=3 or algorithm.update_epochs=3"]),
+        ("batch_size=8", ["no key 'batch_size'. Set sft.batch_size=8 or trainer.minibatch_size=8"]),
+        ("trainer.batch_size=8", ["Did you mean 'minibatch_size'?", "Set trainer.minibatch_size=8"]),
+        ("envs=4", ["no key 'envs'. Set rollout.num_envs=4 or collect.num_envs=4 or evaluation.num_envs=4"]),
+        ("random_seed=4", ["no key 'random_seed'. Did you mean 'seed'?", "Set seed=4"]),
+        ("gpus=2", ["no key 'gpus'. Set cluster.num_processes=2"]),
+        ("max_step=3", ["no key 'max_step'. Set trainer.max_steps=3 or sft.max_steps=3"]),
+        ("algorithm=PPO", ["Did you mean 'ppo'? Set algorithm=ppo"]),
+        ("env=push", ["no env 'push'. It is a task of tabletop. Set env=tabletop 'env.tasks=[push]'"]),
+        ("env=reach-v3", ["no env 'reach-v3'. It is a task of metaworld. Set env=metaworld 'env.tasks=[reach-v3]'"]),
         ("env=zzz", ["no env 'zzz'. Known: gymnasium"]),
-        ("algorithm.name=grpo", ["algorithm.name is 'grpo', with the settings of ppo", "Type algorithm=grpo"]),
-        ("env.name=gymnasium", ["env.name is 'gymnasium', with the settings of tabletop", "Type env=gymnasium"]),
-        ("env.task=push", ["Type 'env.tasks=[push]'"]),
-        ("env.tasks=push", ["env.tasks is 'push'", "Type e.g. 'env.tasks=[push]'"]),
+        ("algorithm.name=grpo", ["algorithm.name is 'grpo', with the settings of ppo", "Set algorithm=grpo"]),
+        ("env.name=gymnasium", ["env.name is 'gymnasium', with the settings of tabletop", "Set env=gymnasium"]),
+        ("env.task=push", ["Set 'env.tasks=[push]'"]),
+        ("env.tasks=push", ["env.tasks is 'push'", "Set e.g. 'env.tasks=[push]'"]),
     ],
 )
 def test_misspelt_overrides_are_answered_in_one_line_with_what_to_type(override, fragments):
@@ -208,7 +208,7 @@ def test_users_folder_adds_experiments_and_groups(tmp_path):
     assert build("experiment=quickstart", config_dir=str(tmp_path)).experiment_name == "quickstart"
     with pytest.raises(ConfigError, match="no experiment 'mine'"):
         build("experiment=mine")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         build(config_dir=str(tmp_path / "nowhere"))
 
 
@@ -221,7 +221,7 @@ def test_users_file_that_would_be_shadowed_by_a_packaged_one_is_refused(tmp_path
 
 def test_unknown_key_inside_an_experiment_file_is_refused(tmp_path):
     (tmp_path / "mine.yaml").write_text("trainer:\n  minibtach_size: 64\n")
-    with pytest.raises(ConfigError, match="Type trainer.minibatch_size=64"):
+    with pytest.raises(ConfigError, match="Set trainer.minibatch_size=64"):
         build("experiment=mine", config_dir=str(tmp_path))
     (tmp_path / "mine.yaml").write_text("trainer: [\n")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -247,7 +247,7 @@ def test_plugin_file_registers_an_env_with_its_own_keys(tmp_path, monkeypatch):
     plugin = f"plugins=[{tmp_path / 'windy_env.py'}]"
     config = build("env=windy", plugin, config_dir=str(tmp_path / "configs"))
     assert config.env.wind_m_s == 2.0 and config.env.image_size == 64
-    with pytest.raises(ConfigError, match="Type env.wind_m_s="):
+    with pytest.raises(ConfigError, match="Set env.wind_m_s="):
         build("env=windy", plugin, "+env.wind_ms=3", config_dir=str(tmp_path / "configs"))
     # A spawned process, which knows nothing but what is pickled, gets the same configuration.
     context = multiprocessing.get_context("spawn")

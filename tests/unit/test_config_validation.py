@@ -86,7 +86,7 @@ def test_contradiction_is_refused_and_the_suggested_override_mends_it(name, tmp_
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "config.json").write_text("{}")
     overrides = [override.replace("LORA", str(tmp_path)) for override in overrides]
-    if fragment is None:  # the control: leaving keys out is no contradiction
+    if fragment is None:  # the control: leaving keys out is not a contradiction
         validate(build(*overrides))
         return
     with pytest.raises(ConfigError) as caught:
@@ -134,7 +134,7 @@ def test_cloning_in_an_env_without_an_expert_asks_for_a_dataset(monkeypatch):
     config = build("sft.max_steps=2")
     assert validate(config, "sft")
     monkeypatch.setattr(ENVS.get("tabletop"), "has_expert", lambda: False)
-    with pytest.raises(ConfigError, match=r"Type sft\.dataset=<folder>"):
+    with pytest.raises(ConfigError, match=r"Set sft\.dataset=<folder>"):
         validate(config, "sft")
 
 
@@ -189,12 +189,12 @@ def test_model_path_must_be_a_checkpoint_folder_or_look_like_a_hub_id(tmp_path):
 
     with pytest.raises(ConfigError, match="without config.json"):
         validate(path(tmp_path))
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         validate(path(tmp_path / "nowhere"))
     validate(path("organisation/name"))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=re.escape(f"Type model.model_path={tmp_path / 'model'}")):
+    with pytest.raises(ConfigError, match=re.escape(f"Set model.model_path={tmp_path / 'model'}")):
         validate(path(tmp_path))
     validate(path(tmp_path / "model"))
 
@@ -203,7 +203,7 @@ def test_output_folder_must_be_writable_and_nothing_is_left_in_it(tmp_path):
     validate(build(f"output_dir={tmp_path}/a/b"))
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         validate(build(f"output_dir={tmp_path}/file/run"))
     with pytest.raises(ConfigError, match="nothing can be written"):
         validate(build("output_dir=/proc/run"))
@@ -224,7 +224,7 @@ def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
     (checkpoint / "state.json").write_text("{}")
     with pytest.raises(ConfigError, match="already holds a run") as caught:
         validate(build(f"output_dir={finished}"))
-    assert f"Type resume={finished} " in str(caught.value) and "output_dir=<another folder>" in str(caught.value)
+    assert f"Set resume={finished} " in str(caught.value) and "output_dir=<another folder>" in str(caught.value)
     validate(build(f"output_dir={finished}"), "evaluate")
     validate(build(f"output_dir={finished}_2"))
     monkeypatch.setattr(validation, "check_start", lambda *_: None)
@@ -238,7 +238,7 @@ def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_a_comparison_is_refused_where_it_would_be_left_out(command):
     with pytest.raises(
-        ConfigError, match=rf"evaluation.compare=a is for .*`rlinf {command}`. Type evaluation.compare=null"
+        ConfigError, match=rf"evaluation.compare=a is for .*`rlinf {command}`. Set evaluation.compare=null"
     ):
         validate(build("evaluation.compare=a"), command)
     validate(build("evaluation.compare=a"), "evaluate")
@@ -277,7 +277,7 @@ def test_a_command_of_one_process_needs_one_gpu_whatever_the_training_had(monkey
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     validate(config, "evaluate")
-    with pytest.raises(ConfigError, match="4 processes .* torch sees 1. Type cluster.num_processes=1"):
+    with pytest.raises(ConfigError, match="4 processes .* torch sees 1. Set cluster.num_processes=1"):
         validate(config, "train")
 
 

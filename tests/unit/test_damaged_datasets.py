@@ -114,7 +114,7 @@ def test_images_of_another_size_than_described_are_refused(lerobot):
 def test_videos_outside_the_folder_are_refused(tmp_path):
     folder = Path(shutil.copytree(FIXTURES / "lerobot" / "video", tmp_path / "video"))
     change_info(folder, lambda info: info.update(video_path="../other/{video_key}/file-{file_index:03d}.mp4"))
-    with pytest.raises(ConfigError, match=r"'../other/.*required: a path within the folder. Type sft.dataset="):
+    with pytest.raises(ConfigError, match=r"'../other/.*required: a path within the folder. Set sft.dataset="):
         open_lerobot(folder)
 
 

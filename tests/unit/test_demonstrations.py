@@ -219,7 +219,7 @@ EXPERT = ExpertConfig(jitter=0.3)
 
 
 class Flaky:
-    """An env that loses one row at one step: its episode begins anew."""
+    """An env that loses one row at one step: its episode begins again."""
 
     def __init__(self, env, row: int, at: int):
         self.env, self.row, self.at, self.steps = env, row, at, 0
@@ -242,7 +242,7 @@ def episode_of(wave, row: int):
     return times, wave.labels[times, row], np.stack([wave.seen[t].images["front"][row] for t in times])
 
 
-def test_an_episode_that_begins_anew_is_recorded_from_its_new_begin():
+def test_an_episode_that_begins_again_is_recorded_from_its_new_begin():
     env = tabletop(num_envs=3)
     specs = env.episode_specs("train")[:3]
     plain = play_wave(env, specs, ExpertDemonstrator(env, EXPERT, 0, range(3)))

@@ -91,7 +91,7 @@ def test_an_env_alone_is_checked_without_a_model(registered, renders, capsys):
     assert main(["doctor", "env=tabletop", "env.name=recorded", "env.image_size=24"]) == 0
     assert made[-1].image_size == 24 and "model_path" not in capsys.readouterr().out
     assert main(["doctor", "env=tabletop", "env.tasks=[raech]"]) == 1
-    assert "Type env.tasks=[reach]" in capsys.readouterr().out
+    assert "Set env.tasks=[reach]" in capsys.readouterr().out
     assert main(["doctor", "model=default", "env=tabletop"]) == 1, "a model that cannot be trained"
 
 
@@ -136,16 +136,16 @@ def test_a_simulator_that_cannot_start_says_what_to_type_and_fails_only_the_expe
 ):
     class Broken(TabletopVectorEnv):
         def __init__(self, config, num_envs, auto_reset):
-            raise MissingDependencyError("No Vulkan. Type bash scripts/setup.sh --sims")
+            raise MissingDependencyError("No Vulkan. Run bash scripts/setup.sh --sims")
 
     registered.register("broken", Broken)
     assert {f.topic: (f.status, f.detail) for f in module.check_envs()}["env broken"] == (
-        OPTIONAL, "No Vulkan. Type bash scripts/setup.sh --sims",
+        OPTIONAL, "No Vulkan. Run bash scripts/setup.sh --sims",
     )  # fmt: skip
     assert main(["doctor", EXPERIMENT]) == 0
     capsys.readouterr()
     assert main(["doctor", EXPERIMENT, "env.name=broken"]) == 1
-    assert "No Vulkan. Type bash scripts/setup.sh --sims" in capsys.readouterr().out.split("cannot run here yet")[1]
+    assert "No Vulkan. Run bash scripts/setup.sh --sims" in capsys.readouterr().out.split("cannot run here yet")[1]
 
 
 def test_a_simulator_that_works_is_shown_with_the_versions_of_its_packages(registered):

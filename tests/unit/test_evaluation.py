@@ -219,8 +219,8 @@ def test_ranks_together_return_what_one_process_returns(tmp_path):
 LOSSES = {0: [0], 1: [0, 3], 2: [3, 5], 3: [1, 2, 4], 7: [6], 9: [5]}
 
 
-def test_lost_episodes_begin_anew_and_each_counts_once():
-    """In a sampled evaluation, whose random streams have to begin anew, too."""
+def test_lost_episodes_begin_again_and_each_counts_once():
+    """In a sampled evaluation, whose random streams have to begin again, too."""
     specs, policy, seen = specs_of(30), BinPolicy(), []
     expected = evaluate_policy(policy, NumberLineEnv(7), specs, greedy=False, seed=3).results
     env = LosingEnv(7, LOSSES)

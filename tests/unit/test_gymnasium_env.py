@@ -227,7 +227,7 @@ def test_an_env_of_choices_takes_the_nearest_one(name):
         np.testing.assert_array_equal(seen.state[0], np.float32(expected))
 
 
-def test_an_env_that_keeps_things_over_a_reset_is_made_anew_for_each_episode():
+def test_an_env_that_keeps_things_over_a_reset_is_made_again_for_each_episode():
     env = build(name="Remembers-v0")
     places = [env.reset(seed=number)[0].state[0, 2] for number in range(3)]
     assert places == [0.0, 0.0, 0.0] and check_env(lambda n, auto: build(n, auto, name="Remembers-v0")) == []
@@ -326,8 +326,8 @@ def test_pictures_of_another_number_format_are_refused_before_a_run(monkeypatch,
         ({"id": "walk_for_tests:Endless-v0"}, ConfigError, ["without a time limit", "env.max_episode_steps=200"]),
         ({"kwargs": {"gravityy": 1}}, ConfigError, ["gravityy", "env.kwargs={...}"]),
         ({"cameras": ["front"]}, ConfigError, ["front", "env.cameras=[render]"]),
-        ({"cameras": ["render", "render"]}, ConfigError, ["twice", "Type env.cameras=[render]"]),
-        ({"tasks": ["other"]}, ConfigError, ["other", "Type env.tasks=[Pendulum-v1]"]),
+        ({"cameras": ["render", "render"]}, ConfigError, ["twice", "Set env.cameras=[render]"]),
+        ({"tasks": ["other"]}, ConfigError, ["other", "Set env.tasks=[Pendulum-v1]"]),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_to_type(settings, error, words):
@@ -355,9 +355,9 @@ def test_a_package_that_the_env_needs_is_named(monkeypatch):
         (
             OSError("File no.xml does not exist"),
             ConfigError,
-            ["no.xml", "env.kwargs={'xml_file': 'no.xml'}", "Type env.kwargs="],
+            ["no.xml", "env.kwargs={'xml_file': 'no.xml'}", "Set env.kwargs="],
         ),
-        (ValueError("XML Error"), ConfigError, ["XML Error", "Type env.kwargs="]),
+        (ValueError("XML Error"), ConfigError, ["XML Error", "Set env.kwargs="]),
     ],
 )
 def test_an_env_that_cannot_be_made_is_told_with_what_to_type(monkeypatch, raised, error, words):

@@ -251,7 +251,7 @@ def test_a_padding_token_without_an_embedding_is_refused_or_of_a_checkpoint_pass
     tiny_lm, tmp_path, prompts, pad
 ):
     with pytest.raises(
-        ConfigError, match=rf"pad_token_id has the ids \[{pad}\]; required: .* 0 to 47. Type pad_token_id="
+        ConfigError, match=rf"pad_token_id has the ids \[{pad}\]; required: .* 0 to 47. Set pad_token_id="
     ):
         HuggingFaceGeneration(tiny_lm(), max_new_tokens=4, pad_token_id=pad).generate(prompts, greedy=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_lm())
@@ -312,7 +312,7 @@ def test_prepare_and_finish_may_be_repeated_and_weights_stay(tiny_lm, prompts):
         ({"torch_dtype": "bf17"}, ConfigError, "torch_dtype is 'bf17'.*bfloat16"),
         ({"load_in_8bit": True}, MissingDependencyError, "load_in_8bit=True.*pip install bitsandbytes"),
         ({"load_in_4bit": True}, MissingDependencyError, "load_in_4bit=True.*pip install bitsandbytes"),
-        ({"load_in_4bit": True, "load_in_8bit": True}, ConfigError, "Type load_in_8bit=False"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, ConfigError, "Set load_in_8bit=False"),
     ],
 )
 def test_bad_settings_name_the_value_and_what_to_type(tiny_lm, settings, error, words, monkeypatch):

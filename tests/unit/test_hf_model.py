@@ -491,7 +491,7 @@ def test_architectures_of_the_folder_decide_where_a_type_is_both(folders, tmp_pa
     ("model_type", "message"),
     [("lama", "model_type is 'lama'.*neither registered.*openvla.*Type model.model_type=llama"),
      ("vit", "'vit'.*neither a causal nor an image-text-to-text model"),
-     ("qwen2", "model_type is 'qwen2'.*of type 'llama'. Type model.model_type=llama")],
+     ("qwen2", "model_type is 'qwen2'.*of type 'llama'. Set model.model_type=llama")],
 )  # fmt: skip
 def test_types_that_cannot_fall_back_are_refused(folders, model_type, message):
     path = str(folders / "llama") if model_type == "qwen2" else None
@@ -542,7 +542,7 @@ def test_a_language_model_is_refused_for_an_env_before_start(folders):
 @pytest.mark.parametrize("key", ["tp_size", "pp_size", "cp_size"])
 def test_parallelism_other_than_fsdp_is_refused_by_its_key(key):
     assert getattr(run_config(f"cluster.{key}=1").cluster, key) == 1
-    with pytest.raises(ConfigError, match=f"cluster.{key} is '2'; required: one of 1. Type cluster.{key}=1"):
+    with pytest.raises(ConfigError, match=f"cluster.{key} is '2'; required: one of 1. Set cluster.{key}=1"):
         run_config(f"cluster.{key}=2")
 
 

@@ -354,26 +354,26 @@ def test_errors_name_the_value_and_the_override(zoo, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loads)
     empty = tmp_path / "empty"
     empty.mkdir()
-    expect(CheckpointError, str(empty), "config.json", "Type model.model_path=", **section(empty))
-    expect(CheckpointError, "nowhere", "Type model.model_path=", **section(tmp_path / "nowhere"))
+    expect(CheckpointError, str(empty), "config.json", "Set model.model_path=", **section(empty))
+    expect(CheckpointError, "nowhere", "Set model.model_path=", **section(tmp_path / "nowhere"))
     expect(
         ConfigError,
         "'llama'",
         "LlamaForCausalLM",
         "AutoModelForImageTextToText",
-        "Type model.model_path=",
+        "Set model.model_path=",
         **section(text_only),
     )
-    expect(ConfigError, "n_action_bins is 2000", "Type model.override_config.n_action_bins=481",
+    expect(ConfigError, "n_action_bins is 2000", "Set model.override_config.n_action_bins=481",
            **section(path, override_config={**SETTINGS, "n_action_bins": 2000}))  # fmt: skip
     expect(
-        ConfigError, "model.action_token_len is 5", "Type model.action_token_len=3", **section(path, action_token_len=5)
+        ConfigError, "model.action_token_len is 5", "Set model.action_token_len=3", **section(path, action_token_len=5)
     )
     expect(ConfigError, "'arn'", "arm", **section(path, unnorm_key="arn"))
     expect(
         ConfigError,
         "no action statistics",
-        "Type e.g. model.unnorm_key=tabletop",
+        "Set e.g. model.unnorm_key=tabletop",
         **section(path, override_config={"n_action_bins": 21}),
     )
     no_processor = tmp_path / "no_processor"
@@ -384,7 +384,7 @@ def test_errors_name_the_value_and_the_override(zoo, tmp_path, monkeypatch):
     unknown = tmp_path / "unknown"
     shutil.copytree(path, unknown)
     (unknown / "config.json").write_text(json.dumps({"model_type": "vlm9000"}))
-    expect(CheckpointError, "vlm9000", "Type model.model_path=", **section(unknown))
+    expect(CheckpointError, "vlm9000", "Set model.model_path=", **section(unknown))
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_weights_that_do_not_fit_are_an_error(zoo, tmp_path):
         ({**weights, name: torch.zeros(2, 2)}, "of another shape"),
     ):
         save_file(change, file, metadata={"format": "pt"})
-        expect(CheckpointError, word, "Type model.model_path=", **section(tmp_path, override_config={}))
+        expect(CheckpointError, word, "Set model.model_path=", **section(tmp_path, override_config={}))
     save_file(weights, file, metadata={"format": "pt"})
     save_file({"mlp.0.weight": torch.zeros(2)}, tmp_path / "value_head.safetensors")
     expect(CheckpointError, "mlp.0.weight", "missing", **section(tmp_path, override_config={}))
@@ -451,9 +451,9 @@ def test_errors_of_a_model_from_random_weights(zoo, monkeypatch):
             build_policy(config)
         assert all(part in str(caught.value) for part in parts), str(caught.value)
 
-    refused(ConfigError, "weight_init is 'fan'", "Type model.init_config.weight_init=fan_in", weight_init="fan")
+    refused(ConfigError, "weight_init is 'fan'", "Set model.init_config.weight_init=fan_in", weight_init="fan")
     refused(ConfigError, "no processor_config", "tokenizer.tokenizer_model=", processor_config=None)
-    refused(ConfigError, "no vlm_config", "Type model=hf_vla_tiny", vlm_config=None, processor_config=None)
+    refused(ConfigError, "no vlm_config", "Set model=hf_vla_tiny", vlm_config=None, processor_config=None)
     refused(ConfigError, "model.init_config.n_action_bins=481", "n_action_bins is 512", n_action_bins=512)
     config = build_config(compose_config(["model=hf_vla_tiny", "env=tabletop"]))
     vlm = config.model.init_config["vlm_config"]

@@ -229,7 +229,7 @@ def test_a_dataset_without_state_and_with_one_number_per_action(tmp_path):
 def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(tmp_path):
     folder = write(tmp_path / "data", episodes())
     before = (folder / "meta" / "info.json").read_text()
-    with pytest.raises(ConfigError, match="exists, and nothing is overwritten. Type dataset="):
+    with pytest.raises(ConfigError, match="exists, and nothing is overwritten. Set dataset="):
         write(folder, episodes(lengths=(2,)))
     assert (folder / "meta" / "info.json").read_text() == before
     with pytest.raises(RuntimeError), LeRobotWriter(

@@ -465,7 +465,7 @@ def test_a_checkpoint_whose_gripper_speaks_the_other_convention_is_refused():
     pi0 = {"action": {"q01": [-0.7] * 6 + [-1.0]}}
     for statistics, fits, other in ((openvla, "openvla", "env"), (pi0, "env", "openvla")):
         LiberoVectorEnv.check_statistics(LiberoConfig(gripper=fits), statistics)
-        with pytest.raises(ConfigError, match=f"Type env.gripper={fits}"):
+        with pytest.raises(ConfigError, match=f"Set env.gripper={fits}"):
             LiberoVectorEnv.check_statistics(LiberoConfig(gripper=other), statistics)
         neither = {"action": {"mean": [0.0] * 7, "std": [1.0] * 7}}
         LiberoVectorEnv.check_statistics(LiberoConfig(gripper=other), neither)
@@ -483,5 +483,5 @@ def test_the_gripper_is_checked_before_weights_load(tmp_path):
         "model.unnorm_key=libero_goal",
     ]
     check_inputs(build_config(compose_config([*common, "env.gripper=openvla"])))
-    with pytest.raises(ConfigError, match=r"Type env\.gripper=openvla"):
+    with pytest.raises(ConfigError, match=r"Set env\.gripper=openvla"):
         check_inputs(build_config(compose_config(common)))

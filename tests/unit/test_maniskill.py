@@ -234,9 +234,9 @@ def test_the_class_for_the_gpu_gives_the_numbers_of_the_simulator(vulkan):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"cameras": ["base_camra"]}, ["base_camra", "Did you mean 'base_camera'", "Type env.cameras=[base_camera]"]),
-        ({"cameras": ["base_camera"] * 2}, ["names a camera twice", "Type env.cameras=[base_camera]"]),
-        ({"tasks": ["PickCube"]}, ["PickCube", "Did you mean 'PickCube-v1'", "Type env.tasks=[PickCube-v1]"]),
+        ({"cameras": ["base_camra"]}, ["base_camra", "Did you mean 'base_camera'", "Set env.cameras=[base_camera]"]),
+        ({"cameras": ["base_camera"] * 2}, ["names a camera twice", "Set env.cameras=[base_camera]"]),
+        ({"tasks": ["PickCube"]}, ["PickCube", "Did you mean 'PickCube-v1'", "Set env.tasks=[PickCube-v1]"]),
         ({"tasks": None, "state": "full"}, ["'PickCube-v1': 42", "env.state=proprio"]),
     ],
 )

@@ -306,7 +306,7 @@ def test_metaworld_fulfils_the_contract():
     [
         (
             {"cameras": ["topview", "coner4"]},
-            r"'coner4' in env\.cameras\. Did you mean 'corner4'\?.* Type env\.cameras=\[topview,corner4\]",
+            r"'coner4' in env\.cameras\. Did you mean 'corner4'\?.* Set env\.cameras=\[topview,corner4\]",
         ),
         ({"tasks": ["reach-v2"]}, r"'reach-v2' in env\.tasks\. Did you mean 'reach-v3'\?"),
     ],

@@ -289,7 +289,7 @@ def test_mlp_weights_that_do_not_fit_are_refused(tmp_path, how):
         build_policy({"model": section})
 
 
-def test_mlp_value_head_is_dropped_or_drawn_anew(tmp_path):
+def test_mlp_value_head_is_dropped_or_drawn_again(tmp_path):
     model = mlp()
     model.save_pretrained(tmp_path / "whole")
     section = {"model_type": "mlp", "model_path": str(tmp_path / "whole"), "action_token_len": 2}

@@ -225,10 +225,10 @@ def test_a_file_that_is_no_json_is_refused_by_its_path(tmp_path, name, text, fou
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     for model_type in ("openvla", "openvla_oft"):
         section = ModelConfig(model_type=model_type, model_path=str(tmp_path))
-        with pytest.raises(CheckpointError, match=f"{name}' is no JSON object.*{found}.*Type model.model_path="):
+        with pytest.raises(CheckpointError, match=f"{name}' is not a JSON object.*{found}.*Type model.model_path="):
             get_model(section)
         if name == "config.json":
-            with pytest.raises(CheckpointError, match="config.json' is no JSON object"):
+            with pytest.raises(CheckpointError, match="config.json' is not a JSON object"):
                 declared_value(section, "num_images_in_input")
 
 
@@ -239,7 +239,7 @@ def test_a_type_that_is_not_accepted_is_refused_and_one_without_a_declaration_is
     for values in ({"model_type": "a"}, {"type": "a"}, {}):
         check_model_type(Config, values, "folder")
     check_model_type(PatternConfig, {"model_type": "other"}, "folder")
-    with pytest.raises(CheckpointError, match="'folder' is of model type 'pi0'.*reads 'a'. Type model.model_type=pi0"):
+    with pytest.raises(CheckpointError, match="'folder' is of model type 'pi0'.*reads 'a'. Set model.model_type=pi0"):
         check_model_type(Config, {"type": "pi0"}, "folder")
 
 

@@ -358,7 +358,7 @@ def from_folder(folder, override_config=None, **model):
 def test_new_parts_start_on_a_base_model_and_are_saved(base, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "rlinf"):
         model = build_policy({"model": from_folder(base, OPTIONS | {"new_parts": PARTS})}).train()
-    lines = [record.getMessage() for record in caplog.records if "started anew" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "started again" in record.getMessage()]
     assert len(lines) == 1 and ", ".join(PARTS) in lines[0]
     assert model.config.new_parts == []
     state_dict = model.state_dict()
@@ -448,7 +448,7 @@ def test_half_a_part_is_refused_even_if_it_may_be_new(base, tmp_path):
     "change, message",
     [
         ({"unnorm_key": "arn"}, "Unknown model.unnorm_key 'arn'.*Known: arm.*Type model.unnorm_key=arm"),
-        ({"action_token_len": 4}, "model.action_token_len is 4.*3 numbers. Type model.action_token_len=3"),
+        ({"action_token_len": 4}, "model.action_token_len is 4.*3 numbers. Set model.action_token_len=3"),
         ({"hidden_size": 64}, "model.hidden_size is 64.*32"),
         ({"image_size": [13, 13]}, r"image_size is \[13,13\].*Type model.image_size=\[\d+,\d+\] or"),
         (

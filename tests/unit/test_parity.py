@@ -121,7 +121,7 @@ def test_one_valid_number_is_its_own_mean_and_none_is_no_gap():
 
 
 def test_what_does_not_count_makes_no_limit_wider():
-    """A gap of 0.015 beside numbers that are not executed; a limit of 0.01 stays what it is."""
+    """A gap of 0.015 next to numbers that are not executed; a limit of 0.01 stays what it is."""
     rollout, trainer = [-1.0, 3.0, 3.0, 3.0, 3.0, 3.0], [-1.015, 3.0, 3.0, 3.0, 3.0, 3.0]
     one = [True] + [False] * 5
     assert check_parity(wide_batch(rollout, trainer, one), step=0, max_gap=0.01)[1] is not None

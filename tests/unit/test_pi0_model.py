@@ -381,15 +381,15 @@ def without(observation, **changes):
     "changes, observation, message",
     [
         ({"cameras": ["top"]}, {}, r"cameras \['top'\].*\['front', 'wrist'\].*cameras=\[front,wrist\]"),
-        ({}, {"state": None}, r"gives none\. Type env\.state=proprio"),
+        ({}, {"state": None}, r"gives none\. Set env\.state=proprio"),
         ({}, {"state": np.zeros((4, 31), np.float32)}, r"31 numbers and the policy takes 5.*Type env\.state=proprio"),
         (
             {"norm_stats": {"arm": {"action": STATS["arm"]["action"]}}},
             {},
             r"'arm' are about actions only.*model\.unnorm_key=",
         ),
-        ({}, {"state": np.zeros((4, 3), np.float32)}, r"'proprio' describe 4 numbers.*has 3\. Type env\.state=proprio"),
-        ({"max_token_len": 3}, {}, r"max_token_len is 3\. Type model\.override_config\.max_token_len=\d+"),
+        ({}, {"state": np.zeros((4, 3), np.float32)}, r"'proprio' describe 4 numbers.*has 3\. Set env\.state=proprio"),
+        ({"max_token_len": 3}, {}, r"max_token_len is 3\. Set model\.override_config\.max_token_len=\d+"),
     ],
 )
 def test_observations_that_do_not_fit_are_refused(changes, observation, message):
@@ -479,7 +479,7 @@ def rewrite_config(folder, **changes):
     [
         ({"unnorm_key": "leg"}, {}, r"model\.unnorm_key 'leg'"),
         ({"action_token_len": 6}, {}, r"model\.action_token_len is 6.*5 numbers.*Type model\.action_token_len=5"),
-        ({"action_token_len": 2}, {}, r"'action' describe 3 numbers.*has 2\. Type model\.action_token_len=3"),
+        ({"action_token_len": 2}, {}, r"'action' describe 3 numbers.*has 2\. Set model\.action_token_len=3"),
         ({"action_chunks_len": 9}, {}, r"model\.action_chunks_len is 9.*Type model\.action_chunks_len=3"),
         ({}, {"norm_stats": {}}, r"no statistics.*Type model\.unnorm_key=<env\.name>.*model\.unnorm_key=tabletop"),
     ],

@@ -36,7 +36,7 @@ def test_files_without_a_json_object_are_refused(tmp_path, file, text):
         (tmp_path / "config.json").write_text("{}")
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(text)
-    with pytest.raises(CheckpointError, match=rf"{file}' is no JSON object.*Type model\.model_path="):
+    with pytest.raises(CheckpointError, match=rf"{file}' is not a JSON object.*Type model\.model_path="):
         get_model({"model_type": "pi0", "model_path": str(tmp_path)})
 
 
@@ -47,7 +47,7 @@ def test_files_without_a_json_object_are_refused(tmp_path, file, text):
         (["env.state=full"], r"width 4 at most.*one of width 31.*Type env\.state=proprio"),
         (["env.state=proprio", "+model.init_config.cameras=[front,nose]"],
          r"cameras \[front,nose\], and env\.cameras is \[front\].*Type model\.init_config\.cameras=\[front\]"),
-        (["env.state=proprio", "+model.init_config.cameras=[]"], r"Type model\.init_config\.cameras=\[front\]"),
+        (["env.state=proprio", "+model.init_config.cameras=[]"], r"Set model\.init_config\.cameras=\[front\]"),
         (["env.state=proprio"], None),
         (["env.state=none", "model.init_config.pi05=true", "+model.init_config.discrete_state_input=false"], None),
         (["env.state=proprio", "+model.init_config.cameras=[front,null]"], None),

@@ -132,7 +132,7 @@ def undisturbed(make, specs, num_chunks):
     return first, [env.chunk_step(actions_of(specs, step)) for step in range(num_chunks)]
 
 
-def test_a_killed_worker_loses_its_episodes_and_only_these_and_they_begin_anew(make, caplog):
+def test_a_killed_worker_loses_its_episodes_and_only_these_and_they_begin_again(make, caplog):
     env = make(max_episode_steps=8)
     specs = spread_specs(env, NUM_ENVS)
     first, reference = undisturbed(make, specs, 4)
@@ -449,7 +449,7 @@ def test_an_error_of_the_user_is_raised_as_itself_without_a_restart(make):
     env = make()
     env.reset()
     make.fault("step refuse")
-    with pytest.raises(ConfigError, match="^there is no such gripper. Type env.gripper=two$"):
+    with pytest.raises(ConfigError, match="^there is no such gripper. Set env.gripper=two$"):
         env.chunk_step(zeros(env))
     assert env.num_restarts == 0
     env.reset()  # both workers are still there, and no answer is left in a pipe

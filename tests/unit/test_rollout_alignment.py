@@ -274,7 +274,7 @@ def calls_of_first_episode(sampler, env):
     return 3 if sampler.spec(3, env, 0).task_id == 0 else 4
 
 
-def test_an_episode_whose_simulator_is_lost_is_void_and_begins_anew():
+def test_an_episode_whose_simulator_is_lost_is_void_and_begins_again():
     plain, sampler = play(True, num_lanes=1)
     second = calls_of_first_episode(sampler, 4)
     env = type("Losing", (LosingClock,), {"losses": ((1, 1), (4, second))})

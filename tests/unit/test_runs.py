@@ -308,4 +308,4 @@ def test_the_command_writes_one_page_of_several_runs_and_the_report_of_one(sweep
     assert json.loads((sweep / "0" / "summary.json").read_text())["seed"] == 0
     for words in ([], ["output=a.html"], ["--open"], ["nowhere"], ["seed=3", str(sweep)]):
         assert main(["report", *words]) == 2
-        assert "Type rlinf report" in (said := capsys.readouterr().err) or "There is no folder nowhere" in said
+        assert "Run rlinf report" in (said := capsys.readouterr().err) or "There is no folder nowhere" in said

@@ -67,7 +67,7 @@ def test_plugins_of_a_checkpoint_are_imported_only_where_they_are_typed(evil, he
     folder, mark = evil(plugins=[str(here / "evil.py")]), here / "executed"
     main(typed(command, folder))
     captured = capsys.readouterr()
-    assert f"Type 'plugins=[{here / 'evil.py'}]'" in captured.err + captured.out
+    assert f"Set 'plugins=[{here / 'evil.py'}]'" in captured.err + captured.out
     assert not mark.exists() and started == [] and "evil" not in sys.modules
     main(typed(command, folder, f"plugins=[{here / 'evil.py'}]"))
     assert mark.exists(), "a control: the user has typed it"
@@ -93,7 +93,7 @@ def test_the_trust_in_a_folders_code_is_not_taken_over(evil, started, capsys, co
     assert "model.trust_remote_code=true" in captured.err + captured.out and started == []
     main(typed(command, folder, "model.trust_remote_code=true"))
     captured = capsys.readouterr()
-    assert "Type model.trust_remote_code=true" not in captured.err + captured.out
+    assert "Set model.trust_remote_code=true" not in captured.err + captured.out
 
 
 def test_a_resumed_run_trusts_what_is_typed_and_names_everything_that_is_not(evil, here, started, capsys):

@@ -55,7 +55,7 @@ def test_a_dataset_that_nothing_clones_is_refused(here, started, capsys):
     assert main(["train", "experiment=tabletop_ppo_mlp", "sft.dataset=demos"]) == EXIT_USER_ERROR
     said = capsys.readouterr().err
     assert "sft.dataset is 'demos', and sft.max_steps=0" in said
-    assert "Type sft.max_steps=500, or sft.dataset=null" in said
+    assert "Set sft.max_steps=500, or sft.dataset=null" in said
 
 
 def test_runs_checkpoints_and_other_models_with_a_log_beside_them_are_no_text(here, started, capsys):
@@ -73,4 +73,4 @@ def test_runs_checkpoints_and_other_models_with_a_log_beside_them_are_no_text(he
     for name in ("run_a", "other_run", "policy_b", "saved"):
         assert main(["evaluate", name]) == EXIT_USER_ERROR
         said = capsys.readouterr().err
-        assert f"Type checkpoint={name} to evaluate" in said and PAGE not in said
+        assert f"Set checkpoint={name} to evaluate" in said and PAGE not in said

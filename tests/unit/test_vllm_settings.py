@@ -79,7 +79,7 @@ def test_engines_of_several_gpus_beside_several_ranks_are_refused(has_vllm):
 
 
 def test_a_model_that_vllm_cannot_run_is_refused(has_vllm):
-    with pytest.raises(ConfigError, match="MLPForRLActionPrediction declares no vllm_twin. Type rollout.backend=torch"):
+    with pytest.raises(ConfigError, match="MLPForRLActionPrediction declares no vllm_twin. Set rollout.backend=torch"):
         validate(build_config(compose_config(["experiment=tabletop_ppo_mlp", "rollout.backend=vllm"])))
 
 
@@ -159,11 +159,11 @@ def test_sampling_arguments_follow_the_settings():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"max_tokens": 8}, "no setting 'max_tokens'. Type max_new_tokens=<number>"),
-        ({"stop": ["x"]}, r"no setting 'stop'. Type eos_token_id=\[<ids>\]; text is not decoded here"),
-        ({"stop_strings": ["x"]}, r"no setting 'stop_strings'. Type eos_token_id="),
-        ({"stop_token_ids": [3]}, r"no setting 'stop_token_ids'. Type eos_token_id=\[<ids>\]$"),
-        ({"ignore_eos": True}, r"no setting 'ignore_eos'. Type eos_token_id=\[\]"),
+        ({"max_tokens": 8}, "no setting 'max_tokens'. Set max_new_tokens=<number>"),
+        ({"stop": ["x"]}, r"no setting 'stop'. Set eos_token_id=\[<ids>\]; text is not decoded here"),
+        ({"stop_strings": ["x"]}, r"no setting 'stop_strings'. Set eos_token_id="),
+        ({"stop_token_ids": [3]}, r"no setting 'stop_token_ids'. Set eos_token_id=\[<ids>\]$"),
+        ({"ignore_eos": True}, r"no setting 'ignore_eos'. Set eos_token_id=\[\]"),
         ({"max_new_tokens": 1.5}, r"max_new_tokens is '1.5' \(float\); required: int"),
         ({"max_new_tokens": "8"}, r"max_new_tokens is '8' \(str\); required: int"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; required: at least 1"),
@@ -195,7 +195,7 @@ def test_settings_are_refused_by_engines_and_policies_with_one_message(has_vllm,
 )
 def test_tokens_that_the_model_has_not_are_refused_by_both_engines(has_vllm, tiny_lm, prompts, setting, ids):
     name = next(iter(setting))
-    message = f"{name} has the ids {re.escape(ids)}; required: one or more from 0 to 47. Type {name}=None"
+    message = f"{name} has the ids {re.escape(ids)}; required: one or more from 0 to 47. Set {name}=None"
     generation = VllmGeneration(None, {"model_name": tiny_lm(), **setting})
     calls = (
         generation.prepare_for_generation,

@@ -49,7 +49,7 @@ class GymnasiumConfig(ProcessEnvConfig):
     kwargs: dict[str, Any] = option({}, "Arguments for gymnasium.make besides render_mode.")
     new_each_episode: bool = option(
         True,
-        "Make the env anew for each episode: some keep things over a reset (Box2D's contacts, where MuJoCo's camera looks), and "
+        "Make the env again for each episode: some keep things over a reset (Box2D's contacts, where MuJoCo's camera looks), and "
         "an episode would depend on what ran before; false: reset it only, for envs that are slow to make.",
     )
     state: str = option("full", "full: the flattened observation; none.", choices=("full", "none"))
@@ -121,14 +121,14 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
                 f"The module of env.id={config.id} cannot be imported ({error}). It must be installed or on PYTHONPATH."
             ) from error
         raise MissingDependencyError(
-            f"env.id={config.id} needs a package that is missing or too old: {error}. Install it, or type another env.id=..."
+            f"env.id={config.id} needs a package that is missing or too old: {error}. Install it, or set another env.id=..."
         ) from error
     except (*MAKE_ERRORS, gymnasium.error.Error) as error:
         if importlib.util.find_spec("mujoco") is not None:
             import_mujoco()  # which tells of a GL that fails: MuJoCo loads it when it is imported
         raise ConfigError(
             f"gymnasium.make('{config.id}') fails with env.kwargs={config.kwargs}: {type(error).__name__}: {error}. "
-            "Type env.kwargs={...} with arguments that the environment takes"
+            "Set env.kwargs={...} with arguments that the environment takes"
         ) from error
 
 
@@ -156,7 +156,7 @@ def _spaces_of(env_id: str, kwargs: str, state: str) -> Spaces:
             if not isinstance(flat, gymnasium.spaces.Box):
                 raise ConfigError(
                     f"The observation of env.id={env_id} is {observation}, which has no fixed number of numbers. "
-                    "Type env.state=none, or name a version of it with an observation wrapper in env.id"
+                    "Set env.state=none, or name a version of it with an observation wrapper in env.id"
                 )
             bounds = flat.low.astype(np.float64), flat.high.astype(np.float64)
         horizon, can_draw = gymnasium.spec(env.spec.id).max_episode_steps, "rgb_array" in env.metadata["render_modes"]
@@ -244,7 +244,7 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         check_cameras(config.cameras, [CAMERA])
         spaces = spaces_of(config)
         if config.cameras and not spaces.can_draw:
-            raise ConfigError(f"env.id={config.id} has no render_mode=rgb_array. Type env.cameras=[]")
+            raise ConfigError(f"env.id={config.id} has no render_mode=rgb_array. Set env.cameras=[]")
         if config.cameras:
             _draw_once(config.id, json.dumps(config.kwargs, sort_keys=True), config.state)
         super().__init__(config, num_envs, auto_reset, spaces.action_low, spaces.action_high)
@@ -272,7 +272,7 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         spaces = spaces_of(config)
         if not spaces.can_draw:
             raise ConfigError(
-                f"env.id={config.id} has no render_mode=rgb_array, so there can be no videos. Type "
+                f"env.id={config.id} has no render_mode=rgb_array, so there can be no videos. Set "
                 "evaluation.num_videos_per_task=0"
             )
         if not spaces.uses_mujoco:
@@ -298,7 +298,7 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         """
         horizon = config.max_episode_steps or spaces_of(config).horizon
         if horizon is None:
-            raise ConfigError(f"env.id={config.id} is registered without a time limit. Type env.max_episode_steps=200")
+            raise ConfigError(f"env.id={config.id} is registered without a time limit. Set env.max_episode_steps=200")
         return horizon
 
     def instruction_of(self, task_id: int) -> str:
@@ -379,7 +379,7 @@ class GymnasiumSimulator(Simulator):
                 f"Pictures of env.id={self.config.id} need a package that is missing: {error}. Or type {without}"
             ) from error
         if not isinstance(picture, np.ndarray) or picture.ndim != 3:
-            raise ConfigError(f"env.id={self.config.id} gives no picture under render_mode=rgb_array. Type {without}")
+            raise ConfigError(f"env.id={self.config.id} gives no picture under render_mode=rgb_array. Set {without}")
         picture = checked_picture(picture, f"env.id={self.config.id}", without)
         return np.asarray(Image.fromarray(picture).resize((size, size)))
 

@@ -31,10 +31,10 @@ def check_assets(assets: Path, suite: str, tasks: Sequence[str]) -> None:
     files = sorted({name for lost in missing.values() for name in lost})
     complete = [task for task in tasks if task not in missing]
     named = ", ".join(list(missing)[:3]) + (", ..." if len(missing) > 3 else "")
-    shorter = f", or type env.tasks={override_text(complete)}" if complete else ""
+    shorter = f", or set env.tasks={override_text(complete)}" if complete else ""
     raise MissingDependencyError(
         f"LIBERO's assets in {assets} lack {files[0]}{f' and {len(files) - 1} more files' if files[1:] else ''}, which "
-        f"{len(missing)} of {len(tasks)} tasks of env.suite={suite} need ({named}). Type env.assets_dir=<the "
+        f"{len(missing)} of {len(tasks)} tasks of env.suite={suite} need ({named}). Set env.assets_dir=<the "
         f"folder libero/libero/assets of https://github.com/Lifelong-Robot-Learning/LIBERO>{shorter}"
     )
 

@@ -183,7 +183,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
         if needed != config.gripper:
             raise ConfigError(
                 f"The smallest gripper number in the policy's action statistics is {lowest:g}, and env.gripper is "
-                f"{config.gripper}; such policies mean the gripper as env.gripper={needed}. Type env.gripper={needed}"
+                f"{config.gripper}; such policies mean the gripper as env.gripper={needed}. Set env.gripper={needed}"
             )
 
     @classmethod

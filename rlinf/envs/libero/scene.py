@@ -95,7 +95,7 @@ class Scene:
             ).env  # fmt: skip
         except (OSError, ValueError) as error:
             raise MissingDependencyError(
-                f"The task {bddl_file.stem} cannot be built from the assets in {assets}: {error}. Type "
+                f"The task {bddl_file.stem} cannot be built from the assets in {assets}: {error}. Set "
                 "env.assets_dir=<the folder libero/libero/assets of https://github.com/Lifelong-Robot-Learning/LIBERO>"
             ) from error
         self._sim, self._robot = self._env.sim, self._env.robots[0]
@@ -135,7 +135,7 @@ class Scene:
         if len(recorded) != 1 + self.model.nq + self.model.nv:
             raise ConfigError(
                 f"The recorded initial state has {len(recorded)} numbers, and the task's model 1 + {self.model.nq} + "
-                f"{self.model.nv}: package and assets are of different versions. Type env.assets_dir=<other assets>"
+                f"{self.model.nv}: package and assets are of different versions. Set env.assets_dir=<other assets>"
             )
         generator, num_loads = self._published_draw(state, seed, index)
         with _numpy_seed(generator):

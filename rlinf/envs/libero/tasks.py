@@ -71,7 +71,7 @@ def check_packages() -> None:
             raise MissingDependencyError(
                 f"{name} is {version}; LIBERO's states and pictures hold for versions from {_dotted(first)} to "
                 f"below {_dotted(end)} (later ones change contacts and brightness, and with them success rates). "
-                f"Type pip install {wanted}"
+                f"Run pip install {wanted}"
             )
 
 
@@ -172,7 +172,7 @@ def find_assets(configured: str | None) -> Path:
 def _assets_hint() -> str:
     return (
         "They are the folder libero/libero/assets of https://github.com/Lifelong-Robot-Learning/LIBERO. Get it with "
-        "`git clone`, and type env.assets_dir=LIBERO/libero/libero/assets, or set RLINF_LIBERO_ASSETS."
+        "`git clone`, and set env.assets_dir=LIBERO/libero/libero/assets, or set RLINF_LIBERO_ASSETS."
     )
 
 

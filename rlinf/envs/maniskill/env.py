@@ -71,7 +71,7 @@ class ManiSkillVectorEnv(ManiSkillSuite, ProcessVectorEnv):
 
 
 class ManiSkillSimulator(Simulator):
-    """One env of ManiSkill. Each episode builds its scene anew (0.03 s), and that of another task one more time."""
+    """One env of ManiSkill. Each episode builds its scene again (0.03 s), and that of another task one more time."""
 
     config: ManiSkillConfig
 

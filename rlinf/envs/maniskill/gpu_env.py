@@ -66,7 +66,7 @@ class ManiSkillGpuVectorEnv(ManiSkillSuite, VectorEnv):
         if len(self.task_names) != 1:
             raise ConfigError(
                 f"env.name={config.name} simulates one task, and env.tasks leaves {len(self.task_names)}. "
-                "Type env.tasks=[PickCube-v1], or env=maniskill for several tasks on the CPU."
+                "Set env.tasks=[PickCube-v1], or env=maniskill for several tasks on the CPU."
             )
         self._render_device = choose_vulkan(self.devices[1])
         self._scene: Scene | None = None

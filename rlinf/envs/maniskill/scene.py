@@ -131,7 +131,7 @@ class ManiSkillSuite:
         if len(set(widths.values())) > 1:
             raise ConfigError(
                 f"env.state=full has another width for each task ({widths}), and a policy needs one. "
-                "Type env.state=proprio, or one task: env.tasks=[PickCube-v1]"
+                "Set env.state=proprio, or one task: env.tasks=[PickCube-v1]"
             )
         return next(iter(widths.values()))
 
@@ -207,7 +207,7 @@ class Scene:
     def reset(self, rows: np.ndarray, seeds: Sequence[int]) -> None:
         """Put ``rows`` (int64 ``[K]``) into the initial states that belong to ``seeds``, in one call of ManiSkill.
 
-        On the CPU the simulation is built anew: PhysX keeps contacts in a scene, and ManiSkill's reset does not forget them.
+        On the CPU the simulation is built again: PhysX keeps contacts in a scene, and ManiSkill's reset does not forget them.
         """
         options: dict[str, Any] = {"reconfigure": True} if self._on_cpu else {}
         if self._num_envs > 1:

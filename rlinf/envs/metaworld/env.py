@@ -227,7 +227,7 @@ class MetaWorldSimulator(Simulator):
     def expert_action(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
         """Return Meta-World's scripted expert, which is told that the hand is ``aim_offset_m`` from where it is.
 
-        So it brings the hand to that distance beside everything it wants to touch.
+        So it brings the hand to that distance from everything it wants to touch.
         """
         from metaworld.policies import ENV_POLICY_MAP
 

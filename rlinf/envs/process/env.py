@@ -2,7 +2,7 @@
 
 Each worker owns some rows. Commands go over pipes, to all workers before any answer is awaited; images and states lie in
 memory that parent and workers share and that has no name, so that nothing is left behind however a process ends. A worker
-that dies, raises or misses its deadline is replaced: its rows begin their episodes anew (``ChunkStep.lost_env_ids``).
+that dies, raises or misses its deadline is replaced: its rows begin their episodes again (``ChunkStep.lost_env_ids``).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ProcessVectorEnv(VectorEnv):
         if config.num_processes != 0 and self.simulator_class.startswith("__main__:"):
             raise ConfigError(
                 f"The simulator '{self.simulator_class}' of env.name={config.name} is defined in the main script, which "
-                "worker processes cannot import. Move it into a file of its own, or type env.num_processes=0"
+                "worker processes cannot import. Move it into a file of its own, or set env.num_processes=0"
             )
         self._task = SimulatorTask(self.simulator_class, config, self.task_names, self.num_envs, self.state_dim)
         self._memory = SharedMemory(self._task.row_type.itemsize * self.num_envs)
@@ -305,10 +305,10 @@ class ProcessVectorEnv(VectorEnv):
             self.close()
             raise SimulatorError(
                 f"{what}\nIt is the worker number {self.num_restarts} that was lost, and env.max_restarts="
-                f"{self.config.max_restarts}. To go on for longer, type env.max_restarts={2 * self.num_restarts}"
+                f"{self.config.max_restarts}. To go on for longer, set env.max_restarts={2 * self.num_restarts}"
             )
         logger.warning(
-            "%s\nIts episodes begin anew (restart %d of %d).", what, self.num_restarts, self.config.max_restarts
+            "%s\nIts episodes begin again (restart %d of %d).", what, self.num_restarts, self.config.max_restarts
         )
         self._lost[worker.ids] = True
         worker.start(self._task, self._memory)

@@ -129,7 +129,7 @@ class TabletopVectorEnv(VectorEnv):
         return Observation(images, self._state(ids), [self._instructions[index] for index in ids])
 
     def expert_actions(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-        """Return the scripted expert's actions, float32 ``[B, 2]``; it aims ``aim_offset_m`` beside the goal."""
+        """Return the scripted expert's actions, float32 ``[B, 2]``; it aims ``aim_offset_m`` away from the goal."""
         self._check_reset()
         actions = np.zeros((self.num_envs, 2), dtype=np.float32)
         for rows, family in self._by_family(np.arange(self.num_envs)):

@@ -79,7 +79,7 @@ class MegatronPolicy(PolicyInterface):
     model (tensor and pipeline parallel) call every method with the same rows, and get the same results; groups of such ranks
     call ``train`` with rows of their own, and gradients and counts are summed over them.
 
-    ``generate`` computes the whole row anew for each token. It is there to check and to score; to generate much, give
+    ``generate`` computes the whole row again for each token. It is there to check and to score; to generate much, give
     ``public_state_dict()`` to an engine.
 
     Args:
@@ -103,7 +103,7 @@ class MegatronPolicy(PolicyInterface):
         _check_config(config, self._dtype)
         if importlib.util.find_spec("megatron") is None:
             raise MissingDependencyError(
-                f"MegatronPolicy('{model_name}') needs the extra 'megatron', which is not installed. Type pip install "
+                f"MegatronPolicy('{model_name}') needs the extra 'megatron', which is not installed. Run pip install "
                 f"'rlinf[megatron]'. Or do without: Use HuggingFacePolicy('{model_name}')"
             )
         check_ranks(config)
@@ -167,7 +167,7 @@ class MegatronPolicy(PolicyInterface):
         """
         if not isinstance(loss_fn, TokenLoss):
             raise ConfigError(
-                f"{loss_fn} is no TokenLoss, and Megatron-core's model is not one that it could call. Use HuggingFacePolicy"
+                f"{loss_fn} is not a TokenLoss, and Megatron-core's model is not one that it could call. Use HuggingFacePolicy"
             )
         check_loss(loss_fn, self.temperature)
         data = BatchedDataDict(data)
@@ -382,9 +382,9 @@ def _check_config(config: MegatronPolicyConfig, dtype: torch.dtype) -> None:
     if config.sequence_parallel and config.tensor_model_parallel_size == 1:
         raise ConfigError(
             "sequence_parallel=True needs tensor_model_parallel_size of 2 or more, and it is 1. "
-            "Type sequence_parallel=False"
+            "Set sequence_parallel=False"
         )
     if dtype == torch.float16:
         raise ConfigError(
-            f"torch_dtype={config.torch_dtype} loses small gradients in training. Type torch_dtype='bfloat16'"
+            f"torch_dtype={config.torch_dtype} loses small gradients in training. Set torch_dtype='bfloat16'"
         )

@@ -30,7 +30,7 @@ class ActionModel:
     Attributes:
         fsdp_wrap_modules: Class names of the submodules that are sharded as units.
         lora_target_modules: Default name suffixes (or a regular expression) of the linear layers to adapt.
-        trained_in_full: First parts of the names of parameters that are trained beside LoRA adapters, without any of
+        trained_in_full: First parts of the names of parameters that are trained alongside LoRA adapters, without any of
             their own.
         lora_exclude_modules: Regular expression of modules that never get an adapter, because no gradient reaches them.
         processor: Prompts and images to tensors; set by ``build_policy``.
@@ -183,7 +183,7 @@ def check_hidden_size(given: int | None, found: int) -> None:
     if given not in (None, found):
         raise ConfigError(
             f"model.hidden_size is {given}, but the model has {found}. "
-            f"Type model.hidden_size={found} or model.hidden_size=null"
+            f"Set model.hidden_size={found} or model.hidden_size=null"
         )
 
 

@@ -59,7 +59,7 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
 
     @classmethod
     def _hint(cls, config: Any) -> str:
-        """What else the user may type if the weights do not fit, behind "Type model.model_path=<another folder>"."""
+        """What else the user may type if the weights do not fit, behind "Set model.model_path=<another folder>"."""
         return ""
 
     @property
@@ -89,7 +89,7 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
 
         Raises:
             CheckpointError: A weight is missing, unexpected or of another shape (only the heads may be absent as a whole;
-                they are drawn anew).
+                they are drawn again).
             ConfigError: A setting does not fit the configuration; found before weights are read.
         """
         folder = checkpoint_folder(pretrained_model_name_or_path)
@@ -176,7 +176,7 @@ def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
             state_dict.update(load_file(file))
         except SafetensorError as error:
             raise CheckpointError(
-                f"'{file}' cannot be read as safetensors ({error}). Type model.model_path=<another folder>"
+                f"'{file}' cannot be read as safetensors ({error}). Set model.model_path=<another folder>"
             ) from error
     return state_dict
 

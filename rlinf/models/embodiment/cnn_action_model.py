@@ -26,7 +26,7 @@ class CNNConfig(MLPConfig):
         num_images_in_input: Cameras that the policy sees, in the order of the observation.
         feature_dim: Width of the image features.
         num_words: Rows of the table of word vectors; a word's row is its CRC-32 modulo this number.
-        state_dim: Width of ``Observation.state``, which is read beside the images; 0: not read.
+        state_dim: Width of ``Observation.state``, which is read in addition to the images; 0: not read.
         image_mean, image_std: Of images in [0, 1].
         **kwargs: See ``MLPConfig``.
     """
@@ -69,7 +69,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
     config_class = CNNConfig
     base_model_prefix = "cnn"
     main_input_name = "images"
-    float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head")  # log_std is no module: see ``shard``
+    float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head")  # log_std is not a module: see ``shard``
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
             channels, side = width, (side - kernel) // stride + 1
         if side < 1:
             raise ConfigError(
-                f"image_size is {config.image_size}; required: at least 36 pixels. Type model.init_config.image_size=64"
+                f"image_size is {config.image_size}; required: at least 36 pixels. Set model.init_config.image_size=64"
             )
         self.encoder = nn.Sequential(
             *layers, nn.Flatten(), nn.Linear(channels * side**2, config.feature_dim), nn.ReLU()
@@ -124,7 +124,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
         if images.shape[1:3] != (config.image_size, config.image_size):
             raise ConfigError(
                 f"The policy sees images of {config.image_size} x {config.image_size} pixels, and the environment gives "
-                f"{images.shape[1]} x {images.shape[2]}. Type env.image_size={config.image_size}"
+                f"{images.shape[1]} x {images.shape[2]}. Set env.image_size={config.image_size}"
             )
         words = [[self._row(word) for word in each.lower().split()] for each in observation.instruction]
         longest = max(1, *(len(each) for each in words))

@@ -117,7 +117,7 @@ class MLPForRLActionPrediction(CheckpointPolicy):
             width = self.config.state_dim if observation.state is None else observation.state.shape[1]
             raise ConfigError(
                 f"The policy reads a state of width {self.config.state_dim}, and the environment gives {found}. "
-                f"Type model.init_config.state_dim={width}, or use an image policy: model=openvla_tiny"
+                f"Set model.init_config.state_dim={width}, or use an image policy: model=openvla_tiny"
             )
         return {"state": torch.from_numpy(observation.state).float().to(self.device)}
 

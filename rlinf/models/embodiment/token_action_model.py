@@ -51,7 +51,7 @@ class TokenActionModel(ActionModel):
             raise ConfigError(
                 f"An input has {needed} tokens (prompt and images {num_prompt_tokens}, actions {self.num_logprobs}), and the "
                 f"language model was made for {positions} positions (max_position_embeddings), behind which its numbers mean "
-                "nothing. Shorten the instructions of the environment, or type fewer env.cameras or a smaller "
+                "nothing. Shorten the instructions of the environment, or set fewer env.cameras or a smaller "
                 "model.action_chunks_len"
             )
 

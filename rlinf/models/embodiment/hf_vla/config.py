@@ -80,11 +80,11 @@ class HfVlaConfig(PreTrainedConfig):
         if prompt_template is not None and fields_of(prompt_template) != {"image", "instruction"}:
             raise ConfigError(
                 f"prompt_template is '{prompt_template}'; required: a text with {{image}} and {{instruction}}. "
-                "Type e.g. 'model.override_config.prompt_template=\"{image}What should the robot do to {instruction}?\"'"
+                "Set e.g. 'model.override_config.prompt_template=\"{image}What should the robot do to {instruction}?\"'"
             )
         if weight_init not in ("normal", "fan_in"):
             raise ConfigError(
-                f"weight_init is '{weight_init}'; required: normal or fan_in. Type model.init_config.weight_init=fan_in"
+                f"weight_init is '{weight_init}'; required: normal or fan_in. Set model.init_config.weight_init=fan_in"
             )
         if self.vlm_config is not None and reserved_tokens is None and processor_config is not None:
             from rlinf.models.embodiment.hf_vla.processing import new_vlm_processor, reserved_ranges
@@ -120,19 +120,19 @@ class HfVlaConfig(PreTrainedConfig):
         """Return the class that transformers has for image and text to text with this configuration.
 
         Raises:
-            ConfigError: The architecture is no decoder-only image-text-to-text model.
+            ConfigError: The architecture is not a decoder-only image-text-to-text model.
         """
         vlm_config = self.vlm_config
         if vlm_config is None:
             raise ConfigError(
-                "model.init_config has no vlm_config. Type model=hf_vla_tiny, or model.model_path=<folder of a VLM>"
+                "model.init_config has no vlm_config. Set model=hf_vla_tiny, or model.model_path=<folder of a VLM>"
             )
         found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(vlm_config), None)
         if found is None or vlm_config.is_encoder_decoder or not found.can_generate():
             raise ConfigError(
                 f"The model is a '{vlm_config.model_type}' ({', '.join(vlm_config.architectures or ['no architecture named'])}); "
                 "model=hf_vla needs a decoder-only architecture of AutoModelForImageTextToText, which reads images and text. "
-                "Type model.model_path=<folder of such a model>"
+                "Set model.model_path=<folder of such a model>"
             )
         return found
 
@@ -147,7 +147,7 @@ class HfVlaConfig(PreTrainedConfig):
         folder = checkpoint_folder(pretrained_model_name_or_path)
         if not (folder / "config.json").is_file():
             raise CheckpointError(
-                f"model.model_path is '{folder}', a folder without a config.json. Type model.model_path=<folder of a VLM>"
+                f"model.model_path is '{folder}', a folder without a config.json. Set model.model_path=<folder of a VLM>"
             )
         fields = read_json(folder / "config.json")
         own = fields.pop(OWN_KEY, {})
@@ -187,5 +187,5 @@ def _vlm_config(fields: dict[str, Any], source: str = "model.init_config.vlm_con
     except ValueError as error:
         raise CheckpointError(
             f"The configuration in {source} has model_type {model_type or 'null'}, which this version of transformers does not know. "
-            "Type model.model_path=<folder of a VLM that AutoModelForImageTextToText loads>"
+            "Set model.model_path=<folder of a VLM that AutoModelForImageTextToText loads>"
         ) from error

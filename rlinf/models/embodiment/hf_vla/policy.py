@@ -95,7 +95,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         if type(head) is not nn.Linear:
             raise ConfigError(
                 f"The output head of {type(self.vlm).__name__} is a {type(head).__name__}; model=hf_vla needs a linear layer. "
-                "Type model.model_path=<folder of another VLM>"
+                "Set model.model_path=<folder of another VLM>"
             )
         head.__class__ = ActionRows
         head.first_row, head.end_row = self.action_tokenizer.first_token, self.action_tokenizer.vocab_size
@@ -218,7 +218,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
 
         Raises:
             CheckpointError: A weight is missing, unexpected or of another shape (only a value head may be absent; it is
-                drawn anew).
+                drawn again).
             ConfigError: The architecture, the action bins or the action statistics do not fit.
         """
         folder = checkpoint_folder(pretrained_model_name_or_path)
@@ -241,7 +241,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
                 )
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"The weights of '{folder}' cannot be read: {error}. Type model.model_path=<complete checkpoint folder>"
+                f"The weights of '{folder}' cannot be read: {error}. Set model.model_path=<complete checkpoint folder>"
             ) from error
         unused = set(info["unexpected_keys"]) - {name for name, _ in vlm.named_buffers()}
         check_fit(folder, {**info, "unexpected_keys": unused})
@@ -257,7 +257,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     def save_pretrained(
         self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
     ) -> None:
-        """Write a folder of the VLM's own format, and beside it the value head and the processor's files.
+        """Write a folder of the VLM's own format, and next to it the value head and the processor's files.
 
         See ``CheckpointPolicy.save_pretrained``.
         """
@@ -286,7 +286,7 @@ def _check_before_loading(folder: Path, config: HfVlaConfig, arguments: dict[str
     if not config.norm_stats:
         raise ConfigError(
             f"'{folder}' holds no action statistics and model.unnorm_key is {arguments.get('unnorm_key') or 'null'}; a VLM that never acted takes "
-            "those of the environment, by its name. Type e.g. model.unnorm_key=tabletop"
+            "those of the environment, by its name. Set e.g. model.unnorm_key=tabletop"
         )
     ActionNormalizer(select_action_stats(config.norm_stats, arguments.get("unnorm_key")), arguments.get("action_dim"))
     config.action_tokens_end  # noqa: B018  (raises)

@@ -41,7 +41,7 @@ def load_vlm_processor(folder: str | Path, vlm_config: PreTrainedConfig) -> Any:
     if not {"image_processor", "tokenizer"} <= parts <= _USED_PARTS:
         raise ConfigError(
             f"The processor of a '{vlm_config.model_type}' has the parts {sorted(parts) or '(no processor)'}; model=hf_vla needs "
-            "one of an image processor and a tokenizer. Type model.model_path=<folder of another VLM>"
+            "one of an image processor and a tokenizer. Set model.model_path=<folder of another VLM>"
         )
     still_class = _without_video(processor_class)
     try:
@@ -54,7 +54,7 @@ def load_vlm_processor(folder: str | Path, vlm_config: PreTrainedConfig) -> Any:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"'{folder}' holds no {processor_class.__name__} that can be loaded ({error}). "
-            "Type tokenizer.tokenizer_model=<folder with the model's processor files>"
+            "Set tokenizer.tokenizer_model=<folder with the model's processor files>"
         ) from error
     processor.tokenizer.padding_side = "left"
     if processor.tokenizer.pad_token is None:
@@ -63,7 +63,7 @@ def load_vlm_processor(folder: str | Path, vlm_config: PreTrainedConfig) -> Any:
 
 
 def _without_video(processor_class: type) -> type:
-    """The same class, under the same name, of which ``video_processor`` is no part."""
+    """The same class, under the same name, of which ``video_processor`` is not part."""
 
     def get_attributes(cls: type) -> list[str]:
         return [name for name in processor_class.get_attributes() if name != "video_processor"]
@@ -162,14 +162,14 @@ def load_processor(tokenizer_config: Any, model_config: HfVlaConfig, path: str |
     if path is None and model_config.processor_config is None:
         raise ConfigError(
             "model.init_config has no processor_config, and no folder is given to load a processor from. "
-            "Type tokenizer.tokenizer_model=<folder>, or model=hf_vla_tiny"
+            "Set tokenizer.tokenizer_model=<folder>, or model=hf_vla_tiny"
         )
     processor = new_vlm_processor(model_config) if path is None else load_vlm_processor(path, model_config.vlm_config)
     vocab_size, num_tokens = model_config.text_config.vocab_size, len(processor.tokenizer)
     if num_tokens > vocab_size:
         raise ConfigError(
             f"The tokenizer has {num_tokens} tokens and the model's vocabulary {vocab_size}; required: no more. "
-            "Type tokenizer.tokenizer_model=<the model's own tokenizer>"
+            "Set tokenizer.tokenizer_model=<the model's own tokenizer>"
         )
     end = model_config.action_tokens_end
     first = end - model_config.n_action_bins
@@ -177,7 +177,7 @@ def load_processor(tokenizer_config: Any, model_config: HfVlaConfig, path: str |
         if low < end and past > first:
             raise ConfigError(
                 f"The tokenizer in '{path}' has special tokens {low}..{past - 1}, and the action tokens are {first}..{end - 1}; required: "
-                "the tokenizer that the model was made a policy with. Type tokenizer.tokenizer_model=null"
+                "the tokenizer that the model was made a policy with. Set tokenizer.tokenizer_model=null"
             )
     result = HfVlaProcessor(processor, model_config.prompt_template)
     grey = Observation({"camera": np.full((1, 64, 64, 3), 128, dtype=np.uint8)}, None, ["reach"])
@@ -186,6 +186,6 @@ def load_processor(tokenizer_config: Any, model_config: HfVlaConfig, path: str |
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise ConfigError(
             f"The {type(processor).__name__} in '{path}' cannot process an image and a text ({type(error).__name__}: {error}). "
-            "Type tokenizer.tokenizer_model=<folder with the model's processor files>"
+            "Set tokenizer.tokenizer_model=<folder with the model's processor files>"
         ) from error
     return result

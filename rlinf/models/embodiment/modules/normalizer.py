@@ -34,7 +34,7 @@ def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mappi
     if unnorm_key not in norm_stats:
         known = closest(unnorm_key, norm_stats) or next(iter(norm_stats), "<name>")
         raise ConfigError(
-            f"Unknown model.unnorm_key '{unnorm_key}'.{did_you_mean(unnorm_key, norm_stats)} Type model.unnorm_key={known}"
+            f"Unknown model.unnorm_key '{unnorm_key}'.{did_you_mean(unnorm_key, norm_stats)} Set model.unnorm_key={known}"
         )
     return norm_stats[unnorm_key]
 
@@ -75,7 +75,7 @@ class ActionNormalizer:
         if low not in stats or high not in stats:
             raise ConfigError(
                 f"The statistics hold {', '.join(stats)}; normalising by {low} and {high} needs both. "
-                "Type another model.unnorm_key"
+                "Set another model.unnorm_key"
             )
         self.low = np.array(stats[low], dtype=np.float64)
         self.high = np.array(stats[high], dtype=np.float64)
@@ -90,7 +90,7 @@ class ActionNormalizer:
         if action_dim not in (None, len(self.low)):
             raise ConfigError(
                 f"model.action_token_len is {action_dim}, but the action statistics have {len(self.low)} numbers. "
-                f"Type model.action_token_len={len(self.low)}, or another model.unnorm_key"
+                f"Set model.action_token_len={len(self.low)}, or another model.unnorm_key"
             )
         if (self.high < self.low).any():
             raise ConfigError(

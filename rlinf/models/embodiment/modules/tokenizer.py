@@ -24,11 +24,11 @@ def load_tokenizer(path: str | None, vocab_size: int) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"'{folder}' holds no tokenizer that can be loaded ({str(error).splitlines()[0]}); many public checkpoints "
-            "have none, and name that of the language model they began with. Type tokenizer.tokenizer_model=<its folder>"
+            "have none, and name that of the language model they began with. Set tokenizer.tokenizer_model=<its folder>"
         ) from error
     if len(tokenizer) > vocab_size:
         raise ConfigError(
             f"The tokenizer in '{folder}' has {len(tokenizer)} tokens and the model's vocabulary {vocab_size}. "
-            "Type tokenizer.tokenizer_model=<the model's own tokenizer>"
+            "Set tokenizer.tokenizer_model=<the model's own tokenizer>"
         )
     return tokenizer

@@ -89,7 +89,7 @@ class OpenVLAConfig(PreTrainedConfig):
         num_images_in_input: Cameras that the model sees, in the order of the observation.
         prompt_template: Text around ``{instruction}``.
         prompt_suffix_token_id: Appended to the prompt when not there yet; None: nothing.
-        image_mean, image_std: Per channel, of images in [0, 1], for a processor that is made anew; None: the towers'
+        image_mean, image_std: Per channel, of images in [0, 1], for a processor that is made again; None: the towers'
             own. A mean near the background's colour makes small objects stand out, without which a small model does not
             learn.
         image_preparation: What is done to a picture first. ``rlds``: compress it as JPEG and back, and resize it to the
@@ -222,11 +222,11 @@ class OpenVLAConfig(PreTrainedConfig):
         if len(set(self.image_sizes)) > 1 and (self.center_crop or self.image_preparation != "none"):
             raise ConfigError(
                 f"image_sizes are {self.image_sizes}, and center_crop and image_preparation prepare pictures of one size; "
-                "required: one size. Type model.override_config.center_crop=false model.override_config.image_preparation=none"
+                "required: one size. Set model.override_config.center_crop=false model.override_config.image_preparation=none"
             )
         if self.text_config.model_type != "llama":
             raise ConfigError(
-                f"text_config.model_type is '{self.text_config.model_type}'; required: llama. Type model.model_type=hf_vla "
+                f"text_config.model_type is '{self.text_config.model_type}'; required: llama. Set model.model_type=hf_vla "
                 "for a vision-language model of another kind"
             )
 

@@ -95,7 +95,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         _action_units(config, unnorm_key, action_dim)
 
     def _add_modules(self) -> None:
-        """Build what a subclass has beside these modules, before random weights are drawn."""
+        """Build what a subclass has besides these modules, before random weights are drawn."""
 
     # -- facts ---------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ class OpenVLATwin:
         if config.action_decoding != "autoregressive":
             raise ConfigError(
                 f"rollout.backend=vllm decodes token by token, and the model has action_decoding={config.action_decoding}. "
-                "Type model.init_config.action_decoding=autoregressive, or rollout.backend=torch"
+                "Set model.init_config.action_decoding=autoregressive, or rollout.backend=torch"
             )
 
     @staticmethod

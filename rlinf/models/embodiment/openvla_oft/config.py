@@ -39,7 +39,7 @@ class OpenVLAOFTConfig(OpenVLAConfig):
             evaluation (one outside the bins decodes as the nearest bin); false: of the action bins. Sampling and
             log-probabilities are over the bins either way.
         action_decoding: Always ``parallel``.
-        new_parts: Parts that the folder may lack, and that then start anew, as in the public fine-tuning of a base OpenVLA:
+        new_parts: Parts that the folder may lack, and that then start again, as in the public fine-tuning of a base OpenVLA:
             ``action_head``, ``proprio_projector`` and ``placeholders`` at random, ``film`` as the identity (the public code
             draws it at random). A part that the folder has is loaded. A model that was built has no new parts any more.
         **kwargs: See ``OpenVLAConfig``.
@@ -97,18 +97,18 @@ class OpenVLAOFTConfig(OpenVLAConfig):
         if self.state_dim is not None and not self.use_proprio:
             raise ConfigError(
                 f"state_dim is {self.state_dim}, but use_proprio is false: no state is read. "
-                "Type model.init_config.use_proprio=true or model.init_config.state_dim=null"
+                "Set model.init_config.use_proprio=true or model.init_config.state_dim=null"
             )
         for part in self.new_parts:
             if part not in NEW_PARTS:
                 raise ConfigError(
                     f"new_parts names '{part}'; required: of {', '.join(NEW_PARTS)}. "
-                    f"Type model.override_config.new_parts=[{closest(part, NEW_PARTS) or 'action_head'}]"
+                    f"Set model.override_config.new_parts=[{closest(part, NEW_PARTS) or 'action_head'}]"
                 )
             if part not in self.optional_parts:
                 raise ConfigError(
                     f"new_parts names '{part}', which the model does not have. "
-                    f"Type model.override_config.{NEW_PARTS[part]}, or leave '{part}' out of model.override_config.new_parts"
+                    f"Set model.override_config.{NEW_PARTS[part]}, or leave '{part}' out of model.override_config.new_parts"
                 )
 
     @property

@@ -80,7 +80,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         if given != self.state_dim:
             raise ConfigError(
                 f"The model reads a state of {self.state_dim} numbers (use_proprio), and the environment gives "
-                f"{given or 'none'}; required: the same. Type env.state=proprio, or a model.unnorm_key of this environment"
+                f"{given or 'none'}; required: the same. Set env.state=proprio, or a model.unnorm_key of this environment"
             )
         state = self.state_normalizer.normalize(torch.from_numpy(observation.state).to(self.device))
         return inputs | {"proprio": state.float()}
@@ -205,18 +205,18 @@ def _state_normalizer(config: OpenVLAOFTConfig, unnorm_key: str | None) -> Actio
     if "proprio" not in stats:
         raise ConfigError(
             f"use_proprio is true, but the statistics of '{unnorm_key or next(iter(config.norm_stats))}' "
-            f"hold {', '.join(stats)} and no proprio. Type env.state=proprio where the statistics are the "
+            f"hold {', '.join(stats)} and no proprio. Set env.state=proprio where the statistics are the "
             "environment's, else another model.unnorm_key"
         )
     normalizer = ActionNormalizer(stats["proprio"], bounds=config.action_bounds)
     if config.state_dim not in (None, len(normalizer.low)):
         raise ConfigError(
             f"state_dim is {config.state_dim}, but the statistics of the state have {len(normalizer.low)} numbers. "
-            f"Type model.init_config.state_dim={len(normalizer.low)}"
+            f"Set model.init_config.state_dim={len(normalizer.low)}"
         )
     return normalizer
 
 
 def _extended(key_mask: Tensor | None, num_keys: int) -> Tensor | None:
-    """Add keys that are no padding at the end of a mask ``[B, keys]``."""
+    """Add keys that are not padding at the end of a mask ``[B, keys]``."""
     return None if key_mask is None else nn.functional.pad(key_mask, (0, num_keys), value=True)

@@ -1,4 +1,4 @@
-"""Weights of public OpenVLA-OFT folders: OpenVLA's safetensors, and parts in files of their own beside them."""
+"""Weights of public OpenVLA-OFT folders: OpenVLA's safetensors, and parts in files of their own next to them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Tensor
         is_wanted, override = wanted[part]
         if not is_wanted:
             raise CheckpointError(
-                f"'{folder}' holds {path.name}, which the model would not use. Type model.override_config.{override}, or "
+                f"'{folder}' holds {path.name}, which the model would not use. Set model.override_config.{override}, or "
                 "move the file away"
             )
         tensors = torch.load(path, map_location="cpu", weights_only=True)
@@ -82,11 +82,13 @@ def absent_parts(folder: Path, config: OpenVLAOFTConfig, names: Iterable[str]) -
     if refused:
         raise CheckpointError(
             f"The weights in '{folder}' do not fit the model: missing {refused}, which "
-            f"{', '.join(NEW_PARTS[part] for part in refused)} needs. Type model.model_path=<a folder with them>, or start them "
-            f"anew: model.override_config.new_parts=[{','.join([*config.new_parts, *refused])}]"
+            f"{', '.join(NEW_PARTS[part] for part in refused)} needs. Set model.model_path=<a folder with them>, or start them "
+            f"again: model.override_config.new_parts=[{','.join([*config.new_parts, *refused])}]"
         )
     if absent:
-        logger.info("'%s' does not hold %s: started anew (model.override_config.new_parts).", folder, ", ".join(absent))
+        logger.info(
+            "'%s' does not hold %s: started again (model.override_config.new_parts).", folder, ", ".join(absent)
+        )
     return absent
 
 
@@ -95,7 +97,7 @@ def draw_parts(
 ) -> dict[str, Tensor]:
     """Return new tensors of ``parts``: torch's defaults for the layers, FiLM as the identity, normal placeholders.
 
-    A random FiLM would disturb the features of the base model, and its base weights are not saved beside LoRA adapters.
+    A random FiLM would disturb the features of the base model, and its base weights are not saved next to LoRA adapters.
 
     Args:
         parts: Of ``NEW_PARTS``.

@@ -195,7 +195,7 @@ class Pi0Config(PreTrainedConfig):
             raise ConfigError(
                 f"vlm and expert differ in {', '.join(different)} ({[self.vlm[name] for name in different]} and "
                 f"{[self.expert[name] for name in different]}); the expert attends to the keys of the VLM's layers, so "
-                f"these must be equal. Type model.init_config.expert.{different[0]}={self.vlm[different[0]]} for random weights, "
+                f"these must be equal. Set model.init_config.expert.{different[0]}={self.vlm[different[0]]} for random weights, "
                 "or model.model_path=<another folder>"
             )
 
@@ -228,7 +228,7 @@ def check_attention(implementation: str | None) -> None:
     if implementation not in (None, "sdpa", "eager"):
         raise ConfigError(
             f"model.attn_implementation is {implementation}, whose kernels take none of the masks of this "
-            "policy. Type model.attn_implementation=sdpa"
+            "policy. Set model.attn_implementation=sdpa"
         )
 
 
@@ -237,12 +237,12 @@ def check_sizes(config: Pi0Config, action_dim: int, action_chunks_len: int) -> N
     if action_dim > config.action_dim:
         raise ConfigError(
             f"model.action_token_len is {action_dim}, and the policy's actions have {config.action_dim} numbers at most. "
-            f"Type model.action_token_len={config.action_dim} or less"
+            f"Set model.action_token_len={config.action_dim} or less"
         )
     if action_chunks_len > config.action_horizon:
         raise ConfigError(
             f"model.action_chunks_len is {action_chunks_len}, and the policy predicts {config.action_horizon} actions. "
-            f"Type model.action_chunks_len={config.action_horizon} or less"
+            f"Set model.action_chunks_len={config.action_horizon} or less"
         )
 
 
@@ -261,7 +261,7 @@ def _sizes(field: str, given: Any, required: tuple[str, ...]) -> dict[str, int]:
     missing = [name for name in required if not isinstance(given, Mapping) or name not in given]
     if missing:
         raise ConfigError(
-            f"{field} lacks {', '.join(missing)}; required: {', '.join(required)}. Type model.model_path=<folder of pi0>, or "
+            f"{field} lacks {', '.join(missing)}; required: {', '.join(required)}. Set model.model_path=<folder of pi0>, or "
             f"model.init_config.{field}.{missing[0]}=<number> for random weights"
         )
     return dict(given)
@@ -275,7 +275,7 @@ def _tensor_names(folder: Path) -> list[str]:
                 names += file.keys()
         except SafetensorError as error:
             raise CheckpointError(
-                f"'{path}' cannot be read ({error}). Type model.model_path=<another folder>"
+                f"'{path}' cannot be read ({error}). Set model.model_path=<another folder>"
             ) from error
     return names
 
@@ -286,7 +286,7 @@ def _openpi_statistics(folder: Path) -> dict[str, Any]:
         values = read_json(path).get("norm_stats") or {}
         if not {"actions", "state"} <= values.keys():
             raise CheckpointError(
-                f"'{path}' has statistics of {sorted(values)} under 'norm_stats'; required: actions and state. Type "
+                f"'{path}' has statistics of {sorted(values)} under 'norm_stats'; required: actions and state. Set "
                 "model.model_path=<another folder>, or move this file away"
             )
         name = path.parent.relative_to(folder / "assets").as_posix()

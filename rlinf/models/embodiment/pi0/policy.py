@@ -204,19 +204,19 @@ class Pi0ForRLActionPrediction(Pi0Network):
         """The state in the network's units, float64 ``[B, S]`` on the CPU."""
         if observation.state is None:
             raise ConfigError(
-                "The policy reads the robot's state and the environment gives none. Type env.state=proprio"
+                "The policy reads the robot's state and the environment gives none. Set env.state=proprio"
             )
         width = observation.state.shape[1]
         if width > self.config.action_dim:
             raise ConfigError(
                 f"The environment's state has {width} numbers and the policy takes {self.config.action_dim} (action_dim of "
-                "its config). Type env.state=proprio"
+                "its config). Set env.state=proprio"
             )
         stats = select_stats(self.config.norm_stats, self.unnorm_key).get("proprio")
         if stats is None:
             key = self.unnorm_key or next(iter(self.config.norm_stats))
             raise ConfigError(
-                f"The policy reads the robot's state, and the statistics of '{key}' are about actions only. Type "
+                f"The policy reads the robot's state, and the statistics of '{key}' are about actions only. Set "
                 "model.unnorm_key=<data set with 'proprio' statistics>"
             )
         normalizer = StatisticsNormalizer(stats, width, self.config.by_quantiles, "proprio")
@@ -394,7 +394,7 @@ def _action_normalizer(config: Pi0Config, unnorm_key: str | None, action_dim: in
     if not config.norm_stats:
         raise ConfigError(
             "The checkpoint holds no statistics of actions and states (norm_stats of its config.json, or files "
-            "assets/<name>/norm_stats.json). Type model.unnorm_key=<env.name>, e.g. model.unnorm_key=tabletop, to take those "
+            "assets/<name>/norm_stats.json). Set model.unnorm_key=<env.name>, e.g. model.unnorm_key=tabletop, to take those "
             "of the environment, or put the file of its data set into the folder"
         )
     stats = select_stats(config.norm_stats, unnorm_key)["action"]

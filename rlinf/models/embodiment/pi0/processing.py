@@ -48,7 +48,7 @@ class StatisticsNormalizer:
         if described != dim:
             fix = f"model.action_token_len={described}" if name == "action" else "env.state=proprio"
             raise ConfigError(
-                f"The statistics of '{name}' describe {described} numbers, and the environment has {dim}. Type {fix}, or "
+                f"The statistics of '{name}' describe {described} numbers, and the environment has {dim}. Set {fix}, or "
                 "model.unnorm_key=<another data set>"
             )
         first, second = first[:dim], second[:dim]

@@ -35,7 +35,7 @@ def from_public(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if EMBED_TOKENS in tensors and not torch.equal(head, tensors[EMBED_TOKENS]):
             raise CheckpointError(
                 f"'{EMBED_TOKENS}' and '{LM_HEAD}' are one tensor in pi0, and differ here. "
-                "Type model.model_path=<another folder>"
+                "Set model.model_path=<another folder>"
             )
         tensors[EMBED_TOKENS] = head
     return {_renamed(name, _PREFIXES): tensor for name, tensor in tensors.items()}

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rlinf.config.schema import RunConfig
-from rlinf.rollout.parity import MAX_GAP
+from rlinf.rollout.parity import MAX_GAP, ParityGate
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,11 @@ def _count(number: int, noun: str) -> str:
     """Write ``1 env``, ``2 envs``, ``2 micro-batches``."""
     plural = f"{noun}es" if noun.endswith("batch") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def parity_gate(config: RunConfig) -> ParityGate:
+    """Return the parity gate of a run, which always stops it in float32."""
+    return ParityGate(accepted_gap(config), always_stops=not computes_in_16_bits(config))
 
 
 def accepted_gap(config: RunConfig) -> float | None:

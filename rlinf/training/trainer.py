@@ -18,9 +18,8 @@ from rlinf.data.rows import BatchSource, shuffled_rows
 from rlinf.distributed.process_group import any_rank, gather_rollout, rank, sum_over_ranks
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.memory import memory_metrics
-from rlinf.preflight.derived import accepted_gap, computes_in_16_bits
+from rlinf.preflight.derived import parity_gate
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.parity import ParityGate
 from rlinf.rollout.weight_sync import WeightSync
 from rlinf.seeding import derive_seed
 from rlinf.training.stop_signal import StopRequested
@@ -123,7 +122,7 @@ class Trainer:
         self.state = state
         self._saved_steps: tuple[int, int] | None = None  # of cloning and RL, in the newest checkpoint
         self._clock, self._saved_at = clock, clock()
-        self.gate = ParityGate(accepted_gap(config), always_stops=not computes_in_16_bits(config))
+        self.gate = parity_gate(config)
 
     def run_sft(self, collect: Callable[[], BatchSource]) -> None:
         """Clone demonstrations from ``state.sft_step`` on, then switch the state to RL with a fresh optimiser."""

@@ -124,7 +124,7 @@ def test_an_episode_is_that_of_the_published_evaluation_bit_for_bit():
 def test_pictures_are_robosuites_own_turned_by_180_degrees(tmp_path):
     size, action = 48, random_actions(1)[0]
     program = (  # in a process of its own: robosuite closes the display that others use
-        "import sys, numpy as np; from pathlib import Path; from rlinf.envs import libero_scene as scene\n"
+        "import sys, numpy as np; from pathlib import Path; from rlinf.envs.libero import scene\n"
         "from rlinf.envs.libero.tasks import bddl_file, recorded_states\n"
         "task, assets, size, target = 'turn_on_the_stove', Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]\n"
         "scene._import_libero(assets); from libero.libero.envs.env_wrapper import OffScreenRenderEnv\n"

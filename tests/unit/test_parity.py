@@ -12,7 +12,7 @@ import torch
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import ParityError
-from rlinf.preflight.derived import accepted_gap
+from rlinf.preflight.derived import accepted_gap, parity_gate
 from rlinf.rollout.parity import ParityGate, check_parity
 
 
@@ -255,5 +255,5 @@ def test_an_approximate_kl_at_the_limit_is_accepted():
     ([], 1e-3, True), (["model.precision=bf16"], None, False), (["model.precision=bf16", "trainer.parity_max_gap=0.2"], 0.2, False),
 ])  # fmt: skip
 def test_the_gate_of_a_run_always_stops_in_float32_only(overrides, max_gap, always):
-    gate = ParityGate.of(build_config(compose_config(["model=mlp", "env=tabletop", *overrides])))
+    gate = parity_gate(build_config(compose_config(["model=mlp", "env=tabletop", *overrides])))
     assert gate.max_gap == max_gap and gate.always_stops == always

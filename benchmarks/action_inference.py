@@ -29,9 +29,9 @@ from torch import Tensor
 from transformers import GenerationMixin, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from rlinf.models.embodiment.base import sample_tokens
 from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 from rlinf.models.embodiment.openvla.policy import OpenVLAForRLActionPrediction
+from rlinf.models.sampling import sample_tokens
 from rlinf.types import ActionPrediction
 
 ACTION_DIM = 7

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rlinf.checks.language_model import BATCH_SIZES, THRESHOLD, DiagnosticCheck
-from rlinf.models.embodiment.base import ActionModel, sample_tokens, token_logprobs
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.sampling import sample_tokens, token_logprobs
 from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 

@@ -73,15 +73,15 @@ class EngineSpec:
     """What an engine is made of.
 
     Attributes:
-        model: Folder or hub id of a model that vLLM knows; None: ``twin``.
-        twin: ``module:Class`` of a model of ours, which the engine registers. Its first weights come by ``update_weights``.
-        config: Configuration of the twin.
+        model: Folder or hub id of a model that vLLM knows; None: ``model_class``.
+        model_class: ``module:Class`` of a vLLM model class, which the engine registers. Its first weights come by ``update_weights``.
+        config: Configuration that ``model_class.config_of`` turns into vLLM's.
         engine_args: Arguments of ``vllm.LLM``.
         num_threads: CPU threads.
     """
 
     model: str | None = None
-    twin: str | None = None
+    model_class: str | None = None
     config: Any = None
     engine_args: dict[str, Any] = field(default_factory=dict)
     num_threads: int = 1
@@ -89,7 +89,7 @@ class EngineSpec:
     @property
     def settings_key(self) -> str:
         """Where a user sets engine arguments."""
-        return "vllm_cfg" if self.twin is None else "rollout.vllm"
+        return "vllm_cfg" if self.model_class is None else "rollout.vllm"
 
     @property
     def num_gpus(self) -> int:
@@ -100,7 +100,7 @@ class EngineSpec:
     @property
     def temperature_key(self) -> str:
         """Where a user sets the temperature."""
-        return "temperature" if self.twin is None else "rollout.temperature"
+        return "temperature" if self.model_class is None else "rollout.temperature"
 
 
 @dataclass
@@ -108,7 +108,7 @@ class GenerateRequest:
     """A batch of prompts.
 
     Attributes:
-        prompts: Token ids and, for a twin, its image tensors as numpy arrays (``image``).
+        prompts: Token ids and, for a ``model_class``, its image tensors as numpy arrays (``image``).
         sampling: Arguments of ``vllm.SamplingParams`` that all prompts share.
         seeds: Per prompt, or None.
         greedy_temperature: Divides the logits of greedy requests, whose ``temperature`` is 0 for vLLM; None: 1.

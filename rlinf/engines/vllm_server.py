@@ -52,10 +52,10 @@ class VllmServer:
         with tempfile.TemporaryDirectory() as folder:
             model = spec.model
             self.version: int | None = 0
-            if spec.twin is not None:
-                twin, name = import_string(spec.twin), spec.twin.rpartition(":")[2]
-                ModelRegistry.register_model(name, twin)
-                config = twin.config_of(spec.config)
+            if spec.model_class is not None:
+                model_class, name = import_string(spec.model_class), spec.model_class.rpartition(":")[2]
+                ModelRegistry.register_model(name, model_class)
+                config = model_class.config_of(spec.config)
                 config.architectures = [name]
                 config.save_pretrained(folder)
                 model, self.version = folder, None
@@ -68,13 +68,17 @@ class VllmServer:
                 self.llm = LLM(model=model, skip_tokenizer_init=True, **arguments)
             except (VLLMError, ValueError, TypeError, OSError) as error:
                 raise ConfigError(
-                    f"vLLM refuses '{spec.model or spec.twin}': {error}. The settings were {arguments}. "
+                    f"vLLM refuses '{spec.model or spec.model_class}': {error}. The settings were {arguments}. "
                     f"Set {spec.settings_key}.<setting>=<another value>"
                 ) from error
         self.spec = spec
         config = self.llm.llm_engine.model_config.hf_config
         self.vocab_size = config.get_text_config().vocab_size
-        self.names = LanguageModelNames(config) if spec.twin is None else TensorNames(twin.required_tensors(config))
+        self.names = (
+            LanguageModelNames(config)
+            if spec.model_class is None
+            else TensorNames(model_class.required_tensors(config))
+        )
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
         """Answer a batch of prompts."""
@@ -126,7 +130,7 @@ class VllmServer:
         missing = self.llm.collective_rpc(reload_weights, args=(handle, self.names))[0]
         if missing:
             raise EngineError(
-                f"vLLM left {len(missing)} parameters of '{self.spec.model or self.spec.twin}' without new weights: "
+                f"vLLM left {len(missing)} parameters of '{self.spec.model or self.spec.model_class}' without new weights: "
                 f"{', '.join(missing[:8])}. It cannot take weights for this architecture"
             )
         try:
@@ -153,7 +157,7 @@ class VllmServer:
         if unknown:
             raise ConfigError(
                 f"The prompts have the token ids {unknown[:8]}; required: 0 to {self.vocab_size - 1}, the vocab_size="
-                f"{self.vocab_size} of '{self.spec.model or self.spec.twin}'. Set model_name=<the model that the tokens are of>"
+                f"{self.vocab_size} of '{self.spec.model or self.spec.model_class}'. Set model_name=<the model that the tokens are of>"
             )
         longest = max(map(len, ids), default=0)
         if longest >= self.max_model_len:

@@ -31,7 +31,7 @@ from rlinf.llm.generation_interfaces import (
 )
 from rlinf.llm.logprobs import TOKEN_TYPE_KEYS, context_length, image_inputs
 from rlinf.llm.packing import ignores_left_padding
-from rlinf.models.embodiment.base import sample_tokens, token_logprobs
+from rlinf.models.sampling import sample_tokens, token_logprobs
 from rlinf.options import from_mapping, option
 
 _CONSUMED = ("input_ids", "attention_mask", "output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")

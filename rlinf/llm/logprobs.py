@@ -16,8 +16,8 @@ from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import IMAGE_KEYS, BatchedDataDict, join_padded
 from rlinf.llm.generation_interfaces import tokens_and_mask, verify_right_padding, verify_token_ids
 from rlinf.llm.packing import micro_batch_rows, pack_rows
-from rlinf.models.embodiment.base import token_logprobs
 from rlinf.models.positions import num_positions
+from rlinf.models.sampling import token_logprobs
 
 TOKEN_TYPE_KEYS = {"token_type_ids", "mm_token_type_ids"}
 """``[B, S]`` that tell image tokens from text; generated tokens are text, which is 0."""

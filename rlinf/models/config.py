@@ -30,8 +30,8 @@ class ModelConfig:
     override_config: dict[str, Any] = option(
         {}, "Fields of the checkpoint's config.json to replace (only with `model_path`)."
     )
-    action_token_len: int = option(2, "Numbers (tokens) of one action.", minimum=1)
-    action_chunks_len: int = option(1, "Actions of one policy call.", minimum=1)
+    action_token_len: int = option(2, "D: numbers (tokens) of one action.", minimum=1)
+    action_chunks_len: int = option(1, "C: actions of one policy call.", minimum=1)
     unnorm_key: str | None = option(None, "Key of the action statistics; null: the only one there is.")
     micro_batch_size: int = option(128, "Rows of one forward-backward pass on one rank.", minimum=1)
     val_micro_batch_size: int = option(256, "Rows of one forward pass without gradients.", minimum=1)

@@ -96,12 +96,12 @@ def check_generator(config: RunConfig) -> None:
     """vLLM must be there, and able to run the model at the temperature, on GPUs of its own."""
     from rlinf.engines.vllm_engine import check_temperature, require_vllm
     from rlinf.models import MODELS
-    from rlinf.rollout.vllm_policy import twin_of
+    from rlinf.rollout.vllm_policy import adapter_of
 
     rollout = config.rollout
     if rollout.backend == "torch":
         return
-    twin_of(MODELS.get(config.model.model_type).resolve().model)
+    adapter_of(MODELS.get(config.model.model_type).resolve().model)
     decoding = declared(config, "action_decoding")
     if decoding not in (None, "autoregressive"):
         own = "model.init_config.action_decoding=autoregressive, or " if config.model.model_path is None else ""

@@ -37,13 +37,13 @@ class VllmPolicy:
 
     def __init__(self, model: ActionModel, options: VllmOptions, num_envs: int, num_threads: int = 1) -> None:
         self.model = model
-        self.twin = twin_of(model)
-        self.twin.check(model.config)
+        self.adapter = adapter_of(model)
+        self.adapter.check(model.config)
         self.buffer = WeightBuffer()
         self.version: int | None = None
         self.engine = VllmEngine(
             EngineSpec(
-                twin=self.twin.model,
+                model_class=self.adapter.model_class,
                 config=model.config,
                 engine_args=engine_arguments(model, options, num_envs),
                 num_threads=num_threads,
@@ -58,7 +58,7 @@ class VllmPolicy:
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors that the engine gets, adapters added to the weights that they adapt."""
         tensors = merged_state_dict(self.model)
-        return {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in self.twin.excluded}
+        return {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in self.adapter.excluded}
 
     def update_weights(self, version: int) -> None:
         """Bring the torch model's weights to the engine, unless it has this version already."""
@@ -113,7 +113,7 @@ class VllmPolicy:
             "allowed_token_ids": self.allowed_token_ids, "temperature": temperature if do_sample else 0.0,
         }  # fmt: skip
         seeds = None if uniforms is None or not do_sample else row_seeds(uniforms)
-        prompts = self.twin.prompts(self.model.config, inputs)
+        prompts = self.adapter.prompts(self.model.config, inputs)
         greedy_temperature = None if do_sample else temperature
         result = self.engine.generate(GenerateRequest(prompts, sampling, seeds, greedy_temperature))
         if result.version != self.version:
@@ -136,18 +136,18 @@ class VllmPolicy:
         return self.model.predict_values(**inputs)
 
 
-def twin_of(model: ActionModel | type[ActionModel]) -> Any:
-    """Return what vLLM needs to know of a model.
+def adapter_of(model: ActionModel | type[ActionModel]) -> Any:
+    """Return the class that adapts a model to vLLM.
 
     Raises:
         ConfigError: The model declares nothing.
     """
-    if model.vllm_twin is None:
+    if model.vllm_adapter is None:
         name = model.__name__ if isinstance(model, type) else type(model).__name__
         raise ConfigError(
-            f"rollout.backend=vllm needs a policy that vLLM can run, and {name} declares no vllm_twin. Set rollout.backend=torch"
+            f"rollout.backend=vllm needs a policy that vLLM can run, and {name} declares no vllm_adapter. Set rollout.backend=torch"
         )
-    return import_string(model.vllm_twin)
+    return import_string(model.vllm_adapter)
 
 
 def engine_arguments(model: ActionModel, options: VllmOptions, num_envs: int) -> dict[str, Any]:

@@ -90,5 +90,4 @@ class WeightSync:
 
 def frozen_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a plain model that is never trained: the reference policy, or a rollout replica."""
-    twin = copy.deepcopy(model)
-    return twin.requires_grad_(False).eval()
+    return copy.deepcopy(model).requires_grad_(False).eval()

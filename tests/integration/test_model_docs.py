@@ -14,7 +14,7 @@ from rlinf.errors import ConfigError
 from rlinf.models import build_policy, get_model, get_model_config_and_processor
 from rlinf.models.config import ModelConfig
 from rlinf.models.embodiment import your_model_action_model as template
-from rlinf.models.embodiment.base import token_logprobs
+from rlinf.models.sampling import token_logprobs
 from rlinf.options import public_fields
 from rlinf.types import Observation
 

@@ -268,7 +268,7 @@ def test_a_prompt_longer_than_the_model_allows_is_a_user_error(policy):
 
 FAULTY = """
 import os, time
-from rlinf.models.embodiment.openvla.vllm import OpenVLATwin
+from rlinf.models.embodiment.openvla.vllm import OpenVLAVllmAdapter
 from rlinf.models.embodiment.openvla.vllm_model import OpenVLAForVllm, OpenVLADummyInputs, OpenVLAMultiModalProcessor, OpenVLAProcessingInfo
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
@@ -292,12 +292,12 @@ class FaultyOpenVLA(OpenVLAForVllm):
 
 
 def test_failed_sync_and_kill_rebuild_the_engine_and_a_hang_ends_with_stacks(tmp_path, monkeypatch):
-    (tmp_path / "faulty_twin.py").write_text(FAULTY)
+    (tmp_path / "faulty_model.py").write_text(FAULTY)
     monkeypatch.syspath_prepend(str(tmp_path))
     model = make_model()
     policy = VllmPolicy(model, VllmOptions(), num_envs=NUM_ROWS)
     spec = policy.engine.spec
-    policy.engine = VllmEngine(EngineSpec(None, "faulty_twin:FaultyOpenVLA", spec.config, spec.engine_args))
+    policy.engine = VllmEngine(EngineSpec(None, "faulty_model:FaultyOpenVLA", spec.config, spec.engine_args))
     engine = policy.engine
     try:
         inputs = model.preprocess(observe())
@@ -435,7 +435,7 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
         with pytest.raises(ConfigError, match="temprature"):
             generation.worker.generate(data["input_ids"], temprature=1)
         with pytest.raises(
-            ConfigError, match=r"token ids \[96, 200\]; required: 0 to 95, the vocab_size=96.*Type model_name="
+            ConfigError, match=r"token ids \[96, 200\]; required: 0 to 95, the vocab_size=96.*Set model_name="
         ):
             generation.worker.generate(torch.tensor([[5, 96, 200]]))
         with pytest.raises(
@@ -514,7 +514,7 @@ def test_diagnose_checks_torch_and_vllm(tmp_path, capsys, monkeypatch):
 def test_settings_that_vllm_refuses_are_a_user_error(tmp_path):
     make_language_model(0).save_pretrained(tmp_path)
     generation = VllmGeneration(None, {"model_name": str(tmp_path), "vllm_cfg": {"no_such_argument": 1}})
-    with pytest.raises(ConfigError, match="no_such_argument.*Type vllm_cfg.<setting>="):
+    with pytest.raises(ConfigError, match="no_such_argument.*Set vllm_cfg.<setting>="):
         generation.prepare_for_generation()
     assert generation.worker.engine.pid is None
 

@@ -15,7 +15,7 @@ from rlinf.cli import main
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.models import build_policy
-from rlinf.models.embodiment.base import sample_tokens, token_logprobs
+from rlinf.models.sampling import sample_tokens, token_logprobs
 from rlinf.options import to_mapping
 from rlinf.preflight.conditions import build_manifest
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation

@@ -13,7 +13,8 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.evaluator import NUM_ROWS, evaluate_policy
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.evaluation.result import EvaluationResult
-from rlinf.models.embodiment.base import ActionModel, sample_tokens
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.sampling import sample_tokens
 from rlinf.types import ActionPrediction, ChunkStep, EpisodeResult, EpisodeSpec, Observation
 
 TASKS = ("reach the red block", "push the blue block")

@@ -272,7 +272,7 @@ def test_a_damaged_file_and_a_bad_path_are_checkpoint_errors(folders, tmp_path):
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(CheckpointError, match="cannot be read.*model.model_path="):
         HFModel.from_pretrained(folder)
-    with pytest.raises(CheckpointError, match="no-such-folder.*Type model.model_path="):
+    with pytest.raises(CheckpointError, match="no-such-folder.*Set model.model_path="):
         HFModel.from_pretrained(tmp_path / "no-such-folder")
 
 
@@ -489,7 +489,7 @@ def test_architectures_of_the_folder_decide_where_a_type_is_both(folders, tmp_pa
 
 @pytest.mark.parametrize(
     ("model_type", "message"),
-    [("lama", "model_type is 'lama'.*neither registered.*openvla.*Type model.model_type=llama"),
+    [("lama", "model_type is 'lama'.*neither registered.*openvla.*Set model.model_type=llama"),
      ("vit", "'vit'.*neither a causal nor an image-text-to-text model"),
      ("qwen2", "model_type is 'qwen2'.*of type 'llama'. Set model.model_type=llama")],
 )  # fmt: skip
@@ -552,11 +552,11 @@ def test_heads_must_divide_over_tensor_parallel_ranks():
         for size in (1, 2, 4):  # 4 ranks: each key-value head is held twice
             check_tensor_parallel(config, size, "rollout.tp_size")
         with pytest.raises(
-            ConfigError, match="rollout.tp_size=3 does not divide num_attention_heads=4.*Type rollout.tp_size=2"
+            ConfigError, match="rollout.tp_size=3 does not divide num_attention_heads=4.*Set rollout.tp_size=2"
         ):
             check_tensor_parallel(config, 3, "rollout.tp_size")
     config = transformers.LlamaConfig(**TEXT | {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96})
-    with pytest.raises(ConfigError, match="=6 does not divide num_key_value_heads=4.*Type tp=4"):
+    with pytest.raises(ConfigError, match="=6 does not divide num_key_value_heads=4.*Set tp=4"):
         check_tensor_parallel(config, 6, "tp")
 
 
@@ -570,13 +570,13 @@ def test_attention_kernels_that_a_class_lacks(folders):
 
 
 def test_an_unknown_attention_kernel_is_refused(folders):
-    with pytest.raises(ConfigError, match="attn_implementation is 'spda'; required: one of eager, .*Type .*=sdpa"):
+    with pytest.raises(ConfigError, match="attn_implementation is 'spda'; required: one of eager, .*Set .*=sdpa"):
         HFModel.from_pretrained(folders / "llama", attn_implementation="spda")
 
 
 def test_flash_attention_for_a_class_without_it_is_refused(folders, monkeypatch):
     monkeypatch.setattr(transformers.LlamaForCausalLM, "_supports_flash_attn", False)
-    with pytest.raises(ConfigError, match="flash_attention_2.*LlamaForCausalLM.*Type model.attn_implementation=sdpa"):
+    with pytest.raises(ConfigError, match="flash_attention_2.*LlamaForCausalLM.*Set model.attn_implementation=sdpa"):
         HFModel.from_pretrained(folders / "llama", attn_implementation="flash_attention_2")
 
 

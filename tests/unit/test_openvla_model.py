@@ -11,9 +11,9 @@ from rlinf.config.schema import build_config
 from rlinf.errors import ConfigError, ManifestMismatchError
 from rlinf.manifest import check
 from rlinf.models import build_policy, get_model
-from rlinf.models.embodiment.base import token_logprobs
 from rlinf.models.embodiment.modules.image_resize import crop_and_resize, resize_bicubic, resize_lanczos3
 from rlinf.models.embodiment.modules.jpeg import jpeg_round_trip
+from rlinf.models.sampling import token_logprobs
 from rlinf.preflight.conditions import build_manifest
 from rlinf.types import Observation
 

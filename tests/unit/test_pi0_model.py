@@ -382,7 +382,7 @@ def without(observation, **changes):
     [
         ({"cameras": ["top"]}, {}, r"cameras \['top'\].*\['front', 'wrist'\].*cameras=\[front,wrist\]"),
         ({}, {"state": None}, r"gives none\. Set env\.state=proprio"),
-        ({}, {"state": np.zeros((4, 31), np.float32)}, r"31 numbers and the policy takes 5.*Type env\.state=proprio"),
+        ({}, {"state": np.zeros((4, 31), np.float32)}, r"31 numbers and the policy takes 5.*Set env\.state=proprio"),
         (
             {"norm_stats": {"arm": {"action": STATS["arm"]["action"]}}},
             {},
@@ -478,10 +478,10 @@ def rewrite_config(folder, **changes):
     "changes, config, message",
     [
         ({"unnorm_key": "leg"}, {}, r"model\.unnorm_key 'leg'"),
-        ({"action_token_len": 6}, {}, r"model\.action_token_len is 6.*5 numbers.*Type model\.action_token_len=5"),
+        ({"action_token_len": 6}, {}, r"model\.action_token_len is 6.*5 numbers.*Set model\.action_token_len=5"),
         ({"action_token_len": 2}, {}, r"'action' describe 3 numbers.*has 2\. Set model\.action_token_len=3"),
-        ({"action_chunks_len": 9}, {}, r"model\.action_chunks_len is 9.*Type model\.action_chunks_len=3"),
-        ({}, {"norm_stats": {}}, r"no statistics.*Type model\.unnorm_key=<env\.name>.*model\.unnorm_key=tabletop"),
+        ({"action_chunks_len": 9}, {}, r"model\.action_chunks_len is 9.*Set model\.action_chunks_len=3"),
+        ({}, {"norm_stats": {}}, r"no statistics.*Set model\.unnorm_key=<env\.name>.*model\.unnorm_key=tabletop"),
     ],
 )
 def test_settings_are_refused_before_weights_are_read(tmp_path, changes, config, message):
@@ -555,7 +555,7 @@ def test_statistics_files_of_another_form_are_refused(tmp_path):
     Pi0Config(**copy.deepcopy(INIT)).save_pretrained(tmp_path)
     (tmp_path / "assets" / "arm").mkdir(parents=True)
     (tmp_path / "assets" / "arm" / "norm_stats.json").write_text(json.dumps({"norm_stats": {"actions": {}}}))
-    with pytest.raises(CheckpointError, match=r"statistics of \['actions'\].*Type model\.model_path="):
+    with pytest.raises(CheckpointError, match=r"statistics of \['actions'\].*Set model\.model_path="):
         Pi0Config.from_pretrained(tmp_path)
 
 

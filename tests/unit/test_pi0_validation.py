@@ -15,11 +15,11 @@ from rlinf.preflight.compatibility import check_inputs
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"model_type": "openvla"}, r"model type 'openvla'.*Type model\.model_type=openvla"),
-        ({"type": "smolvla"}, r"model type 'smolvla'.*Type model\.model_path=<another folder>"),
-        ({"vlm": {"text_config": {"hidden_size": 8}}}, r"vlm lacks width, depth.*Type model\.model_path="),
-        ({"vision": {"image_size": 16}}, r"vision lacks hidden_size.*required: hidden_size.*Type model\.model_path="),
-        ({"expert": "gemma_300m"}, r"expert lacks width.*Type model\.model_path="),
+        ({"model_type": "openvla"}, r"model type 'openvla'.*Set model\.model_type=openvla"),
+        ({"type": "smolvla"}, r"model type 'smolvla'.*Set model\.model_path=<another folder>"),
+        ({"vlm": {"text_config": {"hidden_size": 8}}}, r"vlm lacks width, depth.*Set model\.model_path="),
+        ({"vision": {"image_size": 16}}, r"vision lacks hidden_size.*required: hidden_size.*Set model\.model_path="),
+        ({"expert": "gemma_300m"}, r"expert lacks width.*Set model\.model_path="),
     ],
 )
 @pytest.mark.parametrize("file", ["config.json", "tiny_config.json"])
@@ -36,17 +36,17 @@ def test_files_without_a_json_object_are_refused(tmp_path, file, text):
         (tmp_path / "config.json").write_text("{}")
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(text)
-    with pytest.raises(CheckpointError, match=rf"{file}' is not a JSON object.*Type model\.model_path="):
+    with pytest.raises(CheckpointError, match=rf"{file}' is not a JSON object.*Set model\.model_path="):
         get_model({"model_type": "pi0", "model_path": str(tmp_path)})
 
 
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["env.state=none"], r"width 4 at most.*tabletop gives none.*Type env\.state=proprio"),
-        (["env.state=full"], r"width 4 at most.*one of width 31.*Type env\.state=proprio"),
+        (["env.state=none"], r"width 4 at most.*tabletop gives none.*Set env\.state=proprio"),
+        (["env.state=full"], r"width 4 at most.*one of width 31.*Set env\.state=proprio"),
         (["env.state=proprio", "+model.init_config.cameras=[front,nose]"],
-         r"cameras \[front,nose\], and env\.cameras is \[front\].*Type model\.init_config\.cameras=\[front\]"),
+         r"cameras \[front,nose\], and env\.cameras is \[front\].*Set model\.init_config\.cameras=\[front\]"),
         (["env.state=proprio", "+model.init_config.cameras=[]"], r"Set model\.init_config\.cameras=\[front\]"),
         (["env.state=proprio"], None),
         (["env.state=none", "model.init_config.pi05=true", "+model.init_config.discrete_state_input=false"], None),

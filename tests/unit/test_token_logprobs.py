@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from rlinf.llm import logprobs as module
 from rlinf.llm.logprobs import sequence_logprobs
-from rlinf.models.embodiment.base import token_logprobs
+from rlinf.models.sampling import token_logprobs
 
 VOCABULARY = 4000
 FAMILIES = {

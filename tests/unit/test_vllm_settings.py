@@ -24,7 +24,7 @@ from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.vllm_generation import engine_arguments, sampling_arguments
 from rlinf.models import HuggingFacePolicy, MegatronPolicy, build_policy
-from rlinf.models.embodiment.openvla.vllm import OpenVLATwin, image_token, num_image_tokens
+from rlinf.models.embodiment.openvla.vllm import OpenVLAVllmAdapter, image_token, num_image_tokens
 from rlinf.models.generation import HuggingFaceGeneration, VllmConfig, VllmGeneration, VllmGenerationWorker
 from rlinf.models.hf_model import HFModel
 from rlinf.preflight.memory import estimate_memory, format_bytes
@@ -55,17 +55,17 @@ def no_vllm(monkeypatch):
 def test_parallel_decoding_in_vllm_is_refused_with_the_override(has_vllm):
     checked()
     with pytest.raises(
-        ConfigError, match="action_decoding=parallel.*Type model.init_config.action_decoding=autoregressive"
+        ConfigError, match="action_decoding=parallel.*Set model.init_config.action_decoding=autoregressive"
     ):
         checked("model.init_config.action_decoding=parallel")
     checked("model.init_config.action_decoding=parallel", "rollout.backend=torch")
 
 
 def test_a_temperature_at_which_vllm_does_not_sample_is_refused_before_the_run(has_vllm):
-    with pytest.raises(ConfigError, match="rollout.temperature=0.001 is below 0.01.*Type rollout.temperature=0.01"):
+    with pytest.raises(ConfigError, match="rollout.temperature=0.001 is below 0.01.*Set rollout.temperature=0.01"):
         checked("rollout.temperature=0.001")
     checked("rollout.temperature=0.001", "rollout.backend=torch")
-    with pytest.raises(ConfigError, match="rollout.temperature=2.5 is above 2,.*Type rollout.temperature=2"):
+    with pytest.raises(ConfigError, match="rollout.temperature=2.5 is above 2,.*Set rollout.temperature=2"):
         checked("rollout.temperature=2.5")
     checked("rollout.temperature=2.0")
     checked("rollout.temperature=2.5", "rollout.backend=torch")
@@ -74,12 +74,14 @@ def test_a_temperature_at_which_vllm_does_not_sample_is_refused_before_the_run(h
 def test_engines_of_several_gpus_beside_several_ranks_are_refused(has_vllm):
     checked("rollout.vllm.tensor_parallel_size=2")
     checked("cluster.num_processes=2")
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2 and cluster.num_processes=2.*Type rollout.vllm"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 and cluster.num_processes=2.*Set rollout.vllm"):
         checked("rollout.vllm.tensor_parallel_size=2", "cluster.num_processes=2")
 
 
 def test_a_model_that_vllm_cannot_run_is_refused(has_vllm):
-    with pytest.raises(ConfigError, match="MLPForRLActionPrediction declares no vllm_twin. Set rollout.backend=torch"):
+    with pytest.raises(
+        ConfigError, match="MLPForRLActionPrediction declares no vllm_adapter. Set rollout.backend=torch"
+    ):
         validate(build_config(compose_config(["experiment=tabletop_ppo_mlp", "rollout.backend=vllm"])))
 
 
@@ -231,9 +233,9 @@ def test_batches_are_refused_by_both_engines_with_one_message(has_vllm, tiny_lm,
 
 def test_temperatures_that_vllm_would_replace_are_refused():
     assert sampling_arguments({"temperature": 0.01}, greedy=False)["temperature"] == 0.01
-    with pytest.raises(ConfigError, match=r"temperature=0.001 is below 0.01.*Type temperature=0.01, or be greedy"):
+    with pytest.raises(ConfigError, match=r"temperature=0.001 is below 0.01.*Set temperature=0.01, or be greedy"):
         sampling_arguments({"temperature": 0.001}, greedy=False)
-    with pytest.raises(ConfigError, match=r"temperature=0 .*Type temperature=1.0 and do_sample=False"):
+    with pytest.raises(ConfigError, match=r"temperature=0 .*Set temperature=1.0 and do_sample=False"):
         sampling_arguments({"temperature": 0}, greedy=False)
 
 
@@ -308,7 +310,7 @@ def test_wrong_backend_missing_model_and_too_few_gpus_are_user_errors(has_vllm):
         VllmGeneration(None, {"temperature": 1.0})
     cluster = SimpleNamespace(world_size=lambda: 2)
     VllmGeneration(cluster, {"model_name": "x", "vllm_cfg": {"tensor_parallel_size": 2}})
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 4.*Type tensor_parallel_size=2"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 4.*Set tensor_parallel_size=2"):
         VllmGeneration(cluster, {"model_name": "x", "vllm_cfg": {"tensor_parallel_size": 4}})
 
 
@@ -321,7 +323,7 @@ def test_gpus_that_do_not_divide_the_heads_are_refused_before_the_engine_starts(
         num_attention_heads=6, num_key_value_heads=6, hidden_size=24, architectures=["LlamaForCausalLM"]
     ).save_pretrained(tmp_path)
     with pytest.raises(
-        ConfigError, match="tensor_parallel_size=4 does not divide num_attention_heads=6.*Type tensor_parallel_size=3"
+        ConfigError, match="tensor_parallel_size=4 does not divide num_attention_heads=6.*Set tensor_parallel_size=3"
     ):
         VllmGenerationWorker(str(tmp_path), tensor_parallel_size=4).start()
     assert not started
@@ -342,7 +344,7 @@ def test_prompts_hold_the_text_without_padding_and_their_own_image(model):
     images = torch.arange(2 * 64 * 64 * 3, dtype=torch.float32).reshape(2, 64, 64, 3).remainder(255).byte().numpy()
     texts = ["reach the red block", "push the very blue block into the zone"]
     inputs = model.preprocess(Observation({"front": images}, None, texts))
-    prompts = OpenVLATwin.prompts(model.config, inputs)
+    prompts = OpenVLAVllmAdapter.prompts(model.config, inputs)
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         alone = model.preprocess(Observation({"front": images[row : row + 1]}, None, [text]))
         ids = alone["input_ids"][0].tolist()

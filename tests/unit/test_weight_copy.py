@@ -101,9 +101,9 @@ def test_a_weight_that_is_not_finite_is_not_sent(value):
 
 def test_a_frozen_copy_is_not_trained_and_does_not_follow():
     model = Net(5.0)
-    twin = frozen_copy(model)
-    assert not twin.training and not any(parameter.requires_grad for parameter in twin.parameters())
+    frozen = frozen_copy(model)
+    assert not frozen.training and not any(parameter.requires_grad for parameter in frozen.parameters())
     assert model.training and all(parameter.requires_grad for parameter in model.parameters())
     with torch.no_grad():
         model.layer.bias.fill_(9.0)
-    assert (twin.layer.bias == 5.0).all()
+    assert (frozen.layer.bias == 5.0).all()

@@ -22,8 +22,8 @@ class ActionModel:
         config: Configuration of the model.
         hidden_size: Width that the language model must have; None: not checked.
         unnorm_key: Data set whose statistics the actions are in; None: the only one there is.
-        action_dim: ``D``, numbers of one action.
-        action_chunks_len: ``C``, actions of one call.
+        action_dim: ``D``, numbers of one action (``model.action_token_len``).
+        action_chunks_len: ``C``, actions of one call (``model.action_chunks_len``).
         value_head: Add a value head; without one, values are 0.
         detach_value: Stop gradients at the value head's input.
 
@@ -36,7 +36,7 @@ class ActionModel:
         processor: Prompts and images to tensors; set by ``build_policy``.
         predicts_values: ``ActionPrediction.values`` are what ``evaluate_actions`` gives for the same sample.
         float32_modules: First parts of the names of modules that stay float32 under ``model.precision=bf16``: heads.
-        vllm_twin: ``module:Class`` that tells vLLM how to run the model (see ``OpenVLATwin``); None: it cannot.
+        vllm_adapter: ``module:Class`` that tells vLLM how to run the model (see ``OpenVLAVllmAdapter``); None: it cannot.
     """
 
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ()
@@ -45,7 +45,7 @@ class ActionModel:
     lora_exclude_modules: ClassVar[str | None] = None
     predicts_values: ClassVar[bool] = True
     float32_modules: ClassVar[tuple[str, ...]] = ("value_head",)
-    vllm_twin: ClassVar[str | None] = None
+    vllm_adapter: ClassVar[str | None] = None
     processor: Any = None
     _supports_sdpa: ClassVar[bool] = True  # transformers refuses the default kernel to a class that does not say so
     action_dim: int
@@ -185,50 +185,3 @@ def check_hidden_size(given: int | None, found: int) -> None:
             f"model.hidden_size is {given}, but the model has {found}. "
             f"Set model.hidden_size={found} or model.hidden_size=null"
         )
-
-
-def draw_uniforms(*shape: int, device: torch.device | None = None) -> Tensor:
-    """Return float32 numbers in (0, 1), of which none is 0, from torch's global generator."""
-    return torch.rand(shape, device=device).clamp_min_(torch.finfo(torch.float32).tiny)
-
-
-def token_logprobs(
-    logits: Tensor, tokens: Tensor, temperature: float = 1.0, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities and entropy of categorical action tokens: the one function of rollout and training.
-
-    ``log softmax(logits / temperature)`` in float32, over the last axis, which holds the action bins only.
-
-    Args:
-        logits: ``[..., n_bins]``, action columns already sliced.
-        tokens: int64 ``[...]``, indices into the last axis.
-        temperature: Positive.
-        with_entropy: The entropy is wanted; it takes two more arrays of the size of ``logits``.
-
-    Returns:
-        float32 log-probabilities ``[...]``, and entropies ``[...]`` in nats or None.
-    """
-    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-    chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return chosen, -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
-
-
-def sample_tokens(logits: Tensor, do_sample: bool, temperature: float = 1.0, uniforms: Tensor | None = None) -> Tensor:
-    """Choose tokens: argmax, or inverse transform sampling of ``softmax(logits / temperature)``.
-
-    Args:
-        logits: ``[B, ..., n_bins]``.
-        do_sample: False takes the argmax.
-        temperature: Positive.
-        uniforms: float32 in (0, 1), shape of ``logits`` without its last axis; None: torch's global generator.
-
-    Returns:
-        int64 indices into the last axis.
-    """
-    if not do_sample:
-        return logits.argmax(-1)
-    cumulative = torch.softmax(logits.float() / temperature, dim=-1).cumsum(-1)
-    if uniforms is None:
-        uniforms = draw_uniforms(*cumulative.shape[:-1], device=cumulative.device)
-    threshold = (uniforms.to(cumulative) * cumulative[..., -1]).unsqueeze(-1)
-    return (cumulative <= threshold).sum(-1).clamp_max(logits.shape[-1] - 1)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.base import check_hidden_size, draw_uniforms
+from rlinf.models.embodiment.base import check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
 from rlinf.models.embodiment.modules.float32 import without_autocast
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
+from rlinf.models.sampling import draw_uniforms
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.base import ActionModel, token_logprobs
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.positions import num_positions
+from rlinf.models.sampling import token_logprobs
 from rlinf.types import ActionEvaluation, ActionPrediction
 
 

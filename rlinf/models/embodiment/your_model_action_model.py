@@ -24,12 +24,12 @@ from transformers import (
 )
 from transformers.image_processing_utils import BaseImageProcessor
 
-from rlinf.models.embodiment.base import sample_tokens, token_logprobs
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.float32 import LinearInFloat32, linear_in_float32
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import TokenActionModel
+from rlinf.models.sampling import sample_tokens, token_logprobs
 from rlinf.types import ActionPrediction, Observation
 
 

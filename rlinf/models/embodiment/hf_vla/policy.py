@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.embodiment.base import check_hidden_size, sample_tokens
+from rlinf.models.embodiment.base import check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import no_progress_bars, refuse_adapters
 from rlinf.models.embodiment.hf_vla.config import HfVlaConfig
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
@@ -30,6 +30,7 @@ from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import TokenActionModel
 from rlinf.models.loading import check_fit, checkpoint_folder, without_load_report
+from rlinf.models.sampling import sample_tokens
 from rlinf.types import ActionPrediction, Observation
 
 VALUE_HEAD_FILE = "value_head.safetensors"

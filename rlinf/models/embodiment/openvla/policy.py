@@ -13,7 +13,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.base import check_hidden_size, sample_tokens
+from rlinf.models.embodiment.base import check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, read_safetensors
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.float32 import linear_in_float32
@@ -25,6 +25,7 @@ from rlinf.models.embodiment.openvla.llama_layer import run_layers, use_action_l
 from rlinf.models.embodiment.openvla.vision_tower import Projector, VisionBackbone, VisionTower
 from rlinf.models.embodiment.openvla.weights import from_public, to_public
 from rlinf.models.embodiment.token_action_model import TokenActionModel
+from rlinf.models.sampling import sample_tokens
 from rlinf.types import ActionPrediction, Observation
 
 
@@ -55,7 +56,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         r"|language_model\.model\.layers\..*_proj)"
     )
 
-    vllm_twin: ClassVar[str] = "rlinf.models.embodiment.openvla.vllm:OpenVLATwin"
+    vllm_adapter: ClassVar[str] = "rlinf.models.embodiment.openvla.vllm:OpenVLAVllmAdapter"
 
     def __init__(
         self,
@@ -319,6 +320,9 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
 
     def _public_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         return to_public(state_dict, self.config)
+
+
+OpenVLAPolicy = OpenVLAForRLActionPrediction
 
 
 def _action_units(

@@ -10,15 +10,15 @@ from rlinf.errors import ConfigError
 from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 
 
-class OpenVLATwin:
-    """Lets vLLM play an OpenVLA policy (``ActionModel.vllm_twin``).
+class OpenVLAVllmAdapter:
+    """Let vLLM run an OpenVLA policy (``ActionModel.vllm_adapter``).
 
     Attributes:
-        model: ``module:Class`` of the model that the engine registers.
+        model_class: ``module:Class`` of the model that the engine registers.
         excluded: First parts of the names of tensors that only the trainer needs.
     """
 
-    model = "rlinf.models.embodiment.openvla.vllm_model:OpenVLAForVllm"
+    model_class = "rlinf.models.embodiment.openvla.vllm_model:OpenVLAForVllm"
     excluded = ("value_head",)
 
     @staticmethod

@@ -139,13 +139,13 @@ class OpenVLAForVllm(nn.Module, SupportsMultiModal):
 
     @staticmethod
     def config_of(config: OpenVLAConfig) -> OpenVLAForVllmConfig:
-        """Return the policy's configuration under the twin's name."""
+        """Return the policy's configuration under the name that vLLM knows it by."""
         values = {name: value for name, value in config.to_dict().items() if name != "model_type"}
         return OpenVLAForVllmConfig(**values)
 
     @staticmethod
     def required_tensors(config: OpenVLAConfig) -> dict[str, Tensor]:
-        """Return the tensors that the twin takes, by the policy's names, on the meta device."""
+        """Return the tensors that this class takes, by the policy's names, on the meta device."""
         with torch.device("meta"):
             backbone = VisionBackbone(config)
             parts = nn.ModuleDict({

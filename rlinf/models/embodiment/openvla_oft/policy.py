@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.base import sample_tokens
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_stats
 from rlinf.models.embodiment.openvla.llama_layer import run_layers
 from rlinf.models.embodiment.openvla.policy import OpenVLAForRLActionPrediction
@@ -19,6 +18,7 @@ from rlinf.models.embodiment.openvla_oft.action_head import L1ActionHead, Propri
 from rlinf.models.embodiment.openvla_oft.config import OpenVLAOFTConfig
 from rlinf.models.embodiment.openvla_oft.weights import absent_parts, draw_parts, read_oft_weights
 from rlinf.models.loading import typed
+from rlinf.models.sampling import sample_tokens
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
 
@@ -38,7 +38,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     """
 
     config_class = OpenVLAOFTConfig
-    vllm_twin: ClassVar[None] = None  # vLLM decodes causally, one token after the other
+    vllm_adapter: ClassVar[None] = None  # vLLM decodes causally, one token after the other
     base_model_prefix = "openvla_oft"
     lora_target_modules: ClassVar[str] = (
         r"(vision_backbone\..*\.(q_proj|k_proj|v_proj|o_proj|out_proj|fc1|fc2|film\.scale|film\.shift)|projector\.fc\d"

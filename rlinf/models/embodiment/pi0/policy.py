@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.base import check_hidden_size, draw_uniforms
+from rlinf.models.embodiment.base import check_hidden_size
 from rlinf.models.embodiment.modules.normalizer import select_stats
 from rlinf.models.embodiment.pi0.config import NUM_CAMERA_SLOTS, Pi0Config, check_attention, check_sizes
 from rlinf.models.embodiment.pi0.flow import (
@@ -24,6 +24,7 @@ from rlinf.models.embodiment.pi0.flow import (
 from rlinf.models.embodiment.pi0.network import Pi0Network, Prefix
 from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer, resize_with_pad
 from rlinf.models.loading import typed
+from rlinf.models.sampling import draw_uniforms
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 
 GREEDY_NOISE_SEED = 0

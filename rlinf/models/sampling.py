@@ -1,0 +1,53 @@
+"""Draw tokens and score them: the one definition that rollout and training share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def draw_uniforms(*shape: int, device: torch.device | None = None) -> Tensor:
+    """Return float32 numbers in (0, 1), of which none is 0, from torch's global generator."""
+    return torch.rand(shape, device=device).clamp_min_(torch.finfo(torch.float32).tiny)
+
+
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, temperature: float = 1.0, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities and entropy of categorical action tokens: the one function of rollout and training.
+
+    ``log softmax(logits / temperature)`` in float32, over the last axis, which holds the action bins only.
+
+    Args:
+        logits: ``[..., n_bins]``, action columns already sliced.
+        tokens: int64 ``[...]``, indices into the last axis.
+        temperature: Positive.
+        with_entropy: The entropy is wanted; it takes two more arrays of the size of ``logits``.
+
+    Returns:
+        float32 log-probabilities ``[...]``, and entropies ``[...]`` in nats or None.
+    """
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return chosen, -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
+
+
+def sample_tokens(logits: Tensor, do_sample: bool, temperature: float = 1.0, uniforms: Tensor | None = None) -> Tensor:
+    """Choose tokens: argmax, or inverse transform sampling of ``softmax(logits / temperature)``.
+
+    Args:
+        logits: ``[B, ..., n_bins]``.
+        do_sample: False takes the argmax.
+        temperature: Positive.
+        uniforms: float32 in (0, 1), shape of ``logits`` without its last axis; None: torch's global generator.
+
+    Returns:
+        int64 indices into the last axis.
+    """
+    if not do_sample:
+        return logits.argmax(-1)
+    cumulative = torch.softmax(logits.float() / temperature, dim=-1).cumsum(-1)
+    if uniforms is None:
+        uniforms = draw_uniforms(*cumulative.shape[:-1], device=cumulative.device)
+    threshold = (uniforms.to(cumulative) * cumulative[..., -1]).unsqueeze(-1)
+    return (cumulative <= threshold).sum(-1).clamp_max(logits.shape[-1] - 1)

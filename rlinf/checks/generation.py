@@ -7,15 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.llm.batched_data_dict import BatchedDataDict
-from rlinf.llm.generation_interfaces import (
-    GenerationInterface,
-    response_mask,
-    tokens_and_mask,
-    verify_right_padding,
-)
-from rlinf.llm.interfaces import PolicyInterface
+from rlinf.llm.batch_checks import response_mask, verify_right_padding
+from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
+from rlinf.llm.generation_interface import GenerationInterface
 from rlinf.llm.losses import NLLLossFn
+from rlinf.llm.policy_interface import PolicyInterface
 
 ROUNDING = 1e-5
 """Log-probabilities this close are the same: two passes over the same weights may add in another order."""

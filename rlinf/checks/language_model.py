@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from rlinf.errors import ConfigError, RLinfError
-from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
-from rlinf.llm.generation_interfaces import tokens_and_mask
 from rlinf.llm.hf_generation import SamplingConfig, generate_tokens
 from rlinf.llm.logprobs import context_length, sequence_logprobs
 from rlinf.llm.validation import log_probability_error, response_mask

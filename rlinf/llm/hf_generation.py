@@ -12,7 +12,8 @@ from transformers import GenerationConfig as HFGenerationConfig
 from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from rlinf.errors import ConfigError
-from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.batch_checks import verify_right_padding, verify_token_ids
+from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.llm.causal_lm import (
     CausalLMConfig,
     end_tokens,
@@ -21,14 +22,7 @@ from rlinf.llm.causal_lm import (
     padding_token,
 )
 from rlinf.llm.decoding import next_token_only, static_cache
-from rlinf.llm.generation_interfaces import (
-    GenerationDatumSpec,
-    GenerationInterface,
-    GenerationOutputSpec,
-    tokens_and_mask,
-    verify_right_padding,
-    verify_token_ids,
-)
+from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from rlinf.llm.logprobs import TOKEN_TYPE_KEYS, context_length, image_inputs
 from rlinf.llm.packing import ignores_left_padding
 from rlinf.models.sampling import sample_tokens, token_logprobs

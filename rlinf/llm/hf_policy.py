@@ -17,18 +17,14 @@ from torch import Tensor, nn
 from rlinf.distributed.devices import own_device
 from rlinf.distributed.process_group import rank, sum_over_ranks, world_size
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
-from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.llm.causal_lm import CausalLMConfig, evaluation_mode, load_causal_lm, torch_dtype_of
-from rlinf.llm.generation_interfaces import (
-    GenerationDatumSpec,
-    GenerationOutputSpec,
-    tokens_and_mask,
-)
+from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
 from rlinf.llm.hf_generation import SamplingConfig, generate_tokens, refuse_other_names
-from rlinf.llm.interfaces import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
 from rlinf.llm.logprobs import batch_logprobs, context_length, micro_batches
 from rlinf.llm.losses import TokenCounts, TokenLoss
 from rlinf.llm.packing import keeps_sequences_apart
+from rlinf.llm.policy_interface import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
 from rlinf.memory import memory_metrics
 from rlinf.models.config import LoraConfig
 from rlinf.models.hf_model import HFModel, count_weights

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlinf.errors import ConfigError
-from rlinf.llm.batched_data_dict import IMAGE_KEYS, BatchedDataDict, join_padded
-from rlinf.llm.generation_interfaces import tokens_and_mask, verify_right_padding, verify_token_ids
+from rlinf.llm.batch_checks import verify_right_padding, verify_token_ids
+from rlinf.llm.batched_data_dict import IMAGE_KEYS, BatchedDataDict, join_padded, tokens_and_mask
 from rlinf.llm.packing import micro_batch_rows, pack_rows
 from rlinf.models.positions import num_positions
 from rlinf.models.sampling import token_logprobs

@@ -5,7 +5,7 @@ the log-probabilities of a part of a batch and divides by the counts of the whol
 or ranks add up to the loss of the batch.
 
 ``logprobs [B, S]`` are those of ``rlinf.llm.logprobs.sequence_logprobs``: column ``i`` belongs to token ``i``, column 0 and
-padding are 0. ``rlinf.llm.interfaces.TrainingDatumSpec`` lists the keys of ``data``.
+padding are 0. ``rlinf.llm.policy_interface.TrainingDatumSpec`` lists the keys of ``data``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from rlinf.algorithms.losses import clipped_policy_loss, kl_penalty
 from rlinf.errors import ConfigError
-from rlinf.llm.generation_interfaces import response_mask, tokens_and_mask, verify_right_padding
+from rlinf.llm.batch_checks import response_mask, verify_right_padding
+from rlinf.llm.batched_data_dict import tokens_and_mask
 from rlinf.llm.logprobs import batch_logprobs
 from rlinf.types import LossOutput
 

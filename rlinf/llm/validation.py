@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from rlinf.errors import ConfigError
+from rlinf.llm.batch_checks import response_mask
 from rlinf.llm.batched_data_dict import BatchedDataDict
-from rlinf.llm.generation_interfaces import GenerationInterface, response_mask
-from rlinf.llm.interfaces import PolicyInterface
+from rlinf.llm.generation_interface import GenerationInterface
+from rlinf.llm.policy_interface import PolicyInterface
 
 logger = logging.getLogger(__name__)
 

@@ -18,16 +18,13 @@ from rlinf.engines.vllm_engine import (
 )
 from rlinf.engines.weight_handle import WeightsHandle
 from rlinf.errors import ConfigError
-from rlinf.llm.batched_data_dict import BatchedDataDict
-from rlinf.llm.generation_interfaces import (
+from rlinf.llm.batch_checks import verify_right_padding, verify_text_only, verify_token_ids
+from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
+from rlinf.llm.generation_interface import (
     GenerationConfig,
     GenerationDatumSpec,
     GenerationInterface,
     GenerationOutputSpec,
-    tokens_and_mask,
-    verify_right_padding,
-    verify_text_only,
-    verify_token_ids,
 )
 from rlinf.llm.hf_generation import SamplingConfig, refuse_other_names, verify_sampling_tokens
 from rlinf.models.hf_model import check_tensor_parallel, load_config

@@ -1,22 +1,19 @@
-"""The interfaces of ``rlinf.llm.interfaces``, by the path that users import."""
+"""The interfaces of token policies, by the path that users import; they are defined in ``rlinf.llm``."""
 
 from rlinf.imports import lazy_attributes
 
 __getattr__ = lazy_attributes(
     __name__,
-    dict.fromkeys(
-        [
-            "BatchedDataDict",
-            "GenerationConfig",
-            "GenerationDatumSpec",
-            "GenerationInterface",
-            "GenerationOutputSpec",
-            "LogprobsSpec",
-            "LossFunction",
-            "PolicyInterface",
-            "TrainingDatumSpec",
-            "verify_right_padding",
-        ],
-        "rlinf.llm.interfaces",
-    ),
+    {
+        "BatchedDataDict": "rlinf.llm.batched_data_dict",
+        "GenerationConfig": "rlinf.llm.generation_interface",
+        "GenerationDatumSpec": "rlinf.llm.generation_interface",
+        "GenerationInterface": "rlinf.llm.generation_interface",
+        "GenerationOutputSpec": "rlinf.llm.generation_interface",
+        "LogprobsSpec": "rlinf.llm.policy_interface",
+        "LossFunction": "rlinf.llm.policy_interface",
+        "PolicyInterface": "rlinf.llm.policy_interface",
+        "TrainingDatumSpec": "rlinf.llm.policy_interface",
+        "verify_right_padding": "rlinf.llm.batch_checks",
+    },
 )

@@ -11,8 +11,8 @@ import torch
 from rlinf.checks.generation import check_generation, check_policy
 from rlinf.distributed import BatchedDataDict, RayVirtualCluster
 from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.llm.generation_interfaces import GenerationInterface
-from rlinf.llm.interfaces import PolicyInterface
+from rlinf.llm.generation_interface import GenerationInterface
+from rlinf.llm.policy_interface import PolicyInterface
 from rlinf.models import HuggingFacePolicy, MegatronPolicy
 from rlinf.models.generation import HuggingFaceGeneration, VllmGeneration
 
@@ -156,11 +156,12 @@ def test_every_name_is_importable_without_torch_until_it_is_used():
         "import sys, rlinf.models, rlinf.distributed, rlinf.algorithms, rlinf.models.generation\n"
         "assert not {'torch', 'transformers', 'vllm', 'ray', 'megatron'} & set(sys.modules), sys.modules.keys()\n"
         "from rlinf.models import HuggingFacePolicy, MegatronPolicy\n"
-        "from rlinf.llm.interfaces import (PolicyInterface, LogprobsSpec, TrainingDatumSpec, LossFunction,\n"
+        "from rlinf.models.interfaces import (PolicyInterface, LogprobsSpec, TrainingDatumSpec, LossFunction,\n"
         "    GenerationDatumSpec, GenerationOutputSpec, BatchedDataDict)\n"
         "from rlinf.models.generation import HuggingFaceGeneration, VllmConfig, GenerationConfig\n"
-        "from rlinf.llm.generation_interfaces import GenerationInterface, GenerationDatumSpec, GenerationOutputSpec\n"
-        "from rlinf.llm.validation import validate_log_probability_consistency\n"
+        "from rlinf.models.generation.interfaces import GenerationInterface, GenerationDatumSpec, GenerationOutputSpec\n"
+        "from rlinf.models.interfaces import verify_right_padding\n"
+        "from rlinf.models.validation import validate_log_probability_consistency\n"
         "from rlinf.checks.language_model import test_max_model_len_respected, test_generation_consistency\n"
         "from rlinf.distributed import BatchedDataDict, RayVirtualCluster\n"
         "from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn\n"

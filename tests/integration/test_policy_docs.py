@@ -22,8 +22,7 @@ from rlinf import algorithms, models
 from rlinf.checks import language_model as diagnostics
 from rlinf.distributed import BatchedDataDict, RayVirtualCluster
 from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.llm import generation_interfaces as generation
-from rlinf.llm import interfaces, validation
+from rlinf.llm import batch_checks, generation_interface, policy_interface, validation
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.models.generation import HuggingFaceGeneration
 
@@ -65,9 +64,9 @@ def names(tiny_lm, tmp_path, monkeypatch, prompts) -> dict:
     return {
         "ABC": ABC, "abstractmethod": abstractmethod, "Any": typing.Any, "Dict": dict, "TypedDict": typing.TypedDict,
         "torch": torch, "batch": prompts, "validation_batch": prompts, "dataloader": [prompts, prompts],
-        "BatchedDataDict": BatchedDataDict, "LossFunction": interfaces.LossFunction, "RayVirtualCluster": RayVirtualCluster,
-        "PolicyInterface": interfaces.PolicyInterface, "GenerationInterface": generation.GenerationInterface,
-        "GenerationConfig": generation.GenerationConfig, "DPOLossFn": algorithms.DPOLossFn,
+        "BatchedDataDict": BatchedDataDict, "LossFunction": policy_interface.LossFunction, "RayVirtualCluster": RayVirtualCluster,
+        "PolicyInterface": policy_interface.PolicyInterface, "GenerationInterface": generation_interface.GenerationInterface,
+        "GenerationConfig": generation_interface.GenerationConfig, "DPOLossFn": algorithms.DPOLossFn,
         "GRPOLossFn": algorithms.GRPOLossFn, "cluster": RayVirtualCluster([1], use_gpus=False),
         "load_custom_model": lambda path: AutoModelForCausalLM.from_pretrained(path),
     }  # fmt: skip
@@ -126,7 +125,15 @@ def differences(theirs, ours) -> list[str]:
 
 @needs_document
 def test_signatures_are_those_of_the_document(names):
-    places = [models, interfaces, rlinf.models.generation, generation, validation, diagnostics]
+    places = [
+        models,
+        policy_interface,
+        rlinf.models.generation,
+        generation_interface,
+        batch_checks,
+        validation,
+        diagnostics,
+    ]
     compared = set()
     for text in BLOCKS:
         defined = re.findall(r"^(?:class|def) (\w+)", text, re.MULTILINE)
@@ -194,7 +201,7 @@ def test_the_custom_policy_works_with_our_losses(names):
 @needs_document
 def test_the_custom_engine_can_be_made(names):
     engine = run(block("class CustomGeneration"), names)["CustomGeneration"]("meta-llama/Llama-2-7b-hf")
-    assert isinstance(engine, generation.GenerationInterface)
+    assert isinstance(engine, generation_interface.GenerationInterface)
 
 
 @needs_document

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
-from rlinf.llm.generation_interfaces import response_mask, tokens_and_mask
+from rlinf.llm.batch_checks import response_mask
+from rlinf.llm.batched_data_dict import tokens_and_mask
 from rlinf.llm.logprobs import sequence_logprobs
 from rlinf.models.generation import HuggingFaceGeneration, verify_right_padding
 

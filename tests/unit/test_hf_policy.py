@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
-from rlinf.llm.generation_interfaces import response_mask
+from rlinf.llm.batch_checks import response_mask
 from rlinf.models import HuggingFacePolicy
 from rlinf.optim.master_adamw import MasterAdamW
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from rlinf.algorithms import DPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import ConfigError
-from rlinf.llm.generation_interfaces import response_mask
+from rlinf.llm.batch_checks import response_mask
 from rlinf.models import HuggingFacePolicy
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 

@@ -18,14 +18,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import PreTrainedModel
 
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, NonFiniteError
-from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.batch_checks import verify_text_only
+from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.llm.causal_lm import evaluation_mode, torch_dtype_of
-from rlinf.llm.generation_interfaces import (
-    GenerationDatumSpec,
-    GenerationOutputSpec,
-    tokens_and_mask,
-    verify_text_only,
-)
+from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
 from rlinf.llm.hf_generation import SamplingConfig, generate_tokens, refuse_other_names
 from rlinf.llm.hf_policy import (
     check_loss,
@@ -34,7 +30,6 @@ from rlinf.llm.hf_policy import (
     sampling_generator,
     weights_checksum,
 )
-from rlinf.llm.interfaces import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
 from rlinf.llm.logprobs import micro_batches
 from rlinf.llm.losses import TokenCounts, TokenLoss
 from rlinf.llm.megatron.groups import MegatronGroups, check_device, check_ranks, device_of_this_rank
@@ -47,6 +42,7 @@ from rlinf.llm.megatron.weights import (
     source_names,
     unshard,
 )
+from rlinf.llm.policy_interface import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
 from rlinf.memory import memory_metrics
 from rlinf.models.hf_model import HFModel, load_config
 from rlinf.optim.master_adamw import MasterAdamW

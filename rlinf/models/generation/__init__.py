@@ -5,14 +5,14 @@ from rlinf.imports import lazy_attributes
 __getattr__ = lazy_attributes(
     __name__,
     {
-        "GenerationConfig": "rlinf.llm.generation_interfaces",
-        "GenerationDatumSpec": "rlinf.llm.generation_interfaces",
-        "GenerationInterface": "rlinf.llm.generation_interfaces",
-        "GenerationOutputSpec": "rlinf.llm.generation_interfaces",
+        "GenerationConfig": "rlinf.llm.generation_interface",
+        "GenerationDatumSpec": "rlinf.llm.generation_interface",
+        "GenerationInterface": "rlinf.llm.generation_interface",
+        "GenerationOutputSpec": "rlinf.llm.generation_interface",
         "HuggingFaceGeneration": "rlinf.llm.hf_generation",
-        "VllmConfig": "rlinf.llm.generation_interfaces",
+        "VllmConfig": "rlinf.llm.generation_interface",
         "VllmGeneration": "rlinf.llm.vllm_generation",
         "VllmGenerationWorker": "rlinf.llm.vllm_generation",
-        "verify_right_padding": "rlinf.llm.generation_interfaces",
+        "verify_right_padding": "rlinf.llm.batch_checks",
     },
 )

@@ -1,21 +1,15 @@
-"""The interfaces of ``rlinf.llm.generation_interfaces``, by the path that users import."""
+"""The interfaces of generation, by the path that users import; they are defined in ``rlinf.llm``."""
 
 from rlinf.imports import lazy_attributes
 
 __getattr__ = lazy_attributes(
     __name__,
-    dict.fromkeys(
-        [
-            "GenerationConfig",
-            "GenerationDatumSpec",
-            "GenerationInterface",
-            "GenerationOutputSpec",
-            "VllmConfig",
-            "response_mask",
-            "verify_right_padding",
-            "verify_text_only",
-            "verify_token_ids",
-        ],
-        "rlinf.llm.generation_interfaces",
-    ),
+    {
+        "GenerationConfig": "rlinf.llm.generation_interface",
+        "GenerationDatumSpec": "rlinf.llm.generation_interface",
+        "GenerationInterface": "rlinf.llm.generation_interface",
+        "GenerationOutputSpec": "rlinf.llm.generation_interface",
+        "VllmConfig": "rlinf.llm.generation_interface",
+        "verify_right_padding": "rlinf.llm.batch_checks",
+    },
 )

@@ -1,4 +1,4 @@
-"""What a policy of token data can do; ``rlinf.llm.generation_interfaces`` has the same for engines that only generate."""
+"""What a policy of token data can do; ``rlinf.llm.generation_interface`` has the same for engines that only generate."""
 
 from __future__ import annotations
 
@@ -9,26 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf.llm.batched_data_dict import BatchedDataDict
-from rlinf.llm.generation_interfaces import (
-    GenerationConfig,
-    GenerationDatumSpec,
-    GenerationInterface,
-    GenerationOutputSpec,
-    verify_right_padding,
-)
-
-__all__ = [
-    "BatchedDataDict",
-    "GenerationConfig",
-    "GenerationDatumSpec",
-    "GenerationInterface",
-    "GenerationOutputSpec",
-    "LogprobsSpec",
-    "LossFunction",
-    "PolicyInterface",
-    "TrainingDatumSpec",
-    "verify_right_padding",
-]
+from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
 
 
 class LogprobsSpec(TypedDict):

@@ -285,7 +285,7 @@ def test_prompt_and_response_stay_within_the_length(tiny_lm, prompts):
     assert shorter["unpadded_sequence_lengths"].tolist() == [8] * 4
     with pytest.raises(ConfigError, match="6 tokens.*max_model_len=6"):
         HuggingFaceGeneration(tiny_lm(), max_model_len=6).generate(prompts, greedy=True)
-    with pytest.raises(ConfigError, match="max_model_len=65.*Type max_model_len=64"):
+    with pytest.raises(ConfigError, match="max_model_len=65.*Set max_model_len=64"):
         HuggingFaceGeneration(tiny_lm(), max_model_len=65).generate(prompts, greedy=True)
 
 

@@ -229,7 +229,7 @@ def test_a_run_goes_on_with_the_dataset_that_it_began_with(cloned, expert, tmp_p
     resume = f"resume={tmp_path / 'run'}"
     for dataset in (f"sft.dataset={other}", "sft.dataset=null"):
         with pytest.raises(
-            CheckpointError, match=r"has cloned other demonstrations than .*Type sft.dataset=.*init_from="
+            CheckpointError, match=r"has cloned other demonstrations than .*Set sft.dataset=.*init_from="
         ):
             run(tmp_path / "run", expert, resume, "sft.max_steps=5", dataset)
     moved = Path(shutil.copytree(expert, tmp_path / "moved"))

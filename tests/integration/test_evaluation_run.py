@@ -288,13 +288,13 @@ def test_nothing_of_a_run_a_checkpoint_an_export_or_an_evaluation_is_overwritten
     monkeypatch.setattr("rlinf.commands.evaluate.make_env", lambda *_, **__: pytest.fail("nothing may be begun"))
     run = quick[0].parents[1]
     for output in (quick[0], quick[0] / "model", run, run / "eval" / "mine", exported, tmp_path / "metrics" / "deep"):
-        with pytest.raises(ConfigError, match=r"output_dir is '.*', which is or lies in a run.*Type output_dir="):
+        with pytest.raises(ConfigError, match=r"output_dir is '.*', which is or lies in a run.*Set output_dir="):
             evaluate(configured(quick, output))
     with pytest.raises(
         ConfigError, match=r"output_dir is '.*a', which holds the result.json of a finished.*output_dir="
     ):
         evaluate(configured(quick, tmp_path / "a", evaluation={"greedy": False}))
-    with pytest.raises(ConfigError, match=r"compare=.*a and output_dir=.*a are one folder.*Type output_dir="):
+    with pytest.raises(ConfigError, match=r"compare=.*a and output_dir=.*a are one folder.*Set output_dir="):
         evaluate(configured(quick, tmp_path / "b" / ".." / "a", evaluation={"compare": str(tmp_path / "a")}))
     assert (contents(tmp_path), contents(run)) == before
 

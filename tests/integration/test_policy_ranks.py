@@ -43,7 +43,7 @@ def train_one_rank(arguments) -> None:
     policy.save_pretrained(f"{output}/saved")
     again = HuggingFacePolicy(f"{output}/saved")
     assert again.get_logprobs(batch)["logprobs"].equal(policy.get_logprobs(batch)["logprobs"])
-    with pytest.raises(ConfigError, match="no TokenLoss.*2 ranks"):
+    with pytest.raises(ConfigError, match="not a TokenLoss.*2 ranks"):
         policy.train(rows, lambda model, data: model(input_ids=data["input_ids"]).logits.sum())
     check_refusals(folder, batch, second=rank == 1)
 

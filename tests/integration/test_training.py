@@ -196,7 +196,7 @@ def test_kl_penalty_refers_to_the_policy_before_rl_also_after_a_resume(tmp_path)
     assert divergences(tmp_path / "second") == whole[2:3] and divergences(tmp_path / "third") == whole[3:]
     (tmp_path / "second" / "reference.safetensors").unlink()
     with pytest.raises(
-        CheckpointError, match=r"second/reference\.safetensors is missing.*Copy.*or type algorithm\.kl_coef=0"
+        CheckpointError, match=r"second/reference\.safetensors is missing.*Copy.*or set algorithm\.kl_coef=0"
     ):
         train(config_of(tmp_path / "fourth", *kl, f"resume={tmp_path / 'second'}"))
 

@@ -254,7 +254,7 @@ def test_the_engine_keeps_nothing_of_the_shared_memory(policy):
 
 def test_a_prompt_longer_than_the_model_allows_is_a_user_error(policy):
     with pytest.raises(
-        ConfigError, match="vLLM refuses a prompt of 300 tokens.*type rollout.vllm.max_model_len=<more than 300>"
+        ConfigError, match="vLLM refuses a prompt of 300 tokens.*set rollout.vllm.max_model_len=<more than 300>"
     ):
         policy.engine.generate(GenerateRequest([{"prompt_token_ids": [1] * 300}], {"max_tokens": 1}))
     sampling = {"max_tokens": 9, "min_tokens": 9, "ignore_eos": True}
@@ -439,7 +439,7 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
         ):
             generation.worker.generate(torch.tensor([[5, 96, 200]]))
         with pytest.raises(
-            ConfigError, match="a prompt of 24 tokens.*max_model_len=24.*type vllm_cfg.max_model_len=<more than 24>"
+            ConfigError, match="a prompt of 24 tokens.*max_model_len=24.*set vllm_cfg.max_model_len=<more than 24>"
         ):
             generation.worker.generate(torch.ones(1, 24, dtype=torch.long))
     finally:

@@ -68,9 +68,9 @@ def test_statistics_are_chosen_by_the_name_of_their_data_set():
         select_stats(two, None)
     with pytest.raises(ConfigError, match="of 0 data sets"):
         select_stats({}, None)
-    with pytest.raises(ConfigError, match="Unknown model.unnorm_key 'tabel'.*Type model.unnorm_key=table$"):
+    with pytest.raises(ConfigError, match="Unknown model.unnorm_key 'tabel'.*Set model.unnorm_key=table$"):
         select_stats(two, "tabel")
-    with pytest.raises(ConfigError, match="Unknown model.unnorm_key 'zzz'.*Type model.unnorm_key=kitchen$"):
+    with pytest.raises(ConfigError, match="Unknown model.unnorm_key 'zzz'.*Set model.unnorm_key=kitchen$"):
         select_stats(two, "zzz")
 
 

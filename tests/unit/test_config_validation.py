@@ -26,8 +26,8 @@ def build(*overrides) -> RunConfig:
 
 
 def suggestions(message: str) -> list[list[str]]:
-    """The overrides after ``Type`` (or ``e.g.``), each alternative as a list of words."""
-    text = re.split(r"(?:Type(?: e\.g\.)?|, e\.g\.) ", message)[-1].rstrip(".")
+    """The overrides after ``Set`` or ``Run`` (or ``e.g.``), each alternative as a list of words."""
+    text = re.split(r"(?:(?:Set|Run)(?: e\.g\.)?|, e\.g\.) ", message)[-1].rstrip(".")
     return [[word.strip(",").strip("'") for word in part.split()] for part in re.split(r",? or ", text)]
 
 
@@ -111,7 +111,7 @@ def test_observations_that_the_ranks_cannot_all_gather_are_refused(monkeypatch):
     monkeypatch.setattr("rlinf.memory.main_memory_bytes", lambda: needed - 1)
     validate(build(*envs))  # one process gathers nothing
     with pytest.raises(
-        ConfigError, match="gathers the observations of all ranks, 64 envs x 16.*Type rollout.num_envs=62"
+        ConfigError, match="gathers the observations of all ranks, 64 envs x 16.*Set rollout.num_envs=62"
     ):
         validate(config)
     validate(build(*envs, "cluster.num_processes=2", "rollout.num_envs=60"))
@@ -258,7 +258,7 @@ def test_inputs_of_a_checkpoint_folder_are_read_from_its_config(tmp_path):
 
 def test_cloning_needs_a_scripted_expert(monkeypatch):
     monkeypatch.setattr(ENVS.get("tabletop"), "expert_actions", VectorEnv.expert_actions)
-    with pytest.raises(ConfigError, match="env.name=tabletop has none.*Type sft.dataset=<folder>, or sft.max_steps=0"):
+    with pytest.raises(ConfigError, match="env.name=tabletop has none.*Set sft.dataset=<folder>, or sft.max_steps=0"):
         validate(build("sft.max_steps=5"))
     validate(build("sft.max_steps=0"))
 

@@ -93,14 +93,14 @@ def test_damaged_rows_are_refused_when_the_dataset_is_opened(lerobot, column, ch
 @pytest.mark.parametrize("name", ["total_frames", "total_episodes"])
 def test_a_description_without_its_counts_is_refused(lerobot, name):
     change_info(lerobot, lambda info: info.pop(name))
-    with pytest.raises(ConfigError, match=rf"info.json cannot be read .*'{name}'.*Type sft.dataset="):
+    with pytest.raises(ConfigError, match=rf"info.json cannot be read .*'{name}'.*Set sft.dataset="):
         describe_dataset(lerobot)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"env": 3}'])
 def test_a_damaged_record_of_the_conditions_is_refused(lerobot, content):
     (lerobot / "meta" / "rlinf.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"rlinf.json cannot be read.*type sft.dataset="):
+    with pytest.raises(ConfigError, match=r"rlinf.json cannot be read.*set sft.dataset="):
         describe_dataset(lerobot)
 
 
@@ -120,7 +120,7 @@ def test_videos_outside_the_folder_are_refused(tmp_path):
 
 def test_one_column_cannot_stand_for_two_cameras(lerobot):
     with pytest.raises(
-        ConfigError, match=r"sft.cameras is \[front,observation.images.front\].* twice.*Type sft.cameras="
+        ConfigError, match=r"sft.cameras is \[front,observation.images.front\].* twice.*Set sft.cameras="
     ):
         image_columns(describe_dataset(lerobot), ["front", "wrist"], ["front", FRONT])
 

@@ -210,15 +210,15 @@ def test_task_filter_keeps_the_suites_order():
             lambda: build(auto_reset=True).reset(options={"episodes": [spec(0), None]}),
             "Row 1 got None.*auto_reset=False",
         ),
-        (lambda: build(1).reset(options={"episodes": [EpisodeSpec("other", 0, 0, 0)]}), "no episode of 'counting'"),
-        (lambda: build(1).reset(options={"episodes": [spec(0, task_id=3)]}), "no episode of 'counting'"),
+        (lambda: build(1).reset(options={"episodes": [EpisodeSpec("other", 0, 0, 0)]}), "not an episode of 'counting'"),
+        (lambda: build(1).reset(options={"episodes": [spec(0, task_id=3)]}), "not an episode of 'counting'"),
         (lambda: build().step(np.zeros((2, 1))), "call reset"),
         (lambda: build().expert_actions(), "no scripted expert"),
         (lambda: build().render_frames([0], 64), "cannot draw"),
         (lambda: make_env(EnvConfig(name="tabletpo"), 1, auto_reset=True), "Did you mean 'tabletop'"),
         (
             lambda: make_env(EnvConfig(name="tabletop"), 1, auto_reset=True),
-            "required: a TabletopConfig. Type TabletopConfig",
+            "required: a TabletopConfig. Set TabletopConfig",
         ),
         (
             lambda: make_env(OmegaConf.create({"name": "tabletop"}), 1, auto_reset=True),

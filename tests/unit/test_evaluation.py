@@ -362,7 +362,7 @@ def test_json_round_trip(tmp_path):
     assert data["episodes"] == 11 and data["successes"] == result.successes
     assert [p.name for p in path.parent.iterdir()] == ["result.json"], "no temporary file may stay"
     path.write_text("{}")
-    with pytest.raises(CheckpointError, match="no evaluation result"):
+    with pytest.raises(CheckpointError, match="not an evaluation result"):
         EvaluationResult.from_json(path)
 
 

@@ -309,7 +309,7 @@ def test_pictures_of_another_number_format_are_refused_before_a_run(monkeypatch,
     }  # fmt: skip
     monkeypatch.setattr("walk_for_tests.Walk.render", lambda self: pictures[kind])
     gymnasium_env._draw_once.cache_clear()
-    with pytest.raises(ConfigError, match=f"env.id=.* draws pictures of {found}.*required: uint8.*type env.cameras"):
+    with pytest.raises(ConfigError, match=f"env.id=.* draws pictures of {found}.*required: uint8.*set env.cameras"):
         build(cameras=["render"], image_size=20)
     gymnasium_env._draw_once.cache_clear()
 
@@ -428,7 +428,7 @@ def test_videos_that_cannot_be_drawn_are_refused_before_the_run(monkeypatch):
     check("walk_for_tests:Walk-v0")
     with pytest.raises(MissingDependencyError, match="pip install paint.*Or type .*evaluation.num_videos_per_task=0"):
         check("walk_for_tests:Undrawable-v0")
-    with pytest.raises(ConfigError, match="no render_mode=rgb_array.*Type evaluation.num_videos_per_task=0"):
+    with pytest.raises(ConfigError, match="no render_mode=rgb_array.*Set evaluation.num_videos_per_task=0"):
         check("walk_for_tests:Blind-v0")
     for name in ("walk_for_tests:Undrawable-v0", "walk_for_tests:Blind-v0"):
         check(name, num_videos=0)

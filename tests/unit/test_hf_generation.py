@@ -309,7 +309,7 @@ def test_prepare_and_finish_may_be_repeated_and_weights_stay(tiny_lm, prompts):
         ({"max_new_tokens": 0}, ConfigError, "max_new_tokens is 0"),
         ({"backend": "vllm"}, ConfigError, "backend is 'vllm'.*backend=hf"),
         ({"attn_implementation": "flash"}, ConfigError, "'flash'; required: one of eager, .*attn_implementation=sdpa"),
-        ({"device_map": "foo"}, CheckpointError, "device_map=foo.*Type device_map='auto'"),
+        ({"device_map": "foo"}, CheckpointError, "device_map=foo.*Set device_map='auto'"),
         ({"torch_dtype": "bf17"}, ConfigError, "torch_dtype is 'bf17'.*bfloat16"),
         ({"load_in_8bit": True}, MissingDependencyError, "load_in_8bit=True.*pip install bitsandbytes"),
         ({"load_in_4bit": True}, MissingDependencyError, "load_in_4bit=True.*pip install bitsandbytes"),

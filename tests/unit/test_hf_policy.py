@@ -92,7 +92,7 @@ def test_packing_is_refused_where_sequences_see_each_other(tiny_lm, family, fiel
     folder = tiny_lm(family, **fields)
     options = {"max_tokens_per_microbatch": 16, "torch_dtype": dtype}
     HuggingFacePolicy(folder, **options)
-    with pytest.raises(ConfigError, match="sequence_packing=True.*Type sequence_packing=False"):
+    with pytest.raises(ConfigError, match="sequence_packing=True.*Set sequence_packing=False"):
         HuggingFacePolicy(folder, **options, sequence_packing=True)
 
 
@@ -210,7 +210,7 @@ def test_dropout_of_adapters_is_for_maximum_likelihood_only(tiny_lm, batch):
     policy = HuggingFacePolicy(tiny_lm(), lora={"dropout": 0.1})
     policy.train(batch, NLLLossFn())
     for loss_fn in (GRPOLossFn(), DPOLossFn()):
-        with pytest.raises(ConfigError, match="lora.dropout=0.1 and .*LossFn.*Type lora={'dropout': 0.0}"):
+        with pytest.raises(ConfigError, match="lora.dropout=0.1 and .*LossFn.*Set lora={'dropout': 0.0}"):
             policy.train(batch, loss_fn)
 
 
@@ -406,13 +406,13 @@ def test_a_scaling_of_positions_gives_room_for_longer_rows(tiny_lm, scaling, pos
         ({"lr": 1.0}, "no key 'lr'. Did you mean 'learning_rate'.* Set learning_rate=1.0"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; required: at least 1e-06"),
-        ({"torch_dtype": "float16"}, "torch_dtype=float16.*Type torch_dtype='bfloat16'"),
-        ({"top_p": 0.9}, "top_p=0.9.*Type top_p=1.0"),
-        ({"top_k": 5}, "top_k=5.*Type top_k=None"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1.*Type repetition_penalty=1.0"),
+        ({"torch_dtype": "float16"}, "torch_dtype=float16.*Set torch_dtype='bfloat16'"),
+        ({"top_p": 0.9}, "top_p=0.9.*Set top_p=1.0"),
+        ({"top_k": 5}, "top_k=5.*Set top_k=None"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1.*Set repetition_penalty=1.0"),
         ({"sequence_packing": True}, "Set e.g. max_tokens_per_microbatch=4096"),
         ({"load_in_8bit": True}, "Set lora={}"),
-        ({"lora": {"rnk": 3}}, "lora.rnk.*Type lora.rank=3"),
+        ({"lora": {"rnk": 3}}, "lora.rnk.*Set lora.rank=3"),
     ],
 )
 def test_bad_options_name_the_value_and_what_to_type(tiny_lm, options, words):

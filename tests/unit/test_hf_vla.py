@@ -390,7 +390,7 @@ def test_errors_name_the_value_and_the_override(zoo, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("config.json", b"{bad", ("config.json", "no JSON object")),
+        ("config.json", b"{bad", ("config.json", "not a JSON object")),
         ("config.json", b"[1]", ("config.json", "it holds a list")),
         ("model.safetensors", b"12345678 no weights", ("cannot be read",)),
         ("model.safetensors", None, ("cannot be read", "model.safetensors")),

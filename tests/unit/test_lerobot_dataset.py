@@ -253,7 +253,7 @@ def test_a_dataset_cut_short_is_refused(tmp_path):
     info = json.loads((folder / "meta" / "info.json").read_text())
     info["total_frames"] += 1
     (folder / "meta" / "info.json").write_text(json.dumps(info))
-    with pytest.raises(ConfigError, match="not whole .12 rows and 3 episodes.* 13 and 3.*type sft.dataset="):
+    with pytest.raises(ConfigError, match="not whole .12 rows and 3 episodes.* 13 and 3.*set sft.dataset="):
         open_fixture(folder)
     data = folder / "data/chunk-000/file-000.parquet"
     data.write_bytes(data.read_bytes()[:-100])
@@ -270,7 +270,7 @@ def test_a_video_that_is_missing_or_cut_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read as a video"):
         open_fixture(folder).rows(np.array([0]))
     video.unlink()
-    with pytest.raises(ConfigError, match=r"file-000.mp4 is missing.*type sft.dataset="):
+    with pytest.raises(ConfigError, match=r"file-000.mp4 is missing.*set sft.dataset="):
         open_fixture(folder)
 
 
@@ -311,5 +311,5 @@ def test_a_missing_package_names_the_command(tmp_path, monkeypatch, module, vide
 
 
 def test_odd_images_are_refused_as_video(tmp_path):
-    with pytest.raises(ConfigError, match=r"odd side.*Type collect.video=false"):
+    with pytest.raises(ConfigError, match=r"odd side.*Set collect.video=false"):
         write(tmp_path / "data", episodes(size=(31, 48)), video=True)

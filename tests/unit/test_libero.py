@@ -451,7 +451,7 @@ def test_an_object_without_its_files_is_missed_before_the_run(tmp_path, monkeypa
         MissingDependencyError, match="lack scenes/libero_study_base_style.xml and .* 1 of 2 tasks"
     ) as error:
         libero_assets.check_assets(tmp_path, "libero_10", [kitchen, other])
-    assert other in str(error.value) and f"type env.tasks=[{kitchen}]" in str(error.value)
+    assert other in str(error.value) and f"set env.tasks=[{kitchen}]" in str(error.value)
     (tmp_path / files[2]).with_name("a.msh").unlink()
     libero_assets._missing_behind.cache_clear()
     monkeypatch.setattr(adapter, "check_packages", lambda: None)

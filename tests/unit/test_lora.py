@@ -234,7 +234,7 @@ def test_wrong_adapters_are_refused(tmp_path):
         policy(is_lora=True, lora={"rank": 8, "alpha": 8}, lora_path=str(tmp_path))
     with pytest.raises(CheckpointError, match="does not fit"):
         policy(is_lora=True, lora=LORA | {"target_modules": ["q_proj"]}, lora_path=str(tmp_path))
-    with pytest.raises(CheckpointError, match="no adapter folder"):
+    with pytest.raises(CheckpointError, match="not an adapter folder"):
         policy(is_lora=True, lora=LORA, lora_path=str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="matches no layer"):
         policy(is_lora=True, lora=LORA | {"target_modules": ["no_such_layer"]})

@@ -225,7 +225,7 @@ def test_a_file_that_is_no_json_is_refused_by_its_path(tmp_path, name, text, fou
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     for model_type in ("openvla", "openvla_oft"):
         section = ModelConfig(model_type=model_type, model_path=str(tmp_path))
-        with pytest.raises(CheckpointError, match=f"{name}' is not a JSON object.*{found}.*Type model.model_path="):
+        with pytest.raises(CheckpointError, match=f"{name}' is not a JSON object.*{found}.*Set model.model_path="):
             get_model(section)
         if name == "config.json":
             with pytest.raises(CheckpointError, match="config.json' is not a JSON object"):

@@ -75,7 +75,7 @@ def test_the_engine_is_finished_even_if_it_fails(tiny_lm, prompts):
 def test_another_vocabulary_is_refused(tiny_lm, prompts):
     policy, engine = HuggingFacePolicy(tiny_lm()), HuggingFaceGeneration(tiny_lm())
     engine.model.config.vocab_size = 64
-    with pytest.raises(ConfigError, match=r"vocab_size=48, the inference backend 64.*Type model_name="):
+    with pytest.raises(ConfigError, match=r"vocab_size=48, the inference backend 64.*Set model_name="):
         validate_log_probability_consistency(policy, engine, prompts)
 
 

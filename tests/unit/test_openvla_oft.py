@@ -447,10 +447,10 @@ def test_half_a_part_is_refused_even_if_it_may_be_new(base, tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"unnorm_key": "arn"}, "Unknown model.unnorm_key 'arn'.*Known: arm.*Type model.unnorm_key=arm"),
+        ({"unnorm_key": "arn"}, "Unknown model.unnorm_key 'arn'.*Known: arm.*Set model.unnorm_key=arm"),
         ({"action_token_len": 4}, "model.action_token_len is 4.*3 numbers. Set model.action_token_len=3"),
         ({"hidden_size": 64}, "model.hidden_size is 64.*32"),
-        ({"image_size": [13, 13]}, r"image_size is \[13,13\].*Type model.image_size=\[\d+,\d+\] or"),
+        ({"image_size": [13, 13]}, r"image_size is \[13,13\].*Set model.image_size=\[\d+,\d+\] or"),
         (
             {"override_config": {"n_action_bins": 600}},
             "n_action_bins is 600.*544.*model.override_config.n_action_bins=256",
@@ -477,7 +477,7 @@ def test_a_folder_of_another_model_is_refused_before_weights_are_read(base, aske
     (base / "config.json").write_text(json.dumps(config | {"model_type": found}))
     (base / "model.safetensors").write_bytes(b"garbage")
     override = "model.model_path=<another folder>" if found == "llama" else f"model.model_type={found}"
-    with pytest.raises(CheckpointError, match=f"is of model type '{found}'.*reads 'openvla'.*Type {override}"):
+    with pytest.raises(CheckpointError, match=f"is of model type '{found}'.*reads 'openvla'.*Set {override}"):
         get_model(from_folder(base, model_type=asked))
 
 

@@ -441,7 +441,7 @@ def test_restarts_are_limited_and_the_message_says_by_what(make):
     os.kill(pids(env)[0], signal.SIGKILL)
     assert len(env.chunk_step(zeros(env)).lost_env_ids) == NUM_ENVS
     os.kill(pids(env)[0], signal.SIGKILL)
-    with pytest.raises(SimulatorError, match="(?s)SIGKILL.*env.max_restarts=1. .*type env.max_restarts=4"):
+    with pytest.raises(SimulatorError, match="(?s)SIGKILL.*env.max_restarts=1. .*set env.max_restarts=4"):
         env.chunk_step(zeros(env))
 
 

@@ -52,7 +52,7 @@ class Killer(threading.Thread):
 
 
 def main() -> None:
-    """Evaluate in waves of episodes until the time is over, and print the counts."""
+    """Evaluate in batches of episodes until the time is over, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("overrides", nargs="*", help="of the configuration")
     parser.add_argument("--seconds", type=float, default=300.0)
@@ -75,11 +75,11 @@ def main() -> None:
     killer = Killer(env, arguments.seconds, arguments.every)
     killer.start()
     while time.monotonic() < killer.end:
-        wave = list(episodes[len(planned) : len(planned) + arguments.num_envs])
-        if not wave:
+        batch = list(episodes[len(planned) : len(planned) + arguments.num_envs])
+        if not batch:
             break
-        planned += wave
-        evaluate_policy(policy, env, wave, greedy=False, on_result=count)
+        planned += batch
+        evaluate_policy(policy, env, batch, greedy=False, on_result=count)
     env.close()
     report = {
         "name": "env_kill",

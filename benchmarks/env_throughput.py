@@ -3,8 +3,8 @@
 Meta-World and LIBERO: the peers get single envs around the same ``Simulator`` class, so that physics, pictures and GL settings
 are the same on every side; the tabletop's single env is that of ``vector_env.py``. Every side has ``--num-envs`` envs,
 random actions, one thread per process and no limit on the length of episodes. Rounds of the sides alternate; the best round of
-each counts. Ours is in one lane, ``make_env(config, num_envs)`` as it comes, with one worker process per core for the simulators,
-and in two lanes, the halves of the envs with a thread and workers of their own, as ``RolloutCollector`` has them. The better of the
+each counts. Ours is in one thread, ``make_env(config, num_envs)`` as it comes, with one worker process per core for the simulators,
+and in two threads, each with half of the envs and workers of its own, as ``RolloutCollector`` has them. The better of the
 two (``rollout.num_lanes``) is compared with the better of the peers.
 
 env only: one action a call, and a picture of every env after every action. As both sides draw the same pictures with the
@@ -13,7 +13,7 @@ same class, nearly all the time is the simulator's, and what can differ is how w
 with policy: before every chunk of ``--chunk-len`` actions a policy has to be asked, which takes ``--policy-s`` seconds of
 sleep elsewhere, as on an accelerator: a lock lets in one call at a time, and a call takes as long for a half of the envs as for
 all of them, as with a large model at small batches, which is the assumption least in favour of halves. gymnasium knows no
-chunks: its envs draw after every action, and wait while the policy is asked. Ours draws once per chunk, and one of two lanes
+chunks: its envs draw after every action, and wait while the policy is asked. Ours draws once per chunk, and one of two threads
 steps while the other asks. 8 actions a call are what OpenVLA-OFT and pi0 execute.
 
     python benchmarks/env_throughput.py [--envs tabletop metaworld libero] [--seconds 30]
@@ -77,31 +77,31 @@ class SingleEnv(gymnasium.Env):
 
 
 class Side:
-    """Envs in lanes, each of which asks the policy and steps its envs in turn, at the same time as the others.
+    """Envs in threads, each of which asks the policy and steps its envs in turn, at the same time as the others.
 
     Args:
-        lanes: For each lane, what applies a chunk of actions ``[B, C, D]`` to its envs, and ``B``.
+        parts: For each thread, what applies a chunk of actions ``[B, C, D]`` to its envs, and ``B``.
         envs: To close in the end.
     """
 
-    def __init__(self, lanes: list[tuple[Callable[[np.ndarray], Any], int]], envs: list[Any]) -> None:
-        self.lanes, self.envs = lanes, envs
+    def __init__(self, parts: list[tuple[Callable[[np.ndarray], Any], int]], envs: list[Any]) -> None:
+        self.parts, self.envs = parts, envs
 
     def rate(self, seconds: float, actions: np.ndarray, policy: Callable[[], None]) -> float:
         """Env steps per second with chunks ``actions [N, B, C, D]``, for about ``seconds``."""
         begin = time.perf_counter()
-        num_steps = [0] * len(self.lanes)
+        num_steps = [0] * len(self.parts)
 
-        def play(lane: int) -> None:
-            step, rows = self.lanes[lane]
+        def play(part: int) -> None:
+            step, rows = self.parts[part]
             number = 0
             while number < 2 or time.perf_counter() < begin + seconds:
                 policy()
                 step(actions[number % len(actions), :rows])
-                num_steps[lane] += rows * actions.shape[2]
+                num_steps[part] += rows * actions.shape[2]
                 number += 1
 
-        threads = [threading.Thread(target=play, args=(lane,)) for lane in range(1, len(self.lanes))]
+        threads = [threading.Thread(target=play, args=(part,)) for part in range(1, len(self.parts))]
         for thread in threads:
             thread.start()
         play(0)  # in this thread, to which the graphics contexts of the synchronous peer belong
@@ -114,9 +114,11 @@ class Side:
             env.close()
 
 
-def ours(config: EnvConfig, num_envs: int, num_lanes: int) -> Side:
-    """Our envs, split over lanes."""
-    envs = [make_env(config, len(rows), auto_reset=True) for rows in np.array_split(np.arange(num_envs), num_lanes)]
+def ours(config: EnvConfig, num_envs: int, num_worker_threads: int) -> Side:
+    """Our envs, split over threads."""
+    envs = [
+        make_env(config, len(rows), auto_reset=True) for rows in np.array_split(np.arange(num_envs), num_worker_threads)
+    ]
     for env in envs:
         env.reset(seed=0)
     return Side([(env.chunk_step, env.num_envs) for env in envs], envs)
@@ -156,11 +158,11 @@ def compare(name: str, arguments: argparse.Namespace) -> dict[str, dict[str, flo
     sides: dict[str, Side] = {}
     results: dict[str, dict[str, float]] = {}
     try:
-        sides["one_lane"] = ours(config, num_envs, 1)
-        sides["two_lanes"] = ours(config, num_envs, 2)
+        sides["one_thread"] = ours(config, num_envs, 1)
+        sides["two_threads"] = ours(config, num_envs, 2)
         sides["sync"], sides["async"] = (peer(config, num_envs, kind) for kind in ("sync", "async"))
-        action_dim = sides["one_lane"].envs[0].action_dim
-        low, high = sides["one_lane"].envs[0].action_low, sides["one_lane"].envs[0].action_high
+        action_dim = sides["one_thread"].envs[0].action_dim
+        low, high = sides["one_thread"].envs[0].action_low, sides["one_thread"].envs[0].action_high
         for part, chunk_len, policy in (
             ("env_only", 1, lambda: None),
             ("with_policy", arguments.chunk_len, Accelerator(arguments.policy_s)),
@@ -171,7 +173,7 @@ def compare(name: str, arguments: argparse.Namespace) -> dict[str, dict[str, flo
             for _ in range(arguments.rounds):
                 for side, envs in sides.items():
                     best[side] = max(best[side], envs.rate(arguments.seconds / arguments.rounds, actions, policy))
-            mine, theirs = max(best["one_lane"], best["two_lanes"]), max(best["sync"], best["async"])
+            mine, theirs = max(best["one_thread"], best["two_threads"]), max(best["sync"], best["async"])
             results[part] = {"ours": mine, "peer": theirs, "ratio": mine / theirs} | best
             line = ", ".join(f"{side} {rate:.1f}" for side, rate in best.items())
             print(f"{name}, {num_envs} envs, {part}: {line} env steps/s; ratio {mine / theirs:.2f}", flush=True)

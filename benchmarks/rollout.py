@@ -1,6 +1,6 @@
 """Rollout speed: env steps per second end to end, against the slower of its two parts alone.
 
-``ours`` is ``RolloutCollector`` with two lanes (threads that each act for, and step, one half of the envs). ``peer`` is the slower of stepping and rendering the same envs with given actions, and of running the same policy
+``ours`` is ``RolloutCollector`` with two worker threads (each acts for, and steps, one half of the envs). ``peer`` is the slower of stepping and rendering the same envs with given actions, and of running the same policy
 on given observations. Doing one after the other reaches ``1 / (1/env + 1/policy)``, printed as ``in_turn``. The first
 size is the quickstart's.
 
@@ -57,17 +57,17 @@ def measure(num_envs: int, num_chunks: int, rounds: int) -> dict[str, float]:
             model.predict_action_batch(**model.preprocess(observation))
 
     sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), num_groups=num_envs)
-    lanes = RolloutCollector(
+    collector = RolloutCollector(
         lambda count: make_env(config.env, count, auto_reset=True), sampler, num_envs=num_envs, num_chunks=num_chunks,
-        temperature=1.0, num_lanes=config.rollout.num_lanes,
+        temperature=1.0, num_worker_threads=config.rollout.num_lanes,
     )  # fmt: skip
     steps = num_envs * num_chunks
     rates = {
         "env_only": rate(env_only, steps, rounds),
         "policy_only": rate(policy_only, steps, rounds),
-        "ours": rate(lambda: lanes.collect(model, 0, 0, needs_values=False), steps, rounds),
+        "ours": rate(lambda: collector.collect(model, 0, 0, needs_values=False), steps, rounds),
     }
-    lanes.close()
+    collector.close()
     env.close()
     rates["in_turn"] = 1 / (1 / rates["env_only"] + 1 / rates["policy_only"])
     rates["ratio"] = rates["ours"] / min(rates["env_only"], rates["policy_only"])

@@ -59,7 +59,7 @@ class Manifest:
             ``max_episode_steps`` holds the horizon of each task.
         renderer: ``MUJOCO_GL``, which the renderer sets when it chooses a graphics backend.
         simulators: Version of each package that the env class names in ``packages``; must match exactly.
-        probe: What the simulator showed and did (see ``rlinf/evaluation/probe.py``), or None. Drift is a warning.
+        probe: The simulator's fingerprint (see ``rlinf/evaluation/fingerprint.py``), or None. Differences are a warning.
         policy_version: Weight updates behind the policy.
         seed: Of the run.
         git_revision: Of the code, where it lies in a git repository.
@@ -142,7 +142,7 @@ class Mismatch:
 def compare(saved: Manifest, present: Manifest) -> list[Mismatch]:
     """Return the fields that differ, those that must match first.
 
-    ``files`` (see ``verify_files``) and ``probe`` (see ``rlinf.evaluation.probe.drift``) are not compared here.
+    ``files`` (see ``verify_files``) and the fingerprint ``probe`` (see ``rlinf.evaluation.fingerprint.compare_fingerprints``) are not compared here.
     """
     before, now = saved.facts(), present.facts()
     found = []

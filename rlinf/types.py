@@ -182,8 +182,8 @@ class RolloutBatch:
         values, old_logprobs, ref_logprobs: Filled by the trainer (``[T, B]``, ``[T, B, A]``, ``[T, B, A]``).
         advantages: ``[T, B, C]``, returns ``[T, B]``: filled by ``Algorithm.compute_advantages``.
         episodes: Results of the first episode of each env; the later ones of a rollout are left out, because the quick ones
-            among them, which are mostly successes, are more likely to have finished. Empty for a lane of the collector that
-            lost a simulator in the first episode of an env.
+            among them, which are mostly successes, are more likely to have finished. Envs whose
+            first episode was lost with its simulator, and all envs that shared its process, have none.
         specs: ``episode_ids`` to ``EpisodeSpec``.
     """
 

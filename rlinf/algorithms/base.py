@@ -65,10 +65,10 @@ class Algorithm(ABC):
 
     @property
     def max_resamples(self) -> int:
-        """How often an iteration may play ``unwanted_envs`` again to replace them."""
+        """How often an iteration may play ``uninformative_envs`` again to replace them."""
         return 0
 
-    def unwanted_envs(self, batch: RolloutBatch) -> Tensor:
+    def uninformative_envs(self, batch: RolloutBatch) -> Tensor:
         """bool ``[B]``: envs of a time-major rollout that teach nothing, in whole groups."""
         return torch.zeros(batch.loss_mask.shape[1], dtype=torch.bool)
 

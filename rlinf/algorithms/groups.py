@@ -30,7 +30,7 @@ class GroupAlgorithm(Algorithm):
     def max_resamples(self) -> int:
         return self.config.max_resamples
 
-    def unwanted_envs(self, batch: RolloutBatch) -> Tensor:
+    def uninformative_envs(self, batch: RolloutBatch) -> Tensor:
         """Groups whose returns are all equal."""
         _, _, varied, _ = self._compare(batch)
         groups = batch.group_ids[0]

@@ -28,7 +28,7 @@ from rlinf.evaluation.intervals import wilson_interval
 from rlinf.manifest import Manifest, check, package_versions, verify_files
 from rlinf.options import to_mapping
 from rlinf.preflight.conditions import build_manifest
-from rlinf.rollout.demonstrations import Demonstrator, ExpertDemonstrator, Wave, play_wave
+from rlinf.rollout.demonstrations import Demonstrator, EpisodeBatch, ExpertDemonstrator, play_episodes
 from rlinf.seeding import derive_seed, seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
@@ -166,19 +166,19 @@ def _record(
     writer: LeRobotWriter,
     results: list[EpisodeResult],
 ) -> None:
-    """Play all episodes in waves of one per env, write those that are wanted in the order of ``specs``, and append to
+    """Play all episodes in batches of one per env, write those that are wanted in the order of ``specs``, and append to
     ``results`` how each that is written or unwanted has ended."""
     progress = Progress(updates=config.tracking.progress)
     for start in range(0, len(specs), env.num_envs):
-        wave = list(specs[start : start + env.num_envs])
+        batch = list(specs[start : start + env.num_envs])
         numbers = range(start, start + env.num_envs)
         with _acting(config, policy):
             actor: Demonstrator = (
                 ExpertDemonstrator(env, config.sft.expert, config.seed, numbers)
                 if policy is None
-                else PolicyDemonstrator(policy, wave)
+                else PolicyDemonstrator(policy, batch)
             )
-            played = play_wave(env, wave, actor)
+            played = play_episodes(env, batch, actor)
         for row, result in enumerate(played.results):
             with _ctrl_c_waits():
                 if result.success or not config.collect.only_success:
@@ -189,7 +189,7 @@ def _record(
     progress.close()
 
 
-def _write_episode(writer: LeRobotWriter, played: Wave, row: int) -> None:
+def _write_episode(writer: LeRobotWriter, played: EpisodeBatch, row: int) -> None:
     times = np.flatnonzero(played.alive[:, row])
     seen = [played.seen[t] for t in times]
     writer.add_episode(

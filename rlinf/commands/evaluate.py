@@ -30,8 +30,8 @@ from rlinf.evaluation.compare import (
 )
 from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
 from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.evaluation.partial import PARTIAL_FILE, PartialResults
-from rlinf.evaluation.probe import NUM_EPISODES, drift, take_probe
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import write_text
@@ -159,7 +159,7 @@ def _belongs_to_training(folder: Path) -> bool:
 
 
 def _num_envs(settings: EvaluationConfig) -> int:
-    """No more environments than there are episodes, but enough for the probe."""
+    """No more environments than there are episodes, but enough for the fingerprint."""
     if settings.num_episodes is None:
         return settings.num_envs
     return min(settings.num_envs, max(settings.num_episodes, NUM_EPISODES if settings.probe else 1))
@@ -231,7 +231,7 @@ def load_checked(config: RunConfig, env: VectorEnv) -> Any:
 def _compare_with_checkpoint(
     config: RunConfig, env: VectorEnv, manifest: Manifest, saved: Manifest | None
 ) -> list[str]:
-    """Refuse other conditions than the checkpoint's, take the probe, and return and log what a reader should know."""
+    """Refuse other conditions than the checkpoint's, take the fingerprint, and return and log what a reader should know."""
     warnings = []
     if saved is not None:
         allowed = [name for name in config.evaluation.allow_mismatch if name not in COMPARISON_NAMES]
@@ -241,8 +241,8 @@ def _compare_with_checkpoint(
             elif mismatch.field.startswith(VERSION_FIELDS):
                 warnings.append(f"another version than the checkpoint was made with: {mismatch}")
     if config.evaluation.probe:
-        manifest.probe = take_probe(env)
-        moved = drift(saved.probe, manifest.probe) if saved is not None else []
+        manifest.probe = take_fingerprint(env)
+        moved = compare_fingerprints(saved.probe, manifest.probe) if saved is not None else []
         warnings += [f"the simulator has changed since the checkpoint was made: {line}" for line in moved]
     for warning in warnings:
         logger.warning(warning)

@@ -27,10 +27,10 @@ from rlinf.data.rows import BatchSource
 from rlinf.distributed.fsdp import shard
 from rlinf.distributed.process_group import any_rank, launch, rank, resolve_device, set_num_threads, world_size
 from rlinf.envs import make_env
-from rlinf.envs.config import default_num_lanes, with_share_of_cores
+from rlinf.envs.config import default_num_worker_threads, with_share_of_cores
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
 from rlinf.evaluation.evaluator import evaluate_policy
-from rlinf.evaluation.probe import NUM_EPISODES, drift, take_probe
+from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import locked_folder, write_text
@@ -95,7 +95,7 @@ class Run:
                 "(other rows, tasks or statistics). Set sft.dataset=<the dataset of the run>, or begin a new run with "
                 f"init_from={config.resume} resume=null output_dir=<a new folder>"
             )
-        self.probe = take_probe(self.eval_env) if self.is_writer and config.evaluation.probe else None
+        self.fingerprint = take_fingerprint(self.eval_env) if self.is_writer and config.evaluation.probe else None
         self.model = self._build_model()
         sharded = world_size() > 1 if config.trainer.sharding == "auto" else config.trainer.sharding == "fsdp2"
         rollout_model = frozen_copy(self.model) if sharded else self.model
@@ -133,7 +133,7 @@ class Run:
         free = [] if self.resumed_from is not None else ["env", "precision", "lora", "renderer"]
         present = build_manifest(config, model, policy_version=saved.policy_version)
         check(saved, present, [*config.evaluation.allow_mismatch, *free])
-        for line in drift(saved.probe, self.probe):
+        for line in compare_fingerprints(saved.probe, self.fingerprint):
             logger.warning("the simulator has changed since %s was made: %s", source, line)
         return model.to(self.device)
 
@@ -283,16 +283,17 @@ class Run:
             init_states=config.rollout.init_states,
         )
         # A simulation on the GPU steps all of its rows at once: two of half the size would take as long each, one after the other.
-        num_lanes = config.rollout.num_lanes or default_num_lanes(config.env, config.rollout.num_envs // world_size())
-        num_lanes = 1 if self.eval_env.on_gpu else num_lanes
-        env_config = with_share_of_cores(config.env, num_lanes * world_size())
+        envs_per_rank = config.rollout.num_envs // world_size()
+        num_worker_threads = config.rollout.num_lanes or default_num_worker_threads(config.env, envs_per_rank)
+        num_worker_threads = 1 if self.eval_env.on_gpu else num_worker_threads
+        env_config = with_share_of_cores(config.env, num_worker_threads * world_size())
         return RolloutCollector(
             lambda num_envs: make_env(env_config, num_envs, auto_reset=config.rollout.auto_reset),
             sampler,
             num_envs=config.rollout.num_envs,
             num_chunks=config.rollout.num_chunks,
             temperature=config.rollout.temperature,
-            num_lanes=num_lanes,
+            num_worker_threads=num_worker_threads,
             autocast=self.worker.autocast,
             offload_envs=config.rollout.offload_envs,
             rank=rank(),
@@ -340,7 +341,9 @@ class Run:
         return [path.parent.name for path in self.folder.glob(f"checkpoints/*/{checkpoints.STATE_FILE}")]
 
     def _manifest(self, policy_version: int) -> Manifest:
-        return build_manifest(self.config, self.sync.rollout_model, policy_version=policy_version, probe=self.probe)
+        return build_manifest(
+            self.config, self.sync.rollout_model, policy_version=policy_version, fingerprint=self.fingerprint
+        )
 
     def _log(self, step: int, metrics: dict[str, float], phase: str) -> None:
         if self.tracker is not None:

@@ -12,8 +12,8 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from rlinf.envs.config import EnvConfig
+from rlinf.envs.episode_stats import EpisodeStats
 from rlinf.envs.episodes import drawn_episodes, select_tasks
-from rlinf.envs.ledger import EpisodeLedger
 from rlinf.envs.spaces import (
     check_cameras,
     checked_actions,
@@ -49,7 +49,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
             is an index into this list.
         max_episode_steps: Env steps of the longest possible episode.
         num_restarts: Simulators that were lost and replaced so far.
-        on_gpu: All rows are one simulation on a GPU, which a rollout then does not split into lanes.
+        on_gpu: All rows are one simulation on a GPU; a rollout then plays them in one thread.
         metadata: ``metadata["autoreset_mode"]`` is gymnasium's ``SAME_STEP`` with auto-reset, else ``DISABLED``;
             ``metadata["render_fps"]``, where it is known, is the number of env steps in a second of simulated time.
 
@@ -101,7 +101,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         self._next_episode: Callable[[int], EpisodeSpec] | None = None
         self._draw: Callable[[int], EpisodeSpec] | None = None
         self._observation: Observation | None = None
-        self._ledger = EpisodeLedger(self.num_envs, config)
+        self._stats = EpisodeStats(self.num_envs, config)
         self._finished = np.zeros(self.num_envs, dtype=bool)
         self._lost = np.zeros(self.num_envs, dtype=bool)
 
@@ -189,7 +189,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         return cls.expert_actions is not VectorEnv.expert_actions
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
-        """Return where the objects are now, to notice a simulator that has drifted (``rlinf.evaluation.probe``).
+        """Return where the objects are now, for the simulator's fingerprint (``rlinf.evaluation.fingerprint``).
 
         Args:
             ids: Rows.
@@ -359,9 +359,9 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         running = ~self._finished
         ids = np.flatnonzero(running & ~self._lost)
         if len(ids):
-            chunk = self._step_chunk(ids, actions[ids], (self._ledger.horizons - self._ledger.num_steps)[ids])
+            chunk = self._step_chunk(ids, actions[ids], (self._stats.horizons - self._stats.num_steps)[ids])
             executed[ids] = chunk.executed
-            rewards[ids], terminated[ids], truncated[ids] = self._ledger.add(ids, chunk)
+            rewards[ids], terminated[ids], truncated[ids] = self._stats.add(ids, chunk)
             if not np.isfinite(rewards).all():
                 row, position = np.argwhere(~np.isfinite(rewards))[0]
                 raise self._not_finite(
@@ -370,10 +370,10 @@ class VectorEnv(gymnasium.vector.VectorEnv):
 
         self._show(np.flatnonzero(running))
         final_ids = np.flatnonzero(terminated | truncated)
-        success = self._ledger.success.copy()
+        success = self._stats.success.copy()
         last = self._observation.select(final_ids) if len(final_ids) else None
         ended = [(int(row), self._specs[row]) for row in final_ids]
-        episodes = [self._ledger.result_of(row, spec, self.task_names[spec.task_id]) for row, spec in ended]
+        episodes = [self._stats.result_of(row, spec, self.task_names[spec.task_id]) for row, spec in ended]
         if self.auto_reset:
             self._start(final_ids, [self._next_episode(row) for row, _ in ended])
         else:
@@ -433,7 +433,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         spec = self._specs[row]
         return NonFiniteError(
             f"env.name={self.config.name} gives numbers that are not finite: env {row}, task '{self.task_names[spec.task_id]}', "
-            f"{spec}, env step {self._ledger.num_steps[row]}: {what}. Nothing can be learnt from it; mend the environment, or "
+            f"{spec}, env step {self._stats.num_steps[row]}: {what}. Nothing can be learnt from it; mend the environment, or "
             "leave the task out with env.tasks=[...]"
         )
 
@@ -460,7 +460,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         """Forget what the rows ``ids`` did; their episodes are ``self._specs``."""
         specs = [self._specs[index] for index in ids]
         self._finished[ids] = [spec is None for spec in specs]
-        self._ledger.begin(ids, [0 if spec is None else self._task_horizons[spec.task_id] for spec in specs])
+        self._stats.begin(ids, [0 if spec is None else self._task_horizons[spec.task_id] for spec in specs])
 
     def _rows_in_use(self) -> np.ndarray:
         """Return the rows that are not idle, int64 ``[K]``."""

@@ -50,8 +50,8 @@ class ProcessEnvConfig(EnvConfig):
 
     num_processes: int | None = option(
         None,
-        "Worker processes of the simulators, for each lane of a rollout and for the evaluation; null: one per core, and at "
-        "most one per env, and lanes and ranks share the cores; 0: none, the simulators run in the calling process, without "
+        "Worker processes of the simulators, for each worker thread of a rollout and for the evaluation; null: one per core, "
+        "shared by threads and ranks, and at most one per env; 0: none, the simulators run in the calling process, without "
         "deadlines and restarts.",
         minimum=0,
     )
@@ -67,8 +67,8 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def default_num_lanes(config: EnvConfig, num_envs: int) -> int:
-    """Return how many threads play ``num_envs`` envs best: two, and one where a step costs less than handing it over."""
+def default_num_worker_threads(config: EnvConfig, num_envs: int) -> int:
+    """Return how many threads play ``num_envs`` envs best: two, or one if a step costs less than handing it over."""
     in_process = not isinstance(config, ProcessEnvConfig) or config.num_processes == 0
     return 1 if num_envs == 1 or (in_process and not config.cameras) else 2
 

@@ -27,7 +27,8 @@ class EvaluationConfig:
     num_videos_per_task: int = option(2, "MP4s per task: the first success and the first failure; 0: none.", minimum=0)
     video_size: int = option(224, "Pixels of a video frame's side.", minimum=32)
     probe: bool = option(
-        True, "Record what the simulator shows and does in a few fixed episodes, and warn where it has drifted since."
+        True,
+        "Record the simulator's fingerprint (what it shows and does in a few fixed episodes), and warn if it has changed since.",
     )
     compare: str | None = option(
         None, "Folder of an earlier evaluation on the same episodes, to compare with pair by pair (McNemar's test)."

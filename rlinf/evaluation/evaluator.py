@@ -159,8 +159,8 @@ def evaluate_policy(
     queue = [spec for spec in specs if spec not in found][rank::num_ranks]
 
     def play() -> tuple[list[EpisodeResult], int]:
-        waves = [queue[first : first + env.num_envs] for first in range(0, len(queue), env.num_envs)]
-        played = [result for wave in waves for result in _run(policy, env, wave, on_result)]
+        batches = [queue[first : first + env.num_envs] for first in range(0, len(queue), env.num_envs)]
+        played = [result for batch in batches for result in _run(policy, env, batch, on_result)]
         return played, env.num_restarts - restarts_before
 
     with evaluation_mode(model):
@@ -267,9 +267,9 @@ def _record(
     """
     videos = []
     for first in range(0, len(queue), env.num_envs):
-        wave = queue[first : first + env.num_envs]
-        replays = replay_episodes(policy, env, [counted.spec for _, counted in wave], size)
-        for (number, counted), (result, instruction, frames) in zip(wave, replays, strict=True):
+        batch = queue[first : first + env.num_envs]
+        replays = replay_episodes(policy, env, [counted.spec for _, counted in batch], size)
+        for (number, counted), (result, instruction, frames) in zip(batch, replays, strict=True):
             same = (result.success, result.num_env_steps) == (counted.success, counted.num_env_steps)
             outcome = "success" if result.success else "failure"
             slug = re.sub(r"[^a-z0-9]+", "_", result.task.lower()).strip("_")[:MAX_SLUG_LEN]

@@ -54,7 +54,7 @@ class EvaluationResult:
         seed: Of the draw, if not greedy.
         wall_s: Seconds that it took, videos included.
         warnings: What a reader of the numbers should know: differences of conditions that were let pass, a simulator
-            that has drifted.
+            that has changed.
         videos: ``{"path", "task", "instruction", "success"}`` per MP4; paths are relative to the folder of
             ``result.json``.
     """

@@ -34,7 +34,7 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
 
 
 def build_manifest(
-    config: RunConfig, model: nn.Module, *, policy_version: int, probe: dict[str, Any] | None = None
+    config: RunConfig, model: nn.Module, *, policy_version: int, fingerprint: dict[str, Any] | None = None
 ) -> Manifest:
     """Record the present conditions.
 
@@ -42,7 +42,7 @@ def build_manifest(
         config: The run's configuration.
         model: The policy; its ``config`` holds ``norm_stats`` and preprocessing, and it may have a ``processor``.
         policy_version: Weight updates behind its weights.
-        probe: What ``take_probe`` returned, where it was taken.
+        fingerprint: What ``take_fingerprint`` returned; None: not taken.
     """
 
     settings = model.config.to_dict()
@@ -70,7 +70,7 @@ def build_manifest(
         lora=lora,
         renderer=os.environ.get("MUJOCO_GL"),
         policy_version=policy_version,
-        probe=probe,
+        probe=fingerprint,
         git_revision=git_revision(),
     )
 

@@ -1,14 +1,12 @@
-"""Plays a policy in vectorised environments and returns a ``RolloutBatch``.
+"""Play a policy in vectorised environments and return a ``RolloutBatch``.
 
-The envs are split into lanes, each a thread that acts and steps in turn: while one lane's simulator runs (MuJoCo and torch
-release the GIL), the other's policy does, so cores, or a core and a GPU, stay busy. An iteration starts from fresh
-episodes and draws its random numbers from the seed, the iteration and the global env index, so a rollout depends on the
-weights and the step alone, not (but for the rounding of matrix products of another shape) on how the envs were split over
-lanes or ranks.
+The envs are split over worker threads. Each thread acts and steps in turn, so one thread's simulator runs while another
+thread's policy does (MuJoCo and torch release the GIL). An iteration starts from fresh episodes. Its random numbers follow
+from the seed, the iteration and the global env index. A rollout therefore depends on the weights and the iteration alone; how
+the envs are split over threads and ranks only changes the rounding of matrix products.
 
-Where a simulator is lost (``ChunkStep.lost_env_ids``), what the policy did in that episode stays in the batch, but with
-``loss_mask`` false, and the episode begins again under a new id. Where the first episode of an env was lost, all envs of its
-process count no results: what had ended by then is mostly quick successes, and so is what ends of the second tries.
+When a simulator is lost (``ChunkStep.lost_env_ids``), the episode restarts under a new id. What the policy did in the lost
+episode stays in the batch with ``loss_mask`` false.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from threading import Event
 from typing import Any
 
@@ -31,19 +29,19 @@ from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeSpec, Observation, RolloutBatch
 
 ATTEMPT_STRIDE = 1 << 32
-"""Distance between the group and episode ids of two rollouts of one iteration."""
+"""Offset between the group and episode ids of two rollouts of one iteration."""
 
 
 @dataclass
-class _Lane:
-    """Rows for some of the envs, and the thread that plays them and owns their graphics context."""
+class _WorkerThread:
+    """A rollout worker thread and the envs that it plays; the thread owns their graphics contexts."""
 
     env: VectorEnv
     executor: ThreadPoolExecutor
 
 
 class _Recorder:
-    """Observations of a rollout, written by all lanes into arrays ``[T, B, ...]`` that are the batch's in the end."""
+    """The observations of a rollout. All worker threads write into the arrays ``[T, B, ...]`` that the batch will hold."""
 
     def __init__(self, num_chunks: int, num_envs: int) -> None:
         self.shape = (num_chunks, num_envs)
@@ -52,13 +50,13 @@ class _Recorder:
         self.instruction = [[""] * num_envs for _ in range(num_chunks)]
 
     def allocate(self, example: Observation) -> None:
-        """Make the arrays, for rows like those of ``example``; 0 where nothing is written."""
+        """Allocate zeros for rows like those of ``example``."""
         self.images = {name: np.zeros((*self.shape, *x.shape[1:]), x.dtype) for name, x in example.images.items()}
         if example.state is not None:
             self.state = np.zeros((*self.shape, *example.state.shape[1:]), example.state.dtype)
 
     def write(self, t: int, columns: slice, observation: Observation) -> None:
-        """Record the first rows of ``observation``, as many as there are ``columns``."""
+        """Record the first ``len(columns)`` rows of ``observation``; the rows after them are idle."""
         count = columns.stop - columns.start
         for name, image in observation.images.items():
             self.images[name][t, columns] = image[:count]
@@ -67,7 +65,7 @@ class _Recorder:
         self.instruction[t][columns] = observation.instruction[:count]
 
     def observation(self) -> Observation:
-        """The ``T * B`` rows, time-major."""
+        """Return the ``T * B`` rows, time-major."""
         rows = self.shape[0] * self.shape[1]
         return Observation(
             images={name: image.reshape(rows, *image.shape[2:]) for name, image in self.images.items()},
@@ -77,18 +75,18 @@ class _Recorder:
 
 
 class RolloutCollector:
-    """Collects rollouts of ``num_chunks`` policy calls from every env of this rank.
+    """Collect rollouts of ``num_chunks`` policy calls from every env of this rank.
 
     Args:
         make_env: ``make_env(num_envs) -> VectorEnv`` with the wanted auto-reset mode.
         sampler: Chooses episodes.
-        num_envs: Environments of all ranks.
+        num_envs: Environments over all ranks.
         num_chunks: Policy calls per env.
-        temperature: Of the action distribution.
-        num_lanes: Threads that play; each gets its share of torch's threads.
+        temperature: Temperature of the action distribution.
+        num_worker_threads: Threads that play; they share torch's threads equally.
         rank, num_ranks: This process plays the ``rank``-th block of envs.
         autocast: Makes the context in which the policy runs.
-        offload_envs: Free graphics memory after each rollout.
+        offload_envs: Free the envs' graphics memory and worker processes after each rollout.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class RolloutCollector:
         num_envs: int,
         num_chunks: int,
         temperature: float,
-        num_lanes: int = 2,
+        num_worker_threads: int = 2,
         rank: int = 0,
         num_ranks: int = 1,
         autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
@@ -113,17 +111,17 @@ class RolloutCollector:
         self.offload_envs = offload_envs
         self.rank, self.num_ranks = rank, num_ranks
         self._stop = Event()
-        self.lanes = [
-            _Lane(make_env(len(rows)), ThreadPoolExecutor(1, thread_name_prefix="rollout"))
-            for rows in np.array_split(np.arange(num_envs // num_ranks), num_lanes)
+        self.worker_threads = [
+            _WorkerThread(make_env(len(rows)), ThreadPoolExecutor(1, thread_name_prefix="rollout"))
+            for rows in np.array_split(np.arange(num_envs // num_ranks), num_worker_threads)
         ]
 
     def close(self) -> None:
-        """Close the envs in the threads that own their graphics contexts; a rollout that still runs ends with its chunk."""
+        """Close the envs, each in the thread that owns its graphics context. A running rollout stops after its chunk."""
         self._stop.set()
-        closings = [lane.executor.submit(lane.env.close) for lane in self.lanes]
-        for lane in self.lanes:
-            lane.executor.shutdown()
+        closings = [thread.executor.submit(thread.env.close) for thread in self.worker_threads]
+        for thread in self.worker_threads:
+            thread.executor.shutdown()
         _results(closings)
 
     def collect(
@@ -137,22 +135,23 @@ class RolloutCollector:
     ) -> RolloutBatch:
         """Play one rollout.
 
-        Without auto-reset, the policy acts only for rows whose episodes still run; what follows an episode is 0 and not valid.
+        Without auto-reset, the policy acts only for rows whose episodes still run. Rows after the end of an episode are 0 and
+        have ``loss_mask`` false.
 
         Args:
-            model: In evaluation mode.
+            model: Policy in evaluation mode.
             step: Iteration; fixes episodes and random numbers.
             policy_version: Recorded with every sample.
             needs_values: Compute ``bootstrap_values``.
             attempt: Number of the rollout within the iteration; group and episode ids of two attempts differ.
-            env_ids: int64, the envs of all ranks that play, which needs ``auto_reset=False``; None: all.
+            env_ids: int64, the envs that play, counted over all ranks (requires ``auto_reset=False``); None: all.
 
         Returns:
             Time-major batch of this rank's share of ``env_ids``, in their order, without the trainer's fields. All ranks play
-            equally many: the last env is played again where they do not divide, and its repeated episodes are not counted.
+            the same number of envs. If ``env_ids`` do not divide, the last env is repeated, and the repeats have no result.
 
         Raises:
-            Exception: What was raised in a lane; the others end with the chunk that they are in.
+            Exception: The exception of a worker thread; the other threads stop after their chunk.
         """
         generator = torch.Generator().manual_seed(derive_seed(self.sampler.seed, "actions", step, attempt))
         uniforms = torch.rand(self.num_chunks, self.num_envs, model.num_uniforms, generator=generator)
@@ -162,16 +161,30 @@ class RolloutCollector:
         recorder = _Recorder(self.num_chunks, len(places))
         num_threads = torch.get_num_threads()
         self._stop = stop = Event()
-        pairs, first = [], 0
-        for lane, part in zip(self.lanes, np.array_split(places, len(self.lanes)), strict=True):
-            ids, repeated = env_ids[part.clip(max=len(env_ids) - 1)], part >= len(env_ids)
-            columns, first = slice(first, first + len(part)), first + len(part)
-            if len(part):
-                pairs.append((lane, _Rollout(self, lane, ids, repeated, columns, model, recorder, uniforms[:, ids], step, attempt,
-                                             policy_version, num_threads)))  # fmt: skip
+        rollouts, first = [], 0
+        for thread, part in zip(self.worker_threads, np.array_split(places, len(self.worker_threads)), strict=True):
+            ids, columns = env_ids[part.clip(max=len(env_ids) - 1)], slice(first, first + len(part))
+            first = columns.stop
+            if not len(part):
+                continue
+            rollout = _Rollout(
+                self,
+                thread.env,
+                model,
+                recorder,
+                env_ids=ids,
+                repeated=part >= len(env_ids),
+                columns=columns,
+                uniforms=uniforms[:, ids],
+                step=step,
+                attempt=attempt,
+                policy_version=policy_version,
+                num_torch_threads=max(1, num_threads // len(self.worker_threads)),
+            )
+            rollouts.append((thread.executor, rollout))
         try:
-            recorder.allocate(_results([lane.executor.submit(rollout.start) for lane, rollout in pairs])[0])
-            parts = _results([lane.executor.submit(rollout.play, needs_values, stop) for lane, rollout in pairs])
+            recorder.allocate(_results([executor.submit(rollout.start) for executor, rollout in rollouts])[0])
+            parts = _results([executor.submit(rollout.play, needs_values, stop) for executor, rollout in rollouts])
         except BaseException:
             stop.set()
             raise
@@ -181,33 +194,54 @@ class RolloutCollector:
 
 
 def _results(futures: list[Future]) -> list[Any]:
-    """Wait until all are done, or one has raised, which is raised here."""
+    """Wait for all results. Raise the first exception without waiting for the others."""
     wait(futures, return_when=FIRST_EXCEPTION)
     return [future.result() for future in futures if future.done()]
 
 
+@dataclass
 class _Rollout:
-    """One lane's part of one rollout."""
+    """The part of one rollout that one worker thread plays.
 
-    def __init__(
-        self, collector: RolloutCollector, lane: _Lane, env_ids: np.ndarray, repeated: np.ndarray, columns: slice,
-        model: ActionModel, recorder: _Recorder, uniforms: Tensor, step: int, attempt: int, policy_version: int,
-        num_threads: int,
-    ) -> None:  # fmt: skip
-        self.collector, self.env, self.env_ids, self.model = collector, lane.env, env_ids, model
-        self.recorder, self.columns = recorder, columns
-        self.uniforms, self.policy_version = uniforms, policy_version
-        self.step, self.attempt = step, attempt
-        self.num_threads = max(1, num_threads // len(collector.lanes))
-        self.positions = np.zeros(len(env_ids), dtype=np.int64)
-        self.num_begun = np.zeros(len(env_ids), dtype=np.int64)  # as positions, and one more for each lost episode
-        self.void_episodes: list[int] = []
-        self.disturbed = np.zeros(self.env.num_envs, dtype=bool)
-        self.disturbed[: len(env_ids)] = repeated
+    Attributes:
+        collector: Settings of the rollout.
+        env: The thread's env; rows beyond ``env_ids`` stay idle.
+        model: The policy.
+        recorder: Where observations go, into its ``columns``.
+        env_ids: int64 ``[B]``, global index of each row.
+        repeated: bool ``[B]``: the row only fills up this rank's share.
+        columns: The rows' place among those of this rank.
+        uniforms: ``[T, B, U]`` in (0, 1), from which the policy samples.
+        step, attempt: Iteration, and number of the rollout within it.
+        policy_version: Recorded with every sample.
+        num_torch_threads: This thread's share of torch's threads.
+    """
+
+    collector: RolloutCollector
+    env: VectorEnv
+    model: ActionModel
+    recorder: _Recorder
+    _: KW_ONLY
+    env_ids: np.ndarray
+    repeated: np.ndarray
+    columns: slice
+    uniforms: Tensor
+    step: int
+    attempt: int
+    policy_version: int
+    num_torch_threads: int
+
+    def __post_init__(self) -> None:
+        count = len(self.env_ids)
+        self.positions = np.zeros(count, dtype=np.int64)  # finished episodes of each row
+        self.num_restarts = np.zeros(count, dtype=np.int64)  # lost episodes of each row
+        self.lost_episode_ids: list[int] = []
+        self.uncounted = np.zeros(self.env.num_envs, dtype=bool)
+        self.uncounted[:count] = self.repeated
         self.specs: dict[int, EpisodeSpec] = {}
 
     def start(self) -> Observation:
-        """Reset every env to the first episode of this iteration."""
+        """Reset each env to its first episode of this iteration."""
         sampler = self.collector.sampler
         episodes = [sampler.spec(self.step, int(i), 0, self.attempt) for i in self.env_ids]
         idle = [None] * (self.env.num_envs - len(episodes))
@@ -217,18 +251,18 @@ class _Rollout:
 
     def _next_episode(self, row: int) -> EpisodeSpec:
         self.positions[row] += 1
-        self.num_begun[row] += 1
         return self.collector.sampler.spec(self.step, int(self.env_ids[row]), int(self.positions[row]), self.attempt)
 
     @torch.no_grad()
     def play(self, needs_values: bool, stop: Event) -> RolloutBatch:
-        """Act and step ``num_chunks`` times, or until ``stop`` is set.
+        """Act and step ``num_chunks`` times.
 
         Raises:
-            CancelledError: It was.
+            CancelledError: ``stop`` was set.
         """
-        if not stop.is_set():  # else the other threads go on with all of torch's threads
-            torch.set_num_threads(self.num_threads)
+        # After a failure, `collect` has already restored torch's thread count, which is global: leave it alone.
+        if not stop.is_set():
+            torch.set_num_threads(self.num_torch_threads)
         model, temperature = self.model, self.collector.temperature
         count = len(self.env_ids)
         alive = np.ones(count, dtype=bool)
@@ -259,19 +293,23 @@ class _Rollout:
                 alives.append(alive)
                 episode_ids.append(self._episode_ids())
                 first = self.positions == 0
-                chunk = self.env.chunk_step(actions)  # where no episode runs, no simulator steps
+                chunk = self.env.chunk_step(actions)  # does not step simulators whose episode has ended
                 ended = zip(chunk.final_env_ids, chunk.episodes, strict=True)
                 episodes += [(row, episode) for row, episode in ended if first[row]]
                 chunks.append(chunk)
-                self.void_episodes += episode_ids[-1][chunk.lost_env_ids].tolist()
-                lost = chunk.lost_env_ids[self.positions[chunk.lost_env_ids] == 0]
-                self.disturbed[self.env.rows_lost_with(lost)] = True
-                self.num_begun[chunk.lost_env_ids] += 1
+                lost = chunk.lost_env_ids
+                # The actions of a lost episode led to no return, so the loss must not see them.
+                self.lost_episode_ids += episode_ids[-1][lost].tolist()
+                # Only first episodes count as results. A crash takes all rows of its process with it, so what had ended by
+                # then is mostly quick successes, and so are the second tries that end in time. Counting either would bias
+                # the success rate: drop the results of the whole process.
+                self.uncounted[self.env.rows_lost_with(lost[self.positions[lost] == 0])] = True
+                self.num_restarts[lost] += 1  # a new episode id for the second try
                 self.observation = chunk.observation
                 if not self.env.auto_reset:
                     alive = alive & ~(chunk.terminated | chunk.truncated)[:count]
             batch = self._batch(chunks, alives, episode_ids, tokens, logprobs)
-            batch.episodes = [episode for row, episode in episodes if not self.disturbed[row]]
+            batch.episodes = [episode for row, episode in episodes if not self.uncounted[row]]
             if needs_values:
                 self._fill_bootstrap(chunks, batch)
                 batch.rollout_values = torch.stack(values) if model.predicts_values else None
@@ -280,8 +318,9 @@ class _Rollout:
         return batch
 
     def _episode_ids(self) -> np.ndarray:
-        """Number the present episodes uniquely within the iteration, over all ranks, and remember their specs."""
-        ids = self.num_begun * self.collector.num_envs + self.env_ids + self.attempt * ATTEMPT_STRIDE
+        """Return a number for each current episode, unique over the iteration and all ranks; remember its spec."""
+        num_earlier = self.positions + self.num_restarts
+        ids = num_earlier * self.collector.num_envs + self.env_ids + self.attempt * ATTEMPT_STRIDE
         for number, spec in zip(ids.tolist(), self.env.current_specs(), strict=False):  # idle rows come last
             self.specs.setdefault(number, spec)
         return ids
@@ -298,12 +337,12 @@ class _Rollout:
         ids = stack(episode_ids)
         groups = torch.tensor([sampler.group_of(int(i)) + self.attempt * ATTEMPT_STRIDE for i in self.env_ids])
         return RolloutBatch(
-            observation=self.observation,  # replaced by the rows of all lanes
+            observation=self.observation,  # placeholder: `collect` puts the recorder's rows here
             action_tokens=torch.stack(tokens),
             rollout_logprobs=torch.stack(logprobs),
             action_rewards=stack([chunk.rewards for chunk in chunks]),
             action_mask=stack([chunk.executed for chunk in chunks]),
-            loss_mask=stack(alives) & ~torch.isin(ids, torch.tensor(self.void_episodes, dtype=torch.int64)),
+            loss_mask=stack(alives) & ~torch.isin(ids, torch.tensor(self.lost_episode_ids, dtype=torch.int64)),
             terminated=stack([chunk.terminated for chunk in chunks]),
             truncated=stack([chunk.truncated for chunk in chunks]),
             bootstrap_values=torch.zeros(shape),
@@ -314,7 +353,7 @@ class _Rollout:
         )
 
     def _fill_bootstrap(self, chunks: list[ChunkStep], batch: RolloutBatch) -> None:
-        """Value the true final observation of every truncated episode, and what follows the last chunk."""
+        """Fill in the values of the final observations of truncated episodes, and of the observations after the last chunk."""
         where: list[tuple[int, int]] = []
         observations: list[Observation] = []
         for t, chunk in enumerate(chunks):
@@ -339,7 +378,7 @@ class _Rollout:
 
 
 def _spread(values: Tensor, rows: np.ndarray, count: int) -> Tensor:
-    """Put ``values`` into the rows ``rows`` of ``count``; the others are 0."""
+    """Return ``count`` rows: ``values`` at the indices ``rows``, 0 elsewhere."""
     if len(rows) == count:
         return values
     spread = values.new_zeros(count, *values.shape[1:])

@@ -30,9 +30,9 @@ class RolloutConfig:
     )
     num_lanes: int | None = option(
         None,
-        "Threads that each play a share of the envs: while one steps, the policy acts for another; null: two, and one where "
-        "steps cost less than threads (simulators in this process that draw no images). A simulation on the GPU, which steps all "
-        "rows at once, has one, whatever is typed.",
+        "Rollout worker threads, which each play a share of the envs: while one steps its simulators, the policy acts for another; "
+        "null: two, or one if steps cost less than threads (simulators in this process that draw no images). A simulation on the "
+        "GPU steps all rows at once and always has one.",
         minimum=1,
     )
     backend: str = option(

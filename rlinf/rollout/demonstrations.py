@@ -86,7 +86,7 @@ class ExpertDemonstrator:
 
 
 @dataclass
-class Wave:
+class EpisodeBatch:
     """Episodes that were played side by side, the ``k``-th in the ``k``-th of ``B`` envs; the other envs were idle.
 
     Attributes:
@@ -111,7 +111,7 @@ class Wave:
         return len(self.alive) - 1 - self.alive[::-1].argmax(0)
 
 
-def play_wave(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: Demonstrator) -> Wave:
+def play_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: Demonstrator) -> EpisodeBatch:
     """Play episodes side by side, one action at a time.
 
     An episode that the env lost and began again (``ChunkStep.lost_env_ids``) is recorded from its new begin.
@@ -141,7 +141,7 @@ def play_wave(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: Demons
             results[row] = result
         running &= ~(step.terminated | step.truncated)
         observation = step.observation
-    return Wave(
+    return EpisodeBatch(
         seen, np.stack(labels).astype(np.float32), np.stack(rewards), np.stack(success), np.stack(alive), results
     )
 
@@ -174,11 +174,11 @@ def collect_demonstrations(
     actions: list[np.ndarray] = []
     episodes: list[EpisodeResult] = []
     for start in range(0, num_episodes, env.num_envs):
-        wave = specs[start : start + env.num_envs]
+        batch = specs[start : start + env.num_envs]
         numbers = range(start, start + env.num_envs)
-        played = play_wave(env, wave, ExpertDemonstrator(env, expert, seed, numbers))
+        played = play_episodes(env, batch, ExpertDemonstrator(env, expert, seed, numbers))
         kept = np.zeros(env.num_envs, dtype=bool)
-        kept[: len(wave)] = [result.success or expert.keep_failures for result in played.results]
+        kept[: len(batch)] = [result.success or expert.keep_failures for result in played.results]
         episodes += [result for row, result in enumerate(played.results) if kept[row]]
         last = played.last
         for t in range(len(played.alive)):

@@ -210,11 +210,11 @@ class Trainer:
         clock.lap("sync")
         batch = self._collect(step, 0, clock)
         for attempt in range(1, 1 + algorithm.max_resamples):
-            unwanted = torch.nonzero(algorithm.unwanted_envs(batch)).flatten()
-            if not len(unwanted):
+            uninformative = torch.nonzero(algorithm.uninformative_envs(batch)).flatten()
+            if not len(uninformative):
                 break
-            more = self._collect(step, attempt, clock, unwanted)
-            batch = replace_envs(batch, unwanted, more, ~algorithm.unwanted_envs(more))
+            more = self._collect(step, attempt, clock, uninformative)
+            batch = replace_envs(batch, uninformative, more, ~algorithm.uninformative_envs(more))
         metrics = self.gate.check(batch, step)
         metrics |= rollout_metrics(batch)
         metrics |= algorithm.compute_advantages(batch)

@@ -24,7 +24,7 @@ from rlinf.envs import make_env
 from rlinf.envs.tabletop.scene import NUM_SUBSTEPS, TIMESTEP_S
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, SimulatorError
 from rlinf.preflight.validation import validate
-from rlinf.rollout.demonstrations import ExpertDemonstrator, play_wave
+from rlinf.rollout.demonstrations import ExpertDemonstrator, play_episodes
 from rlinf.tracking import read_metrics
 from rlinf.types import EpisodeSpec
 
@@ -73,17 +73,17 @@ def test_the_dataset_holds_what_the_expert_saw_and_wanted(expert):
     config = build_config(compose_config([*ENV, "sft.expert.aim_offset_m=[0.07,0.0]", "sft.expert.jitter=0.3"]))
     env = make_env(config.env, 1, auto_reset=False)
     for number, episode in enumerate(about["episodes"]):
-        wave = play_wave(
+        batch = play_episodes(
             env, [EpisodeSpec(**episode["spec"])], ExpertDemonstrator(env, config.sft.expert, config.seed, [number])
         )
         rows = np.flatnonzero(dataset.episode_ids == number)
-        np.testing.assert_array_equal(actions[rows, 0].numpy(), wave.labels[:, 0])
+        np.testing.assert_array_equal(actions[rows, 0].numpy(), batch.labels[:, 0])
         np.testing.assert_array_equal(
-            observation.images["front"][rows], np.concatenate([v.images["front"] for v in wave.seen])
+            observation.images["front"][rows], np.concatenate([v.images["front"] for v in batch.seen])
         )
-        np.testing.assert_array_equal(observation.state[rows], np.concatenate([v.state for v in wave.seen]))
-        assert {observation.instruction[row] for row in rows} == {wave.seen[0].instruction[0]}
-        assert episode["success"] == wave.results[0].success and episode["num_env_steps"] == len(rows)
+        np.testing.assert_array_equal(observation.state[rows], np.concatenate([v.state for v in batch.seen]))
+        assert {observation.instruction[row] for row in rows} == {batch.seen[0].instruction[0]}
+        assert episode["success"] == batch.results[0].success and episode["num_env_steps"] == len(rows)
     env.close()
     specs = [tuple(episode["spec"].values()) for episode in about["episodes"]]
     assert len(set(specs)) == len(specs) == 10, "each episode has an initial state of its own"
@@ -149,16 +149,16 @@ def terminating(monkeypatch) -> None:
 
 
 def failing(monkeypatch) -> None:
-    """Let the simulator fall over in the third wave."""
-    waves: list = []
+    """Let the simulator fall over in the third batch."""
+    batches: list = []
 
-    def play(env, wave, actor):
-        if len(waves) == 2:
+    def play(env, batch, actor):
+        if len(batches) == 2:
             raise SimulatorError("a worker was lost too often")
-        waves.append(wave)
-        return play_wave(env, wave, actor)
+        batches.append(batch)
+        return play_episodes(env, batch, actor)
 
-    monkeypatch.setattr(collecting, "play_wave", play)
+    monkeypatch.setattr(collecting, "play_episodes", play)
 
 
 @pytest.mark.parametrize(("fault", "code", "kept"), [(stopping, 130, 3), (terminating, 130, 3), (failing, 2, 4)])
@@ -184,7 +184,7 @@ def test_nothing_is_left_of_a_collection_cut_short_before_its_first_episode(tmp_
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(collecting, "play_wave", interrupted)
+    monkeypatch.setattr(collecting, "play_episodes", interrupted)
     assert main(["collect", *ENV, *QUIET, f"dataset={tmp_path / 'data'}", "collect.num_episodes=2"]) == 130
     assert list(tmp_path.iterdir()) == []
 

@@ -90,7 +90,9 @@ def test_a_rollout_holds_every_episode_once_while_workers_are_killed():
 
     split = WalkVectorEnv(WalkConfig(num_processes=0), 1, True).episode_specs("train")
     sampler = EpisodeSampler(split, 2, num_groups=num_envs, seed=1, init_states="ordered")
-    collector = RolloutCollector(make, sampler, num_envs=num_envs, num_chunks=num_chunks, temperature=1.0, num_lanes=2)
+    collector = RolloutCollector(
+        make, sampler, num_envs=num_envs, num_chunks=num_chunks, temperature=1.0, num_worker_threads=2
+    )
     killer = Killer(envs)
     killer.start()
     batch = collector.collect(Wanderer(), 0, 0, needs_values=False)

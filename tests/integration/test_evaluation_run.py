@@ -20,8 +20,8 @@ from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
 from rlinf.evaluation.compare import compare_folders
 from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.fingerprint import take_fingerprint
 from rlinf.evaluation.partial import PartialResults
-from rlinf.evaluation.probe import take_probe
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.manifest import Manifest, hash_files
 from rlinf.models import build_policy
@@ -449,7 +449,7 @@ def test_a_simulator_that_has_drifted_since_the_checkpoint_is_warned_of(quick, t
     from rlinf.envs.tabletop import scene
 
     env = make_env(quick[1].env, 4, auto_reset=False)
-    folder = edited(quick, tmp_path / "rl_000003", probe=take_probe(env))
+    folder = edited(quick, tmp_path / "rl_000003", probe=take_fingerprint(env))
     env.close()
     config = replace(configured(quick, tmp_path / "same", evaluation={"num_episodes": 2}), checkpoint=str(folder))
     result = evaluate(config)

@@ -134,20 +134,20 @@ def test_envs_of_groups_without_a_difference_are_unwanted():
     batch = rollout(
         [[*REWARDS[0], 1.0, 6.0], [*REWARDS[1], 0.0, 6.0]], [*GROUPS, 1, 1], [*ENDS, 1, 1], lost=(5, 8)
     )  # fmt: skip
-    unwanted = RLOO(RLOOConfig()).unwanted_envs(batch)
-    assert unwanted.tolist() == [False, False, True, True, False, False, False, True, True]
+    uninformative = RLOO(RLOOConfig()).uninformative_envs(batch)
+    assert uninformative.tolist() == [False, False, True, True, False, False, False, True, True]
 
 
 def test_a_lost_episode_does_not_make_equal_returns_differ():
     batch = rollout([[1.0, 1.0, 9.0], [0.0, 0.0, 9.0]], [0, 0, 0], lost=(2,))
-    assert RLOO(RLOOConfig()).unwanted_envs(batch).tolist() == [True] * 3
+    assert RLOO(RLOOConfig()).uninformative_envs(batch).tolist() == [True] * 3
 
 
 def test_a_rollout_of_one_call_by_hand():
     batch = rollout([[1.0, 5.0, 2.0, 2.0]], [0, 0, 1, 1])
     algorithm = RLOO(RLOOConfig())
     assert known_episodes(batch).all()
-    assert algorithm.unwanted_envs(batch).tolist() == [False, False, True, True]
+    assert algorithm.uninformative_envs(batch).tolist() == [False, False, True, True]
     assert algorithm.compute_advantages(batch)["train/return_mean"] == 2.5
     assert batch.advantages[..., 0].tolist() == [[-4.0, 4.0, 0.0, 0.0]]
 

@@ -56,14 +56,14 @@ def parts():
     env.close()
 
 
-def collect(parts, *, auto_reset=True, group_size=1, num_lanes=2, attempt=0, env_ids=None, **kwargs):
+def collect(parts, *, auto_reset=True, group_size=1, num_worker_threads=2, attempt=0, env_ids=None, **kwargs):
     config, env, model = parts
     sampler = EpisodeSampler(
         env.episode_specs("train"), 2, num_groups=NUM_ENVS // group_size, group_size=group_size, seed=3
     )
     collector = RolloutCollector(
         lambda count: make_env(config.env, count, auto_reset=auto_reset), sampler, num_envs=NUM_ENVS,
-        num_chunks=NUM_CHUNKS, temperature=1.0, num_lanes=num_lanes, **kwargs,
+        num_chunks=NUM_CHUNKS, temperature=1.0, num_worker_threads=num_worker_threads, **kwargs,
     )  # fmt: skip
     try:
         return collector.collect(model, 7, 42, needs_values=True, attempt=attempt, env_ids=env_ids)
@@ -134,8 +134,8 @@ def test_frozen_rows_are_not_valid(parts):
     assert len(batch.episodes) == NUM_ENVS
 
 
-@pytest.mark.parametrize("change", [{"num_lanes": 1}, {"num_lanes": 3}, {"offload_envs": True}])
-def test_rollouts_do_not_depend_on_lanes_or_offloading(parts, change):
+@pytest.mark.parametrize("change", [{"num_worker_threads": 1}, {"num_worker_threads": 3}, {"offload_envs": True}])
+def test_rollouts_do_not_depend_on_threads_or_offloading(parts, change):
     batch, other = collect(parts), collect(parts, **change)
     np.testing.assert_allclose(other.observation.state, batch.observation.state, atol=1e-5)
     assert other.observation.instruction == batch.observation.instruction
@@ -235,7 +235,7 @@ def test_what_is_valid_does_not_depend_on_the_rows_that_have_ended():
         sampler = EpisodeSampler(WalkVectorEnv(config, 1, False).episode_specs("train"), 1, num_groups=32, seed=1)
         collector = RolloutCollector(
             lambda count, auto_reset=auto_reset: WalkVectorEnv(config, count, auto_reset), sampler, num_envs=32, num_chunks=9,
-            temperature=1.0, num_lanes=1,
+            temperature=1.0, num_worker_threads=1,
         )  # fmt: skip
         batches.append(collector.collect(CountingWanderer(), 0, 0, needs_values=False))
         collector.close()
@@ -271,9 +271,9 @@ def press_ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize(("failing_lane", "failure"), [(0, raise_error), (1, raise_error), (1, press_ctrl_c)])
-def test_a_failure_or_an_interrupt_ends_all_lanes_with_their_chunk(failing_lane, failure):
-    """A rollout of 100 chunks of 0.1 s; one lane fails in its fifth, or Ctrl-C comes then."""
+@pytest.mark.parametrize(("failing_thread", "failure"), [(0, raise_error), (1, raise_error), (1, press_ctrl_c)])
+def test_a_failure_or_an_interrupt_ends_all_threads_with_their_chunk(failing_thread, failure):
+    """A rollout of 100 chunks of 0.1 s; one thread fails in its fifth, or Ctrl-C comes then."""
     config = WalkConfig(num_processes=0, step_sleep_s=0.1)
     envs, num_chunks = [], 100
 
@@ -283,15 +283,15 @@ def test_a_failure_or_an_interrupt_ends_all_lanes_with_their_chunk(failing_lane,
 
     split = WalkVectorEnv(config, 1, True).episode_specs("train")
     sampler = EpisodeSampler(split, 2, num_groups=2)
-    collector = RolloutCollector(make, sampler, num_envs=2, num_chunks=num_chunks, temperature=1.0, num_lanes=2)
-    envs[failing_lane].limit, envs[failing_lane].failure = 5, failure
+    collector = RolloutCollector(make, sampler, num_envs=2, num_chunks=num_chunks, temperature=1.0)  # two threads
+    envs[failing_thread].limit, envs[failing_thread].failure = 5, failure
     num_threads = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
         with pytest.raises(SimulatorError if failure is raise_error else KeyboardInterrupt):
             collector.collect(SlowPolicy(), 0, 0, needs_values=False)
         with ThreadPoolExecutor(1) as fresh:  # torch's own threads begin like this one
-            assert fresh.submit(torch.get_num_threads).result() == 4  # each lane had two
+            assert fresh.submit(torch.get_num_threads).result() == 4  # each thread had two
     finally:
         torch.set_num_threads(num_threads)
     collector.num_chunks = 2
@@ -309,7 +309,7 @@ def test_closing_does_not_wait_for_the_rest_of_a_rollout():
         return envs[-1]
 
     collector = RolloutCollector(
-        make, EpisodeSampler(split, 2, num_groups=2), num_envs=2, num_chunks=100, temperature=1.0, num_lanes=2
+        make, EpisodeSampler(split, 2, num_groups=2), num_envs=2, num_chunks=100, temperature=1.0, num_worker_threads=2
     )
     ended = []
 
@@ -364,21 +364,21 @@ def test_one_half_of_the_envs_steps_while_the_other_half_asks_the_policy():
             steps.append((begin, time.monotonic()))
             return chunk
 
-    for num_lanes in (2, 1):
+    for num_worker_threads in (2, 1):
         policy, steps = SlowPolicy(), []
         collector = RolloutCollector(
             lambda count: WatchedWalk(config, count, True), EpisodeSampler(split, 2, num_groups=4), num_envs=4,
-            num_chunks=num_chunks, temperature=1.0, num_lanes=num_lanes,
+            num_chunks=num_chunks, temperature=1.0, num_worker_threads=num_worker_threads,
         )  # fmt: skip
         collector.collect(SlowPolicy(), 0, 0, needs_values=False)  # starts the processes
         steps.clear()
         collector.collect(policy, 1, 0, needs_values=False)
         collector.close()
         overlaps = [any(first < end and begin < last for first, last in policy.calls) for begin, end in steps]
-        assert len(steps) == num_lanes * num_chunks
-        shares[num_lanes] = sum(overlaps) / len(steps)
+        assert len(steps) == num_worker_threads * num_chunks
+        shares[num_worker_threads] = sum(overlaps) / len(steps)
     assert shares[2] > 0.7
-    assert shares[1] == 0  # control: one lane waits for the policy, then for all steps
+    assert shares[1] == 0  # control: one thread waits for the policy, then for all steps
 
 
 class LosingEnv(TabletopVectorEnv):
@@ -410,7 +410,7 @@ def collect_with_losses(parts, losses, **kwargs):
     )
     collector = RolloutCollector(
         lambda count: make(config.env, count, auto_reset), sampler, num_envs=NUM_ENVS, num_chunks=NUM_CHUNKS,
-        temperature=1.0, num_lanes=1,
+        temperature=1.0, num_worker_threads=1,
     )  # fmt: skip
     try:
         return collector.collect(model, 7, 42, needs_values=True)
@@ -421,7 +421,7 @@ def collect_with_losses(parts, losses, **kwargs):
 def test_a_lost_episode_is_masked_and_begins_again_under_another_id(parts):
     """Env 1 loses its first episode with its third call, and env 4 its second one with the first call of it."""
     batch = collect_with_losses(parts, {2: [1], HORIZON: [4]})
-    plain = collect(parts, num_lanes=1)
+    plain = collect(parts, num_worker_threads=1)
     expected = torch.ones(NUM_CHUNKS, NUM_ENVS, dtype=torch.bool)
     expected[:3, 1] = expected[HORIZON, 4] = False
     assert (batch.loss_mask == expected).all() and plain.loss_mask.all()
@@ -507,7 +507,7 @@ def test_a_loss_does_not_make_the_success_rate_better(lost_at):
 
         collector = RolloutCollector(
             make, EpisodeSampler(split, 1, num_groups=num_envs // 2, group_size=2, seed=1), num_envs=num_envs, num_chunks=6,
-            temperature=1.0, num_lanes=2,
+            temperature=1.0, num_worker_threads=2,
         )  # fmt: skip
         batches.append(collector.collect(Wanderer(), 0, 0, needs_values=False))
         collector.close()
@@ -545,7 +545,7 @@ def test_after_a_loss_the_envs_of_other_processes_count():
             num_envs=24,
             num_chunks=6,
             temperature=1.0,
-            num_lanes=1,
+            num_worker_threads=1,
         )
         batches.append(collector.collect(Wanderer(), 0, 0, needs_values=False))
         collector.close()
@@ -557,7 +557,7 @@ def test_after_a_loss_the_envs_of_other_processes_count():
 
 
 def test_grpo_compares_returns_of_episodes_that_were_not_lost(parts):
-    """Group 0 (envs 0 to 2): env 2 is lost, and its second try ends in time. Group 1 is not disturbed."""
+    """Group 0 (envs 0 to 2): env 2 is lost, and its second try ends in time. Group 1 is not touched."""
     batch = collect_with_losses(parts, {2: [2]}, auto_reset=False, group_size=3)
     assert ((batch.terminated | batch.truncated) & batch.loss_mask)[:, 2].any()
     batch.action_rewards = torch.zeros_like(batch.action_rewards)
@@ -580,9 +580,9 @@ def test_a_group_of_equal_known_returns_is_resampled_as_a_whole(parts):
     batch.action_rewards[5, 0] = 5.0  # not known: it is of a second try
     batch.action_rewards[0, 3] = 1.0
     algorithm = GRPO(GRPOConfig())
-    assert algorithm.unwanted_envs(batch).tolist() == [True] * 3 + [False] * 3
+    assert algorithm.uninformative_envs(batch).tolist() == [True] * 3 + [False] * 3
     batch.action_rewards[0, 1] = 1.0
-    assert not algorithm.unwanted_envs(batch).any()  # the env that is not known goes with its group
+    assert not algorithm.uninformative_envs(batch).any()  # the env that is not known goes with its group
 
 
 @pytest.mark.parametrize("algorithm", [GRPO(GRPOConfig()), RLOO(RLOOConfig()), ReinforcePP(ReinforcePPConfig())])

@@ -19,7 +19,7 @@ from rlinf.data.rows import following_rows, shuffled_rows
 from rlinf.data.stored import DatasetInfo, StoredDemonstrations
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError
-from rlinf.rollout.demonstrations import Demonstrations, ExpertDemonstrator, collect_demonstrations, play_wave
+from rlinf.rollout.demonstrations import Demonstrations, ExpertDemonstrator, collect_demonstrations, play_episodes
 from rlinf.seeding import derive_seed
 from rlinf.training import train_worker
 from rlinf.training.trainer import LoopState, Trainer
@@ -237,16 +237,16 @@ class Flaky:
         return step
 
 
-def episode_of(wave, row: int):
-    times = np.flatnonzero(wave.alive[:, row])
-    return times, wave.labels[times, row], np.stack([wave.seen[t].images["front"][row] for t in times])
+def episode_of(batch, row: int):
+    times = np.flatnonzero(batch.alive[:, row])
+    return times, batch.labels[times, row], np.stack([batch.seen[t].images["front"][row] for t in times])
 
 
 def test_an_episode_that_begins_again_is_recorded_from_its_new_begin():
     env = tabletop(num_envs=3)
     specs = env.episode_specs("train")[:3]
-    plain = play_wave(env, specs, ExpertDemonstrator(env, EXPERT, 0, range(3)))
-    lossy = play_wave(Flaky(env, row=1, at=2), specs, ExpertDemonstrator(env, EXPERT, 0, range(3)))
+    plain = play_episodes(env, specs, ExpertDemonstrator(env, EXPERT, 0, range(3)))
+    lossy = play_episodes(Flaky(env, row=1, at=2), specs, ExpertDemonstrator(env, EXPERT, 0, range(3)))
     env.close()
     for row in range(3):
         times, labels, images = episode_of(plain, row)
@@ -266,15 +266,15 @@ def test_labels_in_memory_follow_the_episode_and_rewards_belong_to_it():
     rng = np.random.default_rng(derive_seed(5, "demonstrations"))
     specs, count = env.episode_specs("train"), len(env.task_names)
     drawn = [specs[int(rng.integers(len(specs) // count)) * count + i % count] for i in range(4)]
-    wave = play_wave(env, drawn, ExpertDemonstrator(env, EXPERT, 5, range(4)))
+    batch = play_episodes(env, drawn, ExpertDemonstrator(env, EXPERT, 5, range(4)))
     env.close()
-    episodes = [episode_of(wave, row)[1] for row in range(4)]
+    episodes = [episode_of(batch, row)[1] for row in range(4)]
     expected = slow_labels(episodes, 3)
     assert sorted(map(bytes, found.actions.numpy())) == sorted(map(bytes, expected)), "the same rows, in another order"
-    for row, result in enumerate(wave.results):
-        times = np.flatnonzero(wave.alive[:, row])
-        assert wave.rewards[times, row].sum() == pytest.approx(result.episode_return, rel=1e-5)
-        assert wave.success[times, row].any() == result.success and len(times) == result.num_env_steps
+    for row, result in enumerate(batch.results):
+        times = np.flatnonzero(batch.alive[:, row])
+        assert batch.rewards[times, row].sum() == pytest.approx(result.episode_return, rel=1e-5)
+        assert batch.success[times, row].any() == result.success and len(times) == result.num_env_steps
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
@@ -287,10 +287,12 @@ def test_demonstrations_do_not_depend_on_the_number_of_envs_and_no_episode_is_pl
     found = collect_demonstrations(env, 5, EXPERT, 1, seed=5)
     env.close()
     single = tabletop(num_envs=1)
-    waves = [play_wave(single, [spec], ExpertDemonstrator(single, EXPERT, 5, [k])) for k, spec in enumerate(begun)]
+    batches = [
+        play_episodes(single, [spec], ExpertDemonstrator(single, EXPERT, 5, [k])) for k, spec in enumerate(begun)
+    ]
     single.close()
-    assert len(begun) == 5 and found.episodes == [wave.results[0] for wave in waves if wave.results[0].success]
-    expected = np.concatenate([wave.labels for wave in waves if wave.results[0].success])
+    assert len(begun) == 5 and found.episodes == [batch.results[0] for batch in batches if batch.results[0].success]
+    expected = np.concatenate([batch.labels for batch in batches if batch.results[0].success])
     assert sorted(map(bytes, found.actions.numpy())) == sorted(map(bytes, expected))
 
 

@@ -226,7 +226,9 @@ def test_rollout_buffer_is_as_large_as_the_batch_of_an_iteration(penalty):
     env = make_env(config.env, 2, auto_reset=True)
     model = build_policy(config, statistics_of_env(config, env)).eval()
     sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), num_groups=2, group_size=1, seed=0)
-    collector = RolloutCollector(lambda _: env, sampler, num_envs=2, num_chunks=3, temperature=1.0, num_lanes=1)
+    collector = RolloutCollector(
+        lambda _: env, sampler, num_envs=2, num_chunks=3, temperature=1.0, num_worker_threads=1
+    )
     batch = collector.collect(model, 0, 0, needs_values=True)
     collector.close()
     batch.old_logprobs, batch.values = torch.zeros_like(batch.rollout_logprobs), torch.zeros(3, 2)

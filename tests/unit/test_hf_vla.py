@@ -242,25 +242,25 @@ def test_half_precision_changes_rounding_only(zoo):
 
 
 def test_two_rollout_threads_do_not_disturb_each_other(zoo):
-    """Qwen-VL keeps position offsets in the module, and a rollout plays in lanes."""
+    """Qwen-VL keeps position offsets in the module, and a rollout plays in worker threads."""
     model = zoo.policy("qwen2_5_vl")
     observations = [observe(1), observe(2, seed=1)]
     alone = [model.predict_action_batch(**model.preprocess(each), do_sample=False).logits for each in observations]
     found = [[], []]
 
-    def play(lane):
+    def play(thread):
         for _ in range(8):
-            inputs = model.preprocess(observations[lane])
-            found[lane].append(model.predict_action_batch(**inputs, do_sample=False).logits)
+            inputs = model.preprocess(observations[thread])
+            found[thread].append(model.predict_action_batch(**inputs, do_sample=False).logits)
 
-    threads = [threading.Thread(target=play, args=(lane,)) for lane in (0, 1)]
+    threads = [threading.Thread(target=play, args=(thread,)) for thread in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert [len(each) for each in found] == [8, 8]
-    for lane in (0, 1):
-        assert max(largest_gap(each, alone[lane]) for each in found[lane]) < 1e-5
+    for thread in (0, 1):
+        assert max(largest_gap(each, alone[thread]) for each in found[thread]) < 1e-5
 
 
 def test_paligemma_action_tokens_are_a_causal_suffix(zoo):

@@ -222,7 +222,7 @@ def test_the_class_for_the_gpu_gives_the_numbers_of_the_simulator(vulkan):
     np.testing.assert_array_equal(step.observation.images["base_camera"][0], view.images["base_camera"])
     assert env.poses([0]) == [simulator.poses()]
     np.testing.assert_array_equal(env.render_frames([0], 40)[0], simulator.render(40))
-    env._ledger.horizons[:] = 5
+    env._stats.horizons[:] = 5
     step = env.chunk_step(actions[:2][None])
     assert step.truncated[0] and env.current_specs() == specs[1:]
     simulator.reset(specs[1])

@@ -288,7 +288,7 @@ def test_a_loss_while_the_next_episode_begins_keeps_what_had_ended(make):
     assert step.episodes[0].spec == specs[0] and step.rewards[0].any() and step.executed[0].any()
     assert not step.executed[1].any() and not step.rewards[1].any() and step.executed[2:].all()
     assert equal_rows(step.observation.select([0, 1]), first.select([0, 1]))
-    assert env._ledger.num_steps.tolist()[:2] == [0, 0]
+    assert env._stats.num_steps.tolist()[:2] == [0, 0]
 
 
 def test_a_frozen_row_is_not_lost(make):
@@ -569,7 +569,7 @@ def test_an_interrupt_leaves_no_answer_for_the_next_call(make, tmp_path):
 
 
 def test_threads_may_use_an_env_each(make):
-    """As the lanes of a rollout do; the workers outlive the thread that started them."""
+    """As the worker threads of a rollout do; the workers outlive the thread that started them."""
     envs = [make(2, num_processes=1), make(2, num_processes=1)]
     seen = [None, None]
 

@@ -90,14 +90,14 @@ class ClockPolicy(ActionModel, torch.nn.Module):
 
 
 @contextlib.contextmanager
-def collecting(auto_reset: bool, num_lanes: int = 2, make=ClockEnv, horizon: int = HORIZON, **kwargs):
+def collecting(auto_reset: bool, num_worker_threads: int = 2, make=ClockEnv, horizon: int = HORIZON, **kwargs):
     """Make a collector of clocks, and the sampler of its episodes; close it in the end."""
     config = EnvConfig(name="clock", max_episode_steps=horizon, success_bonus=0.0, cameras=[])
     env = ClockEnv(config, 1, auto_reset=False)
     sampler = EpisodeSampler(env.episode_specs("train"), 2, num_groups=NUM_ENVS // GROUP, group_size=GROUP, seed=5)
     collector = RolloutCollector(
         lambda count: make(config, count, auto_reset), sampler,
-        **{"num_envs": NUM_ENVS, "num_chunks": NUM_CHUNKS, "temperature": 1.0, "num_lanes": num_lanes} | kwargs,
+        **{"num_envs": NUM_ENVS, "num_chunks": NUM_CHUNKS, "temperature": 1.0, "num_worker_threads": num_worker_threads} | kwargs,
     )  # fmt: skip
     try:
         yield collector, sampler
@@ -105,9 +105,9 @@ def collecting(auto_reset: bool, num_lanes: int = 2, make=ClockEnv, horizon: int
         collector.close()
 
 
-def play(auto_reset: bool, num_lanes: int = 2, attempt: int = 0, env_ids=None, needs_values=True, **kwargs):
+def play(auto_reset: bool, num_worker_threads: int = 2, attempt: int = 0, env_ids=None, needs_values=True, **kwargs):
     policy = kwargs.pop("policy", ClockPolicy)()
-    with collecting(auto_reset, num_lanes, **kwargs) as (collector, sampler):
+    with collecting(auto_reset, num_worker_threads, **kwargs) as (collector, sampler):
         return collector.collect(policy, 3, 42, needs_values, attempt, env_ids), sampler
 
 
@@ -140,11 +140,11 @@ def expected_rows(batch, sampler, auto_reset: bool, attempt: int):
                 over = True
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2, 4])
+@pytest.mark.parametrize("num_worker_threads", [1, 2, 4])
 @pytest.mark.parametrize("auto_reset", [True, False])
 @pytest.mark.parametrize("attempt", [0, 2])
-def test_every_number_of_a_rollout_belongs_to_its_step(auto_reset, num_lanes, attempt):
-    batch, sampler = play(auto_reset, num_lanes, attempt)
+def test_every_number_of_a_rollout_belongs_to_its_step(auto_reset, num_worker_threads, attempt):
+    batch, sampler = play(auto_reset, num_worker_threads, attempt)
     states = torch.from_numpy(batch.observation.state).unflatten(0, (NUM_CHUNKS, NUM_ENVS))
     images = torch.from_numpy(batch.observation.images["front"]).unflatten(0, (NUM_CHUNKS, NUM_ENVS))
     assert images.shape == (NUM_CHUNKS, NUM_ENVS, 1, 2, 3) and images.dtype == torch.uint8
@@ -214,7 +214,7 @@ def assert_equal_rollouts(one, other):
     assert one.tensors().keys() == other.tensors().keys()
     for name, tensor in one.tensors().items():
         assert torch.equal(other.tensors()[name], tensor), name
-    valid = one.loss_mask.flatten().numpy()  # elsewhere it depends on the other rows of a lane
+    valid = one.loss_mask.flatten().numpy()  # elsewhere it depends on the other rows of a thread
     assert len(other.observation) == len(one.observation) == len(valid)
     np.testing.assert_array_equal(other.observation.state[valid], one.observation.state[valid])
     np.testing.assert_array_equal(other.observation.images["front"][valid], one.observation.images["front"][valid])
@@ -233,8 +233,8 @@ def test_rollouts_of_ranks_and_of_chosen_envs_are_columns_of_the_whole(auto_rese
     assert_equal_rollouts(whole, RolloutBatch.concatenate(parts))
     assert_equal_rollouts(whole, RolloutBatch.concatenate([whole]))
     chosen = np.array([5, 1, 2])
-    for num_lanes in (1, 2):
-        part, _ = play(False, num_lanes, env_ids=chosen)
+    for num_worker_threads in (1, 2):
+        part, _ = play(False, num_worker_threads, env_ids=chosen)
         assert_equal_rollouts(play(False)[0].select_envs(torch.from_numpy(chosen)), part)
         assert len(part.episodes) == 3 and set(part.episode_ids.flatten().tolist()) == {5, 1, 2} == part.specs.keys()
 
@@ -244,7 +244,7 @@ def test_the_last_env_is_played_again_where_ranks_do_not_divide_the_envs_and_cou
     shares = [play(False, env_ids=envs, rank=rank, num_ranks=2)[0] for rank in range(2)]
     assert [part.episode_ids[0].tolist() for part in shares] == [[1, 2], [5, 5]]
     assert [len(part.episodes) for part in shares] == [2, 1]
-    alone, _ = play(False, env_ids=np.array([3]))  # and one of two lanes plays nothing
+    alone, _ = play(False, env_ids=np.array([3]))  # and one of two worker threads plays nothing
     assert alone.episode_ids[0].tolist() == [3] and len(alone.episodes) == 1
 
 
@@ -275,10 +275,10 @@ def calls_of_first_episode(sampler, env):
 
 
 def test_an_episode_whose_simulator_is_lost_is_void_and_begins_again():
-    plain, sampler = play(True, num_lanes=1)
+    plain, sampler = play(True, num_worker_threads=1)
     second = calls_of_first_episode(sampler, 4)
     env = type("Losing", (LosingClock,), {"losses": ((1, 1), (4, second))})
-    batch, _ = play(True, num_lanes=1, make=env)
+    batch, _ = play(True, num_worker_threads=1, make=env)
     valid = torch.ones(NUM_CHUNKS, NUM_ENVS, dtype=torch.bool)
     valid[:2, 1] = valid[second, 4] = False
     assert torch.equal(batch.loss_mask, valid) and plain.loss_mask.all()
@@ -294,9 +294,9 @@ def test_an_episode_whose_simulator_is_lost_is_void_and_begins_again():
     for name, tensor in plain.select_envs(others).tensors().items():
         assert torch.equal(batch.select_envs(others).tensors()[name], tensor), name
     assert batch.episodes == [], "a first episode was lost: results of the others would favour quick successes"
-    later, _ = play(True, num_lanes=1, make=type("Later", (LosingClock,), {"losses": ((4, second),)}))
+    later, _ = play(True, num_worker_threads=1, make=type("Later", (LosingClock,), {"losses": ((4, second),)}))
     assert later.episodes == plain.episodes and len(later.episodes) == NUM_ENVS
-    at_once, _ = play(False, num_lanes=1, make=type("AtOnce", (LosingClock,), {"losses": ((2, 0),)}))
+    at_once, _ = play(False, num_worker_threads=1, make=type("AtOnce", (LosingClock,), {"losses": ((2, 0),)}))
     assert at_once.loss_mask[:, 2].tolist()[:4] == [False, True, True, True] and at_once.loss_mask[0, [0, 1, 3]].all()
 
 
@@ -350,23 +350,23 @@ def counted_context():
         contexts.pop()
 
 
-@pytest.mark.parametrize(("num_lanes", "threads_of_a_lane"), [(1, 4), (3, 1), (6, 1)])
-def test_each_lane_plays_in_its_context_with_its_share_of_the_threads(num_lanes, threads_of_a_lane):
+@pytest.mark.parametrize(("num_worker_threads", "torch_threads"), [(1, 4), (3, 1), (6, 1)])
+def test_each_thread_plays_in_its_context_with_its_share_of_the_threads(num_worker_threads, torch_threads):
     policy, before = WatchedPolicy(), torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        with collecting(True, num_lanes, temperature=1.5, autocast=counted_context) as (collector, _):
+        with collecting(True, num_worker_threads, temperature=1.5, autocast=counted_context) as (collector, _):
             collector.collect(policy, 3, 42, needs_values=False)
         with ThreadPoolExecutor(1) as fresh:  # torch's own threads begin like this one
             assert fresh.submit(torch.get_num_threads).result() == torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
-    assert {call[:3] for call in policy.calls} == {(True, 1.5, threads_of_a_lane)}
+    assert {call[:3] for call in policy.calls} == {(True, 1.5, torch_threads)}
     assert not contexts and all(call[3] > 0 for call in policy.calls)
 
 
 @pytest.mark.parametrize("offload", [None, True])
-def test_envs_are_made_for_two_lanes_and_offloaded_only_where_asked(offload):
+def test_envs_are_made_for_two_threads_and_offloaded_only_where_asked(offload):
     offloaded, sizes = [], []
 
     class Offloading(ClockEnv):
@@ -401,8 +401,8 @@ def test_random_numbers_are_of_the_open_interval(monkeypatch):
     assert 0 < batch.action_tokens.min() and batch.action_tokens.max() < 1e-30
 
 
-def test_a_failure_in_one_lane_ends_the_other_with_its_call():
-    """The second lane stands in its third call until the failure of the first one has arrived here."""
+def test_a_failure_in_one_thread_ends_the_other_with_its_call():
+    """The second thread stands in its third call until the failure of the first one has arrived here."""
     envs, go_on, stands = [], threading.Event(), threading.Event()
 
     class Failing(ClockEnv):
@@ -435,7 +435,7 @@ def test_a_failure_in_one_lane_ends_the_other_with_its_call():
 
 
 def test_closing_ends_the_calls_that_are_under_way_and_then_closes_the_envs():
-    """The first lane stands in its second call until the env of the second lane is closed."""
+    """The first thread stands in its second call until the env of the second thread is closed."""
     envs, stands, second_is_closed, ended = [], threading.Event(), threading.Event(), []
 
     class Standing(ClockEnv):

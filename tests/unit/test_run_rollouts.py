@@ -13,7 +13,7 @@ import pytest
 from rlinf.commands.train import Run
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.envs.config import EnvConfig, default_num_lanes
+from rlinf.envs.config import EnvConfig, default_num_worker_threads
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.training.stop_signal import StopSignal
 from rlinf.types import EpisodeSpec
@@ -50,7 +50,9 @@ def test_random_init_states_balance_tasks_and_depend_on_the_seed():
     assert played != [other.spec(step, env, 0) for step in range(50) for env in range(6)]
 
 
-def test_in_a_training_run_lanes_and_ranks_share_the_cores_and_no_worker_outlives_an_evaluation(tmp_path, monkeypatch):
+def test_in_a_training_run_threads_and_ranks_share_the_cores_and_no_worker_outlives_an_evaluation(
+    tmp_path, monkeypatch
+):
     config = replace(build_config(compose_config(["model=mlp"])), env=WalkConfig(max_episode_steps=2))
     config.rollout.num_envs, config.rollout.num_lanes, config.rollout.group_size = 64, 2, 1
     config.evaluation.num_episodes, config.evaluation.greedy = 2, False
@@ -67,9 +69,9 @@ def test_in_a_training_run_lanes_and_ranks_share_the_cores_and_no_worker_outlive
         stop_signal=StopSignal(announce=False),
     )  # fmt: skip
     collector = Run._collector(run)
-    for lane in collector.lanes:
-        lane.env.reset()
-        assert len(lane.env.worker_processes()) == 12 // 2 // 2
+    for thread in collector.worker_threads:
+        thread.env.reset()
+        assert len(thread.env.worker_processes()) == 12 // 2 // 2
     collector.close()
     monkeypatch.setattr("rlinf.commands.train.world_size", lambda: 1)
     for run.is_writer in (True, False):
@@ -81,18 +83,18 @@ def test_in_a_training_run_lanes_and_ranks_share_the_cores_and_no_worker_outlive
 
 
 @pytest.mark.parametrize(
-    "env, num_envs, num_lanes",
+    "env, num_envs, num_worker_threads",
     [
         (EnvConfig(cameras=["front"]), 8, 2), (EnvConfig(cameras=["front"]), 1, 1), (EnvConfig(cameras=[]), 8, 1),
         (WalkConfig(cameras=[], num_processes=0), 8, 1), (WalkConfig(cameras=[], num_processes=1), 8, 2),
         (WalkConfig(cameras=[], num_processes=None), 8, 2),
     ],
 )  # fmt: skip
-def test_one_lane_where_a_step_costs_less_than_a_thread(env, num_envs, num_lanes):
-    assert default_num_lanes(env, num_envs) == num_lanes
+def test_one_thread_where_a_step_costs_less_than_a_thread(env, num_envs, num_worker_threads):
+    assert default_num_worker_threads(env, num_envs) == num_worker_threads
 
 
-def test_a_simulation_on_the_gpu_is_not_split_into_lanes(monkeypatch):
+def test_a_simulation_on_the_gpu_is_not_split_into_threads(monkeypatch):
     config = replace(build_config(compose_config(["model=mlp"])), env=WalkConfig(num_processes=0))
     config.rollout.num_envs, config.rollout.num_lanes = 8, 2
     monkeypatch.setattr(
@@ -103,6 +105,6 @@ def test_a_simulation_on_the_gpu_is_not_split_into_lanes(monkeypatch):
     for on_gpu, widths in ((True, [8]), (False, [4, 4])):
         monkeypatch.setattr(WalkVectorEnv, "on_gpu", on_gpu)
         collector = Run._collector(run)
-        assert [lane.env.num_envs for lane in collector.lanes] == widths
+        assert [thread.env.num_envs for thread in collector.worker_threads] == widths
         collector.close()
     env.close()

@@ -269,7 +269,7 @@ class ProcessVectorEnv(VectorEnv):
                         results[worker] = worker.give_up(timeout_s, calls[worker][0])
         except BaseException:  # Ctrl-C: nobody will read the answers, and the next call must not take them for its own.
             for worker in calls:
-                worker.forget()
+                worker.kill()
             raise
         failed = {worker: result for worker, result in results.items() if isinstance(result, Failure)}
         for failure in failed.values():
@@ -289,13 +289,13 @@ class ProcessVectorEnv(VectorEnv):
         worker.end(deadline=0.0)
         self.num_restarts += 1
         busy = worker.ids[self._rows["busy"][worker.ids]]
-        at_work = worker.ids if not len(busy) else busy  # none: it did not come as far as a simulator
-        self._num_failures[at_work] += not failure.from_outside
+        failed = busy if len(busy) else worker.ids  # no row is busy if the process died before it made a simulator
+        self._num_failures[failed] += not failure.from_outside
         what = (
             f"A worker process of env.name={self.config.name} with the rows {worker.ids.tolist()} was lost: "
             f"{failure.message}\n{failure.traceback}".rstrip()
         )
-        if self._num_failures[at_work[0]] >= MAX_FAILURES:
+        if self._num_failures[failed[0]] >= MAX_FAILURES:
             self.close()
             raise SimulatorError(
                 f"{what}\nThat was the failure number {MAX_FAILURES} in {self._episode_of(busy)}. To look at it in a debugger, "

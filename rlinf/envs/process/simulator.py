@@ -80,7 +80,7 @@ class Simulator(ABC):
         raise ConfigError(f"Environment '{self.config.name}' cannot draw frames (asked for {size} pixels).")
 
     def poses(self) -> dict[str, list[float]]:
-        """Return object name to its position (metres) and orientation now; used to notice a simulator that has drifted."""
+        """Return object name to its position (metres) and orientation now, for the simulator's fingerprint."""
         return {}
 
     def close(self) -> None:  # noqa: B027

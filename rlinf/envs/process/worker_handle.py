@@ -105,8 +105,8 @@ class Worker:
         key = "env.reset_timeout_s" if name == "reset" else "env.step_timeout_s"
         return Failure(None, f"{name} did not get on for {key}={timeout_s:g} seconds; it was here:", self._read_log())
 
-    def forget(self) -> None:
-        """Kill the process; the next call starts another."""
+    def kill(self) -> None:
+        """Kill the process. The next call starts another."""
         self.end(deadline=0.0)
         self.process = None
 

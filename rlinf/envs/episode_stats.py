@@ -1,4 +1,4 @@
-"""The books of a vector env: rewards under the reward mode, and length, return and success of the running episodes."""
+"""Episode statistics of a vector env: rewards under the reward mode, and length, return and success of running episodes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rlinf.envs.steps import SimulatorChunk
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 
-class EpisodeLedger:
-    """What the present episode of each of ``B`` rows has done so far.
+class EpisodeStats:
+    """Statistics of the current episode of each of ``B`` rows.
 
     Args:
         num_envs: ``B``.
-        config: ``reward_mode``, ``success_bonus`` and ``terminate_on_success`` are read.
+        config: Source of ``reward_mode``, ``success_bonus`` and ``terminate_on_success``.
 
     Attributes:
         horizons: int64 ``[B]``: env steps after which the episode is truncated.
-        num_steps: int64 ``[B]``.
+        num_steps: int64 ``[B]``: env steps so far.
         success: bool ``[B]``: the goal has been reached at least once.
     """
 
@@ -33,12 +33,12 @@ class EpisodeLedger:
         self._previous_dense = np.zeros(num_envs, dtype=np.float32)
 
     def begin(self, ids: np.ndarray, horizons: Sequence[int]) -> None:
-        """Forget what the rows ``ids`` (int64 ``[K]``) did; their episodes have ``horizons``."""
+        """Start episodes with ``horizons`` in the rows ``ids`` (int64 ``[K]``)."""
         self.num_steps[ids], self._returns[ids], self._previous_dense[ids] = 0, 0.0, 0.0
         self.success[ids], self.horizons[ids] = False, horizons
 
     def add(self, ids: np.ndarray, chunk: SimulatorChunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Enter what the rows ``ids`` (int64 ``[K]``) did in one chunk.
+        """Add one chunk of the rows ``ids`` (int64 ``[K]``).
 
         Returns:
             Rewards float32 ``[K, C]``, terminated bool ``[K]`` and truncated bool ``[K]``, never both.
@@ -60,7 +60,7 @@ class EpisodeLedger:
         return EpisodeResult(spec, task, bool(success), float(total), int(length))
 
     def _rewards_of(self, ids: np.ndarray, dense_reward: np.ndarray, success: np.ndarray) -> np.ndarray:
-        """Combine dense reward and bonus of one env step; the bonus is paid once, at the first step of success."""
+        """Return the rewards of one env step. The bonus is paid once, at the first step of success."""
         rewards = np.zeros(len(ids), dtype=np.float32)
         if self._config.reward_mode == "shaped":
             rewards += dense_reward

@@ -1,8 +1,8 @@
-"""What a simulator shows and does in a few fixed episodes, so that one that has drifted is noticed.
+"""The fingerprint of a simulator: what it shows and does in a few fixed episodes.
 
-Versions in a manifest say that something changed; the probe says whether it matters here. A probe is taken when a
-checkpoint is made and again when it is evaluated: first pictures, poses of the settled objects, and both again after
-some fixed actions. Differences are warned of, not refused: the success rate that follows is still a measurement, of
+Versions in a manifest say that something changed; the fingerprint says whether it matters here. It is taken when a
+checkpoint is made and again when the checkpoint is evaluated: first pictures, poses of the settled objects, and both again
+after some fixed actions. Differences only cause a warning: the success rate that follows is still a measurement, but of
 another world.
 """
 
@@ -25,18 +25,18 @@ HOLD_STEPS = 3
 THUMBNAIL_SIZE = 8
 
 MAX_GREY_GAP = 3.0
-"""Largest difference of a thumbnail's cell (of 255) that is taken for another rasteriser, not another scene."""
+"""Largest difference of a thumbnail's cell (of 255) that another rasteriser explains; above it, the scene has changed."""
 MAX_POSITION_GAP_M = 0.001
 MAX_ANGLE_GAP_DEG = 1.0
 MAX_STATE_GAP = 0.01
 """Largest difference of a number of the state, absolute below 1 and relative above."""
 
 
-def take_probe(env: VectorEnv) -> dict[str, Any]:
+def take_fingerprint(env: VectorEnv) -> dict[str, Any]:
     """Play the beginning of the first evaluation episodes, ``NUM_EPISODES`` or as many as there are rows.
 
     Args:
-        env: Made with ``auto_reset=False``. It is reset; whoever uses it next resets it again.
+        env: Made with ``auto_reset=False``. Its episodes are replaced: reset it before further use.
 
     Returns:
         JSON values: ``num_actions``, and one item per episode with ``task``, ``init_state_id``, ``seed``,
@@ -52,7 +52,7 @@ def take_probe(env: VectorEnv) -> dict[str, Any]:
     instructions = observation.instruction
     step = env.chunk_step(fixed_actions(env.action_low, env.action_high, env.num_envs))
     if len(step.lost_env_ids):
-        return take_probe(env)
+        return take_fingerprint(env)
     end = [_snapshot(step.observation, row, poses) for row, poses in zip(rows, env.poses(rows), strict=True)]
     return {
         "num_actions": NUM_ACTIONS,
@@ -64,31 +64,31 @@ def take_probe(env: VectorEnv) -> dict[str, Any]:
 
 
 def fixed_actions(low: np.ndarray, high: np.ndarray, num_envs: int) -> np.ndarray:
-    """Return the actions of a probe, float32 ``[num_envs, NUM_ACTIONS, D]``: the same random ones in every row."""
+    """Return the actions of a fingerprint, float32 ``[num_envs, NUM_ACTIONS, D]``: the same random ones in every row."""
     shares = np.random.default_rng(0).random((-(-NUM_ACTIONS // HOLD_STEPS), len(low)))
     held = np.repeat(shares, HOLD_STEPS, axis=0)[:NUM_ACTIONS]
     return np.broadcast_to(low + held * (high - low), (num_envs, *held.shape)).astype(np.float32)
 
 
-def drift(saved: dict[str, Any] | None, present: dict[str, Any] | None) -> list[str]:
-    """Say what differs between two probes.
+def compare_fingerprints(saved: dict[str, Any] | None, present: dict[str, Any] | None) -> list[str]:
+    """Describe the differences between two fingerprints.
 
     Args:
-        saved, present: What ``take_probe`` returned; None: not taken. Episodes and cameras that only one of them has
-            are left out, and so is what follows the actions where their number differs.
+        saved, present: What ``take_fingerprint`` returned; None: not taken. Episodes and cameras that only one of them has
+            are not compared. If the number of actions differs, what follows the actions is not compared either.
 
     Returns:
-        One line per difference beyond the tolerances above; empty: none was found. One line if a probe cannot be read.
+        One line per difference beyond the tolerances above, or one line if a fingerprint cannot be read.
     """
     if saved is None or present is None:
         return []
     try:
-        return _drift(saved, present)
+        return _compare(saved, present)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        return [f"not known, because a probe cannot be read ({type(error).__name__}: {error})"]
+        return [f"not known, because a fingerprint cannot be read ({type(error).__name__}: {error})"]
 
 
-def _drift(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
+def _compare(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
     moments = ["start", "end"] if saved["num_actions"] == present["num_actions"] else ["start"]
     later = {_key(episode): episode for episode in present["episodes"]}
     lines = []
@@ -155,7 +155,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             lines.append(f"there is no object {name}")
             continue
         moved, turned = pose_gap(old, new)
-        if not (moved <= MAX_POSITION_GAP_M and turned <= MAX_ANGLE_GAP_DEG):  # NaN has drifted too
+        if not (moved <= MAX_POSITION_GAP_M and turned <= MAX_ANGLE_GAP_DEG):  # NaN counts as moved
             lines.append(f"{name} is {1000 * moved:.1f} mm and {turned:.1f} degrees from where it was")
     lines += [f"there is a new object {name}" for name in now["poses"] if name not in before["poses"]]
     return lines + _state_differences(before["state"], now["state"])

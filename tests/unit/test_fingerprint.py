@@ -1,4 +1,4 @@
-"""The probe notices a simulator that has drifted, and is silent about one that has not."""
+"""The fingerprint shows that a simulator has changed, and is silent if it has not."""
 
 import json
 
@@ -8,19 +8,19 @@ import pytest
 from rlinf.envs import make_env
 from rlinf.envs.tabletop import scene
 from rlinf.envs.tabletop.config import TabletopConfig
-from rlinf.evaluation import probe
-from rlinf.evaluation.probe import drift, fixed_actions, pose_gap, take_probe, thumbnail
+from rlinf.evaluation import fingerprint
+from rlinf.evaluation.fingerprint import compare_fingerprints, fixed_actions, pose_gap, take_fingerprint, thumbnail
 
 TABLETOP_XML = scene.tabletop_xml
 
 
-def probed(monkeypatch, old: str = "", new: str = "", num_envs: int = 4, **settings) -> dict:
-    """Probe a tabletop in whose description one text is replaced, as it comes back from a manifest."""
+def fingerprint_of(monkeypatch, old: str = "", new: str = "", num_envs: int = 4, **settings) -> dict:
+    """Return the fingerprint of a tabletop whose XML has ``old`` replaced by ``new``, as a manifest returns it."""
     assert not old or old in TABLETOP_XML()
     monkeypatch.setattr(scene, "tabletop_xml", lambda: TABLETOP_XML().replace(old, new) if old else TABLETOP_XML())
     env = make_env(TabletopConfig(image_size=32, **settings), num_envs, auto_reset=False)
     try:
-        return json.loads(json.dumps(take_probe(env)))
+        return json.loads(json.dumps(take_fingerprint(env)))
     finally:
         env.close()
 
@@ -41,7 +41,9 @@ CHANGES = {
 def test_a_changed_simulator_is_noticed(monkeypatch, change):
     old, new, words = CHANGES[change]
     settings = {"tasks": ["push"]} if change == "friction of the blocks" else {}
-    lines = drift(probed(monkeypatch, **settings), probed(monkeypatch, old, new, **settings))
+    lines = compare_fingerprints(
+        fingerprint_of(monkeypatch, **settings), fingerprint_of(monkeypatch, old, new, **settings)
+    )
     import re
 
     assert [line for line in lines if re.search(words, line)], lines
@@ -51,53 +53,53 @@ def test_a_changed_simulator_is_noticed(monkeypatch, change):
     "damaged",
     [{}, [], {"num_actions": 12}, {"num_actions": 12, "episodes": [{}]}, {"num_actions": 12, "episodes": 3}],
 )
-def test_a_damaged_probe_is_one_line(monkeypatch, damaged):
-    present = probed(monkeypatch)
+def test_a_damaged_fingerprint_is_one_line(monkeypatch, damaged):
+    present = fingerprint_of(monkeypatch)
     for saved, now in ((damaged, present), (present, damaged)):
-        (line,) = drift(saved, now)
-        assert "a probe cannot be read" in line
+        (line,) = compare_fingerprints(saved, now)
+        assert "a fingerprint cannot be read" in line
     broken = json.loads(json.dumps(present))
     broken["episodes"][0]["start"]["images"]["front"] |= {"sha256": "0", "thumbnail": "no digits"}
-    assert "a probe cannot be read" in drift(broken, present)[0]
+    assert "a fingerprint cannot be read" in compare_fingerprints(broken, present)[0]
 
 
 def test_an_unchanged_simulator_is_not(monkeypatch):
-    before = probed(monkeypatch, cameras=["front", "wrist"])
+    before = fingerprint_of(monkeypatch, cameras=["front", "wrist"])
     assert before["episodes"][0]["start"]["images"].keys() == {"front", "wrist"}
-    assert drift(before, probed(monkeypatch, cameras=["front", "wrist"])) == []
+    assert compare_fingerprints(before, fingerprint_of(monkeypatch, cameras=["front", "wrist"])) == []
 
 
-def test_probe_does_not_depend_on_the_number_of_envs_and_compares_what_is_common(monkeypatch):
-    four = probed(monkeypatch)
-    nine = probed(monkeypatch, num_envs=9)
+def test_fingerprint_does_not_depend_on_the_number_of_envs_and_compares_what_is_common(monkeypatch):
+    four = fingerprint_of(monkeypatch)
+    nine = fingerprint_of(monkeypatch, num_envs=9)
     assert nine == four
-    one = probed(monkeypatch, num_envs=1)
-    assert len(one["episodes"]) == 1 and drift(four, one) == [] and drift(one, four) == []
-    assert drift(four, probed(monkeypatch, tasks=["push"])) == []
-    assert drift(four, probed(monkeypatch, cameras=["side"])) == []
-    assert drift(None, four) == drift(four, None) == []
+    one = fingerprint_of(monkeypatch, num_envs=1)
+    assert len(one["episodes"]) == 1 and compare_fingerprints(four, one) == [] and compare_fingerprints(one, four) == []
+    assert compare_fingerprints(four, fingerprint_of(monkeypatch, tasks=["push"])) == []
+    assert compare_fingerprints(four, fingerprint_of(monkeypatch, cameras=["side"])) == []
+    assert compare_fingerprints(None, four) == compare_fingerprints(four, None) == []
 
 
-def test_state_policies_are_probed_without_pictures(monkeypatch):
-    before = probed(monkeypatch, cameras=[])
+def test_state_policies_have_a_fingerprint_without_pictures(monkeypatch):
+    before = fingerprint_of(monkeypatch, cameras=[])
     assert before["episodes"][0]["start"]["images"] == {}
-    assert drift(before, probed(monkeypatch, 'kp="400.0"', 'kp="360.0"', cameras=[])) != []
+    assert compare_fingerprints(before, fingerprint_of(monkeypatch, 'kp="400.0"', 'kp="360.0"', cameras=[])) != []
 
 
 def test_small_differences_of_a_rasteriser_are_not_reported_and_larger_ones_are(monkeypatch):
-    before = probed(monkeypatch)
+    before = fingerprint_of(monkeypatch)
     for gap, noticed in ((1, False), (3, False), (4, True)):
         after = json.loads(json.dumps(before))
         image = after["episodes"][0]["start"]["images"]["front"]
         levels = np.frombuffer(bytes.fromhex(image["thumbnail"]), np.uint8)
         image["thumbnail"], image["sha256"] = (levels.clip(max=200) + gap).astype(np.uint8).tobytes().hex(), "other"
-        assert bool(drift(before, after)) is noticed
+        assert bool(compare_fingerprints(before, after)) is noticed
 
 
 def test_other_instructions_are_reported(monkeypatch):
-    before, after = probed(monkeypatch), probed(monkeypatch)
+    before, after = fingerprint_of(monkeypatch), fingerprint_of(monkeypatch)
     after["episodes"][0]["instruction"] = "reach it"
-    assert [line.split(": ")[1] for line in drift(before, after)] == [
+    assert [line.split(": ")[1] for line in compare_fingerprints(before, after)] == [
         f"the instruction is 'reach it', was '{before['episodes'][0]['instruction']}'"
     ]
 
@@ -117,22 +119,22 @@ def test_gap_of_poses_is_that_of_geometry():
     assert pose_gap([0, 0, 0, 1, 0, 0, 0], [0, 0, 0, -1, 0, 0, 0]) == pytest.approx((0.0, 0.0))
 
 
-def test_a_pose_or_a_state_that_is_not_a_number_has_drifted(monkeypatch):
-    before = probed(monkeypatch)
+def test_a_pose_or_a_state_that_is_not_a_number_is_a_difference(monkeypatch):
+    before = fingerprint_of(monkeypatch)
     for change in (lambda end: end["poses"]["pusher"].__setitem__(0, float("nan")),
                    lambda end: end["poses"]["pusher"].__setitem__(4, float("nan")),
                    lambda end: end["state"].__setitem__(1, float("nan"))):  # fmt: skip
         after = json.loads(json.dumps(before))
         change(after["episodes"][0]["end"])
-        assert len(drift(before, after)) == 1 and "nan" in drift(before, after)[0]
+        assert len(compare_fingerprints(before, after)) == 1 and "nan" in compare_fingerprints(before, after)[0]
 
 
 def test_actions_are_the_same_in_every_row_and_within_bounds():
     low, high = np.array([-1.0, 0.0, 5.0]), np.array([1.0, 0.5, 6.0])
     actions = fixed_actions(low, high, 3)
-    assert actions.shape == (3, probe.NUM_ACTIONS, 3) and actions.dtype == np.float32
+    assert actions.shape == (3, fingerprint.NUM_ACTIONS, 3) and actions.dtype == np.float32
     assert (actions == actions[0]).all() and (actions >= low).all() and (actions <= high).all()
-    assert len(np.unique(actions[0], axis=0)) == probe.NUM_ACTIONS / probe.HOLD_STEPS
+    assert len(np.unique(actions[0], axis=0)) == fingerprint.NUM_ACTIONS / fingerprint.HOLD_STEPS
 
 
 def test_every_body_of_the_tabletop_has_a_pose_where_the_simulator_puts_it():

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -282,31 +282,32 @@ def gather_rollout(batch: RolloutBatch) -> RolloutBatch:
     """Join the rollouts of all ranks along the env axis, in rank order, on every rank.
 
     Every rank then computes advantages over, and draws minibatches from, the same global batch, which makes results
-    independent of the number of ranks. Images travel as uint8.
+    independent of the number of ranks. Images travel as uint8, straight to their places in the joined batch.
     """
     if world_size() == 1:
         return batch
-    parts = gather_objects(_without_large_arrays(batch))
-    images = {name: _gather_array(image) for name, image in batch.observation.images.items()}
-    state = None if batch.observation.state is None else _gather_array(batch.observation.state)
-    for index, part in enumerate(parts):
-        part.observation = Observation(
-            images={name: arrays[index] for name, arrays in images.items()},
-            state=None if state is None else state[index],
-            instruction=part.observation.instruction,
-        )
-    return RolloutBatch.concatenate(parts)
+    seen, num_chunks = batch.observation, len(batch.loss_mask)
+    parts = gather_objects(replace(batch, observation=Observation(images={}, state=None, instruction=seen.instruction)))
+    num_envs = batch.loss_mask.shape[1]
+    rows = [slice(t * num_envs, (t + 1) * num_envs) for t in range(num_chunks)]
+    observation = Observation(
+        images={name: _gather_rows(image, num_chunks) for name, image in seen.images.items()},
+        state=None if seen.state is None else _gather_rows(seen.state, num_chunks),
+        instruction=[words for chunk in rows for part in parts for words in part.observation.instruction[chunk]],
+    )
+    return RolloutBatch.concatenate(parts, observation)
 
 
-def _without_large_arrays(batch: RolloutBatch) -> RolloutBatch:
-    small = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    small["observation"] = Observation(images={}, state=None, instruction=batch.observation.instruction)
-    return replace(batch, **small)
+def _gather_rows(array: np.ndarray, num_chunks: int) -> np.ndarray:
+    """Gather time-major rows ``[T * B, ...]`` of each rank to ``[T * ranks * B, ...]``, chunk by chunk.
 
-
-def _gather_array(array: np.ndarray) -> list[np.ndarray]:
+    The rows of a chunk lie together in the result, so each collective call writes them where they stay.
+    """
     device = own_device() if "nccl" in dist.get_backend_config() else "cpu"
-    mine = torch.from_numpy(np.ascontiguousarray(array)).to(device)
-    parts = [torch.empty_like(mine) for _ in range(world_size())]
-    dist.all_gather(parts, mine)
-    return [part.cpu().numpy() for part in parts]
+    mine = torch.from_numpy(np.ascontiguousarray(array)).unflatten(0, (num_chunks, -1))
+    joined = torch.empty((num_chunks, world_size() * mine.shape[1], *mine.shape[2:]), dtype=mine.dtype)
+    for own, all_rows in zip(mine, joined, strict=True):
+        found = all_rows.to(device)
+        dist.all_gather_into_tensor(found, own.to(device))
+        all_rows.copy_(found)  # on the CPU these are one tensor, and nothing is copied
+    return joined.flatten(0, 1).numpy()

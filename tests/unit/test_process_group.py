@@ -179,9 +179,7 @@ def wait_for_a_rank_that_does_not_come(_argument) -> None:
 
 def test_a_rank_that_waits_too_long_names_the_key_that_makes_it_wait_longer(monkeypatch):
     monkeypatch.setattr(process_group, "GRACE_S", 0.1)
-    with pytest.raises(
-        process_group.RankError, match="^Rank 0 failed. It waited 7200 s.*set cluster.timeout_s=<more>"
-    ):
+    with pytest.raises(process_group.RankError, match="^Rank 0 failed. It waited 7200 s.*set cluster.timeout_s=<more>"):
         process_group.launch(wait_for_a_rank_that_does_not_come, None, 2, "cpu", timeout_s=7200.0)
 
 

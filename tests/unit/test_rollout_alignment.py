@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf.distributed import process_group
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.steps import SimulatorStep
@@ -220,6 +221,18 @@ def assert_equal_rollouts(one, other):
     np.testing.assert_array_equal(other.observation.images["front"][valid], one.observation.images["front"][valid])
     pairs = zip(one.observation.instruction, other.observation.instruction, valid, strict=True)
     assert all(mine == theirs for mine, theirs, counts in pairs if counts)
+
+
+def assert_gathered_rollout_is_the_whole(auto_reset) -> None:
+    whole, _ = play(auto_reset)
+    mine, _ = play(auto_reset, rank=process_group.rank(), num_ranks=2)
+    joined = process_group.gather_rollout(mine)
+    assert_equal_rollouts(whole, joined)
+    assert joined.specs == whole.specs and len(joined.episodes) == len(whole.episodes)
+
+
+def test_a_rollout_gathered_from_two_ranks_is_the_whole():
+    process_group.launch(assert_gathered_rollout_is_the_whole, True, 2, "cpu")
 
 
 @pytest.mark.parametrize("auto_reset", [True, False])

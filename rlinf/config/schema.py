@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -18,7 +20,7 @@ from rlinf.config.training import ClusterConfig, TrainerConfig
 from rlinf.data.config import CollectConfig, SFTConfig
 from rlinf.envs import ENVS
 from rlinf.envs.config import EnvConfig
-from rlinf.errors import ALIASES, ConfigError, closest, did_you_mean
+from rlinf.errors import ALIASES, ConfigError, RLinfError, closest, did_you_mean
 from rlinf.evaluation.config import EvaluationConfig
 from rlinf.files import LATEST, follow_latest
 from rlinf.models.config import ModelConfig, TokenizerConfig
@@ -150,10 +152,22 @@ def no_key(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, An
     return f"There is no key '{dotted}'. Set {overrides_text(elsewhere, value)}"
 
 
+def chunks_needed(config: RunConfig) -> int:
+    """Return the policy calls that reach the end of the longest episode.
+
+    Raises:
+        ConfigError: A task does not exist, or its episodes have no end.
+        MissingDependencyError: The simulator is not installed.
+    """
+    longest = ENVS.get(config.env.name).longest_horizon(config.env)
+    return math.ceil(longest / config.model.action_chunks_len)
+
+
 def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     """Turn a composed configuration into a ``RunConfig``; plugins are imported first, so that their names are known.
 
-    Where ``env.cameras`` is null, they follow from what the model reads.
+    Where ``env.cameras`` is null, they follow from what the model reads, and ``rollout.num_chunks`` from the longest episode;
+    ``validate`` says what is wrong with an env that cannot tell.
 
     Args:
         mapping: Nested mapping or OmegaConf ``DictConfig``; missing keys and sections take their defaults.
@@ -186,6 +200,9 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     config = from_mapping(RunConfig, values)
     if cameras_follow:
         config.env.cameras = cameras_read(config)
+    if config.rollout.num_chunks is None:
+        with suppress(RLinfError):
+            config.rollout.num_chunks = chunks_needed(config)
     for dotted in SOURCES:
         *sections, key = dotted.split(".")
         owner = reduce(getattr, sections, config)

@@ -1,6 +1,6 @@
 """Where Hydra looks for configuration: packaged groups, experiment files, users' folders, other packages.
 
-An experiment is a YAML that holds what differs from the defaults. It may be used as ``experiment=name``,
+A packaged group holds what differs from its dataclass; Hydra is shown the rest, too. An experiment is a YAML that holds what differs from the defaults. It may be used as ``experiment=name``,
 ``+experiment=name`` or ``--config-name name``; its keys are global (as with Hydra's ``# @package _global_``), and without
 an ``experiment_name`` of its own it gets the name of its file.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from hydra import initialize_config_module
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -22,10 +23,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import rlinf
 from rlinf.config.plugins import user_folders
+from rlinf.config.schema import REGISTRIES, RunConfig, section_class
 from rlinf.errors import ConfigError
+from rlinf.options import to_mapping
 
 GROUP = "experiment"
-SCHEME = "rlinf-experiments"
+PACKAGE = "pkg://rlinf.config"
 
 
 def packaged_experiments() -> Path:
@@ -55,12 +58,30 @@ def find_experiment(name: str) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
+class GroupSource(FileConfigSource):
+    """Shows the packaged groups to Hydra, each laid over the defaults of its dataclass."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "rlinf-groups"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        result = super().load_config(config_path)
+        section, _, _ = config_path.rpartition("/")
+        if section:
+            cls = type(getattr(RunConfig(), section))
+            if section in REGISTRIES:
+                cls = section_class(section, result.config.name)
+            result.config = OmegaConf.merge(to_mapping(cls()), result.config)
+        return result
+
+
 class ExperimentSource(FileConfigSource):
     """Shows the YAML files of one folder to Hydra as the group ``experiment``."""
 
     @staticmethod
     def scheme() -> str:
-        return SCHEME
+        return "rlinf-experiments"
 
     def available(self) -> bool:
         return Path(self.path).is_dir()
@@ -97,14 +118,24 @@ class RLinfSearchPath(SearchPathPlugin):
     """Adds rlinf's folders, the experiments, and the packages of the entry-point group ``rlinf.configs``."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if all(element.path != "pkg://rlinf.config" for element in search_path.get_path()):
-            search_path.append("rlinf", "pkg://rlinf.config")
+        if all(element.path != PACKAGE for element in search_path.get_path()):
+            search_path.append("rlinf", PACKAGE)
+        for element in search_path.get_path():
+            if element.path == PACKAGE:
+                element.path = f"{GroupSource.scheme()}://{Path(__file__).parent}"
         for folder in user_folders:
             search_path.append("user", f"file://{folder}")
-            search_path.append("user experiments", f"{SCHEME}://{folder}")
-        search_path.append("rlinf experiments", f"{SCHEME}://{packaged_experiments()}")
+            search_path.append("user experiments", f"{ExperimentSource.scheme()}://{folder}")
+        search_path.append("rlinf experiments", f"{ExperimentSource.scheme()}://{packaged_experiments()}")
         for point in entry_points(group="rlinf.configs"):
             search_path.append(point.name, f"pkg://{point.value}")
+
+
+def choose_by(key: str, values: dict) -> Any:
+    """Return the value for ``key``, in YAML ``${by:${env.suite},{libero_10:520,libero_90:400}}``."""
+    if key not in values:
+        raise ValueError(f"there is no value for {key}, only for {', '.join(values)}")
+    return values[key]
 
 
 def register(config_dir: str | None = None) -> Path | None:
@@ -130,7 +161,9 @@ def register(config_dir: str | None = None) -> Path | None:
                 f"{path} has the name of a file that comes with rlinf, which would be taken instead. Rename it, e.g. "
                 f"{path.parent / f'my_{path.name}'}"
             )
+    OmegaConf.register_new_resolver("by", choose_by, replace=True)
     plugins = Plugins.instance()
+    plugins.register(GroupSource)
     plugins.register(ExperimentSource)
     plugins.register(RLinfSearchPath)
     user_folders[:] = [] if folder is None else [folder]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 
-from rlinf.config.schema import RunConfig, section_class
+from rlinf.config.schema import RunConfig, chunks_needed, section_class
 from rlinf.config.text_inputs import check_no_text
 from rlinf.distributed.devices import refuse_another_launcher
 from rlinf.errors import ConfigError, did_you_mean
@@ -53,6 +53,8 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     if command not in COMMANDS:
         raise ValueError(f"command is {command!r}; required: one of {', '.join(COMMANDS)}")
     check_names(config)
+    if config.rollout.num_chunks is None:
+        config.rollout.num_chunks = chunks_needed(config)
     if command in ("train", "sft"):
         check_no_text(config, command)
     if command == "collect":
@@ -306,11 +308,10 @@ def check_algorithm(config: RunConfig) -> None:
             "rollout.auto_reset=true (the group rollout=episodes sets it). Set rollout.auto_reset=false"
         )
     if covered < longest:
-        needed = -(-longest // config.model.action_chunks_len)
         raise ConfigError(
             f"{covered} env steps per iteration (rollout.num_chunks={rollout.num_chunks} x model.action_chunks_len="
             f"{config.model.action_chunks_len}) do not reach the end of an episode of {longest} steps, and an iteration begins "
-            f"with fresh episodes. Set rollout.num_chunks={needed}"
+            f"with fresh episodes. Set rollout.num_chunks={chunks_needed(config)}"
         )
 
 

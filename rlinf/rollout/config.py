@@ -13,8 +13,10 @@ class RolloutConfig:
     """How experience is collected."""
 
     num_envs: int = option(64, "Parallel environments over all ranks.", minimum=1)
-    num_chunks: int = option(
-        48, "Policy calls per environment and iteration; they must cover the longest episode.", minimum=1
+    num_chunks: int | None = option(
+        None,
+        "Policy calls per environment and iteration; they must cover the longest episode. null: just as many as its steps need.",
+        minimum=1,
     )
     group_size: int = option(1, "Episodes that share an EpisodeSpec (GRPO and RLOO need 2 or more).", minimum=1)
     init_states: str = option(

@@ -154,7 +154,7 @@ def test_more_ranks_than_cores_is_one_line_of_warning(here, started, capsys, mon
 def test_a_likely_mistake_is_answered_with_what_to_type(arguments, typed, here, started, capsys):
     assert main(arguments.split()) == EXIT_USER_ERROR
     said = capsys.readouterr().err
-    assert typed in said and "libero_10_ppo_openvla" not in said and len(said.splitlines()) == 1
+    assert typed in said and "libero_ppo_openvla" not in said and len(said.splitlines()) == 1
 
 
 def test_output_dir_is_the_run_folder(here, started):

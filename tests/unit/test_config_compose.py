@@ -12,13 +12,14 @@ from omegaconf import OmegaConf
 
 from rlinf.algorithms.config import GRPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
 from rlinf.config.compose import compose_config, compose_on_saved, normalize_overrides
-from rlinf.config.schema import RunConfig, build_config, section_class
+from rlinf.config.schema import REGISTRIES, RunConfig, build_config, section_class
 from rlinf.config.search import find_experiment, packaged_experiments
 from rlinf.errors import ConfigError
 from rlinf.models import MODELS, register_model
 from rlinf.models.config import ModelConfig
 from rlinf.options import from_mapping, public_fields, to_mapping
 from rlinf.preflight.validation import validate
+from rlinf.rollout.config import RolloutConfig
 
 SEED_KEYS = {
     "model_type": "your_model_type",
@@ -45,7 +46,7 @@ def build(*overrides, config_dir=None) -> RunConfig:
 def test_composition_without_overrides_equals_the_dataclass_defaults():
     config = build()
     config.output_dir = None
-    expected = RunConfig(env=section_class("env", "tabletop")())
+    expected = RunConfig(env=section_class("env", "tabletop")(), rollout=RolloutConfig(num_chunks=48))
     assert to_mapping(config) == to_mapping(expected)
 
 
@@ -234,12 +235,14 @@ def test_plugin_file_registers_an_env_with_its_own_keys(tmp_path, monkeypatch):
         "from dataclasses import dataclass\n"
         "from rlinf.options import option\n"
         "from rlinf.envs import register_env\n"
+        "from rlinf.envs.base import VectorEnv\n"
         "from rlinf.envs.config import EnvConfig\n"
         "@dataclass\n"
         "class MyConfig(EnvConfig):\n"
         "    wind_m_s: float = option(0.0, 'Wind.')\n"
-        "class MyEnv:\n"
+        "class MyEnv(VectorEnv):\n"
         "    config_class = MyConfig\n"
+        "    all_task_names = classmethod(lambda cls, config: ['blow'])\n"
         "register_env('windy', MyEnv)\n"
     )
     (tmp_path / "configs" / "env").mkdir(parents=True)
@@ -326,27 +329,35 @@ def packaged_groups() -> list:
 
 
 @pytest.mark.parametrize("path", packaged_groups(), ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_group_yaml_lists_every_public_field_and_defaults_equal_the_dataclass(path):
+def test_group_yaml_holds_what_differs_and_its_composition_holds_everything(path):
     section = path.parent.name
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if "default" in values.pop("defaults", []):  # what it does not say is said there
-        values = yaml.safe_load((path.parent / "default.yaml").read_text(encoding="utf-8")) | values
-    registered = section in ("env", "algorithm")
-    cls = section_class(section, values["name"]) if registered else type(getattr(RunConfig(), section))
-    expected = to_mapping(cls())
+    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    values.pop("defaults", None)
+    cls = section_class(section, values["name"]) if section in REGISTRIES else type(getattr(RunConfig(), section))
+    defaults = to_mapping(cls())
+    repeated = [key for key, value in values.items() if value == defaults[key] and key not in ("name", "model_type")]
+    assert not repeated, f"{path} repeats defaults of {cls.__name__}"
+    composed = OmegaConf.to_container(compose_config([f"{section}={path.stem}"])[section])
+    assert composed == defaults | values and list(composed) == list(public_fields(cls))
 
-    def keys(mapping: dict, cls: type) -> dict:
-        hints = __import__("typing").get_type_hints(cls)
-        nested = {
-            name: keys(mapping[name], hints[name])
-            for name in public_fields(cls)
-            if hasattr(hints[name], "__dataclass_fields__")
-        }
-        return dict.fromkeys(mapping) | nested
 
-    assert keys(values, cls) == keys(expected, cls), (
-        f"{path} must list exactly the fields of {cls.__name__}, in their order"
-    )
-    assert list(values) == list(expected)
-    if path.stem == "default" or (registered and path.stem == values["name"]):
-        assert from_mapping(cls, values) == cls(), f"{path} differs from the defaults of {cls.__name__}"
+def test_chunks_follow_from_the_longest_episode_unless_they_are_given():
+    assert build("env.tasks=[reach]", "model=openvla_oft_tiny").rollout.num_chunks == 16 / 2
+    assert build("env=gymnasium", "env.max_episode_steps=7", "model=openvla_oft_tiny").rollout.num_chunks == 4
+    assert build("env.tasks=[reach]", "rollout.num_chunks=20").rollout.num_chunks == 20
+    unknown_task = build("env.tasks=[raech]")
+    assert unknown_task.rollout.num_chunks is None
+    with pytest.raises(ConfigError, match="raech"):
+        validate(unknown_task)
+    with pytest.raises(ConfigError, match=r"Set rollout\.num_chunks=16"):
+        validate(build("env.tasks=[reach]", "model=mlp", "rollout.num_chunks=8"))
+
+
+def test_a_value_by_another_key_is_that_of_its_table(tmp_path):
+    (tmp_path / "mine.yaml").write_text("trainer:\n  max_steps: ${by:${env.name},{tabletop:3,gymnasium:5}}\n")
+    assert build("experiment=mine", config_dir=str(tmp_path)).trainer.max_steps == 3
+    assert build("experiment=mine", "env=gymnasium", config_dir=str(tmp_path)).trainer.max_steps == 5
+    with pytest.raises(
+        ConfigError, match=r"trainer\.max_steps .* no value for metaworld, only for tabletop, gymnasium"
+    ):
+        build("experiment=mine", "env=metaworld", config_dir=str(tmp_path))

@@ -7,10 +7,26 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class RLinfError(Exception):
-    """Base of every error that the user can mend; the CLI prints it without a traceback and exits with 2."""
+    """Base of every error that the user can mend; the CLI prints it without a traceback and exits with 2.
+
+    Args:
+        message: The actual value, and what was required.
+        **cure: Arguments of the library, any of which mends it, and their new values. The message ends with them: ``Pass name=value``.
+            ``rlinf.options.cured_by_settings`` turns them into the override to set.
+    """
+
+    def __init__(self, message: str = "", **cure: Any) -> None:
+        super().__init__(message)
+        self.cure = cure
+
+    def __str__(self) -> str:
+        values = {name: value if str(value).startswith("<") else repr(value) for name, value in self.cure.items()}
+        cure = " or ".join(f"{name}={value}" for name, value in values.items())
+        return f"{self.args[0]} Pass {cure}" if cure else self.args[0]
 
 
 class ConfigError(RLinfError, ValueError):

@@ -7,10 +7,11 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from rlinf.errors import ConfigError, closest, did_you_mean
+from rlinf.errors import ConfigError, RLinfError, closest, did_you_mean
 
 
 def option(
@@ -133,6 +134,23 @@ def type_name(hint: Any) -> str:
     if typing.get_origin(hint) is dict or hint is dict:
         return "section of any keys"
     return hint.__name__
+
+
+@contextmanager
+def cured_by_settings(section: str, **renamed: str) -> Iterator[None]:
+    """Have library errors that are raised inside name the override to set instead of the argument to pass.
+
+    Args:
+        section: Section of the configuration that holds the settings.
+        **renamed: Argument to setting, where their names differ.
+    """
+    try:
+        yield
+    except RLinfError as error:
+        overrides = [f"{section}.{renamed.get(name, name)}={override_text(v)}" for name, v in error.cure.items()]
+        if overrides:
+            error.args, error.cure = (f"{error.args[0]} Set {' or '.join(overrides)}",), {}
+        raise
 
 
 def plain_container(mapping: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Loading a causal language model for policies and generation, from a folder or a hub id."""
+"""Load a causal language model for policies and generation from a folder or a hub id."""
 
 from __future__ import annotations
 
@@ -25,39 +25,34 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass
 class CausalLMConfig:
-    """How weights are loaded."""
+    """How to load the weights."""
 
     torch_dtype: Any = option("float32", "Number format of the weights: float32, bfloat16, float16 or a torch.dtype.")
     device_map: Any = option(
         "auto",
-        "Placement as in transformers; auto: the CPU, the only accelerator, this rank's own GPU, or without ranks spread over all; "
-        "null: the CPU.",
+        "Placement as in transformers; auto: this rank's own GPU, without ranks all accelerators, else the CPU; null: the CPU.",
     )
-    trust_remote_code: bool = option(False, "Run Python code that lies in the checkpoint folder.")
+    trust_remote_code: bool = option(False, "Run the Python code in the checkpoint folder.")
     load_in_8bit: bool = option(False, "Quantise to 8 bits (bitsandbytes, CUDA).")
     load_in_4bit: bool = option(False, "Quantise to 4 bits (bitsandbytes, CUDA).")
     attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
-    tokenizer: Any = option(None, "Tokenizer that gives the padding and end tokens where the model names none.")
+    tokenizer: Any = option(None, "Tokenizer that supplies padding and end tokens which the model does not name.")
 
 
 def load_causal_lm(model_name: str, config: CausalLMConfig) -> Any:
-    """Load a model in evaluation mode, without the dropout that its configuration may name.
-
-    Args:
-        model_name: Folder or hub id.
-        config: How.
+    """Load a model in evaluation mode and switch off all dropout.
 
     Raises:
         ConfigError: The number format is unknown, or two quantisations are asked for.
-        MissingDependencyError: Quantisation without bitsandbytes, or FlashAttention that is not installed.
-        CheckpointError: Nothing can be loaded from there, or weights are missing or not finite.
+        MissingDependencyError: bitsandbytes or FlashAttention is asked for and not installed.
+        CheckpointError: The folder cannot be loaded, or its weights are incomplete or not finite.
     """
     dtype = torch_dtype_of(config.torch_dtype)
     check_attention(config.attn_implementation)
     quantization = _quantization(config)
     num_accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     with_ranks = config.device_map == "auto" and torch.cuda.is_available() and dist.is_initialized()
-    device_map = {"": take_own_device()} if with_ranks else config.device_map  # another's GPU would be another rank's
+    device_map = {"": take_own_device()} if with_ranks else config.device_map  # any other GPU belongs to another rank
     arguments = {
         "dtype": dtype,
         "attn_implementation": config.attn_implementation,
@@ -76,19 +71,15 @@ def load_causal_lm(model_name: str, config: CausalLMConfig) -> Any:
 
 
 def torch_dtype_of(name: Any) -> torch.dtype:
-    """Return the ``torch.dtype`` of ``"bfloat16"`` (``"torch.bfloat16"``, or the dtype itself).
-
-    Raises:
-        ConfigError: Names no number format of weights.
-    """
+    """Return the ``torch.dtype`` of ``"bfloat16"``, ``"torch.bfloat16"`` or ``torch.bfloat16``."""
     found = DTYPES.get(str(name).removeprefix("torch."))
     if found is None:
-        raise ConfigError(f"torch_dtype is '{name}'; required: {', '.join(DTYPES)}. Set torch_dtype='bfloat16'")
+        raise ConfigError(f"torch_dtype='{name}'; required: {', '.join(DTYPES)}.", torch_dtype="bfloat16")
     return found
 
 
 def end_tokens(model: Any, tokenizer: Any, given: int | list[int] | None) -> list[int]:
-    """Ids that end a row: those given, else the model's, else the tokenizer's; an empty list ends none."""
+    """Return the ids that end a row: the given ones, else the model's, else the tokenizer's; an empty list ends none."""
     candidates = (
         given,
         model.generation_config.eos_token_id,
@@ -100,9 +91,9 @@ def end_tokens(model: Any, tokenizer: Any, given: int | list[int] | None) -> lis
 
 
 def padding_token(model: Any, tokenizer: Any, given: int | None, ends: list[int]) -> int:
-    """Id that fills rows: the one given, else the model's, the tokenizer's, the first end token, or 0.
+    """Return the id that pads rows: the given one, else the model's, the tokenizer's, the first end token, or 0.
 
-    Published models name ids that they have no embedding for, -1 among them; these are passed over.
+    Ids without an embedding, which some published models name (-1), are skipped.
     """
     vocab_size = model.config.get_text_config().vocab_size
     candidates = (given, model.generation_config.pad_token_id, getattr(tokenizer, "pad_token_id", None), *ends[:1], 0)
@@ -111,7 +102,7 @@ def padding_token(model: Any, tokenizer: Any, given: int | None, ends: list[int]
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off inside, and back to what it was."""
+    """Put a model into evaluation mode, and back into its previous mode afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -121,7 +112,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _load_spread(model_name: str, **arguments: Any) -> Any:
-    """Load a model over several devices, or quantised, which transformers does while loading."""
+    """Let transformers spread a model over several devices, or quantise it, while loading."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -129,25 +120,26 @@ def _load_spread(model_name: str, **arguments: Any) -> Any:
             model, report = AutoModelForCausalLM.from_pretrained(model_name, output_loading_info=True, **arguments)
     except (OSError, ValueError, RuntimeError, AssertionError) as error:  # the last where torch has no such device
         raise CheckpointError(
-            f"'{model_name}' cannot be loaded with device_map={arguments['device_map']} ({error}). Set device_map='auto'"
+            f"'{model_name}' cannot be loaded with device_map={arguments['device_map']} ({error}).", device_map="auto"
         ) from error
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise CheckpointError(f"'{model_name}' lacks {len(missing)} weights of {type(model).__name__}: {missing[:4]}.")
-    # Those without memory are on the disk.
+    # Tensors on the meta device are offloaded to disk.
     check_loaded({name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}, model_name)
     return switch_off_dropout(model).eval()
 
 
 def _quantization(config: CausalLMConfig) -> dict[str, Any]:
     if config.load_in_8bit and config.load_in_4bit:
-        raise ConfigError("load_in_8bit and load_in_4bit are both True; required: one of them. Set load_in_8bit=False")
+        raise ConfigError("load_in_8bit and load_in_4bit are both True; required: one of them.", load_in_8bit=False)
     if not (config.load_in_8bit or config.load_in_4bit):
         return {}
     key = "load_in_8bit" if config.load_in_8bit else "load_in_4bit"
     if importlib.util.find_spec("bitsandbytes") is None:
         raise MissingDependencyError(
-            f"{key}=True needs the package bitsandbytes. Set {key}=False, or install it: pip install bitsandbytes"
+            f"{key}=True needs the package bitsandbytes. Install it with pip install bitsandbytes, or do without.",
+            **{key: False},
         )
     from transformers import BitsAndBytesConfig
 

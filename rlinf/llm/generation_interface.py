@@ -1,4 +1,4 @@
-"""What an engine that generates tokens can do, and the keys of its data."""
+"""The interface of generation backends, and the keys of their data and settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GenerationDatumSpec(TypedDict):
 
     Attributes:
         input_ids: int64 ``[B, S]``, padded on the right.
-        attention_mask: ``[B, S]``, 1 for tokens, 0 for padding; it gives the lengths.
+        attention_mask: ``[B, S]``, 1 for tokens, 0 for padding; its sums are the prompt lengths.
     """
 
     input_ids: torch.Tensor
@@ -24,13 +24,13 @@ class GenerationDatumSpec(TypedDict):
 
 
 class GenerationOutputSpec(TypedDict):
-    """Prompts and responses. Further keys of the prompts are passed on.
+    """Prompts and responses, with all other keys of the prompts.
 
     Attributes:
         output_ids: int64 ``[B, S]``, prompt and response without padding between them, padded on the right.
-        generation_lengths: int64 ``[B]``, tokens of the response, the end-of-sequence token included.
+        generation_lengths: int64 ``[B]``, tokens of the response, including the end-of-sequence token.
         unpadded_sequence_lengths: int64 ``[B]``, tokens of prompt and response.
-        logprobs: float32 ``[B, S]`` of the generated tokens; 0 for the prompt and for padding.
+        logprobs: float32 ``[B, S]``, log-probabilities of the generated tokens; 0 for the prompt and for padding.
     """
 
     output_ids: torch.Tensor
@@ -41,20 +41,20 @@ class GenerationOutputSpec(TypedDict):
 
 
 class GenerationConfig(TypedDict, total=False):
-    """Settings of an engine. ``None`` or a missing key is not a restriction.
+    """Settings of a generation backend. ``None`` or a missing key restricts nothing.
 
     Attributes:
         backend: ``"hf"`` or ``"vllm"``.
         model_name: Folder or hub id.
-        max_new_tokens: Largest number of tokens of a response; missing: 128.
+        max_new_tokens: Maximum length of a response in tokens (default 128).
         temperature: Divides the logits.
         top_p: Sample from the most likely tokens whose probabilities add up to this.
         top_k: Sample from this many most likely tokens.
-        repetition_penalty: Divides positive (multiplies negative) logits of tokens that came before (Keskar et al. 2019).
+        repetition_penalty: Divides positive and multiplies negative logits of earlier tokens (Keskar et al. 2019).
         allowed_token_ids: Choose among these tokens only.
-        do_sample: False: greedy, whatever ``generate`` is called with.
-        pad_token_id: Fills rows that ended.
-        eos_token_id: Ends a row; one id or several.
+        do_sample: False makes every generation greedy, even ``generate(..., greedy=False)``.
+        pad_token_id: Pads rows that have ended.
+        eos_token_id: One id or several, each of which ends a row.
     """
 
     backend: str
@@ -71,11 +71,11 @@ class GenerationConfig(TypedDict, total=False):
 
 
 class VllmConfig(GenerationConfig, total=False):
-    """Settings of vLLM: engine arguments lie in ``vllm_cfg``, or next to the others.
+    """Settings of vLLM. Engine arguments go into ``vllm_cfg`` or next to the other keys.
 
     Attributes:
-        vllm_cfg: ``tensor_parallel_size``, ``gpu_memory_utilization``, ``max_model_len`` and further engine arguments.
-        seed: Of the sampling (0).
+        vllm_cfg: ``tensor_parallel_size``, ``gpu_memory_utilization``, ``max_model_len`` and other engine arguments.
+        seed: Seed of the sampling (default 0).
     """
 
     vllm_cfg: dict[str, Any]
@@ -86,23 +86,18 @@ class VllmConfig(GenerationConfig, total=False):
 
 
 class GenerationInterface(ABC):
-    """An engine that continues token sequences."""
+    """A backend that continues token sequences."""
 
     @abstractmethod
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Continue each row.
-
-        Args:
-            data: Prompts.
-            greedy: Take the most likely token instead of sampling.
-        """
+        """Generate a completion per row; see ``PolicyInterface.generate``."""
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Get memory and weights in place; again and again does no harm."""
+        """Allocate memory and load weights. Idempotent."""
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Give the accelerator's memory back; again and again does no harm."""
+        """Free the accelerator's memory. Idempotent."""

@@ -122,7 +122,7 @@ def refuse_other_names(settings: Iterable[str]) -> None:
     """
     for name in settings:
         if name in OTHER_NAMES:
-            raise ConfigError(f"There is no setting '{name}'. Set {OTHER_NAMES[name]}")
+            raise ConfigError(f"There is no setting '{name}'. Pass {OTHER_NAMES[name]}")
 
 
 def verify_sampling_tokens(config: SamplingConfig, vocab_size: int) -> None:
@@ -137,7 +137,7 @@ def verify_sampling_tokens(config: SamplingConfig, vocab_size: int) -> None:
         unknown = sorted({token for token in ids if not 0 <= token < vocab_size})
         if unknown or (name == "allowed_token_ids" and value == []):
             raise ConfigError(
-                f"{name} has the ids {unknown[:8]}; required: one or more from 0 to {vocab_size - 1}. Set {name}=None for the default"
+                f"{name} has the ids {unknown[:8]}; required: one or more from 0 to {vocab_size - 1}. Pass {name}=None for the default"
             )
 
 
@@ -321,7 +321,7 @@ def _new_tokens_allowed(prompt_lengths: list[int], config: SamplingConfig, decla
     if config.max_model_len and declared and config.max_model_len > declared:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is more than the {declared} positions of the model. "
-            f"Set max_model_len={declared}"
+            f"Pass max_model_len={declared}"
         )
     longest = max(prompt_lengths)
     if longest >= limit:

@@ -90,7 +90,7 @@ class HuggingFacePolicy(PolicyInterface):
         if self.config.sequence_packing and not keeps_sequences_apart(self.model):
             raise ConfigError(
                 f"sequence_packing=True, but {type(self.model).__name__} lets packed sequences see each other. "
-                "Set sequence_packing=False"
+                "Pass sequence_packing=False"
             )
         if lora is not None:
             _add_adapters(self.model, lora)
@@ -189,7 +189,7 @@ class HuggingFacePolicy(PolicyInterface):
         """
         if self.config.load_in_8bit or self.config.load_in_4bit:
             raise ConfigError(
-                "Adapters cannot be added to quantised weights. Set load_in_8bit=False, load_in_4bit=False"
+                "Adapters cannot be added to quantised weights. Pass load_in_8bit=False, load_in_4bit=False"
             )
         if rank() == 0:
             merged = None if self.config.lora is None else merged_state_dict(self.model)
@@ -276,12 +276,12 @@ def check_loss(loss_fn: Any, temperature: float, lora_dropout: float = 0.0) -> N
     if loss_fn.temperature not in (1.0, temperature):
         raise ConfigError(
             f"{type(loss_fn).__name__} has temperature={loss_fn.temperature}, and the policy, which scores, has "
-            f"temperature={temperature}. Set temperature={temperature} in the loss, or leave it out"
+            f"temperature={temperature}. Pass temperature={temperature} in the loss, or leave it out"
         )
     if loss_fn.compares and lora_dropout > 0:
         raise ConfigError(
             f"lora.dropout={lora_dropout} and {type(loss_fn).__name__}: with dropout the log-probabilities of an unchanged "
-            "policy do not repeat. Set lora={'dropout': 0.0}"
+            "policy do not repeat. Pass lora={'dropout': 0.0}"
         )
 
 
@@ -326,21 +326,21 @@ def check_sampling(config: SamplingConfig) -> None:
         if value not in neutral:
             raise ConfigError(
                 f"{name}={value} changes what is sampled but not the log-probabilities that are trained. "
-                f"Set {name}={neutral[-1]}, or generate with HuggingFaceGeneration"
+                f"Pass {name}={neutral[-1]}, or generate with HuggingFaceGeneration"
             )
 
 
 def _check_training(config: HuggingFacePolicyConfig) -> None:
     if config.sequence_packing and config.max_tokens_per_microbatch is None:
         raise ConfigError(
-            "sequence_packing=True needs the size of a packed row. Set e.g. max_tokens_per_microbatch=4096"
+            "sequence_packing=True needs the size of a packed row. Pass e.g. max_tokens_per_microbatch=4096"
         )
     if str(config.torch_dtype).endswith("float16") and "bfloat16" not in str(config.torch_dtype):
         raise ConfigError(
-            f"torch_dtype={config.torch_dtype} loses small gradients in training. Set torch_dtype='bfloat16'"
+            f"torch_dtype={config.torch_dtype} loses small gradients in training. Pass torch_dtype='bfloat16'"
         )
     if (config.load_in_8bit or config.load_in_4bit) and config.lora is None:
-        raise ConfigError("Quantised weights cannot be trained, only adapters on them. Set lora={}")
+        raise ConfigError("Quantised weights cannot be trained, only adapters on them. Pass lora={}")
 
 
 def training_bytes(num_parameters: int, bytes_of_a_weight: int) -> int:
@@ -368,7 +368,7 @@ def _check_memory(model_name: str, config: HuggingFacePolicyConfig) -> None:
         raise ConfigError(
             f"Training all {num_parameters / 1e9:.3g} billion weights of '{model_name}' takes {needed / 1e9:.3g} GB for weights, gradients "
             f"and optimiser, all of it on every rank, and {'the GPU has' if len(gpus) == 1 else 'the GPUs have'} {available / 1e9:.3g} GB. "
-            "Train adapters: type lora={}; or train a smaller model"
+            "Pass lora={} to train adapters, or train a smaller model"
         )
 
 

@@ -57,7 +57,7 @@ def batch_logprobs(model: Any, data: Mapping[str, Any], temperature: float = 1.0
     device = next(model.parameters()).device
     inputs = image_inputs(model, data, width)
     if packed and inputs:
-        raise ConfigError(f"sequence_packing=True has no place for {', '.join(inputs)}. Set sequence_packing=False")
+        raise ConfigError(f"sequence_packing=True has no place for {', '.join(inputs)}. Pass sequence_packing=False")
     logprobs = sequence_logprobs(
         model,
         ids.masked_fill(~mask, 0)[:, :width].to(device),
@@ -272,6 +272,6 @@ def micro_batches(
         return micro_batch_rows(lengths, max_tokens, packed, rows_per_sample)
     if size % rows_per_sample:
         raise ConfigError(
-            f"micro_batch_size={size} splits samples of {rows_per_sample} rows. Set micro_batch_size={rows_per_sample}"
+            f"micro_batch_size={size} splits samples of {rows_per_sample} rows. Pass micro_batch_size={rows_per_sample}"
         )
     return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]

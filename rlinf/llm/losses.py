@@ -91,7 +91,7 @@ class TokenLoss(ABC):
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ConfigError(f"{type(self).__name__} got temperature={self.temperature}; required: more than 0. "
-                              "Set temperature=1.0")  # fmt: skip
+                              "Pass temperature=1.0")  # fmt: skip
 
     @property
     def needs_reference(self) -> bool:
@@ -156,7 +156,7 @@ class DPOLossFn(TokenLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.beta <= 0:
-            raise ConfigError(f"DPOLossFn got beta={self.beta}; required: more than 0. Set beta=0.1")
+            raise ConfigError(f"DPOLossFn got beta={self.beta}; required: more than 0. Pass beta=0.1")
         if not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(f"DPOLossFn got label_smoothing={self.label_smoothing}; required: 0 to below 0.5.")
 
@@ -226,12 +226,12 @@ class GRPOLossFn(TokenLoss):
             value = getattr(self, name)
             if value not in accepted:
                 raise ConfigError(f"GRPOLossFn got {name}='{value}'; required: {' or '.join(accepted)}. "
-                                  f"Set {name}='{accepted[0]}'")  # fmt: skip
+                                  f"Pass {name}='{accepted[0]}'")  # fmt: skip
         for name, least in (("clip_range_low", 0), ("clip_range_high", 0), ("kl_coef", 0), ("dual_clip", 1),
                             ("importance_cap", 0)):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ConfigError(f"GRPOLossFn got {name}={value}; required: at least {least}. Set {name}={least}")
+                raise ConfigError(f"GRPOLossFn got {name}={value}; required: at least {least}. Pass {name}={least}")
 
     @property
     def needs_reference(self) -> bool:

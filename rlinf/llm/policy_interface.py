@@ -1,4 +1,4 @@
-"""What a policy of token data can do; ``rlinf.llm.generation_interface`` has the same for engines that only generate."""
+"""The interface of token policies, the keys of their data, and the protocol of their losses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class LogprobsSpec(TypedDict):
     """Log-probabilities of given tokens.
 
     Attributes:
-        logprobs: float32 ``[B, S]``; column ``i`` is the log-probability of token ``i`` given the tokens before it. Column 0,
-            which nothing comes before, and padding are 0.
+        logprobs: float32 ``[B, S]``; column ``i`` is the log-probability of token ``i`` given the tokens before it. Column 0
+            and padding are 0.
     """
 
     logprobs: torch.Tensor
@@ -25,18 +25,18 @@ class LogprobsSpec(TypedDict):
 
 
 class TrainingDatumSpec(TypedDict, total=False):
-    """What losses read (``rlinf.llm.losses``); each loss says which of the optional keys it needs.
+    """Training data. Each loss (``rlinf.llm.losses``) documents which of the optional keys it needs.
 
     Attributes:
         input_ids: int64 ``[B, S]``, padded on the right.
         attention_mask: ``[B, S]``, 1 for tokens, 0 for padding.
-        token_mask: ``[B, S]``, 1 for tokens that are trained on. Missing: the response, where ``generation_lengths`` tell
-            which it is, else all tokens but the first.
-        sample_mask: ``[B]``, 0 for rows that do not count.
+        token_mask: ``[B, S]``, 1 for tokens to train on. Default: the response if ``generation_lengths`` is present, else all
+            tokens but the first.
+        sample_mask: ``[B]``, 0 for rows to ignore.
         advantages: float32 ``[B]`` or ``[B, S]``.
-        old_logprobs: float32 ``[B, S]``, of the policy before the update.
-        reference_logprobs: float32 ``[B, S]``, of the frozen policy.
-        generation_logprobs: float32 ``[B, S]``, of the engine that generated.
+        old_logprobs: float32 ``[B, S]`` of the policy before the update.
+        reference_logprobs: float32 ``[B, S]`` of the frozen reference policy.
+        generation_logprobs: float32 ``[B, S]`` of the generation backend.
     """
 
     input_ids: torch.Tensor
@@ -51,9 +51,9 @@ class TrainingDatumSpec(TypedDict, total=False):
 
 
 class LossFunction(Protocol):
-    """A loss that runs the model itself: the least that ``PolicyInterface.train`` takes.
+    """A loss that runs the model itself; ``PolicyInterface.train`` requires no more.
 
-    The losses of this package are ``TokenLoss`` too, which a policy can evaluate in micro-batches.
+    The losses of this package are also ``TokenLoss``, so a policy can evaluate them in micro-batches.
     """
 
     def __call__(self, model: Any, data: BatchedDataDict[TrainingDatumSpec]) -> Tensor:
@@ -68,7 +68,7 @@ class PolicyInterface(ABC):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Continue each row.
+        """Generate a completion per row.
 
         Args:
             data: Prompts.
@@ -77,10 +77,10 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """Log-probabilities of the tokens of each row, without gradients."""
+        """Return the log-probabilities of the tokens of each row, without gradients."""
 
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """The same of the policy as it was before training. Only losses with a reference need it.
+        """Return ``get_logprobs`` of the policy before training. Only losses with a reference need it.
 
         Raises:
             NotImplementedError: The policy keeps no reference.

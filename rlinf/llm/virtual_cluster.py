@@ -28,16 +28,16 @@ class RayVirtualCluster:
         if not isinstance(counts, Sequence) or len(counts) != 1 or counts[0] < 1:
             raise ConfigError(
                 f"RayVirtualCluster got {counts}; required: a list, the number of processes on this one machine. "
-                "Set RayVirtualCluster([1])"
+                "Use RayVirtualCluster([1])"
             )
         found = torch.cuda.device_count()
         if use_gpus and found < counts[0]:
             raise ConfigError(
                 f"RayVirtualCluster({counts}) needs {counts[0]} GPUs, and torch sees {found}. "
-                f"Set RayVirtualCluster([{found}])"
+                f"Use RayVirtualCluster([{found}])"
                 if found
                 else f"RayVirtualCluster({counts}) needs {counts[0]} GPUs, and torch sees none. "
-                f"Set RayVirtualCluster({counts}, use_gpus=False)"
+                f"Use RayVirtualCluster({counts}, use_gpus=False)"
             )
         self._num_processes = counts[0]
         self.use_gpus = use_gpus

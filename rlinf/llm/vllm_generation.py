@@ -157,7 +157,7 @@ class VllmGeneration(GenerationInterface):
         if cluster is not None and num_gpus > cluster.world_size():
             raise ConfigError(
                 f"tensor_parallel_size is {num_gpus}, and the cluster has {cluster.world_size()} processes. "
-                f"Set tensor_parallel_size={cluster.world_size()}"
+                f"Pass tensor_parallel_size={cluster.world_size()}"
             )
         self.worker = VllmGenerationWorker(**config)
 
@@ -228,7 +228,7 @@ def sampling_config(settings: Mapping[str, Any]) -> SamplingConfig:
     }
     if given.get("temperature") == 0:
         raise ConfigError(
-            "temperature=0 divides by 0. Set temperature=1.0 and do_sample=False, or generate with greedy=True"
+            "temperature=0 divides by 0. Pass temperature=1.0 and do_sample=False, or generate with greedy=True"
         )
     config = from_mapping(SamplingConfig, given)
     check_temperature(config.temperature, "temperature")

@@ -32,7 +32,7 @@ from rlinf.models.loading import (
     torch_dtype_from_precision,
     values_refused_for_rl,
 )
-from rlinf.options import from_mapping, plain_container
+from rlinf.options import cured_by_settings, from_mapping, plain_container
 from rlinf.registry import Registry
 
 __all__ = [
@@ -239,6 +239,7 @@ def _say_what_takes_it(cfg: ModelConfig) -> None:
         logger.warning("Model type '%s' is not registered; falling back to %s.", cfg.model_type, chosen)
 
 
+@cured_by_settings("model", path="model_path", architectures="override_config.architectures")
 def _or_fall_back(cfg: ModelConfig, load: Callable[[ModelEntry], Any]) -> Any:
     """Load by the model type's own entry; with ``cfg.strict`` off, by the generic one if the own class raises."""
     entry = entry_for(cfg)

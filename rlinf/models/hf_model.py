@@ -1,4 +1,4 @@
-"""Any Hugging Face language or vision-language model as a module to train, without code for its family."""
+"""Wrap any Hugging Face language or vision-language model for training, without code for its family."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.loading import check_fit, without_load_report
 
 AUTO_CLASSES = (AutoModelForImageTextToText, AutoModelForCausalLM)
-"""What makes a class usable: one of them knows it. The first one wins where ``architectures`` leaves the choice."""
+"""A class is usable if one of these knows it. The first one decides if ``architectures`` is empty."""
 
 
 class HFModel(nn.Module):
-    """A causal or image-text-to-text model of transformers, as training, FSDP and weight sync want it.
+    """A causal or image-text-to-text model of transformers with what training, FSDP and weight sync need.
 
-    The class inside is the one that ``architectures`` of ``config.json`` names; ``forward``, logits and names of the
-    weights are its own. Buffers that no checkpoint holds (rotary frequencies) keep their values and number format,
-    whatever the weights are converted to: 16-bit frequencies give wrong positions.
+    The wrapped class is the one that ``architectures`` of ``config.json`` names. Its ``forward``, logits and weight names are
+    unchanged. Buffers that no checkpoint holds (rotary frequencies) keep their values and number format when the weights are
+    converted, because 16-bit frequencies give wrong positions.
 
     Args:
         model: The model to wrap; ``from_pretrained`` and ``from_config`` make one.
 
     Attributes:
         model: The wrapped model.
-        trained_in_full: Nothing is trained alongside LoRA adapters.
-        base_model_prefix: Where the wrapped model is, for PEFT.
+        trained_in_full: Modules that are trained alongside LoRA adapters: none.
+        base_model_prefix: Attribute that holds the wrapped model; PEFT reads it.
     """
 
     trained_in_full: ClassVar[tuple[str, ...]] = ()
@@ -57,18 +57,18 @@ class HFModel(nn.Module):
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
     ) -> HFModel:
-        """Load a checkpoint; weights are read one by one into an empty model, so there is never a second copy.
+        """Load a checkpoint. Weights are read one by one into an empty model, so memory never holds a second copy.
 
         Args:
             path: Folder with safetensors (one file, or shards and an index), or hub id.
-            config: The folder's configuration, perhaps changed; None: as it is.
+            config: Configuration to use instead of the folder's.
             dtype: Number format of the weights. Mxfp4 experts (GPT-OSS) are dequantised, which is exact in 16 bits too.
-            attn_implementation: Attention kernel; None, and ``sdpa`` for a class that has none: transformers' choice.
-            trust_remote_code: Run the Python code of the folder.
+            attn_implementation: Attention kernel. Transformers chooses if it is None, or ``sdpa`` for a class without it.
+            trust_remote_code: Run the Python code in the folder.
 
         Raises:
             CheckpointError: ``path`` cannot be read, or a weight is missing, unexpected or of another shape.
-            ConfigError: See ``model_class_of``; or the weights are quantised, or the attention kernel does not exist.
+            ConfigError: The weights are quantised, the attention kernel does not exist, or ``model_class_of`` finds no class.
         """
         config = config or load_config(path, trust_remote_code)
         model_class = model_class_of(config, path, trust_remote_code)
@@ -87,16 +87,16 @@ class HFModel(nn.Module):
                 )
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"The weights of '{path}' cannot be read: {error}. Set model.model_path=<complete checkpoint folder>"
+                f"The weights of '{path}' cannot be read: {error}.", path="<complete checkpoint folder>"
             ) from error
         check_fit(path, info)
-        # For classes outside transformers, loading leaves these buffers without values.
+        # Loading leaves these buffers of classes outside transformers without values.
         computed = _unsaved_buffers(_without_weights(model_class, config, **arguments))
         for key, (buffers, name) in _unsaved_buffers(model).items():
             buffers[name] = computed[key][0][name]
         if not quantization:
             return cls(model)
-        model._weight_conversions = None  # these would write packed weights, and save_pretrained would follow them
+        model._weight_conversions = None  # else save_pretrained would write packed weights
         return cls(model).to(dtype)
 
     @classmethod
@@ -108,13 +108,13 @@ class HFModel(nn.Module):
         attn_implementation: str | None = None,
         meta: bool = False,
     ) -> HFModel:
-        """Make a model with random weights, or with weights on torch's meta device, which take no memory.
+        """Build a model with random weights, or with weights on torch's meta device, which take no memory.
 
         Args:
             config: Configuration of any causal or image-text-to-text model.
             dtype: Number format of the weights.
             attn_implementation: As in ``from_pretrained``.
-            meta: Leave the weights on the meta device, for ``materialize``; buffers are real.
+            meta: Leave the weights on the meta device for ``materialize``; buffers get their values.
         """
         model_class = model_class_of(config)
         arguments = {"dtype": dtype, **_attention(model_class, attn_implementation)}
@@ -139,7 +139,7 @@ class HFModel(nn.Module):
 
     @property
     def fsdp_wrap_modules(self) -> tuple[str, ...]:
-        """Classes that are sharded as units: the layers that the model itself says must not be split."""
+        """Names of the layer classes that FSDP shards as units: those that the model must not have split."""
         present = {type(module).__name__ for module in self.model.modules()}
         return tuple(sorted(set(self.model._no_split_modules or ()) & present))
 
@@ -147,7 +147,7 @@ class HFModel(nn.Module):
     def lora_target_modules(self) -> tuple[str, ...]:
         """Last parts of the names of all linear layers inside the units of ``fsdp_wrap_modules``.
 
-        Routers of experts are left out: those that are linear layers return more than a product, which adapters cannot add to.
+        Routers of experts are left out: they return more than a product, so an adapter cannot add to it.
         """
         units = [module for module in self.model.modules() if type(module).__name__ in self.fsdp_wrap_modules]
         layers = [item for unit in units for item in unit.named_modules() if isinstance(item[1], (nn.Linear, Conv1D))]
@@ -161,10 +161,10 @@ class HFModel(nn.Module):
         Args:
             input_ids: int64 ``[B, S]``.
             attention_mask: ``[B, S]``, 0 at padding.
-            **inputs: What else its ``forward`` takes: ``pixel_values``, ``labels``, ``position_ids``, ...
+            **inputs: Other arguments of its ``forward``: ``pixel_values``, ``labels``, ``position_ids``, ...
 
         Returns:
-            Its output, with ``logits [B, S, V]``.
+            The model's output, with ``logits [B, S, V]``.
         """
         return self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
 
@@ -173,15 +173,15 @@ class HFModel(nn.Module):
         self.model.gradient_checkpointing_enable()
 
     def materialize(self, device: str | torch.device) -> HFModel:
-        """Give weights of the meta device memory, without values, and tie again what is tied."""
+        """Allocate uninitialised memory for weights on the meta device, and restore tied weights."""
         self.to_empty(device=device)
         self.model.tie_weights()
         return self
 
     def public_state_dict(self, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the weights under the names, and in the pieces, of a public checkpoint; tied ones once.
+        """Return the weights with the names and shapes of a public checkpoint; tied weights appear once.
 
-        These differ from the model's own where transformers renames or joins weights while loading (VLMs, experts).
+        They differ from the model's own if transformers renames or joins weights while loading (VLMs, experts).
 
         Args:
             state_dict: Gathered weights under the names of ``self.state_dict()``; None: the model's own.
@@ -193,12 +193,12 @@ class HFModel(nn.Module):
     def save_pretrained(
         self, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None, **options: Any
     ) -> None:
-        """Write a folder that transformers loads.
+        """Write a folder that transformers can load.
 
         Args:
-            folder: Created if missing.
+            folder: Folder, created if missing.
             state_dict: Gathered weights under the names of ``self.state_dict()``; None: the model's own.
-            **options: As in transformers (``max_shard_size``).
+            **options: Options of transformers' ``save_pretrained`` (``max_shard_size``).
         """
         own = self._inner_names(self.state_dict() if state_dict is None else state_dict)
         self.model.save_pretrained(folder, state_dict=own, **options)
@@ -207,7 +207,7 @@ class HFModel(nn.Module):
         return {name.removeprefix("model."): tensor for name, tensor in state_dict.items()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HFModel:
-        """Convert or move weights; of buffers outside the state dict only the device changes."""
+        """Convert or move weights. Buffers outside the state dict only change their device."""
         kept = [(buffers, name, buffers[name]) for buffers, name in _unsaved_buffers(self).values()]
         super()._apply(fn, recurse)
         for buffers, name, buffer in kept:
@@ -220,29 +220,27 @@ def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrained
     """Read the configuration of a folder or hub id.
 
     Raises:
-        CheckpointError: There is none to read.
-        ConfigError: Its model type is unknown to transformers, and its code is not trusted.
+        CheckpointError: No configuration can be read.
+        ConfigError: Transformers does not know its model type, and its code is not trusted.
     """
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except OSError as error:
         raise CheckpointError(
-            f"model.model_path is '{path}', which is neither a checkpoint folder with a config.json nor a reachable "
-            f"hub id ({error}). Set model.model_path=<folder>"
+            f"'{path}' is neither a checkpoint folder with a config.json nor a reachable hub id ({error}).",
+            path="<folder>",
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"The config.json of '{path}' is of no model type that transformers knows ({error}). Set "
-            "model.trust_remote_code=true if the folder brings its own code, or model.model_path=<another folder>"
+            f"The config.json of '{path}' has a model type that transformers does not know, and its own code, if it has any, is "
+            f"not trusted ({error}).",
+            trust_remote_code=True,
+            path="<another folder>",
         ) from error
 
 
 def count_weights(path: str | Path, trust_remote_code: bool = False) -> int:
-    """Return how many numbers ``HFModel.from_pretrained`` would read, without reading them; tied ones count once.
-
-    Raises:
-        CheckpointError, ConfigError: As of ``load_config`` and ``model_class_of``.
-    """
+    """Count the weights that ``HFModel.from_pretrained`` would load, without reading them; tied weights count once."""
     config = load_config(path, trust_remote_code)
     model = _without_weights(model_class_of(config, path, trust_remote_code), config)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -253,22 +251,23 @@ def model_class_of(
 ) -> type[PreTrainedModel]:
     """Return the class that ``config.architectures`` names.
 
-    One entry: that class, from transformers, registered with an Auto class, or from the folder's own code. No entry:
-    what the Auto classes choose for the configuration, a vision-language model first.
+    The class comes from transformers, from a registration with an Auto class, or from the folder's own code. If
+    ``architectures`` is empty, the Auto classes choose, ``AUTO_CLASSES`` in order.
 
     Args:
         config: Model configuration.
-        path: Folder or hub id that the code of ``config.auto_map`` lies in.
+        path: Folder or hub id that holds the code of ``config.auto_map``.
         trust_remote_code: Run that code.
 
     Raises:
-        ConfigError: Two entries or more, or a class that is not a causal or image-text-to-text model.
+        ConfigError: ``architectures`` has several entries, or names no causal or image-text-to-text model.
     """
     names = list(config.architectures or ())
     if len(names) > 1:
         raise ConfigError(
             f"architectures in the config.json of '{path or type(config).__name__}' names {len(names)} classes ({', '.join(names)}); "
-            f"required: one. Set 'model.override_config.architectures=[{names[0]}]'"
+            "required: one.",
+            architectures=names[:1],
         )
     code = getattr(config, "auto_map", None) or {}
     for auto_class in AUTO_CLASSES:
@@ -279,22 +278,21 @@ def model_class_of(
             return found
     raise ConfigError(
         f"'{path or type(config).__name__}' has the model type '{config.model_type}' and architectures {names}; required: a "
-        f"class of {' or '.join(each.__name__ for each in AUTO_CLASSES)}, in transformers or (with "
-        "model.trust_remote_code=true) in the folder. Set model.model_path=<another folder>"
+        f"class of {' or '.join(each.__name__ for each in AUTO_CLASSES)}, in transformers or in trusted code of the folder.",
+        trust_remote_code=True,
+        path="<another folder>",
     )
 
 
 def check_tensor_parallel(config: PreTrainedConfig, tp_size: int, key: str) -> None:
-    """Refuse a tensor parallel size that does not divide the attention heads, before anything is allocated.
+    """Check that a tensor-parallel size of a rollout engine divides the attention heads, before anything is allocated.
+
+    Key-value heads may also be fewer than the ranks and divide them: vLLM copies them.
 
     Args:
         config: Model configuration.
-        tp_size: Ranks that share each layer (of a rollout engine; the trainer shards by FSDP only).
-        key: Configuration key, for the message.
-
-    Raises:
-        ConfigError: ``num_attention_heads`` or ``num_key_value_heads`` does not divide; fewer key-value heads than
-            ranks may be copied, if they divide the ranks.
+        tp_size: Ranks that share each layer.
+        key: Argument or configuration key that the message names.
     """
     text = config.get_text_config()
     heads = text.num_attention_heads
@@ -313,7 +311,7 @@ def check_tensor_parallel(config: PreTrainedConfig, tp_size: int, key: str) -> N
 
 
 def _without_weights(model_class: type[PreTrainedModel], config: PreTrainedConfig, **arguments: Any) -> PreTrainedModel:
-    """Build a model whose weights are on the meta device, and whose buffers have their values."""
+    """Build a model with its weights on the meta device and its buffers in memory."""
     with init_empty_weights(include_buffers=False):
         model = model_class._from_config(copy.deepcopy(config), **arguments)
     model.tie_weights()  # moving the weights to the meta device one by one has separated them
@@ -321,7 +319,7 @@ def _without_weights(model_class: type[PreTrainedModel], config: PreTrainedConfi
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
-    """Return, by full name, where to find the buffers outside the state dict: a module's dict, and the name in it."""
+    """Locate the buffers outside the state dict: full name to the dict of a module and the name in it."""
     return {
         f"{prefix}.{name}": (module._buffers, name)
         for prefix, module in model.named_modules()
@@ -336,13 +334,13 @@ def _attention(model_class: type[PreTrainedModel], implementation: str | None) -
     kernels = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
     if implementation not in kernels and "/" not in implementation:  # with a slash: a kernel of the hub
         raise ConfigError(
-            f"model.attn_implementation is '{implementation}'; required: one of {', '.join(kernels)}. Set "
-            "model.attn_implementation=sdpa"
+            f"attn_implementation='{implementation}'; required: one of {', '.join(kernels)}.",
+            attn_implementation="sdpa",
         )
     if implementation == "flash_attention_2" and not model_class._supports_flash_attn:
         raise ConfigError(
-            f"model.attn_implementation=flash_attention_2 does not exist for {model_class.__name__}. "
-            "Set model.attn_implementation=sdpa"
+            f"attn_implementation='flash_attention_2' does not exist for {model_class.__name__}.",
+            attn_implementation="sdpa",
         )
     return {"attn_implementation": implementation}
 
@@ -356,8 +354,9 @@ def _dequantization(config: PreTrainedConfig) -> dict[str, Any]:
     if method == "mxfp4":
         return {"quantization_config": Mxfp4Config(dequantize=True)}
     raise ConfigError(
-        f"The checkpoint is quantised by '{method}', and its weights cannot be trained; required: weights in 16 or 32 bits, or "
-        "mxfp4, which is dequantised. Set model.model_path=<folder of the unquantised model>"
+        f"The checkpoint is quantised by '{method}', so its weights cannot be trained; required: weights in 16 or 32 bits, or "
+        "mxfp4, which is dequantised.",
+        path="<folder of the unquantised model>",
     )
 
 

@@ -124,13 +124,13 @@ def without_load_report() -> Iterator[None]:
         theirs.removeFilter(is_other)
 
 
-def check_fit(folder: str | Path, loading_info: Mapping[str, Any], hint: str = "") -> None:
+def check_fit(folder: str | Path, loading_info: Mapping[str, Any], **cure: Any) -> None:
     """Refuse weights that are not exactly those of the model.
 
     Args:
         folder: Where they came from.
         loading_info: ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys``, as transformers reports them.
-        hint: What else the user may type, behind "Set model.model_path=<another folder>".
+        **cure: What mends it, besides another folder.
 
     Raises:
         CheckpointError: One of the three is not empty.
@@ -141,7 +141,9 @@ def check_fit(folder: str | Path, loading_info: Mapping[str, Any], hint: str = "
         raise CheckpointError(
             f"The weights in '{folder}' do not fit its config.json: missing {missing[:5]} ({len(missing)}), "
             f"unexpected {unexpected[:5]} ({len(unexpected)}), of another shape {mismatched[:5]} "
-            f"({len(mismatched)}). Set model.model_path=<another folder>{hint}"
+            f"({len(mismatched)}).",
+            path="<another folder>",
+            **cure,
         )
 
 
@@ -272,18 +274,15 @@ def check_declared_sizes(cfg: ModelConfig, config: Any) -> None:
 
 
 def check_attention(implementation: str) -> None:
-    """Refuse FlashAttention where it is not installed.
-
-    Raises:
-        MissingDependencyError: With the override that does without.
-    """
+    """Raise MissingDependencyError if FlashAttention is asked for and not installed."""
     if implementation == "flash_attention_2":
         from transformers.utils import is_flash_attn_2_available
 
         if not is_flash_attn_2_available():
             raise MissingDependencyError(
-                "model.attn_implementation is flash_attention_2, but the package flash-attn (or a GPU) is missing. "
-                "Set model.attn_implementation=sdpa, or install it: pip install flash-attn"
+                "attn_implementation='flash_attention_2', but the package flash-attn (or a GPU) is missing. Install it with "
+                "pip install flash-attn, or do without.",
+                attn_implementation="sdpa",
             )
 
 

@@ -252,7 +252,7 @@ def test_a_padding_token_without_an_embedding_is_refused_or_of_a_checkpoint_pass
     tiny_lm, tmp_path, prompts, pad
 ):
     with pytest.raises(
-        ConfigError, match=rf"pad_token_id has the ids \[{pad}\]; required: .* 0 to 47. Set pad_token_id="
+        ConfigError, match=rf"pad_token_id has the ids \[{pad}\]; required: .* 0 to 47. Pass pad_token_id="
     ):
         HuggingFaceGeneration(tiny_lm(), max_new_tokens=4, pad_token_id=pad).generate(prompts, greedy=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_lm())
@@ -285,7 +285,7 @@ def test_prompt_and_response_stay_within_the_length(tiny_lm, prompts):
     assert shorter["unpadded_sequence_lengths"].tolist() == [8] * 4
     with pytest.raises(ConfigError, match="6 tokens.*max_model_len=6"):
         HuggingFaceGeneration(tiny_lm(), max_model_len=6).generate(prompts, greedy=True)
-    with pytest.raises(ConfigError, match="max_model_len=65.*Set max_model_len=64"):
+    with pytest.raises(ConfigError, match="max_model_len=65.*Pass max_model_len=64"):
         HuggingFaceGeneration(tiny_lm(), max_model_len=65).generate(prompts, greedy=True)
 
 
@@ -308,12 +308,16 @@ def test_prepare_and_finish_may_be_repeated_and_weights_stay(tiny_lm, prompts):
         ({"top_k": 0}, ConfigError, "top_k is 0"),
         ({"max_new_tokens": 0}, ConfigError, "max_new_tokens is 0"),
         ({"backend": "vllm"}, ConfigError, "backend is 'vllm'.*backend=hf"),
-        ({"attn_implementation": "flash"}, ConfigError, "'flash'; required: one of eager, .*attn_implementation=sdpa"),
-        ({"device_map": "foo"}, CheckpointError, "device_map=foo.*Set device_map='auto'"),
-        ({"torch_dtype": "bf17"}, ConfigError, "torch_dtype is 'bf17'.*bfloat16"),
+        (
+            {"attn_implementation": "flash"},
+            ConfigError,
+            "'flash'; required: one of eager, .*attn_implementation='sdpa'",
+        ),
+        ({"device_map": "foo"}, CheckpointError, "device_map=foo.*Pass device_map='auto'"),
+        ({"torch_dtype": "bf17"}, ConfigError, "torch_dtype='bf17'.*Pass torch_dtype='bfloat16'"),
         ({"load_in_8bit": True}, MissingDependencyError, "load_in_8bit=True.*pip install bitsandbytes"),
         ({"load_in_4bit": True}, MissingDependencyError, "load_in_4bit=True.*pip install bitsandbytes"),
-        ({"load_in_4bit": True, "load_in_8bit": True}, ConfigError, "Set load_in_8bit=False"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, ConfigError, "Pass load_in_8bit=False"),
     ],
 )
 def test_bad_settings_name_the_value_and_what_to_type(tiny_lm, settings, error, words, monkeypatch):
@@ -355,7 +359,7 @@ def test_padding_on_the_left_and_empty_prompts_are_refused(tiny_lm, prompts):
     prompts["attention_mask"][2] = 0
     with pytest.raises(ConfigError, match="Row 2 has no tokens"):
         engine.generate(prompts, greedy=True)
-    with pytest.raises(ConfigError, match=r"no rows: its tokens are \[0, 6\]. Give one row or more"):
+    with pytest.raises(ConfigError, match=r"no rows: its tokens are \[0, 6\]. Give at least one row"):
         engine.generate(prompts.slice(0, 0), greedy=True)
     assert not verify_right_padding(left) and not verify_right_padding(prompts)
 

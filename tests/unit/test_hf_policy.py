@@ -92,7 +92,7 @@ def test_packing_is_refused_where_sequences_see_each_other(tiny_lm, family, fiel
     folder = tiny_lm(family, **fields)
     options = {"max_tokens_per_microbatch": 16, "torch_dtype": dtype}
     HuggingFacePolicy(folder, **options)
-    with pytest.raises(ConfigError, match="sequence_packing=True.*Set sequence_packing=False"):
+    with pytest.raises(ConfigError, match="sequence_packing=True.*Pass sequence_packing=False"):
         HuggingFacePolicy(folder, **options, sequence_packing=True)
 
 
@@ -210,7 +210,7 @@ def test_dropout_of_adapters_is_for_maximum_likelihood_only(tiny_lm, batch):
     policy = HuggingFacePolicy(tiny_lm(), lora={"dropout": 0.1})
     policy.train(batch, NLLLossFn())
     for loss_fn in (GRPOLossFn(), DPOLossFn()):
-        with pytest.raises(ConfigError, match="lora.dropout=0.1 and .*LossFn.*Set lora={'dropout': 0.0}"):
+        with pytest.raises(ConfigError, match="lora.dropout=0.1 and .*LossFn.*Pass lora={'dropout': 0.0}"):
             policy.train(batch, loss_fn)
 
 
@@ -406,12 +406,12 @@ def test_a_scaling_of_positions_gives_room_for_longer_rows(tiny_lm, scaling, pos
         ({"lr": 1.0}, "no key 'lr'. Did you mean 'learning_rate'.* Set learning_rate=1.0"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; required: at least 1e-06"),
-        ({"torch_dtype": "float16"}, "torch_dtype=float16.*Set torch_dtype='bfloat16'"),
-        ({"top_p": 0.9}, "top_p=0.9.*Set top_p=1.0"),
-        ({"top_k": 5}, "top_k=5.*Set top_k=None"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1.*Set repetition_penalty=1.0"),
-        ({"sequence_packing": True}, "Set e.g. max_tokens_per_microbatch=4096"),
-        ({"load_in_8bit": True}, "Set lora={}"),
+        ({"torch_dtype": "float16"}, "torch_dtype=float16.*Pass torch_dtype='bfloat16'"),
+        ({"top_p": 0.9}, "top_p=0.9.*Pass top_p=1.0"),
+        ({"top_k": 5}, "top_k=5.*Pass top_k=None"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1.*Pass repetition_penalty=1.0"),
+        ({"sequence_packing": True}, "Pass e.g. max_tokens_per_microbatch=4096"),
+        ({"load_in_8bit": True}, "Pass lora={}"),
         ({"lora": {"rnk": 3}}, "lora.rnk.*Set lora.rank=3"),
     ],
 )
@@ -421,7 +421,7 @@ def test_bad_options_name_the_value_and_what_to_type(tiny_lm, options, words):
 
 
 def test_batches_that_do_not_fit_the_loss_are_refused(tiny_lm, batch):
-    with pytest.raises(ConfigError, match="micro_batch_size=3 splits samples of 2 rows. Set micro_batch_size=2"):
+    with pytest.raises(ConfigError, match="micro_batch_size=3 splits samples of 2 rows. Pass micro_batch_size=2"):
         HuggingFacePolicy(tiny_lm(), micro_batch_size=3).train(batch, DPOLossFn())
     with pytest.raises(ConfigError, match="6 tokens is longer than max_tokens_per_microbatch=5"):
         HuggingFacePolicy(tiny_lm(), max_tokens_per_microbatch=5).train(batch, NLLLossFn())
@@ -434,7 +434,7 @@ def test_batches_that_do_not_fit_the_loss_are_refused(tiny_lm, batch):
         HuggingFacePolicy(tiny_lm()).train(batch, "nll")
     with pytest.raises(ConfigError, match=r"data\['old_logprobs'\] is a list; required: a torch.Tensor"):
         HuggingFacePolicy(tiny_lm()).train(batch | {"old_logprobs": [[0.0] * 6] * 4}, GRPOLossFn())
-    with pytest.raises(ConfigError, match="NLLLossFn has temperature=0.7.*temperature=0.5. Set temperature=0.5"):
+    with pytest.raises(ConfigError, match="NLLLossFn has temperature=0.7.*temperature=0.5. Pass temperature=0.5"):
         HuggingFacePolicy(tiny_lm(), temperature=0.5).train(batch, NLLLossFn(temperature=0.7))
     with pytest.raises(ConfigError, match=r"no rows: its tokens are \[0, 6\]"):
         HuggingFacePolicy(tiny_lm()).train(batch.slice(0, 0), NLLLossFn())

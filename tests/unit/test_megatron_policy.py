@@ -168,12 +168,12 @@ def test_what_cannot_be_is_refused_by_name(checkpoint, tiny_lm, batch, monkeypat
         policy.train(batch, lambda model, data: None)
     with pytest.raises(ConfigError, match="tensor_model_parallel_size=2 .* 8 ranks.*there are 1"):
         MegatronPolicy(folder, tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
-    with pytest.raises(ConfigError, match="use_flash_attention=True.*Set use_flash_attention=False"):
+    with pytest.raises(ConfigError, match="use_flash_attention=True.*Pass use_flash_attention=False"):
         MegatronPolicy(folder, use_flash_attention=True)
-    with pytest.raises(ConfigError, match="torch_dtype is float32.*Set torch_dtype='bfloat16'"):
+    with pytest.raises(ConfigError, match="torch_dtype is float32.*Pass torch_dtype='bfloat16'"):
         check_device(MegatronPolicyConfig(use_flash_attention=True), torch.device("cuda"))
     with pytest.raises(
-        ConfigError, match="sequence_parallel=True, but the device is 'cpu'.*Set sequence_parallel=False"
+        ConfigError, match="sequence_parallel=True, but the device is 'cpu'.*Pass sequence_parallel=False"
     ):
         check_device(MegatronPolicyConfig(sequence_parallel=True), torch.device("cpu"))
     with pytest.raises(ConfigError, match="tensor_model_parallel_size=3 does not divide vocab_size=47"):
@@ -303,7 +303,7 @@ def test_a_wrong_configuration_is_told_from_a_missing_package():
         MegatronPolicy("somewhere", tensor_model_parallel_size=2, sequence_parallel=True, use_flash_attention=True)
     with pytest.raises(ConfigError, match="tensor_model_parallel_size of 2 or more"):
         MegatronPolicy("somewhere", sequence_parallel=True)
-    with pytest.raises(ConfigError, match="torch_dtype=float16.*Set torch_dtype='bfloat16'"):
+    with pytest.raises(ConfigError, match="torch_dtype=float16.*Pass torch_dtype='bfloat16'"):
         MegatronPolicy("somewhere", torch_dtype="float16")
     with pytest.raises(ConfigError, match="top_k=5"):
         MegatronPolicy("somewhere", top_k=5)

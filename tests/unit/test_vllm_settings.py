@@ -161,11 +161,11 @@ def test_sampling_arguments_follow_the_settings():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"max_tokens": 8}, "no setting 'max_tokens'. Set max_new_tokens=<number>"),
-        ({"stop": ["x"]}, r"no setting 'stop'. Set eos_token_id=\[<ids>\]; text is not decoded here"),
-        ({"stop_strings": ["x"]}, r"no setting 'stop_strings'. Set eos_token_id="),
-        ({"stop_token_ids": [3]}, r"no setting 'stop_token_ids'. Set eos_token_id=\[<ids>\]$"),
-        ({"ignore_eos": True}, r"no setting 'ignore_eos'. Set eos_token_id=\[\]"),
+        ({"max_tokens": 8}, "no setting 'max_tokens'. Pass max_new_tokens=<number>"),
+        ({"stop": ["x"]}, r"no setting 'stop'. Pass eos_token_id=\[<ids>\]; text is not decoded here"),
+        ({"stop_strings": ["x"]}, r"no setting 'stop_strings'. Pass eos_token_id="),
+        ({"stop_token_ids": [3]}, r"no setting 'stop_token_ids'. Pass eos_token_id=\[<ids>\]$"),
+        ({"ignore_eos": True}, r"no setting 'ignore_eos'. Pass eos_token_id=\[\]"),
         ({"max_new_tokens": 1.5}, r"max_new_tokens is '1.5' \(float\); required: int"),
         ({"max_new_tokens": "8"}, r"max_new_tokens is '8' \(str\); required: int"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; required: at least 1"),
@@ -197,7 +197,7 @@ def test_settings_are_refused_by_engines_and_policies_with_one_message(has_vllm,
 )
 def test_tokens_that_the_model_has_not_are_refused_by_both_engines(has_vllm, tiny_lm, prompts, setting, ids):
     name = next(iter(setting))
-    message = f"{name} has the ids {re.escape(ids)}; required: one or more from 0 to 47. Set {name}=None"
+    message = f"{name} has the ids {re.escape(ids)}; required: one or more from 0 to 47. Pass {name}=None"
     generation = VllmGeneration(None, {"model_name": tiny_lm(), **setting})
     calls = (
         generation.prepare_for_generation,
@@ -235,7 +235,7 @@ def test_temperatures_that_vllm_would_replace_are_refused():
     assert sampling_arguments({"temperature": 0.01}, greedy=False)["temperature"] == 0.01
     with pytest.raises(ConfigError, match=r"temperature=0.001 is below 0.01.*Set temperature=0.01, or be greedy"):
         sampling_arguments({"temperature": 0.001}, greedy=False)
-    with pytest.raises(ConfigError, match=r"temperature=0 .*Set temperature=1.0 and do_sample=False"):
+    with pytest.raises(ConfigError, match=r"temperature=0 .*Pass temperature=1.0 and do_sample=False"):
         sampling_arguments({"temperature": 0}, greedy=False)
 
 
@@ -310,7 +310,7 @@ def test_wrong_backend_missing_model_and_too_few_gpus_are_user_errors(has_vllm):
         VllmGeneration(None, {"temperature": 1.0})
     cluster = SimpleNamespace(world_size=lambda: 2)
     VllmGeneration(cluster, {"model_name": "x", "vllm_cfg": {"tensor_parallel_size": 2}})
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 4.*Set tensor_parallel_size=2"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 4.*Pass tensor_parallel_size=2"):
         VllmGeneration(cluster, {"model_name": "x", "vllm_cfg": {"tensor_parallel_size": 4}})
 
 

@@ -46,7 +46,7 @@ class MegatronGroups:
         if found != sizes:
             raise ConfigError(
                 f"tensor_model_parallel_size and pipeline_model_parallel_size are {sizes}, and this process has Megatron-core's groups "
-                f"of {found} already. Set tensor_model_parallel_size={found[0]}, pipeline_model_parallel_size={found[1]}"
+                f"of {found} already. Pass tensor_model_parallel_size={found[0]}, pipeline_model_parallel_size={found[1]}"
             )
         initialize_rng_tracker(inference_rng_tracker=True)  # nothing here draws; the other one needs CUDA
         self._device = device
@@ -86,11 +86,11 @@ def check_device(config: Any, device: torch.device) -> None:
     for name, needed in (("sequence_parallel", "Megatron-core's collectives allocate on CUDA"),
                          ("use_flash_attention", "the flash kernel runs on CUDA")):  # fmt: skip
         if getattr(config, name) and device.type != "cuda":
-            raise ConfigError(f"{name}=True, but the device is '{device}': {needed}. Set {name}=False")
+            raise ConfigError(f"{name}=True, but the device is '{device}': {needed}. Pass {name}=False")
     if config.use_flash_attention and "bfloat16" not in str(config.torch_dtype):
         raise ConfigError(
             f"use_flash_attention=True, but torch_dtype is {config.torch_dtype}, which the flash kernel does not take. "
-            "Set torch_dtype='bfloat16'"
+            "Pass torch_dtype='bfloat16'"
         )
 
 

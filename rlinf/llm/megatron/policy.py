@@ -100,7 +100,7 @@ class MegatronPolicy(PolicyInterface):
         if importlib.util.find_spec("megatron") is None:
             raise MissingDependencyError(
                 f"MegatronPolicy('{model_name}') needs the extra 'megatron', which is not installed. Run pip install "
-                f"'rlinf[megatron]'. Or do without: Use HuggingFacePolicy('{model_name}')"
+                f"'rlinf[megatron]'. Or use HuggingFacePolicy('{model_name}')"
             )
         check_ranks(config)
         self.device = device_of_this_rank()
@@ -378,9 +378,9 @@ def _check_config(config: MegatronPolicyConfig, dtype: torch.dtype) -> None:
     if config.sequence_parallel and config.tensor_model_parallel_size == 1:
         raise ConfigError(
             "sequence_parallel=True needs tensor_model_parallel_size of 2 or more, and it is 1. "
-            "Set sequence_parallel=False"
+            "Pass sequence_parallel=False"
         )
     if dtype == torch.float16:
         raise ConfigError(
-            f"torch_dtype={config.torch_dtype} loses small gradients in training. Set torch_dtype='bfloat16'"
+            f"torch_dtype={config.torch_dtype} loses small gradients in training. Pass torch_dtype='bfloat16'"
         )

@@ -68,12 +68,12 @@ def check_family(config: Any, tp_size: int, pp_size: int) -> None:
         for name in names:
             if getattr(config, name) % size:
                 raise ConfigError(
-                    f"{key}={size} does not divide {name}={getattr(config, name)}. Set {key}=1, or a divisor"
+                    f"{key}={size} does not divide {name}={getattr(config, name)}. Pass {key}=1, or a divisor"
                 )
     if config.tie_word_embeddings and pp_size > 1:
         raise ConfigError(
             f"pipeline_model_parallel_size={pp_size} puts the embedding and the output layer on different ranks, and this checkpoint "
-            "ties them. Set pipeline_model_parallel_size=1"
+            "ties them. Pass pipeline_model_parallel_size=1"
         )
 
 

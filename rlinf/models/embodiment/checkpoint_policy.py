@@ -58,9 +58,9 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
         return state_dict
 
     @classmethod
-    def _hint(cls, config: Any) -> str:
-        """What else the user may type if the weights do not fit, behind "Set model.model_path=<another folder>"."""
-        return ""
+    def _cure(cls, config: Any) -> dict[str, Any]:
+        """Return what mends weights that do not fit, besides another folder."""
+        return {}
 
     @property
     def frozen_modules(self) -> list[str]:
@@ -125,7 +125,7 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
                 ignore_mismatched_sizes=True,  # reported below, with everything else that does not fit
                 **kwargs,
             )
-        check_fit(folder, info, cls._hint(config))
+        check_fit(folder, info, **cls._cure(config))
         model._freeze()
         return (model, info) if wanted_info else model
 

@@ -192,8 +192,8 @@ class Pi0Network(CheckpointPolicy):
         return to_public(state_dict)
 
     @classmethod
-    def _hint(cls, config: Pi0Config) -> str:
-        return f", or what differs, e.g. model.override_config.pi05={str(not config.pi05).lower()}"
+    def _cure(cls, config: Pi0Config) -> dict[str, Any]:
+        return {"override_config.pi05": not config.pi05}
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         """Write a folder with openpi's tensor names and statistics files; see ``CheckpointPolicy.save_pretrained``."""

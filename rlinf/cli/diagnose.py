@@ -14,8 +14,9 @@ from rlinf.cli.table import format_table
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, RLinfError
 
 if TYPE_CHECKING:
-    from rlinf.checks.language_model import DiagnosticCheck
-    from rlinf.checks.policy import Trial
+    from rlinf.checks.generation import Generate
+    from rlinf.checks.policy import PolicyChecker
+    from rlinf.checks.report import Check
     from rlinf.config.schema import RunConfig
 
 RESULTS = {True: "pass", False: "FAIL", None: "note"}
@@ -64,33 +65,29 @@ def _diagnose_action_model(arguments: Sequence[str]) -> int:
     config = configure(parse(arguments), "diagnose")
     if config is None:
         return 0
-    from rlinf.checks.policy import torch_checks, type_check
-
-    with _trial(config) as trial:
-        checks, note = [type_check(trial)], None
-        if checks[0].passed:  # the others build on it
-            checks += torch_checks(trial)
-            note = _check_vllm(trial, config, checks)
+    with _checker(config) as checker:
+        checks = checker.torch_checks()
+        note = _check_vllm(checker, config, checks) if checks[0].passed else None
     model = config.model
     print(f"{model.model_type} on {config.env.name}, {model.precision}, temperature {config.rollout.temperature:g}\n")
     return _report(checks, note)
 
 
-def _check_vllm(trial: Trial, config: RunConfig, checks: list[DiagnosticCheck]) -> str | None:
-    """Add the engine's checks; returns what stands below the table."""
+def _check_vllm(checker: PolicyChecker, config: RunConfig, checks: list[Check]) -> str | None:
+    """Add the engine's checks; return the note below the table."""
     import torch
 
-    from rlinf.checks.policy import NUM_ROWS, vllm_checks
+    from rlinf.checks.policy import NUM_ROWS
     from rlinf.engines.vllm_engine import check_temperature
     from rlinf.rollout.vllm_policy import VllmPolicy
 
     try:
-        player = VllmPolicy(trial.model, config.rollout.vllm, NUM_ROWS, torch.get_num_threads())
-        check_temperature(trial.temperature, "rollout.temperature")
+        player = VllmPolicy(checker.model, config.rollout.vllm, NUM_ROWS, torch.get_num_threads())
+        check_temperature(checker.temperature, "rollout.temperature")
     except (ConfigError, MissingDependencyError) as error:
         return f"vllm: not checked. {error}"
     try:
-        checks += vllm_checks(trial, player)
+        checks += checker.vllm_checks(player)
     except RLinfError as error:
         return _refused_by_vllm(checks, error)
     finally:
@@ -99,12 +96,13 @@ def _check_vllm(trial: Trial, config: RunConfig, checks: list[DiagnosticCheck]) 
 
 
 @contextlib.contextmanager
-def _trial(config: RunConfig) -> Iterator[Trial]:
+def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
     """Load the policy of a configuration, or of the checkpoint that it names, and take the first observations of its env."""
     import torch
 
     from rlinf.checkpoints.checkpoint import resolve_checkpoint
-    from rlinf.checks.policy import NUM_ROWS, Trial
+    from rlinf.checks.env import spread_specs
+    from rlinf.checks.policy import NUM_ROWS, PolicyChecker
     from rlinf.commands.policy_loading import load_policy, statistics_of_env
     from rlinf.distributed.process_group import resolve_device, set_num_threads
     from rlinf.envs import make_env
@@ -128,8 +126,7 @@ def _trial(config: RunConfig) -> Iterator[Trial]:
             model = build_policy(config, statistics_of_env(config, env))
         else:
             model = load_policy(source, config)
-        specs = env.episode_specs("train")
-        observation, _ = env.reset(options={"episodes": [specs[row % len(specs)] for row in range(NUM_ROWS)]})
+        observation, _ = env.reset(options={"episodes": spread_specs(env, NUM_ROWS)})
         observation = observation.select(range(NUM_ROWS))  # a copy, which stays when the env is closed
         action_range = torch.from_numpy(env.action_high - env.action_low).float()
     finally:
@@ -137,7 +134,7 @@ def _trial(config: RunConfig) -> Iterator[Trial]:
     device = resolve_device(config.cluster.device, 1)
     mixed = config.model.precision == "bf16-mixed"
     with torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext():
-        yield Trial(
+        yield PolicyChecker(
             model.to(device).eval(),
             observation,
             action_range,
@@ -148,7 +145,7 @@ def _trial(config: RunConfig) -> Iterator[Trial]:
 
 
 def _diagnose_language_model(name: str, pairs: Sequence[str]) -> int:
-    from rlinf.checks.language_model import consistency_checks, length_checks, torch_engine, vllm_engine
+    from rlinf.checks.generation import consistency_checks, length_checks, torch_engine, vllm_engine
     from rlinf.commands.hydra_app import hide_progress_bars
     from rlinf.engines.vllm_engine import require_vllm
     from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
@@ -167,14 +164,15 @@ def _diagnose_language_model(name: str, pairs: Sequence[str]) -> int:
     config = from_mapping(CausalLMConfig, {key: yaml.safe_load(value) for key, value in values.items()})
     hide_progress_bars()
     model = load_causal_lm(name, config)
-    generate = torch_engine(model)
-    checks = [*length_checks(model, generate, "torch"), *consistency_checks(model, generate, "torch")]
-    note = None
+
+    def run(generate: Generate, engine: str) -> list[Check]:
+        return [*length_checks(model, generate, engine), *consistency_checks(model, generate, engine)]
+
+    checks, note = run(torch_engine(model), "torch"), None
     try:
         require_vllm()
         with vllm_engine(name, model, config) as generate:
-            checks += length_checks(model, generate, "vllm")
-            checks += consistency_checks(model, generate, "vllm")
+            checks += run(generate, "vllm")
     except MissingDependencyError as error:
         note = f"vllm: not checked. {error}"
     except RLinfError as error:
@@ -182,16 +180,16 @@ def _diagnose_language_model(name: str, pairs: Sequence[str]) -> int:
     return _report(checks, note)
 
 
-def _refused_by_vllm(checks: list[DiagnosticCheck], error: RLinfError) -> str:
-    """Add a failed check; returns the message that stands below the table."""
-    from rlinf.checks.language_model import DiagnosticCheck
+def _refused_by_vllm(checks: list[Check], error: RLinfError) -> str:
+    """Add a failed check; return the note below the table."""
+    from rlinf.checks.report import Check
 
-    checks.append(DiagnosticCheck("vllm: runs the model", False, f"{type(error).__name__}, see below"))
+    checks.append(Check("vllm: runs the model", False, f"{type(error).__name__}, see below"))
     return f"vllm: {error}"
 
 
-def _report(checks: Sequence[DiagnosticCheck], note: str | None) -> int:
-    """Print the table; returns the exit status."""
+def _report(checks: Sequence[Check], note: str | None) -> int:
+    """Print the table and return the exit status."""
     print(
         format_table(("check", "result", "detail"), [(each.name, RESULTS[each.passed], each.detail) for each in checks])
     )

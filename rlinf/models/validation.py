@@ -1,4 +1,4 @@
-"""The check of ``rlinf.llm.validation``, by the path that users import."""
+"""The comparison of two backends in ``rlinf.checks.generation``, by the path that users import."""
 
 from rlinf.imports import lazy_attributes
 
@@ -6,6 +6,6 @@ __getattr__ = lazy_attributes(
     __name__,
     dict.fromkeys(
         ["log_probability_error", "validate_log_probability_consistency", "vocab_size"],
-        "rlinf.llm.validation",
+        "rlinf.checks.generation",
     ),
 )

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rlinf.checkpoints.model_files import write_policy
+from rlinf.checks.policy import PolicyChecker
 from rlinf.commands.policy_loading import statistics_of_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
@@ -65,9 +66,6 @@ IDLE = {
 }
 """Parameters that may stay without a gradient: LLaVA reads inner layers of its vision tower."""
 
-VALUES_OF_ONE_STEP = ("pi0",)
-"""Policies whose ``evaluate_actions`` values the denoising step that it scores, and whose rollout averages over steps."""
-
 BF16_BOUNDS = {"logprobs": 0.02, "entropy": 0.01, "values": 0.02}
 """Largest accepted distance of bfloat16 weights from float32, in nats and in units of the value."""
 
@@ -85,6 +83,7 @@ class Case:
     observation: Observation
     policy: ActionModel
     actions: torch.Tensor
+    action_range: torch.Tensor
 
     def build(self, **model):
         """Build the policy again, with other settings and the same weights (adapters keep their own)."""
@@ -178,7 +177,7 @@ def case(request, your_processor):
         for parameter in policy.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
     actions = low + (high - low) * torch.rand(4, policy.sft_chunk_len, len(low))
-    return Case(request.param, config, overrides, observation, policy, actions.float())
+    return Case(request.param, config, overrides, observation, policy, actions.float(), high - low)
 
 
 @pytest.fixture
@@ -197,60 +196,17 @@ def test_no_registered_model_is_left_out():
     assert ours <= composed
 
 
-def test_shapes_and_dtypes(case, policy, observation):
-    num_rows, num_columns = len(observation), policy.num_logprobs
-    inputs = policy.preprocess(observation)
-    prediction = policy.predict_action_batch(**inputs, uniforms=case.uniforms())
-    assert prediction._fields == ("actions", "sequences", "logits", "values")
-    chunk = (case.config.model.action_chunks_len, case.config.model.action_token_len)
-    assert policy.action_chunks_len == chunk[0] <= policy.sft_chunk_len
-    assert prediction.actions.shape == (num_rows, *chunk) and prediction.actions.dtype == torch.float32
-    assert len(prediction.sequences) == num_rows and prediction.sequences.shape[1] >= policy.num_sampled >= 1
+def test_every_model_passes_the_checks_of_users(case):
+    checks = PolicyChecker(case.policy, case.observation, case.action_range, 1.3, is_exact=True).torch_checks()
+    assert len(checks) > 15 and not [check for check in checks if check.passed is False]
+
+
+def test_chunks_are_as_long_as_configured_and_predictions_carry_no_graph(case, policy, observation):
+    prediction = act(policy, observation)
+    assert policy.action_chunks_len == case.config.model.action_chunks_len <= policy.sft_chunk_len
+    assert prediction.actions.shape[2] == case.config.model.action_token_len
     assert prediction.sequences.dtype in (torch.int64, torch.float32)
-    assert len(prediction.logits) == num_rows
-    assert prediction.values.shape == (num_rows,) and prediction.values.dtype == torch.float32
-    evaluation = policy.evaluate_actions(inputs, prediction.sequences)
-    assert [tensor.shape for tensor in evaluation] == [(num_rows, num_columns), (num_rows, num_columns), (num_rows,)]
-    assert {tensor.dtype for tensor in evaluation} == {torch.float32}
-    assert all(torch.isfinite(tensor).all() for tensor in (*prediction, *evaluation))
-    assert not any(tensor.requires_grad for tensor in prediction) and evaluation.logprobs.requires_grad
-
-
-@pytest.mark.parametrize("temperature", [1.0, 1.6])
-def test_rollout_logprobs_are_those_of_evaluate_actions(case, policy, observation, temperature):
-    inputs = policy.preprocess(observation)
-    prediction = policy.predict_action_batch(**inputs, temperature=temperature, uniforms=case.uniforms())
-    rollout = policy.rollout_logprobs(prediction, temperature)
-    sampled = prediction.sequences[:, -policy.num_sampled :]  # all that a rollout keeps
-    with torch.no_grad():
-        evaluation = policy.evaluate_actions(inputs, sampled, temperature)
-        other = policy.evaluate_actions(inputs, sampled, temperature * 1.5)
-    assert rollout.shape == evaluation.logprobs.shape and rollout.dtype == torch.float32
-    torch.testing.assert_close(evaluation.logprobs, rollout, atol=1e-5, rtol=1e-5)
-    if case.name not in VALUES_OF_ONE_STEP:
-        torch.testing.assert_close(evaluation.values, prediction.values, atol=1e-5, rtol=0)
-    assert (other.logprobs - rollout).abs().max() > 1e-3, "control: another temperature gives other numbers"
-
-
-def test_a_row_does_not_depend_on_its_batch_nor_on_its_padding(case, policy, observation):
-    assert len({len(sentence) for sentence in observation.instruction}) > 1, (
-        "rows of different lengths, so some are padded"
-    )
-    uniforms, num_sampled = case.uniforms(), policy.num_sampled
-    batch = act(policy, observation, uniforms=uniforms)
-    scored = policy.evaluate_actions(policy.preprocess(observation), batch.sequences)
-    for row in range(len(observation)):
-        single = observation.select([row])
-        alone = act(policy, single, uniforms=uniforms[row : row + 1])
-        sampled = batch.sequences[row, -num_sampled:]
-        torch.testing.assert_close(alone.sequences[0, -num_sampled:], sampled, atol=1e-5, rtol=0)
-        torch.testing.assert_close(alone.actions[0], batch.actions[row], atol=1e-5, rtol=0)
-        torch.testing.assert_close(alone.logits[0], batch.logits[row], atol=1e-5, rtol=1e-5)
-        rescored = policy.evaluate_actions(policy.preprocess(single), sampled[None])
-        for name in rescored._fields:
-            torch.testing.assert_close(getattr(rescored, name)[0], getattr(scored, name)[row], atol=1e-5, rtol=1e-5)
-    other = act(policy, observation, uniforms=case.uniforms(seed=1))
-    assert not torch.equal(other.sequences, batch.sequences), "control: other uniforms give other actions"
+    assert not any(tensor.requires_grad for tensor in prediction)
 
 
 def test_rows_of_one_prompt_length_are_preprocessed_together_without_padding(case, policy, observation):
@@ -285,19 +241,9 @@ def test_what_stands_in_padding_does_not_matter(policy, observation):
     assert (control.logits - before.logits).abs().max() > 1e-4, "control: a word that is not a padding matters"
 
 
-def test_without_sampling_the_action_is_a_function_of_the_observation(policy, observation):
-    torch.manual_seed(1)
-    first = act(policy, observation, do_sample=False)
-    torch.manual_seed(2)
-    assert all(torch.equal(a, b) for a, b in zip(first, act(policy, observation, do_sample=False), strict=True))
-    sampled = act(policy, observation)
-    assert not torch.equal(sampled.sequences, first.sequences), "control: sampling draws from the global generator"
-
-
-def test_decoding_the_sequences_gives_the_actions(case, policy, observation):
-    prediction = act(policy, observation, uniforms=case.uniforms())
-    assert torch.equal(policy.decode_actions(prediction.sequences), prediction.actions)
-    assert torch.equal(policy.decode_actions(prediction.sequences[:, -policy.num_sampled :]), prediction.actions)
+def test_sampling_without_uniforms_draws_from_the_global_generator(policy, observation):
+    first, again, other = (torch.manual_seed(seed) and act(policy, observation).sequences for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 def test_actions_of_token_policies_lie_within_the_statistics(case, policy, observation):
@@ -423,6 +369,14 @@ def test_values_alone_are_those_of_acting_without_decoding(case, policy, observa
     if isinstance(policy, TokenActionModel):
         monkeypatch.setattr(type(policy), "predict_action_batch", None)
     torch.testing.assert_close(policy.predict_values(**inputs), expected, atol=1e-5, rtol=0)
+
+
+def test_values_of_a_rollout_are_those_of_evaluate_actions(case, policy, observation):
+    inputs = policy.preprocess(observation)
+    prediction = policy.predict_action_batch(**inputs, uniforms=case.uniforms())
+    with torch.no_grad():
+        values = policy.evaluate_actions(inputs, prediction.sequences[:, -policy.num_sampled :]).values
+    assert torch.allclose(values, prediction.values, atol=1e-5, rtol=0) == policy.predicts_values
 
 
 def test_lora_trains_adapters_and_what_is_trained_in_full(case, observation):

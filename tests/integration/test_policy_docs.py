@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlinf.models.generation
 from rlinf import algorithms, models
-from rlinf.checks import language_model as diagnostics
+from rlinf.checks import generation as checks
 from rlinf.distributed import BatchedDataDict, RayVirtualCluster
 from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.llm import batch_checks, generation_interface, policy_interface, validation
+from rlinf.llm import batch_checks, generation_interface, policy_interface
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.models.generation import HuggingFaceGeneration
 
@@ -125,15 +125,7 @@ def differences(theirs, ours) -> list[str]:
 
 @needs_document
 def test_signatures_are_those_of_the_document(names):
-    places = [
-        models,
-        policy_interface,
-        rlinf.models.generation,
-        generation_interface,
-        batch_checks,
-        validation,
-        diagnostics,
-    ]
+    places = [models, policy_interface, rlinf.models.generation, generation_interface, batch_checks, checks]
     compared = set()
     for text in BLOCKS:
         defined = re.findall(r"^(?:class|def) (\w+)", text, re.MULTILINE)
@@ -256,7 +248,7 @@ def test_a_pipeline_of_generation_scores_and_preferences(tiny_lm, prompts):
     """What the document's complete example does, where the document is not at hand."""
     policy = models.HuggingFacePolicy(tiny_lm(), learning_rate=1e-3)
     engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=4)
-    assert validation.validate_log_probability_consistency(policy, engine, prompts)
+    assert checks.validate_log_probability_consistency(policy, engine, prompts)
     losses = []
     for _ in range(3):
         sampled = engine.generate(prompts, greedy=False)

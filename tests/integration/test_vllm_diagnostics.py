@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.checks.policy import NUM_ROWS, Trial, player_checks, vllm_checks
+from rlinf.checks.policy import NUM_ROWS, PolicyChecker
 from rlinf.cli import main
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
@@ -38,26 +38,26 @@ def player():
 
 
 @pytest.fixture
-def trial(player):
+def checker(player):
     images = np.random.default_rng(0).integers(0, 256, (NUM_ROWS, 64, 64, 3), dtype=np.uint8)
     instructions = ["reach the red block", "push the blue block into the zone"] * (NUM_ROWS // 2)
     observation = Observation({"front": images}, None, instructions)
-    return Trial(player.model, observation, torch.full((2,), 0.1), temperature=1.3, is_exact=True)
+    return PolicyChecker(player.model, observation, torch.full((2,), 0.1), temperature=1.3, is_exact=True)
 
 
 def failed(checks):
     return [check.name for check in checks if not check.passed]
 
 
-def test_a_sound_engine_passes_greedy_and_sampled_before_and_after_an_update(trial, player):
-    checks = vllm_checks(trial, player)
+def test_a_sound_engine_passes_greedy_and_sampled_before_and_after_an_update(checker, player):
+    checks = checker.vllm_checks(player)
     assert not failed(checks) and len(checks) == 10 + 2 + 3 + 1 + 2
     for word in ("batch 1, short prompts, greedy", "batch 4, whole prompts, sampled", "temperature 0.867, greedy"):
         assert any(word in check.name for check in checks)
     assert {check.name for check in checks} >= set(UPDATE)
 
 
-def test_an_engine_at_another_temperature_is_found(trial, player, monkeypatch):
+def test_an_engine_at_another_temperature_is_found(checker, player, monkeypatch):
     act = player.predict_action_batch
 
     def hotter(temperature=1.0, **inputs):
@@ -65,11 +65,11 @@ def test_an_engine_at_another_temperature_is_found(trial, player, monkeypatch):
 
     player.update_weights(3)
     monkeypatch.setattr(player, "predict_action_batch", hotter)
-    names = failed(player_checks(trial, player, "vllm"))
+    names = failed(checker.rollout_checks(player, "vllm"))
     assert len(names) == 10 and all(name.startswith("vllm: rollout against training") for name in names)
 
 
-def test_an_engine_that_leaves_out_unlikely_tokens_is_found(trial, player, monkeypatch):
+def test_an_engine_that_leaves_out_unlikely_tokens_is_found(checker, player, monkeypatch):
     act = player.predict_action_batch
 
     def only_likely(**inputs):
@@ -84,13 +84,13 @@ def test_an_engine_that_leaves_out_unlikely_tokens_is_found(trial, player, monke
 
     player.update_weights(4)
     monkeypatch.setattr(player, "predict_action_batch", only_likely)
-    assert failed(player_checks(trial, player, "vllm")) == ["vllm: samples are as surprising as scored"]
+    assert failed(checker.rollout_checks(player, "vllm")) == ["vllm: samples are as surprising as scored"]
 
 
-def test_an_update_that_never_arrives_is_found(trial, player, monkeypatch):
+def test_an_update_that_never_arrives_is_found(checker, player, monkeypatch):
     send = player.update_weights
     monkeypatch.setattr(player, "update_weights", lambda version: None if version == 2 else send(version))
-    assert failed(vllm_checks(trial, player)) == UPDATE
+    assert failed(checker.vllm_checks(player)) == UPDATE
 
 
 def test_an_engine_that_does_not_start_is_a_failed_check(capsys, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlinf.checkpoints.checkpoint import save_checkpoint
-from rlinf.checks.policy import NUM_ROWS, Trial, draw_check, torch_checks, type_check
+from rlinf.checks.policy import NUM_ROWS, PolicyChecker
 from rlinf.cli import main
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
@@ -23,9 +23,7 @@ from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 ROLLOUT, ROWS, AGAIN = "rollout against training", "a row alone and in a batch", "the same again"
 SURPRISE, TRANSFORM = "samples are as surprising as scored", "samples are those of the random numbers"
 COMMANDS = {
-    "mlp": ["experiment=tabletop_ppo_mlp"],
     "cnn": ["experiment=tabletop_ppo_cnn", "model.precision=bf16-mixed"],
-    "openvla": ["model=openvla_tiny", "rollout.temperature=1.6"],
     "openvla, bf16": ["model=openvla_tiny", "model.precision=bf16"],
     "openvla_oft": ["model=openvla_oft_tiny", "env.state=proprio", "model.is_lora=true"],
     "pi0": [
@@ -34,11 +32,9 @@ COMMANDS = {
         "model.init_config.joint_logprob=false",
         "model.init_config.num_steps=4",
     ],
-    "pi0, all steps": ["model=pi0_tiny", "env.state=proprio"],
-    "hf_vla": ["model=hf_vla_tiny"],
 }
-NOT_READ = {"mlp": ["instruction"], "openvla": ["state"], "openvla, bf16": ["state"], "hf_vla": ["state"]}
-TOKENS = ("openvla", "openvla, bf16", "openvla_oft", "hf_vla")
+NOT_READ = {"openvla, bf16": ["state"]}
+TOKENS = ("openvla, bf16", "openvla_oft")
 
 
 def observe(num_rows=NUM_ROWS, size=36):
@@ -51,40 +47,40 @@ def observe(num_rows=NUM_ROWS, size=36):
     )
 
 
-def make_trial(*overrides, temperature=1.0):
+def make_checker(*overrides, temperature=1.0):
     torch.manual_seed(0)
     config = build_config(compose_config([*overrides, "model.action_chunks_len=2", "model.action_token_len=3"]))
     bounds = {"q01": [-1.0, -2.0, -3.0], "q99": [1.0, 2.0, 3.0], "mask": [True] * 3}
     model = build_policy(config, {"norm_stats": {"tabletop": {"action": bounds}}}).eval()
     is_exact = config.model.precision == "fp32"
-    return Trial(model, observe(), torch.tensor([2.0, 4.0, 6.0]), temperature, is_exact)
+    return PolicyChecker(model, observe(), torch.tensor([2.0, 4.0, 6.0]), temperature, is_exact)
 
 
 @pytest.fixture(scope="module")
 def sound():
-    trial = make_trial(
+    checker = make_checker(
         "model=cnn",
         "model.init_config.image_size=36",
         "model.init_config.state_dim=5",
         "model.init_config.hidden_sizes=[16]",
     )
     with torch.no_grad():
-        trial.model.policy[-1].weight.mul_(100.0)  # else the policy barely depends on anything
-    return trial
+        checker.model.policy[-1].weight.mul_(100.0)  # else the policy barely depends on anything
+    return checker
 
 
 @pytest.fixture
-def trial(sound):
+def checker(sound):
     """A policy that may be changed: Gaussian, of images, state and words."""
     return replace(sound, model=copy.deepcopy(sound.model))
 
 
-def failed(trial):
-    return [check.name.removeprefix("torch: ") for check in torch_checks(trial) if check.passed is False]
+def failed(checker):
+    return [check.name.removeprefix("torch: ") for check in checker.torch_checks() if check.passed is False]
 
 
-def decided(trial, name):
-    return next(check for check in torch_checks(trial) if name in check.name)
+def decided(checker, name):
+    return next(check for check in checker.torch_checks() if name in check.name)
 
 
 def change(model, name, wrap):
@@ -96,7 +92,8 @@ def change(model, name, wrap):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_packaged_family_passes(name, capsys):
+def test_the_command_prints_a_row_per_check(name, capsys):
+    """tests/contracts/test_model_contract.py runs the checks of every model, in float32."""
     assert main(["diagnose", *COMMANDS[name], "cluster.num_threads=1", "cluster.device=cpu"]) == 0
     first, _, header, _, *lines, note = capsys.readouterr().out.splitlines()
     assert first.split()[0] in name and header.split() == ["check", "result", "detail"]
@@ -112,18 +109,18 @@ def test_every_packaged_family_passes(name, capsys):
     assert note.startswith("vllm: not checked. ")
 
 
-def test_a_sound_model_passes_with_the_numbers_of_the_check(trial):
-    checks = [type_check(trial), *torch_checks(trial)]
+def test_a_sound_model_passes_with_the_numbers_of_the_check(checker):
+    checks = checker.torch_checks()
     assert {check.passed for check in checks} == {True, None} and len(checks) == 22
     assert len({check.name for check in checks}) == len(checks)
 
 
-def test_rows_have_prompts_of_other_lengths(trial):
-    short, whole = trial.prompts["short"], trial.prompts["whole"]
+def test_rows_have_prompts_of_other_lengths(checker):
+    short, whole = checker.prompts["short"], checker.prompts["whole"]
     assert short.instruction == ["reach the", "push the blue block", "go", "reach the green"]
-    assert whole.instruction == trial.observation.instruction
-    assert trial.mixed.instruction == [short.instruction[0], whole.instruction[1], "go", whole.instruction[3]]
-    one_word = replace(trial, observation=replace(trial.observation, instruction=["go"] * NUM_ROWS))
+    assert whole.instruction == checker.observation.instruction
+    assert checker.mixed.instruction == [short.instruction[0], whole.instruction[1], "go", whole.instruction[3]]
+    one_word = replace(checker, observation=replace(checker.observation, instruction=["go"] * NUM_ROWS))
     assert list(one_word.prompts) == ["whole"] and one_word.mixed.instruction == ["go"] * NUM_ROWS
     assert not failed(one_word)
 
@@ -259,28 +256,30 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
-def test_a_defect_fails_its_checks_and_no_others(defect, trial):
-    defect(trial.model)
-    names = failed(trial)
+def test_a_defect_fails_its_checks_and_no_others(defect, checker):
+    defect(checker.model)
+    names = failed(checker)
     assert len(names) == len(DEFECTS[defect]), names
     assert all(name.startswith(begin) for name, begin in zip(names, DEFECTS[defect], strict=True)), names
 
 
 def test_a_rollout_at_another_temperature_is_found_in_bfloat16():
-    trial = make_trial("model=openvla_tiny", "model.precision=bf16")
+    checker = make_checker("model=openvla_tiny", "model.precision=bf16")
     with torch.no_grad():
-        trial.model.language_model.lm_head.weight.mul_(5.0)
-    assert not failed(trial)
+        checker.model.language_model.lm_head.weight.mul_(5.0)
+    assert not failed(checker)
     change(
-        trial.model, "predict_action_batch", lambda method: lambda temperature=1.0, **x: method(temperature=2.0, **x)
+        checker.model, "predict_action_batch", lambda method: lambda temperature=1.0, **x: method(temperature=2.0, **x)
     )
-    change(trial.model, "rollout_logprobs", lambda method: lambda prediction, temperature=1.0: method(prediction, 2.0))
-    assert sum(name.startswith(ROLLOUT) for name in failed(trial)) >= 8
+    change(
+        checker.model, "rollout_logprobs", lambda method: lambda prediction, temperature=1.0: method(prediction, 2.0)
+    )
+    assert sum(name.startswith(ROLLOUT) for name in failed(checker)) >= 8
 
 
 @pytest.mark.parametrize("top_k", [None, 8])
 def test_a_sampler_that_leaves_out_unlikely_tokens_is_found_although_both_sides_score_it_alike(monkeypatch, top_k):
-    trial = make_trial("model=openvla_tiny", temperature=1.3)
+    checker = make_checker("model=openvla_tiny", temperature=1.3)
 
     def sample(logits, do_sample, temperature=1.0, uniforms=None):
         if do_sample and top_k:
@@ -289,7 +288,7 @@ def test_a_sampler_that_leaves_out_unlikely_tokens_is_found_although_both_sides_
         return sample_tokens(logits, do_sample, temperature, uniforms)
 
     monkeypatch.setattr("rlinf.models.embodiment.openvla.policy.sample_tokens", sample)
-    assert failed(trial) == ([SURPRISE, TRANSFORM] if top_k else [])
+    assert failed(checker) == ([SURPRISE, TRANSFORM] if top_k else [])
 
 
 class Table:
@@ -326,7 +325,7 @@ def test_a_confident_policy_that_draws_right_is_not_accused_where_rare_tokens_co
     failures = []
     for seed in range(40):
         model = Table(confident(mass, seed), 1000 + seed)
-        check = draw_check(Trial(model, observe(), torch.ones(3), 1.0, True), model, "torch")
+        check = PolicyChecker(model, observe(), torch.ones(3), 1.0, True).draw_check(model, "torch")
         failures += [] if check.passed else [(seed, check.detail)]
     assert not failures
 
@@ -335,16 +334,16 @@ def test_a_confident_policy_that_draws_right_is_not_accused_where_rare_tokens_co
 def test_a_confident_policy_that_never_draws_rare_tokens_is_found(mass):
     for seed in range(10):
         model = Table(confident(mass, seed), 0, do_sample=False)
-        assert not draw_check(Trial(model, observe(), torch.ones(3), 1.0, True), model, "torch").passed, seed
+        assert not PolicyChecker(model, observe(), torch.ones(3), 1.0, True).draw_check(model, "torch").passed, seed
 
 
-def test_parameters_without_a_gradient_are_named_and_do_not_fail(trial):
-    trial.model.spare = torch.nn.Linear(2, 2)
-    check = decided(trial, "gradients")
+def test_parameters_without_a_gradient_are_named_and_do_not_fail(checker):
+    checker.model.spare = torch.nn.Linear(2, 2)
+    check = decided(checker, "gradients")
     assert check.passed is None and check.detail == "18 of 20, not spare.weight"
-    trial.model.a_name_that_is_longer_than_a_cell = trial.model.spare
-    del trial.model.spare
-    assert decided(trial, "gradients").detail == "18 of 20, not a_name_that_.._a_cell.weight"
+    checker.model.a_name_that_is_longer_than_a_cell = checker.model.spare
+    del checker.model.spare
+    assert decided(checker, "gradients").detail == "18 of 20, not a_name_that_.._a_cell.weight"
 
 
 @pytest.mark.parametrize(
@@ -360,9 +359,9 @@ def test_parameters_without_a_gradient_are_named_and_do_not_fail(trial):
         ("decode_actions", lambda method: lambda sequences: method(sequences) + torch.rand(1), "decode_actions"),
     ],
 )
-def test_wrong_types_are_named(method, wrong, message, trial):
-    change(trial.model, method, wrong)
-    check = type_check(trial)
+def test_wrong_types_are_named(method, wrong, message, checker):
+    change(checker.model, method, wrong)
+    check = checker.type_check()
     assert check.passed is False and message in check.detail
 
 

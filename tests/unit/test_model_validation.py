@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from rlinf.algorithms import NLLLossFn
-from rlinf.checks import language_model as diagnostics
+from rlinf.checks import generation as diagnostics
+from rlinf.checks.generation import log_probability_error, response_mask, validate_log_probability_consistency
 from rlinf.cli import main
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import ConfigError
 from rlinf.llm.decoding import StaticLayer
-from rlinf.llm.validation import log_probability_error, response_mask, validate_log_probability_consistency
 from rlinf.models import HuggingFacePolicy
 from rlinf.models.generation import HuggingFaceGeneration
 
@@ -75,7 +75,7 @@ def test_the_engine_is_finished_even_if_it_fails(tiny_lm, prompts):
 def test_another_vocabulary_is_refused(tiny_lm, prompts):
     policy, engine = HuggingFacePolicy(tiny_lm()), HuggingFaceGeneration(tiny_lm())
     engine.model.config.vocab_size = 64
-    with pytest.raises(ConfigError, match=r"vocab_size=48, the inference backend 64.*Set model_name="):
+    with pytest.raises(ConfigError, match=r"vocab_size=48, the inference backend 64.*Pass one model_name"):
         validate_log_probability_consistency(policy, engine, prompts)
 
 
@@ -132,7 +132,7 @@ def test_the_command_prints_a_table_and_its_status(tiny_lm, capsys, monkeypatch)
     assert lines[0].split() == ["check", "result", "detail"] and len(lines) == 2 + 9 + 8 + 1
     assert all(line.startswith("torch: ") and "pass" in line for line in lines[2:-1])
     assert lines[-1].startswith("vllm: not checked. Generation with vLLM needs the package vllm")
-    monkeypatch.setattr(diagnostics, "THRESHOLD", 0.5)
+    monkeypatch.setattr(diagnostics, "MAX_EXP_GAP", 0.5)
     assert main(["diagnose", tiny_lm(), "torch_dtype=bfloat16"]) == 1
     assert "FAIL" in capsys.readouterr().out
 

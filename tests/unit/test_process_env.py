@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlinf.checks.env_recording import equal_rows, play, spread_specs
+from rlinf.checks.env import equal_rows, play, spread_specs
 from rlinf.distributed.stack_dump import DUMP_SIGNAL, dump_stacks
 from rlinf.envs.config import EnvConfig, with_share_of_cores
 from rlinf.errors import ConfigError, SimulatorError

@@ -31,8 +31,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlinf.engines.weight_handle import WeightBuffer
 from rlinf.llm.batched_data_dict import BatchedDataDict
-from rlinf.llm.causal_lm import DTYPES
 from rlinf.models.generation import HuggingFaceGeneration, VllmGeneration
+from rlinf.models.precision import DTYPES
 
 NO_VLLM = "vLLM is not installed: bash scripts/setup.sh --vllm"
 

@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -238,11 +239,10 @@ def compare(
 
 
 def _evaluate_object(policy: Policy | Acts, env: str | EnvConfig | None, overrides: Sequence[str]) -> EvaluationResult:
-    import torch
-
     from rlinf.commands.evaluate import episode_list
     from rlinf.envs import make_env as make
     from rlinf.evaluation.evaluator import evaluate_policy
+    from rlinf.models.precision import autocast
 
     is_ours = isinstance(policy, Policy)
     if not callable(getattr(policy, "act", None)):
@@ -257,11 +257,8 @@ def _evaluate_object(policy: Policy | Acts, env: str | EnvConfig | None, overrid
     settings = config.evaluation
     num_envs = min(settings.num_envs, settings.num_episodes or settings.num_envs)
     made = make(config.env, num_envs, auto_reset=False)
-    mixed = is_ours and policy.config.model.precision == "bf16-mixed"
     try:
-        with torch.autocast(
-            next(policy.model.parameters()).device.type if is_ours else "cpu", torch.bfloat16, enabled=mixed
-        ):
+        with autocast(policy.model, policy.config.model.precision) if is_ours else nullcontext():
             return evaluate_policy(
                 policy.model if is_ours else policy,
                 made,

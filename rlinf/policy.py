@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +83,7 @@ class Policy:
         """
         import torch
 
-        from rlinf.evaluation.evaluator import evaluation_mode
+        from rlinf.models.precision import autocast, evaluation_mode
 
         rows, is_single = self._rows(observation)
         model, uniforms = self.model, None
@@ -92,9 +91,7 @@ class Policy:
             generator = self._generator if seed is None else np.random.default_rng(seed)
             draws = generator.random((len(rows), model.num_uniforms), dtype=np.float32)
             uniforms = torch.from_numpy(np.maximum(draws, np.finfo(np.float32).tiny))
-        mixed = self.config.model.precision == "bf16-mixed"
-        device = next(model.parameters()).device.type
-        with evaluation_mode(model), torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext():
+        with evaluation_mode(model), autocast(model, self.config.model.precision):
             prediction = model.predict_action_batch(
                 do_sample=not greedy,
                 temperature=self.config.rollout.temperature,

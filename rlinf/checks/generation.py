@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.checks.report import BATCH_SIZES, MAX_EXP_GAP, Check
+from rlinf.checks.report import BATCH_SIZES, Check
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.llm.batch_checks import response_mask, verify_right_padding
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
@@ -27,6 +27,7 @@ from rlinf.llm.logprobs import context_length, sequence_logprobs
 from rlinf.llm.losses import NLLLossFn
 from rlinf.llm.policy_interface import PolicyInterface
 from rlinf.llm.vllm_generation import VllmGenerationWorker
+from rlinf.models.precision import MAX_EXP_GAP
 from rlinf.options import from_mapping
 
 logger = logging.getLogger(__name__)

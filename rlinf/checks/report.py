@@ -1,12 +1,10 @@
-"""What the checks of models share: a row of the table of ``rlinf diagnose``, and the batches and the limit of all of them."""
+"""What the checks of models share: a row of the table of ``rlinf diagnose``, and the sizes of their batches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 BATCH_SIZES = (1, 4)
-MAX_EXP_GAP = 1.05
-"""Largest accepted ``mean(exp|difference|)`` of log-probabilities in 16 bits; 1 is equality."""
 
 
 @dataclass(frozen=True)

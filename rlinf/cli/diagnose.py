@@ -108,6 +108,7 @@ def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
     from rlinf.envs import make_env
     from rlinf.manifest import Manifest, verify_files
     from rlinf.models import build_policy
+    from rlinf.models.precision import autocast
     from rlinf.preflight.saved import check_model_type
     from rlinf.seeding import seed_everything
 
@@ -131,15 +132,14 @@ def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
         action_range = torch.from_numpy(env.action_high - env.action_low).float()
     finally:
         env.close()
-    device = resolve_device(config.cluster.device, 1)
-    mixed = config.model.precision == "bf16-mixed"
-    with torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext():
+    model = model.to(resolve_device(config.cluster.device, 1)).eval()
+    with autocast(model, config.model.precision):
         yield PolicyChecker(
-            model.to(device).eval(),
+            model,
             observation,
             action_range,
             config.rollout.temperature,
-            is_exact=not mixed and model.dtype == torch.float32,
+            is_exact=config.model.precision != "bf16-mixed" and model.dtype == torch.float32,
             num_trained_rows=min(NUM_ROWS, config.model.micro_batch_size),
         )
 

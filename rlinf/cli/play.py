@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 import shutil
@@ -72,13 +71,12 @@ def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
     Raises:
         ConfigError: The split has no such episode, or the env cannot draw.
     """
-    import torch
-
     from rlinf.commands.evaluate import load_checked
     from rlinf.distributed.process_group import resolve_device, set_num_threads
     from rlinf.envs import make_env
-    from rlinf.evaluation.evaluator import RowPolicy, evaluation_mode, replay_episodes
+    from rlinf.evaluation.evaluator import RowPolicy, replay_episodes
     from rlinf.evaluation.video import write_video
+    from rlinf.models.precision import autocast, evaluation_mode
     from rlinf.seeding import seed_everything
 
     set_num_threads(config.cluster.num_threads, 1)
@@ -93,11 +91,9 @@ def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
                 f"Set episode={len(specs) - 1}, or raise env.num_{evaluation.split}_init_states"
             )
         model = load_checked(replace(config, evaluation=replace(evaluation, probe=False)), env)
-        device = resolve_device(config.cluster.device, 1)
-        model = model.to(device)
+        model = model.to(resolve_device(config.cluster.device, 1))
         policy = RowPolicy(model, env.task_names, evaluation.greedy, config.rollout.temperature, config.seed)
-        mixed = config.model.precision == "bf16-mixed"
-        with evaluation_mode(model), torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext():
+        with evaluation_mode(model), autocast(model, config.model.precision):
             ((result, instruction, frames),) = replay_episodes(
                 policy, env, [specs[settings.episode]], evaluation.video_size
             )

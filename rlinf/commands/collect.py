@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from rlinf.checkpoints.checkpoint import resolve_checkpoint
 from rlinf.commands.policy_loading import load_policy
@@ -23,9 +22,10 @@ from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError, SimulatorError
-from rlinf.evaluation.evaluator import RowPolicy, evaluation_mode
+from rlinf.evaluation.evaluator import RowPolicy
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.manifest import Manifest, check, package_versions, verify_files
+from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.options import to_mapping
 from rlinf.preflight.conditions import build_manifest
 from rlinf.rollout.demonstrations import Demonstrator, EpisodeBatch, ExpertDemonstrator, play_episodes
@@ -237,9 +237,7 @@ def _acting(config: RunConfig, policy: RowPolicy | None):
     if policy is None:
         yield
         return
-    device = next(policy.model.parameters()).device.type
-    mixed = config.model.precision == "bf16-mixed"
-    with evaluation_mode(policy.model), torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext():
+    with evaluation_mode(policy.model), autocast(policy.model, config.model.precision):
         yield
 
 

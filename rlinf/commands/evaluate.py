@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, CONFIG_FILE, STATE_FILE, resolve_checkpoint
@@ -38,6 +36,7 @@ from rlinf.files import write_text
 from rlinf.manifest import MANIFEST_FILE, Manifest, check, verify_files
 from rlinf.models import build_policy
 from rlinf.models.base_weights import weights_digest
+from rlinf.models.precision import autocast
 from rlinf.options import to_mapping
 from rlinf.preflight.conditions import build_manifest
 from rlinf.seeding import seed_everything
@@ -81,10 +80,9 @@ def evaluate(config: RunConfig) -> EvaluationResult:
             warnings.append(TRAINING_SPLIT)
         device = resolve_device(config.cluster.device, 1)
         model = model.to(device)
-        mixed = config.model.precision == "bf16-mixed"
         with (
             PartialResults(output, {"device": device, **conditions(config, manifest, saved, specs)}) as partial,
-            torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext(),
+            autocast(model, config.model.precision),
         ):
             progress = _Progress(partial, len(specs), config.tracking.progress)
             result = evaluate_policy(

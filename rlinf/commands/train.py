@@ -173,7 +173,7 @@ class Run:
             return LoopState(phase=phase)
         loaded = checkpoints.load_checkpoint(self.resumed_from, model=self.model, optimizer=self.worker.optimizer)
         state = LoopState(**loaded)
-        self.worker.num_updates = state.sft_step if phase == "sft" else state.policy_version - state.sft_step
+        self.worker.train_step.num_steps = state.sft_step if phase == "sft" else state.policy_version - state.sft_step
         return state
 
     def _open_tracker(self) -> Tracker:

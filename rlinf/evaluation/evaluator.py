@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ import torch
 from rlinf.errors import ConfigError
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.video import write_video
+from rlinf.models.precision import evaluation_mode
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
@@ -34,21 +34,6 @@ NUM_ROWS = 16  # rows of a policy call; larger calls gain little, and waste more
 
 MAX_SLUG_LEN = 100
 """Letters of a task's name in the name of a video: file names end at 255."""
-
-
-@contextmanager
-def evaluation_mode(model: ActionModel | Acts) -> Iterator[None]:
-    """Switch dropout and the like off inside, and back to what it was; nothing to do for an object that only acts."""
-    if not isinstance(model, torch.nn.Module):
-        yield
-        return
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 class RowPolicy:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from rlinf.distributed.devices import take_own_device
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.models.dropout import switch_off_dropout
 from rlinf.models.hf_model import HFModel
 from rlinf.models.loading import check_attention, without_load_report
+from rlinf.models.precision import torch_dtype_of
 from rlinf.optim.finite import check_loaded
 from rlinf.options import option
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
@@ -70,14 +66,6 @@ def load_causal_lm(model_name: str, config: CausalLMConfig) -> Any:
     return switch_off_dropout(model).eval()
 
 
-def torch_dtype_of(name: Any) -> torch.dtype:
-    """Return the ``torch.dtype`` of ``"bfloat16"``, ``"torch.bfloat16"`` or ``torch.bfloat16``."""
-    found = DTYPES.get(str(name).removeprefix("torch."))
-    if found is None:
-        raise ConfigError(f"torch_dtype='{name}'; required: {', '.join(DTYPES)}.", torch_dtype="bfloat16")
-    return found
-
-
 def end_tokens(model: Any, tokenizer: Any, given: int | list[int] | None) -> list[int]:
     """Return the ids that end a row: the given ones, else the model's, else the tokenizer's; an empty list ends none."""
     candidates = (
@@ -98,17 +86,6 @@ def padding_token(model: Any, tokenizer: Any, given: int | None, ends: list[int]
     vocab_size = model.config.get_text_config().vocab_size
     candidates = (given, model.generation_config.pad_token_id, getattr(tokenizer, "pad_token_id", None), *ends[:1], 0)
     return next(value for value in candidates if value is not None and 0 <= value < vocab_size)
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and back into its previous mode afterwards."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def _load_spread(model_name: str, **arguments: Any) -> Any:

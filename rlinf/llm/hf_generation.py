@@ -17,7 +17,6 @@ from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.llm.causal_lm import (
     CausalLMConfig,
     end_tokens,
-    evaluation_mode,
     load_causal_lm,
     padding_token,
 )
@@ -25,6 +24,7 @@ from rlinf.llm.decoding import next_token_only, static_cache
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from rlinf.llm.logprobs import TOKEN_TYPE_KEYS, context_length, image_inputs
 from rlinf.llm.packing import ignores_left_padding
+from rlinf.models.precision import evaluation_mode
 from rlinf.models.sampling import sample_tokens, token_logprobs
 from rlinf.options import from_mapping, option
 

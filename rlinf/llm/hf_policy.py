@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from rlinf.distributed.devices import own_device
 from rlinf.distributed.process_group import rank, sum_over_ranks, world_size
-from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
+from rlinf.errors import CheckpointError, ConfigError
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
-from rlinf.llm.causal_lm import CausalLMConfig, evaluation_mode, load_causal_lm, torch_dtype_of
+from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
 from rlinf.llm.hf_generation import SamplingConfig, generate_tokens, refuse_other_names
 from rlinf.llm.logprobs import batch_logprobs, context_length, micro_batches
@@ -29,7 +29,9 @@ from rlinf.memory import memory_metrics
 from rlinf.models.config import LoraConfig
 from rlinf.models.hf_model import HFModel, count_weights
 from rlinf.models.lora import merged_state_dict
+from rlinf.models.precision import evaluation_mode, torch_dtype_of
 from rlinf.optim.master_adamw import MasterAdamW
+from rlinf.optim.train_step import Totals, TrainStep
 from rlinf.options import from_mapping, option
 from rlinf.seeding import derive_seed
 
@@ -101,7 +103,7 @@ class HuggingFacePolicy(PolicyInterface):
             lr=self.config.learning_rate,
             weight_decay=self.config.weight_decay,
         )
-        self._num_steps = 0
+        self._train_step = TrainStep(self._optimizer, self.config.max_grad_norm)
         self._reference: nn.Module | None = None
         self._checksum: list[float] | None = None
         self._random = sampling_generator(self.config.seed, rank())
@@ -157,26 +159,14 @@ class HuggingFacePolicy(PolicyInterface):
                     f"{loss_fn} is not a TokenLoss, and only a TokenLoss can be summed over {world_size()} ranks."
                 )
             else:
-                loss = loss_fn(self.model, data)
-                if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                    raise ConfigError(f"loss_fn returned {loss!r}; required: a tensor of one number with a gradient.")
-                loss.backward()
-                self._optimizer.gather_gradients()
-                metrics = {"loss": loss.item()}
+                metrics = self._train_step.accumulate([data], lambda whole: self._any_loss(whole, loss_fn))
         finally:
             self.model.eval()
         if world_size() > 1:
             _sum_gradients(self._optimizer.masters)
-        grad_norm = float(nn.utils.clip_grad_norm_(self._optimizer.masters, self.config.max_grad_norm))
-        if not torch.isfinite(torch.tensor([metrics["loss"], grad_norm])).all():
-            raise NonFiniteError(
-                f"The loss is {metrics['loss']} and the gradient norm {grad_norm}; the step was not taken."
-            )
-        if self._num_steps == 0 and self._reference is None and self.config.lora is None:
+        if self._train_step.num_steps == 0 and self._reference is None and self.config.lora is None:
             self._checksum = weights_checksum(self.model)
-        self._optimizer.step()
-        self._num_steps += 1
-        self._optimizer.zero_grad()
+        grad_norm = self._train_step.apply(metrics["loss"])
         return {**metrics, "grad_norm": grad_norm, **memory_metrics()}
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -207,19 +197,19 @@ class HuggingFacePolicy(PolicyInterface):
 
         own, parts = refused_together(prepare)
         counts = TokenCounts(*sum_over_ranks([own.tokens, own.samples]))
-        totals: dict[str, float] = {}
 
-        def run() -> None:
-            for part in parts:
-                output = loss_fn.from_logprobs(self._logprobs(self.model, part), part, counts)
-                output.loss.backward()
-                self._optimizer.gather_gradients()
-                for name, value in {**output.metrics, "loss": output.loss.detach()}.items():
-                    totals[name] = totals.get(name, 0.0) + float(value)
+        def loss_of(part: BatchedDataDict) -> tuple[Tensor, dict[str, Tensor]]:
+            output = loss_fn.from_logprobs(self._logprobs(self.model, part), part, counts)
+            return output.loss, {**output.metrics, "loss": output.loss.detach()}
 
-        refused_together(run)
-        totals = dict(zip(totals, sum_over_ranks(list(totals.values())), strict=True))
-        return {**totals, "num_tokens": counts.tokens}
+        totals: Totals = refused_together(lambda: self._train_step.accumulate(parts, loss_of))
+        return {**totals.over_ranks(), "num_tokens": counts.tokens}
+
+    def _any_loss(self, data: BatchedDataDict, loss_fn: LossFunction) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = loss_fn(self.model, data)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise ConfigError(f"loss_fn returned {loss!r}; required: a tensor of one number with a gradient.")
+        return loss, {"loss": loss.detach()}
 
     @torch.no_grad()
     def _score(self, model: Any, data: BatchedDataDict) -> BatchedDataDict[LogprobsSpec]:
@@ -247,7 +237,7 @@ class HuggingFacePolicy(PolicyInterface):
         )
 
     def _initial_model(self) -> nn.Module:
-        if self._num_steps == 0:
+        if self._train_step.num_steps == 0:
             return copy.deepcopy(self.model)
         model = load_causal_lm(self.model_name, self.config)
         if weights_checksum(model) != self._checksum:

@@ -29,7 +29,6 @@ from rlinf.models.loading import (
     load_standard_processor,
     override_fields,
     read_json,
-    torch_dtype_from_precision,
     values_refused_for_rl,
 )
 from rlinf.options import cured_by_settings, from_mapping, plain_container
@@ -50,6 +49,7 @@ __getattr__ = lazy_attributes(
         "HFLLMModel": "rlinf.models.hf_model",
         "HuggingFacePolicy": "rlinf.llm.hf_policy",
         "MegatronPolicy": "rlinf.llm.megatron.policy",
+        "torch_dtype_from_precision": "rlinf.models.precision",
     },
 )
 
@@ -262,6 +262,8 @@ def _or_fall_back(cfg: ModelConfig, load: Callable[[ModelEntry], Any]) -> Any:
 def _load(
     entry: ModelEntry, cfg: ModelConfig, overrides: Mapping[str, Any] | None, allow_mismatch: Sequence[str]
 ) -> Any:
+    from rlinf.models.precision import torch_dtype_from_precision
+
     entry = entry.resolve()
     torch_dtype_from_precision(cfg.precision)
     check_attention(cfg.attn_implementation)

@@ -17,8 +17,6 @@ from rlinf.models.config import ModelConfig
 from rlinf.options import override_text, plain_container, public_fields
 
 if TYPE_CHECKING:
-    import torch
-
     from rlinf.models import ModelEntry
 
 OPTIONAL_ARGUMENTS = ("action_chunks_len", "value_head", "detach_value")
@@ -38,28 +36,6 @@ def import_target(target: Any) -> Any:
     if not isinstance(target, str):
         return target
     return import_string(target)
-
-
-def torch_dtype_from_precision(precision: str | int | None) -> torch.dtype:
-    """Return the dtype of the weights: ``bf16``, ``fp16``, ``fp32``; ``bf16-mixed`` keeps float32 weights.
-
-    Raises:
-        ConfigError: Not a precision, in this spelling. ``bf16-mixed`` is the only one that runs under autocast.
-    """
-    import torch
-
-    names = {
-        torch.float32: ("fp32", "float32", "32", "32-true", "bf16-mixed"),
-        torch.bfloat16: ("bf16", "bfloat16", "bf16-true"),
-        torch.float16: ("fp16", "float16", "16", "16-true", "half"),
-    }
-    for dtype, known in names.items():
-        if str(precision) in known:
-            return dtype
-    close = "bf16-mixed" if str(precision).lower().endswith("mixed") else "bf16"
-    raise ConfigError(
-        f"model.precision is '{precision}'; required: fp32, bf16, fp16, or bf16-mixed. Set e.g. model.precision={close}"
-    )
 
 
 def config_file_names(entry: ModelEntry) -> tuple[str, ...]:
@@ -301,6 +277,8 @@ def _optional_arguments(model_class: type, cfg: ModelConfig) -> dict[str, Any]:
 
 def load_action_model(entry: ModelEntry, cfg: ModelConfig, config: Any) -> Any:
     """Load or draw a registered model, which takes the arguments of action models."""
+    from rlinf.models.precision import torch_dtype_from_precision
+
     dtype = torch_dtype_from_precision(cfg.precision)
     arguments = {"hidden_size": cfg.hidden_size, "unnorm_key": cfg.unnorm_key, "action_dim": cfg.action_token_len}
     arguments |= _optional_arguments(entry.model, cfg)
@@ -354,6 +332,8 @@ def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:
 
 def load_generic_model(entry: ModelEntry, cfg: ModelConfig, config: Any) -> Any:
     """Load or draw an ``HFModel``."""
+    from rlinf.models.precision import torch_dtype_from_precision
+
     arguments = {
         "dtype": torch_dtype_from_precision(cfg.precision), "attn_implementation": cfg.attn_implementation
     }  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlinf.errors import ParityError
+from rlinf.models.precision import MAX_EXP_GAP
 from rlinf.types import RolloutBatch
 
 logger = logging.getLogger("rlinf")
@@ -26,8 +27,6 @@ The log-density of a Gaussian of deviation ``s`` changes by up to ``|z| / s`` ti
 ``s`` shrinks, so there the gap counts in shares of the largest density (of 1, where all are smaller). A probability is never
 larger than 1. Measured: at most 1e-5 nat with each family of models on the tabletop tasks.
 """
-MAX_EXP_MEAN = 1.05
-"""In 16 bits."""
 MAX_FIRST_KL = 1e-4
 """Largest ``approx_kl`` of a minibatch before any step of its iteration, in float32, where it is rounding."""
 EXCEEDED = "rollout/parity_exceeded"
@@ -108,7 +107,7 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float | None) -> tuple
         batch: Time-major, with ``old_logprobs`` and ``values``; ``rollout_values`` may be None.
         step: Of the run.
         max_gap: Largest accepted difference, in the shares of ``MAX_GAP``; None: the means of ``exp |gap|`` are at most
-            ``MAX_EXP_MEAN``.
+            ``MAX_EXP_GAP``.
 
     Returns:
         Metrics: ``rollout/logprob_gap_mean``, ``rollout/logprob_gap_max``, ``rollout/logprob_gap_exp_mean`` (mean of
@@ -180,9 +179,9 @@ def _judge(
     chunk, env = divmod(worst, gap.shape[1])
     largest = float(gap[chunk, env])
     is_finite = largest < float("inf")
-    if is_finite and not (exp_mean > MAX_EXP_MEAN if limit is None else largest > limit):
+    if is_finite and not (exp_mean > MAX_EXP_GAP if limit is None else largest > limit):
         return largest, None
-    accepted = f"a mean exp|difference| of {MAX_EXP_MEAN:g}" if limit is None else f"{limit:g}"
+    accepted = f"a mean exp|difference| of {MAX_EXP_GAP:g}" if limit is None else f"{limit:g}"
     rollout, trainer = ([round(x, 4) for x in each[chunk, env].flatten().tolist()] for each in pair)
     text = (
         f"Rollout and trainer {what} differ by {largest:.3g} at step {step} (mean exp|difference| {exp_mean:.3g}); at "

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.config.training import TrainerConfig
 from rlinf.data.config import SFTConfig
-from rlinf.distributed.fsdp import clip_gradients, grad_norm
-from rlinf.distributed.process_group import max_over_ranks, rank, sum_over_ranks, world_size
+from rlinf.distributed.fsdp import grad_norm
+from rlinf.distributed.process_group import max_over_ranks, rank, world_size
 from rlinf.errors import ConfigError, NonFiniteError
+from rlinf.models.precision import autocast
 from rlinf.optim.master_adamw import MasterAdamW
+from rlinf.optim.train_step import TrainStep
 from rlinf.types import Observation, RolloutBatch
 
 VALUE_HEAD = "value_head"
@@ -60,30 +63,25 @@ class TrainWorker:
         precision: str,
     ) -> None:
         self.model = model
-        self.config = config
         self.temperature = temperature
         self.micro_batch_size = micro_batch_size
         self.val_micro_batch_size = val_micro_batch_size
         self.precision = precision
-        self.optimizer = self.new_optimizer()
-        self.num_updates = 0
         self.failed_batch: FailedBatch | None = None
-        self._has_learnt = False  # a gradient has reached the policy
+        self.train_step: TrainStep | None = None
+        self.start_phase(config)
 
-    def new_optimizer(self, former: MasterAdamW | None = None) -> MasterAdamW:
-        """AdamW over policy matrices (decayed), other policy parameters, and the value head; it steps the masters of ``former``."""
-        config = self.config
+    def start_phase(self, config: TrainerConfig) -> None:
+        """Begin behaviour cloning or RL with a fresh optimiser, which steps the masters of the one before."""
+        self.config = config
+        former = None if self.train_step is None else self.optimizer
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         policy = [p for name, p in named if VALUE_HEAD not in name]
         value = [p for name, p in named if VALUE_HEAD in name]
         groups = [
-            {
-                "params": [p for p in policy if p.ndim >= 2],
-                "weight_decay": config.weight_decay,
-                "base_lr": config.learning_rate,
-            },
-            {"params": [p for p in policy if p.ndim < 2], "weight_decay": 0.0, "base_lr": config.learning_rate},
-            {"params": value, "weight_decay": 0.0, "base_lr": config.value_learning_rate},
+            {"params": [p for p in policy if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in policy if p.ndim < 2], "weight_decay": 0.0},
+            {"params": value, "weight_decay": 0.0, "lr": config.value_learning_rate},
         ]
         optimizer = MasterAdamW(
             [group for group in groups if group["params"]],
@@ -95,20 +93,19 @@ class TrainWorker:
         self.named_masters = {name: optimizer.master_of(p) for name, p in named}
         self.policy_masters = [optimizer.master_of(p) for p in policy]
         self.value_masters = [optimizer.master_of(p) for p in value]
-        return optimizer
+        # The value head learns at its own pace: clipped with the policy, a large value error would shrink the policy's step.
+        parts = (self.policy_masters, self.value_masters)
+        self.train_step = TrainStep(optimizer, config.max_grad_norm, warmup_steps=config.warmup_steps, parts=parts)
+        self._has_learnt = False  # a gradient has reached the policy
 
-    def start_phase(self, config: TrainerConfig) -> None:
-        """Begin behaviour cloning or RL with a fresh optimiser."""
-        self.config = config
-        self.optimizer = self.new_optimizer(self.optimizer)
-        self.num_updates = 0
-        self._has_learnt = False
+    @property
+    def optimizer(self) -> MasterAdamW:
+        """The optimiser of the present phase."""
+        return self.train_step.optimizer
 
-    def autocast(self) -> contextlib.AbstractContextManager:
-        """bf16 autocast when the precision asks for it; rollout and training use the same context."""
-        if self.precision != "bf16-mixed":
-            return contextlib.nullcontext()
-        return torch.autocast(next(self.model.parameters()).device.type, torch.bfloat16)
+    def autocast(self) -> AbstractContextManager:
+        """Return the context in which the policy computes, in rollouts and in training."""
+        return autocast(self.model, self.precision)
 
     @torch.no_grad()
     def evaluate(self, batch: RolloutBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
@@ -153,9 +150,9 @@ class TrainWorker:
         """
         self.model.train()
         counts = LossCounts.of(batch, algorithm.config)
-        totals: dict[str, float] = {}
-        frozen = algorithm.policy_is_frozen(step)
-        for index, valid in self._micro_batches(len(batch.loss_mask)):
+
+        def loss_of(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+            index, valid = rows
             micro = batch.select(index)
             micro.loss_mask = micro.loss_mask & valid
             with self.autocast():
@@ -165,13 +162,12 @@ class TrainWorker:
                 evaluation = self.model.evaluate_actions(inputs, tokens, self.temperature)
             evaluation = type(evaluation)(*(tensor.cpu() for tensor in evaluation))
             output = algorithm.loss(micro, evaluation, counts, step)
-            self._backward(output.loss)
-            for name, value in output.metrics.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
-        metrics = dict(zip(totals, sum_over_ranks(list(totals.values())), strict=True))
-        metrics["grad_norm"] = self._step(metrics["loss"], frozen, "rl", step, (batch.observation, batch.tensors()))
-        metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
-        return metrics
+            return _to_be_averaged(output.loss), output.metrics
+
+        metrics = self.train_step.accumulate(self._micro_batches(len(batch.loss_mask)), loss_of).over_ranks()
+        frozen = algorithm.policy_is_frozen(step)
+        metrics["grad_norm"] = self._apply(metrics["loss"], frozen, "rl", step, (batch.observation, batch.tensors()))
+        return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def sft_update(
         self, observation: Observation, actions: Tensor, num_rows: int, step: int, seed: int = 0
@@ -192,63 +188,50 @@ class TrainWorker:
             shape = (num_rows, self.model.num_sft_uniforms)
             uniforms = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
             uniforms.clamp_min_(torch.finfo(torch.float32).tiny)  # the open interval (0, 1)
-        loss, held = 0.0, torch.arange(len(actions)).split(self.micro_batch_size)
-        for here, (index, valid) in zip(held, self._micro_batches(num_rows), strict=True):
+        held = torch.arange(len(actions)).split(self.micro_batch_size)
+
+        def loss_of(rows: tuple[Tensor, tuple[Tensor, Tensor]]) -> tuple[Tensor, Mapping[str, Tensor]]:
+            here, (index, valid) = rows
             with self.autocast():
                 inputs = self.model.preprocess(observation.select(here.numpy()))
                 device = next(iter(inputs.values())).device
                 drawn = () if uniforms is None else (uniforms[index].to(device),)
-                rows = self.model.sft_loss(inputs, actions[here].to(device), *drawn)
-            part = torch.where(valid.to(device), rows.float(), 0.0).sum() / num_rows
-            self._backward(part)
-            loss += float(part.detach())
-        loss = sum_over_ranks([loss])[0]
-        norm = self._step(loss, False, "sft", step, (observation, {"actions": actions}))
-        return {"loss": loss, "grad_norm": norm, "learning_rate": self.optimizer.param_groups[0]["lr"]}
+                losses = self.model.sft_loss(inputs, actions[here].to(device), *drawn)
+            share = torch.where(valid.to(device), losses.float(), 0.0).sum() / num_rows
+            return _to_be_averaged(share), {"loss": share.detach()}
+
+        micro_batches = zip(held, self._micro_batches(num_rows), strict=True)
+        metrics = self.train_step.accumulate(micro_batches, loss_of).over_ranks()
+        metrics["grad_norm"] = self._apply(metrics["loss"], False, "sft", step, (observation, {"actions": actions}))
+        return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def _micro_batches(self, num_rows: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's rows of a minibatch in equal numbers of micro-batches on every rank, and which rows count."""
         return list(zip(*(part.split(self.micro_batch_size) for part in own_rows(num_rows)), strict=True))
 
-    def _backward(self, loss: Tensor) -> None:
-        # FSDP2 averages gradients over ranks; the loss is a share of a global mean, so they must be added.
-        (loss * world_size()).backward()
-        self.optimizer.gather_gradients()
-
-    def _step(
+    def _apply(
         self, loss: float, frozen: bool, phase: str, step: int, rows: tuple[Observation, dict[str, Tensor]]
     ) -> float:
-        """Check, clip and apply the gradient; returns its norm before clipping."""
+        """Take the optimiser step, unless something is wrong with it; return the norm of the gradient before clipping."""
         if frozen:
-            # AdamW skips parameters without a gradient altogether: no decay, no momentum, no movement.
+            # Critic warm-up. AdamW skips parameters without a gradient altogether: no decay, no momentum, no movement. With
+            # gradients of 0 it would still decay the weights and move them by former momentum.
             for master in self.policy_masters:
                 master.grad = None
-        # The value head learns at its own pace: clipping it with the policy would let a large value error shrink
-        # the policy's step.
-        parts = [[p for p in group if p.grad is not None] for group in (self.policy_masters, self.value_masters)]
-        norms = [grad_norm(part) for part in parts]
-        norm = float(torch.stack([part**2 for part in norms]).sum().sqrt())
-        if not (np.isfinite(loss) and np.isfinite(norm)):
-            self._fail(loss, norm, phase, step, rows)
-        if not frozen and not self._has_learnt:
-            self._check_gradient(float(norms[0]), phase, rows[1])
-        for part, part_norm in zip(parts, norms, strict=True):
-            clip_gradients(part, part_norm, self.config.max_grad_norm)
-        warmup = min(1.0, (self.num_updates + 1) / max(1, self.config.warmup_steps))
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["base_lr"] * warmup
-        if any(parts):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.num_updates += 1
-        return norm
+        elif not self._has_learnt:
+            self._check_gradient(phase, rows[1])
+        try:
+            return self.train_step.apply(loss)
+        except NonFiniteError as error:
+            self._fail(loss, phase, step, rows, error)
 
-    def _check_gradient(self, norm: float, phase: str, tensors: dict[str, Tensor]) -> None:
+    def _check_gradient(self, phase: str, tensors: dict[str, Tensor]) -> None:
         """Refuse a loss that cannot teach the policy anything.
 
         Raises:
             ConfigError: The gradient is exactly 0, although the minibatch has something to teach.
         """
+        norm = float(grad_norm([p for p in self.policy_masters if p.grad is not None]))
         self._has_learnt = norm > 0
         advantages = tensors.get("advantages")
         teaches = advantages is None or bool((advantages[tensors["loss_mask"]] != 0).any())
@@ -260,8 +243,14 @@ class TrainWorker:
             )
 
     def _fail(
-        self, loss: float, norm: float, phase: str, step: int, rows: tuple[Observation, dict[str, Tensor]]
-    ) -> None:
+        self, loss: float, phase: str, step: int, rows: tuple[Observation, dict[str, Tensor]], cause: NonFiniteError
+    ) -> NoReturn:
+        """Keep the minibatch for the report, and say what may mend it.
+
+        Raises:
+            NonFiniteError: Always.
+        """
+        norm = self.train_step.grad_norm
         bad = [
             name for name, p in self.named_masters.items()
             if p.grad is not None and not bool(torch.isfinite(p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad).all())
@@ -282,7 +271,15 @@ class TrainWorker:
         raise NonFiniteError(
             f"{phase} step {step}: loss {loss}, gradient norm {norm}; gradients of {len(bad)} parameters are not finite"
             f"{' (first: ' + bad[0] + ')' if bad else ''}. The optimiser step was not taken. {way_on}"
-        )
+        ) from cause
+
+
+def _to_be_averaged(share: Tensor) -> Tensor:
+    """Return a rank's share of a global mean as its backward pass needs it.
+
+    FSDP2 divides the sum of the ranks' gradients by the number of ranks. Shares must be added, so the factor undoes that.
+    """
+    return share * world_size()
 
 
 def own_rows(num_rows: int) -> tuple[Tensor, Tensor]:

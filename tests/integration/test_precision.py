@@ -311,8 +311,7 @@ def test_gradients_of_micro_batches_add_up_in_float32():
     model = policy_of("OFT")
     worker = worker_of(model, "bf16", 1e-4)
     parameter = next(p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16)
-    for value in (1.0, 2.0**-9, 2.0**-9):
-        worker._backward(value * parameter.float().sum())
+    worker.train_step.accumulate((1.0, 2.0**-9, 2.0**-9), lambda value: (value * parameter.float().sum(), {}))
     master = worker.optimizer.master_of(parameter)
     assert parameter.grad is None and bool((master.grad == 1 + 2.0**-8).all())
     norm = grad_norm([master])
@@ -322,8 +321,9 @@ def test_gradients_of_micro_batches_add_up_in_float32():
 def test_a_frozen_policy_is_skipped():
     worker = worker_of(policy_of("OFT"), "bf16", 1e-2)
     before = {name: master.detach().clone() for name, master in worker.named_masters.items()}
-    worker._backward(sum(p.float().sum() for p in worker.optimizer.parameters))
-    worker._step(0.0, True, "rl", 0, (None, {}))
+    trained = worker.optimizer.parameters
+    worker.train_step.accumulate([trained], lambda parameters: (sum(p.float().sum() for p in parameters), {}))
+    worker._apply(0.0, True, "rl", 0, (None, {}))
     moved = {name for name, master in worker.named_masters.items() if not torch.equal(master, before[name])}
     assert moved == {name for name in before if name.startswith("value_head.")}
     assert set(worker.optimizer.state) == set(worker.value_masters)

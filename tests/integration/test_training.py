@@ -21,7 +21,6 @@ from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, NonFiniteError, ParityError
 from rlinf.preflight import conditions
-from rlinf.training import train_worker
 
 SMALL = [
     "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
@@ -332,15 +331,15 @@ def test_not_finite_gradient_stops_with_a_report_and_keeps_the_last_checkpoint(t
         calls.append(step)
         return update(batch, algorithm, step)
 
-    original_norm = train_worker.grad_norm
+    norm_of = run.worker.train_step.norm_of
 
     def one_bad_gradient(parameters):
         if calls and calls[-1] == 2 and run.model.log_std in set(parameters):
             run.model.policy[0].weight.grad[0, 0] = float("nan")
-        return original_norm(parameters)
+        return norm_of(parameters)
 
     run.worker.update = poisoned
-    monkeypatch.setattr(train_worker, "grad_norm", one_bad_gradient)
+    monkeypatch.setattr(run.worker.train_step, "norm_of", one_bad_gradient)
     with pytest.raises(NonFiniteError, match="rl step 2"):
         run.execute()
     report = json.loads((tmp_path / "failed_batch" / "report.json").read_text())

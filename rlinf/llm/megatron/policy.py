@@ -17,10 +17,9 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import PreTrainedModel
 
-from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, NonFiniteError
+from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.llm.batch_checks import verify_text_only
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
-from rlinf.llm.causal_lm import evaluation_mode, torch_dtype_of
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
 from rlinf.llm.hf_generation import SamplingConfig, generate_tokens, refuse_other_names
 from rlinf.llm.hf_policy import (
@@ -45,7 +44,9 @@ from rlinf.llm.megatron.weights import (
 from rlinf.llm.policy_interface import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
 from rlinf.memory import memory_metrics
 from rlinf.models.hf_model import HFModel, load_config
+from rlinf.models.precision import evaluation_mode, torch_dtype_of
 from rlinf.optim.master_adamw import MasterAdamW
+from rlinf.optim.train_step import Totals, TrainStep
 from rlinf.options import from_mapping, option
 
 
@@ -118,6 +119,7 @@ class MegatronPolicy(PolicyInterface):
             lr=config.learning_rate,
             weight_decay=config.weight_decay,
         )
+        self._train_step = TrainStep(self._optimizer, config.max_grad_norm, norm_of=self._grad_norm)
         self._random = sampling_generator(config.seed, self._groups.data.rank())
 
     def generate(
@@ -167,23 +169,14 @@ class MegatronPolicy(PolicyInterface):
             )
         check_loss(loss_fn, self.temperature)
         data = BatchedDataDict(data)
-        self.model.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         self.model.train()
         try:
             metrics = self._accumulate(data, loss_fn)
         finally:
             self.model.eval()
         self._sum_gradients()
-        grad_norm = self._grad_norm()
-        if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
-            raise NonFiniteError(
-                f"The loss is {metrics['loss']} and the gradient norm {grad_norm}; the step was not taken."
-            )
-        scale = min(1.0, self.config.max_grad_norm / (grad_norm + 1e-6))
-        for parameter in self._optimizer.parameters:
-            parameter.grad.mul_(scale)
-        self._optimizer.step()
-        self.model.zero_grad(set_to_none=True)
+        grad_norm = self._train_step.apply(metrics["loss"])
         return {**metrics, "grad_norm": grad_norm, **memory_metrics()}
 
     @torch.no_grad()
@@ -226,7 +219,7 @@ class MegatronPolicy(PolicyInterface):
         if loss_fn.needs_reference and "reference_logprobs" not in data:
             data["reference_logprobs"] = self.get_reference_logprobs(data)["logprobs"]
         counts = TokenCounts(*self._groups.sum([own.tokens, own.samples], self._groups.data))
-        totals: dict[str, float] = {}
+        totals = Totals()
         parts = [data.select_indices(rows) for rows in rows_of_parts]
         # As many micro-batches as stages are under way at once, so that all stages have work.
         for start in range(0, len(parts), self._groups.num_stages):
@@ -236,13 +229,13 @@ class MegatronPolicy(PolicyInterface):
                 if self._groups.is_last:
                     loss = loss_fn.from_logprobs(self._logprobs(output, part), part, counts)
                     output = loss.loss
-                    for name, value in {**loss.metrics, "loss": loss.loss.detach()}.items():
-                        totals[name] = totals.get(name, 0.0) + float(value)
+                    totals.add({**loss.metrics, "loss": loss.loss.detach()})
                 passes.append((received, output))
             for received, output in passes:
                 self._backward(received, output)
-        totals = dict(zip(totals, self._groups.sum(list(totals.values()), self._groups.data), strict=True))
-        return {**self._groups.from_last_stage(totals), "num_tokens": counts.tokens}
+                self._optimizer.gather_gradients()
+        summed = totals.over_ranks(lambda values: self._groups.sum(values, self._groups.data))
+        return {**self._groups.from_last_stage(summed), "num_tokens": counts.tokens}
 
     def _forward(self, model: nn.Module, data: BatchedDataDict) -> tuple[Tensor | None, Tensor]:
         """Run this rank's layers on rows; returns what came from the stage before, and logits ``[B, W, V / ranks]`` or what went on."""
@@ -335,19 +328,20 @@ class MegatronPolicy(PolicyInterface):
 
     def _sum_gradients(self) -> None:
         for name, parameter in self.model.named_parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+            master = self._optimizer.master_of(parameter)
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
             if needs_tensor_parallel_sum(name, self.config.sequence_parallel):
-                dist.all_reduce(parameter.grad, group=self._groups.tensor)
-            dist.all_reduce(parameter.grad, group=self._groups.data)
+                dist.all_reduce(master.grad, group=self._groups.tensor)
+            dist.all_reduce(master.grad, group=self._groups.data)
 
-    def _grad_norm(self) -> float:
-        """Norm over the whole model; what tensor-parallel ranks hold several times counts once."""
-        total = 0.0
-        for name, parameter in self.model.named_parameters():
-            if self._groups.tensor.rank() == 0 or not is_replicated(name):
-                total += float(parameter.grad.float().square().sum())
-        return math.sqrt(self._groups.sum([total], self._groups.model)[0])
+    def _grad_norm(self, masters: list[nn.Parameter]) -> Tensor:
+        """Return the norm over the whole model, float64. What tensor-parallel ranks hold several times counts once."""
+        names = [name for name, _ in self.model.named_parameters()]
+        is_first = self._groups.tensor.rank() == 0
+        counted = [p for name, p in zip(names, masters, strict=True) if is_first or not is_replicated(name)]
+        total = sum(float(master.grad.square().sum()) for master in counted)
+        return torch.tensor(self._groups.sum([total], self._groups.model)[0], dtype=torch.float64).sqrt()
 
 
 class _CausalLM(PreTrainedModel, GenerationMixin):

@@ -1,0 +1,68 @@
+"""Number formats: what they are called, and in which of them a policy acts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlinf.errors import ConfigError
+
+MAX_EXP_GAP = 1.05
+"""Largest accepted mean of exp |log-prob - log-prob of the same token elsewhere|, which rounding to 16 bits explains."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_PRECISIONS = {
+    torch.float32: ("fp32", "float32", "32", "32-true", "bf16-mixed"),
+    torch.bfloat16: ("bf16", "bfloat16", "bf16-true"),
+    torch.float16: ("fp16", "float16", "16", "16-true", "half"),
+}
+
+
+def torch_dtype_from_precision(precision: str | int | None) -> torch.dtype:
+    """Return the dtype of the weights: ``bf16``, ``fp16``, ``fp32``; ``bf16-mixed`` keeps float32 weights.
+
+    Raises:
+        ConfigError: Not a precision, in this spelling. ``bf16-mixed`` is the only one that runs under autocast.
+    """
+    for dtype, names in _PRECISIONS.items():
+        if str(precision) in names:
+            return dtype
+    close = "bf16-mixed" if str(precision).lower().endswith("mixed") else "bf16"
+    raise ConfigError(
+        f"model.precision is '{precision}'; required: fp32, bf16, fp16, or bf16-mixed. Set e.g. model.precision={close}"
+    )
+
+
+def torch_dtype_of(name: Any) -> torch.dtype:
+    """Return the ``torch.dtype`` of ``"bfloat16"``, ``"torch.bfloat16"`` or ``torch.bfloat16``."""
+    found = DTYPES.get(str(name).removeprefix("torch."))
+    if found is None:
+        raise ConfigError(f"torch_dtype='{name}'; required: {', '.join(DTYPES)}.", torch_dtype="bfloat16")
+    return found
+
+
+def autocast(model: nn.Module, precision: str) -> AbstractContextManager:
+    """Return the context in which a model computes: bf16 autocast for ``bf16-mixed``. Rollout and training use the same."""
+    if precision != "bf16-mixed":
+        return nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, torch.bfloat16)
+
+
+@contextmanager
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """Switch dropout and gradients off inside, and back to what they were. Do nothing for an object that only acts."""
+    if not isinstance(model, nn.Module):
+        yield
+        return
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

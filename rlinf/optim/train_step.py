@@ -1,0 +1,104 @@
+"""One optimiser step, of action policies and token policies alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.distributed.fsdp import clip_gradients, grad_norm
+from rlinf.distributed.process_group import sum_over_ranks
+from rlinf.errors import NonFiniteError
+from rlinf.optim.master_adamw import MasterAdamW
+
+Part = TypeVar("Part")
+
+
+class Totals(dict[str, float]):
+    """Metrics of a minibatch, summed over its micro-batches and ranks. Each micro-batch adds its share of a mean."""
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        """Add the shares of one micro-batch."""
+        for name, value in metrics.items():
+            self[name] = self.get(name, 0.0) + float(value)
+
+    def over_ranks(self, sum_values: Callable[[list[float]], list[float]] = sum_over_ranks) -> dict[str, float]:
+        """Return the sums over all ranks, which must have the same names (a collective call)."""
+        return dict(zip(self, sum_values(list(self.values())), strict=True))
+
+
+class TrainStep:
+    """Accumulates gradients over micro-batches, then refuses, clips, schedules and steps.
+
+    Args:
+        optimizer: Steps the parameters.
+        max_grad_norm: The gradients of each part are scaled down to this norm; 0 turns clipping off.
+        warmup_steps: Steps over which the learning rates rise linearly to those of the optimiser.
+        parts: Masters that are clipped together; None: all of them are one part.
+        norm_of: Returns the norm of the gradients of a part over all ranks.
+
+    Attributes:
+        num_steps: Steps taken.
+        grad_norm: Norm of all gradients at the last ``apply``, before clipping.
+    """
+
+    def __init__(
+        self,
+        optimizer: MasterAdamW,
+        max_grad_norm: float,
+        *,
+        warmup_steps: int = 0,
+        parts: Sequence[Sequence[nn.Parameter]] | None = None,
+        norm_of: Callable[[list[nn.Parameter]], Tensor] = grad_norm,
+    ) -> None:
+        self.optimizer = optimizer
+        self.max_grad_norm, self.warmup_steps = max_grad_norm, warmup_steps
+        self.parts = [optimizer.masters] if parts is None else parts
+        self.norm_of = norm_of
+        self.num_steps = 0
+        self.grad_norm = 0.0
+        self._peaks = [group["lr"] for group in optimizer.param_groups]
+
+    def accumulate(
+        self, micro_batches: Iterable[Part], loss_of: Callable[[Part], tuple[Tensor, Mapping[str, Tensor]]]
+    ) -> Totals:
+        """Add up the gradients of a minibatch and the metrics of this rank.
+
+        Args:
+            micro_batches: What ``loss_of`` takes, one after the other.
+            loss_of: Returns the micro-batch's share of the loss and of each metric. A share divides by counts of the whole
+                minibatch, so neither the number of micro-batches nor that of ranks changes a number.
+        """
+        totals = Totals()
+        for part in micro_batches:
+            loss, metrics = loss_of(part)
+            loss.backward()
+            self.optimizer.gather_gradients()
+            totals.add(metrics)
+        return totals
+
+    def apply(self, loss: float) -> float:
+        """Clip the gradients and take the step; return ``grad_norm``.
+
+        Raises:
+            NonFiniteError: ``loss`` or a gradient is NaN or infinite. Weights and optimiser stay as they were.
+        """
+        parts = [[p for p in part if p.grad is not None] for part in self.parts]
+        norms = [self.norm_of(part) for part in parts]
+        total = norms[0] if len(norms) == 1 else torch.stack([norm**2 for norm in norms]).sum().sqrt()
+        self.grad_norm = float(total)
+        if not (math.isfinite(loss) and math.isfinite(self.grad_norm)):
+            raise NonFiniteError(f"The loss is {loss} and the gradient norm {self.grad_norm}; the step was not taken.")
+        for part, norm in zip(parts, norms, strict=True):
+            clip_gradients(part, norm, self.max_grad_norm)
+        share = min(1.0, (self.num_steps + 1) / max(1, self.warmup_steps))
+        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * share
+        if any(parts):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.num_steps += 1
+        return self.grad_norm

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import env_override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -38,6 +39,7 @@ from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.evaluation.config import TRAINING_SPLIT
 from rlinf.files import mark_latest
 from rlinf.preflight.derived import format_derived
+from rlinf.preflight.folders import check_new_folder
 from rlinf.preflight.saved import changes_since
 from rlinf.preflight.validation import validate
 
@@ -91,8 +93,9 @@ def _no_flag(flag: str, others: Sequence[str]) -> ConfigError:
 def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], object]) -> list[Path]:
     """Compose, check and run; a sweep ends with a table of its runs.
 
-    Every run (of a sweep, too) is composed and checked before Hydra makes a folder, so that a refused configuration leaves
-    nothing.
+    Every run (of a sweep, too) is checked before Hydra makes a folder, so that a refused configuration leaves nothing. Hydra
+    then makes the folders, and each run takes the configuration that was checked. Runs that are not known before, because
+    a sweeper plugin chooses them or a launcher plugin starts them in other processes, are checked when they start.
 
     Args:
         arguments: Words after the command.
@@ -111,32 +114,42 @@ def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], obje
         if args.cfg:
             show(composed, args)
             return []
-        start(config, command, task)
+        validate(config, command)
+        start(config, task)
         return [Path(config.output_dir)]
+    checked: dict[tuple[str, ...], RunConfig] = {}
     if not only_tells:
         for overrides in sweep_jobs(args.overrides) if args.multirun else [args.overrides]:
             config = build(compose_config(overrides, args.config_dir, args.config_name), command)
             if not args.cfg:
                 validate(config, command)
+            checked[_of_the_task(overrides)] = config
 
     folders: list[Path] = []
     failures: list[RLinfError | RankError] = []
+    process = os.getpid()
 
     def execute(composed: DictConfig) -> None:
+        hydra_config = HydraConfig.get()
         try:
-            config = build(composed, command)
-            config.output_dir = HydraConfig.get().runtime.output_dir
-            start(config, command, task)
+            config = checked.pop(tuple(hydra_config.overrides.task), None) if os.getpid() == process else None
+            if config is None:
+                config = build(composed, command)
+                validate(config, command)
+            config.output_dir = hydra_config.runtime.output_dir
+            check_new_folder(config)
+            start(config, task)
             folders.append(Path(config.output_dir))
         except (RLinfError, RankError) as error:  # Hydra would print it its own way; the other runs of a sweep go on.
+            if os.getpid() != process:
+                raise
             failures.append(error)
 
-    with _arguments(args):
-        try:
-            GlobalHydra.instance().clear()
-            hydra.main(version_base="1.3", config_path="pkg://rlinf.config", config_name=args.config_name)(execute)()
-        except (HydraException, OmegaConfBaseException) as error:
-            raise explain(error, args.overrides, args.config_name) from error
+    try:
+        with _arguments(args):
+            hydra.main(version_base="1.3", config_path=search.PACKAGE, config_name=ROOT)(execute)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, args.overrides, args.config_name) from error
     finished = [folder for folder in folders if (folder / SUMMARY_FILE).is_file()]
     if args.multirun and len(finished) > 1:
         from rlinf.evaluation.runs import sweep_table
@@ -145,6 +158,11 @@ def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], obje
     if failures:
         raise failures[0]
     return folders
+
+
+def _of_the_task(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides that are not of Hydra itself, as it names them in ``hydra.overrides.task``."""
+    return tuple(item.input_line for item in parse_overrides(overrides) if not item.is_hydra_override())
 
 
 def run_training(arguments: Sequence[str], command: str) -> list[Path]:
@@ -184,9 +202,8 @@ def show(composed: DictConfig, args: Namespace) -> None:
     print(OmegaConf.to_yaml(composed, resolve=args.resolve))
 
 
-def start(config: RunConfig, command: str, task: Callable[[RunConfig], object]) -> None:
-    """Check a configuration, make its folder, print its numbers and what a resumed run changes, and run."""
-    validate(config, command)
+def start(config: RunConfig, task: Callable[[RunConfig], object]) -> None:
+    """Make the folder of a checked configuration, print its numbers and what a resumed run changes, and run."""
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     mark_as_latest(Path(config.output_dir))
     print(format_derived(config), flush=True)
@@ -289,34 +306,29 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
 
 def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of every run that Hydra's own sweeper makes of ``overrides``; none for another sweeper."""
-    if any(override.startswith("hydra/sweeper=") for override in overrides):
-        return []
-    (jobs,) = BasicSweeper.split_arguments(parse_overrides(overrides), max_batch_size=None)
-    return jobs
+    choices = {}
+    for override in parse_overrides(overrides):
+        if override.key_or_group == "hydra/sweeper":
+            return []
+        key = override.get_key_element()
+        lists_values = override.is_discrete_sweep()
+        values = override.sweep_string_iterator() if lists_values else [override.get_value_element_as_str()]
+        choices[key] = [f"{key}={value}" for value in values]
+    return [list(job) for job in itertools.product(*choices.values())]
 
 
 @contextmanager
-def _arguments(args: Namespace):
+def _arguments(args: Namespace) -> Iterator[None]:
     """Hand the normalised arguments to Hydra, which reads them from ``sys.argv``, and let it pass errors on."""
     words = ["rlinf", *args.overrides]
-    for flag, value in (("--config-dir", args.config_dir), ("--package", args.package)):
-        words += [flag, value] if value is not None else []
-    for flag, value in (("--cfg", args.cfg), ("--info", args.info)):
-        words += [flag, value] if value is not None else []
-    for flag, wanted in (
-        ("--multirun", args.multirun), ("--resolve", args.resolve), ("--help", args.help), ("--hydra-help", args.hydra_help),
-        ("--shell-completion", args.shell_completion),
-    ):  # fmt: skip
-        words += [flag] if wanted else []
-    if args.config_name != ROOT:
-        words += ["--config-name", args.config_name]
-    previous_argv, previous_flag = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = words, "1"
+    for name, value in vars(args).items():
+        if name != "overrides" and value not in (None, False):
+            flag = f"--{name.replace('_', '-')}"
+            words += [flag] if value is True else [flag, value]
+    GlobalHydra.instance().clear()
+    previous, sys.argv = sys.argv, words
     try:
-        yield
+        with env_override({"HYDRA_FULL_ERROR": "1"}):
+            yield
     finally:
-        sys.argv = previous_argv
-        if previous_flag is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = previous_flag
+        sys.argv = previous

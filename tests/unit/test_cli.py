@@ -14,6 +14,7 @@ import yaml
 from rlinf import cli
 from rlinf.cli import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_USER_ERROR, main
 from rlinf.cli.table import format_columns, format_table
+from rlinf.commands import hydra_app
 from rlinf.commands.hydra_app import sweep_jobs
 from rlinf.errors import ConfigError, NonFiniteError, RankError
 from rlinf.options import to_mapping
@@ -195,6 +196,40 @@ def test_sweep_with_one_bad_run_starts_none_of_them(here, started, capsys):
     assert main(["train", "-m", *SMALL, "trainer.minibatch_size=256,100"]) == EXIT_USER_ERROR
     assert started == [] and list(here.iterdir()) == []
     assert "minibatches of 100" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "runs"), [([], 1), (["-m", "seed=1,2"], 2)])
+def test_each_run_is_built_and_checked_once(words, runs, here, started, monkeypatch):
+    calls = []
+    for name in ("build_config", "validate"):
+        function = getattr(hydra_app, name)
+        monkeypatch.setattr(
+            hydra_app, name, lambda *args, name=name, function=function: (calls.append(name), function(*args))[1]
+        )
+    assert main(["train", *SMALL, *words]) == 0
+    assert len(started) == runs and sorted(calls) == ["build_config"] * runs + ["validate"] * runs
+
+
+def test_a_folder_that_holds_a_run_is_refused_where_hydra_chooses_it(here, started, capsys):
+    (here / "old" / "checkpoints").mkdir(parents=True)
+    assert main(["train", *SMALL, "hydra.run.dir=old"]) == EXIT_USER_ERROR
+    assert started == [] and "already holds a run (checkpoints)" in capsys.readouterr().err
+
+
+def test_a_launcher_plugin_starts_the_runs_in_its_own_processes(here):
+    plugin = Path(__file__).parents[1] / "fixtures" / "launcher_plugin"
+    path = os.pathsep.join([str(ROOT), str(plugin), os.environ.get("PYTHONPATH", "")])
+    small = [*SMALL, "rollout.num_envs=16", "evaluation.num_episodes=2", "evaluation.num_videos_per_task=0"]
+    result = subprocess.run(
+        [sys.executable, "-m", "rlinf", "train", "-m", *small, "seed=1,2", "hydra/launcher=forking"],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert [line for line in result.stdout.splitlines() if line.startswith("job ")] == [
+        "job 0: COMPLETED",
+        "job 1: COMPLETED",
+    ]
+    assert len(list(here.glob("multirun/tabletop_ppo_mlp/latest/*/summary.json"))) == 2
 
 
 def test_sweep_jobs_are_the_product_of_the_values():

@@ -22,12 +22,11 @@ def saved_run(here):
     """A run folder with one checkpoint, whose weights are never looked at."""
     from rlinf.config.compose import compose_config
     from rlinf.config.schema import build_config
-    from rlinf.config.yaml_text import yaml_text
 
     config = build_config(compose_config(["experiment=tabletop_ppo_mlp", "seed=5", "output_dir=outputs/x/run"]))
     folder = here / "outputs" / "x" / "run" / "checkpoints" / "rl_000006"
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml_text(to_mapping(config)))
+    (folder / "config.yaml").write_text(yaml.safe_dump(to_mapping(config)))
     state = {"format": 1, "saved_at": 0.0, "world_size": 1, "loop_state": {"phase": "rl", "step": 6}}
     (folder / "state.json").write_text(json.dumps(state))
     Manifest(

@@ -6,13 +6,13 @@ from importlib.metadata import version
 
 import pytest
 import torch
+import yaml
 
 from rlinf.cli import doctor as module
 from rlinf.cli import main
 from rlinf.cli.doctor import NO, OPTIONAL, YES, Finding
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.config.yaml_text import yaml_text
 from rlinf.envs import ENVS
 from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import MissingDependencyError
@@ -102,7 +102,7 @@ def test_a_checkpoint_is_checked_as_for_its_evaluation(renders, tmp_path, capsys
     assert "holds no usable checkpoint" in capsys.readouterr().out
     config = build(EXPERIMENT, "env.image_size=24")
     get_model(config.model).save_pretrained(tmp_path)
-    (tmp_path / "config.yaml").write_text(yaml_text(to_mapping(config)))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_mapping(config)))
     Manifest(
         versions={}, model={"model_type": "mlp"}, normalization={}, preprocessing={}, actions={}, lora={}, precision="fp32",
         env={}, renderer=None, policy_version=6, seed=5, files=hash_files(tmp_path),
@@ -111,7 +111,7 @@ def test_a_checkpoint_is_checked_as_for_its_evaluation(renders, tmp_path, capsys
     assert "AdamW" not in capsys.readouterr().out
     assert main(["doctor", f"checkpoint={tmp_path}", "env.cameras=[nowhere]"]) == 1
     capsys.readouterr()
-    (tmp_path / "config.yaml").write_text(yaml_text(to_mapping(config)) + "\n# edited\n")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_mapping(config)) + "\n# edited\n")
     assert main(["doctor", f"checkpoint={tmp_path}"]) == 1
     assert "is damaged or was edited" in capsys.readouterr().out
 

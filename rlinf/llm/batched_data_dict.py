@@ -1,4 +1,4 @@
-"""A dictionary of token data whose tensors share their first axis, the rows of a batch."""
+"""A dictionary of token data whose values share the rows of a batch as their first axis."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Spec = TypeVar("Spec")
 
 IMAGE_KEYS = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "spatial_shapes",
               "batch_num_images")  # fmt: skip
-"""Keys whose second axis never is that of the tokens. A tensor has one image per row; a list has a tensor of the images of each row."""
+"""Keys whose second axis is never that of the tokens. A tensor holds one image per row; a list holds a tensor of images per row."""
 
 
 class DynamicBatchingArgs(TypedDict, total=False):
-    """Micro-batches of as many rows as fit a number of tokens, padding included.
+    """Fill micro-batches up to a number of tokens, padding included.
 
     Attributes:
-        max_tokens_per_microbatch: Largest ``rows * longest row``.
-        input_lengths_key: Key of the row lengths; without it they are the sums of ``attention_mask``.
-        sequence_length_round: The longest row counts rounded up to a multiple of this.
+        max_tokens_per_microbatch: Maximum of ``rows * longest row``.
+        input_lengths_key: Key of the row lengths; default: the sums of ``attention_mask``.
+        sequence_length_round: Round the longest row up to a multiple of this.
     """
 
     max_tokens_per_microbatch: int
@@ -35,11 +35,11 @@ class DynamicBatchingArgs(TypedDict, total=False):
 
 
 class SequencePackingArgs(TypedDict, total=False):
-    """Micro-batches of sequences that are laid end to end in one row (``rlinf.llm.packing``).
+    """Fill micro-batches with sequences laid end to end in one row (``rlinf.llm.packing``).
 
     Attributes:
-        max_tokens_per_microbatch: Largest sum of lengths.
-        input_lengths_key: As above.
+        max_tokens_per_microbatch: Maximum sum of lengths.
+        input_lengths_key: Key of the row lengths; default: the sums of ``attention_mask``.
     """
 
     max_tokens_per_microbatch: int
@@ -47,14 +47,13 @@ class SequencePackingArgs(TypedDict, total=False):
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
-    """Rows by key. ``BatchedDataDict["GenerationDatumSpec"]`` names the keys that are expected.
+    """A batch of rows by key. ``BatchedDataDict["GenerationDatumSpec"]`` documents the expected keys.
 
-    Tensors (of one axis or more) and lists hold one entry per row. Everything else (numbers, text, None, tensors without an
-    axis) belongs to the batch as a whole and goes with every part of it.
+    Tensors with axes and lists hold one entry per row. All other values (numbers, text, None, tensors without axes) belong to the
+    whole batch, and every part of it keeps them.
 
     Attributes:
-        micro_batches: Row numbers of each micro-batch, on the parts of ``shard_by_batch_size`` with dynamic batching or
-            packing; None elsewhere.
+        micro_batches: Row numbers of each micro-batch. ``shard_by_batch_size`` sets it with dynamic batching or packing.
     """
 
     micro_batches: list[list[int]] | None = None
@@ -63,14 +62,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> BatchedDataDict:
-        """Join batches along the rows, after padding tensors on the right to the widest.
+        """Join batches along the rows; pad tensors on the right to the widest.
 
         Args:
-            batches: All with the same keys; what belongs to a batch as a whole must be equal in all.
-            pad_value_dict: Value to pad with, by key; 0 elsewhere.
+            batches: Batches with the same keys and the same whole-batch values.
+            pad_value_dict: Padding value by key; default 0.
 
         Raises:
-            ConfigError: There is no batch, or the keys, number of axes or whole-batch values differ.
+            ConfigError: There are no batches, or keys, numbers of axes or whole-batch values differ.
         """
         if not batches:
             raise ConfigError("from_batches got no batch; required: one or more.")
@@ -86,11 +85,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
 
     @property
     def size(self) -> int:
-        """Number of rows.
-
-        Raises:
-            ConfigError: Two keys have different numbers of rows, or no key has rows.
-        """
+        """Number of rows; raises ConfigError if keys disagree or none has rows."""
         sizes = {key: len(value) for key, value in self.items() if _has_rows(value)}
         if len(set(sizes.values())) != 1:
             hint = " Give images as a list, with a tensor of those of each row" if set(IMAGE_KEYS) & set(sizes) else ""
@@ -98,7 +93,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return next(iter(sizes.values()))
 
     def lengths(self, key: str | None = None) -> list[int]:
-        """Tokens of each row: the values of ``key``, else those of prompt and response, else of ``attention_mask``."""
+        """Return the tokens of each row: the values of ``key``, else of prompt and response, else of ``attention_mask``."""
         name = key or "attention_mask"
         if key is None and "output_ids" in self:
             return tokens_and_mask(self)[1].sum(-1).tolist()
@@ -107,11 +102,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return (self[key] if key else self["attention_mask"].sum(-1)).tolist()
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> BatchedDataDict:
-        """Return the rows of these numbers, in this order; of a bool tensor ``[B]``, those where it is true.
-
-        Raises:
-            ConfigError: A bool tensor has not one entry per row.
-        """
+        """Return rows by their numbers, in this order, or by a bool mask ``[B]``."""
         rows = torch.as_tensor(indices)
         if rows.dtype == torch.bool:
             if rows.shape != (self.size,):
@@ -127,49 +118,37 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return self._map_rows(select)
 
     def slice(self, start: int, end: int) -> BatchedDataDict:
-        """Return the rows ``start`` to ``end`` (exclusive); tensors are views.
-
-        Raises:
-            ConfigError: The range reaches outside the batch.
-        """
+        """Return the rows ``start`` to ``end`` (exclusive), which must exist; tensors are views."""
         if not 0 <= start <= end <= self.size:
-            raise ConfigError(f"Rows {start} to {end} were asked of a batch with {self.size}.")
+            raise ConfigError(f"Rows {start} to {end} are not in a batch of {self.size}.")
         return self._map_rows(lambda value: value[start:end])
 
     def get_batch(self, batch_index: int, batch_size: int) -> BatchedDataDict:
-        """Return the rows of the ``batch_index``-th batch of ``batch_size`` rows; the last one may be shorter."""
+        """Return the ``batch_index``-th batch of ``batch_size`` rows; the last one may be shorter."""
         start = batch_index * batch_size
         return self.slice(start, min(start + batch_size, self.size))
 
     def chunk(self, rank: int, chunks: int) -> BatchedDataDict:
-        """Return the ``rank``-th of ``chunks`` contiguous parts; the first ones have a row more if it does not divide."""
+        """Return the ``rank``-th of ``chunks`` contiguous parts; the first ones take the remaining rows."""
         if not 0 <= rank < chunks:
             raise ConfigError(f"chunk got rank={rank} of chunks={chunks}; required: 0 to {chunks - 1}.")
         bounds = _bounds(self.size, chunks)
         return self.slice(bounds[rank], bounds[rank + 1])
 
     def reorder_data(self, indices: Sequence[int]) -> None:
-        """Move row ``i`` to place ``indices[i]``, in place: undoes the order that ``shard_by_batch_size`` reports.
-
-        Raises:
-            ConfigError: ``indices`` is not a permutation of the rows.
-        """
+        """Move row ``i`` to ``indices[i]`` in place, which undoes the order that ``shard_by_batch_size`` returns."""
         if sorted(indices) != list(range(self.size)):
             raise ConfigError(f"reorder_data got {list(indices)}; required: each of 0 to {self.size - 1} once.")
         self.update(self.select_indices(torch.as_tensor(indices).argsort()))
 
     def repeat_interleave(self, num_repeats: int) -> BatchedDataDict:
-        """Return each row ``num_repeats`` times in a row."""
+        """Return a batch with each row repeated ``num_repeats`` times consecutively."""
         return self.select_indices(torch.arange(self.size).repeat_interleave(num_repeats))
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Keep the first ``truncated_len`` entries of axis ``dim`` of all tensors that have it, in place; images stay whole.
-
-        Raises:
-            ConfigError: ``dim`` is that of the rows, or counts from the end, where it may be.
-        """
+        """Truncate axis ``dim`` (1 or more) of all tensors to ``truncated_len``, in place; images stay whole."""
         if dim < 1:
-            raise ConfigError(f"truncate_tensors got dim={dim}; required: 1 or more. Of rows, use slice")
+            raise ConfigError(f"truncate_tensors got dim={dim}; required: 1 or more. Use slice for rows")
         for key, value in self.items():
             if (
                 key not in IMAGE_KEYS
@@ -180,23 +159,23 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
                 self[key] = value.narrow(dim, 0, truncated_len)
 
     def to(self, device: str | torch.device) -> BatchedDataDict:
-        """Return the batch with its tensors on ``device``, those in lists too."""
+        """Return the batch with all tensors on ``device``, including those in lists."""
         moved = type(self)({key: _moved(value, device) for key, value in self.items()})
         moved.micro_batches = self.micro_batches
         return moved
 
     def get_dict(self) -> dict[str, Any]:
-        """Return a plain dictionary of the same values."""
+        """Return the values in a plain dictionary."""
         return dict(self.data)
 
     def all_gather(
         self, group: dist.ProcessGroup | None = None, pad_value_dict: Mapping[str, float] | None = None
     ) -> BatchedDataDict:
-        """Join the batches of all ranks, in rank order, on every rank; numbers of rows and widths may differ.
+        """Return the batches of all ranks joined in rank order; numbers of rows and widths may differ.
 
         Args:
-            group: Process group; None: the default one. Without any, or of one rank, the batch itself is returned.
-            pad_value_dict: As in ``from_batches``.
+            group: Process group; None: the default one.
+            pad_value_dict: Padding value by key, as in ``from_batches``.
         """
         if not dist.is_initialized() or dist.get_world_size(group) == 1:
             return self
@@ -214,20 +193,20 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[BatchedDataDict] | tuple[list[BatchedDataDict], list[int]]:
-        """Split the rows over ranks, so that each global batch of ``batch_size`` rows is spread over all of them.
+        """Split the rows over ranks so that every rank gets a share of each global batch of ``batch_size`` rows.
 
         With ``shards=2, batch_size=4``, rows ``0..7`` go to ``[0, 1, 4, 5]`` and ``[2, 3, 6, 7]``.
 
         Args:
             shards: Number of parts.
-            batch_size: Rows of one global batch; None: all rows are one.
-            allow_uneven_shards: Let the first parts have a row more where it does not divide (only without the two below).
-            dynamic_batching_args: Deal rows by length and mark ``micro_batches`` by padded tokens; all parts have equally many.
-            sequence_packing_args: Deal bins of sequences and mark them as ``micro_batches``; all parts have equally many.
+            batch_size: Rows of one global batch; None: all rows.
+            allow_uneven_shards: Let the first parts take remaining rows. Excludes the two arguments below.
+            dynamic_batching_args: Deal rows by length, and fill ``micro_batches`` by padded tokens; all parts have equally many.
+            sequence_packing_args: Deal bins of sequences as ``micro_batches``; all parts have equally many.
 
         Returns:
-            The parts; with one of the last two arguments also ``order``: the row numbers of the parts one after another, for
-            ``reorder_data`` of what was computed from them.
+            The parts. With one of the last two arguments also ``order``, the row numbers of all parts concatenated; pass it to
+            ``reorder_data`` of the concatenated results.
 
         Raises:
             ConfigError: The rows do not divide, a row does not fit, or the arguments exclude each other.
@@ -263,26 +242,21 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         return parts, [row for each in rows for row in each]
 
     def make_microbatch_iterator(self, microbatch_size: int | None = None) -> Iterator[BatchedDataDict]:
-        """Yield micro-batches: of ``microbatch_size`` rows (the last may be shorter), or else those that are marked.
+        """Yield micro-batches of ``microbatch_size`` rows (the last may be shorter), or those in ``micro_batches``.
 
-        Padding columns that no row of a marked micro-batch needs are cut off.
-
-        Raises:
-            ConfigError: No size is given and none are marked.
+        The latter lose the columns that are padding in all their rows.
         """
         if microbatch_size is not None:
             for start in range(0, self.size, microbatch_size):
                 yield self.slice(start, min(start + microbatch_size, self.size))
             return
         if self.micro_batches is None:
-            raise ConfigError(
-                "make_microbatch_iterator needs microbatch_size=<rows>: this batch has no marked micro-batches."
-            )
+            raise ConfigError("make_microbatch_iterator needs microbatch_size=<rows>: this batch has no micro_batches.")
         for rows in self.micro_batches:
             yield self.select_indices(rows).without_padding_columns()
 
     def without_padding_columns(self) -> BatchedDataDict:
-        """Return the batch without the last columns that are padding in every row, of outputs where there are any."""
+        """Return the batch without trailing columns that are padding in every row."""
         if "output_ids" not in self and "attention_mask" not in self:
             return self
         mask = tokens_and_mask(self)[1] if "output_ids" in self else self["attention_mask"]
@@ -307,7 +281,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
             raise ConfigError("dynamic_batching_args and sequence_packing_args exclude each other. Give one of them")
         if uneven and (dynamic is not None or packing is not None):
             raise ConfigError(
-                "allow_uneven_shards=True is for plain shards; dynamic batching and packing choose the rows."
+                "allow_uneven_shards=True excludes dynamic batching and packing, which choose the rows themselves."
             )
         if packing is not None or uneven:
             return
@@ -326,12 +300,12 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
 
 
 def tokens_and_mask(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Token ids ``[B, S]`` and bool mask ``[B, S]`` of prompts, training data or outputs of a generation.
+    """Return token ids ``[B, S]`` and bool mask ``[B, S]`` of prompts, training data or generation outputs.
 
-    Outputs (``output_ids``) come first, so that a batch to which they were added is read as prompt and response.
+    If a batch has ``output_ids``, these are read instead of ``input_ids``.
 
     Raises:
-        ConfigError: A key is missing, is not a tensor, or has another shape than the other asks for.
+        ConfigError: A key is missing, is not a tensor, or does not fit the shape of the other.
     """
     generated = "output_ids" in data
     keys = ("output_ids", "unpadded_sequence_lengths") if generated else ("input_ids", "attention_mask")
@@ -362,7 +336,7 @@ def _moved(value: Any, device: str | torch.device) -> Any:
 
 
 def _bounds(total: int, parts: int) -> list[int]:
-    """Ends of contiguous parts as equal as they can be, the first ones larger."""
+    """Return the bounds of contiguous parts of nearly equal size, the larger ones first."""
     shorter, extra = divmod(total, parts)
     return [part * shorter + min(part, extra) for part in range(parts + 1)]
 
@@ -382,14 +356,10 @@ def _join(values: list[Any], pad_value: float, key: str) -> Any:
 
 
 def join_padded(values: Sequence[Tensor], key: str, pad_value: float = 0.0) -> Tensor:
-    """Join tensors along the rows, every other axis padded at its end to the longest.
-
-    Raises:
-        ConfigError: They have different numbers of axes; names ``key``.
-    """
+    """Join tensors along the rows; pad every other axis at its end to the longest."""
     if len({value.ndim for value in values}) > 1:
         raise ConfigError(
-            f"'{key}' has the shapes {[list(value.shape) for value in values]}; required: equally many axes."
+            f"'{key}' has the shapes {[list(value.shape) for value in values]}; required: the same number of axes."
         )
     widest = [max(value.shape[axis] for value in values) for axis in range(1, values[0].ndim)]
     return torch.cat([_pad_right(value, widest, pad_value) for value in values])

@@ -1,4 +1,4 @@
-"""What ``generate`` of transformers can leave out, in any architecture, when only the next token is wanted."""
+"""Save work that ``generate`` of transformers wastes in any architecture when only the next token is needed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers.cache_utils import DynamicLayer
 
 
 class StaticLayer(DynamicLayer):
-    """Keys and values of one layer in buffers of the final length, so that a new token copies nothing else.
+    """A cache layer that preallocates keys and values, so that a new token copies no earlier ones.
 
-    Unlike transformers' static layer it returns no more positions than are there, so masks stay as they are.
+    Unlike transformers' static layer it returns filled positions only, so masks need no change.
 
     Args:
-        max_len: Positions of the whole sequence, those to come included.
+        max_len: Final number of positions.
     """
 
     def __init__(self, max_len: int) -> None:
@@ -32,7 +32,7 @@ class StaticLayer(DynamicLayer):
         end = start + key_states.shape[2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            length = max(self.max_len, end)  # keys of images, which some models hold apart, are not counted in max_len
+            length = max(self.max_len, end)  # some models cache image keys separately, which max_len does not count
             self._buffers = [
                 part.new_empty(*part.shape[:2], length, part.shape[3]) for part in (key_states, value_states)
             ]
@@ -43,7 +43,7 @@ class StaticLayer(DynamicLayer):
 
 
 def static_cache(model: Any, max_len: int) -> DynamicCache | None:
-    """Return a cache whose layers of full attention are static; None for models with a cache or state of their own."""
+    """Return a cache with static full-attention layers; None for models with a cache or state of their own."""
     takes_cache = "past_key_values" in inspect.signature(model.forward).parameters
     if not takes_cache or not model._supports_default_dynamic_cache():
         return None
@@ -54,12 +54,12 @@ def static_cache(model: Any, max_len: int) -> DynamicCache | None:
 
 @contextmanager
 def next_token_only(model: Any, token_ids: Tensor | None) -> Iterator[None]:
-    """Compute inside what the logits of the last position need, and no more.
+    """Inside the context, compute only what the logits of the last position need; everything else is zeros.
 
-    Of the last layer's MLP that is the last position; of the head the columns of ``token_ids``. Everything else is zeros.
+    The last layer's MLP computes the last position only, and the head the columns of ``token_ids`` only.
 
     Args:
-        model: Causal language model of transformers. Where its parts have other names or types, they are left as they are.
+        model: Causal language model of transformers. Parts with unexpected names or types are left unchanged.
         token_ids: int64 ``[N]``; None: all columns.
     """
     with ExitStack() as stack:
@@ -75,7 +75,7 @@ def next_token_only(model: Any, token_ids: Tensor | None) -> Iterator[None]:
 
 @contextmanager
 def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    if "forward" in vars(module):  # somebody else's already, such as a placement over several devices
+    if "forward" in vars(module):  # already replaced, for example by a placement over several devices
         yield
         return
     module.forward = forward
@@ -98,13 +98,13 @@ def _columns_of(head: nn.Linear, token_ids: Tensor) -> Callable[[Tensor], Tensor
 
 
 def _last_position_of(mlp: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's MLP acts on each position alone, and behind the last layer nothing reads any but the last one."""
+    """Apply an MLP, which acts on each position alone, to the last position only."""
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if hidden_states.ndim != 3 or hidden_states.shape[1] == 1 or args or kwargs:
             return mlp(hidden_states, *args, **kwargs)
         last = mlp(hidden_states[:, -1:])
-        if not isinstance(last, Tensor):  # a mixture of experts that also returns its choices
+        if not isinstance(last, Tensor):  # a mixture of experts that also returns its routing
             return mlp(hidden_states)
         output = last.new_zeros(*hidden_states.shape[:2], last.shape[-1])
         output[:, -1:] = last

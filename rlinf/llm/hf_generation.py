@@ -1,4 +1,4 @@
-"""Generation with the ``generate`` of transformers, sampled here."""
+"""Generation with the ``generate`` of transformers and a sampler of our own."""
 
 from __future__ import annotations
 
@@ -33,24 +33,26 @@ _CONSUMED = ("input_ids", "attention_mask", "output_ids", "generation_lengths", 
 
 @dataclass
 class SamplingConfig:
-    """How tokens are chosen. What the checkpoint's own generation_config says about sampling is not used."""
+    """How to choose tokens. The sampling settings of the checkpoint's own generation_config are ignored."""
 
-    max_new_tokens: int = option(128, "Largest number of tokens of a response.", minimum=1)
+    max_new_tokens: int = option(128, "Maximum length of a response in tokens.", minimum=1)
     temperature: float = option(1.0, "Divides the logits; more than 0.", minimum=1e-6)
     top_p: float | None = option(
         None, "Sample from the most likely tokens that add up to this.", minimum=1e-6, maximum=1
     )
     top_k: int | None = option(None, "Sample from this many most likely tokens.", minimum=1)
     repetition_penalty: float = option(
-        1.0, "Divides positive logits of earlier tokens (Keskar et al. 2019).", minimum=1e-6
+        1.0, "Divides positive, multiplies negative logits of earlier tokens (Keskar et al. 2019).", minimum=1e-6
     )
     allowed_token_ids: list[int] | None = option(
-        None, "Choose among these tokens only, such as action bins; no other logits are computed. null: all."
+        None, "Choose among these tokens only, such as action bins, and compute only their logits; null: all."
     )
-    do_sample: bool = option(True, "False: greedy, whatever `generate` is called with.")
-    pad_token_id: int | None = option(None, "Fills rows that ended; null: the model's.")
-    eos_token_id: int | list[int] | None = option(None, "Ends a row; null: the model's; []: none does.")
-    max_model_len: int | None = option(None, "Largest prompt plus response; null: what the model declares.", minimum=1)
+    do_sample: bool = option(True, "False: always greedy, even `generate(greedy=False)`.")
+    pad_token_id: int | None = option(None, "Pads rows that have ended; null: the model's.")
+    eos_token_id: int | list[int] | None = option(None, "Id or ids that end a row; null: the model's; []: none.")
+    max_model_len: int | None = option(
+        None, "Maximum length of prompt plus response; null: what the model declares.", minimum=1
+    )
     seed: int = option(0, "Seed of the sampling.")
 
 
@@ -61,29 +63,29 @@ OTHER_NAMES = {
     "stop_token_ids": "eos_token_id=[<ids>]",
     "ignore_eos": "eos_token_id=[]",
 }
-"""Settings of other libraries, and what to type instead."""
+"""Settings of other libraries, and what to pass instead."""
 
 
 @dataclass
 class HuggingFaceGenerationConfig(CausalLMConfig, SamplingConfig):
     """Keyword arguments of ``HuggingFaceGeneration``."""
 
-    backend: str = option("hf", "Of a GenerationConfig; this engine is hf.", choices=("hf",))
+    backend: str = option("hf", "Backend of a GenerationConfig; this one is hf.", choices=("hf",))
 
 
 class HuggingFaceGeneration(GenerationInterface):
-    """A model of its own that generates.
+    """A generation backend that holds a transformers model of its own.
 
-    ``logprobs`` of the output are those of ``softmax(logits / temperature)`` over ``allowed_token_ids``, before top-k, top-p
-    and the repetition penalty. Without any of the four, that is what ``get_logprobs`` of a policy with this temperature gives;
-    with one of the last three, sampling is off-policy.
+    ``logprobs`` of the output come from ``softmax(logits / temperature)`` over ``allowed_token_ids``, before top-k, top-p and the
+    repetition penalty. Without any of the four they equal ``get_logprobs`` of a policy with the same temperature. Top-k, top-p
+    and the penalty make sampling off-policy.
 
     Args:
         model_name: Folder or hub id.
         **kwargs: Fields of ``HuggingFaceGenerationConfig``.
 
     Attributes:
-        temperature: Of the log-probabilities.
+        temperature: Temperature of the log-probabilities.
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
@@ -96,12 +98,12 @@ class HuggingFaceGeneration(GenerationInterface):
         self._random = torch.Generator().manual_seed(self.config.seed)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Put the weights on the device on which they were loaded."""
+        """Move the weights back to the device they were loaded on. Idempotent."""
         if self._movable:
             self.model.to(self._device)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Keep the weights in main memory only. A model that ``device_map`` spread stays where it is."""
+        """Move the weights to main memory; a model spread by ``device_map`` stays in place. Idempotent."""
         if self._movable and self._device.type != "cpu":
             self.model.to("cpu")
             torch.accelerator.empty_cache()
@@ -109,28 +111,20 @@ class HuggingFaceGeneration(GenerationInterface):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Continue each row; whoever shares the batch changes no more than the rounding of a row."""
+        """Generate a completion per row. Other rows in the batch affect it only by floating-point rounding."""
         self.prepare_for_generation()
         return generate_tokens(self.model, data, self.config, greedy, self._random, self.config.tokenizer)
 
 
 def refuse_other_names(settings: Iterable[str]) -> None:
-    """Refuse names that settings of the sampling have elsewhere.
-
-    Raises:
-        ConfigError: Says what is typed here.
-    """
+    """Raise ConfigError for sampling settings that other libraries name differently."""
     for name in settings:
         if name in OTHER_NAMES:
             raise ConfigError(f"There is no setting '{name}'. Pass {OTHER_NAMES[name]}")
 
 
 def verify_sampling_tokens(config: SamplingConfig, vocab_size: int) -> None:
-    """Refuse settings that name tokens which the model has not, or leave it none.
-
-    Raises:
-        ConfigError: Names the option.
-    """
+    """Raise ConfigError if a setting names tokens outside the vocabulary, or allows none."""
     for name in ("allowed_token_ids", "eos_token_id", "pad_token_id"):
         value = getattr(config, name)
         ids = [] if value is None else [value] if isinstance(value, int) else value
@@ -152,19 +146,19 @@ def generate_tokens(
 ) -> BatchedDataDict[GenerationOutputSpec]:
     """Continue right-padded rows with any causal language model of transformers.
 
-    Rows are padded on the left for the model's ``generate``, and back on the right for the output.
+    Rows are moved to left padding for the model's ``generate``, and back to right padding for the output.
 
     Args:
-        model: Left in the mode in which it came.
+        model: Model; its training mode is restored.
         data: Prompts.
-        config: How tokens are chosen.
-        greedy: Take the most likely token.
+        config: How to choose tokens.
+        greedy: Take the most likely token instead of sampling.
         random: CPU generator of the sampling; row ``i`` uses the ``i``-th numbers of a call.
-        tokenizer: Names padding and end tokens where neither ``config`` nor the model does.
+        tokenizer: Supplies padding and end tokens if neither ``config`` nor the model does.
 
     Raises:
-        ConfigError: There is no prompt, or keys have different numbers of rows; one is empty, not padded on the right, or leaves
-            no room in the model's context; or a token of a prompt or of ``config`` is not in the vocabulary.
+        ConfigError: There are no prompts; a prompt is empty, not padded on the right, or leaves no room in the model's context; or
+            a token is not in the vocabulary.
     """
     data = BatchedDataDict(data)
     verify_token_ids(data, model.config.get_text_config().vocab_size)
@@ -182,7 +176,7 @@ def generate_tokens(
         columns = torch.tensor(sorted(set(config.allowed_token_ids)), device=next(model.parameters()).device)
     responses: list[tuple[Tensor, Tensor]] = [(ids, ids)] * data.size
     may_pad = len(set(prompt_lengths)) == 1 or _ignores_left_padding(model)
-    # Rows near the end of the context stop earlier, and some models do not bear padding: equal rows share a call.
+    # Rows near the end of the context must stop earlier, and some models read left padding: only equal rows share a call.
     groups = [(allowed, 0 if may_pad else length) for allowed, length in zip(room, prompt_lengths, strict=True)]
     for group in sorted(set(groups)):
         rows, allowed = [row for row, value in enumerate(groups) if value == group], group[0]
@@ -215,7 +209,7 @@ def generate_tokens(
 
 
 def _ignores_left_padding(model: Any) -> bool:
-    """Tried once per model. Recurrent layers of some families take padding for tokens."""
+    """Return whether a model ignores left padding, tried once per model; recurrent layers of some families read it."""
     if not hasattr(model, "ignores_left_padding"):
         with evaluation_mode(model):
             model.ignores_left_padding = ignores_left_padding(model)
@@ -266,9 +260,9 @@ def _continue(
 
 
 class _Sampler(LogitsProcessor):
-    """Chooses each row's token and leaves only that one to the greedy search of ``generate``.
+    """Choose each row's token, and leave only that token to the greedy search of ``generate``.
 
-    So the model's ``generate`` keeps caches and inputs of every architecture, and the draw depends on its own row only.
+    The model's own ``generate`` handles the caches and inputs of its architecture, and a draw depends on its own row only.
 
     Attributes:
         logprobs: float32 ``[B]`` of every step.
@@ -294,7 +288,7 @@ class _Sampler(LogitsProcessor):
             tokens = logits.argmax(-1)
         else:
             uniforms = self.uniforms[:, len(self.logprobs)].to(scores.device)
-            # Below 1 by more than rounding, so that the draw never reaches tokens of probability 0 at the end.
+            # A uniform number that rounds to 1 would draw the last token even at probability 0.
             tokens = sample_tokens(self._restrictions(input_ids, logits), True, uniforms=uniforms.clamp(max=1 - 1e-6))
         self.logprobs.append(token_logprobs(self._allowed(scores), tokens, self.config.temperature)[0])
         tokens = tokens if self.columns is None else self.columns[tokens]
@@ -304,7 +298,7 @@ class _Sampler(LogitsProcessor):
         return scores if self.columns is None else scores[:, self.columns]
 
     def _penalize(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Repetition penalty over the tokens of the row, without the padding that only stands there for its neighbours."""
+        """Apply the repetition penalty to the tokens of each row, not to its padding."""
         penalty = self.config.repetition_penalty
         if penalty == 1:
             return scores
@@ -320,7 +314,7 @@ def _new_tokens_allowed(prompt_lengths: list[int], config: SamplingConfig, decla
         return [config.max_new_tokens] * len(prompt_lengths)
     if config.max_model_len and declared and config.max_model_len > declared:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} is more than the {declared} positions of the model. "
+            f"max_model_len={config.max_model_len} exceeds the {declared} positions of the model. "
             f"Pass max_model_len={declared}"
         )
     longest = max(prompt_lengths)

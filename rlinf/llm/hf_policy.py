@@ -1,4 +1,4 @@
-"""A causal language model of transformers as an RL policy: generate, score, learn."""
+"""A causal language model of transformers as an RL policy that generates, scores and learns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rlinf.llm.policy_interface import LogprobsSpec, LossFunction, PolicyInterfa
 from rlinf.memory import memory_metrics
 from rlinf.models.config import LoraConfig
 from rlinf.models.hf_model import HFModel, count_weights
-from rlinf.models.lora import merged_state_dict
+from rlinf.models.lora import apply_lora, merged_state_dict
 from rlinf.models.precision import evaluation_mode, torch_dtype_of
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.optim.train_step import Totals, TrainStep
@@ -42,28 +42,30 @@ _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 
 @dataclass
 class HuggingFacePolicyConfig(CausalLMConfig, SamplingConfig):
-    """Keyword arguments of ``HuggingFacePolicy``; ``temperature`` is that of generation and of all log-probabilities."""
+    """Keyword arguments of ``HuggingFacePolicy``. ``temperature`` applies to generation and to all log-probabilities."""
 
-    learning_rate: float = option(1e-5, "Of AdamW.", minimum=0, maximum=1)
-    weight_decay: float = option(0.0, "Of AdamW.", minimum=0)
-    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", minimum=1e-6)
+    learning_rate: float = option(1e-5, "Learning rate of AdamW.", minimum=0, maximum=1)
+    weight_decay: float = option(0.0, "Weight decay of AdamW.", minimum=0)
+    max_grad_norm: float = option(1.0, "Clip the gradient to this norm.", minimum=1e-6)
     micro_batch_size: int = option(8, "Rows of one forward-backward pass.", minimum=1)
-    max_tokens_per_microbatch: int | None = option(None, "Instead: rows by tokens, padding included.", minimum=1)
+    max_tokens_per_microbatch: int | None = option(
+        None, "Batch by tokens, padding included, instead of by rows.", minimum=1
+    )
     sequence_packing: bool = option(False, "Lay the rows of such a micro-batch end to end instead of padding them.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
     lora: dict[str, Any] | None = option(
-        None, "Train adapters only: rank, alpha, dropout, target_modules; {}: defaults."
+        None, "Train LoRA adapters only: rank, alpha, dropout, target_modules; {}: defaults."
     )
 
 
 class HuggingFacePolicy(PolicyInterface):
-    """Policy over any causal language model that transformers loads.
+    """A policy over any causal language model that transformers can load.
 
-    With ranks (``torch.distributed`` initialised), every rank holds the model and calls ``train`` with rows of its own:
-    gradients and counts are summed, so ranks change a step no more than micro-batches do.
+    If ``torch.distributed`` is initialised, every rank holds the model and calls ``train`` with its own rows. Gradients and counts
+    are summed over the ranks, so the number of ranks changes a step no more than the number of micro-batches does.
 
-    Weights in 16 bits are updated through float32 copies, which also gather the gradients: steps of RL are smaller than the
-    rounding of 16 bits. Dropout is off, whatever the checkpoint's configuration says: ratios would not begin at 1.
+    Weights in 16 bits are updated through float32 copies that also accumulate the gradients, because RL steps are smaller than the
+    rounding of 16 bits. Dropout is always off; otherwise probability ratios would not start at 1.
 
     Args:
         model_name: Folder or hub id.
@@ -71,12 +73,12 @@ class HuggingFacePolicy(PolicyInterface):
 
     Attributes:
         model: The trained model.
-        temperature: Of the log-probabilities.
+        temperature: Temperature of the log-probabilities.
 
     Raises:
-        ConfigError: An unknown or contradicting keyword.
-        CheckpointError: Nothing can be loaded from ``model_name``.
-        MissingDependencyError: Quantisation without bitsandbytes.
+        ConfigError: A keyword is unknown or contradicts another.
+        CheckpointError: ``model_name`` cannot be loaded.
+        MissingDependencyError: Quantisation is asked for without bitsandbytes.
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
@@ -91,7 +93,7 @@ class HuggingFacePolicy(PolicyInterface):
         self.model = load_causal_lm(model_name, self.config)
         if self.config.sequence_packing and not keeps_sequences_apart(self.model):
             raise ConfigError(
-                f"sequence_packing=True, but {type(self.model).__name__} lets packed sequences see each other. "
+                f"sequence_packing=True, but {type(self.model).__name__} lets packed sequences attend to each other. "
                 "Pass sequence_packing=False"
             )
         if lora is not None:
@@ -111,18 +113,20 @@ class HuggingFacePolicy(PolicyInterface):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Continue each row; ``logprobs`` are those that ``get_logprobs`` gives of the result."""
+        """Generate a completion per row; ``logprobs`` equal ``get_logprobs`` of the output."""
         return generate_tokens(self.model, data, self.config, greedy, self._random, self.config.tokenizer)
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """Log-probabilities of prompts, training data, or outputs of a generation (``output_ids``)."""
+        """Return the log-probabilities of prompts, training data or generation outputs (``output_ids``)."""
         return self._score(self.model, data)
 
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """The same of the policy before its first step: a frozen copy made at first need, or the model without adapters.
+        """Return ``get_logprobs`` of the policy before its first step.
+
+        The reference is the model without adapters, or a frozen copy that the first call makes.
 
         Raises:
-            CheckpointError: The copy is needed after the first step, and ``model_name`` holds other weights by now.
+            CheckpointError: The first call comes after a step, and ``model_name`` no longer holds the initial weights.
         """
         if self.config.lora is not None:
             with _without_adapters(self.model):
@@ -170,16 +174,16 @@ class HuggingFacePolicy(PolicyInterface):
         return {**metrics, "grad_norm": grad_norm, **memory_metrics()}
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a folder that transformers, the engines and another policy load; adapters are added to the weights.
+        """Write a folder that transformers, vLLM and other policies can load; adapters are merged into the weights.
 
-        Every rank calls it, and the first one writes.
+        All ranks must call this; rank 0 writes.
 
         Raises:
-            ConfigError: There are adapters on quantised weights, to which they cannot be added.
+            ConfigError: The weights are quantised, so adapters cannot be merged into them.
         """
         if self.config.load_in_8bit or self.config.load_in_4bit:
             raise ConfigError(
-                "Adapters cannot be added to quantised weights. Pass load_in_8bit=False, load_in_4bit=False"
+                "Adapters cannot be merged into quantised weights. Pass load_in_8bit=False, load_in_4bit=False"
             )
         if rank() == 0:
             merged = None if self.config.lora is None else merged_state_dict(self.model)
@@ -249,15 +253,15 @@ class HuggingFacePolicy(PolicyInterface):
 
 
 def check_loss(loss_fn: Any, temperature: float, lora_dropout: float = 0.0) -> None:
-    """Refuse a loss that a policy cannot train with.
+    """Check that a policy can train with a loss.
 
     Args:
-        loss_fn: What ``train`` was given.
-        temperature: Of the policy.
-        lora_dropout: Of its adapters.
+        loss_fn: Argument of ``train``.
+        temperature: Temperature of the policy.
+        lora_dropout: Dropout of its adapters.
 
     Raises:
-        ConfigError: It is not a loss, or would take log-probabilities of another temperature or with dropout.
+        ConfigError: ``loss_fn`` is not a loss, has another temperature, or compares log-probabilities despite dropout.
     """
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise ConfigError(f"loss_fn is {loss_fn!r}; required: a loss. Give e.g. rlinf.algorithms.NLLLossFn()")
@@ -265,13 +269,13 @@ def check_loss(loss_fn: Any, temperature: float, lora_dropout: float = 0.0) -> N
         return
     if loss_fn.temperature not in (1.0, temperature):
         raise ConfigError(
-            f"{type(loss_fn).__name__} has temperature={loss_fn.temperature}, and the policy, which scores, has "
+            f"{type(loss_fn).__name__} has temperature={loss_fn.temperature}, but the policy scores with "
             f"temperature={temperature}. Pass temperature={temperature} in the loss, or leave it out"
         )
     if loss_fn.compares and lora_dropout > 0:
         raise ConfigError(
-            f"lora.dropout={lora_dropout} and {type(loss_fn).__name__}: with dropout the log-probabilities of an unchanged "
-            "policy do not repeat. Pass lora={'dropout': 0.0}"
+            f"lora.dropout={lora_dropout} and {type(loss_fn).__name__}: with dropout, the log-probabilities of an unchanged "
+            "policy change between passes. Pass lora={'dropout': 0.0}"
         )
 
 
@@ -303,11 +307,7 @@ def refused_together(
 
 
 def check_sampling(config: SamplingConfig) -> None:
-    """Refuse sampling whose probabilities are not those of the model.
-
-    Raises:
-        ConfigError: Names the option.
-    """
+    """Raise ConfigError for sampling settings that change the distribution which the policy scores."""
     neutral_values = {
         "top_k": (None,), "top_p": (None, 1.0), "repetition_penalty": (1.0,), "allowed_token_ids": (None,),
     }  # fmt: skip
@@ -334,17 +334,13 @@ def _check_training(config: HuggingFacePolicyConfig) -> None:
 
 
 def training_bytes(num_parameters: int, bytes_of_a_weight: int) -> int:
-    """Bytes of the training of all weights, without activations: weights, gradients, AdamW's moments, float32 copies of both in 16 bits."""
+    """Return the bytes of weights, gradients and AdamW's moments, and of the float32 copies for weights in 16 bits."""
     copies = 8 if bytes_of_a_weight < 4 else 0
     return num_parameters * (2 * bytes_of_a_weight + copies + 8)
 
 
 def _check_memory(model_name: str, config: HuggingFacePolicyConfig) -> None:
-    """Refuse to train all weights of a model, which every rank holds, where they cannot fit; before any is read.
-
-    Raises:
-        ConfigError: With what is needed, what is there, and what takes less.
-    """
+    """Raise ConfigError if full training does not fit into the GPUs of a rank; called before weights are read."""
     places = config.device_map.values() if isinstance(config.device_map, dict) else [config.device_map]
     if config.lora is not None or not torch.cuda.is_available() or any(str(p) in _NO_GPU for p in places):
         return
@@ -357,21 +353,19 @@ def _check_memory(model_name: str, config: HuggingFacePolicyConfig) -> None:
     if needed > available:
         raise ConfigError(
             f"Training all {num_parameters / 1e9:.3g} billion weights of '{model_name}' takes {needed / 1e9:.3g} GB for weights, gradients "
-            f"and optimiser, all of it on every rank, and {'the GPU has' if len(gpus) == 1 else 'the GPUs have'} {available / 1e9:.3g} GB. "
+            f"and optimiser on every rank, but {'the GPU has' if len(gpus) == 1 else 'the GPUs have'} {available / 1e9:.3g} GB. "
             "Pass lora={} to train adapters, or train a smaller model"
         )
 
 
 def _add_adapters(model: Any, lora: LoraConfig) -> None:
-    """Put adapters into the layers; ``HFModel`` knows which of any family."""
-    from rlinf.models.lora import apply_lora
-
+    """Add LoRA adapters to the layers that ``HFModel`` names."""
     apply_lora(HFModel(model), lora)
 
 
 @contextmanager
 def _without_adapters(model: nn.Module) -> Iterator[None]:
-    """Switch the adapters off inside, and on again whatever happens."""
+    """Disable the adapters inside the context."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     try:
         for layer in layers:
@@ -390,10 +384,10 @@ def _sum_gradients(parameters: list[nn.Parameter]) -> None:
 
 
 def sampling_generator(seed: int, rank: int) -> torch.Generator:
-    """Return the random numbers of a data-parallel rank: those of ``seed`` on the first, others on each of the others."""
+    """Return the random generator of a data-parallel rank; rank 0 uses ``seed`` itself."""
     return torch.Generator().manual_seed(seed if rank == 0 else derive_seed(seed, "generation", rank))
 
 
 def weights_checksum(model: nn.Module) -> list[float]:
-    """Return the sum of each tensor: tells whether a folder still holds the same weights."""
+    """Return the sum of each tensor, to detect whether a folder still holds the same weights."""
     return [float(tensor.detach().double().sum()) for tensor in model.parameters() if tensor.is_floating_point()]

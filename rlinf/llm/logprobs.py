@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of whole sequences, for every caller the same."""
+"""Log-probabilities of the tokens of whole sequences: one implementation for policies, losses and checks."""
 
 from __future__ import annotations
 
@@ -20,44 +20,40 @@ from rlinf.models.positions import num_positions
 from rlinf.models.sampling import token_logprobs
 
 TOKEN_TYPE_KEYS = {"token_type_ids", "mm_token_type_ids"}
-"""``[B, S]`` that tell image tokens from text; generated tokens are text, which is 0."""
+"""Keys ``[B, S]`` that mark image tokens; 0 is text, which generated tokens are."""
 CHUNK_LOGITS = 2**25
-"""Logits that exist at a time, 128 MiB of float32, of which a forward and backward pass holds up to five arrays."""
+"""Maximum number of logits at a time: 128 MiB of float32. Forward and backward pass hold up to five such arrays."""
 _TRIAL_COLUMNS = 2
-_WHOLE_LOGITS: WeakSet[nn.Module] = WeakSet()  # models whose logits are more than ``_head_logits`` knows of
+_WHOLE_LOGITS: WeakSet[nn.Module] = WeakSet()  # models whose logits ``_head_logits`` does not reproduce
 _KNOWN = {"input_ids", "attention_mask", "labels", *IMAGE_KEYS, *TOKEN_TYPE_KEYS}
 
 
 def batch_logprobs(model: Any, data: Mapping[str, Any], temperature: float = 1.0, packed: bool = False) -> Tensor:
-    """Score the rows of a batch, images included; columns that are padding in all rows are not computed.
+    """Return ``sequence_logprobs`` float32 ``[B, S]`` of a batch, images included.
 
-    What padding holds does not matter.
+    The content of padding does not matter, and columns that are padding in all rows are not computed.
 
     Args:
         model: Causal language model whose output has ``logits``.
-        data: Prompts, training data or outputs of a generation, padded on the right.
+        data: Prompts, training data or generation outputs, padded on the right.
         temperature: Divides the logits.
         packed: Lay the rows end to end.
 
-    Returns:
-        float32 ``[B, S]``, as ``sequence_logprobs``.
-
     Raises:
-        ConfigError: The batch has images that the model does not take, or that are to be packed; or a row is longer than what
-            the model declares.
+        ConfigError: The model takes no images, images cannot be packed, or a row is longer than the model's context.
     """
     ids, mask = tokens_and_mask(data)
     width = max(1, int(mask.sum(-1).max()))
     positions = context_length(model)
     if positions is not None and width > positions:
         raise ConfigError(
-            f"A row has {width} tokens, and the model was made for {positions} positions (max_position_embeddings), behind which "
-            f"its numbers mean nothing. Give rows of {positions} tokens or fewer"
+            f"A row has {width} tokens, more than the {positions} positions (max_position_embeddings) of the model. "
+            f"Give rows of at most {positions} tokens"
         )
     device = next(model.parameters()).device
     inputs = image_inputs(model, data, width)
     if packed and inputs:
-        raise ConfigError(f"sequence_packing=True has no place for {', '.join(inputs)}. Pass sequence_packing=False")
+        raise ConfigError(f"sequence_packing=True does not support {', '.join(inputs)}. Pass sequence_packing=False")
     logprobs = sequence_logprobs(
         model,
         ids.masked_fill(~mask, 0)[:, :width].to(device),
@@ -70,22 +66,22 @@ def batch_logprobs(model: Any, data: Mapping[str, Any], temperature: float = 1.0
 
 
 def context_length(model: Any) -> int | None:
-    """Largest number of positions of a model (``num_positions``); None if it declares none."""
+    """Return the number of positions that a model declares (``num_positions``), or None."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return num_positions(text)
 
 
 def image_inputs(model: Any, data: Mapping[str, Any], width: int) -> dict[str, Tensor]:
-    """Collect what a vision-language model takes besides the tokens, as its ``forward`` wants it.
+    """Collect the inputs of a vision-language model besides the tokens, in the form its ``forward`` takes.
 
     Args:
-        model: Whose ``forward`` names what it takes.
-        data: Batch with keys of ``IMAGE_KEYS`` and ``TOKEN_TYPE_KEYS``, or none of them.
-        width: Columns of the tokens.
+        model: Model.
+        data: Batch that may have keys of ``IMAGE_KEYS`` and ``TOKEN_TYPE_KEYS``.
+        width: Number of token columns.
 
     Raises:
-        ConfigError: The model takes no such images, or takes something of the batch that would be left out.
+        ConfigError: The model takes no such images, or takes a key of the batch that a policy does not pass on.
     """
     taken = inspect.signature(model.forward).parameters
     lost = [
@@ -93,8 +89,8 @@ def image_inputs(model: Any, data: Mapping[str, Any], width: int) -> dict[str, T
     ]
     if lost:
         raise ConfigError(
-            f"The batch has {lost}, which {type(model).__name__} takes and a policy does not pass on, so that the numbers "
-            f"would be others. Leave out of the batch, or rename, {', '.join(lost)}"
+            f"The batch has {lost}, which {type(model).__name__} takes and a policy does not pass on, so its log-probabilities "
+            f"would differ. Remove or rename {', '.join(lost)}"
         )
     weight = next(model.parameters())
     inputs = {}
@@ -102,7 +98,7 @@ def image_inputs(model: Any, data: Mapping[str, Any], width: int) -> dict[str, T
         if key in data:
             if key not in taken:
                 raise ConfigError(
-                    f"The batch has '{key}', and {type(model).__name__} takes none. Leave it out of the batch"
+                    f"The batch has '{key}', and {type(model).__name__} takes none. Remove it from the batch"
                 )
             images = join_padded(data[key], key) if isinstance(data[key], list) else data[key]
             if len(images):
@@ -122,18 +118,18 @@ def sequence_logprobs(
     packed: bool = False,
     inputs: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Score every token by the tokens before it.
+    """Return the log-probability of every token given the tokens before it.
 
-    The vocabulary is the largest axis there is, so the head is applied to ``CHUNK_LOGITS`` at a time, and again in the
-    backward pass, wherever ``_run_to_head`` finds out what the model does with it.
+    The vocabulary is the largest axis, so the head is applied to ``CHUNK_LOGITS`` logits at a time, and recomputed in the backward
+    pass, if ``_run_to_head`` can reproduce the model's logits.
 
     Args:
         model: Causal language model whose output has ``logits``.
         input_ids: int64 ``[B, S]``, padded on the right.
         attention_mask: bool ``[B, S]``.
         temperature: Divides the logits.
-        packed: Lay the rows end to end and run them as one (see ``rlinf.llm.packing`` for which models can).
-        inputs: What else the model takes (``image_inputs``).
+        packed: Lay the rows end to end and run them as one row (see ``rlinf.llm.packing``).
+        inputs: Further inputs of the model (``image_inputs``).
 
     Returns:
         float32 ``[B, S]``: column ``i`` is the log-probability of token ``i``; column 0 and padding are 0.
@@ -143,7 +139,7 @@ def sequence_logprobs(
     if packed:
         ids, positions = pack_rows(input_ids, attention_mask.sum(-1))
         states, head = _run_to_head(model, {"input_ids": ids, "position_ids": positions})
-        before = positions[:, 1:] > 0  # Position 0 is the first token of a sequence: what precedes it is another one.
+        before = positions[:, 1:] > 0  # position 0 follows another sequence, which does not predict it
     else:
         tokens = {"input_ids": input_ids, "attention_mask": attention_mask.long()}
         states, head = _run_to_head(model, {**tokens, **(inputs or {})})
@@ -155,14 +151,13 @@ def sequence_logprobs(
 
 
 def _run_to_head(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Run a causal language model, without the logits of all columns where these are more than ``CHUNK_LOGITS``.
+    """Run a causal language model, without computing all logits if these are more than ``CHUNK_LOGITS``.
 
-    A model that takes ``logits_to_keep`` can do with those of a few columns: its head is shown no others, and what it was
-    given is kept. These few logits must be what ``_head_logits`` makes of it; otherwise the model runs again, with all.
+    A model that takes ``logits_to_keep`` works with the logits of a few columns. Its head gets only these columns, and a hook keeps
+    the hidden states of all. If ``_head_logits`` does not reproduce the few logits, the model runs again in full.
 
     Returns:
-        ``[B, S, H]`` and the function that makes logits ``[..., V]`` of it; where that is not known or not worth while, the
-        logits and the identity.
+        Hidden states ``[B, S, H]`` and the function that turns them into logits ``[..., V]``; or logits and the identity.
     """
     head = None
     if inputs["input_ids"].numel() * model.config.get_text_config().vocab_size > CHUNK_LOGITS:
@@ -190,13 +185,13 @@ def _run_to_head(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Call
             with torch.no_grad():
                 if _are_equal(head_logits(given[0][:, :_TRIAL_COLUMNS]), logits):
                     return given[0], head_logits
-        if logits.isfinite().all():  # others say nothing about the head
+        if logits.isfinite().all():  # logits that are not finite do not tell whether the head differs
             _WHOLE_LOGITS.add(model)
     return model(**inputs, use_cache=False).logits, lambda every: every
 
 
 def _head_logits(config: Any, logits: Tensor) -> Tensor:
-    """What models make of the output of their head: Granite divides, Cohere multiplies, Gemma bounds it."""
+    """Scale the output of a head like its model: Granite divides, Cohere multiplies, Gemma bounds it."""
     divisor, factor, bound = (
         getattr(config, name, None) for name in ("logits_scaling", "logit_scale", "final_logit_softcapping")
     )
@@ -208,7 +203,7 @@ def _head_logits(config: Any, logits: Tensor) -> Tensor:
 
 
 def _are_equal(ours: Tensor, logits: Tensor) -> bool:
-    """Whether they differ by no more than an elementwise function rounds."""
+    """Return whether two tensors are equal up to the rounding of an elementwise function."""
     if ours.shape != logits.shape:
         return False
     rounding = 4 * max(torch.finfo(tensor.dtype).eps for tensor in (ours, logits))
@@ -216,9 +211,9 @@ def _are_equal(ours: Tensor, logits: Tensor) -> bool:
 
 
 def _chunked_logprobs(states: Tensor, tokens: Tensor, head: Callable[[Tensor], Tensor], temperature: float) -> Tensor:
-    """Log-probabilities float32 ``[N]`` of ``tokens [N]``, ``CHUNK_LOGITS`` at a time.
+    """Return log-probabilities float32 ``[N]`` of ``tokens [N]``, ``CHUNK_LOGITS`` logits at a time.
 
-    A chunk's logits are not kept for the backward pass, which makes them again.
+    The backward pass recomputes the logits of a chunk instead of keeping them.
     """
 
     def score(states: Tensor, tokens: Tensor) -> Tensor:
@@ -250,16 +245,16 @@ def micro_batches(
 
     Args:
         data: Padded on the right.
-        size: Rows of one pass, without ``max_tokens``.
-        max_tokens: Largest padded size of a pass; of packed rows, the largest sum of lengths.
-        packed: The rows of a pass are laid end to end.
-        rows_per_sample: This many neighbouring rows stay together.
-        context: Largest number of positions that the model declares.
-        vocab_size: Tokens of the model.
+        size: Rows of one pass if ``max_tokens`` is None.
+        max_tokens: Maximum padded size of a pass, or sum of lengths if it is packed.
+        packed: Lay the rows of a pass end to end.
+        rows_per_sample: Number of neighbouring rows that stay together.
+        context: Number of positions that the model declares, or None.
+        vocab_size: Size of the vocabulary.
 
     Raises:
-        ConfigError: There is no row, or the keys have different numbers of them; a row is not padded on the right, has a token
-            that the model does not know, does not fit, or would be split.
+        ConfigError: There are no rows; a row is not padded on the right, has an unknown token or does not fit; or a sample
+            would be split.
     """
     verify_token_ids(data, vocab_size)
     verify_right_padding(data, raise_error=True)

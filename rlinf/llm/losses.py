@@ -32,11 +32,11 @@ KL_ESTIMATORS = ("k1", "k2", "k3")
 
 @dataclass
 class TokenCounts:
-    """What the means of a batch divide by, over all its micro-batches and ranks.
+    """Denominators of the means of a batch, over all micro-batches and ranks.
 
     Attributes:
-        tokens: Tokens that are trained on.
-        samples: Rows with such tokens (of a preference loss: pairs).
+        tokens: Trained tokens.
+        samples: Rows (preference losses: pairs) with trained tokens.
     """
 
     tokens: float
@@ -44,13 +44,13 @@ class TokenCounts:
 
 
 def trained_tokens(data: Mapping[str, Any]) -> Tensor:
-    """bool ``[B, S]``: tokens that a loss is taken of.
+    """Return the mask bool ``[B, S]`` of the tokens that a loss trains on.
 
-    ``token_mask``; without it the response, where ``generation_lengths`` tell which it is, else every token. Never the first
-    token, padding, or a row whose ``sample_mask`` is 0.
+    That is ``token_mask``; without it the response if ``generation_lengths`` is present, else every token. The first token,
+    padding and rows with ``sample_mask`` 0 are never included.
 
     Raises:
-        ConfigError: A mask has another shape, or ``labels`` stand where ``token_mask`` is read.
+        ConfigError: A mask has the wrong shape, or the batch has ``labels`` instead of ``token_mask``.
     """
     ids, mask = tokens_and_mask(data)
     chosen = mask.clone()
@@ -61,7 +61,7 @@ def trained_tokens(data: Mapping[str, Any]) -> Tensor:
             raise ConfigError(f"token_mask is {list(token_mask.shape)}; required: {list(ids.shape)}, as the tokens.")
         chosen &= token_mask.to(ids.device).bool()
     elif isinstance(data.get("labels"), Tensor) and data["labels"].shape == ids.shape:
-        raise ConfigError("data['labels'] are not read. Give token_mask=(labels != -100) for what they leave out")
+        raise ConfigError("data['labels'] are not read. Give token_mask=(labels != -100) instead")
     elif "generation_lengths" in data:
         chosen &= response_mask(data)
     if "sample_mask" in data:
@@ -79,9 +79,9 @@ class TokenLoss(ABC):
     """A loss of log-probabilities.
 
     Attributes:
-        temperature: Divides the logits where the loss runs the model itself. A policy scores with its own.
-        rows_per_sample: Neighbouring rows that belong together and share a micro-batch.
-        compares: The log-probabilities are compared with others of the same tokens, so dropout has to be off.
+        temperature: Divides the logits if the loss runs the model itself. A policy scores with its own temperature.
+        rows_per_sample: Number of neighbouring rows that form one sample and share a micro-batch.
+        compares: The loss compares log-probabilities of the same tokens, so dropout must be off.
     """
 
     temperature: float = field(default=1.0, kw_only=True)
@@ -95,7 +95,7 @@ class TokenLoss(ABC):
 
     @property
     def needs_reference(self) -> bool:
-        """``data`` must hold ``reference_logprobs``."""
+        """Whether ``data`` must hold ``reference_logprobs``."""
         return False
 
     def __call__(self, model: Any, data: Mapping[str, Any]) -> Tensor:
@@ -104,24 +104,21 @@ class TokenLoss(ABC):
         return self.from_logprobs(batch_logprobs(model, data, self.temperature), data, self.counts(data)).loss
 
     def counts(self, data: Mapping[str, Any]) -> TokenCounts:
-        """Count what a batch trains on; the counts of parts add up."""
+        """Count the trained tokens and samples of a batch; counts of parts add up."""
         mask = trained_tokens(data)
         return TokenCounts(float(mask.sum()), float(mask.any(-1).sum()))
 
     @abstractmethod
     def from_logprobs(self, logprobs: Tensor, data: Mapping[str, Any], counts: TokenCounts) -> LossOutput:
-        """Loss of a part of a batch.
+        """Return the loss and metrics of a part of a batch; both add up over the parts.
 
         Args:
             logprobs: float32 ``[B, S]`` with gradients.
             data: The same rows.
-            counts: Of the whole batch.
-
-        Returns:
-            The loss, and metrics; both add up over the parts.
+            counts: Counts of the whole batch.
 
         Raises:
-            ConfigError: A key is missing, or the whole batch trains on nothing.
+            ConfigError: A key is missing, or the whole batch has no trained token.
         """
 
 
@@ -141,10 +138,10 @@ class DPOLossFn(TokenLoss):
     """Direct preference optimisation (Rafailov et al. 2023, eq. 7): row ``2i`` is chosen, row ``2i + 1`` rejected.
 
     ``-log sigmoid(beta (r_chosen - r_rejected))`` with ``r`` the sum over the trained tokens of a row of
-    ``logprobs - reference_logprobs``; log 2 where policy and reference agree. A pair counts when both rows do.
+    ``logprobs - reference_logprobs``; it is log 2 if policy and reference agree. A pair counts if both rows count.
 
     Attributes:
-        beta: Strength of the pull to the reference.
+        beta: Strength of the pull towards the reference.
         label_smoothing: Probability that a label is wrong (Mitchell 2023, "A note on DPO with noisy preferences", eq. 3).
     """
 
@@ -194,19 +191,18 @@ class DPOLossFn(TokenLoss):
 class GRPOLossFn(TokenLoss):
     """Clipped policy gradient on given advantages, as in GRPO (Shao et al. 2024, eq. 3) and its relatives.
 
-    ``clipped_policy_loss`` has the surrogate. Without ``old_logprobs`` the policy before the update is the policy itself (one
-    step per batch, ratio 1).
+    ``clipped_policy_loss`` computes the surrogate. Without ``old_logprobs`` every ratio is 1, which is right for one step per batch.
 
     Attributes:
         clip_range_low, clip_range_high: The ratio is clipped to ``[1 - low, 1 + high]`` (DAPO, Yu et al. 2025, eq. 8).
         dual_clip: Bound on the loss of negative advantages (Ye et al. 2020, eq. 5); None: off.
         ratio_level: ``token``: a ratio per token; ``sequence``: ``exp`` of the mean log-ratio of a row (GSPO, Zheng et al.
-            2025, eq. 7), which wants one advantage per row.
+            2025, eq. 7), which needs one advantage per row.
         loss_level: ``token``: the mean over all tokens of the batch (DAPO, eq. 8); ``sequence``: over the rows, of the means
             over their tokens (GRPO, eq. 3).
         kl_coef: Weight of the KL penalty to the reference policy.
         kl_estimator: ``k1``, ``k2`` or ``k3`` (Schulman 2020).
-        importance_cap: Weight tokens by ``min(old / generation, cap)`` where the engine that generated is another program
+        importance_cap: Weight tokens by ``min(old / generation, cap)`` to correct for a generation backend with other numerics
             (truncated importance sampling, Yao et al. 2025); needs ``generation_logprobs``; None: off.
     """
 
@@ -248,7 +244,7 @@ class GRPOLossFn(TokenLoss):
         by_sequence = self.loss_level == "sequence"
         token_weights = 1 / lengths.clamp(min=1) if by_sequence else torch.ones_like(logprobs)
         denominator = counts.samples if by_sequence else counts.tokens
-        # The surrogate is positively homogeneous in the advantage, so a weight of a token may multiply its advantage.
+        # The surrogate scales with the advantage, so multiplying the advantage weights the token.
         if self.ratio_level == "sequence":
             ratios, old_ratios = (_row_mean(values, mask) for values in (logprobs, old))
             unit_mask, num_units = mask.any(-1, keepdim=True), counts.samples
@@ -306,7 +302,7 @@ def _pairs(values: Tensor) -> Tensor:
 
 def _logprobs_of(data: Mapping[str, Any], key: str, like: Tensor, source: str) -> Tensor:
     if key not in data:
-        raise ConfigError(f"The loss needs data['{key}']; the batch has {sorted(data)}. Put there {source}")
+        raise ConfigError(f"The loss needs data['{key}']; the batch has {sorted(data)}. Set it to {source}")
     values = _tensor_of(data, key)
     if values.shape != like.shape:
         raise ConfigError(f"data['{key}'] is {list(values.shape)}; required: {list(like.shape)}, as the tokens.")
@@ -322,5 +318,5 @@ def _tensor_of(data: Mapping[str, Any], key: str) -> Tensor:
 def _check_counts(counts: TokenCounts) -> None:
     if counts.samples <= 0:
         raise ConfigError(
-            "The batch trains on nothing: token_mask or sample_mask is 0 everywhere, or no response has a token."
+            "The batch trains on nothing: token_mask or sample_mask is 0 everywhere, or all responses are empty."
         )

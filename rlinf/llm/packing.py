@@ -1,11 +1,10 @@
-"""Which rows share a forward pass: bins of sequences, and several sequences laid end to end in one row.
+"""Choose the rows of each forward pass, and lay several sequences end to end in one row.
 
-A packed row holds sequences one after another, and position ids that begin at 0 with each. Attention then has to be
-block-diagonal. Models of transformers that build their masks with ``create_causal_mask`` do that by themselves from the
-position ids when they get no attention mask and no cache, for the kernels ``eager``, ``sdpa``, ``flex_attention`` and
-``flash_attention_2``, sliding windows included. Models with another memory than attention (state-space or convolution layers)
-do not, nor do a few whose attention is their own; ``keeps_sequences_apart`` tells. Of the kernels, ``eager`` and ``sdpa`` are
-tested here.
+The position ids of a packed row restart at 0 with each sequence, and attention must be block-diagonal. Models of transformers
+that build their masks with ``create_causal_mask`` derive this from the position ids if they get no attention mask and no cache,
+for the kernels ``eager``, ``sdpa``, ``flex_attention`` and ``flash_attention_2``, including sliding windows (tested: ``eager``
+and ``sdpa``). Models with state-space or convolution layers, or with attention code of their own, may not;
+``keeps_sequences_apart`` finds out.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multipl
 
     Args:
         lengths: Tokens of each item.
-        capacity: Largest sum of a bin.
-        num_bins_multiple: The number of bins is brought to a multiple of this by halving the bins with most items.
+        capacity: Maximum sum of a bin.
+        num_bins_multiple: Halve the bins with most items until the number of bins is a multiple of this.
 
     Returns:
-        Item indices of each bin, ascending; bins in the order in which they were opened.
+        Ascending item indices of each bin.
 
     Raises:
         ConfigError: An item is longer than ``capacity``, or there are too few items for the multiple.
@@ -58,18 +57,15 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multipl
 
 
 def token_budget_runs(lengths: Sequence[int], max_tokens: int, length_multiple: int = 1) -> list[int]:
-    """Cut rows into runs whose padded size ``rows * longest`` stays within a number of tokens.
+    """Cut rows into consecutive runs whose padded size ``rows * longest`` is at most ``max_tokens``.
 
     Args:
-        lengths: Tokens of each row, in the order in which the rows are taken.
-        max_tokens: Largest padded size of a run.
-        length_multiple: The longest is rounded up to a multiple of this.
+        lengths: Tokens of each row, in order.
+        max_tokens: Maximum padded size of a run.
+        length_multiple: Round each length up to a multiple of this.
 
     Returns:
         Number of rows of each run.
-
-    Raises:
-        ConfigError: A single row is larger than ``max_tokens``.
     """
     rounded = [-(-length // length_multiple) * length_multiple for length in lengths]
     check_fits(rounded, max_tokens)
@@ -92,9 +88,9 @@ def micro_batch_rows(
 
     Args:
         lengths: Tokens of each row.
-        max_tokens: Largest padded size of a micro-batch; of a packed one, the largest sum of lengths.
-        packed: Bins by first-fit decreasing; else runs of rows of like length.
-        rows_per_sample: This many neighbouring rows stay together.
+        max_tokens: Maximum padded size of a micro-batch, or sum of lengths if it is packed.
+        packed: Fill bins by first-fit decreasing instead of cutting runs of similar length.
+        rows_per_sample: Number of neighbouring rows that stay together.
 
     Returns:
         Row numbers of each micro-batch.
@@ -113,31 +109,27 @@ def micro_batch_rows(
 def deal_by_length(
     rows: Sequence[int], lengths: Sequence[int], shards: int, max_tokens: int, length_multiple: int = 1
 ) -> list[list[list[int]]]:
-    """Deal rows over shards by falling length, and cut all shards at the same places, as the longest row there asks for.
+    """Deal rows over shards by decreasing length, and cut all shards into micro-batches at the same places.
 
     Args:
-        rows: Row numbers; ``shards`` divides how many.
+        rows: Row numbers, a multiple of ``shards``.
         lengths: Tokens by row number.
         shards: Number of parts.
         max_tokens, length_multiple: As in ``token_budget_runs``.
 
     Returns:
-        Of each shard, the row numbers of each micro-batch.
+        Row numbers of each micro-batch of each shard.
     """
     ordered = sorted(rows, key=lambda row: -lengths[row])
     dealt = [ordered[rank::shards] for rank in range(shards)]
-    # The rows of a place are neighbours in the order, and the first shard has the longest of them.
+    # At each position the first shard has the longest row.
     runs = token_budget_runs([lengths[row] for row in dealt[0]], max_tokens, length_multiple)
     bounds = [sum(runs[:index]) for index in range(len(runs) + 1)]
     return [[share[bounds[i] : bounds[i + 1]] for i in range(len(runs))] for share in dealt]
 
 
 def check_fits(lengths: Sequence[int], max_tokens: int) -> None:
-    """Refuse sequences that no micro-batch can hold.
-
-    Raises:
-        ConfigError: Names the longest.
-    """
+    """Raise ConfigError if a sequence does not fit into a micro-batch."""
     longest = max(lengths, default=0)
     if longest > max_tokens:
         raise ConfigError(
@@ -147,14 +139,10 @@ def check_fits(lengths: Sequence[int], max_tokens: int) -> None:
 
 
 def pack_rows(input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Lay right-padded rows end to end.
-
-    Args:
-        input_ids: ``[B, S]``.
-        lengths: int64 ``[B]``, tokens of each row.
+    """Lay right-padded rows ``[B, S]`` with ``lengths [B]`` end to end.
 
     Returns:
-        Token ids and position ids, both ``[1, sum(lengths)]``; the positions of each sequence begin at 0.
+        Token ids and position ids, both ``[1, sum(lengths)]``; the positions restart at 0 with each sequence.
     """
     mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths.to(input_ids.device).unsqueeze(1)
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
@@ -162,7 +150,7 @@ def pack_rows(input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keeps_sequences_apart(model: Any) -> bool:
-    """Whether the sequences of a packed row do not see each other, tried on two short ones.
+    """Return whether the sequences of a packed row do not affect each other, tried on two short ones.
 
     Args:
         model: Causal language model of transformers in evaluation mode.
@@ -173,7 +161,7 @@ def keeps_sequences_apart(model: Any) -> bool:
 
 
 def ignores_left_padding(model: Any) -> bool:
-    """Whether a row that is padded on the left, as ``generate`` of transformers wants it, is read as if it were alone.
+    """Return whether left padding, which ``generate`` of transformers needs, leaves the logits of a row unchanged.
 
     Args:
         model: Causal language model of transformers in evaluation mode.
@@ -188,10 +176,10 @@ def ignores_left_padding(model: Any) -> bool:
 
 
 def _reads_only(model: Any, last: Tensor, inputs: dict[str, Tensor]) -> bool:
-    """Whether the last logits of a row are those of its last tokens ``[1, S]`` alone, and depend on no token before them.
+    """Return whether the last logits of a row depend on its last tokens ``[1, S]`` only.
 
-    Logits alone would not tell: a small leak is no larger than the rounding of 16 bits. The gradient to a token that is
-    not read is exactly 0 in any number format.
+    Comparing logits is not enough, because a small leak may be below the rounding of 16 bits. The gradient to a token that is not
+    read is exactly 0 in every number format.
     """
     length, embedded = last.shape[1], []
 
@@ -208,13 +196,15 @@ def _reads_only(model: Any, last: Tensor, inputs: dict[str, Tensor]) -> bool:
         hook.remove()
     with torch.no_grad():
         output = model(input_ids=last, use_cache=False).logits[0]
-    tolerance = 1e-3 if output.dtype == torch.float32 else 5e-2  # of the largest logit: other shapes round otherwise
+    tolerance = (
+        1e-3 if output.dtype == torch.float32 else 5e-2
+    )  # relative to the largest logit; other shapes round differently
     same = (output.float() - logits.detach()).abs().max() <= tolerance * output.float().abs().max()
     return bool(same) and not bool(gradient[:, :-length].any())
 
 
 def _probe_tokens(model: Any) -> Tensor:
-    """``[1, 16]``, none of them a token to which the configuration gives a meaning, such as that of an image."""
+    """Return tokens ``[1, 16]`` without a special meaning in the configuration, such as that of an image."""
     special = {value for key, value in model.config.to_dict().items() if "token" in key and isinstance(value, int)}
     plain = [token for token in range(model.config.get_text_config().vocab_size) if token not in special]
     return torch.tensor([[plain[i % len(plain)] for i in range(16)]], device=model.get_input_embeddings().weight.device)

@@ -1,4 +1,4 @@
-"""The accelerators that an engine may use."""
+"""The accelerators that a generation backend may use."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from rlinf.errors import ConfigError
 
 
 class RayVirtualCluster:
-    """Processes of this machine, one to each accelerator; a place in the code where further machines will come in.
+    """The processes of one machine, one per accelerator. Despite its name it does not use Ray.
 
-    Ray is not used: one machine does not need it, and more than one are refused. A worker can be an actor of a Ray cluster of yours:
-    ``ray.remote(VllmGenerationWorker).remote(model_name)``.
+    To place a worker in a Ray cluster, use ``ray.remote(VllmGenerationWorker).remote(model_name)``.
 
     Args:
         bundle_ct_per_node_list: Processes on each machine: ``[4]`` is one machine with four.
-        use_gpus: Each process needs a GPU of its own.
+        use_gpus: Require a GPU for each process.
 
     Raises:
-        ConfigError: There are fewer GPUs than asked for, or more machines than one.
+        ConfigError: There are too few GPUs, or more than one machine is asked for.
     """
 
     def __init__(self, bundle_ct_per_node_list: Sequence[int], use_gpus: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Language models in vLLM behind the generation interface. Importing this needs no vLLM, constructing does."""
+"""Language models in vLLM behind the generation interface. Only constructing a class needs vLLM."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ TIMEOUT_S = 600.0
 
 
 class VllmGenerationWorker:
-    """One engine with one model. A plain class, ready to be a Ray actor: ``ray.remote(VllmGenerationWorker)``.
+    """One engine with one model. A plain class that can be a Ray actor: ``ray.remote(VllmGenerationWorker)``.
 
     Args:
         model_name: Folder or hub id of a causal language model.
-        **kwargs: Keys of ``VllmConfig``. What is not a setting of the generation is an engine argument, flat or in
-            ``vllm_cfg``; ``timeout_s`` is the deadline of an answer of the engine. ``seed`` (default 0) and the rank of this
-            process begin a stream of random numbers that an engine started again continues; actors need a seed each.
+        **kwargs: Keys of ``VllmConfig``. All other keys, flat or in ``vllm_cfg``, are engine arguments. ``timeout_s`` is the
+            deadline of each answer of the engine. ``seed`` (default 0) and the rank of this process determine the random numbers
+            across engine restarts; give each actor its own seed.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
-        ConfigError: A setting is out of its bounds, or an engine argument is given twice with different values.
+        ConfigError: A setting is out of bounds, or an engine argument is given twice with different values.
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
@@ -60,10 +60,10 @@ class VllmGenerationWorker:
         self.engine = VllmEngine(spec, timeout_s=timeout_s)
 
     def start(self) -> None:
-        """Start the engine, unless it runs.
+        """Start the engine. Idempotent.
 
         Raises:
-            ConfigError: A setting names a token that the model has not, or ``tensor_parallel_size`` does not divide the
+            ConfigError: A setting names a token outside the vocabulary, or ``tensor_parallel_size`` does not divide the
                 attention heads.
         """
         verify_sampling_tokens(sampling_config(self.settings), self.vocab_size)
@@ -74,21 +74,20 @@ class VllmGenerationWorker:
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, greedy: bool = False, **kwargs: Any
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Continue each row of ``input_ids [B, S]``, padded on the right.
+        """Generate a completion per row.
 
         Args:
-            input_ids: Prompts.
-            attention_mask: ``[B, S]``; None: no padding.
-            greedy: Take the most likely token.
-            **kwargs: Settings of the generation that replace those of the worker.
+            input_ids: Prompts int64 ``[B, S]``, padded on the right.
+            attention_mask: ``[B, S]``; None means no padding.
+            greedy: Take the most likely token instead of sampling.
+            **kwargs: Settings of the generation that override those of the worker.
 
         Returns:
-            ``GenerationOutputSpec``. Log-probabilities are those of the distribution that was sampled from, after temperature,
-            penalty, allowed tokens, top-k and top-p; greedy ones too, without the last two.
+            ``GenerationOutputSpec``. ``logprobs`` belong to the distribution after temperature, penalty, allowed tokens, and (if
+            sampled) top-k and top-p.
 
         Raises:
-            ConfigError: vLLM refuses a setting or would replace it, a prompt is too long, or either holds tokens that the model
-                has not.
+            ConfigError: vLLM refuses a setting or would replace it, a prompt is too long, or a token is not in the vocabulary.
             EngineError: The engine failed or did not answer in time.
         """
         unknown = sorted(set(kwargs) - set(GenerationConfig.__annotations__))
@@ -115,20 +114,20 @@ class VllmGenerationWorker:
         return _output(prompts, result.token_ids, result.logprobs, 0 if pad is None else pad)
 
     def update_weights(self, weights_handle: WeightsHandle) -> int:
-        """Load the weights that a ``WeightBuffer`` holds; returns their version.
+        """Load the weights in a ``WeightBuffer`` and return their version.
 
         Raises:
-            WeightsRefusedError: The handle lacks tensors; the message names them, and the old weights stay.
+            WeightsRefusedError: The handle lacks tensors; the old weights stay.
         """
         return self.engine.update_weights(weights_handle)
 
     def stop(self) -> None:
-        """End the engine; all its memory is free then."""
+        """Stop the engine and free all its memory."""
         self.engine.close()
 
     @cached_property
     def vocab_size(self) -> int:
-        """Tokens that the model knows."""
+        """Size of the model's vocabulary."""
         return self._model_config.get_text_config().vocab_size
 
     @cached_property
@@ -137,15 +136,17 @@ class VllmGenerationWorker:
 
 
 class VllmGeneration(GenerationInterface):
-    """Generation by one vLLM engine. ``update_weights`` brings new weights; after ``finish_generation`` it must be called again.
+    """A generation backend with one vLLM engine.
+
+    After ``finish_generation`` the engine has lost the weights of ``update_weights``; call it again.
 
     Args:
-        cluster: GPUs that the engine may use (``RayVirtualCluster``); None: those that it finds.
+        cluster: ``RayVirtualCluster`` that limits the GPUs of the engine; None: no limit.
         config: ``VllmConfig`` or a plain mapping; engine arguments flat or in ``vllm_cfg``.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
-        ConfigError: ``model_name`` is missing, the backend is another one, or the cluster is too small.
+        ConfigError: ``model_name`` is missing, ``backend`` is not vllm, or the cluster is too small.
     """
 
     def __init__(self, cluster: Any, config: Mapping[str, Any]) -> None:
@@ -156,22 +157,22 @@ class VllmGeneration(GenerationInterface):
         num_gpus = engine_arguments(config).get("tensor_parallel_size", 1)
         if cluster is not None and num_gpus > cluster.world_size():
             raise ConfigError(
-                f"tensor_parallel_size is {num_gpus}, and the cluster has {cluster.world_size()} processes. "
+                f"tensor_parallel_size is {num_gpus}, but the cluster has {cluster.world_size()} processes. "
                 f"Pass tensor_parallel_size={cluster.world_size()}"
             )
         self.worker = VllmGenerationWorker(**config)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        """Start the engine; again and again does no harm."""
+        """Start the engine. Idempotent."""
         self.worker.start()
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Continue each row; starts the engine where ``prepare_for_generation`` was not called. Further keys are passed on.
+        """Generate a completion per row with ``VllmGenerationWorker.generate``; starts the engine if needed.
 
         Raises:
-            ConfigError: The batch has images or positions; see also ``VllmGenerationWorker.generate``.
+            ConfigError: The batch has images or positions.
         """
         verify_text_only(data, "VllmGeneration", "HuggingFaceGeneration")
         verify_token_ids(data)
@@ -182,13 +183,13 @@ class VllmGeneration(GenerationInterface):
 
     @property
     def temperature(self) -> float:
-        """Of the log-probabilities."""
+        """Temperature of the log-probabilities."""
         temperature = self.worker.settings.get("temperature")
         return SamplingConfig.temperature if temperature is None else temperature
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model knows."""
+        """Size of the model's vocabulary."""
         return self.worker.vocab_size
 
     def update_weights(self, weights_handle: WeightsHandle) -> int:
@@ -196,15 +197,15 @@ class VllmGeneration(GenerationInterface):
         return self.worker.update_weights(weights_handle)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> None:
-        """End the engine, which frees all its memory; again and again does no harm."""
+        """Stop the engine and free all its memory. Idempotent."""
         self.worker.stop()
 
 
 def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect the arguments of ``vllm.LLM``: everything but the keys of ``GenerationConfig``, and what ``vllm_cfg`` holds.
+    """Collect the arguments of ``vllm.LLM``: the keys that ``GenerationConfig`` does not have, and those in ``vllm_cfg``.
 
     Raises:
-        ConfigError: A key is given flat and nested, with different values, or is vLLM's name of a setting of the generation.
+        ConfigError: A key has different values flat and in ``vllm_cfg``, or is vLLM's name of a generation setting.
     """
     flat = {
         name: value for name, value in config.items() if name not in (*GenerationConfig.__annotations__, "vllm_cfg")
@@ -218,10 +219,10 @@ def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_config(settings: Mapping[str, Any]) -> SamplingConfig:
-    """Check settings of a generation as ``HuggingFaceGeneration`` does; None and missing keys are the default.
+    """Check generation settings like ``HuggingFaceGeneration``; None and missing keys take the defaults.
 
     Raises:
-        ConfigError: One is of another type or out of its bounds, or vLLM would sample at another temperature.
+        ConfigError: A setting has the wrong type or is out of bounds, or vLLM would change the temperature.
     """
     given = {
         key: value for key, value in settings.items() if value is not None and key not in ("backend", "model_name")
@@ -236,7 +237,7 @@ def sampling_config(settings: Mapping[str, Any]) -> SamplingConfig:
 
 
 def sampling_arguments(settings: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
-    """Turn settings of a generation into arguments of ``vllm.SamplingParams``."""
+    """Convert generation settings into arguments of ``vllm.SamplingParams``."""
     config = sampling_config(settings)
     greedy = greedy or not config.do_sample
     eos = config.eos_token_id
@@ -248,7 +249,7 @@ def sampling_arguments(settings: Mapping[str, Any], greedy: bool) -> dict[str, A
         "repetition_penalty": config.repetition_penalty,
         "allowed_token_ids": config.allowed_token_ids,
         "stop_token_ids": [eos] if isinstance(eos, int) else eos,
-        "ignore_eos": eos is not None,  # the model's own is replaced by the given one
+        "ignore_eos": eos is not None,  # the given ids replace the model's own
     }
     return {name: value for name, value in values.items() if value is not None}
 

@@ -78,7 +78,7 @@ def test_selection_by_rows():
         batch.select_indices([True, False])
     assert rows_of(batch.repeat_interleave(2)) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert batch.repeat_interleave(2)["scale"] == 0.5
-    with pytest.raises(ConfigError, match="Rows 4 to 6 were asked of a batch with 5"):
+    with pytest.raises(ConfigError, match="Rows 4 to 6 are not in a batch of 5"):
         batch.slice(4, 6)
 
 

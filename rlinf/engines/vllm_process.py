@@ -1,6 +1,6 @@
 """The process of a vLLM engine: ``python -m rlinf.engines.vllm_process <socket> <parent> <folder>``.
 
-Imports next to nothing, so that it can end with its parent from its first moment, long before vLLM is imported.
+It imports almost nothing, so that it can watch its parent from the start, long before vLLM is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLL_S = 0.2
 
 
 def end_with(parent: int, folder: str) -> None:
-    """End as soon as the parent is gone, whatever this process is doing."""
+    """Kill this process as soon as its parent is gone."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -30,7 +30,7 @@ def end_with(parent: int, folder: str) -> None:
 
 
 def end(folder: str) -> None:
-    """Remove the folder of temporary files, then end this process and all of its own at once: vLLM's threads are not waited for."""
+    """Remove the folder of temporary files, then kill this process and its children without waiting for vLLM's threads."""
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 

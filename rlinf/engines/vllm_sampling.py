@@ -1,4 +1,4 @@
-"""What the engine adds to vLLM's sampling. Imported in the engine's process only; importing it needs vLLM."""
+"""Additions to vLLM's sampling. Only the engine's process imports this; it needs vLLM."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rlinf.engines.vllm_engine import GREEDY_TEMPERATURE
 
 
 class GreedyTemperature(AdapterLogitsProcessor):
-    """Divides the logits of greedy requests by the temperature, which vLLM does for sampled ones only.
+    """Divide the logits of greedy requests by the temperature, which vLLM does for sampled requests only.
 
-    The choice stays the same, and its log-probability is the one that the trainer computes at this temperature.
+    The token stays the same, and its log-probability equals the trainer's at this temperature.
     """
 
     def is_argmax_invariant(self) -> bool:
-        """vLLM leaves processors that say so out of greedy requests."""
+        """Return False, so that vLLM applies this processor to greedy requests."""
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> Callable[[list[int], Tensor], Tensor] | None:

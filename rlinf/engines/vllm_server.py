@@ -1,4 +1,4 @@
-"""What the process of a vLLM engine does: answers the commands of ``VllmEngine``."""
+"""The server in the engine's process: answer the commands of ``VllmEngine``."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from rlinf.imports import import_string
 
 CPU_CACHE_BYTES = 4 * 1024**3
 CPU_NUM_SEQUENCES = 256
-"""Sequences at once where ``max_num_seqs`` is not given; more than the cache holds wait their turn."""
+"""Default of ``max_num_seqs``; sequences that do not fit into the cache wait."""
 
 
 class VllmServer:
-    """Owns ``vllm.LLM``.
+    """Own a ``vllm.LLM``.
 
     Args:
-        spec: What to build.
+        spec: Model and settings.
 
     Raises:
         ConfigError: vLLM refuses the settings.
@@ -59,7 +59,7 @@ class VllmServer:
                 config.architectures = [name]
                 config.save_pretrained(folder)
                 model, self.version = folder, None
-                # A policy's prompts begin with a new image at every step: nothing there to reuse.
+                # A policy's prompts begin with a new image at every step, so no prefix can be reused.
                 arguments = {"load_format": "dummy", "enable_mm_embeds": True, "mm_processor_cache_gb": 0,
                              "enable_prefix_caching": False} | arguments  # fmt: skip
             else:
@@ -81,12 +81,12 @@ class VllmServer:
         )
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Answer a batch of prompts."""
+        """Generate for a batch of prompts."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
 
         if self.version is None:
-            raise EngineError("The vLLM engine has no weights yet: update_weights comes before generate")
+            raise EngineError("The vLLM engine has no weights yet. Call update_weights before generate")
         self._check(request)
         prompts = []
         for prompt in request.prompts:
@@ -124,9 +124,9 @@ class VllmServer:
         )
 
     def update_weights(self, handle: WeightsHandle) -> int:
-        """Replace all weights, then empty every cache that depends on them."""
+        """Replace all weights, then clear every cache that depends on them."""
         self.names.check(handle)
-        self.version = None  # until all is done
+        self.version = None  # until loading has succeeded
         missing = self.llm.collective_rpc(reload_weights, args=(handle, self.names))[0]
         if missing:
             raise EngineError(
@@ -140,24 +140,24 @@ class VllmServer:
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
-        gc.collect()  # the sender may rewrite the shared memory now
+        gc.collect()  # drop all views, because the sender may now rewrite the shared memory
         self.version = handle.version
         return self.version
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and response."""
+        """Maximum tokens of prompt and response."""
         return self.llm.llm_engine.model_config.max_model_len
 
     def _check(self, request: GenerateRequest) -> None:
-        """Refuse what vLLM would take and answer with other numbers, or refuse without naming a way out."""
+        """Raise ConfigError for requests that vLLM would answer with wrong numbers, or refuse without naming a cure."""
         check_temperature(request.sampling.get("temperature"), self.spec.temperature_key)
         ids = [prompt["prompt_token_ids"] for prompt in request.prompts]
         unknown = sorted({token for row in ids for token in row if not 0 <= token < self.vocab_size})
         if unknown:
             raise ConfigError(
                 f"The prompts have the token ids {unknown[:8]}; required: 0 to {self.vocab_size - 1}, the vocab_size="
-                f"{self.vocab_size} of '{self.spec.model or self.spec.model_class}'. Set model_name=<the model that the tokens are of>"
+                f"{self.vocab_size} of '{self.spec.model or self.spec.model_class}'. Use the model's own tokenizer"
             )
         longest = max(map(len, ids), default=0)
         if longest >= self.max_model_len:
@@ -168,10 +168,10 @@ class VllmServer:
 
 
 def language_model_arguments(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
-    """Return what vLLM is told of a language model besides ``engine_args``.
+    """Return arguments for a language model that complete ``engine_args``.
 
-    Its number format, because vLLM's own ``auto`` turns float32 into 16 bits; and on CPUs the size of the cache, because
-    ``gpu_memory_utilization`` would be a share of all main memory there, taken at once.
+    They set the number format, because vLLM's own ``auto`` turns float32 into 16 bits. On CPUs they set the cache size, because
+    ``gpu_memory_utilization`` would allocate a share of all main memory at once.
     """
     from transformers import AutoConfig
 
@@ -185,7 +185,7 @@ def language_model_arguments(model: str, engine_args: dict[str, Any]) -> dict[st
 
 
 def cpu_cache_bytes(text_config: Any, engine_args: dict[str, Any]) -> int:
-    """Bytes of the key-value cache of a language model on CPUs: for all sequences at once up to ``CPU_CACHE_BYTES``, at least for one."""
+    """Return the bytes of a key-value cache on CPUs: all sequences, at most ``CPU_CACHE_BYTES``, at least one sequence."""
     dtype = getattr(torch, str(engine_args["dtype"]).removeprefix("torch."))
     max_model_len = engine_args.get("max_model_len") or text_config.max_position_embeddings
     one, all_at_once = (
@@ -196,7 +196,7 @@ def cpu_cache_bytes(text_config: Any, engine_args: dict[str, Any]) -> int:
 
 
 def serve(connection: Connection) -> None:
-    """Answer commands until ``stop`` or the end of the parent."""
+    """Answer commands until ``stop`` arrives or the parent ends."""
     server = None
     while True:
         try:
@@ -217,6 +217,6 @@ def serve(connection: Connection) -> None:
             answer = "config", str(error)
         except EngineError as error:
             answer = "error", str(error)
-        except Exception as error:  # noqa: BLE001 (whatever it is, the parent reports it)
+        except Exception as error:  # noqa: BLE001 (the parent reports it)
             answer = "error", f"The vLLM engine failed at '{command}': {error}\n{traceback.format_exc()}"
         connection.send(answer)

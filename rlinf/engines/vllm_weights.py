@@ -1,6 +1,6 @@
-"""New weights in an engine: under the names that vLLM loads, complete, and under every name of tied ones.
+"""Load new weights into an engine: complete, under the names that vLLM expects, with all names of tied weights.
 
-Used in the engine's process only; importing it needs no vLLM.
+Only the engine's process uses this; importing it does not need vLLM.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from rlinf.optim.finite import not_finite
 
 
 class TensorNames:
-    """The tensors that a model takes.
+    """The tensors that a model needs.
 
     Args:
-        tensors: By name, on the meta device; tied ones are one tensor.
+        tensors: Meta tensors by name; tied names share one tensor.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
 
     def check(self, handle: WeightsHandle) -> None:
-        """Raise what ``read`` would raise, and refuse weights that are not finite."""
+        """Raise the errors of ``read``, and WeightsRefusedError for weights that are not finite."""
         check_manifest(handle.manifest, self.tensors)
         weights = handle.open()
         found = not_finite(weights)
@@ -39,19 +39,19 @@ class TensorNames:
             )
 
     def read(self, handle: WeightsHandle) -> dict[str, Tensor]:
-        """Return views of the weights, as vLLM loads them.
+        """Return views of the weights under the names that vLLM loads.
 
         Raises:
-            WeightsRefusedError: The handle is incomplete, or its memory holds other weights by now.
+            WeightsRefusedError: The handle is incomplete, or its memory has been overwritten or freed.
         """
         check_manifest(handle.manifest, self.tensors)
         return complete_tied(handle.open(), self.tensors)
 
 
 class LanguageModelNames(TensorNames):
-    """The tensors of a language model of transformers, by the names of the model in memory or by those of a public checkpoint.
+    """The tensors of a language model of transformers, under its names in memory or those of a public checkpoint.
 
-    The two differ where transformers joins or renames weights while loading (experts); vLLM loads those of a checkpoint.
+    They differ if transformers joins or renames weights while loading (experts); vLLM loads those of a checkpoint.
 
     Args:
         config: Configuration of the model.
@@ -80,13 +80,13 @@ class LanguageModelNames(TensorNames):
 
 
 def reload_weights(worker: Any, handle: WeightsHandle, names: TensorNames) -> list[str]:
-    """Let a worker of vLLM load weights in place; returns the parameters that none of them was for, which vLLM only logs.
+    """Let a worker of vLLM load weights in place, and return the parameters without new weights, which vLLM only logs.
 
     Args:
-        worker: Of vLLM; ``collective_rpc`` gives it. With tensor parallelism each is a process, which opens the handle itself:
-            tensors would be pickled for each, and with each view all of the shared memory.
-        handle: Of the weights.
-        names: Of the tensors that vLLM takes.
+        worker: Worker of vLLM, from ``collective_rpc``. With tensor parallelism each worker is a process that opens the handle
+            itself; pickled views would copy all of the shared memory to each.
+        handle: Handle of the weights.
+        names: Tensors that vLLM loads.
     """
     weights = list(names.read(handle).items())
     model: nn.Module = worker.get_model()
@@ -102,7 +102,7 @@ def reload_weights(worker: Any, handle: WeightsHandle, names: TensorNames) -> li
     if not torch.cuda.is_available():
         for module in model.modules():
             if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-                module.quant_method.moe_kernel = None  # experts on CPUs are packed only where there is no kernel yet
+                module.quant_method.moe_kernel = None  # on CPUs, vLLM repacks experts only if they have no kernel yet
     model.load_weights = recorded
     try:
         worker.reload_weights(weights_iterator=weights)

@@ -1,4 +1,4 @@
-"""Weights of one process in the hands of another on the same machine: shared memory on CPUs, CUDA IPC on GPUs."""
+"""Share weights with another process on the same machine: shared memory on CPUs, CUDA IPC on GPUs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rlinf.distributed.devices import gpu_uuids, index_of_gpu
 from rlinf.errors import ConfigError, RLinfError
 
 ALIGNMENT = 64
-"""Bytes; every tensor begins at a multiple. As many come before the first one: the header, whose first bytes are the nonce."""
+"""Every tensor begins at a multiple of this many bytes. The first block is the header, which begins with the nonce."""
 NONCE_LEN = 16
 
 
 class WeightsRefusedError(RLinfError):
-    """A handle lacks tensors, has unknown ones or one of another kind, or its memory was rewritten; nothing was loaded."""
+    """A handle lacks tensors or has wrong ones, or its memory has been overwritten or freed; nothing was loaded."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies in the shared memory: its bytes begin at ``offset``."""
+    """Number format, shape and byte offset of a tensor in the shared memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -36,14 +36,14 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class WeightsHandle:
-    """What is sent instead of weights; small, and picklable. Valid while its ``WeightBuffer`` lives and is not rewritten.
+    """A small picklable reference to weights. Valid until its ``WeightBuffer`` is written again or freed.
 
     Attributes:
-        version: Weight updates behind these weights.
+        version: Number of weight updates that produced these weights.
         manifest: Every tensor by name.
         nbytes: Size of the shared memory.
-        nonce: Random bytes of this one ``write``, which the shared memory begins with as long as it holds these weights.
-        path: File behind the shared memory (CPU), or None.
+        nonce: Random bytes of one ``write``. The shared memory begins with them as long as it holds these weights.
+        path: File of the shared memory (CPU), or None.
         ipc: ``(rebuild, arguments)`` of the shared memory on a GPU, or None.
         gpu: UUID of that GPU.
     """
@@ -60,8 +60,7 @@ class WeightsHandle:
         """Return all tensors by name, as views of the shared memory.
 
         Raises:
-            WeightsRefusedError: The buffer or the process that wrote them is gone, other weights were written since, or they lie on a
-            GPU that this process does not see.
+            WeightsRefusedError: The weights have been overwritten or freed, or are on a GPU that this process does not see.
         """
         if self.ipc is not None:
             rebuild, arguments = self.ipc
@@ -69,8 +68,8 @@ class WeightsHandle:
             arguments[6] = index_of_gpu(self.gpu, gpu_uuids())  # GPUs may be numbered differently in the other process
             if arguments[6] is None:
                 raise WeightsRefusedError(
-                    f"The weights of version {self.version} lie on the GPU {self.gpu}, and this process sees {gpu_uuids()}; nothing was "
-                    "loaded. An engine needs the GPU of the trainer among its own: start it without CUDA_VISIBLE_DEVICES of its own"
+                    f"The weights of version {self.version} are on the GPU {self.gpu}, but this process sees {gpu_uuids()}; nothing was "
+                    "loaded. The engine must see the trainer's GPU: start it without its own CUDA_VISIBLE_DEVICES"
                 )
             memory = rebuild(*arguments)
         else:
@@ -78,22 +77,22 @@ class WeightsHandle:
                 size = os.stat(self.path).st_size
             except FileNotFoundError:
                 size = 0
-            # A longer mapping would lengthen the file, and the number of a closed descriptor may be another file's by now.
+            # Mapping more than the file would lengthen it, and a closed descriptor's number may belong to another file now.
             memory = (
                 torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8) if size == self.nbytes else None
             )
         if memory is None or bytes(memory[:NONCE_LEN].tolist()) != self.nonce:
             raise WeightsRefusedError(
-                f"The shared memory holds the weights of version {self.version} no longer; nothing was loaded. A handle is valid "
-                "while its WeightBuffer is kept, until the next write"
+                f"Weights version {self.version} has been overwritten or freed; nothing was loaded. Keep the WeightBuffer, and "
+                "do not write it again, while its handle is in use"
             )
         return {name: _view(memory, entry) for name, entry in self.manifest.items()}
 
 
 class WeightBuffer:
-    """Shared memory that one process writes weights into again and again. It has no name: nothing of it outlives the process.
+    """Reusable shared memory for the weights of one process.
 
-    Keep the buffer for as long as its handles are in use: the memory is freed with it.
+    It has no name, so it disappears with the process. Keep the buffer while its handles are in use.
     """
 
     def __init__(self) -> None:
@@ -103,13 +102,11 @@ class WeightBuffer:
 
     @torch.no_grad()
     def write(self, tensors: Mapping[str, Tensor], version: int) -> WeightsHandle:
-        """Copy tensors (all on one device, bit for bit); handles of earlier versions become invalid.
-
-        Raises:
-            ConfigError: There is no tensor.
-        """
+        """Copy tensors, which must be on one device, bit for bit; earlier handles become invalid."""
         if not tensors:
-            raise ConfigError("WeightBuffer.write got no tensors. Give all of the model, such as model.state_dict()")
+            raise ConfigError(
+                "WeightBuffer.write got no tensors. Pass all tensors of the model, such as model.state_dict()"
+            )
         manifest: dict[str, TensorEntry] = {}
         end, nonce = ALIGNMENT, secrets.token_bytes(NONCE_LEN)
         for name, tensor in tensors.items():
@@ -119,7 +116,7 @@ class WeightBuffer:
         if self._memory is None or len(self._memory) != end or self._memory.device != device:
             self._allocate(end, device)
         header = self._memory[:NONCE_LEN]
-        header.zero_()  # whoever reads meanwhile must see that it changes
+        header.zero_()  # a concurrent reader must see that the weights change
         for name, tensor in tensors.items():
             _view(self._memory, manifest[name]).copy_(tensor)
         header.copy_(torch.tensor(list(nonce), dtype=torch.uint8))
@@ -132,7 +129,7 @@ class WeightBuffer:
         return WeightsHandle(version, manifest, end, nonce, ipc=reduce_tensor(self._memory), gpu=gpu)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._memory = None
         if self._release is not None:
             self._release()
@@ -150,16 +147,15 @@ class WeightBuffer:
 
 
 def check_manifest(given: Mapping[str, TensorEntry], required: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not exactly those of a model.
+    """Check that weights are exactly those of a model.
 
     Args:
         given: Manifest of a handle.
-        required: ``state_dict(keep_vars=True)`` of the model that gets them (on the meta device, say); of tensors under
-            several names (tied weights) one name is enough.
+        required: ``state_dict(keep_vars=True)`` of the receiving model, for example on the meta device. One name of a tied
+            tensor is enough.
 
     Raises:
-        WeightsRefusedError: Naming what is missing, unknown, of another shape, or whole numbers where fractions belong, as
-            quantised weights are.
+        WeightsRefusedError: Tensors are missing, unknown, of another shape, or quantised.
     """
     present = {id(tensor) for name, tensor in required.items() if name in given}
     missing = sorted(name for name, tensor in required.items() if id(tensor) not in present)
@@ -177,14 +173,14 @@ def check_manifest(given: Mapping[str, TensorEntry], required: Mapping[str, Tens
     if missing or unknown or reshaped or quantised:
         parts = [f"{label} {', '.join(names[:8])} ({len(names)} in all)"
                  for label, names in (("missing", missing), ("unknown", unknown), ("other shape:", reshaped),
-                                       ("no fractions:", quantised)) if names]  # fmt: skip
+                                       ("quantised:", quantised)) if names]  # fmt: skip
         raise WeightsRefusedError(
             f"Weights refused, nothing was changed: {'; '.join(parts)}. Required: the {len(required)} tensors of the model"
         )
 
 
 def complete_tied(given: Mapping[str, Tensor], required: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``given`` with tied weights under all their names, of which ``check_manifest`` asks for one only."""
+    """Return ``given`` with tied weights under all their names; ``check_manifest`` requires only one of them."""
     by_id = {id(required[name]): tensor for name, tensor in given.items()}
     return {name: given.get(name, by_id[id(tensor)]) for name, tensor in required.items()}
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlinf.llm.batched_data_dict import BatchedDataDict
 
@@ -38,6 +42,23 @@ class GenerationOutputSpec(TypedDict):
     unpadded_sequence_lengths: torch.Tensor
     logprobs: torch.Tensor
     __extra__: Any
+
+
+def generation_output(
+    prompts: Sequence[Tensor], responses: Sequence[Tensor], logprobs: Sequence[Tensor], pad_token_id: int
+) -> BatchedDataDict[GenerationOutputSpec]:
+    """Return ``GenerationOutputSpec`` of prompts, responses (both int64 ``[length]``) and float32 log-probabilities per row."""
+    rows = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+    scores = [F.pad(each, (len(prompt), 0)) for prompt, each in zip(prompts, logprobs, strict=True)]
+    device = rows[0].device
+    return BatchedDataDict(
+        {
+            "output_ids": pad_sequence(rows, batch_first=True, padding_value=pad_token_id),
+            "generation_lengths": torch.tensor([len(response) for response in responses], device=device),
+            "unpadded_sequence_lengths": torch.tensor([len(row) for row in rows], device=device),
+            "logprobs": pad_sequence(scores, batch_first=True),
+        }
+    )
 
 
 class GenerationConfig(TypedDict, total=False):

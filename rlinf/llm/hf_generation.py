@@ -21,7 +21,12 @@ from rlinf.llm.causal_lm import (
     padding_token,
 )
 from rlinf.llm.decoding import next_token_only, static_cache
-from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from rlinf.llm.generation_interface import (
+    GenerationDatumSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+    generation_output,
+)
 from rlinf.llm.logprobs import TOKEN_TYPE_KEYS, context_length, image_inputs
 from rlinf.llm.packing import ignores_left_padding
 from rlinf.models.precision import evaluation_mode
@@ -174,7 +179,7 @@ def generate_tokens(
     columns = None
     if config.allowed_token_ids is not None:
         columns = torch.tensor(sorted(set(config.allowed_token_ids)), device=next(model.parameters()).device)
-    responses: list[tuple[Tensor, Tensor]] = [(ids, ids)] * data.size
+    responses, logprobs = [ids] * data.size, [ids] * data.size
     may_pad = len(set(prompt_lengths)) == 1 or _ignores_left_padding(model)
     # Rows near the end of the context must stop earlier, and some models read left padding: only equal rows share a call.
     groups = [(allowed, 0 if may_pad else length) for allowed, length in zip(room, prompt_lengths, strict=True)]
@@ -183,29 +188,12 @@ def generate_tokens(
         prompts = [ids[row, : prompt_lengths[row]] for row in rows]
         chosen = uniforms[rows] if sample else None
         inputs = image_inputs(model, data.select_indices(rows), max(map(len, prompts)))
-        for row, response in zip(
-            rows, _continue(model, prompts, allowed, config, chosen, ends, pad, inputs, columns), strict=True
-        ):
-            responses[row] = response
-    lengths = torch.tensor([len(tokens) for tokens, _ in responses], device=ids.device)
-    totals = mask.sum(-1) + lengths
-    output_ids = torch.full((len(room), int(totals.max())), pad, dtype=torch.long, device=ids.device)
-    logprobs = torch.zeros(output_ids.shape, device=ids.device)
-    for row, (tokens, scores) in enumerate(responses):
-        start, end = prompt_lengths[row], int(totals[row])
-        output_ids[row, :start] = ids[row, :start]
-        output_ids[row, start:end] = tokens
-        logprobs[row, start:end] = scores
+        completions = _continue(model, prompts, allowed, config, chosen, ends, pad, inputs, columns)
+        for row, (tokens, scores) in zip(rows, completions, strict=True):
+            responses[row], logprobs[row] = tokens.to(ids.device), scores.to(ids.device)
+    prompts = [row[:length].long() for row, length in zip(ids, prompt_lengths, strict=True)]
     extra = {key: value for key, value in data.items() if key not in _CONSUMED}
-    return BatchedDataDict(
-        {
-            **extra,
-            "output_ids": output_ids,
-            "generation_lengths": lengths,
-            "unpadded_sequence_lengths": totals,
-            "logprobs": logprobs,
-        }
-    )
+    return BatchedDataDict({**extra, **generation_output(prompts, responses, logprobs, pad)})
 
 
 def _ignores_left_padding(model: Any) -> bool:

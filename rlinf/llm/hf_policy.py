@@ -41,8 +41,8 @@ _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass
-class HuggingFacePolicyConfig(CausalLMConfig, SamplingConfig):
-    """Keyword arguments of ``HuggingFacePolicy``. ``temperature`` applies to generation and to all log-probabilities."""
+class TokenPolicyConfig(SamplingConfig):
+    """Keyword arguments of all token policies. ``temperature`` applies to generation and to all log-probabilities."""
 
     learning_rate: float = option(1e-5, "Learning rate of AdamW.", minimum=0, maximum=1)
     weight_decay: float = option(0.0, "Weight decay of AdamW.", minimum=0)
@@ -51,6 +51,12 @@ class HuggingFacePolicyConfig(CausalLMConfig, SamplingConfig):
     max_tokens_per_microbatch: int | None = option(
         None, "Batch by tokens, padding included, instead of by rows.", minimum=1
     )
+
+
+@dataclass
+class HuggingFacePolicyConfig(CausalLMConfig, TokenPolicyConfig):
+    """Keyword arguments of ``HuggingFacePolicy``."""
+
     sequence_packing: bool = option(False, "Lay the rows of such a micro-batch end to end instead of padding them.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
     lora: dict[str, Any] | None = option(
@@ -84,7 +90,7 @@ class HuggingFacePolicy(PolicyInterface):
     def __init__(self, model_name: str, **kwargs: Any) -> None:
         refuse_other_names(kwargs)
         self.config = from_mapping(HuggingFacePolicyConfig, kwargs)
-        check_sampling(self.config)
+        check_trainable(self.config)
         _check_training(self.config)
         lora = None if self.config.lora is None else from_mapping(LoraConfig, self.config.lora, "lora")
         self.model_name = model_name
@@ -306,8 +312,8 @@ def refused_together(
     return result
 
 
-def check_sampling(config: SamplingConfig) -> None:
-    """Raise ConfigError for sampling settings that change the distribution which the policy scores."""
+def check_trainable(config: TokenPolicyConfig) -> None:
+    """Raise ConfigError for sampling that differs from the scored distribution, and for weights in float16."""
     neutral_values = {
         "top_k": (None,), "top_p": (None, 1.0), "repetition_penalty": (1.0,), "allowed_token_ids": (None,),
     }  # fmt: skip
@@ -318,16 +324,16 @@ def check_sampling(config: SamplingConfig) -> None:
                 f"{name}={value} changes what is sampled but not the log-probabilities that are trained. "
                 f"Pass {name}={neutral[-1]}, or generate with HuggingFaceGeneration"
             )
+    if torch_dtype_of(config.torch_dtype) == torch.float16:
+        raise ConfigError(
+            f"torch_dtype={config.torch_dtype} loses small gradients in training. Pass torch_dtype='bfloat16'"
+        )
 
 
 def _check_training(config: HuggingFacePolicyConfig) -> None:
     if config.sequence_packing and config.max_tokens_per_microbatch is None:
         raise ConfigError(
             "sequence_packing=True needs the size of a packed row. Pass e.g. max_tokens_per_microbatch=4096"
-        )
-    if str(config.torch_dtype).endswith("float16") and "bfloat16" not in str(config.torch_dtype):
-        raise ConfigError(
-            f"torch_dtype={config.torch_dtype} loses small gradients in training. Pass torch_dtype='bfloat16'"
         )
     if (config.load_in_8bit or config.load_in_4bit) and config.lora is None:
         raise ConfigError("Quantised weights cannot be trained, only adapters on them. Pass lora={}")

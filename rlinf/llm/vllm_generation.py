@@ -25,6 +25,7 @@ from rlinf.llm.generation_interface import (
     GenerationDatumSpec,
     GenerationInterface,
     GenerationOutputSpec,
+    generation_output,
 )
 from rlinf.llm.hf_generation import SamplingConfig, refuse_other_names, verify_sampling_tokens
 from rlinf.models.hf_model import check_tensor_parallel, load_config
@@ -111,7 +112,12 @@ class VllmGenerationWorker:
             self.num_drawn += len(prompts)
         result = self.engine.generate(request)
         pad = settings.get("pad_token_id")
-        return _output(prompts, result.token_ids, result.logprobs, 0 if pad is None else pad)
+        return generation_output(
+            [torch.tensor(ids) for ids in prompts],
+            [torch.tensor(ids, dtype=torch.long) for ids in result.token_ids],
+            [torch.tensor(values, dtype=torch.float32) for values in result.logprobs],
+            0 if pad is None else pad,
+        )
 
     def update_weights(self, weights_handle: WeightsHandle) -> int:
         """Load the weights in a ``WeightBuffer`` and return their version.
@@ -184,8 +190,7 @@ class VllmGeneration(GenerationInterface):
     @property
     def temperature(self) -> float:
         """Temperature of the log-probabilities."""
-        temperature = self.worker.settings.get("temperature")
-        return SamplingConfig.temperature if temperature is None else temperature
+        return sampling_config(self.worker.settings).temperature
 
     @property
     def vocab_size(self) -> int:
@@ -252,18 +257,3 @@ def sampling_arguments(settings: Mapping[str, Any], greedy: bool) -> dict[str, A
         "ignore_eos": eos is not None,  # the given ids replace the model's own
     }
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _output(
-    prompts: list[list[int]], responses: list[list[int]], logprobs: list[list[float]], pad_token_id: int
-) -> BatchedDataDict[GenerationOutputSpec]:
-    lengths = torch.tensor([len(response) for response in responses])
-    totals = torch.tensor([len(prompt) for prompt in prompts]) + lengths
-    ids = torch.full((len(prompts), int(totals.max())), pad_token_id)
-    scores = torch.zeros(ids.shape)
-    for row, (prompt, response, values) in enumerate(zip(prompts, responses, logprobs, strict=True)):
-        ids[row, : totals[row]] = torch.tensor(prompt + response)
-        scores[row, len(prompt) : totals[row]] = torch.tensor(values)
-    return BatchedDataDict(
-        {"output_ids": ids, "generation_lengths": lengths, "unpadded_sequence_lengths": totals, "logprobs": scores}
-    )

@@ -117,7 +117,7 @@ def check_generator(config: RunConfig) -> None:
             "rank's own GPU and would spread over those of the next ranks. Set rollout.vllm.tensor_parallel_size=1, or "
             "cluster.num_processes=1"
         )
-    require_vllm()
+    require_vllm("set rollout.backend=torch")
 
 
 def check_demonstrator(config: RunConfig) -> None:

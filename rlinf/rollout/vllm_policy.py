@@ -47,6 +47,8 @@ class VllmPolicy:
                 config=model.config,
                 engine_args=engine_arguments(model, options, num_envs),
                 num_threads=num_threads,
+                settings_key="rollout.vllm",
+                temperature_key="rollout.temperature",
             ),
             timeout_s=options.timeout_s,
         )

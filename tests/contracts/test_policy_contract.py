@@ -188,7 +188,7 @@ def test_megatron_checks_its_arguments_and_names_what_is_missing():
     missing = "extra 'megatron'.*Use HuggingFacePolicy|make a model of 8 ranks.*Start 8 ranks with torchrun"
     with pytest.raises((MissingDependencyError, ConfigError), match=missing):
         MegatronPolicy("llama3.1-8b", **sizes, use_flash_attention=True)
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size of 2 or more, and it is 1"):
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size of 2 or more, but it is 1"):
         MegatronPolicy("llama3.1-8b", sequence_parallel=True)
     with pytest.raises(ConfigError, match="Did you mean 'pipeline_model_parallel_size'"):
         MegatronPolicy("llama3.1-8b", pipeline_parallel_size=2)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.engines import vllm_engine
 from rlinf.engines.config import VllmOptions
-from rlinf.engines.vllm_engine import EngineError, EngineSpec, GenerateRequest, VllmEngine
+from rlinf.engines.vllm_engine import EngineError, GenerateRequest, VllmEngine
 from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError
 from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import BatchedDataDict
@@ -297,7 +298,7 @@ def test_failed_sync_and_kill_rebuild_the_engine_and_a_hang_ends_with_stacks(tmp
     model = make_model()
     policy = VllmPolicy(model, VllmOptions(), num_envs=NUM_ROWS)
     spec = policy.engine.spec
-    policy.engine = VllmEngine(EngineSpec(None, "faulty_model:FaultyOpenVLA", spec.config, spec.engine_args))
+    policy.engine = VllmEngine(replace(spec, model_class="faulty_model:FaultyOpenVLA"))
     engine = policy.engine
     try:
         inputs = model.preprocess(observe())
@@ -435,7 +436,8 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
         with pytest.raises(ConfigError, match="temprature"):
             generation.worker.generate(data["input_ids"], temprature=1)
         with pytest.raises(
-            ConfigError, match=r"token ids \[96, 200\]; required: 0 to 95, the vocab_size=96.*Set model_name="
+            ConfigError,
+            match=r"token ids \[96, 200\]; required: 0 to 95, the vocab_size=96.*Use the model's own tokenizer",
         ):
             generation.worker.generate(torch.tensor([[5, 96, 200]]))
         with pytest.raises(

@@ -135,7 +135,7 @@ def test_an_engine_has_the_gpus_from_its_owners_on():
 def test_an_engine_that_starts_again_in_another_thread_comes_back_on_its_gpus(monkeypatch):
     """A thread's current device is 0, whatever the main thread's is."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,4,1")
-    monkeypatch.setattr(vllm_engine, "require_vllm", lambda: None)
+    monkeypatch.setattr(vllm_engine, "require_vllm", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     started = []
@@ -165,7 +165,7 @@ def test_weights_on_a_gpu_that_is_not_seen_are_refused_by_name(monkeypatch):
     handle.open()
     assert opened == [1]  # its number here, whatever it is in the process that wrote the weights
     monkeypatch.setattr("rlinf.engines.weight_handle.gpu_uuids", lambda: ["a", "c"])
-    with pytest.raises(WeightsRefusedError, match=r"lie on the GPU b, and this process sees \['a', 'c'\]"):
+    with pytest.raises(WeightsRefusedError, match=r"are on the GPU b, but this process sees \['a', 'c'\]"):
         handle.open()
     assert opened == [1]
 

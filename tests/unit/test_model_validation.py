@@ -143,7 +143,7 @@ def test_a_model_that_vllm_refuses_fails_and_keeps_the_table(tiny_lm, capsys, mo
 
     monkeypatch.setattr(diagnostics, "BATCH_SIZES", (1,))
     monkeypatch.setattr(diagnostics, "PROMPT_LENGTHS", (4,))
-    monkeypatch.setattr("rlinf.engines.vllm_engine.require_vllm", lambda: None)
+    monkeypatch.setattr("rlinf.engines.vllm_engine.require_vllm", lambda *_: None)
     monkeypatch.setattr("rlinf.llm.vllm_generation.VllmGenerationWorker.start", refused)
     assert main(["diagnose", tiny_lm()]) == 1
     lines = capsys.readouterr().out.splitlines()

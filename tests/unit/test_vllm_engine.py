@@ -62,7 +62,7 @@ def faults(tmp_path, monkeypatch):
     (tmp_path / "process_of_a_test.py").write_text(SERVER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(vllm_engine, "PROCESS", "process_of_a_test")
-    monkeypatch.setattr(vllm_engine, "require_vllm", lambda: None)
+    monkeypatch.setattr(vllm_engine, "require_vllm", lambda *_: None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     return tmp_path

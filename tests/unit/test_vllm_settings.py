@@ -40,7 +40,7 @@ def checked(*overrides):
 
 @pytest.fixture
 def has_vllm(monkeypatch):
-    monkeypatch.setattr(vllm_engine, "require_vllm", lambda: None)
+    monkeypatch.setattr(vllm_engine, "require_vllm", lambda *_: None)
 
 
 @pytest.fixture

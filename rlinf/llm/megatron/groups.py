@@ -1,4 +1,4 @@
-"""The ranks of a Megatron-core model: which of them share layers, sequences, stages and data."""
+"""The process groups of a Megatron-core model: which ranks share layers, sequences, stages and data."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class MegatronGroups:
 
     Args:
         config: ``MegatronPolicyConfig``.
-        device: Of this rank.
+        device: Device of this rank.
 
     Attributes:
         tensor: Ranks that share each layer.
         pipeline: Ranks that hold successive layers.
         model: All ranks of one model.
-        data: Ranks of other models with the same part of the weights.
-        stage, num_stages: Place in the pipeline.
+        data: Ranks of all models with the same part of the weights.
+        stage, num_stages: Position in the pipeline.
 
     Raises:
-        ConfigError: The process has groups of other sizes already.
+        ConfigError: The process already has groups of other sizes.
     """
 
     def __init__(self, config: Any, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class MegatronGroups:
 
         sizes = (config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
         if not parallel_state.model_parallel_is_initialized():
-            # Its further groups over gloo have two threads each (see process_group) and are not needed here.
+            # Its extra gloo groups are not needed here, and each would start two threads (see process_group).
             parallel_state.initialize_model_parallel(*sizes, create_gloo_process_groups=False)
         found = (
             parallel_state.get_tensor_model_parallel_world_size(),
@@ -48,7 +48,7 @@ class MegatronGroups:
                 f"tensor_model_parallel_size and pipeline_model_parallel_size are {sizes}, and this process has Megatron-core's groups "
                 f"of {found} already. Pass tensor_model_parallel_size={found[0]}, pipeline_model_parallel_size={found[1]}"
             )
-        initialize_rng_tracker(inference_rng_tracker=True)  # nothing here draws; the other one needs CUDA
+        initialize_rng_tracker(inference_rng_tracker=True)  # unused, but the default tracker needs CUDA
         self._device = device
         self.tensor = parallel_state.get_tensor_model_parallel_group()
         self.pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -61,13 +61,13 @@ class MegatronGroups:
         self.previous, self.next = ranks[self.stage - 1], ranks[(self.stage + 1) % self.num_stages]
 
     def sum(self, values: list[float], group: Any) -> list[float]:
-        """Add numbers over a group."""
+        """Return numbers summed over a group."""
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(total, group=group)
         return total.tolist()
 
     def broadcast_from_last_stage(self, tensor: Tensor) -> None:
-        """Give every stage the last one's values."""
+        """Copy a tensor of the last stage to every stage, in place."""
         dist.broadcast(tensor, self._last, group=self.pipeline)
 
     def from_last_stage(self, value: Any) -> Any:
@@ -78,39 +78,31 @@ class MegatronGroups:
 
 
 def check_device(config: Any, device: torch.device) -> None:
-    """Refuse what the device cannot do.
-
-    Raises:
-        ConfigError: Names the option.
-    """
+    """Raise ConfigError for options that the device does not support."""
     for name, needed in (("sequence_parallel", "Megatron-core's collectives allocate on CUDA"),
                          ("use_flash_attention", "the flash kernel runs on CUDA")):  # fmt: skip
         if getattr(config, name) and device.type != "cuda":
             raise ConfigError(f"{name}=True, but the device is '{device}': {needed}. Pass {name}=False")
     if config.use_flash_attention and "bfloat16" not in str(config.torch_dtype):
         raise ConfigError(
-            f"use_flash_attention=True, but torch_dtype is {config.torch_dtype}, which the flash kernel does not take. "
+            f"use_flash_attention=True, but torch_dtype is {config.torch_dtype}, which the flash kernel does not support. "
             "Pass torch_dtype='bfloat16'"
         )
 
 
 def check_ranks(config: Any) -> None:
-    """Refuse a number of ranks that is not a multiple of those of one model.
-
-    Raises:
-        ConfigError: Names the sizes and the ranks.
-    """
+    """Raise ConfigError if the number of ranks is not a multiple of the ranks of one model."""
     needed = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
     if world_size() % needed:
         raise ConfigError(
             f"tensor_model_parallel_size={config.tensor_model_parallel_size} and pipeline_model_parallel_size="
-            f"{config.pipeline_model_parallel_size} make a model of {needed} ranks; required: a multiple of them, and there are "
+            f"{config.pipeline_model_parallel_size} make a model of {needed} ranks; required: a multiple of {needed}, but there are "
             f"{world_size()}. Start {needed} ranks with torchrun, and call torch.distributed.init_process_group in each"
         )
 
 
 def device_of_this_rank() -> torch.device:
-    """Return the device; without a process group, make one of this process alone."""
+    """Return the device of this rank; create a process group of size 1 if there is none."""
     cuda = torch.cuda.is_available()
     if not dist.is_initialized():
         dist.init_process_group(backend_of("cuda" if cuda else "cpu"), store=dist.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""A policy over Megatron-core: tensor, sequence, pipeline and data parallelism. Importing this needs no Megatron, constructing does."""
+"""A policy over Megatron-core with tensor, sequence, pipeline and data parallelism. Only constructing it needs Megatron."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.llm.batch_checks import verify_text_only
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
-from rlinf.llm.hf_generation import SamplingConfig, generate_tokens, refuse_other_names
+from rlinf.llm.hf_generation import generate_tokens, refuse_other_names
 from rlinf.llm.hf_policy import (
+    TokenPolicyConfig,
     check_loss,
-    check_sampling,
+    check_trainable,
     refused_together,
     sampling_generator,
     weights_checksum,
@@ -51,7 +52,7 @@ from rlinf.options import from_mapping, option
 
 
 @dataclass
-class MegatronPolicyConfig(SamplingConfig):
+class MegatronPolicyConfig(TokenPolicyConfig):
     """Keyword arguments of ``MegatronPolicy``."""
 
     tensor_model_parallel_size: int = option(1, "Ranks that share each layer.", minimum=1)
@@ -61,43 +62,42 @@ class MegatronPolicyConfig(SamplingConfig):
         False, "Accept only the flash kernel of attention, which needs a GPU and bfloat16."
     )
     torch_dtype: Any = option("float32", "Number format of the weights: float32 or bfloat16.")
-    tokenizer: Any = option(None, "Tokenizer that gives the padding and end tokens where the model names none.")
-    learning_rate: float = option(1e-5, "Of AdamW.", minimum=0)
-    weight_decay: float = option(0.0, "Of AdamW.", minimum=0)
-    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", minimum=1e-6)
-    micro_batch_size: int = option(8, "Rows of one forward-backward pass.", minimum=1)
-    max_tokens_per_microbatch: int | None = option(None, "Instead: rows by tokens, padding included.", minimum=1)
+    tokenizer: Any = option(None, "Tokenizer that supplies padding and end tokens which the model does not name.")
 
 
 class MegatronPolicy(PolicyInterface):
-    """Policy over a Megatron-core ``GPTModel`` that is filled from a llama-like checkpoint of transformers.
+    """A policy over a Megatron-core ``GPTModel`` with the weights of a llama-like checkpoint of transformers.
 
-    Ranks are those of ``torch.distributed``; without a process group, a group of this process alone is made. The ranks of one
-    model (tensor and pipeline parallel) call every method with the same rows, and get the same results; groups of such ranks
-    call ``train`` with rows of their own, and gradients and counts are summed over them.
+    Ranks are those of ``torch.distributed``; without a process group, the policy creates one of size 1. All ranks of one model
+    (tensor and pipeline parallel) must call every method with the same rows, and get the same results. Data-parallel ranks call
+    ``train`` with their own rows; gradients and counts are summed over them.
 
-    ``generate`` computes the whole row again for each token. It is there to check and to score; to generate much, give
-    ``public_state_dict()`` to an engine.
+    ``generate`` recomputes the whole row for each token, so it suits checks. To generate at speed, load ``public_state_dict()``
+    into a generation backend.
 
     Args:
-        model_name: Folder or hub id of a checkpoint of transformers (``megatron_weights.FAMILIES``).
+        model_name: Folder or hub id of a checkpoint of transformers (``rlinf.llm.megatron.weights.FAMILIES``).
         **kwargs: Fields of ``MegatronPolicyConfig``.
 
     Attributes:
-        temperature: Of the log-probabilities.
+        temperature: Temperature of the log-probabilities.
 
     Raises:
-        ConfigError: A keyword is unknown or contradicts another, the ranks, the device or the checkpoint.
+        ConfigError: A keyword is unknown, or contradicts another, the ranks, the device or the checkpoint.
         MissingDependencyError: megatron-core is not installed.
-        CheckpointError: Nothing can be loaded from ``model_name``.
+        CheckpointError: ``model_name`` cannot be loaded.
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
         refuse_other_names(kwargs)
         self.config = config = from_mapping(MegatronPolicyConfig, kwargs)
-        check_sampling(config)
+        check_trainable(config)
         self._dtype = torch_dtype_of(config.torch_dtype)
-        _check_config(config, self._dtype)
+        if config.sequence_parallel and config.tensor_model_parallel_size == 1:
+            raise ConfigError(
+                "sequence_parallel=True needs tensor_model_parallel_size of 2 or more, but it is 1. "
+                "Pass sequence_parallel=False"
+            )
         if importlib.util.find_spec("megatron") is None:
             raise MissingDependencyError(
                 f"MegatronPolicy('{model_name}') needs the extra 'megatron', which is not installed. Run pip install "
@@ -125,19 +125,19 @@ class MegatronPolicy(PolicyInterface):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Continue each row; ``logprobs`` are those that ``get_logprobs`` gives of the result."""
+        """Generate a completion per row; ``logprobs`` equal ``get_logprobs`` of the output."""
         verify_text_only(data, "MegatronPolicy", "HuggingFacePolicy")
         return generate_tokens(self._causal_lm, data, self.config, greedy, self._random, self.config.tokenizer)
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """Log-probabilities of prompts, training data, or outputs of a generation (``output_ids``)."""
+        """Return the log-probabilities of prompts, training data or generation outputs (``output_ids``)."""
         return self._score(self.model, data)
 
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """The same of the policy before its first step, which is read from ``model_name`` again at first need.
+        """Return ``get_logprobs`` of the policy before its first step; the first call reads ``model_name`` again.
 
         Raises:
-            CheckpointError: ``model_name`` holds other weights by now.
+            CheckpointError: ``model_name`` no longer holds the initial weights.
         """
         if self._reference is None:
             reference = self._load().model.requires_grad_(False)
@@ -181,7 +181,7 @@ class MegatronPolicy(PolicyInterface):
 
     @torch.no_grad()
     def public_state_dict(self) -> dict[str, Tensor]:
-        """Gather all weights on the CPU of every rank, under the names of the checkpoint; all ranks call it."""
+        """Return all weights on the CPU under the names of the checkpoint; all ranks must call this."""
         own = {}
         for name, parameter in self.model.named_parameters():
             sources = source_names(name, self._first_layer(self.model))
@@ -191,7 +191,7 @@ class MegatronPolicy(PolicyInterface):
         return {name: tensor for stage in stages for name, tensor in stage.items()}
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a folder that transformers loads; all ranks call it, the first one writes."""
+        """Write a folder that transformers can load. All ranks must call this; rank 0 writes."""
         weights = self.public_state_dict()
         if dist.get_rank() == 0:
             model = HFModel.from_config(self._hf_config, dtype=self._dtype, meta=True)
@@ -238,7 +238,11 @@ class MegatronPolicy(PolicyInterface):
         return {**self._groups.from_last_stage(summed), "num_tokens": counts.tokens}
 
     def _forward(self, model: nn.Module, data: BatchedDataDict) -> tuple[Tensor | None, Tensor]:
-        """Run this rank's layers on rows; returns what came from the stage before, and logits ``[B, W, V / ranks]`` or what went on."""
+        """Run this rank's layers on rows.
+
+        Returns:
+            Input from the previous stage (None on the first), and logits ``[B, W, V / ranks]`` or the input of the next stage.
+        """
         ids, mask = tokens_and_mask(data)
         shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         width = math.ceil(int(mask.sum(-1).max()) / shards) * shards
@@ -266,10 +270,7 @@ class MegatronPolicy(PolicyInterface):
             dist.send(received.grad, self._groups.previous)
 
     def _logprobs(self, logits: Tensor, data: BatchedDataDict) -> Tensor:
-        """float32 ``[B, S]`` from logits of which every tensor-parallel rank holds a part of the vocabulary.
-
-        ``log softmax(logits / temperature)``, as ``token_logprobs``, without gathering the vocabulary.
-        """
+        """Return log-probabilities float32 ``[B, S]`` like ``token_logprobs``, without gathering the vocabulary over ranks."""
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
         ids, mask = (tensor.to(self.device) for tensor in tokens_and_mask(data))
@@ -295,7 +296,7 @@ class MegatronPolicy(PolicyInterface):
         return BatchedDataDict({"logprobs": logprobs.to(ids.device)})
 
     def _next_token_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Logits ``[B, V]`` after right-padded rows, on every rank."""
+        """Return the next-token logits ``[B, V]`` of right-padded rows on every rank."""
         logits = torch.empty(len(ids), self._hf_config.vocab_size, dtype=self._dtype, device=self.device)
         data = BatchedDataDict({"input_ids": ids, "attention_mask": mask})
         for rows in self._micro_batches(data, rows_per_sample=1):
@@ -336,7 +337,7 @@ class MegatronPolicy(PolicyInterface):
             dist.all_reduce(master.grad, group=self._groups.data)
 
     def _grad_norm(self, masters: list[nn.Parameter]) -> Tensor:
-        """Return the norm over the whole model, float64. What tensor-parallel ranks hold several times counts once."""
+        """Return the gradient norm of the whole model, float64; replicated tensors count once."""
         names = [name for name, _ in self.model.named_parameters()]
         is_first = self._groups.tensor.rank() == 0
         counted = [p for name, p in zip(names, masters, strict=True) if is_first or not is_replicated(name)]
@@ -345,7 +346,7 @@ class MegatronPolicy(PolicyInterface):
 
 
 class _CausalLM(PreTrainedModel, GenerationMixin):
-    """A ``GPTModel`` as the ``generate`` of transformers wants it: left-padded rows in, logits of the next token out."""
+    """Adapt a ``GPTModel`` to ``generate`` of transformers: left-padded rows in, logits of the next token out."""
 
     _supports_sdpa = True
     ignores_left_padding = True
@@ -357,24 +358,12 @@ class _CausalLM(PreTrainedModel, GenerationMixin):
         self._next_token_logits = next_token_logits
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> dict:
-        """There is no cache: every token is computed from the whole row."""
+        """Return the inputs unchanged: there is no cache."""
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutput:
-        """Logits ``[B, 1, V]``; no mask means no padding."""
+        """Return logits ``[B, 1, V]``; no mask means no padding."""
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         right = torch.arange(mask.shape[1], device=mask.device) < mask.sum(-1, keepdim=True)
         ids = torch.zeros_like(input_ids).masked_scatter(right, input_ids[mask])
         return CausalLMOutput(logits=self._next_token_logits(ids, right).unsqueeze(1))
-
-
-def _check_config(config: MegatronPolicyConfig, dtype: torch.dtype) -> None:
-    if config.sequence_parallel and config.tensor_model_parallel_size == 1:
-        raise ConfigError(
-            "sequence_parallel=True needs tensor_model_parallel_size of 2 or more, and it is 1. "
-            "Pass sequence_parallel=False"
-        )
-    if dtype == torch.float16:
-        raise ConfigError(
-            f"torch_dtype={config.torch_dtype} loses small gradients in training. Pass torch_dtype='bfloat16'"
-        )

@@ -1,6 +1,6 @@
-"""Llama-like checkpoints in Megatron-core: the configuration, the layers, and the weights in both directions.
+"""Llama-like checkpoints in Megatron-core: configuration, layers, and conversion of the weights in both directions.
 
-Megatron-core is imported inside functions only, so that this module can be imported without it.
+Functions import Megatron-core, so importing this module does not need it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rlinf.errors import ConfigError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types of transformers whose layers are those of ``layer_spec``."""
+"""Model types of transformers whose layers ``build_gpt`` reproduces."""
 ROPE_TYPES = ("default", "linear", "llama3")
 """Rotary embeddings whose frequencies do not depend on the length of a row."""
 
@@ -39,16 +39,7 @@ _AROUND = {
 
 
 def check_family(config: Any, tp_size: int, pp_size: int) -> None:
-    """Refuse checkpoints that these layers do not reproduce, and sizes that do not divide.
-
-    Args:
-        config: Configuration of the checkpoint.
-        tp_size: ``tensor_model_parallel_size``.
-        pp_size: ``pipeline_model_parallel_size``.
-
-    Raises:
-        ConfigError: Names the value and what is required.
-    """
+    """Raise ConfigError for checkpoints that these layers do not reproduce, and parallel sizes that do not divide."""
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     for name, value, accepted in (
         ("model_type", config.model_type, FAMILIES),
@@ -72,18 +63,18 @@ def check_family(config: Any, tp_size: int, pp_size: int) -> None:
                 )
     if config.tie_word_embeddings and pp_size > 1:
         raise ConfigError(
-            f"pipeline_model_parallel_size={pp_size} puts the embedding and the output layer on different ranks, and this checkpoint "
+            f"pipeline_model_parallel_size={pp_size} puts the embedding and the output layer on different ranks, but this checkpoint "
             "ties them. Pass pipeline_model_parallel_size=1"
         )
 
 
 def build_gpt(hf_config: Any, names: set[str], rotary: nn.Module, dtype: torch.dtype, parallel: Any) -> nn.Module:
-    """Make this rank's part of a Megatron-core ``GPTModel``, without values in its weights.
+    """Build this rank's part of a Megatron-core ``GPTModel`` with uninitialised weights.
 
     Args:
         hf_config: Configuration of the checkpoint.
         names: Names of its weights.
-        rotary: Rotary embedding of the transformers model, whose frequencies are used.
+        rotary: Rotary embedding of the transformers model; its frequencies are used.
         dtype: Number format of the weights.
         parallel: ``MegatronPolicyConfig``.
     """
@@ -140,16 +131,16 @@ def build_gpt(hf_config: Any, names: set[str], rotary: nn.Module, dtype: torch.d
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root mean square norm; Megatron-core's own of plain torch refuses sequence parallelism."""
+    """Root mean square norm; Megatron-core's own version in plain torch refuses sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
 class CausalAttention(nn.Module):
-    """Torch's scaled dot-product attention; Megatron-core's own of plain torch computes on CUDA only.
+    """Torch's scaled dot-product attention; Megatron-core's own version in plain torch needs CUDA.
 
-    Rows are padded on the right, so that a causal mask hides the padding from every token.
+    Rows are padded on the right, so the causal mask hides the padding from every token.
     """
 
     backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
@@ -158,7 +149,7 @@ class CausalAttention(nn.Module):
         super().__init__()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Attend: ``[S, B, heads, D]`` each, key and value with as many heads or fewer, to ``[S, B, heads * D]``."""
+        """Map query, key and value ``[S, B, heads, D]`` (grouped key-value heads) to ``[S, B, heads * D]``."""
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         with sdpa_kernel(list(self.backends)):
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -166,13 +157,13 @@ class CausalAttention(nn.Module):
 
 
 class FlashAttention(CausalAttention):
-    """The same with the flash kernel only."""
+    """``CausalAttention`` that accepts the flash kernel only."""
 
     backends = (SDPBackend.FLASH_ATTENTION,)
 
 
 class RotaryFrequencies(nn.Module):
-    """Rotary angles from the frequencies of transformers, every scaling of them included."""
+    """Rotary angles from the frequencies of transformers, including their scaling."""
 
     def __init__(self, inv_freq: Tensor, parallel: Any) -> None:
         super().__init__()
@@ -180,20 +171,20 @@ class RotaryFrequencies(nn.Module):
         self._shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
 
     def get_rotary_seq_len(self, context: Any, block: Any, hidden: Tensor | None, *_: Any) -> int:
-        """Return the row length, of which a rank holds a part with sequence parallelism."""
+        """Return the row length; with sequence parallelism a rank holds a part of it."""
         return (block.input_tensor if hidden is None else hidden).shape[0] * self._shards
 
     def forward(self, length: int, **_: Any) -> Tensor:
-        """Angles float32 ``[S, 1, 1, D]``."""
+        """Return angles float32 ``[S, 1, 1, D]``."""
         angles = torch.outer(torch.arange(length, device=self.inv_freq.device).float(), self.inv_freq)
         return torch.cat((angles, angles), -1)[:, None, None, :]
 
 
 def source_names(name: str, first_layer: int) -> tuple[str, ...]:
-    """Return the checkpoint's names of what one tensor of a ``GPTModel`` holds.
+    """Return the checkpoint's tensors that make up one tensor of a ``GPTModel``.
 
     Args:
-        name: In the state dict of the ``GPTModel``.
+        name: Name in the state dict of the ``GPTModel``.
         first_layer: Number of its first layer in the whole model.
     """
     if name in _AROUND:
@@ -203,9 +194,9 @@ def source_names(name: str, first_layer: int) -> tuple[str, ...]:
 
 
 def shard(name: str, tensors: list[Tensor], config: Any, tp_size: int) -> list[Tensor]:
-    """Turn the checkpoint's tensors behind ``name`` into one of each tensor-parallel rank.
+    """Convert the checkpoint's tensors of ``name`` into one tensor per tensor-parallel rank.
 
-    Query, key and value rows are interleaved by key-value head; gate and up projections lie one after the other on a rank.
+    Query, key and value rows are interleaved by key-value head. A rank holds its gate projection, then its up projection.
     """
     if is_replicated(name):
         return tensors * tp_size
@@ -217,7 +208,7 @@ def shard(name: str, tensors: list[Tensor], config: Any, tp_size: int) -> list[T
 
 
 def unshard(name: str, shards: list[Tensor], config: Any) -> list[Tensor]:
-    """Undo ``shard``."""
+    """Invert ``shard``."""
     if is_replicated(name):
         return shards[:1]
     if "linear_qkv" in name:
@@ -230,12 +221,12 @@ def unshard(name: str, shards: list[Tensor], config: Any) -> list[Tensor]:
 
 
 def is_replicated(name: str) -> bool:
-    """Whether every tensor-parallel rank holds the whole tensor: the norms."""
+    """Return whether every tensor-parallel rank holds the whole tensor, as it does for norms."""
     return "layernorm" in name
 
 
 def needs_tensor_parallel_sum(name: str, sequence_parallel: bool) -> bool:
-    """Whether each tensor-parallel rank sees only its part of the gradient: of the heads, or of the sequence."""
+    """Return whether a tensor-parallel rank computes only its part of a gradient: that of its heads, or of its sequence part."""
     return ".q_layernorm." in name or ".k_layernorm." in name or (sequence_parallel and is_replicated(name))
 
 
@@ -243,18 +234,18 @@ def needs_tensor_parallel_sum(name: str, sequence_parallel: bool) -> bool:
 def load_weights(
     model: nn.Module, weights: Mapping[str, Tensor], config: Any, first_layer: int, rank: int, tp_size: int
 ) -> None:
-    """Fill this rank's part of a ``GPTModel``.
+    """Load this rank's part of a ``GPTModel``.
 
     Args:
-        model: Of ``build_gpt``.
+        model: Result of ``build_gpt``.
         weights: All weights of the checkpoint, by its names.
-        config: Its configuration.
+        config: Configuration of the checkpoint.
         first_layer: Number of the part's first layer.
         rank: Tensor-parallel rank.
-        tp_size: Tensor-parallel ranks.
+        tp_size: Number of tensor-parallel ranks.
 
     Raises:
-        ConfigError: The checkpoint has weights that have no place.
+        ConfigError: The checkpoint has weights that the model does not have.
     """
     parameters = dict(model.named_parameters())
     placed = set(_AROUND.values())
@@ -273,10 +264,10 @@ def load_weights(
 
 
 def head_dim(config: Any) -> int:
-    """Width of an attention head."""
+    """Return the width of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _split_axis(name: str) -> int:
-    """Axis that ranks share: inputs of the layers that sum over ranks, outputs of the others."""
+    """Return the axis to split: the inputs of layers that sum over ranks, the outputs of all others."""
     return 1 if "linear_proj" in name or "linear_fc2" in name else 0

@@ -1,6 +1,7 @@
-"""The contract checker: accepts the built-in env and the documented example, and finds each planted fault."""
+"""The contract checker accepts every registered env and the documented examples, and finds each planted fault."""
 
 import importlib
+import os
 import re
 import sys
 from dataclasses import replace
@@ -9,17 +10,36 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from rlinf.checks.env import check_env
 from rlinf.envs import ENVS, make_env
-from rlinf.envs.tabletop.config import TabletopConfig
-from rlinf.errors import ConfigError
+from rlinf.envs.libero.tasks import ASSETS_VARIABLE
+from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.options import public_fields
+from rlinf.registry import BUILTIN
 
 GUIDE = Path(__file__).parents[2] / "docs" / "adding_an_env.md"
 FIXTURES = str(Path(__file__).parents[1] / "fixtures")
 if FIXTURES not in sys.path:
     sys.path.append(FIXTURES)  # workers import from the same path
+
+
+CASES = [
+    ("tabletop", {"image_size": 32, "max_episode_steps": 8}),
+    ("tabletop", {"tasks": ["push"], "max_episode_steps": 20, "image_size": 32, "state": "none"}),
+    ("tabletop", {"terminate_on_success": False, "reward_mode": "relative", "cameras": ["front", "wrist"], "image_size": 32,
+                  "distractors": True, "state": "proprio", "max_episode_steps": 7}),
+    ("metaworld", {"tasks": ["reach-v3", "drawer-close-v3"], "max_episode_steps": 8, "image_size": 32, "num_processes": 0,
+                   "action_repeat": 2}),
+    ("libero", {"suite": "libero_goal", "tasks": ["turn_on_the_stove"], "image_size": 32, "rendering": "fast",
+                "max_episode_steps": 6, "num_settling_steps": 0, "num_processes": 0}),
+    ("maniskill", {"cameras": [], "tasks": ["PushCube-v1"], "max_episode_steps": 3, "num_processes": 0}),
+    ("maniskill_gpu", {"cameras": [], "tasks": ["PushCube-v1"], "max_episode_steps": 3}),
+    ("gymnasium", {"id": "CartPole-v1", "max_episode_steps": 8, "num_processes": 0}),
+]  # fmt: skip
+"""Name of a registered env, and settings with short episodes."""
+LIBERO_ASSETS = Path(os.environ.get(ASSETS_VARIABLE, Path(__file__).parents[3] / "shared" / "libero_assets"))
 
 
 def code_blocks():
@@ -38,24 +58,24 @@ def guide():
     ENVS._entries.pop("dot")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"image_size": 32, "max_episode_steps": 8},
-        {"tasks": ["push"], "max_episode_steps": 20, "image_size": 32, "state": "none"},
-        {
-            "terminate_on_success": False,
-            "reward_mode": "relative",
-            "cameras": ["front", "wrist"],
-            "image_size": 32,
-            "distractors": True,
-            "state": "proprio",
-            "max_episode_steps": 7,
-        },
-    ],
-)
-def test_tabletop_fulfils_the_contract(settings):
-    assert check_env(lambda num_envs, auto: make_env(TabletopConfig(**settings), num_envs, auto_reset=auto)) == []
+def report_of(config):
+    return check_env(lambda num_envs, auto_reset: make_env(config, num_envs, auto_reset=auto_reset))
+
+
+def test_no_registered_env_is_left_out():
+    assert {name for name, entry in ENVS.entries().items() if entry.origin == BUILTIN} == {name for name, _ in CASES}
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_every_registered_env_fulfils_the_contract(name, settings, monkeypatch):
+    if LIBERO_ASSETS.is_dir():
+        monkeypatch.setenv(ASSETS_VARIABLE, str(LIBERO_ASSETS))
+    if name == "maniskill_gpu" and not torch.cuda.is_available():
+        pytest.skip("maniskill_gpu simulates on a CUDA device, and there is none")
+    try:
+        assert report_of(ENVS.get(name).config_class(**settings)) == []
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
 
 
 def test_the_example_of_the_guide_fulfils_the_contract(guide):
@@ -82,7 +102,7 @@ def test_the_example_of_processes_fulfils_the_contract(num_processes, tmp_path, 
     monkeypatch.syspath_prepend(tmp_path)
     config_class = importlib.import_module("dial_env").DialConfig
     config = config_class(num_processes=num_processes)
-    assert check_env(lambda num_envs, auto: make_env(config, num_envs, auto_reset=auto)) == []
+    assert report_of(config) == []
     env = make_env(config, 3, auto_reset=False)
     env.reset()
     assert [one.success for one in env.chunk_step(np.repeat(env.expert_actions()[:, None], 8, 1)).episodes] == [
@@ -113,6 +133,11 @@ def fault(words, method):
         return change
 
     return register
+
+
+@fault("['q01'] must have 2 numbers", "action_statistics")
+def statistics_of_nothing(base, self):
+    return {"action": {}}
 
 
 @fault("Not repeatable", "_reset_env")

@@ -205,14 +205,14 @@ class HuggingFacePolicy(PolicyInterface):
                 data["reference_logprobs"] = self.get_reference_logprobs(data)["logprobs"]
             return counts, [data.select_indices(each) for each in rows]
 
-        own, parts = refused_together(prepare)
+        own, parts = raise_on_all_ranks(prepare)
         counts = TokenCounts(*sum_over_ranks([own.tokens, own.samples]))
 
         def loss_of(part: BatchedDataDict) -> tuple[Tensor, dict[str, Tensor]]:
             output = loss_fn.from_logprobs(self._logprobs(self.model, part), part, counts)
             return output.loss, {**output.metrics, "loss": output.loss.detach()}
 
-        totals: Totals = refused_together(lambda: self._train_step.accumulate(parts, loss_of))
+        totals: Totals = raise_on_all_ranks(lambda: self._train_step.accumulate(parts, loss_of))
         return {**totals.over_ranks(), "num_tokens": counts.tokens}
 
     def _any_loss(self, data: BatchedDataDict, loss_fn: LossFunction) -> tuple[Tensor, dict[str, Tensor]]:
@@ -285,30 +285,25 @@ def check_loss(loss_fn: Any, temperature: float, lora_dropout: float = 0.0) -> N
         )
 
 
-def refused_together(
+def raise_on_all_ranks(
     function: Callable[[], Result], sum_values: Callable[[list[float]], list[float]] = sum_over_ranks
 ) -> Result:
-    """Run a function without collectives on every rank; where one refuses its rows, all raise and none waits.
+    """Run ``function`` on every rank. If any rank raises ConfigError, raise on all, so that none hangs in a collective.
 
     Args:
-        function: Returns the result of this rank.
+        function: Function without collectives.
         sum_values: Sums numbers over the ranks.
-
-    Raises:
-        ConfigError: That of this rank, or the news that another one has refused.
     """
     result, error = None, None
     try:
         result = function()
-    except ConfigError as refused:
-        error = refused
-    num_refused = int(sum_values([float(error is not None)])[0])
+    except ConfigError as raised:
+        error = raised
+    num_failed = int(sum_values([float(error is not None)])[0])
     if error is not None:
         raise error
-    if num_refused:
-        raise ConfigError(
-            f"{num_refused} other rank(s) refused their rows, so no step was taken. Their messages say why"
-        )
+    if num_failed:
+        raise ConfigError(f"{num_failed} other rank(s) refused their rows, so no step was taken. See their messages")
     return result
 
 

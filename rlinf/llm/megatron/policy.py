@@ -26,7 +26,7 @@ from rlinf.llm.hf_policy import (
     TokenPolicyConfig,
     check_loss,
     check_trainable,
-    refused_together,
+    raise_on_all_ranks,
     sampling_generator,
     weights_checksum,
 )
@@ -215,7 +215,7 @@ class MegatronPolicy(PolicyInterface):
         def prepare() -> tuple[TokenCounts, list[list[int]]]:
             return loss_fn.counts(data), self._micro_batches(data, loss_fn.rows_per_sample)
 
-        own, rows_of_parts = refused_together(prepare, lambda values: self._groups.sum(values, self._groups.data))
+        own, rows_of_parts = raise_on_all_ranks(prepare, lambda values: self._groups.sum(values, self._groups.data))
         if loss_fn.needs_reference and "reference_logprobs" not in data:
             data["reference_logprobs"] = self.get_reference_logprobs(data)["logprobs"]
         counts = TokenCounts(*self._groups.sum([own.tokens, own.samples], self._groups.data))

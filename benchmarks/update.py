@@ -73,7 +73,7 @@ def main() -> None:
 
     def update() -> None:
         for index in minibatches:
-            worker.update(flat.select(index), algorithm, step=0)
+            worker.update(flat, index, algorithm, step=0)
 
     with FlopCounterMode(display=False) as counter:
         update()

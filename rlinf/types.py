@@ -53,13 +53,13 @@ class Observation:
     def __len__(self) -> int:
         return len(self.instruction)
 
-    def select(self, index: Sequence[int] | np.ndarray) -> Observation:
-        """Return the rows ``index`` (integers) as a new observation."""
-        index = np.asarray(index, dtype=np.int64)
+    def select(self, index: Sequence[int] | np.ndarray | slice) -> Observation:
+        """Return the rows ``index`` (integers) as a new observation; a slice gives views instead of copies."""
+        rows = index if isinstance(index, slice) else np.asarray(index, dtype=np.int64)
         return Observation(
-            images={name: image[index] for name, image in self.images.items()},
-            state=None if self.state is None else self.state[index],
-            instruction=[self.instruction[i] for i in index],
+            images={name: image[rows] for name, image in self.images.items()},
+            state=None if self.state is None else self.state[rows],
+            instruction=self.instruction[index] if isinstance(index, slice) else [self.instruction[i] for i in rows],
         )
 
     def replaced(self, index: np.ndarray, rows: Observation) -> Observation:
@@ -263,13 +263,10 @@ class RolloutBatch:
         """Merge ``T`` and ``B`` into one row axis ``N``."""
         return replace(self, **{name: value.flatten(0, 1) for name, value in self.tensors().items()})
 
-    def select(self, index: Tensor) -> RolloutBatch:
-        """Return the rows ``index`` of a flattened batch."""
-        return replace(
-            self,
-            observation=self.observation.select(index.cpu().numpy()),
-            **{name: value[index] for name, value in self.tensors().items()},
-        )
+    def select(self, index: Tensor, observation: bool = True) -> RolloutBatch:
+        """Return the rows ``index`` of a flattened batch; without ``observation`` that of the whole batch stays in it."""
+        seen = self.observation.select(index.cpu().numpy()) if observation else self.observation
+        return replace(self, observation=seen, **{name: value[index] for name, value in self.tensors().items()})
 
 
 @dataclass

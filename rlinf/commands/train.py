@@ -159,7 +159,7 @@ class Run:
             if not path.is_file():
                 raise CheckpointError(
                     f"{path} is missing, which a run writes that begins RL with a KL penalty. Copy it from that run's folder, or "
-                    "type algorithm.kl_coef=0"
+                    "set algorithm.kl_coef=0"
                 )
             reference.load_state_dict(load_file(path))
         if self.is_writer and (self.state.step == 0 or run_folder.resolve() != self.folder.resolve()):

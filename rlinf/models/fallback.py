@@ -43,7 +43,7 @@ def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
     if code and name not in CONFIG_MAPPING_NAMES and not cfg.trust_remote_code:
         raise ConfigError(
             f"model.model_type '{name}' is known only to the Python code in '{cfg.model_path}', and "
-            "model.trust_remote_code=false. Read that code, then type model.trust_remote_code=true"
+            "model.trust_remote_code=false. Read that code, then set model.trust_remote_code=true"
         )
     architectures = values.get("architectures") or []
     if len(architectures) == 1:

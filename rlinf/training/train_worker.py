@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -128,7 +129,7 @@ class TrainWorker:
             for start in range(0, int(max_over_ranks(len(valid))), size):
                 rows = valid[start : start + size]
                 rows = rows if len(rows) else torch.zeros(1, dtype=torch.int64)
-                inputs = model.preprocess(batch.observation.select(rows.numpy()))
+                inputs = model.preprocess(batch.observation.select(_views_if_consecutive(rows)))
                 device = next(iter(inputs.values())).device
                 scored = model.evaluate_actions(inputs, tokens[rows].to(device), self.temperature)
                 if start < len(valid):
@@ -136,8 +137,8 @@ class TrainWorker:
         shape = batch.loss_mask.shape
         return logprobs.unflatten(0, shape), values.unflatten(0, shape)
 
-    def update(self, batch: RolloutBatch, algorithm: Algorithm, step: int) -> dict[str, float]:
-        """Take one optimiser step on a flattened minibatch that all ranks hold; each computes its share.
+    def update(self, batch: RolloutBatch, index: Tensor, algorithm: Algorithm, step: int) -> dict[str, float]:
+        """Take one optimiser step on the rows ``index`` of a flattened batch that all ranks hold; each computes its share.
 
         The loss is divided by counts of the whole minibatch, so neither the micro-batch size nor the number of ranks
         changes the gradient.
@@ -149,14 +150,15 @@ class TrainWorker:
             NonFiniteError: Loss or gradient is not finite; weights and optimiser stay as they were.
         """
         self.model.train()
-        counts = LossCounts.of(batch, algorithm.config)
+        minibatch = batch.select(index, observation=False)  # a rank copies the pictures of its micro-batches only
+        counts = LossCounts.of(minibatch, algorithm.config)
 
         def loss_of(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
-            index, valid = rows
-            micro = batch.select(index)
+            places, valid = rows
+            micro = minibatch.select(places, observation=False)
             micro.loss_mask = micro.loss_mask & valid
             with self.autocast():
-                inputs = self.model.preprocess(micro.observation)
+                inputs = self.model.preprocess(batch.observation.select(index[places].numpy()))
                 device = next(iter(inputs.values())).device
                 tokens = micro.action_tokens.to(device)
                 evaluation = self.model.evaluate_actions(inputs, tokens, self.temperature)
@@ -164,9 +166,9 @@ class TrainWorker:
             output = algorithm.loss(micro, evaluation, counts, step)
             return _to_be_averaged(output.loss), output.metrics
 
-        metrics = self.train_step.accumulate(self._micro_batches(len(batch.loss_mask)), loss_of).over_ranks()
-        frozen = algorithm.policy_is_frozen(step)
-        metrics["grad_norm"] = self._apply(metrics["loss"], frozen, "rl", step, (batch.observation, batch.tensors()))
+        metrics = self.train_step.accumulate(self._micro_batches(len(index)), loss_of).over_ranks()
+        rows = (lambda: batch.observation.select(index.numpy()), minibatch.tensors())
+        metrics["grad_norm"] = self._apply(metrics["loss"], algorithm.policy_is_frozen(step), "rl", step, rows)
         return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def sft_update(
@@ -202,7 +204,9 @@ class TrainWorker:
 
         micro_batches = zip(held, self._micro_batches(num_rows), strict=True)
         metrics = self.train_step.accumulate(micro_batches, loss_of).over_ranks()
-        metrics["grad_norm"] = self._apply(metrics["loss"], False, "sft", step, (observation, {"actions": actions}))
+        metrics["grad_norm"] = self._apply(
+            metrics["loss"], False, "sft", step, (lambda: observation, {"actions": actions})
+        )
         return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def _micro_batches(self, num_rows: int) -> list[tuple[Tensor, Tensor]]:
@@ -210,7 +214,12 @@ class TrainWorker:
         return list(zip(*(part.split(self.micro_batch_size) for part in own_rows(num_rows)), strict=True))
 
     def _apply(
-        self, loss: float, frozen: bool, phase: str, step: int, rows: tuple[Observation, dict[str, Tensor]]
+        self,
+        loss: float,
+        frozen: bool,
+        phase: str,
+        step: int,
+        rows: tuple[Callable[[], Observation], dict[str, Tensor]],
     ) -> float:
         """Take the optimiser step, unless something is wrong with it; return the norm of the gradient before clipping."""
         if frozen:
@@ -243,7 +252,12 @@ class TrainWorker:
             )
 
     def _fail(
-        self, loss: float, phase: str, step: int, rows: tuple[Observation, dict[str, Tensor]], cause: NonFiniteError
+        self,
+        loss: float,
+        phase: str,
+        step: int,
+        rows: tuple[Callable[[], Observation], dict[str, Tensor]],
+        cause: NonFiniteError,
     ) -> NoReturn:
         """Keep the minibatch for the report, and say what may mend it.
 
@@ -255,7 +269,7 @@ class TrainWorker:
             name for name, p in self.named_masters.items()
             if p.grad is not None and not bool(torch.isfinite(p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad).all())
         ]  # fmt: skip
-        observation, tensors = rows
+        observation, tensors = rows[0](), rows[1]
         tensors = dict(tensors) | {f"image/{name}": torch.from_numpy(x) for name, x in observation.images.items()}
         if observation.state is not None:
             tensors["state"] = torch.from_numpy(observation.state)
@@ -272,6 +286,12 @@ class TrainWorker:
             f"{phase} step {step}: loss {loss}, gradient norm {norm}; gradients of {len(bad)} parameters are not finite"
             f"{' (first: ' + bad[0] + ')' if bad else ''}. The optimiser step was not taken. {way_on}"
         ) from cause
+
+
+def _views_if_consecutive(rows: Tensor) -> np.ndarray | slice:
+    """Return rows, ascending, such that ``Observation.select`` copies nothing where there is no gap between them."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first == len(rows) - 1 else rows.numpy()
 
 
 def _to_be_averaged(share: Tensor) -> Tensor:

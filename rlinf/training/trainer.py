@@ -223,7 +223,7 @@ class Trainer:
         for epoch in range(config.algorithm.update_epochs):
             seed = derive_seed(config.seed, "minibatches", step, epoch)
             for index in minibatch_indices(flat.loss_mask, config.trainer.minibatch_size, seed):
-                updates.append(self.worker.update(flat.select(index), algorithm, step))
+                updates.append(self.worker.update(flat, index, algorithm, step))
                 if len(updates) == 1:
                     self.gate.check_first_update(updates[0], step)
         state.policy_version += len(updates)

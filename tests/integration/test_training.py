@@ -327,9 +327,9 @@ def test_not_finite_gradient_stops_with_a_report_and_keeps_the_last_checkpoint(t
     run = Run(config_of(tmp_path, "trainer.save_every=1"))
     update, calls = run.worker.update, []
 
-    def poisoned(batch, algorithm, step):
+    def poisoned(batch, index, algorithm, step):
         calls.append(step)
-        return update(batch, algorithm, step)
+        return update(batch, index, algorithm, step)
 
     norm_of = run.worker.train_step.norm_of
 

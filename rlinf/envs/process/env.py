@@ -299,7 +299,7 @@ class ProcessVectorEnv(VectorEnv):
             self.close()
             raise SimulatorError(
                 f"{what}\nThat was the failure number {MAX_FAILURES} in {self._episode_of(busy)}. To look at it in a debugger, "
-                "type env.num_processes=0"
+                "set env.num_processes=0"
             )
         if self.num_restarts > self.config.max_restarts:
             self.close()

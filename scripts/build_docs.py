@@ -51,6 +51,9 @@ model or simulator starts.
     max_steps: 60
   ```
 
+  A packaged group, too, holds what differs from the defaults of this page. A value may follow from another key:
+  `max_steps: ${by:${env.name},{tabletop:60,metaworld:200}}`.
+
 - Your own models, envs and algorithms: `plugins=[my_module]` or `plugins=[path/to/file.py]` imports the code that registers
   them; an installed package announces them by entry points (`rlinf.models`, `rlinf.envs`, `rlinf.algorithms`, and
   `rlinf.configs` for its groups).

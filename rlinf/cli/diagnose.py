@@ -30,9 +30,9 @@ def diagnose(arguments: Sequence[str]) -> int:
 
     The exit status is 1 if a check failed. A model that vLLM should run and does not is a failed check.
     """
-    from hydra._internal.utils import get_args_parser
+    from rlinf.commands.hydra_app import split
 
-    args, unknown = get_args_parser().parse_known_intermixed_args(list(arguments))
+    args, unknown = split(arguments)
     if args.help:
         usage = "usage: rlinf diagnose model=<name> [key=value ...]\n       rlinf diagnose <folder or hub id> [key=value ...]"
         print(f"{usage}\n\n{inspect.cleandoc(diagnose.__doc__)}")

@@ -50,13 +50,18 @@ SUMMARY_FILE = "summary.json"
 """What a run writes last."""
 
 
+def split(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Return the flags of Hydra with the other words as ``overrides``, and the flags that Hydra does not know."""
+    return get_args_parser().parse_known_intermixed_args(list(arguments))
+
+
 def parse(arguments: Sequence[str]) -> Namespace:
     """Parse the flags and overrides that Hydra knows; ``--config-name`` of an experiment becomes ``experiment=``.
 
     Raises:
         ConfigError: The named config, or the folder of ``--config-dir``, does not exist, a flag is none, or two exclude each other.
     """
-    args, unknown = get_args_parser().parse_known_intermixed_args(list(arguments))
+    args, unknown = split(arguments)
     if unknown:
         raise _no_flag(unknown[0], args.overrides)
     modes = {"-m": args.multirun, "--cfg": args.cfg, "--info": args.info, "--shell-completion": args.shell_completion}

@@ -1,6 +1,6 @@
-"""The errors that a user can cause, and the did-you-mean that goes with them.
+"""Errors that a user can cause, and suggestions for misspelt names.
 
-Every message says what is wrong with the actual value, what was required, and the override to type.
+Every message states the actual value, what was required, and the cure.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 
 class RLinfError(Exception):
-    """Base of every error that the user can mend; the CLI prints it without a traceback and exits with 2.
+    """Base of every error that the user can fix; the CLI prints it without a traceback and exits with 2.
 
     Args:
         message: The actual value, and what was required.
-        **cure: Arguments of the library, any of which mends it, and their new values. The message ends with them: ``Pass name=value``.
+        **cure: Arguments that fix it, and their new values. The message ends with them: ``Pass name=value``.
             ``rlinf.options.cured_by_settings`` turns them into the override to set.
     """
 
@@ -54,11 +54,11 @@ class ParityError(RLinfError):
 
 
 class NonFiniteError(RLinfError):
-    """A loss, a gradient, a weight, or what an environment gives is NaN or infinite."""
+    """A loss, a gradient, a weight or a value from an environment is NaN or infinite."""
 
 
 class RankError(RuntimeError):
-    """A rank was killed, or failed by what is not a user error: the message has its traceback, and the CLI adds none."""
+    """A rank was killed or hit a bug. The message holds the rank's traceback; the CLI adds none."""
 
 
 ALIASES = {
@@ -94,17 +94,16 @@ ALIASES = {
     "vf_coef": ("value_coef",),
     "world_size": ("num_processes",),
 }
-"""What users type by the habits of other libraries, and the names that are accepted here, the likeliest first."""
+"""Names that users know from other libraries, and the names accepted here, most likely first."""
 
 SIMILARITY = 0.7
-"""Least similarity (``difflib``'s ratio) of a name that is suggested; below it a hint is more likely wrong than right."""
+"""Smallest similarity (``difflib``'s ratio) of a suggested name; below it a hint is more likely wrong than right."""
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:
     """Return the known name that the user probably meant, or None.
 
-    In this order: one of ``ALIASES``, the words that ``name`` abbreviates by their initials, the name that looks most like it,
-    the first name that begins with it.
+    Tried in this order: ``ALIASES``, a name with these initials, the most similar name, the first name with this prefix.
     """
     name, known = str(name).lower(), {str(option).lower(): str(option) for option in names}
     for alias in (name, *ALIASES.get(name, ())):
@@ -117,12 +116,7 @@ def closest(name: str, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the closest option, and the list of all options.
-
-    Args:
-        name: What the user typed.
-        options: What would have been accepted.
-    """
+    """Return ``" Did you mean 'x'?"`` for the option closest to ``name``, followed by the list of all options."""
     names = sorted(str(option) for option in options)
     close = closest(name, names)
     hint = f" Did you mean '{close}'?" if close else ""

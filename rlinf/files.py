@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one, one writer at a time, what is in one, and the newest run."""
+"""Atomic writes, locks, hashes, and the ``latest`` link to the newest run."""
 
 from __future__ import annotations
 
@@ -20,20 +20,16 @@ logger = logging.getLogger("rlinf")
 
 LOCK_FILE = ".lock"
 FULL_BELOW = 2**20
-"""Free bytes below which a write that fails without a reason is taken for one on a full disk."""
+"""A write that fails without a reason is blamed on a full disk if fewer bytes than these are free."""
 
 _TORCH_WRITER = ("inline_container", "PytorchStreamWriter")
 
 LATEST = "latest"
-"""Name, next to the run folders of an experiment, of the one that was started last."""
+"""Name of the link, next to the run folders of an experiment, to the one started last."""
 
 
 def write_text(path: str | os.PathLike, text: str) -> Path:
-    """Write ``text`` to a temporary name next to ``path``, then rename.
-
-    Raises:
-        OSError: With the file's name and the free space of its disk.
-    """
+    """Write ``text`` to a temporary file next to ``path``, then rename it; errors are those of ``naming``."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.tmp")
@@ -45,11 +41,7 @@ def write_text(path: str | os.PathLike, text: str) -> Path:
 
 @contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
-    """Let what goes wrong while ``path`` is written name it, and the free space of its disk.
-
-    Raises:
-        OSError: In the place of one without these, and of the ``RuntimeError`` that torch raises where it cannot write.
-    """
+    """Turn a write error (an ``OSError``, or torch's ``RuntimeError``) into an ``OSError`` with the path and the free space."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -60,7 +52,7 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
 
 
 def write_error(error: BaseException, path: str | os.PathLike) -> OSError | None:
-    """Return the error of a write with file and free space; None for another error than one of a write."""
+    """Return a write error with the path and the free space; None if ``error`` is not a write error."""
     path = getattr(error, "filename", None) or path
     free = free_bytes(path)
     if isinstance(error, OSError) and error.errno is not None:
@@ -75,24 +67,20 @@ def write_error(error: BaseException, path: str | os.PathLike) -> OSError | None
 
 
 def free_bytes(path: str | os.PathLike) -> int:
-    """Return the free bytes of the disk of a file that may not be there."""
+    """Return the free bytes on the disk of ``path``, which need not exist."""
     folder = next(folder for folder in (Path(path).absolute(), *Path(path).absolute().parents) if folder.exists())
     return shutil.disk_usage(folder).free
 
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder until the block ends, or this process does, however that happens.
-
-    Raises:
-        ConfigError: Another run writes there.
-    """
+    """Keep other runs out of a folder until the block or this process ends; raise ConfigError if one is writing there."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK_FILE, "a+", encoding="utf-8") as file:
         file.seek(0)
         lock(
             file,
-            f"{folder} is being written by another run ({file.read().strip() or 'which has just begun'}). Wait for its end, "
+            f"Another run is writing to {folder} ({file.read().strip() or 'it has just started'}). Wait until it ends, "
             "or set output_dir=<another folder>",
         )
         file.truncate(0)
@@ -102,10 +90,9 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def lock(file: IO[str], busy: str) -> None:
-    """Lock an open file until it is closed, or this process ends; some file systems of clusters have no locks.
+    """Lock an open file until it is closed; raise ``ConfigError(busy)`` if another process holds the lock.
 
-    Raises:
-        ConfigError: ``busy``: another process has locked it.
+    Some cluster file systems have no locks; there only a warning is logged.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,19 +101,19 @@ def lock(file: IO[str], busy: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
             raise
-        logger.warning("%s is not locked (%s): start nothing else that writes there", file.name, error.strerror)
+        logger.warning("%s cannot be locked (%s). Start no other run that writes there", file.name, error.strerror)
 
 
 def sha256_of(path: str | os.PathLike) -> str:
-    """Return the SHA-256 of a file, hexadecimal."""
+    """Return the SHA-256 of a file as hexadecimal text."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def mark_latest(folder: str | os.PathLike) -> None:
-    """Let ``latest``, next to ``folder``, name it: a symbolic link, or a text file where links are impossible.
+    """Point ``latest``, next to ``folder``, at it: a symbolic link, or a text file if links are impossible.
 
-    The name is replaced atomically. Where it cannot be (a folder has it), a warning is logged and everything else goes on.
+    The replacement is atomic. A failure (``latest`` is a folder) is only logged as a warning.
     """
     folder = Path(folder)
     latest, partial = folder.with_name(LATEST), folder.with_name(f".{LATEST}.{os.getpid()}.tmp")
@@ -138,13 +125,13 @@ def mark_latest(folder: str | os.PathLike) -> None:
             partial.write_text(folder.name, encoding="utf-8")
         os.replace(partial, latest)
     except OSError as error:
-        logger.warning("%s does not name the newest run, %s: %s", latest, folder.name, error)
+        logger.warning("%s does not point at the newest run, %s: %s", latest, folder.name, error)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def follow_latest(path: str | os.PathLike) -> Path:
-    """Return ``path`` with ``latest``, where it is a link or the text file of ``mark_latest``, replaced by what it names."""
+    """Return ``path`` with each ``latest`` (a link, or the text file of ``mark_latest``) replaced by its target."""
     found = Path()
     for part in Path(path).parts:
         place = found / part

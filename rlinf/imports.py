@@ -1,4 +1,4 @@
-"""Objects by their names ``"module:attribute"``, and modules whose public names are imported at first use."""
+"""Import objects by ``"module:attribute"``, and public names at their first use."""
 
 from __future__ import annotations
 
@@ -8,23 +8,13 @@ from typing import Any
 
 
 def import_string(target: str) -> Any:
-    """Import and return ``"module:attribute"``.
-
-    Raises:
-        ImportError: The module cannot be imported.
-        AttributeError: The module has no such attribute.
-    """
+    """Import and return ``"module:attribute"``; raise ImportError or AttributeError if it does not exist."""
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def lazy_attributes(module: str, defined_in: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` (PEP 562) of a module whose public names are defined elsewhere.
-
-    Args:
-        module: ``__name__`` of the module.
-        defined_in: Public name to the module that defines it.
-    """
+    """Return a ``__getattr__`` (PEP 562) for ``module``; ``defined_in`` maps each public name to its defining module."""
 
     def __getattr__(name: str) -> Any:
         if name not in defined_in:

@@ -1,4 +1,4 @@
-"""Typed options: a dataclass field with its documentation, and the strict way from a mapping to the dataclass."""
+"""Documented configuration fields of dataclasses, and strict conversion from a mapping to the dataclass."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ def option(
     """Declare a documented configuration field.
 
     Args:
-        default: Default value; lists and dicts are copied for each instance.
-        help: One sentence, with the unit; printed by the configuration reference.
-        choices: Accepted values, if they are few.
-        minimum: Smallest accepted number; null is accepted where the type says so.
-        maximum: Largest accepted number.
-        below: Every accepted number is smaller than this one.
+        default: Lists, dicts and dataclasses are copied for each instance.
+        help: One sentence, with the unit, for the configuration reference.
+        choices: Accepted values.
+        minimum, maximum: Smallest and largest accepted number; null is accepted if the type allows it.
+        below: Exclusive upper bound.
     """
     metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "below": below}
     if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
@@ -39,15 +38,14 @@ def option(
 
 
 def public_fields(cls: type) -> dict[str, dataclasses.Field]:
-    """Return the fields of a configuration dataclass by name, in the order of their declaration."""
+    """Return the fields of a configuration dataclass by name, in order of declaration."""
     return {field.name: field for field in dataclasses.fields(cls) if not field.name.startswith("_")}
 
 
 def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "") -> Any:
     """Build a configuration dataclass from a mapping, strictly.
 
-    Keys that are missing take the dataclass default. Integers are accepted where a float is declared; nothing else is
-    converted.
+    Missing keys take the dataclass default. An integer is accepted as a float; nothing else is converted.
 
     Args:
         cls: Dataclass whose fields were declared with ``option``.
@@ -55,7 +53,7 @@ def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "") -> Any:
         path: Dotted path of ``mapping`` in the whole configuration, for messages.
 
     Raises:
-        ConfigError: A key is unknown, a value has the wrong type, is not among the choices or is out of its bounds.
+        ConfigError: A key is unknown, or a value has the wrong type, is not among the choices or is out of bounds.
     """
     mapping = plain_container(mapping)
     if not isinstance(mapping, Mapping):
@@ -82,13 +80,13 @@ def to_mapping(config: Any) -> dict[str, Any]:
 def unknown_key_message(
     dotted: str, value: Any, known: typing.Iterable[str], hints: Mapping[str, Any] | None = None
 ) -> str:
-    """Say that a key does not exist, which ones do, and what to type instead.
+    """Return a message that a key does not exist, with the known keys and the override to set instead.
 
     Args:
         dotted: The key in the whole configuration.
-        value: What was to be its value.
+        value: The value given to it.
         known: Keys of its section.
-        hints: Their types, where they are known: a list is typed in brackets.
+        hints: Types of the known keys; the value of a list is shown in brackets.
     """
     section, _, key = dotted.rpartition(".")
     names = list(known)
@@ -102,14 +100,14 @@ def unknown_key_message(
 
 
 def override_of(dotted: str, value: Any, hint: Any = Any) -> str:
-    """Write ``key=value`` as it is typed; one item in the place of a list gets its brackets, and the quotes that they need."""
+    """Return ``key=value`` as the command line takes it; a single item for a list gets brackets and quotes."""
     if not _match(value, hint)[0] and _match([value], hint)[0]:
         return f"'{dotted}={override_text([value])}'"
     return f"{dotted}={override_text(value)}"
 
 
 def override_text(value: Any) -> str:
-    """Write a value the way the command line takes it: ``null``, ``true``, ``[1,2]``; ``...`` for a section."""
+    """Return a value as the command line takes it: ``null``, ``true``, ``[1,2]``; ``...`` for a section."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -122,7 +120,7 @@ def override_text(value: Any) -> str:
 
 
 def type_name(hint: Any) -> str:
-    """Name a field type in the words of the configuration reference: ``int``, ``list of str``, ``float or null``."""
+    """Return a type in the words of the configuration reference: ``int``, ``list of str``, ``float or null``."""
     if hint is type(None):
         return "null"
     if hint is Any:
@@ -154,10 +152,10 @@ def cured_by_settings(section: str, **renamed: str) -> Iterator[None]:
 
 
 def plain_container(mapping: Any) -> Any:
-    """Resolve an OmegaConf container to plain Python; return anything else as it is.
+    """Resolve an OmegaConf container to plain Python; return anything else unchanged.
 
     Raises:
-        ConfigError: An interpolation (``${...}``) refers to nothing, or a value is missing (``???``).
+        ConfigError: An interpolation (``${...}``) has no target, or a value is missing (``???``).
     """
     if not type(mapping).__module__.startswith("omegaconf"):
         return mapping
@@ -182,7 +180,7 @@ def _plain(value: Any) -> Any:
 
 
 def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> Any:
-    """Check one value against its declared type, choices and bounds."""
+    """Return one value as its declared type, checked against its choices and bounds."""
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else from_mapping(hint, value, dotted)
     accepted, converted = _match(value, hint)
@@ -210,7 +208,7 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
 
 
 def bounds_text(metadata: Mapping[str, Any]) -> str:
-    """Say which numbers a field accepts: ``at least 0 and below 1``; empty without bounds."""
+    """Return the accepted numbers in words: ``at least 0 and below 1``; empty without bounds."""
     words = (("minimum", "at least"), ("maximum", "at most"), ("below", "below"))
     return " and ".join(f"{word} {metadata[key]}" for key, word in words if metadata.get(key) is not None)
 

@@ -1,4 +1,4 @@
-"""Names to classes: models, envs and algorithms, built in, registered by user code, or by entry points of other packages."""
+"""Registries of models, envs and algorithms: built in, registered by user code, or by other packages' entry points."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Entry:
     """A registered name.
 
     Attributes:
-        name: What the configuration says.
-        target: The object, or ``"module:attribute"`` that is imported at first use.
-        origin: Who registered it: ``rlinf``, name and version of a distribution, the plugin, or ``user code``.
+        name: The name in the configuration.
+        target: The object, or its ``"module:attribute"``, imported at first use.
+        origin: Who registered it: ``rlinf``, a distribution and its version, a plugin, or ``user code``.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Entry:
 
 @contextmanager
 def registering(origin: str) -> Iterator[None]:
-    """Names that are registered inside belong to ``origin``."""
+    """Attribute names registered inside the block to ``origin``."""
     _origins.append(origin)
     try:
         yield
@@ -46,12 +46,12 @@ class Registry(Generic[T]):
     """Lazily imported objects by name.
 
     Args:
-        kind: Word for messages (``"env"``).
-        group: Entry-point group in which other packages announce theirs (``"rlinf.envs"``).
+        kind: What the names stand for, in messages (``"env"``).
+        group: Entry-point group of other packages (``"rlinf.envs"``).
         builtin: Name to ``"module:attribute"``.
 
     Attributes:
-        hidden: Entry points that are not used, because their name was taken.
+        hidden: Entry points that are ignored because their name was taken.
     """
 
     def __init__(self, kind: str, group: str, builtin: dict[str, str]) -> None:
@@ -62,11 +62,11 @@ class Registry(Generic[T]):
         self._scanned = False
 
     def register(self, name: str, target: Any, origin: str | None = None) -> None:
-        """Add or replace a name; the same name twice keeps the last one. ``origin`` None: see ``registering``."""
+        """Add or replace a name; ``origin`` defaults to that of ``registering``."""
         self._entries[name] = Entry(name, target, origin or _origins[-1])
 
     def entries(self) -> dict[str, Entry]:
-        """Return all entries; entry points are read at the first call and never hide a registered name."""
+        """Return all entries. Entry points are read at the first call and never replace a registered name."""
         if not self._scanned:
             self._scanned = True
             for point in entry_points(group=self.group):
@@ -83,10 +83,10 @@ class Registry(Generic[T]):
         return name in self.entries()
 
     def get(self, name: str) -> T:
-        """Import and return what ``name`` stands for.
+        """Import and return the target of ``name``.
 
         Raises:
-            ConfigError: ``name`` is not registered (lists what is), or its module has no such attribute.
+            ConfigError: ``name`` is not registered, or its module has no such attribute.
         """
         entries = self.entries()
         if name not in entries:
@@ -100,6 +100,6 @@ class Registry(Generic[T]):
             return getattr(module, attribute)
         except AttributeError as error:
             raise ConfigError(
-                f"The {self.kind} '{name}' of {entry.origin} stands for '{entry.target}', which is not there: {error}. "
-                f"Required: module:attribute. Mend the registration, or set another {self.kind}"
+                f"The {self.kind} '{name}' of {entry.origin} is registered as '{entry.target}', which does not exist: {error}. "
+                f"Required: module:attribute. Fix the registration, or set another {self.kind}"
             ) from error

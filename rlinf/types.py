@@ -1,9 +1,12 @@
-"""Every type that crosses a module boundary, with its shape.
+"""Types that cross module boundaries, with their shapes.
 
-Axes: ``B`` parallel envs (or rows of a batch), ``T`` policy calls of a rollout (it counts chunks, not env steps),
-``C`` actions of one chunk, ``D`` numbers of one action, ``A`` log-probability columns of one policy call
-(``C * D`` for a token policy), ``K`` numbers that describe what one call sampled (``A`` tokens, or a whole denoising
-chain), ``H, W`` pixels, ``S`` state width.
+Axes: ``B`` parallel envs (or rows of a batch), ``T`` chunks of a rollout, ``C`` actions per chunk, ``D`` numbers per
+action, ``A`` log-probability columns per policy call (``C * D`` for a token policy), ``K`` numbers that describe a
+sample (``A`` tokens, or a whole denoising chain), ``H, W`` pixels, ``S`` state width.
+
+Clocks: an *env step* is one simulator step. A *chunk* is one policy call and the ``C`` env steps that it decides. An
+*iteration* is one rollout and its updates. Within an update, an *optimiser step* trains one minibatch. A bare ``step``
+is an iteration in ``rlinf.rollout`` and ``rlinf.training``, an env step in ``rlinf.envs``, an optimiser step in cloning.
 """
 
 from __future__ import annotations
@@ -14,20 +17,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-# Worker processes of simulators import this module; torch would cost each of them seconds and memory.
+# Simulator processes import this module; torch would cost each of them seconds and memory.
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, order=True)
 class EpisodeSpec:
-    """What fixes an episode before the policy acts: equal specs give bit-identical first observations.
+    """Everything that defines an episode before the policy acts: equal specs give bit-identical first observations.
 
     Attributes:
         suite: Name of the task suite (``"tabletop"``).
         task_id: Index into the suite's tasks.
-        init_state_id: Index of the initial state within the task; train and evaluation ranges are disjoint.
-        seed: Seed of everything random inside the episode.
+        init_state_id: Index of the task's initial state; training and evaluation ranges are disjoint.
+        seed: Seeds everything random inside the episode.
     """
 
     suite: str
@@ -85,12 +88,12 @@ class Observation:
 
 
 class ActionPrediction(NamedTuple):
-    """What ``predict_action_batch`` returns, in this order.
+    """The result of ``predict_action_batch``, in this order.
 
     Attributes:
         actions: ``[B, C, D]`` float32 in env units.
-        sequences: Token policies: ``[B, L + A]`` prompt and action tokens. Other policies: ``[B, K]``, what
-            ``evaluate_actions`` needs to score the same actions again (flow policies: the denoising chain).
+        sequences: Token policies: ``[B, L + A]`` prompt and action tokens. Other policies: ``[B, K]``, from which
+            ``evaluate_actions`` scores the same actions (flow policies: the denoising chain).
         logits: Token policies: ``[B, A, n_bins or V]``. Gaussian policies: ``[B, A, 2]`` means and log-stds.
         values: ``[B]`` float32.
     """
@@ -102,7 +105,7 @@ class ActionPrediction(NamedTuple):
 
 
 class ActionEvaluation(NamedTuple):
-    """What ``evaluate_actions`` returns: float32 ``logprobs [B, A]``, ``entropy [B, A]``, ``values [B]``."""
+    """The result of ``evaluate_actions``: float32 ``logprobs [B, A]``, ``entropy [B, A]``, ``values [B]``."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -122,22 +125,22 @@ class EpisodeResult:
 
 @dataclass
 class ChunkStep:
-    """What ``VectorEnv.chunk_step`` returns.
+    """The result of ``VectorEnv.chunk_step``.
 
     Attributes:
         observation: What the policy sees next. Under auto-reset, rows of finished episodes show the new episode.
-        rewards: float32 ``[B, C]``; 0 where not executed.
-        executed: bool ``[B, C]``: the action was applied (false after the episode's end inside the chunk, and for
-            rows that had finished before, when auto-reset is disabled).
+        rewards: float32 ``[B, C]``; 0 if not executed.
+        executed: bool ``[B, C]``: the action was applied. False after the episode's end inside the chunk and, without
+            auto-reset, in rows that had already finished.
         terminated: bool ``[B]``: the episode ended by its own rules during this chunk.
-        truncated: bool ``[B]``: the episode was cut by the time limit during this chunk (never both).
-        success: bool ``[B]``: success at the end of this chunk (of the ended episode, where one ended).
+        truncated: bool ``[B]``: the time limit cut the episode during this chunk (never both).
+        success: bool ``[B]``: success at the end of this chunk, or of the episode that ended in it.
         final_env_ids: int64 ``[K]``: rows whose episode ended during this chunk.
-        final_observation: True last observation of these K episodes, or None when K is 0.
+        final_observation: True last observation of these K episodes, or None if K is 0.
         episodes: The K results, in the order of ``final_env_ids``.
-        lost_env_ids: int64 ``[L]``: rows whose simulator was lost (it crashed, hung or was killed). The episode so far
-            is void, and the same ``EpisodeSpec`` has begun again: the observation is its first one, ``rewards`` and
-            ``success`` are 0, ``executed`` and the ends false.
+        lost_env_ids: int64 ``[L]``: rows whose simulator was lost (it crashed, hung or was killed). Their episode is
+            void and the same ``EpisodeSpec`` has restarted: the observation is its first, ``rewards`` and ``success``
+            are 0, ``executed``, ``terminated`` and ``truncated`` are false.
     """
 
     observation: Observation
@@ -153,37 +156,37 @@ class ChunkStep:
 
 
 class Acts(Protocol):
-    """Anything with ``act``: float32 ``[B, C, D]`` or ``[B, D]`` in env units for an observation of ``B`` rows."""
+    """Anything with ``act``."""
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Choose actions."""
+        """Return actions for ``B`` rows in env units: float32 ``[B, C, D]`` or ``[B, D]``."""
         ...
 
 
 @dataclass
 class RolloutBatch:
-    """A time-major rollout. Everything ``[T, B, ...]``; after ``flatten`` everything ``[N, ...]`` with ``N = T * B``.
+    """A time-major rollout: every tensor is ``[T, B, ...]``, after ``flatten`` ``[N, ...]`` with ``N = T * B``.
 
     Attributes:
         observation: ``T * B`` rows, time-major.
-        action_tokens: ``[T, B, K]`` what was sampled (int64 tokens, or float32 for continuous policies).
-        rollout_logprobs: float32 ``[T, B, A]`` as the generator computed them.
+        action_tokens: ``[T, B, K]``: what was sampled (int64 tokens, or float32 for continuous policies).
+        rollout_logprobs: float32 ``[T, B, A]``, computed by the rollout policy.
         action_rewards: float32 ``[T, B, C]``.
         action_mask: bool ``[T, B, C]``: the action was executed.
-        loss_mask: bool ``[T, B]``: the policy call belongs to an episode (false after its end, and all along an episode
-            whose simulator was lost).
+        loss_mask: bool ``[T, B]``: the policy call counts. False after an episode's end, and throughout an episode
+            whose simulator was lost.
         terminated, truncated: bool ``[T, B]``.
-        bootstrap_values: float32 ``[T, B]``: value of the true final observation where ``truncated``, of the
-            observation after the last chunk in the last row of a running episode, else 0.
+        bootstrap_values: float32 ``[T, B]``: value of the true final observation if ``truncated``; in the last row of a
+            running episode, value of the observation after its last chunk; else 0.
         group_ids: int64 ``[T, B]``: equal for episodes that share an ``EpisodeSpec``.
-        episode_ids: int64 ``[T, B]``; an episode that restarts because its simulator was lost has a new id.
+        episode_ids: int64 ``[T, B]``. An episode that restarts after its simulator was lost has a new id.
         policy_version: int64 ``[T, B]``: number of weight updates behind the sample.
-        rollout_values: float32 ``[T, B]``: values as the rollout policy computed them; None: it has none, or they are not needed.
-        values, old_logprobs, ref_logprobs: Filled by the trainer (``[T, B]``, ``[T, B, A]``, ``[T, B, A]``).
-        advantages: ``[T, B, C]``, returns ``[T, B]``: filled by ``Algorithm.compute_advantages``.
-        episodes: Results of the first episode of each env; the later ones of a rollout are left out, because the quick ones
-            among them, which are mostly successes, are more likely to have finished. Envs whose
-            first episode was lost with its simulator, and all envs that shared its process, have none.
+        rollout_values: float32 ``[T, B]``, computed by the rollout policy; None if it has none or none are needed.
+        values, old_logprobs, ref_logprobs: ``[T, B]``, ``[T, B, A]``, ``[T, B, A]``, filled in by the trainer.
+        advantages, returns: ``[T, B, C]``, ``[T, B]``, filled in by ``Algorithm.compute_advantages``.
+        episodes: Results of the first episode of each env. Later episodes are left out: quick ones, mostly successes,
+            are more likely to finish within the rollout. Envs whose first episode was lost with its simulator, and all
+            envs of that simulator's process, have none.
         specs: ``episode_ids`` to ``EpisodeSpec``.
     """
 
@@ -210,17 +213,17 @@ class RolloutBatch:
 
     @property
     def rewards(self) -> Tensor:
-        """float32 ``[T, B]``: sum of the rewards of a chunk."""
+        """Sum of the rewards of each chunk, float32 ``[T, B]``."""
         return self.action_rewards.sum(-1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the fields that are tensors and set."""
+        """Return the tensor fields that are set, by name."""
         from torch import Tensor
 
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
 
     def select_envs(self, columns: Tensor) -> RolloutBatch:
-        """Return the envs ``columns`` of a time-major batch; ``episodes`` are those of the whole batch still."""
+        """Return the envs ``columns`` of a time-major batch; ``episodes`` remain those of the whole batch."""
         import torch
 
         num_chunks, num_envs = self.loss_mask.shape
@@ -236,8 +239,8 @@ class RolloutBatch:
         """Join time-major rollouts of different envs along ``B``, in the order given.
 
         Args:
-            parts: Rollouts of equally many chunks.
-            observation: The ``T * B`` rows of the result, where the caller has them; None: those of the parts are joined.
+            parts: Rollouts with the same number of chunks.
+            observation: The joined ``T * B`` rows if the caller already has them; None joins those of the parts.
         """
         import torch
 
@@ -271,7 +274,7 @@ class RolloutBatch:
 
 @dataclass
 class LossOutput:
-    """A scalar loss to call ``backward`` on, and detached metrics whose sum over micro-batches is the value to log."""
+    """A scalar loss for ``backward``, and detached metrics; summed over micro-batches they are the values to log."""
 
     loss: Tensor
     metrics: dict[str, Any]

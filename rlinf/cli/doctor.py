@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from rlinf.cli.table import format_table
 from rlinf.errors import RLinfError
+from rlinf.number_formats import GIB, format_bytes
 
 if TYPE_CHECKING:
     from rlinf.config.schema import RunConfig
@@ -229,7 +230,7 @@ def check_disk(folder: Path) -> Finding:
         return Finding(
             "disk", NO, f"no permission to write in {folder}; go to another folder, or set output_dir=<folder>"
         )
-    free = shutil.disk_usage(folder).free / 1024**3
+    free = shutil.disk_usage(folder).free / GIB
     return Finding(
         "disk", YES if free > 1 else NO, f"{free:.1f} GiB free in {folder}" + ("" if free > 1 else "; 1 GiB is needed")
     )
@@ -272,7 +273,7 @@ def check_choice(words: list[str]) -> list[Finding]:
 def check_memory(label: str, config: RunConfig) -> list[Finding]:
     """Print the derived numbers of an experiment, and the memory that it needs, which must be there."""
     from rlinf.preflight.derived import format_derived
-    from rlinf.preflight.memory import NOT_COUNTED, available_memory, estimate_memory, format_bytes
+    from rlinf.preflight.memory import NOT_COUNTED, available_memory, estimate_memory
 
     config.output_dir = None
     print(f"\n{label}\n{format_derived(config)}\n")

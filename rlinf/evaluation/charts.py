@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 
+from rlinf.number_formats import format_interval, format_number
+
 LARGE, SMALL = (520, 270), (400, 232)
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 44
 MAX_POINTS, MAX_HOVER_POINTS = 400, 120
@@ -53,19 +55,6 @@ def log_ticks(low: float, high: float) -> list[float]:
     last = max(last, first + 1)
     step = math.ceil((last - first) / 5)
     return [10.0**exponent for exponent in range(first, last + step, step)]
-
-
-def format_number(value: float, percent: bool = False) -> str:
-    """Format for an axis or a hover label: ``85%``, ``12.5k``, ``3.1e-05``."""
-    if percent:
-        return f"{100 * value:.3g}%"
-    size = abs(value)
-    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{value / {'G': 1e9, 'M': 1e6, 'k': 1e3}[suffix]:.4g}{suffix}"
-    if size and size < 1e-3:
-        return f"{value:.2g}"
-    return f"{value:.4g}"
 
 
 def _thin(points: Sequence, limit: int) -> list:
@@ -264,7 +253,7 @@ def interval_bar(rate: float, low: float, high: float, colour: int) -> str:
     """Draw a success rate with its interval on a 0 to 100 % scale, as a small ``<svg>`` for a table."""
     width, height = 160, 16
     return (
-        f'<svg class="interval" viewBox="0 0 {width} {height}" role="img" aria-label="{low:.1%} to {high:.1%}">'
+        f'<svg class="interval" viewBox="0 0 {width} {height}" role="img" aria-label="{format_interval(low, high)}">'
         f'<rect class="track" x="0" y="6.5" width="{width}" height="3" rx="1.5"/>'
         f'<rect class="range s{colour}" x="{low * width:.1f}" y="4" width="{max((high - low) * width, 1):.1f}" '
         f'height="8" rx="3"/>'

@@ -18,7 +18,7 @@ from rlinf.evaluation.report_data import RunData, read_run
 from rlinf.evaluation.report_style import CSS
 from rlinf.evaluation.report_tables import all_evaluations, comparisons, headline, tasks, warnings
 from rlinf.files import write_text
-from rlinf.tracking.progress import format_duration
+from rlinf.number_formats import format_duration
 
 REPORT_FILE = "report.html"
 

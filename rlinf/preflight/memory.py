@@ -8,8 +8,8 @@ from typing import Any
 
 from rlinf.config.schema import RunConfig
 from rlinf.models.config import ModelConfig
+from rlinf.number_formats import format_bytes
 
-GIB = 1024**3
 NOT_COUNTED = (
     "not counted: activations (they grow with model.micro_batch_size, and shrink with model.gradient_checkpointing=true), one "
     "gathered layer\nof a sharded model, copies while rollouts are exchanged, simulators and libraries"
@@ -170,11 +170,6 @@ def available_memory(num_ranks: int) -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
-
-
-def format_bytes(size: int) -> str:
-    """Write a size in MiB or GiB."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 1024**2:.1f} MiB"
 
 
 def _architecture(model_config: ModelConfig) -> tuple[str, dict[str, Any]]:

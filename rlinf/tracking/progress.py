@@ -7,15 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-
-def format_duration(seconds: float) -> str:
-    """Format seconds as ``45s``, ``3m20s`` or ``2h05m``."""
-    seconds = max(0, round(seconds))
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+from rlinf.number_formats import format_duration
 
 
 class Progress:

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.charts import Series, difference_bar, format_number, line_chart, log_ticks, nice_ticks
+from rlinf.evaluation.charts import Series, difference_bar, line_chart, log_ticks, nice_ticks
 from rlinf.evaluation.compare import compare
 from rlinf.evaluation.report import _evaluated, write_report
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.video import write_video
+from rlinf.number_formats import format_number
 from rlinf.tracking import Tracker, TrackingConfig
 from rlinf.types import EpisodeResult, EpisodeSpec
 

@@ -212,7 +212,7 @@ def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, caplog, n
         locked_folder(tmp_path),
     ):
         pass
-    assert ("is not locked" in caplog.text) == (number != errno.EIO)
+    assert ("cannot be locked" in caplog.text) == (number != errno.EIO)
 
 
 def test_sighup_saves_as_sigterm_does(tmp_path, monkeypatch, capsys):

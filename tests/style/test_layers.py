@@ -11,8 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "rlinf"
 
 LAYERS = (
-    ("errors", "imports", "memory", "seeding", "types"),
-    ("files", "options", "registry"),
+    ("errors", "imports", "number_formats", "seeding", "types"),
+    ("files", "memory", "options", "registry"),
     ("manifest",),
     ("distributed",),
     ("optim",),

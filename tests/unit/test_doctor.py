@@ -17,9 +17,10 @@ from rlinf.envs import ENVS
 from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import MissingDependencyError
 from rlinf.models import get_model
+from rlinf.number_formats import format_bytes
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.options import to_mapping
-from rlinf.preflight.memory import estimate_memory, format_bytes, policy_on_meta_device, sample_bytes
+from rlinf.preflight.memory import estimate_memory, policy_on_meta_device, sample_bytes
 
 EXPERIMENT = "experiment=tabletop_ppo_mlp"
 

@@ -74,7 +74,7 @@ def test_a_file_system_without_locks_will_do_and_one_that_fails_will_not(tmp_pat
     monkeypatch.setattr("rlinf.files.fcntl.flock", flock)
     with nullcontext() if number != errno.EIO else pytest.raises(OSError, match="Input/output"):
         PartialResults(tmp_path, {})._file.close()
-    assert ("is not locked" in caplog.text) == (number != errno.EIO)
+    assert ("cannot be locked" in caplog.text) == (number != errno.EIO)
 
 
 def test_a_kept_file_is_only_cut_where_a_line_is_not_whole(tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.number_formats import format_duration
 from rlinf.tracking import METRICS, Progress, Tracker, TrackingConfig, read_metrics, register_metric
-from rlinf.tracking.progress import format_duration
 
 JSONL = TrackingConfig(tensorboard=False, wandb=False)
 

@@ -27,7 +27,8 @@ from rlinf.models import HuggingFacePolicy, MegatronPolicy, build_policy
 from rlinf.models.embodiment.openvla.vllm import OpenVLAVllmAdapter, image_token, num_image_tokens
 from rlinf.models.generation import HuggingFaceGeneration, VllmConfig, VllmGeneration, VllmGenerationWorker
 from rlinf.models.hf_model import HFModel
-from rlinf.preflight.memory import estimate_memory, format_bytes
+from rlinf.number_formats import format_bytes
+from rlinf.preflight.memory import estimate_memory
 from rlinf.preflight.validation import validate
 from rlinf.rollout import vllm_policy
 from rlinf.rollout.vllm_policy import row_seeds

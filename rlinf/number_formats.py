@@ -1,0 +1,48 @@
+"""Numbers as text, for the terminal and the report."""
+
+from __future__ import annotations
+
+import sys
+
+GIB = 1024**3
+
+
+def format_bytes(size: float) -> str:
+    """Format a size: ``12.5 MiB`` or ``1.25 GiB``."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 1024**2:.1f} MiB"
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds: ``45s``, ``3m20s`` or ``2h05m``."""
+    seconds = max(0, round(seconds))
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+
+
+def format_interval(low: float, high: float, between: str = " to ") -> str:
+    """Format an interval of shares: ``12.5% to 25.0%``."""
+    return f"{low:.1%}{between}{high:.1%}"
+
+
+def format_points(*differences: float) -> str:
+    """Format a difference of shares, or the ends of its interval, in percentage points: ``+12.5``, ``-1.0 to +2.5``."""
+    return " to ".join(f"{100 * difference:+.1f}" for difference in differences)
+
+
+def format_p_value(p_value: float) -> str:
+    """Format a p-value: ``p = 0.00012``, or its upper bound if float64 cannot hold it."""
+    return f"p = {p_value:.3g}" if p_value else f"p < {sys.float_info.min:.0e}"
+
+
+def format_number(value: float, percent: bool = False) -> str:
+    """Format a number in few characters, for an axis: ``85%``, ``12.5k``, ``3.1e-05``."""
+    if percent:
+        return f"{100 * value:.3g}%"
+    size = abs(value)
+    for limit, unit, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if size >= limit:
+            return f"{value / unit:.4g}{suffix}"
+    return f"{value:.2g}" if size and size < 1e-3 else f"{value:.4g}"

@@ -25,7 +25,8 @@ from rlinf.config.schema import RunConfig
 from rlinf.data.formats import open_dataset
 from rlinf.data.rows import BatchSource
 from rlinf.distributed.fsdp import shard
-from rlinf.distributed.process_group import any_rank, launch, rank, resolve_device, set_num_threads, world_size
+from rlinf.distributed.launch import launch
+from rlinf.distributed.process_group import any_rank, rank, resolve_device, set_num_threads, world_size
 from rlinf.envs import make_env
 from rlinf.envs.config import default_num_worker_threads, with_share_of_cores
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError

@@ -1,7 +1,7 @@
-"""Which GPU a rank, its simulators and its engines use. No other file of the package names a CUDA device.
+"""Choose the GPU of a rank, its simulators and its engines. No other file of the package names a CUDA device.
 
-A rank sees one GPU: its ``CUDA_VISIBLE_DEVICES`` names that one before CUDA starts. Whatever takes "the first GPU" (a thread
-whose current device is 0 by default, ManiSkill, a simulator's process, an engine that is started again) then takes the right one.
+``CUDA_VISIBLE_DEVICES`` names the rank's own GPU before CUDA starts, so a rank sees that GPU alone. Whatever takes "the
+first GPU" (a new thread, ManiSkill, a simulator process, a restarted engine) then takes the right one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlinf.errors import ConfigError
 
-# Worker processes of simulators import this module; torch would cost each of them seconds and memory.
+# Simulator processes import this module; torch would cost each of them seconds and memory.
 if TYPE_CHECKING:
     import torch
 
@@ -21,20 +21,18 @@ LAUNCHER_VARIABLES = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
 )
-"""Which process this is, and of how many, where torchrun, srun or mpirun has started it."""
+"""Rank and number of ranks, as torchrun, srun and mpirun set them."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 EGL_DEVICE = "MUJOCO_EGL_DEVICE_ID"
 CHOSEN_EGL_DEVICE = "RLINF_CHOSEN_EGL_DEVICE_ID"
-"""Repeats an ``EGL_DEVICE`` that this package has set, which a process with another GPU may replace; a user's own it may not."""
+"""Copy of an ``EGL_DEVICE`` set by this package. A process with another GPU may replace that one, but not a user's own."""
 
 
 def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
-    """Return the names of the GPUs that CUDA shows: numbers, UUIDs or MIG names, in its order.
+    """Return the names of the ``count`` GPUs that CUDA shows: numbers, UUIDs or MIG names, in its order.
 
-    Args:
-        environment: ``CUDA_VISIBLE_DEVICES`` is read as CUDA reads it: a list that ends at a negative number.
-        count: GPUs that CUDA shows.
+    ``CUDA_VISIBLE_DEVICES`` is read as CUDA reads it: the list ends at a negative number.
     """
     if VISIBLE not in environment:
         return [str(number) for number in range(count)]
@@ -44,10 +42,10 @@ def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
 
 
 def rank_environment(environment: Mapping[str, str], gpus: Sequence[str], rank: int) -> dict[str, str]:
-    """Return the environment of one rank, in which CUDA shows its GPU alone.
+    """Return the environment of one rank, in which CUDA shows only the rank's GPU.
 
     Args:
-        environment: Of the launcher. An ``MUJOCO_EGL_DEVICE_ID`` in it is kept where the user has set it.
+        environment: The launcher's. A ``MUJOCO_EGL_DEVICE_ID`` set by the user is kept.
         gpus: ``visible_gpus`` of the launcher.
         rank: Index into ``gpus``.
 
@@ -56,17 +54,17 @@ def rank_environment(environment: Mapping[str, str], gpus: Sequence[str], rank: 
     """
     if rank >= len(gpus):
         raise ConfigError(
-            f"Rank {rank} needs a GPU of its own, and CUDA shows {len(gpus)} ({', '.join(gpus) or 'none'}). "
+            f"Rank {rank} needs its own GPU, but CUDA shows {len(gpus)} ({', '.join(gpus) or 'none'}). "
             f"Set cluster.num_processes={max(1, len(gpus))}, or cluster.device=cpu"
         )
     own = dict(environment)
     if own.get(EGL_DEVICE) == own.pop(CHOSEN_EGL_DEVICE, None):
-        own.pop(EGL_DEVICE, None)  # it was chosen for the launcher's first GPU
+        own.pop(EGL_DEVICE, None)  # chosen for the launcher's first GPU
     return own | {VISIBLE: gpus[rank]}
 
 
 def isolate_rank(gpus: Sequence[str], rank: int) -> None:
-    """Leave this process the GPU of its rank; before CUDA starts in it."""
+    """Hide all GPUs but the rank's own from this process. Call it before CUDA starts."""
     own = rank_environment(os.environ, gpus, rank)
     for name in set(os.environ) - set(own):
         del os.environ[name]
@@ -74,27 +72,27 @@ def isolate_rank(gpus: Sequence[str], rank: int) -> None:
 
 
 def engine_gpus(gpus: Sequence[str], first: int, count: int, key: str) -> list[str]:
-    """Return the GPUs of an engine of ``count`` ranks that begins at ``gpus[first]``.
+    """Return the GPUs of an engine with ``count`` ranks, starting at ``gpus[first]``.
 
     Args:
-        gpus: ``visible_gpus`` of the process that owns the engine; none: the engine runs on the CPU.
-        first: That process's own GPU.
+        gpus: ``visible_gpus`` of the process that owns the engine; empty: the engine runs on the CPU.
+        first: Index of that process's own GPU.
         count: Tensor parallel size times pipeline parallel size.
         key: Override that sets ``count``, for the message.
 
     Raises:
-        ConfigError: There are fewer.
+        ConfigError: There are fewer GPUs.
     """
     if gpus and first + count > len(gpus):
         raise ConfigError(
-            f"{key}={count} needs {count} GPUs from '{gpus[first]}' on, and this process sees {', '.join(gpus)}. "
+            f"{key}={count} needs {count} GPUs from '{gpus[first]}' on, but this process sees {', '.join(gpus)}. "
             f"Set {key}={len(gpus) - first}"
         )
     return list(gpus[first : first + count])
 
 
 def own_engine_gpus(count: int, key: str) -> list[str]:
-    """Return ``engine_gpus`` of this process, empty without GPUs; call it in the main thread, whose current device is the rank's."""
+    """Return ``engine_gpus`` of this process, empty without GPUs. Only the main thread's current device is the rank's."""
     import torch
 
     if not torch.cuda.is_available():
@@ -103,10 +101,7 @@ def own_engine_gpus(count: int, key: str) -> list[str]:
 
 
 def own_index() -> int:
-    """Return the number of this rank's GPU in this process.
-
-    It is the current device where one was set or only one is visible, else ``LOCAL_RANK`` (torchrun shows all GPUs to every rank).
-    """
+    """Return the index of this rank's GPU in this process, as ``rank_index`` chooses it."""
     import torch
     import torch.distributed as dist
 
@@ -114,12 +109,14 @@ def own_index() -> int:
 
 
 def rank_index(environment: Mapping[str, str], count: int, current: int, has_ranks: bool) -> int:
-    """Choose the GPU of a rank, see ``own_index``.
+    """Return the current device if one was set or only one is visible, else ``LOCAL_RANK``.
+
+    torchrun shows all GPUs to every rank, so there ``LOCAL_RANK`` decides.
 
     Args:
         environment: May have ``LOCAL_RANK``.
-        count: GPUs that this process sees.
-        current: Its current device.
+        count: Number of GPUs that this process sees.
+        current: Index of its current device.
         has_ranks: ``torch.distributed`` is initialised.
 
     Raises:
@@ -130,7 +127,7 @@ def rank_index(environment: Mapping[str, str], count: int, current: int, has_ran
         return current
     if int(local) >= count:
         raise ConfigError(
-            f"LOCAL_RANK={local} needs a GPU of its own, and torch sees {count}. Start {count} ranks on this machine"
+            f"LOCAL_RANK={local} needs its own GPU, but torch sees {count}. Start {count} ranks on this machine"
         )
     return int(local)
 
@@ -159,20 +156,16 @@ def gpu_uuids() -> list[str]:
 
 
 def index_of_gpu(uuid: str, visible: Sequence[str]) -> int | None:
-    """Return the number that the GPU ``uuid`` has in a process that sees ``visible``; None: it does not see it."""
+    """Return the index of the GPU ``uuid`` in a process that sees ``visible``; None if it does not see it."""
     return list(visible).index(uuid) if uuid in visible else None
 
 
 def refuse_another_launcher(environment: Mapping[str, str]) -> None:
-    """Refuse to start where torchrun, srun or mpirun has started several of this process: each would do all of the work.
-
-    Raises:
-        ConfigError: One has.
-    """
+    """Raise ConfigError if torchrun, srun or mpirun started several of this process: each would do all of the work."""
     for number, count in LAUNCHER_VARIABLES:
         if number in environment and environment.get(count, "").strip() not in ("", "1"):
             raise ConfigError(
-                f"This process is one of several of another launcher ({number}={environment[number]}, {count}={environment[count]}), and "
-                "each of them would be a whole run: rlinf starts its ranks itself, on one machine. Run the command once, without "
+                f"Another launcher started several of this process ({number}={environment[number]}, {count}={environment[count]}), and "
+                "each would be a whole run: rlinf starts its ranks itself, on one machine. Run the command once, without "
                 f"torchrun, srun or mpirun, with cluster.num_processes=<ranks> (in a shell of such a job: unset {number} {count})"
             )

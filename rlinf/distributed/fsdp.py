@@ -20,15 +20,15 @@ ENTRY_POINTS = ("predict_action_batch", "evaluate_actions", "sft_loss")
 def shard(model: nn.Module, device: str) -> nn.Module:
     """Shard ``model`` in place over all ranks: each module named in ``fsdp_wrap_modules``, then the rest.
 
-    In a model with 16-bit weights, those that are trained become float32 shards. They are gathered, and computed with, in 16
-    bits; gradients are summed over ranks and micro-batches in float32. Frozen weights stay in 16 bits, and what
-    ``float32_modules`` names in float32. ``model.compute_dtypes`` then maps the names of the former to their 16-bit format.
+    Trained 16-bit weights become float32 shards. They are gathered and used in 16 bits; their gradients are summed over
+    ranks and micro-batches in float32. ``model.compute_dtypes`` then maps their names to the 16-bit format. Frozen
+    weights stay in 16 bits, and modules in ``float32_modules`` stay in float32.
 
     Raises:
-        ConfigError: No declared module class occurs in the model, so nothing would be sharded as a unit; or ``float32_modules``
-            of a model with 16-bit weights names a parameter that is not a module.
+        ConfigError: No declared module class occurs in the model, so nothing would be sharded as a unit; or
+            ``float32_modules`` of a model with 16-bit weights names a parameter, which is not a module.
     """
-    # It warns of writing into what the model returns, which nobody here does.
+    # FSDP2 warns about in-place writes to the model's outputs; nothing here writes to them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     mesh = init_device_mesh(device, (world_size(),))
     names = set(model.fsdp_wrap_modules)
@@ -44,13 +44,13 @@ def shard(model: nn.Module, device: str) -> nn.Module:
             module = getattr(model, name, None)
             if isinstance(module, nn.Parameter):
                 raise ConfigError(
-                    f"{name} of {type(model).__name__} is not a module, so in shards it would be computed with in {str(dtype)[6:]}, and "
-                    "by the player in float32. Leave it out of float32_modules, put it into a module of its own, or type "
+                    f"{name} of {type(model).__name__} is not a module: its shards would be used in {str(dtype)[6:]}, but the rollout "
+                    "policy uses it in float32. Leave it out of float32_modules, put it into its own module, or set "
                     "model.precision=bf16-mixed"
                 )
             if isinstance(module, nn.Module):
                 fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-    # Inputs are cast by the model, where it may: a cast here would round the chain of a flow policy, and its state.
+    # The model casts its own inputs: a cast here would round the denoising chain and the state of a flow policy.
     sums = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sums, cast_forward_inputs=False)
     for module in [*units, model]:
@@ -65,12 +65,12 @@ def shard(model: nn.Module, device: str) -> nn.Module:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor (a collective call on all ranks); others are returned as they are."""
+    """Gather a sharded tensor (a collective call on all ranks); return any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """Return what this rank holds of a tensor, and where in the whole one it lies; of one that is not sharded, all of it."""
+    """Return this rank's part of a tensor and its place in the whole; all of a tensor that is not sharded."""
     if not isinstance(tensor, DTensor):
         return tensor, (...,)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -78,13 +78,13 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 
 def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """Global 2-norm of sharded or plain gradients, float32 scalar on the CPU; a collective call when sharded."""
+    """Return the global 2-norm of the gradients, a float32 scalar on the CPU; a collective call if they are sharded."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
     return full_tensor(norm).float().cpu()
 
 
 def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients of global norm ``norm`` down to ``max_norm``; 0 turns clipping off."""
+    """Scale gradients of global norm ``norm`` down to at most ``max_norm``; 0 turns clipping off."""
     if max_norm > 0 and parameters:
         device = parameters[0].device
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.to(device), foreach=True)

@@ -9,7 +9,7 @@ from rlinf.errors import ConfigError, did_you_mean
 
 
 class Metric(NamedTuple):
-    """What a metric name stands for."""
+    """Meaning and unit of a metric."""
 
     meaning: str
     unit: str
@@ -101,25 +101,15 @@ METRICS: dict[str, Metric] = {
 
 
 def register_metric(name: str, meaning: str, unit: str) -> None:
-    """Pin another metric name, e.g. one that an algorithm from outside the package logs.
-
-    Args:
-        name: ``"<section>/<name>"``.
-        meaning: One sentence.
-        unit: ``"1"`` for a pure number.
-    """
+    """Declare another metric ``"<section>/<name>"``, such as one that an external algorithm logs; a pure number has unit "1"."""
     METRICS[name] = Metric(meaning, unit)
 
 
 def check_names(metrics: Mapping[str, float]) -> None:
-    """Refuse unknown metric names; ``<known name>/<part>`` (``eval/success_rate/reach``) is a known one's breakdown.
-
-    Raises:
-        ConfigError: A name is unknown; names the closest.
-    """
+    """Raise ConfigError for an unknown metric name; ``<known name>/<part>`` (``eval/success_rate/reach``) is accepted."""
     for name in metrics:
         if name not in METRICS and "/".join(name.split("/")[:2]) not in METRICS:
             raise ConfigError(
                 f"Unknown metric '{name}'.{did_you_mean(name, METRICS)} "
-                "A new one is declared with rlinf.tracking.register_metric(name, meaning, unit)."
+                "Declare a new one with rlinf.tracking.register_metric(name, meaning, unit)."
             )

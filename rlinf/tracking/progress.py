@@ -1,4 +1,4 @@
-"""The live line of a run: phase, step, success, speed and time left."""
+"""Show phase, step, success, speed and time left of a run on one live line."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rlinf.number_formats import format_duration
 
 
 class Progress:
-    """One line that is rewritten in place on a terminal, and printed every ``interval_s`` elsewhere.
+    """A progress line that is rewritten in place on a terminal, and printed again every ``interval_s`` elsewhere.
 
     Args:
         enabled: False prints nothing.
         updates: False prints notes only.
-        stream: Where to; None: stderr.
-        interval_s: Least seconds between two lines when ``stream`` is not a terminal.
-        clock: Seconds of a monotonic clock.
+        stream: Defaults to stderr.
+        interval_s: Minimum seconds between two lines if ``stream`` is not a terminal.
+        clock: Returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Progress:
 
         Args:
             phase: ``"sft"``, ``"rl"``, ``"eval"``, ...; the time left is that of the phase.
-            step: Steps done; in a resumed run the first call should pass the step at which it resumes.
-            num_steps: Steps in all.
+            step: Steps done; the first call of a resumed run passes the step at which it resumes.
+            num_steps: Steps of the phase.
             success_rate: Latest success rate in [0, 1].
-            env_steps_per_s: Env steps per second.
+            env_steps_per_s: Speed of the simulators.
             **extra: More numbers to show, by name.
         """
         if not (self._enabled and self._updates):
@@ -89,7 +89,7 @@ class Progress:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except OSError:  # the terminal was closed, which must not end the run before SIGHUP saves it
+        except OSError:  # a closed terminal must not end the run before SIGHUP saves it
             self._enabled = False
 
     def _finish_line(self) -> None:
@@ -98,7 +98,7 @@ class Progress:
             self._width = 0
 
     def note(self, text: str) -> None:
-        """Print a line of its own without tearing the live line."""
+        """Print a separate line without breaking the live line."""
         if not self._enabled:
             return
         self._finish_line()

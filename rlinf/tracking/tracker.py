@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl` always, TensorBoard and Weights & Biases by choice."""
+"""Write metrics to `metrics.jsonl` and, if configured, to TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ logger = logging.getLogger("rlinf")
 
 
 def _require(module: str, package: str, option: str) -> Any:
-    """Import an optional package.
-
-    Raises:
-        MissingDependencyError: It is not installed; says how to install it or to do without.
-    """
+    """Import an optional package; raise MissingDependencyError with the cure if that fails."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -39,14 +35,12 @@ def _require(module: str, package: str, option: str) -> Any:
 
 
 def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
-    """Read the lines of a run's ``metrics.jsonl``; a last line cut by a crash is left out, a missing file is empty.
+    """Read the lines of ``metrics.jsonl`` in a run folder.
 
-    Args:
-        folder: The run folder.
+    A missing file counts as empty, a last line cut by a crash is dropped, and other damaged lines are dropped with a warning.
 
     Returns:
-        Dicts with ``step``, ``phase`` (``"sft"`` or ``"rl"``), ``time_s`` and metric names; null is NaN or infinite. Damaged
-        lines are left out with a warning.
+        Dicts with ``step``, ``phase`` (``"sft"`` or ``"rl"``), ``time_s`` and metric names; null stands for NaN or infinity.
     """
     lines, damaged = _split_lines(Path(folder) / METRICS_FILE)
     if damaged:
@@ -55,7 +49,7 @@ def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _split_lines(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Return the lines of a file of metrics, and those that are none; what follows the last newline was cut."""
+    """Return the parsed lines of a metrics file, and its damaged lines; text after the last newline was cut off."""
     lines, damaged = [], []
     for text in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
         try:
@@ -70,21 +64,21 @@ def _split_lines(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
 
 
 class Tracker:
-    """Writes metrics of one run; on the first rank only.
+    """Writes the metrics of one run; rank 0 only.
 
-    A resumed run passes ``run_id`` and the step at which it goes on: lines of ``metrics.jsonl`` at or beyond it, which
-    the interrupted run wrote after its last checkpoint, are dropped, so that every step appears once.
+    A resumed run passes ``run_id`` and the step at which it continues. Lines of ``metrics.jsonl`` from that step on were
+    written after the last checkpoint; they are dropped, so that every step appears once.
 
     Args:
         folder: Run folder.
-        config: Which sinks.
+        config: Which sinks to write.
         run_config: Resolved configuration, for Weights & Biases.
-        run_id: Identity of the run that is continued; None starts a new one.
+        run_id: Identity of the run to continue; None starts a new one.
         resume_step: First step that will be logged again; None keeps all lines.
         resume_phase: Phase of ``resume_step``. Lines of ``"sft"`` survive a resume in ``"rl"``, not the reverse.
 
     Raises:
-        MissingDependencyError: A chosen sink's package is not installed.
+        MissingDependencyError: The package of a configured sink is not installed.
     """
 
     def __init__(
@@ -135,12 +129,12 @@ class Tracker:
             )
         except wandb.errors.Error as error:
             logger.warning(
-                "Weights & Biases takes no metrics (%s); the run goes on without it, and they are in %s. For the next run: a "
+                "Weights & Biases takes no metrics (%s); the run continues without it, and they are in %s. For the next run, use a "
                 "valid WANDB_API_KEY, WANDB_MODE=offline, or tracking.wandb=false",
                 " ".join(str(error).split()), self.folder / METRICS_FILE,
             )  # fmt: skip
             return None
-        # Steps of a resumed run may be lower than those wandb saw last: they are an axis, not wandb's own counter.
+        # A resumed run may log lower steps than wandb saw last, so steps are an axis of their own, not wandb's counter.
         run.define_metric("global_step")
         run.define_metric("*", step_metric="global_step")
         return run
@@ -149,9 +143,9 @@ class Tracker:
         """Write one line.
 
         Args:
-            step: Optimiser iteration of RL, or optimiser step of SFT.
+            step: Iteration of RL, or optimiser step of SFT.
             metrics: Names of ``METRICS``, or ``<name>/<task>``, to numbers.
-            phase: ``"sft"`` or ``"rl"``; None: ``"sft"`` if there is a metric under ``sft/``.
+            phase: ``"sft"`` or ``"rl"``; None means ``"sft"`` if there is a metric under ``sft/``.
 
         Raises:
             ConfigError: A metric name is unknown.
@@ -165,7 +159,7 @@ class Tracker:
         with naming(self.folder / METRICS_FILE):
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
-        if phase == "sft":  # both phases count from 0, so in the step-based sinks they have their own names
+        if phase == "sft":  # both phases count from 0, so step-based sinks need separate names
             numbers = {name if name.startswith("sft/") else f"sft/{name}": value for name, value in numbers.items()}
         if self._tensorboard is not None:
             for name, value in numbers.items():
@@ -174,11 +168,11 @@ class Tracker:
             self._wandb.log({**numbers, "global_step": step})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, to be passed as ``run_id`` when the run is resumed."""
+        """Return the ``run_id`` that a resumed run passes."""
         return {"run_id": self.run_id}
 
     def close(self) -> None:
-        """Flush and close all sinks; a second call does nothing."""
+        """Flush and close all sinks. Idempotent."""
         if self._file.closed:
             return
         self._file.close()

@@ -27,7 +27,8 @@ from rlinf.checkpoints.checkpoint import (
     save_checkpoint,
 )
 from rlinf.distributed.fsdp import full_tensor, shard
-from rlinf.distributed.process_group import launch, rank
+from rlinf.distributed.launch import launch
+from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError
 from rlinf.manifest import Manifest
 

@@ -15,7 +15,8 @@ from rlinf.commands.evaluate import episode_list, evaluate
 from rlinf.commands.export import export
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
-from rlinf.distributed.process_group import launch, rank, world_size
+from rlinf.distributed.launch import launch
+from rlinf.distributed.process_group import rank, world_size
 from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
 from rlinf.evaluation.compare import compare_folders

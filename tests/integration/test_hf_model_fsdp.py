@@ -7,7 +7,8 @@ import torch
 import transformers
 
 from rlinf.distributed.fsdp import full_tensor, shard
-from rlinf.distributed.process_group import launch, rank
+from rlinf.distributed.launch import launch
+from rlinf.distributed.process_group import rank
 from rlinf.models import HFModel
 from rlinf.rollout.weight_sync import WeightSync
 

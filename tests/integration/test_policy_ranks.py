@@ -7,7 +7,7 @@ import torch
 
 from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
-from rlinf.distributed.process_group import launch
+from rlinf.distributed.launch import launch
 from rlinf.errors import ConfigError
 from rlinf.models import HuggingFacePolicy
 

@@ -20,7 +20,8 @@ from rlinf.config.schema import build_config
 from rlinf.config.training import TrainerConfig
 from rlinf.distributed import fsdp
 from rlinf.distributed.fsdp import grad_norm, shard
-from rlinf.distributed.process_group import launch, rank
+from rlinf.distributed.launch import launch
+from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy, get_model
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
@@ -232,9 +233,7 @@ class Deviation(torch.nn.Module):
 
 def test_a_parameter_outside_of_any_module_cannot_stay_float32_in_shards():
     model = Deviation()
-    message = (
-        "log_std of Deviation is not a module.*computed with in bfloat16.*Leave it out of float32_modules.*put it into"
-    )
+    message = "log_std of Deviation is not a module.*used in bfloat16.*Leave it out of float32_modules.*put it into"
     model.float32_modules = ("log_std",)
     with pytest.raises(ConfigError, match=message):
         with_process_group(lambda: shard(model, "cpu"))

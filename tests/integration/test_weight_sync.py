@@ -13,7 +13,8 @@ from rlinf.commands.train import Run, _execute_rank, train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.distributed.fsdp import full_tensor, grad_norm
-from rlinf.distributed.process_group import launch, rank
+from rlinf.distributed.launch import launch
+from rlinf.distributed.process_group import rank
 from rlinf.envs.episodes import EVAL_INIT_STATE_OFFSET
 from rlinf.errors import ConfigError, ParityError, RLinfError
 from rlinf.evaluation.evaluator import evaluate_policy

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.distributed import BatchedDataDict
-from rlinf.distributed.process_group import launch
+from rlinf.distributed.launch import launch
 from rlinf.errors import ConfigError
 from rlinf.llm.packing import first_fit_decreasing, pack_rows, token_budget_runs
 

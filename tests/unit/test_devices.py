@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from rlinf.distributed import devices, process_group
+from rlinf.distributed import devices, launch, process_group
 from rlinf.distributed.devices import engine_gpus, rank_environment, rank_index, visible_gpus
 from rlinf.engines import vllm_engine
 from rlinf.engines.vllm_engine import EngineSpec, VllmEngine
@@ -72,7 +72,7 @@ def test_every_rank_computes_and_renders_on_a_gpu_of_its_own(machine):
     assert [rank["CUDA_VISIBLE_DEVICES"] for rank in ranks] == own
     assert [graphics.egl_device(rank, egl, UUIDS) for rank in ranks] == rendering
     assert all(rank["HOME"] == "x" for rank in ranks)
-    with pytest.raises(ConfigError, match=rf"Rank {count} needs a GPU.*{own[-1]}.*cluster.num_processes={count}"):
+    with pytest.raises(ConfigError, match=rf"Rank {count} needs its own GPU.*{own[-1]}.*cluster.num_processes={count}"):
         rank_environment(launcher, visible_gpus(launcher, count), count)
     # A device that the user has chosen stays, for all ranks.
     users = {**launcher, "MUJOCO_EGL_DEVICE_ID": "7", "RLINF_CHOSEN_EGL_DEVICE_ID": "6"}
@@ -92,18 +92,18 @@ def test_a_rank_and_its_processes_see_one_gpu_from_their_beginning(tmp_path, mon
     monkeypatch.setenv("MUJOCO_EGL_DEVICE_ID", "1")
     monkeypatch.setenv("RLINF_CHOSEN_EGL_DEVICE_ID", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(process_group, "backend_of", lambda device: process_group.GLOO)
-    start = process_group.mp.start_processes
+    monkeypatch.setattr(launch, "backend_of", lambda device: process_group.GLOO)
+    start = launch.mp.start_processes
 
     def on_the_cpu(function, arguments, **options):
         return start(function, tuple("cpu" if value == "cuda" else value for value in arguments), **options)
 
-    monkeypatch.setattr(process_group.mp, "start_processes", on_the_cpu)
-    process_group.launch(tell_environment, str(tmp_path / "rank"), 2, "cuda")
+    monkeypatch.setattr(launch.mp, "start_processes", on_the_cpu)
+    launch.launch(tell_environment, str(tmp_path / "rank"), 2, "cuda")
     assert [(tmp_path / f"rank{rank}").read_text().split() for rank in (0, 1)] == [["5", "None"], ["2", "None"]]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,2"
-    with pytest.raises(ConfigError, match="Rank 2 needs a GPU"):
-        process_group.launch(tell_environment, str(tmp_path / "rank"), 3, "cuda")
+    with pytest.raises(ConfigError, match="Rank 2 needs its own GPU"):
+        launch.launch(tell_environment, str(tmp_path / "rank"), 3, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_gpu_of_a_rank_is_its_own_with_and_without_isolation(environment, co
 
 
 def test_more_ranks_than_gpus_are_refused():
-    with pytest.raises(ConfigError, match="LOCAL_RANK=3 needs a GPU of its own, and torch sees 2"):
+    with pytest.raises(ConfigError, match="LOCAL_RANK=3 needs its own GPU, but torch sees 2"):
         rank_index({"LOCAL_RANK": "3"}, 2, 0, True)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
-from rlinf.distributed.process_group import launch
+from rlinf.distributed.launch import launch
 from rlinf.engines.vllm_weights import LanguageModelNames
 from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, NonFiniteError

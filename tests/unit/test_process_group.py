@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlinf.distributed import process_group
+from rlinf.distributed import launch, process_group
 
 
 def fail_on_the_second_rank(_argument) -> None:
@@ -26,10 +26,8 @@ def fail_on_the_second_rank(_argument) -> None:
 
 
 def test_the_error_of_the_rank_that_failed_first_is_told():
-    with pytest.raises(
-        process_group.RankError, match="Rank 1 failed(?s:.*)fail_on_the_second_rank(?s:.*)what went wrong"
-    ):
-        process_group.launch(fail_on_the_second_rank, None, 2, "cpu")
+    with pytest.raises(launch.RankError, match="Rank 1 failed(?s:.*)fail_on_the_second_rank(?s:.*)what went wrong"):
+        launch.launch(fail_on_the_second_rank, None, 2, "cpu")
 
 
 def kill_the_first_rank(number: int) -> None:
@@ -41,8 +39,8 @@ def kill_the_first_rank(number: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_rank_that_is_killed_is_the_cause_and_not_the_one_that_lost_its_connection(number, capfd):
-    with pytest.raises(process_group.RankError, match=f"^Rank 0 was killed by {number.name}. "):
-        process_group.launch(kill_the_first_rank, number, 2, "cpu")
+    with pytest.raises(launch.RankError, match=f"^Rank 0 was killed by {number.name}. "):
+        launch.launch(kill_the_first_rank, number, 2, "cpu")
     crashed = "in kill_the_first_rank" in capfd.readouterr().err  # the stack that Python prints
     assert crashed == (number == signal.SIGSEGV)
 
@@ -62,7 +60,7 @@ def test_ctrl_c_while_ranks_start_is_one_interrupt_that_they_do_not_hear_themsel
     handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(multiprocessing.connection, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        process_group.launch(time.sleep, 600, 2, "cpu")
+        launch.launch(time.sleep, 600, 2, "cpu")
     assert [process.exitcode for process in ends] == 2 * [-signal.SIGTERM]
     assert "Traceback" not in capfd.readouterr().err and signal.getsignal(signal.SIGINT) is handler
 
@@ -79,7 +77,7 @@ def test_collectives_on_the_cpu_run_in_one_thread():
         assert dist.group.WORLD._get_backend(torch.device("cpu")).options._threads == 2  # else this is not needed
     finally:
         dist.destroy_process_group()
-    process_group.launch(assert_one_worker_thread, None, 2, "cpu")
+    launch.launch(assert_one_worker_thread, None, 2, "cpu")
 
 
 def test_on_gpus_only_what_lies_there_goes_over_nccl():
@@ -106,9 +104,9 @@ def test_nobody_else_can_take_the_port_of_ranks_that_are_still_starting(monkeypa
         assert taken == [port]
         raise NotStarted
 
-    monkeypatch.setattr(process_group.mp, "start_processes", start_processes)
+    monkeypatch.setattr(launch.mp, "start_processes", start_processes)
     with pytest.raises(NotStarted):
-        process_group.launch(print, None, 2, "cpu")
+        launch.launch(print, None, 2, "cpu")
 
 
 def fail_and_let_the_other_wait(_argument) -> None:
@@ -118,9 +116,9 @@ def fail_and_let_the_other_wait(_argument) -> None:
 
 
 def test_a_rank_that_waits_elsewhere_is_ended_and_not_taken_for_the_cause(monkeypatch):
-    monkeypatch.setattr(process_group, "GRACE_S", 0.1)
-    with pytest.raises(process_group.RankError, match="^Rank 1 failed"):
-        process_group.launch(fail_and_let_the_other_wait, None, 2, "cpu")
+    monkeypatch.setattr(launch, "GRACE_S", 0.1)
+    with pytest.raises(launch.RankError, match="^Rank 1 failed"):
+        launch.launch(fail_and_let_the_other_wait, None, 2, "cpu")
     assert not multiprocessing.active_children()
 
 
@@ -160,13 +158,13 @@ def test_a_rank_that_has_no_exit_code_yet_when_its_sentinel_closes_still_ends_th
         return []
 
     def join():
-        raise process_group.RankError("Rank 0 failed")
+        raise launch.RankError("Rank 0 failed")
 
     context = SimpleNamespace(processes=[failed, waiting], join=join)
-    monkeypatch.setattr(process_group.mp, "start_processes", lambda *_, **__: context)
-    monkeypatch.setattr(process_group.multiprocessing.connection, "wait", wait)
-    with pytest.raises(process_group.RankError, match="Rank 0 failed"):
-        process_group.launch(print, None, 2, "cpu")
+    monkeypatch.setattr(launch.mp, "start_processes", lambda *_, **__: context)
+    monkeypatch.setattr(launch.multiprocessing.connection, "wait", wait)
+    with pytest.raises(launch.RankError, match="Rank 0 failed"):
+        launch.launch(print, None, 2, "cpu")
     assert waiting.killed
 
 
@@ -178,9 +176,9 @@ def wait_for_a_rank_that_does_not_come(_argument) -> None:
 
 
 def test_a_rank_that_waits_too_long_names_the_key_that_makes_it_wait_longer(monkeypatch):
-    monkeypatch.setattr(process_group, "GRACE_S", 0.1)
-    with pytest.raises(process_group.RankError, match="^Rank 0 failed. It waited 7200 s.*set cluster.timeout_s=<more>"):
-        process_group.launch(wait_for_a_rank_that_does_not_come, None, 2, "cpu", timeout_s=7200.0)
+    monkeypatch.setattr(launch, "GRACE_S", 0.1)
+    with pytest.raises(launch.RankError, match="^Rank 0 failed. It waited 7200 s.*set cluster.timeout_s=<more>"):
+        launch.launch(wait_for_a_rank_that_does_not_come, None, 2, "cpu", timeout_s=7200.0)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +194,7 @@ def test_a_rank_that_waits_too_long_names_the_key_that_makes_it_wait_longer(monk
     ],
 )
 def test_only_collectives_wait_for_another_rank(error, waited):
-    assert process_group.waited_for_a_rank(error) is waited
+    assert launch.waited_for_a_rank(error) is waited
 
 
 def assert_all_see_the_largest(_argument) -> None:
@@ -205,5 +203,5 @@ def assert_all_see_the_largest(_argument) -> None:
 
 
 def test_the_largest_number_and_all_objects_reach_every_rank():
-    process_group.launch(assert_all_see_the_largest, None, 2, "cpu")
+    launch.launch(assert_all_see_the_largest, None, 2, "cpu")
     assert process_group.max_over_ranks(5) == 5 and process_group.gather_objects("x") == ["x"]

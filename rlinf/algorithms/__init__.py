@@ -1,4 +1,4 @@
-"""Algorithms by name: ``ALGORITHMS.get("ppo")``; losses of token policies: ``NLLLossFn``, ``DPOLossFn``, ``GRPOLossFn``."""
+"""Algorithms by name (``ALGORITHMS.get("ppo")``), and the token losses ``NLLLossFn``, ``DPOLossFn`` and ``GRPOLossFn``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALGORITHMS: Registry = Registry(
 
 
 def register_algorithm(name: str, algorithm: type | str) -> None:
-    """Register a subclass of ``rlinf.algorithms.base.Algorithm`` (or its ``"module:Class"``) under ``name``."""
+    """Register a subclass of ``rlinf.algorithms.base.Algorithm``, or its ``"module:Class"``, under ``name``."""
     ALGORITHMS.register(name, algorithm)
 
 

@@ -1,4 +1,4 @@
-"""What the training loop asks of an algorithm."""
+"""The interface of an algorithm to the training loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
 
 @dataclass
 class LossCounts:
-    """Numbers of valid elements in a minibatch, over all its micro-batches and ranks; what every mean divides by.
+    """Numbers of valid elements in a minibatch, over all its micro-batches and ranks: the divisors of every mean.
 
     Attributes:
         units: Importance ratios (tokens, actions or chunks).
@@ -43,10 +43,9 @@ class Algorithm(ABC):
     Attributes:
         config_class: Its configuration dataclass.
         needs_values: The model must have a value head.
-        needs_whole_episodes: A return is that of the whole episode (one episode per env and iteration).
-        needs_groups: Episodes are compared with others of the same ``EpisodeSpec`` (``rollout.group_size`` of 2 or more, and
-            whole episodes).
-        penalizes_rewards: The KL penalty is taken off the rewards in ``compute_advantages``, so the loss has none.
+        needs_whole_episodes: Returns are those of whole episodes (one episode per env and iteration).
+        needs_groups: Whole episodes are compared within groups of one ``EpisodeSpec`` (``rollout.group_size`` of 2 or more).
+        penalizes_rewards: ``compute_advantages`` subtracts the KL penalty from the rewards, so the loss has none.
     """
 
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
@@ -60,34 +59,36 @@ class Algorithm(ABC):
 
     @property
     def needs_reference(self) -> bool:
-        """Log-probabilities of the policy before RL are wanted in ``batch.ref_logprobs``."""
+        """Whether ``batch.ref_logprobs`` must hold log-probabilities of the policy before RL."""
         return self.config.kl_coef > 0
 
     @property
     def max_resamples(self) -> int:
-        """How often an iteration may play ``uninformative_envs`` again to replace them."""
+        """How many times an iteration may play new episodes to replace ``uninformative_envs``."""
         return 0
 
     def uninformative_envs(self, batch: RolloutBatch) -> Tensor:
-        """bool ``[B]``: envs of a time-major rollout that teach nothing, in whole groups."""
+        """Return the envs of a time-major rollout that teach nothing, in whole groups, bool ``[B]``."""
         return torch.zeros(batch.loss_mask.shape[1], dtype=torch.bool)
 
-    def policy_is_frozen(self, step: int) -> bool:
-        """In this iteration nothing but the value head may change."""
+    def policy_is_frozen(self, iteration: int) -> bool:
+        """Return whether only the value head may change in this iteration."""
         return False
 
     @abstractmethod
     def compute_advantages(self, batch: RolloutBatch) -> dict[str, float]:
-        """Fill ``advantages [T, B, C]`` and ``returns [T, B]`` of the whole time-major rollout (all ranks); may clear
-        ``loss_mask`` where a sample teaches nothing. Returns metrics."""
+        """Fill ``advantages [T, B, C]`` and ``returns [T, B]`` of the time-major rollout of all ranks; return metrics.
 
-    def loss(self, batch: RolloutBatch, evaluation: ActionEvaluation, counts: LossCounts, step: int) -> LossOutput:
-        """Loss of one micro-batch (flattened), already divided by the counts of the whole minibatch."""
+        ``loss_mask`` may be cleared for samples that teach nothing.
+        """
+
+    def loss(self, batch: RolloutBatch, evaluation: ActionEvaluation, counts: LossCounts, iteration: int) -> LossOutput:
+        """Return the loss of one flattened micro-batch, already divided by the counts of the whole minibatch."""
         config = self.config
         action_mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
         logprobs, mask = aggregate_logprobs(evaluation.logprobs, action_mask, config.logprob_level)
         old_logprobs, _ = aggregate_logprobs(batch.old_logprobs, action_mask, config.logprob_level)
-        # Advantages are [N, C]; a chunk-level ratio has one per call, which is the first column (they are all equal then).
+        # Advantages are [N, C]. A chunk-level ratio needs one per call: the first column, as all are equal then.
         advantages = batch.advantages.unsqueeze(-1)[:, : logprobs.shape[1]]
         weights = None
         if config.tis_cap is not None:
@@ -120,5 +121,5 @@ class Algorithm(ABC):
 
 
 def spread_over_actions(advantages: Tensor, num_actions: int) -> Tensor:
-    """Repeat ``[T, B]`` chunk advantages for each action: ``[T, B, C]``."""
+    """Repeat chunk advantages ``[T, B]`` for each action: ``[T, B, C]``."""
     return advantages.unsqueeze(-1).expand(*advantages.shape, num_actions).contiguous()

@@ -11,7 +11,7 @@ LEVELS = ("token", "action", "chunk")
 
 @dataclass
 class AlgorithmConfig:
-    """What every policy-gradient algorithm here has."""
+    """Options of every policy-gradient algorithm."""
 
     name: str = option("ppo", "Registered algorithm.")
     update_epochs: int = option(1, "Passes over each rollout.", minimum=1)
@@ -63,7 +63,7 @@ class PPOConfig(AlgorithmConfig):
 
 @dataclass
 class GroupConfig(AlgorithmConfig):
-    """What every algorithm has that compares episodes which share an EpisodeSpec."""
+    """Options of algorithms that compare episodes of one EpisodeSpec."""
 
     normalize_advantages: bool = option(
         False, "Shift and scale advantages over the whole rollout, on top of the groups."

@@ -1,4 +1,4 @@
-"""Algorithms without a value function: whole episodes, and groups of them that start from one ``EpisodeSpec``."""
+"""Algorithms without a value function, which compare whole episodes in groups of one ``EpisodeSpec``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlinf.types import RolloutBatch
 
 
 class GroupAlgorithm(Algorithm):
-    """Compares the returns of the episodes of a group; one episode per column of the rollout."""
+    """Compares the episode returns of a group; each column of the rollout holds one episode."""
 
     config_class: ClassVar[type[AlgorithmConfig]] = GroupConfig
     needs_whole_episodes: ClassVar[bool] = True
@@ -24,14 +24,14 @@ class GroupAlgorithm(Algorithm):
 
     @abstractmethod
     def group_advantages(self, returns: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Advantages ``[B]`` of returns ``[B]``, and bool ``[B]``: the episode's group has different returns."""
+        """Return advantages ``[B]`` of returns ``[B]``, and bool ``[B]``: the returns of the episode's group differ."""
 
     @property
     def max_resamples(self) -> int:
         return self.config.max_resamples
 
     def uninformative_envs(self, batch: RolloutBatch) -> Tensor:
-        """Groups whose returns are all equal."""
+        """Return the envs of groups whose returns are all equal, bool ``[B]``."""
         _, _, varied, _ = self._compare(batch)
         groups = batch.group_ids[0]
         return ~torch.isin(groups, groups[varied])
@@ -55,11 +55,7 @@ class GroupAlgorithm(Algorithm):
         }
 
     def _compare(self, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compare each env with its group.
-
-        Returns:
-            Return, advantage, whether the returns of the group differ, and whether the return is known, ``[B]`` each.
-        """
+        """Return for each env, ``[B]`` each: return, advantage, whether its group's returns differ, whether its return is known."""
         known = known_episodes(batch)
         returns = episode_returns(batch.rewards, batch.loss_mask)
         advantages, varied = torch.zeros_like(returns), torch.zeros_like(known)
@@ -69,40 +65,35 @@ class GroupAlgorithm(Algorithm):
 
 
 def known_episodes(batch: RolloutBatch) -> Tensor:
-    """bool ``[B]``: the column is one episode from its start, so its return is known.
+    """Return which columns hold one episode from its start, so that its return is known, bool ``[B]``.
 
-    It is not known where the simulator was lost: what is left of the rollout is long enough for a quick success of the
-    second try, but not for a failure at the time limit.
+    After a lost simulator it is not: the rest of the rollout is long enough for a quick success of the restarted
+    episode, but not for a failure at the time limit.
     """
     return (batch.episode_ids == batch.episode_ids[0]).all(0) & batch.loss_mask[0]
 
 
 def check_one_episode(batch: RolloutBatch) -> None:
-    """Refuse columns of several episodes.
-
-    Raises:
-        ValueError: With the override that mends it.
-    """
+    """Raise ValueError if a column holds several episodes."""
     ids, valid = batch.episode_ids, batch.loss_mask
     first = torch.where(valid, ids, torch.iinfo(ids.dtype).max).amin(0)
     if (valid & (ids != first)).any():
-        raise ValueError("The algorithm needs one episode per env and rollout, but episodes change inside a column: "
-                         "use rollout.auto_reset=false.")  # fmt: skip
+        raise ValueError(
+            "The algorithm needs one episode per env and rollout, but a column holds several. Set rollout.auto_reset=false"
+        )
 
 
 def check_groups(batch: RolloutBatch) -> None:
-    """Refuse a group whose episodes do not start from the same ``EpisodeSpec``, and columns of several episodes.
-
-    Raises:
-        ValueError: Names the group and its specs.
-    """
+    """Raise ValueError for a group of one episode or of several ``EpisodeSpec``, and for a column of several episodes."""
     check_one_episode(batch)
     spec_of_group: dict[int, object] = {}
     for group_id, episode_id in zip(batch.group_ids[0].tolist(), batch.episode_ids[0].tolist(), strict=True):
         spec = batch.specs[episode_id]
         first = spec_of_group.setdefault(group_id, spec)
         if spec != first:
-            raise ValueError(f"Group {group_id} mixes episodes of {first} and {spec}; its returns cannot be compared.")
+            raise ValueError(
+                f"Group {group_id} mixes episodes of {first} and {spec}, so its returns cannot be compared."
+            )
     sizes = torch.unique(batch.group_ids[0], return_counts=True)[1]
     if int(sizes.min()) < 2:
-        raise ValueError("A group of one episode has no advantage; use rollout.group_size=2 or more.")
+        raise ValueError("A group of one episode has no advantage. Set rollout.group_size=2 or more")

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation: no value function, episodes of one initial state compared with each other."""
+"""Group relative policy optimisation: compare episodes of one initial state, without a value function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlinf.algorithms.groups import GroupAlgorithm
 
 
 class GRPO(GroupAlgorithm):
-    """GRPO (Shao et al. 2024) on episode returns; one episode per column of the rollout, grouped by ``EpisodeSpec``."""
+    """GRPO (Shao et al. 2024) on the episode returns of a group."""
 
     config_class: ClassVar[type[GRPOConfig]] = GRPOConfig
     config: GRPOConfig

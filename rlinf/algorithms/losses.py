@@ -1,7 +1,7 @@
 """Policy-gradient and value losses: pure functions of tensors that return *sums over valid elements*.
 
-A caller divides by the number of valid elements of the whole minibatch, over all micro-batches and ranks, so results
-do not depend on how the minibatch was cut (``LossCounts``).
+The caller divides by the number of valid elements of the whole minibatch, over all micro-batches and ranks
+(``LossCounts``), so results do not depend on how the minibatch was split.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def aggregate_logprobs(logprobs: Tensor, action_mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
-    """Sum token log-probabilities to the unit whose probability ratio is clipped.
+    """Sum token log-probabilities over the unit whose probability ratio is clipped.
 
     Args:
         logprobs: ``[N, A]`` with ``A = C * D``.
@@ -20,7 +20,7 @@ def aggregate_logprobs(logprobs: Tensor, action_mask: Tensor, level: str) -> tup
         level: ``token`` -> ``[N, C, D]``; ``action`` -> ``[N, C, 1]``; ``chunk`` -> ``[N, 1, 1]`` (executed actions only).
 
     Returns:
-        Log-probabilities and their validity, both in the shape above.
+        Log-probabilities and a bool mask of the valid ones, both in the shape above.
     """
     num_rows, num_actions = action_mask.shape
     tokens = logprobs.reshape(num_rows, num_actions, -1)
@@ -29,7 +29,7 @@ def aggregate_logprobs(logprobs: Tensor, action_mask: Tensor, level: str) -> tup
     actions = tokens.sum(-1, keepdim=True)
     if level == "action":
         return actions, action_mask.unsqueeze(-1)
-    # Sum only what was executed; torch.where keeps masked non-finite values out of the sum and of its gradient.
+    # torch.where, not a product: it keeps masked non-finite values out of the sum and its gradient.
     mask = action_mask.unsqueeze(-1)
     return torch.where(mask, actions, 0.0).sum(1, keepdim=True), mask.any(1, keepdim=True)
 
@@ -44,15 +44,15 @@ def clipped_policy_loss(
     dual_clip: float | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate (Schulman et al. 2017, eq. 7), with asymmetric bounds (DAPO, Yu et al. 2025) and dual clip.
+    """Return the clipped surrogate loss (Schulman et al. 2017, eq. 7), with asymmetric bounds (DAPO, Yu et al. 2025).
 
-    ``-min(r A, clip(r, 1 - low, 1 + high) A)`` with ``r = exp(logprobs - old_logprobs)``; with ``dual_clip = c`` the
+    ``-min(r A, clip(r, 1 - low, 1 + high) A)`` with ``r = exp(logprobs - old_logprobs)``. With ``dual_clip = c`` the
     loss of a negative advantage is at most ``c |A|`` (Ye et al. 2020, eq. 5).
 
     Args:
-        logprobs, old_logprobs, mask: equal shapes.
-        advantages: broadcastable to them.
-        weights: Factors of the losses, shape of ``logprobs``, without gradient; None: 1.
+        logprobs, old_logprobs, mask: Of one shape.
+        advantages: Broadcastable to it.
+        weights: Factors of the losses in the same shape, without gradient; None means 1.
 
     Returns:
         The sum over valid elements, and sums of ``approx_kl`` (k3, Schulman 2020) and ``clip_fraction``.
@@ -75,24 +75,18 @@ def clipped_policy_loss(
 
 
 def truncated_importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """``min(p_trainer / p_generator, cap)`` of the weights before the update, 1 where masked.
+    """Return ``min(p_trainer / p_rollout, cap)`` before the update, 1 where masked; all tensors have one shape.
 
-    Corrects for a generator whose probabilities are not quite the trainer's (Yao et al. 2025, "Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training", truncated importance sampling).
-
-    Args:
-        old_logprobs: Of the trainer.
-        rollout_logprobs: Of the generator.
-        mask: Valid elements; equal shapes.
-        cap: Largest weight.
+    Truncated importance sampling corrects for a rollout policy whose probabilities differ slightly from the trainer's
+    (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
     """
     return torch.where(mask, old_logprobs - rollout_logprobs, 0.0).exp().clamp_max(cap)
 
 
 def kl_estimates(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(policy || reference) from each element (Schulman 2020, "Approximating KL divergence"); 0 where masked.
+    """Return an estimate of KL(policy || reference) per element (Schulman 2020, "Approximating KL divergence"), 0 where masked.
 
-    With ``d = logprobs - ref_logprobs``: k1 = ``d``, k2 = ``d^2 / 2``, k3 = ``exp(-d) - 1 + d``. Equal shapes.
+    With ``d = logprobs - ref_logprobs``: k1 = ``d``, k2 = ``d^2 / 2``, k3 = ``exp(-d) - 1 + d``. All tensors have one shape.
     """
     d = torch.where(mask, logprobs - ref_logprobs, 0.0)
     if estimator == "k1":
@@ -105,7 +99,7 @@ def kl_estimates(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator
 def kl_penalty(
     logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str, weights: Tensor | float = 1.0
 ) -> Tensor:
-    """Sum of ``kl_estimates`` over valid elements; ``weights``, broadcastable to them, multiply the elements."""
+    """Return the sum of ``kl_estimates`` over valid elements, each multiplied by ``weights`` (broadcastable)."""
     return (weights * kl_estimates(logprobs, ref_logprobs, mask, estimator)).sum()
 
 
@@ -117,9 +111,10 @@ def value_loss(
     clip_range: float | None = None,
     huber_delta: float | None = None,
 ) -> Tensor:
-    """Sum of value losses ``[N]`` over valid rows: half squared error, or Huber; optionally clipped as in PPO.
+    """Return the sum of value losses over valid rows ``[N]``: half squared error, or Huber with ``huber_delta``.
 
-    With ``clip_range``, the larger of the loss at ``values`` and at ``old_values + clamp(values - old_values)``.
+    With ``clip_range`` (PPO), a row's loss is the larger of those at ``values`` and at
+    ``old_values + clamp(values - old_values)``.
     """
 
     def error(prediction: Tensor) -> Tensor:
@@ -135,7 +130,7 @@ def value_loss(
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """``1 - Var[returns - values] / Var[returns]`` over valid elements; 0 when the returns do not vary."""
+    """Return ``1 - Var[returns - values] / Var[returns]`` over valid elements; 0 if the returns do not vary."""
     returns, values = returns[mask], values[mask]
     variance = returns.var(unbiased=False)
     if returns.numel() == 0 or variance < 1e-12:

@@ -18,8 +18,8 @@ class PPO(Algorithm):
     needs_values: ClassVar[bool] = True
     config: PPOConfig
 
-    def policy_is_frozen(self, step: int) -> bool:
-        return step < self.config.critic_warmup_steps
+    def policy_is_frozen(self, iteration: int) -> bool:
+        return iteration < self.config.critic_warmup_steps
 
     def compute_advantages(self, batch: RolloutBatch) -> dict[str, float]:
         config = self.config
@@ -41,9 +41,9 @@ class PPO(Algorithm):
         batch.advantages = masked_normalize(per_action, action_mask) if config.normalize_advantages else per_action
         return metrics
 
-    def loss(self, batch: RolloutBatch, evaluation: ActionEvaluation, counts: LossCounts, step: int) -> LossOutput:
+    def loss(self, batch: RolloutBatch, evaluation: ActionEvaluation, counts: LossCounts, iteration: int) -> LossOutput:
         config = self.config
-        output = super().loss(batch, evaluation, counts, step)
+        output = super().loss(batch, evaluation, counts, iteration)
         critic = (
             value_loss(
                 evaluation.values,
@@ -55,7 +55,7 @@ class PPO(Algorithm):
             )
             / counts.calls
         )
-        policy = 0.0 if self.policy_is_frozen(step) else output.loss
+        policy = 0.0 if self.policy_is_frozen(iteration) else output.loss
         total = policy + config.value_coef * critic
         output.metrics |= {"value_loss": critic.detach(), "loss": total.detach()}
         return LossOutput(total, output.metrics)

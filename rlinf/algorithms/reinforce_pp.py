@@ -1,4 +1,4 @@
-"""REINFORCE++: no value function and no groups; advantages are normalised over the whole rollout."""
+"""REINFORCE++: advantages normalised over the whole rollout, without a value function or groups."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rlinf.types import RolloutBatch
 
 
 class ReinforcePP(Algorithm):
-    """REINFORCE++ (Hu et al. 2025, "REINFORCE++"), of which the token is an action of the policy.
+    """REINFORCE++ (Hu et al. 2025, "REINFORCE++"), with an action of the policy as the paper's token.
 
     With ``KL_t`` the sum over the tokens of call ``t`` of an estimate of ``log pi_old - log pi_ref`` (k1 in the paper)::
 
         A_t  = sum_{i >= t} gamma^(i - t) (r_i - kl_coef KL_i)     to the end of the episode
         A'_t = (A_t - mean(A)) / std(A)                            over the valid actions of the rollout, all ranks
 
-    The paper has ``gamma = 1`` and one reward at the end. The surrogate is PPO's, without a KL term of its own. At a time limit
-    nothing follows, as there is no value to put there.
+    The paper has ``gamma = 1`` and one reward at the end. The surrogate is PPO's, without a KL term. A time limit counts as
+    an end, because there is no value to bootstrap from.
     """
 
     config_class: ClassVar[type[ReinforcePPConfig]] = ReinforcePPConfig
@@ -41,7 +41,7 @@ class ReinforcePP(Algorithm):
             rewards = rewards - config.kl_coef * self._kl(batch)
         sums = rewards.sum(-1)
         zeros = torch.zeros_like(sums)
-        # With all values 0 and lambda 1, GAE is the discounted return-to-go within the episode.
+        # With values of 0 and lambda 1, GAE is the discounted return-to-go within the episode.
         returns, _ = gae(sums, zeros, batch.terminated, batch.truncated, zeros, config.gamma, 1.0)
         if config.advantage_level == "action":
             advantages = action_advantages(returns, rewards)
@@ -59,7 +59,7 @@ class ReinforcePP(Algorithm):
         return metrics
 
     def _kl(self, batch: RolloutBatch) -> Tensor:
-        """Sum of the tokens' KL estimates over each action, ``[T, B, C]``; 0 where it was not executed."""
+        """Return the sum of the tokens' KL estimates over each action, ``[T, B, C]``; 0 if it was not executed."""
         tokens = batch.old_logprobs.unflatten(-1, (batch.action_mask.shape[-1], -1))
         mask = (batch.action_mask & batch.loss_mask.unsqueeze(-1)).unsqueeze(-1).expand_as(tokens)
         reference = batch.ref_logprobs.view_as(tokens)

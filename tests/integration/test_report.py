@@ -310,7 +310,7 @@ def test_missing_parts_are_left_out(tmp_path):
         and text.count('class="chart"') == 1  # that of the evaluation itself
         and "<video" not in text
     )
-    with pytest.raises(CheckpointError, match="not a run folder"):
+    with pytest.raises(CheckpointError, match="is not a run folder"):
         write_report(tmp_path / "nothing")
 
 

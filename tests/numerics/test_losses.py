@@ -243,10 +243,10 @@ def test_entropy_is_averaged_over_the_chosen_unit():
         algorithm = PPO(PPOConfig(entropy_level=level, entropy_coef=0.5, critic_warmup_steps=0))
         algorithm.compute_advantages(batch)
         flat = batch.flatten()
-        output = algorithm.loss(flat, evaluation, LossCounts.of(flat, algorithm.config), step=0)
+        output = algorithm.loss(flat, evaluation, LossCounts.of(flat, algorithm.config), iteration=0)
         plain = PPO(PPOConfig(entropy_level=level, entropy_coef=0.0, critic_warmup_steps=0))
         found[level] = (
-            float(plain.loss(flat, evaluation, LossCounts.of(flat, plain.config), step=0).loss - output.loss) / 0.5
+            float(plain.loss(flat, evaluation, LossCounts.of(flat, plain.config), iteration=0).loss - output.loss) / 0.5
         )
     tokens = evaluation.entropy  # rows x (3 actions x 2 tokens)
     assert found["token"] == pytest.approx(float(tokens.mean()), abs=1e-5)

@@ -147,7 +147,7 @@ def gradient(algorithm: Algorithm, shift: float) -> torch.Tensor:
     flat = batch.flatten()
     logprobs = torch.full((6, 2), shift, requires_grad=True)
     evaluation = ActionEvaluation(logprobs, torch.zeros(6, 2), torch.zeros(6))
-    algorithm.loss(flat, evaluation, LossCounts.of(flat, algorithm.config), step=0).loss.backward()
+    algorithm.loss(flat, evaluation, LossCounts.of(flat, algorithm.config), iteration=0).loss.backward()
     return logprobs.grad
 
 

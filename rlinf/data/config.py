@@ -1,4 +1,4 @@
-"""Configuration of demonstrations: cloning them, and collecting them."""
+"""Configuration of behaviour cloning and of collecting demonstrations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ExpertConfig:
 
 @dataclass
 class SFTConfig:
-    """Behaviour cloning; runs before RL when `max_steps` > 0. It clones a dataset, or the scripted expert without one."""
+    """Behaviour cloning of a dataset or, without one, of the scripted expert. It runs before RL if `max_steps` > 0."""
 
     max_steps: int = option(0, "Optimiser steps; 0: no behaviour cloning.", minimum=0)
     dataset: str | None = option(
@@ -55,7 +55,7 @@ class SFTConfig:
 
 @dataclass
 class CollectConfig:
-    """What `rlinf collect` plays and stores: the scripted expert (as `sft.expert` has it), or the policy of `checkpoint`."""
+    """Options of `rlinf collect`, which plays and stores the scripted expert (see `sft.expert`) or the policy of `checkpoint`."""
 
     num_episodes: int = option(
         100, "Episodes to play, spread evenly over the tasks, each with an initial state of its own.", minimum=1

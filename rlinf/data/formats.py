@@ -1,4 +1,4 @@
-"""Opens a dataset on disk, whatever its format, and fits its columns to an env."""
+"""Open a dataset on disk in any known format, and match its columns to an env."""
 
 from __future__ import annotations
 
@@ -17,32 +17,28 @@ from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError, did_you_mean
 
 READERS: dict[str, ModuleType] = {INFO: lerobot_dataset, rlds_dataset.FEATURES: rlds_dataset}
-"""File by which a format is known, to the module with its ``describe`` and ``open_dataset``."""
+"""File that identifies a format, to the module with its ``describe`` and ``open_dataset``."""
 
 
 def describe_dataset(folder: str | os.PathLike) -> DatasetInfo:
-    """Read the description of a dataset, and no row.
-
-    Raises:
-        ConfigError: There is no folder, or no dataset in it.
-    """
+    """Read the description of a dataset, but no rows; raise ConfigError if the folder holds no dataset."""
     return _reader(folder).describe(Path(folder).expanduser())
 
 
 def open_dataset(sft: SFTConfig, env: VectorEnv) -> StoredDemonstrations:
-    """Open ``sft.dataset`` for a policy of an env; its cameras are read under the env's names.
+    """Open ``sft.dataset`` for a policy of ``env``, with cameras under the env's names.
 
-    A state is read where the dataset has one of the env's width.
+    The state is read if the dataset has one of the env's width.
 
     Raises:
-        ConfigError: The folder is not a whole dataset, has no such cameras, or actions of another width or meaning.
+        ConfigError: The dataset is damaged, lacks a camera, or has actions of another width or meaning.
         MissingDependencyError: A package that the format needs is not installed.
     """
     info = describe_dataset(sft.dataset)
     if info.action_dim != env.action_dim:
         raise ConfigError(
-            f"The actions of {info.folder} have {info.action_dim} numbers, and those of env.name={env.config.name} {env.action_dim}; "
-            "required: the same. Set sft.dataset=<another folder>, or env=<another env>"
+            f"The actions of {info.folder} have {info.action_dim} numbers, but those of env.name={env.config.name} have "
+            f"{env.action_dim}. Set sft.dataset=<another folder>, or env=<another env>"
         )
     cameras = env.config.cameras
     columns = dict(zip(cameras, image_columns(info, cameras, sft.cameras), strict=True))
@@ -50,22 +46,22 @@ def open_dataset(sft: SFTConfig, env: VectorEnv) -> StoredDemonstrations:
     has_state = env.state_dim > 0 and state is not None and info.state_dims[state] == env.state_dim
     dataset = _reader(sft.dataset).open_dataset(info.folder, columns, state if has_state else None)
     env.check_statistics(env.config, dataset.statistics())
-    dataset.rows(np.zeros(1, dtype=np.int64))  # damage of all images shows before the weights load
+    dataset.rows(np.zeros(1, dtype=np.int64))  # unreadable images are reported before the weights load
     return dataset
 
 
 def image_columns(info: DatasetInfo, env_cameras: Sequence[str], cameras: Sequence[str] | None) -> list[str]:
-    """Return the columns that stand for the env's cameras; ``front`` is short for ``observation.images.front``.
+    """Return a column of the dataset for each camera of the env; ``front`` is short for ``observation.images.front``.
 
     Raises:
-        ConfigError: There is no such column, or not as many as cameras.
+        ConfigError: A column does not exist or is named twice, or their number is not that of the cameras.
     """
     wanted = list(env_cameras if cameras is None else cameras)
     known = list(info.image_shapes)
     example = f"Set sft.cameras=[{','.join(known[: len(env_cameras)])}]"
     if len(wanted) != len(env_cameras):
         raise ConfigError(
-            f"sft.cameras is [{','.join(wanted)}], and env.cameras is [{','.join(env_cameras)}]; required: one column of the dataset "
+            f"sft.cameras is [{','.join(wanted)}], but env.cameras is [{','.join(env_cameras)}]; required: one column of the dataset "
             f"for each camera, in their order. {example}"
         )
     found = []
@@ -82,7 +78,7 @@ def image_columns(info: DatasetInfo, env_cameras: Sequence[str], cameras: Sequen
 
 
 def state_column(info: DatasetInfo, state_key: str | None) -> str | None:
-    """Return the column of the state; None where ``state_key`` is null and the dataset has not the usual one.
+    """Return the state's column, ``state_key`` or the usual one; None if the dataset lacks the usual one.
 
     Raises:
         ConfigError: ``state_key`` is not a column of numbers.
@@ -102,13 +98,9 @@ def _reader(folder: str | os.PathLike) -> ModuleType:
     for marker, reader in READERS.items():
         if (path / marker).is_file():
             return reader
-    if not path.is_dir():
-        raise ConfigError(
-            f"sft.dataset is '{folder}', which is not a folder. Set sft.dataset=<folder with {' or '.join(READERS)}>"
-        )
     inside = sorted(child for child in path.glob("*") if any((child / marker).is_file() for marker in READERS))
-    hint = f"Set sft.dataset={inside[0]}" if inside else f"Set sft.dataset=<folder with {' or '.join(READERS)}>"
-    old = " (meta/info.json is missing)" if (path / "meta").is_dir() else ""
-    raise ConfigError(
-        f"sft.dataset is '{folder}', a folder that is not a dataset{old}: required is {' or '.join(READERS)}. {hint}"
-    )
+    wanted = " or ".join(READERS)
+    cure = f"Set sft.dataset={inside[0] if inside else f'<folder with {wanted}>'}"
+    missing = " (meta/info.json is missing)" if (path / "meta").is_dir() else ""
+    what = f"which is not a dataset{missing}" if path.is_dir() else "which is not a folder"
+    raise ConfigError(f"sft.dataset is '{folder}', {what}. {cure}")

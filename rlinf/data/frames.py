@@ -1,4 +1,4 @@
-"""Camera frames of a dataset on disk, read by row: images inside files, or frames of videos. Threads may share them."""
+"""Read camera frames of a dataset by row, from images inside files or from videos. Threads may share the readers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from rlinf.data.damage import damaged
 from rlinf.data.video import VideoReader
-from rlinf.errors import ConfigError
 
 MAX_OPEN_VIDEOS = 16
-"""Video files that one thread keeps open at a time."""
+"""Video files that a thread keeps open at a time."""
 
 
 class Frames(ABC):
     """The frames of one camera, one per row of the dataset."""
 
     shape: tuple[int, int]
-    """(height, width), as the dataset describes them."""
+    """(height, width) in the dataset's description."""
 
     @abstractmethod
     def read(self, rows: np.ndarray) -> np.ndarray:
@@ -36,23 +36,20 @@ class Frames(ABC):
 
     def _checked(self, image: np.ndarray, row: int, place: str | os.PathLike) -> np.ndarray:
         if image.shape[:2] != self.shape:
-            raise ConfigError(
-                f"The image of row {row} in {place} has {image.shape[0]} x {image.shape[1]} pixels, and the description of the "
-                f"dataset says {self.shape[0]} x {self.shape[1]}. Set sft.dataset=<a dataset whose description is right>"
-            )
+            found, described = (" x ".join(map(str, shape)) for shape in (image.shape[:2], self.shape))
+            raise damaged(place, f"the image of row {row} has {found} pixels, but its description says {described}")
         return image
 
 
 class EncodedFrames(Frames):
-    """PNG or JPEG images that lie somewhere inside files.
+    """PNG or JPEG images inside files.
 
     Args:
         files: Open files.
         file_ids: int64 ``[N]``, index into ``files`` of each row.
-        offsets: int64 ``[N]``, first byte.
-        lengths: int64 ``[N]``, bytes.
+        offsets, lengths: int64 ``[N]``, in bytes.
         shape: (height, width) of every image.
-        names: What messages call the files.
+        names: Names of the files in messages.
     """
 
     def __init__(
@@ -76,18 +73,15 @@ class EncodedFrames(Frames):
         try:
             image = np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
         except (UnidentifiedImageError, OSError) as error:
-            raise ConfigError(
-                f"The image of row {row} in {name} cannot be read ({type(error).__name__}: {error}). "
-                "Copy the dataset again, or set sft.dataset=<a whole dataset>"
-            ) from error
+            raise damaged(f"The image of row {row} in {name}", error) from error
         return self._checked(image, row, name)
 
 
 class VideoFrames(Frames):
-    """Frames of videos that hold many episodes one after the other.
+    """Frames of videos that hold many episodes each.
 
     Args:
-        paths: The files.
+        paths: The video files.
         file_ids: int64 ``[N]``, index into ``paths`` of each row.
         seconds: float64 ``[N]``, time within the file.
         shape: (height, width) of every frame.

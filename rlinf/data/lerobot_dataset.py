@@ -1,4 +1,4 @@
-"""Reads LeRobotDataset v3.0 folders, whoever wrote them."""
+"""Read LeRobotDataset v3.0 folders."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rlinf.data.damage import damaged
 from rlinf.data.frames import EncodedFrames, Frames, VideoFrames
 from rlinf.data.lerobot_format import (
     ACTION,
@@ -26,15 +27,11 @@ from rlinf.data.stored import DatasetInfo, StoredDemonstrations
 from rlinf.errors import ConfigError
 
 OWN_FILE = "rlinf.json"
-"""File in ``meta`` in which ``rlinf collect`` records the conditions."""
+"""File in ``meta`` where ``rlinf collect`` records the env section of the configuration."""
 
 
 def describe(folder: Path) -> DatasetInfo:
-    """Read what the dataset says of itself.
-
-    Raises:
-        ConfigError: The description cannot be read, or is of another version of the format.
-    """
+    """Read the dataset's description; raise ConfigError if that fails or the format has another version."""
     info = read_info(folder)
     features = info["features"]
     shapes = {name: feature["shape"] for name, feature in features.items() if feature["dtype"] in ("image", "video")}
@@ -59,17 +56,17 @@ def describe(folder: Path) -> DatasetInfo:
 
 
 def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None) -> StoredDemonstrations:
-    """Read the numbers of all rows, and find their frames.
+    """Read the numbers of all rows, and locate their frames.
 
-    Images that lie inside parquet files, from which single rows cannot be read, are copied into a temporary file.
+    Images inside parquet files are copied into a temporary file, because parquet cannot read single rows.
 
     Args:
         folder: The dataset.
         cameras: Camera of the env to column.
-        state_key: Column of the state; None: it is not read.
+        state_key: Column of the state; None: no state.
 
     Raises:
-        ConfigError: A file is missing, damaged or cut short.
+        ConfigError: A file is missing or damaged.
         MissingDependencyError: pyarrow is not installed.
     """
     pa = import_pyarrow(f"sft.dataset={folder}")
@@ -95,26 +92,27 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
     except ConfigError:
         raise
     except (OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
-        raise _damaged(folder, f"{type(error).__name__}: {error}") from error
+        raise damaged(folder, error) from error
     num_rows = sum(len(part["index"]) for part in parts)
     if num_rows != info["total_frames"] or episodes.num_rows != info["total_episodes"]:
-        raise _damaged(
+        raise damaged(
             folder,
-            f"{num_rows} rows and {episodes.num_rows} episodes are there, and its description says "
+            f"it has {num_rows} rows and {episodes.num_rows} episodes, but its description says "
             f"{info['total_frames']} and {info['total_episodes']}",
         )
     if not parts:
-        raise _damaged(folder, "data/ holds no rows")
+        raise damaged(folder, "data/ holds no rows")
     columns = {name: np.concatenate([part[name] for part in parts]) for name in names}
     order = np.argsort(columns["index"], kind="stable")
     columns = {name: values[order] for name, values in columns.items()}
     twice = np.flatnonzero(np.diff(columns["index"]) == 0)
     if len(twice):
-        raise _damaged(folder, f"data/ holds two rows with the index {columns['index'][twice[0]]}")
+        raise damaged(folder, f"data/ holds two rows with the index {columns['index'][twice[0]]}")
     unknown = columns["task_index"][(columns["task_index"] < 0) | (columns["task_index"] >= len(tasks))]
     if len(unknown):
-        raise _damaged(folder, f"a row has the task_index {unknown[0]}, and {TASKS} has {len(tasks)} tasks")
-    shapes = describe(folder).image_shapes
+        raise damaged(folder, f"a row has the task_index {unknown[0]}, but {TASKS} has {len(tasks)} tasks")
+    description = describe(folder)
+    shapes = description.image_shapes
     frames: dict[str, Frames] = {
         camera: spools[key].frames(order, shapes[key])
         if key in spools
@@ -122,7 +120,7 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
         for camera, key in cameras.items()
     }
     return StoredDemonstrations(
-        describe(folder),
+        description,
         frames,
         None if state_key is None else columns[state_key].astype(np.float32).reshape(num_rows, -1),
         columns[ACTION].astype(np.float32).reshape(num_rows, -1),
@@ -133,21 +131,21 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
 
 
 class _ImageSpool:
-    """The encoded images of one column, in the order of the rows, in a temporary file that has no name."""
+    """The encoded images of one column in a nameless temporary file, in the order of the rows."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key
         self.file = tempfile.TemporaryFile()
         self.lengths: list[int] = []
         self.source: Path | None = None
-        """The parquet file that is read."""
+        """The parquet file being read."""
 
     def append(self, column: Any) -> None:
         for value in column.to_pylist():
             if value is None or (value["bytes"] is None and not value["path"]):
                 raise ValueError(f"row {len(self.lengths)} has no image '{self.key}', in {self.source}")
             encoded = value["bytes"]
-            if encoded is None:  # images kept next to the parquet files
+            if encoded is None:  # the image is a file next to the parquet files
                 encoded = path_inside(self.folder, value["path"]).read_bytes()
             self.file.write(encoded)
             self.lengths.append(len(encoded))
@@ -169,7 +167,7 @@ def _video_frames(
     columns: Mapping[str, np.ndarray],
     shape: tuple[int, int],
 ) -> VideoFrames:
-    """Find each row's time in its video: the episode's begin in the file plus the time since the episode's begin."""
+    """Locate each row in its video: start of the episode in the file plus time since the start of the episode."""
     try:
         place = {
             name: np.asarray(episodes.column(f"videos/{key}/{name}").to_pylist())
@@ -178,37 +176,34 @@ def _video_frames(
         number_of = {number: position for position, number in enumerate(episodes.column("episode_index").to_pylist())}
         position = np.array([number_of[number] for number in columns["episode_index"].tolist()])
     except KeyError as error:
-        raise _damaged(folder, f"{EPISODES_FOLDER} lacks the column or the episode {error}") from error
-    files = sorted(set(zip(place["chunk_index"].tolist(), place["file_index"].tolist(), strict=True)))
-    file_of = {file: number for number, file in enumerate(files)}
-    file_ids = np.array(
-        [file_of[c, f] for c, f in zip(place["chunk_index"].tolist(), place["file_index"].tolist(), strict=True)]
-    )
+        raise damaged(folder, f"{EPISODES_FOLDER} lacks the column or the episode {error}") from error
+    numbers = list(zip(place["chunk_index"].tolist(), place["file_index"].tolist(), strict=True))
+    files = sorted(set(numbers))
+    file_of = {file: position for position, file in enumerate(files)}
+    file_ids = np.array([file_of[one] for one in numbers])
     paths = [
         path_inside(folder, info["video_path"].format(video_key=key, chunk_index=chunk, file_index=file))
         for chunk, file in files
     ]
     for path in paths:
         if not path.is_file():
-            raise _damaged(folder, f"{path} is missing")
+            raise damaged(folder, f"{path} is missing")
     seconds = place["from_timestamp"].astype(np.float64)[position] + columns["timestamp"].astype(np.float64)
     return VideoFrames(paths, file_ids[position], seconds, shape)
 
 
 def _recorded_env(path: Path) -> dict[str, Any]:
-    """The env section that `rlinf collect` recorded; empty for datasets of others."""
+    """Return the env section that `rlinf collect` recorded; empty for datasets of others."""
     if not path.is_file():
         return {}
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))["env"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} cannot be read ({type(error).__name__}: {error}). Copy the dataset again, or set sft.dataset=<a whole dataset>"
-        ) from error
+        raise damaged(path, error) from error
 
 
 def _numbers(column: Any) -> np.ndarray:
-    """A column of numbers or of lists of equal length as ``[T]`` or ``[T, D]``."""
+    """Return a column of numbers as ``[T]``, or one of lists of equal length as ``[T, D]``."""
     flat = column.combine_chunks()
     if hasattr(flat, "flatten") and flat.type.num_fields == 1:
         return flat.flatten().to_numpy(zero_copy_only=False).reshape(len(flat), -1)
@@ -216,19 +211,13 @@ def _numbers(column: Any) -> np.ndarray:
 
 
 def _tasks(table: Any) -> list[str]:
-    """Instructions by ``task_index``; the column of the text is the index of a pandas frame, whatever its name."""
+    """Return the instructions by ``task_index``; their column is the index of a pandas frame and may have any name."""
     (text,) = [name for name in table.column_names if name != "task_index"]
     found = dict(zip(table.column("task_index").to_pylist(), table.column(text).to_pylist(), strict=True))
     return [found[number] for number in range(len(found))]
 
 
 def _height_width(shape: tuple[int, ...], names: Any) -> tuple[int, int]:
-    """Height and width of ``[H, W, C]`` (or ``[C, H, W]``, which the names of the axes or the size of C tell)."""
+    """Return (height, width) of ``[H, W, C]`` or ``[C, H, W]``, told apart by the axes' names or the size of C."""
     channels_first = str(names[0]).startswith("channel") if names else shape[0] == 3 != shape[-1]
     return (shape[1], shape[2]) if channels_first else (shape[0], shape[1])
-
-
-def _damaged(folder: Path, reason: str) -> ConfigError:
-    return ConfigError(
-        f"The dataset {folder} is not whole ({reason}). Copy it again, or set sft.dataset=<a whole dataset>"
-    )

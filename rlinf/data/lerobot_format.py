@@ -1,4 +1,4 @@
-"""The file format LeRobotDataset v3.0: names, paths and the description of its columns (``meta/info.json``)."""
+"""The LeRobotDataset v3.0 format: names, paths and the description of its columns (``meta/info.json``)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES_PER_CHUNK = 1000
 ACTION = "action"
 STATE = "observation.state"
 IMAGES = "observation.images."
-"""Prefix of the columns of cameras."""
+"""Prefix of camera columns."""
 
 ROW_COLUMNS = {
     "timestamp": "float32",
@@ -31,31 +31,23 @@ ROW_COLUMNS = {
     "index": "int64",
     "task_index": "int64",
 }
-"""Columns that every dataset has: seconds and rows since the episode's begin, and numbers of episode, row and task."""
+"""Columns of every dataset: seconds and rows since the start of the episode, and the indices of episode, row and task."""
 
 
 def import_pyarrow(wanted_by: str) -> ModuleType:
-    """Return the module ``pyarrow``, its parquet part imported.
-
-    Raises:
-        MissingDependencyError: It is not installed.
-    """
+    """Return the module ``pyarrow`` with ``pyarrow.parquet``; raise MissingDependencyError if it is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise MissingDependencyError(
-            f"{wanted_by} needs the package 'pyarrow' for parquet files. Install it: pip install 'rlinf[lerobot]'"
+            f"{wanted_by} needs the package 'pyarrow' for parquet files. Run pip install 'rlinf[lerobot]'"
         ) from error
     return pyarrow
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """Read ``meta/info.json``.
-
-    Raises:
-        ConfigError: It cannot be read, or is of another version of the format.
-    """
+    """Read ``meta/info.json``; raise ConfigError if that fails or the format has another version."""
     path = folder / INFO
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
@@ -65,25 +57,20 @@ def read_info(folder: Path) -> dict[str, Any]:
         info["total_frames"], info["total_episodes"] = int(info["total_frames"]), int(info["total_episodes"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} cannot be read as the description of a LeRobotDataset ({type(error).__name__}: {error}). "
-            "Set sft.dataset=<another folder>"
+            f"{path} cannot be read as the description of a LeRobotDataset ({type(error).__name__}: {error}). Use another folder"
         ) from error
     if not str(version).startswith("v3."):
         raise ConfigError(
             f"{folder} is a LeRobotDataset of version {version}; required: {VERSION}. Convert it with lerobot's script "
-            "convert_dataset_v21_to_v30, or set sft.dataset=<another folder>"
+            "convert_dataset_v21_to_v30, or use another folder"
         )
     return info
 
 
 def path_inside(folder: Path, path: str) -> Path:
-    """Return ``folder / path``, where ``path`` stands in a file that somebody else may have written.
-
-    Raises:
-        ConfigError: It leads out of the folder.
-    """
+    """Return ``folder / path`` for an untrusted ``path`` of a dataset; raise ConfigError if it leads out of the folder."""
     if Path(path).is_absolute() or ".." in Path(path).parts:
         raise ConfigError(
-            f"The dataset {folder} names the file '{path}'; required: a path within the folder. Set sft.dataset=<another folder>"
+            f"The dataset {folder} names the file '{path}'; required: a path within the folder. Use another dataset"
         )
     return folder / path

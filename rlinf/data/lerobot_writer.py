@@ -1,4 +1,4 @@
-"""Writes demonstrations as a LeRobotDataset v3.0: parquet rows, PNG images or MP4 videos, statistics."""
+"""Write demonstrations as a LeRobotDataset v3.0: parquet rows, PNG images or MP4 videos, statistics."""
 
 from __future__ import annotations
 
@@ -35,13 +35,11 @@ from rlinf.files import write_text
 
 MIB = 2**20
 EXTRAS = {"next.reward": "float32", "next.done": "bool", "next.success": "bool"}
-"""Columns besides observation and action: what followed the row's action."""
+"""Columns besides observation and action: the consequences of the row's action."""
 
 
 class LeRobotWriter:
-    """Writes episodes one after the other; the folder appears, whole, at ``close``.
-
-    Until then everything lies in a hidden folder next to it, which is removed when the ``with`` block fails.
+    """Writes episodes one by one into a hidden folder, which ``close`` renames; a failed ``with`` block removes it.
 
     Args:
         folder: The dataset; must not exist.
@@ -49,16 +47,15 @@ class LeRobotWriter:
         image_shapes: Camera name to (height, width).
         state_dim: ``S``; 0: no state.
         action_dim: ``D``.
-        video: MP4 files (lossy, much smaller); False: PNG images inside the parquet files (exact).
-        robot_type: Recorded as it is.
-        data_file_mib: A parquet file is followed by the next one beyond this size.
-        video_file_mib: The same of an MP4 file.
+        video: Write MP4 files (lossy, much smaller); False: PNG images inside the parquet files (exact).
+        robot_type: Recorded in ``meta/info.json``.
+        data_file_mib, video_file_mib: Size beyond which the next parquet or MP4 file is started.
 
     Attributes:
-        about: JSON file name in ``meta`` to what ``close`` writes there, besides the format's own files.
+        about: Names of more JSON files in ``meta`` to their content, written by ``close``.
 
     Raises:
-        ConfigError: The folder exists, or an odd image size with ``video``.
+        ConfigError: The folder exists, or an image has an odd side and ``video`` is set.
         MissingDependencyError: pyarrow, or PyAV with ``video``, is not installed.
     """
 
@@ -140,14 +137,14 @@ class LeRobotWriter:
         rewards: np.ndarray,
         success: np.ndarray,
     ) -> None:
-        """Write one episode of ``T`` rows; row ``t`` is what was seen before action ``t``.
+        """Write one episode of ``T`` rows; row ``t`` holds the observation before action ``t``.
 
         Args:
             images: Camera name to uint8 ``[T, H, W, 3]``.
             state: float32 ``[T, S]``, or None.
             actions: float32 ``[T, D]``.
             task: The instruction.
-            rewards: float32 ``[T]``, paid for the actions.
+            rewards: float32 ``[T]``, one per action.
             success: bool ``[T]``: the goal is reached after the action.
         """
         length, first = len(actions), self.info["total_frames"]
@@ -189,11 +186,7 @@ class LeRobotWriter:
         self.info["total_frames"] += length
 
     def close(self) -> Path:
-        """Finish the files and give the folder its name.
-
-        Raises:
-            ConfigError: There is no episode, or the folder has come into being meanwhile.
-        """
+        """Finish the files and rename the folder; raise ConfigError if there is no episode or the name is taken by now."""
         pa = self._pa
         if not self._episodes:
             self.abort()
@@ -217,12 +210,12 @@ class LeRobotWriter:
             write_text(self._partial / "meta" / name, json.dumps(content, indent=1))
         if os.path.lexists(self.folder):
             self.abort()
-            raise ConfigError(f"'{self.folder}' has come into being meanwhile. Set dataset=<a new folder>")
+            raise ConfigError(f"'{self.folder}' was created by somebody else meanwhile. Set dataset=<a new folder>")
         os.rename(self._partial, self.folder)
         return self.folder
 
     def abort(self) -> None:
-        """Leave nothing."""
+        """Delete everything that was written."""
         self._close_files()
         shutil.rmtree(self._partial, ignore_errors=True)
 
@@ -240,7 +233,7 @@ class LeRobotWriter:
         return features
 
     def _add_rows(self, columns: Mapping[str, np.ndarray], images: Mapping[str, np.ndarray]) -> dict[str, int]:
-        """Append a row group to the present parquet file, or to the next one where that is full."""
+        """Append a row group to the current parquet file, or start the next one if it is full."""
         pa = self._pa
         arrays = {}
         for key in self.image_shapes if images else ():
@@ -266,7 +259,7 @@ class LeRobotWriter:
         return {f"data/{name}": number for name, number in where.items()}
 
     def _image_column(self, images: np.ndarray) -> Any:
-        """PNG files inside the column, as the Hugging Face library ``datasets`` stores images."""
+        """Return a column of PNG files in the form of the Hugging Face library ``datasets``."""
         pa = self._pa
         encoded = []
         for image in images:
@@ -276,7 +269,7 @@ class LeRobotWriter:
         return pa.array(encoded, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
 
     def _add_video(self, key: str, images: np.ndarray) -> dict[str, Any]:
-        """Append an episode's frames to the present MP4 file of a camera, or to the next one where that is full."""
+        """Append an episode's frames to the camera's current MP4 file, or start the next one if it is full."""
         video = self._videos.get(key)
         if video is not None and video.num_bytes > self.limits["video"]:
             video.close()
@@ -302,7 +295,7 @@ class LeRobotWriter:
         }  # fmt: skip
 
     def _task_table(self) -> Any:
-        """One row per task, the instruction being the index of the data frame that pandas makes of it."""
+        """Return a table with one row per task; pandas metadata make the instruction its index."""
         pa = self._pa
         index = "__index_level_0__"
         table = pa.table(

@@ -1,4 +1,4 @@
-"""Batches read ahead in threads, while the model trains on earlier ones."""
+"""Read batches ahead in threads while the model trains on earlier ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BATCHES_PER_WORKER = 2
 
 
 class Prefetcher:
-    """Makes the batches of consecutive steps in threads, and hands them out in order.
+    """Makes the batches of consecutive optimiser steps in threads, and returns them in order.
 
-    Which rows a batch has does not depend on the threads. Decoding images releases the GIL, so threads suffice.
+    The rows of a batch do not depend on the threads. Decoding images releases the GIL, so threads suffice.
 
     Args:
-        make_batch: ``make_batch(step)``, safe to call from several threads.
+        make_batch: ``make_batch(step)``, thread-safe.
         first_step: Step of the first batch.
-        num_workers: Threads; 0: a batch is made when it is asked for.
+        num_workers: Threads; 0: each batch is made on demand.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Prefetcher:
             self._executor.shutdown(cancel_futures=True)
 
     def next(self) -> tuple[Observation, Tensor]:
-        """Return the batch of the next step, waiting for it if need be; an error of a thread is raised here."""
+        """Return the batch of the next step, or raise the error of the thread that made it."""
         if self._executor is None:
             self._next_step += 1
             return self._make_batch(self._next_step - 1)

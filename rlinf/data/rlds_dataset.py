@@ -1,8 +1,8 @@
-"""Reads RLDS folders, as Open X-Embodiment and LIBERO are published: a TensorFlow dataset whose examples are episodes.
+"""Read RLDS folders, the format of Open X-Embodiment and LIBERO: a TensorFlow dataset whose examples are episodes.
 
-Expected is ``features.json`` with ``steps/action``, images and a state under ``steps/observation``, and the instruction in
-``steps/language_instruction`` (or ``steps/observation/natural_language_instruction``). TensorFlow is not needed. The split
-is ``train``.
+``features.json`` must list ``steps/action``, images and a state under ``steps/observation``, and the instruction as
+``steps/language_instruction`` (or ``steps/observation/natural_language_instruction``). Only the split ``train`` is read,
+without TensorFlow.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from rlinf.data.damage import damaged
 from rlinf.data.frames import EncodedFrames
 from rlinf.data.stored import DatasetInfo, StoredDemonstrations
 from rlinf.data.tfrecord import Blobs, parse_example, records
@@ -29,11 +30,7 @@ INSTRUCTIONS = ("steps/language_instruction", f"{OBSERVATION}natural_language_in
 
 
 def describe(folder: Path) -> DatasetInfo:
-    """Read what the dataset says of itself.
-
-    Raises:
-        ConfigError: The description cannot be read, or has no actions, no instruction or no training split.
-    """
+    """Read the dataset's description; raise ConfigError if it lacks actions, an instruction or the training split."""
     try:
         features = dict(_leaves(json.loads((folder / FEATURES).read_text(encoding="utf-8"))))
         about = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
@@ -48,15 +45,14 @@ def describe(folder: Path) -> DatasetInfo:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{folder} cannot be read as an RLDS dataset ({type(error).__name__}: {error}); required: {FEATURES} and "
-            f"dataset_info.json with a split '{SPLIT}'. Set sft.dataset=<another folder>"
+            f"dataset_info.json with a split '{SPLIT}'. Use another folder"
         ) from error
     missing = [
         name for name, there in ((ACTION, ACTION in vectors), (INSTRUCTIONS[0], _instruction_of(features))) if not there
     ]
     if missing:
         raise ConfigError(
-            f"The RLDS dataset {folder} has no {' and no '.join(missing)}; it has {', '.join(features)}. "
-            "Set sft.dataset=<another folder>"
+            f"The RLDS dataset {folder} has no {' and no '.join(missing)}; it has {', '.join(features)}. Use another folder"
         )
     return DatasetInfo(
         folder=folder,
@@ -72,15 +68,15 @@ def describe(folder: Path) -> DatasetInfo:
 
 
 def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None) -> StoredDemonstrations:
-    """Read the numbers of all steps, and note where their images lie.
+    """Read the numbers of all env steps, and locate their images.
 
     Args:
         folder: The dataset.
         cameras: Camera of the env to name under ``observation``.
-        state_key: Name of the state under ``observation``; None: it is not read.
+        state_key: Name of the state under ``observation``; None: no state.
 
     Raises:
-        ConfigError: A file is missing, damaged or cut short.
+        ConfigError: A file is missing or damaged.
     """
     info = describe(folder)
     instruction = _instruction_of(dict(_leaves(json.loads((folder / FEATURES).read_text(encoding="utf-8")))))
@@ -92,7 +88,7 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
     images: dict[str, list[Blobs]] = {camera: [] for camera in cameras}
     for number, file in enumerate(files):
         if not paths[number].stat().st_size:
-            raise _damaged(folder, f"{paths[number].name} is empty")
+            raise damaged(folder, f"{paths[number].name} is empty")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
             try:
                 for begin, end in records(data):
@@ -109,9 +105,9 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
                     episode_ids.append(np.full(length, len(episode_ids)))
                     file_ids.append(np.full(length, number))
             except (ValueError, KeyError, IndexError) as error:
-                raise _damaged(folder, f"{paths[number].name}: {type(error).__name__}: {error}") from error
+                raise damaged(paths[number], error) from error
     if not actions or len(actions) != info.num_episodes:
-        raise _damaged(folder, f"{len(actions)} episodes are there, and its description says {info.num_episodes}")
+        raise damaged(folder, f"it has {len(actions)} episodes, but its description says {info.num_episodes}")
     where = np.concatenate(file_ids)
     return StoredDemonstrations(
         info,
@@ -131,7 +127,7 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
 
 def _one_per_step(blobs: Any, length: int, name: str) -> Blobs:
     if not isinstance(blobs, Blobs) or len(blobs.offsets) != length:
-        raise ValueError(f"an episode of {length} actions has not as many values of {name}")
+        raise ValueError(f"an episode of {length} actions has another number of values of {name}")
     return blobs
 
 
@@ -140,7 +136,7 @@ def _instruction_of(features: Mapping[str, Any]) -> str | None:
 
 
 def _leaves(feature: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
-    """Yield ``(path, (kind, shape))`` of the leaves of ``features.json``; the kind of a tensor is its dtype."""
+    """Yield ``(path, (kind, shape))`` for each leaf of ``features.json``; the kind of a tensor is its dtype."""
     if "featuresDict" in feature:
         for name, child in feature["featuresDict"]["features"].items():
             yield from _leaves(child, f"{path}/{name}" if path else name)
@@ -152,9 +148,3 @@ def _leaves(feature: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, t
                 about = feature[kind]
                 shape = tuple(int(size) for size in about.get("shape", {}).get("dimensions", ()))
                 yield path, (about["dtype"] if kind == "tensor" else kind, shape)
-
-
-def _damaged(folder: Path, reason: str) -> ConfigError:
-    return ConfigError(
-        f"The dataset {folder} is not whole ({reason}). Copy it again, or set sft.dataset=<a whole dataset>"
-    )

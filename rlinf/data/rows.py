@@ -1,4 +1,4 @@
-"""Rows of demonstrations: where they come from, and which of them an optimiser step reads."""
+"""Rows of demonstrations: their source, and those that an optimiser step reads."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rlinf.types import Observation
 
 
 class BatchSource(Protocol):
-    """What behaviour cloning reads: demonstrations in memory, or on disk."""
+    """Demonstrations for behaviour cloning, in memory or on disk."""
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
 
     def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
-        """Return the rows ``index`` (int64 ``[B]``) and their actions ``[B, C, D]``; threads may call it side by side."""
+        """Return the rows ``index`` (int64 ``[B]``) and their actions ``[B, C, D]``. Thread-safe."""
 
 
 def shuffled_rows(num_rows: int, step: int, batch_size: int, seed: int) -> np.ndarray:
-    """Return the rows of optimiser step ``step``, int64 ``[batch_size]``: every epoch is a permutation of all rows.
+    """Return the rows of optimiser step ``step``, int64 ``[batch_size]``.
 
-    Steps follow each other without a gap, so a batch may hold the end of one epoch and the begin of the next.
+    Every epoch is a permutation of all rows. A batch may hold the end of one epoch and the start of the next.
     """
     positions = np.arange(step * batch_size, (step + 1) * batch_size)
     index = np.empty(batch_size, dtype=np.int64)
@@ -41,5 +41,5 @@ def _epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def following_rows(rows: np.ndarray, last_rows: np.ndarray, chunk_len: int) -> np.ndarray:
-    """Return each row and the ``chunk_len - 1`` after it, int64 ``[B, C]``; past the episode's last row, that one."""
+    """Return each row and the ``chunk_len - 1`` after it, int64 ``[B, C]``; the episode's last row is repeated past its end."""
     return np.minimum(rows[:, None] + np.arange(chunk_len), last_rows[:, None])

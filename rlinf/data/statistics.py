@@ -1,4 +1,4 @@
-"""Statistics of demonstrations: what LeRobotDataset stores, and what models normalise by."""
+"""Statistics of demonstrations: those that LeRobotDataset stores, and those that models normalise by."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 MIN_RANGE = 1e-4
-"""A column that varies by less, from its smallest to its largest number, is taken as constant."""
+"""A column with a smaller range (max - min) counts as constant."""
 MIN_SHARE = 0.01
-"""Least share of a column's range (max - min) that its quantiles span, and that its standard deviation is."""
+"""Minimum of a column's quantile span and standard deviation, as a share of its range (max - min)."""
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 
 
@@ -34,7 +34,7 @@ def vector_statistics(values: np.ndarray) -> dict[str, np.ndarray]:
 
 
 class ImageStatistics:
-    """Exact statistics of uint8 images per channel, from a histogram of the 256 grey levels."""
+    """Exact statistics of uint8 images per channel, from histograms of the 256 levels."""
 
     def __init__(self) -> None:
         self.histogram = np.zeros((3, 256), dtype=np.int64)
@@ -47,12 +47,12 @@ class ImageStatistics:
         self.num_images += len(images)
 
     def merge(self, other: ImageStatistics) -> None:
-        """Count what ``other`` counted, too."""
+        """Add the counts of ``other``."""
         self.histogram += other.histogram
         self.num_images += other.num_images
 
     def result(self) -> dict[str, np.ndarray]:
-        """Return the statistics as LeRobotDataset has them: grey levels / 255, each ``[3, 1, 1]``; ``count`` of images.
+        """Return the statistics in LeRobotDataset's form: levels / 255, each ``[3, 1, 1]``, and ``count`` of images ``[1]``.
 
         A quantile is the smallest level whose cumulative share reaches it.
         """
@@ -75,11 +75,11 @@ class ImageStatistics:
 def normalization_statistics(actions: np.ndarray, state: np.ndarray | None) -> dict[str, Any]:
     """Return the statistics that models normalise by, in OpenVLA's ``norm_stats`` format (see ``VectorEnv.action_statistics``).
 
-    They are those of the rows, but for columns by which a model could not divide:
+    They are those of the rows, except for columns that a model could not divide by:
 
-    - A constant column (``MIN_RANGE``) has ``q01`` 0.5 below and ``q99`` 0.5 above its middle, and ``std`` 1.
-    - Where ``q99 - q01`` is less than ``MIN_SHARE`` of ``max - min`` (a gripper that closes in few rows), ``q01`` and ``q99``
-      are ``min`` and ``max``; where ``std`` is less than that share, it is that share. ``min`` and ``max`` are exact.
+    - A constant column (``MIN_RANGE``) gets ``q01`` 0.5 below and ``q99`` 0.5 above its middle, and ``std`` 1.
+    - If ``q99 - q01`` is less than ``MIN_SHARE`` of ``max - min`` (a gripper that closes in few rows), ``q01`` and ``q99``
+      become ``min`` and ``max``. A ``std`` below that share becomes that share. ``min`` and ``max`` are exact.
 
     Args:
         actions: ``[N, D]``.

@@ -1,4 +1,4 @@
-"""Demonstrations that lie on disk: what a dataset holds, its rows, and batches of them."""
+"""Demonstrations on disk: the description of a dataset, and its rows."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.data.damage import damaged
 from rlinf.data.frames import Frames
 from rlinf.data.rows import following_rows
 from rlinf.data.statistics import normalization_statistics
-from rlinf.errors import ConfigError
 from rlinf.types import Observation
 
 DESCRIPTIONS = ("meta/info.json", "meta/stats.json", "dataset_info.json", "features.json")
-"""Files in which datasets of the two formats describe themselves."""
+"""Description files of the two formats."""
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What the description of a dataset says, before any row is read.
+    """The description of a dataset.
 
     Attributes:
-        folder: Where it lies.
-        format: In words.
-        num_episodes: Episodes.
-        image_shapes: Column of a camera to (height, width).
-        state_dims: Column that may serve as state to its width.
+        folder: The dataset.
+        format: Name and version of the format, for messages.
+        num_episodes: Episodes in the dataset.
+        image_shapes: Camera column to (height, width).
+        state_dims: Columns that may serve as state, to their widths.
         state_key: The usual column of the state.
-        action_dim: ``D``; 0: there are no actions.
-        packages: Python packages that reading it needs.
-        env: The env section of the configuration under which it was collected, where that is known.
+        action_dim: ``D``; 0 without actions.
+        packages: Python packages needed to read it.
+        env: The env section of the configuration it was collected with; empty if unknown.
     """
 
     folder: Path
@@ -52,20 +52,20 @@ class DatasetInfo:
 
 @dataclass
 class StoredDemonstrations:
-    """Rows of (observation, next ``C`` actions) of a dataset; frames are read when a batch is made.
+    """Rows of (observation, next ``C`` actions) of a dataset; frames are read only for requested rows.
 
     Attributes:
-        info: Its description.
+        info: Description of the dataset.
         frames: Camera of the env to the frames of its column, in the env's order.
         state: float32 ``[N, S]``, or None.
         actions: float32 ``[N, D]``, the action of each row.
         task_ids: int64 ``[N]``, index into ``tasks``.
         tasks: Instructions.
-        episode_ids: int64 ``[N]``, ascending; rows of an episode lie side by side.
+        episode_ids: int64 ``[N]``, ascending: the rows of an episode are consecutive.
         chunk_len: ``C``.
 
     Raises:
-        ConfigError: There is no row, an action or a state is not finite, or the rows of an episode do not lie together.
+        ConfigError: There are no rows, a number is not finite, or the rows of an episode are not consecutive.
     """
 
     info: DatasetInfo
@@ -79,32 +79,29 @@ class StoredDemonstrations:
 
     def __post_init__(self) -> None:
         if not len(self.actions):
-            raise ConfigError(f"{self.info.folder} holds no rows. Set sft.dataset=<another folder>")
+            raise damaged(self.info.folder, "it holds no rows")
         for name, values in (("action", self.actions), ("state", self.state)):
             if values is not None and not np.isfinite(values).all():
                 row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
-                raise ConfigError(
-                    f"The {name} of row {row} of {self.info.folder} (episode {self.episode_ids[row]}) is not finite: "
-                    f"{values[row].tolist()}. Set sft.dataset=<a dataset without it>"
+                reason = (
+                    f"the {name} of row {row} (episode {self.episode_ids[row]}) is not finite: {values[row].tolist()}"
                 )
+                raise damaged(self.info.folder, reason)
         ends = np.flatnonzero(np.append(np.diff(self.episode_ids) != 0, True))
         self._last_rows = ends[np.searchsorted(ends, np.arange(len(self.actions)))]
         self.num_episodes = len(ends)
         if len(np.unique(self.episode_ids)) != len(ends):
-            raise ConfigError(
-                f"The rows of an episode of {self.info.folder} do not lie together in the order of the rows' index. "
-                "Set sft.dataset=<a whole dataset>"
-            )
+            raise damaged(self.info.folder, "the rows of an episode are not consecutive in the order of their index")
 
     def __len__(self) -> int:
         return len(self.actions)
 
     def statistics(self) -> dict[str, Any]:
-        """Return what models normalise by, from all rows: see ``normalization_statistics``."""
+        """Return the ``normalization_statistics`` of all rows."""
         return normalization_statistics(self.actions, self.state)
 
     def digest(self) -> str:
-        """Return a hash of everything but the pixels: numbers, tasks, and the dataset's description with its statistics."""
+        """Return a hash of everything but the pixels: numbers, tasks, and the dataset's description and statistics."""
         found = hashlib.sha256(json.dumps(self.tasks).encode())
         for values in (self.actions, self.state, self.task_ids, self.episode_ids):
             found.update(
@@ -116,8 +113,10 @@ class StoredDemonstrations:
         return found.hexdigest()
 
     def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
-        """Return the rows ``index`` (int64 ``[B]``): observation, and actions float32 ``[B, C, D]``, the last one of an
-        episode repeated past its end."""
+        """Return the observations of rows ``index`` (int64 ``[B]``) and their actions, float32 ``[B, C, D]``.
+
+        An episode's last action is repeated past its end.
+        """
         observation = Observation(
             images={camera: frames.read(index) for camera, frames in self.frames.items()},
             state=None if self.state is None else self.state[index],

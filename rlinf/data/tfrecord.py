@@ -1,8 +1,8 @@
-"""The container of TensorFlow datasets, read without TensorFlow: TFRecord files of ``tf.train.Example`` messages.
+"""Read TFRecord files of ``tf.train.Example`` messages without TensorFlow, which would be a large dependency.
 
-A record is its length (uint64, little endian), a checksum of these eight bytes, the message and a checksum of it; the
-checksums are CRC-32C, rotated and shifted (tensorflow/core/lib/hash/crc32c.h). A message is in the encoding of protocol
-buffers (https://protobuf.dev/programming-guides/encoding), of tensorflow/core/example/example.proto and feature.proto.
+A record is its length (uint64, little endian), a checksum of these eight bytes, the message and its checksum. Checksums
+are CRC-32C, rotated and shifted (tensorflow/core/lib/hash/crc32c.h). Messages are protocol buffers
+(https://protobuf.dev/programming-guides/encoding) as in tensorflow/core/example/example.proto and feature.proto.
 """
 
 from __future__ import annotations
@@ -17,24 +17,20 @@ import numpy as np
 HEADER = struct.Struct("<QI")
 CHECKSUM = struct.Struct("<I")
 STRIPE = 512
-"""Bytes whose checksum is computed at a stretch."""
+"""Bytes whose checksum is computed in one vectorised pass."""
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """Wire types of protocol buffers."""
 
 
 class Blobs(NamedTuple):
-    """Byte strings of a feature, by where they lie: int64 ``[N]`` each."""
+    """Places of the byte strings of a feature, int64 ``[N]`` each."""
 
     offsets: np.ndarray
     lengths: np.ndarray
 
 
 def records(data: memoryview) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each message in a TFRecord file, whose checksums are verified.
-
-    Raises:
-        ValueError: The file is cut short or damaged, or is not a TFRecord file.
-    """
+    """Yield begin and end of each message in a TFRecord file; raise ValueError if a length or a checksum is wrong."""
     position = 0
     while position < len(data):
         if position + HEADER.size > len(data):
@@ -45,14 +41,14 @@ def records(data: memoryview) -> Iterator[tuple[int, int]]:
         begin = position + HEADER.size
         position = begin + length + 4
         if position > len(data):
-            raise ValueError(f"the record at byte {begin - HEADER.size} has {length} bytes, and the file ends before")
+            raise ValueError(f"the record at byte {begin - HEADER.size} has {length} bytes, but the file ends before")
         if CHECKSUM.unpack_from(data, begin + length)[0] != masked_crc32c(data[begin : begin + length]):
-            raise ValueError(f"the record at byte {begin - HEADER.size} is damaged: its checksum is another one")
+            raise ValueError(f"the record at byte {begin - HEADER.size} is damaged: its checksum does not match")
         yield begin, begin + length
 
 
 def masked_crc32c(data: bytes | memoryview) -> int:
-    """Return the checksum of ``data`` as TFRecord files hold it."""
+    """Return the checksum of ``data`` in the form of TFRecord files."""
     crc = _crc32c_of_stripes(data) if len(data) >= STRIPE else _crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -65,10 +61,10 @@ def _crc32c(data: bytes | memoryview) -> int:
 
 
 def _crc32c_of_stripes(data: bytes | memoryview) -> int:
-    """The same for long data, by columns of stripes: forty times as fast.
+    """Return the CRC of long data, computed over many stripes in parallel: forty times faster than ``_crc32c``.
 
-    A CRC that begins with 0 ignores zeros in front, is linear, and that of ``a + b`` is that of ``a`` moved on over
-    ``len(b)`` zeros, xor that of ``b``. To begin with all ones is to turn the first 32 bits.
+    A CRC with initial value 0 is linear and ignores leading zeros. That of ``a + b`` is the CRC of ``a`` followed by
+    ``len(b)`` zeros, xor the CRC of ``b``. An initial value of all ones equals inverting the first 32 bits.
     """
     stripes = np.zeros((-(-len(data) // STRIPE), STRIPE), dtype=np.uint8)
     own = stripes.reshape(-1)[-len(data) :]
@@ -87,14 +83,14 @@ def _crc32c_of_stripes(data: bytes | memoryview) -> int:
 
 
 def _moved_on(crc: np.ndarray, doublings: int) -> np.ndarray:
-    """The checksums ``crc`` after ``STRIPE * 2**doublings`` more zeros."""
+    """Return the checksums ``crc`` after ``STRIPE * 2**doublings`` more zero bytes."""
     bits = crc[:, None] >> np.arange(32, dtype=np.uint32) & 1
     return np.bitwise_xor.reduce(bits * _bits_moved_on(doublings), axis=1)
 
 
 @lru_cache
 def _bits_moved_on(doublings: int) -> np.ndarray:
-    """Each of the 32 bits after ``STRIPE * 2**doublings`` zeros, uint32 ``[32]``."""
+    """Return the checksum of each of the 32 bits after ``STRIPE * 2**doublings`` zero bytes, uint32 ``[32]``."""
     if doublings:
         return _moved_on(_bits_moved_on(doublings - 1), doublings - 1)
     bits = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))
@@ -168,7 +164,7 @@ def _fields(data: memoryview, position: int, end: int) -> Iterator[tuple[int, in
 
 
 def _varint(data: memoryview, position: int) -> tuple[int, int]:
-    """Read a number of seven bits a byte, lowest first; returns it and the position behind it."""
+    """Read a number with seven bits per byte, lowest first; return it and the position after it."""
     number = shift = 0
     while True:
         byte = data[position]

@@ -1,4 +1,4 @@
-"""MP4 files of camera frames: written frame by frame, read frame by frame at exact times. PyAV is imported at first use."""
+"""Write MP4 files of camera frames, and read single frames at exact times. PyAV is imported at first use."""
 
 from __future__ import annotations
 
@@ -8,33 +8,23 @@ from types import ModuleType
 
 import numpy as np
 
+from rlinf.data.damage import damaged
 from rlinf.errors import ConfigError, MissingDependencyError
 
 
 def import_av(wanted_by: str) -> ModuleType:
-    """Return the module ``av``.
-
-    Raises:
-        MissingDependencyError: PyAV is not installed.
-    """
+    """Return the module ``av``; raise MissingDependencyError if PyAV is not installed."""
     try:
         import av
     except ImportError as error:
         raise MissingDependencyError(
-            f"{wanted_by} needs the package 'av' for MP4 files. Install it: pip install 'rlinf[lerobot]'"
+            f"{wanted_by} needs the package 'av' for MP4 files. Run pip install 'rlinf[lerobot]'"
         ) from error
     return av
 
 
 class VideoWriter:
-    """Writes H.264, 4:2:0, every second frame a key frame, as LeRobot does, so that any frame is near one.
-
-    Args:
-        path: The MP4 file.
-        fps: Frames per second.
-        height: Pixels, even.
-        width: Pixels, even.
-    """
+    """Writes H.264, 4:2:0, ``height`` and ``width`` even; every second frame is a key frame, so that seeking is fast, as in LeRobot."""
 
     def __init__(self, path: Path, fps: int, height: int, width: int) -> None:
         av = import_av("Writing a video")
@@ -56,7 +46,7 @@ class VideoWriter:
             self.num_frames += 1
 
     def close(self) -> None:
-        """Write what the encoder still holds, and the index of the file; once."""
+        """Flush the encoder and write the file's index. Idempotent."""
         if self._container is not None:
             self._write(self._stream.encode(None))
             self._container.close()
@@ -68,11 +58,7 @@ class VideoWriter:
 
 
 class VideoReader:
-    """Reads single frames of one video file; belongs to one thread.
-
-    Args:
-        path: A file that FFmpeg reads: MP4 with H.264, AV1, ...
-    """
+    """Reads single frames of a video file in any format of FFmpeg. Use it in one thread only."""
 
     def __init__(self, path: Path) -> None:
         av = import_av(f"{path}")
@@ -81,20 +67,14 @@ class VideoReader:
             self._container = av.open(str(path))
             self._stream = self._container.streams.video[0]
         except (OSError, IndexError, av.error.FFmpegError) as error:
-            raise ConfigError(
-                f"{path} cannot be read as a video ({type(error).__name__}: {error}). Set sft.dataset=<a whole dataset>"
-            ) from error
+            raise damaged(path, error) from error
         self._stream.codec_context.thread_count = 1
         self._errors = av.error.FFmpegError
         self._frames = self._container.decode(self._stream)
         self._frame, self._half = None, Fraction(1, 2) / Fraction(self._stream.average_rate)
 
     def frame_at(self, seconds: float) -> np.ndarray:
-        """Return the frame that is shown at ``seconds``, uint8 ``[H, W, 3]``.
-
-        Raises:
-            ConfigError: No frame lies within half a frame's duration of it: the file is cut short or damaged.
-        """
+        """Return the frame shown at ``seconds``, uint8 ``[H, W, 3]``; raise ConfigError if there is none within half a frame."""
         try:
             if self._frame is None or not 0 <= seconds - self._time() < 8 * self._half:
                 self._container.seek(int((seconds - float(self._half)) / self._stream.time_base), stream=self._stream)
@@ -105,7 +85,7 @@ class VideoReader:
         except self._errors as error:
             raise self._missing(seconds, f"{type(error).__name__}: {error}") from error
         if self._frame is None or abs(self._time() - seconds) > self._half:
-            raise self._missing(seconds, "the file ends before, or has a gap")
+            raise self._missing(seconds, "the file ends earlier, or has a gap")
         return self._frame.to_ndarray(format="rgb24")
 
     def _time(self) -> float:
@@ -113,9 +93,7 @@ class VideoReader:
 
     def _missing(self, seconds: float, reason: str) -> ConfigError:
         self._frame = None
-        return ConfigError(
-            f"{self.path} has no frame at {seconds:.3f} s ({reason}). Copy the dataset again, or set sft.dataset=<a whole dataset>"
-        )
+        return damaged(self.path, f"no frame at {seconds:.3f} s: {reason}")
 
     def close(self) -> None:
         """Close the file."""

@@ -69,7 +69,7 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
         ConfigError: A file is missing or damaged.
         MissingDependencyError: pyarrow is not installed.
     """
-    pa = import_pyarrow(f"sft.dataset={folder}")
+    pa = import_pyarrow(f"Reading {folder}")
     info = read_info(folder)
     names = [name for name in (ACTION, state_key, "timestamp", "index", "episode_index", "task_index") if name]
     spools = {key: _ImageSpool(folder, key) for key in cameras.values() if info["features"][key]["dtype"] == "image"}

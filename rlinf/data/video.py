@@ -61,7 +61,7 @@ class VideoReader:
     """Reads single frames of a video file in any format of FFmpeg. Use it in one thread only."""
 
     def __init__(self, path: Path) -> None:
-        av = import_av(f"{path}")
+        av = import_av(f"Reading {path}")
         self.path = path
         try:
             self._container = av.open(str(path))

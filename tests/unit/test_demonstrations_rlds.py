@@ -96,7 +96,7 @@ def test_damaged_records_are_refused(tmp_path, damage):
     else:
         data[13] = 0x7F
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"is not whole .tiny_rlds-train.*et sft.dataset="):
+    with pytest.raises(ConfigError, match=r"tiny_rlds-train.* is damaged or incomplete.*use another"):
         rlds_dataset.open_dataset(folder, CAMERAS, "state")
 
 
@@ -105,7 +105,7 @@ def test_a_missing_file_and_missing_parts_are_refused(tmp_path):
     about = json.loads((folder / "dataset_info.json").read_text())
     about["splits"][0]["shardLengths"] = ["4"]
     (folder / "dataset_info.json").write_text(json.dumps(about))
-    with pytest.raises(ConfigError, match="3 episodes are there, and its description says 4"):
+    with pytest.raises(ConfigError, match="it has 3 episodes, but its description says 4"):
         rlds_dataset.open_dataset(folder, CAMERAS, "state")
     features = json.loads((folder / "features.json").read_text())
     del features["featuresDict"]["features"]["steps"]["sequence"]["feature"]["featuresDict"]["features"][
@@ -121,7 +121,7 @@ def test_a_missing_file_and_missing_parts_are_refused(tmp_path):
 
 def test_a_folder_without_a_dataset_names_one_inside(tmp_path):
     shutil.copytree(FIXTURE, tmp_path / "tiny" / "1.0.0")
-    with pytest.raises(ConfigError, match=r"that is not a dataset.*Set sft.dataset=.*tiny/1.0.0"):
+    with pytest.raises(ConfigError, match=r"which is not a dataset. Set sft.dataset=.*tiny/1.0.0"):
         describe_dataset(tmp_path / "tiny")
     with pytest.raises(ConfigError, match="is not a folder. Set sft.dataset="):
         describe_dataset(tmp_path / "none")

@@ -1,8 +1,8 @@
-"""What a checkpoint was made under, so that it is not used under other conditions without anyone noticing.
+"""The conditions under which a checkpoint was made, so that using it under others does not go unnoticed.
 
-A policy that is fed images of another size, actions scaled by other statistics or a simulator of another version
-still runs, only worse. Every checkpoint therefore holds a ``manifest.json``; whoever loads one for evaluation compares
-it with the present conditions and refuses a difference that changes results, unless the user names the field.
+A policy given images of another size, actions scaled by other statistics or another simulator version still runs, only
+worse. Every checkpoint therefore holds a ``manifest.json``. Loading it for evaluation compares these conditions with the
+present ones and refuses a difference that changes results, unless the user names the field.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+from rlinf import __version__
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, did_you_mean
 from rlinf.files import sha256_of, write_text
 
@@ -25,20 +26,20 @@ FORMAT = 2
 LIBRARIES = ("torch", "transformers", "numpy", "gymnasium", "peft")
 
 POLICY_FIELDS = ("model", "normalization", "preprocessing", "actions", "lora", "precision")
-"""Fields (and all that lies under them) that change what a policy does."""
+"""Sections that change what a policy does."""
 
-BASE_FIELD = "lora.base_sha256"  # of the base weights to which adapters belong
+BASE_FIELD = "lora.base_sha256"
+"""Hash of the base weights that adapters belong to."""
 
 WORLD_FIELDS = ("env", "simulators", "renderer")
-"""Fields that change what a policy sees, what its actions do or how success is counted. What only one side has recorded
-is reported, not refused: a setting that came with a later version, a task that was not played, a renderer not used."""
+"""Sections that change what a policy sees, what its actions do or how success is counted. A field that only one side has
+is reported, not refused: a setting of a later version, a task that was not played, an unused renderer."""
 
 MUST_MATCH_MINOR = ("transformers",)
-"""Libraries whose major and minor version, and whose origin, must match: other ones have changed numbers before."""
+"""Libraries whose major and minor version and origin must match, because earlier releases have changed numbers."""
 
 ACTION_FIELDS = ("action_decoding", "action_bin_rule", "n_action_bins", "action_dim")
-"""Fields of a model's configuration that are recorded where it has them; its class may name more
-(``manifest_fields``)."""
+"""Fields recorded for every model that has them; its class may name more (``manifest_fields``)."""
 
 
 @dataclass
@@ -46,24 +47,24 @@ class Manifest:
     """The conditions under which a policy was made.
 
     Attributes:
-        versions: Python and library to version; only what is installed. One that was installed from a repository (a
-            fork) has its address and commit behind the version.
+        versions: Versions of Python and the installed libraries; for one installed from a repository (a fork), also its
+            address and commit.
         model: ``model_type`` and class.
-        normalization: ``unnorm_key`` and the action ``statistics`` behind it.
+        normalization: ``unnorm_key`` and the action ``statistics`` of that key.
         preprocessing: Image size, cameras, prompt and image processor settings.
         actions: Numbers per action, actions per chunk, bins.
-        lora: ``state`` (``none``, ``adapter``: kept apart from the base weights, ``merged``: added into them, which
-            must not happen twice), the adapter's rank, alpha and targets, and ``base_sha256`` of the weights below it.
+        lora: ``state`` (``none``, ``adapter``: separate from the base weights, ``merged``: added to them, which must not
+            happen twice), the adapter's rank, alpha and targets, and ``base_sha256``.
         precision: As in ``model.precision``.
-        env: The env section of the configuration without what changes no episode (``VectorEnv.free_settings``);
+        env: The env section of the configuration without settings that change no episode (``VectorEnv.free_settings``);
             ``max_episode_steps`` holds the horizon of each task.
-        renderer: ``MUJOCO_GL``, which the renderer sets when it chooses a graphics backend.
-        simulators: Version of each package that the env class names in ``packages``; must match exactly.
+        renderer: ``MUJOCO_GL``, set when a graphics backend is chosen.
+        simulators: Version of each package in the env class's ``packages``; must match exactly.
         probe: The simulator's fingerprint (see ``rlinf/evaluation/fingerprint.py``), or None. Differences are a warning.
-        policy_version: Weight updates behind the policy.
-        seed: Of the run.
-        git_revision: Of the code, where it lies in a git repository.
-        files: Path relative to the folder of the manifest, to the SHA-256 of the file.
+        policy_version: Number of weight updates behind the policy.
+        seed: Seed of the run.
+        git_revision: Commit of the code, if it lies in a git repository.
+        files: Path relative to the manifest's folder, to the SHA-256 of the file.
     """
 
     versions: dict[str, str]
@@ -88,11 +89,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: str | Path) -> Manifest:
-        """Read ``manifest.json`` of ``folder``; of the format that this version of rlinf writes.
-
-        Raises:
-            CheckpointError: There is none, it cannot be read, or it has another format.
-        """
+        """Read ``manifest.json`` of ``folder``; raise CheckpointError if it is missing, damaged or of another format."""
         path = Path(folder) / MANIFEST_FILE
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -121,14 +118,14 @@ class Manifest:
             if not isinstance(digest, str) or Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"'files' names '{name}', which is not a file of the folder with its SHA-256")
 
-    def facts(self) -> dict[str, Any]:
-        """Return dotted field to value, lists as values, without ``files`` and ``probe``."""
+    def flatten(self) -> dict[str, Any]:
+        """Return dotted field names to values, without ``files`` and ``probe``."""
         return _flatten({f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("files", "probe")})
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A field that differs; ``must_match`` says whether that is refused."""
+    """A field that differs; the difference is refused if ``must_match``."""
 
     field: str
     saved: Any
@@ -142,9 +139,9 @@ class Mismatch:
 def compare(saved: Manifest, present: Manifest) -> list[Mismatch]:
     """Return the fields that differ, those that must match first.
 
-    ``files`` (see ``verify_files``) and the fingerprint ``probe`` (see ``rlinf.evaluation.fingerprint.compare_fingerprints``) are not compared here.
+    ``files`` are left to ``verify_files``, the fingerprint ``probe`` to ``rlinf.evaluation.fingerprint``.
     """
-    before, now = saved.facts(), present.facts()
+    before, now = saved.flatten(), present.flatten()
     found = []
     for name in dict.fromkeys([*before, *now]):
         old, new = before.get(name), now.get(name)
@@ -155,18 +152,15 @@ def compare(saved: Manifest, present: Manifest) -> list[Mismatch]:
 
 
 def check(saved: Manifest, present: Manifest, allow_mismatch: Sequence[str] = ()) -> list[Mismatch]:
-    """Refuse conditions that differ from those of the checkpoint.
+    """Return the differences from the checkpoint's conditions, unless one is refused.
 
     Args:
-        saved: The checkpoint's.
-        present: The present ones.
-        allow_mismatch: Fields that may differ; ``env`` stands for all that begins with ``env.``.
-
-    Returns:
-        The differences that were let pass.
+        saved: The manifest of the checkpoint.
+        present: The present conditions.
+        allow_mismatch: Fields that may differ; ``env`` stands for all that begin with ``env.``.
 
     Raises:
-        ManifestMismatchError: Fields that must match differ; lists all of them and the override to type.
+        ManifestMismatchError: Fields that must match differ.
         ConfigError: ``allow_mismatch`` names a field that does not exist.
     """
     check_allowed(allow_mismatch, saved, present)
@@ -175,12 +169,8 @@ def check(saved: Manifest, present: Manifest, allow_mismatch: Sequence[str] = ()
 
 
 def check_allowed(allow_mismatch: Sequence[str], *manifests: Manifest, also: Sequence[str] = ()) -> None:
-    """Check that names in ``evaluation.allow_mismatch`` are fields of a manifest, or in ``also``.
-
-    Raises:
-        ConfigError: One is not.
-    """
-    known = {*also, *(name for manifest in manifests for name in manifest.facts())}
+    """Raise ConfigError if a name in ``evaluation.allow_mismatch`` is neither a field of a manifest nor in ``also``."""
+    known = {*also, *(name for manifest in manifests for name in manifest.flatten())}
     known |= {name.rsplit(".", depth)[0] for name in known for depth in range(1, name.count(".") + 1)}
     for name in allow_mismatch:
         if name not in known:
@@ -191,11 +181,7 @@ def check_allowed(allow_mismatch: Sequence[str], *manifests: Manifest, also: Seq
 
 
 def refuse(mismatches: list[Mismatch], allow_mismatch: Sequence[str], sentence: str) -> list[Mismatch]:
-    """Return ``mismatches`` unless one must match and is not within a field of ``allow_mismatch``.
-
-    Raises:
-        ManifestMismatchError: ``sentence``, all such fields with both values, and the override to type.
-    """
+    """Return ``mismatches``, or raise ManifestMismatchError with those that must match and are not in ``allow_mismatch``."""
     refused = [m for m in mismatches if m.must_match and not any(_within(m.field, name) for name in allow_mismatch)]
     if refused:
         lines = "\n".join(f"  {mismatch}" for mismatch in refused)
@@ -207,14 +193,14 @@ def refuse(mismatches: list[Mismatch], allow_mismatch: Sequence[str], sentence: 
 
 
 def hash_files(folder: str | Path) -> dict[str, str]:
-    """Return the SHA-256 of every file under ``folder`` except the manifest, by relative path."""
+    """Return relative path to SHA-256 for every file under ``folder`` except the manifest."""
     folder = Path(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
     return {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
 
 
 def changed_files(folder: str | Path, manifest: Manifest) -> list[str]:
-    """Return the files that are missing or that are not those of the manifest; files it does not know are ignored."""
+    """Return the files of the manifest that are missing or changed; other files are ignored."""
     folder = Path(folder)
     return [
         name
@@ -224,14 +210,10 @@ def changed_files(folder: str | Path, manifest: Manifest) -> list[str]:
 
 
 def verify_files(folder: str | Path, manifest: Manifest) -> None:
-    """Refuse a folder whose files are not those of the manifest.
-
-    Raises:
-        CheckpointError: Names the files; or the manifest lists none, so nothing vouches for any.
-    """
+    """Raise CheckpointError if a file of the manifest is missing or changed, or if the manifest lists none."""
     if not manifest.files:
         raise CheckpointError(
-            f"The {MANIFEST_FILE} in {folder} lists no files, so whether they are whole is not known. Use another checkpoint, "
+            f"The {MANIFEST_FILE} in {folder} lists no files, so they cannot be verified. Use another checkpoint, "
             "or copy it again."
         )
     changed = changed_files(folder, manifest)
@@ -243,14 +225,12 @@ def verify_files(folder: str | Path, manifest: Manifest) -> None:
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of Python, of rlinf and of the installed libraries that matter."""
-    from rlinf import __version__
-
+    """Return the versions of Python, rlinf and the installed ``LIBRARIES``."""
     return {"python": platform.python_version(), "rlinf": __version__, **package_versions(LIBRARIES)}
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the distributions that are installed, with address and commit of one from a repository."""
+    """Return the versions of installed distributions; one from a repository has its address and commit appended."""
     found = {}
     for name in names:
         try:
@@ -264,7 +244,7 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def git_revision() -> str | None:
-    """Return the commit of the repository that holds this file (``-dirty``: files differ from it), else None."""
+    """Return the commit of the repository that holds this file (with ``-dirty`` if files differ), or None."""
     try:
         result = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--dirty"],
@@ -278,7 +258,7 @@ def git_revision() -> str | None:
 def _must_match(name: str, saved: Any, present: Any, on_both_sides: bool) -> bool:
     section, _, rest = name.partition(".")
     if name == BASE_FIELD:
-        return saved is not None  # what was made before it was recorded is not refused
+        return saved is not None  # checkpoints made before it was recorded are accepted
     if section in POLICY_FIELDS:
         return True
     if section == "versions":

@@ -10,8 +10,8 @@
       config.yaml       resolved configuration
       manifest.json     conditions (see rlinf/manifest.py) and the SHA-256 of every file above
 
-Rank 0 collects everything under a temporary name and renames it, so a folder under its final name is complete. Nothing
-is read back through an unrestricted pickle.
+The folder is written under a temporary name and then renamed, so one under its final name is complete. Nothing is read
+back through an unrestricted pickle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 from torch import nn
 from torch.optim import Optimizer
@@ -37,8 +36,8 @@ from torch.optim import Optimizer
 from rlinf.checkpoints.model_files import ADAPTER_FOLDER, MODEL_FOLDER, is_adapter, save_model_files
 from rlinf.checkpoints.rng_state import load_rng_state, save_rng_state
 from rlinf.checkpoints.trainer_state import load_trainer_state, save_trainer_state, weights_to_save
-from rlinf.distributed.fsdp import local_part
-from rlinf.distributed.process_group import rank, world_size
+from rlinf.distributed.fsdp import full_tensor, local_part
+from rlinf.distributed.process_group import gather_objects, rank, world_size
 from rlinf.errors import CheckpointError
 from rlinf.files import follow_latest, naming, write_text
 from rlinf.manifest import MANIFEST_FILE, Manifest, hash_files, verify_files
@@ -49,7 +48,7 @@ logger = logging.getLogger("rlinf")
 
 STATE_FILE, CONFIG_FILE, CHECKPOINTS_FOLDER = "state.json", "config.yaml", "checkpoints"
 SUPERSEDED = re.compile(r"superseded_(\d+)")
-"""Folders next to checkpoints, which hold those of steps that were made again."""
+"""Name of folders next to checkpoints that hold those whose steps a resumed run repeats."""
 FORMAT = 1
 
 
@@ -64,23 +63,20 @@ def save_checkpoint(
     max_keep: int = -1,
     best: str | None = None,
 ) -> Path:
-    """Write a checkpoint; a collective call on all ranks. A folder of this name is replaced.
+    """Write a checkpoint and return its folder, which is replaced if it exists; a collective call on all ranks.
 
     Args:
         folder: Final name, ``<run folder>/checkpoints/<phase>_<step>``.
         model: The policy, sharded or not.
-        optimizer: Its optimiser; None leaves its state out.
+        optimizer: Its optimiser; None omits the state.
         loop_state: Counters as JSON values.
         run_config: Resolved configuration.
-        manifest: Its ``files`` are filled in here.
-        max_keep: Newest checkpoints of the same phase that are kept next to each other; -1 keeps all.
+        manifest: Conditions; ``files`` are filled in here.
+        max_keep: Number of newest checkpoints of the same phase to keep; -1 keeps all.
         best: Name of the checkpoint with the best evaluation, which is kept too.
 
-    Returns:
-        ``folder``.
-
     Raises:
-        CheckpointError: It cannot be written; nothing of it is left behind.
+        CheckpointError: A file cannot be written; nothing is left behind.
     """
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.tmp")
@@ -111,18 +107,15 @@ def save_checkpoint(
 def load_checkpoint(
     folder: str | os.PathLike, *, model: nn.Module, optimizer: Optimizer | None = None
 ) -> dict[str, Any]:
-    """Put a run back where it was: weights, optimiser state and random states; a collective call on all ranks.
+    """Restore weights, optimiser state and random states, and return ``loop_state``; a collective call on all ranks.
 
-    The number of ranks may differ from the one that saved; ranks that had no random state keep the present one.
+    The number of ranks may differ from that at saving; ranks without a saved random state keep their present one.
     Hyperparameters of the optimiser (learning rate, betas, ...) are those of the present configuration.
 
     Args:
         folder: Checkpoint folder.
         model: Model of the same architecture, sharded or not, whose weights are overwritten.
         optimizer: Optimiser over parameters of ``model``.
-
-    Returns:
-        ``loop_state`` as it was saved.
 
     Raises:
         CheckpointError: The folder is not a checkpoint, is damaged, or does not fit the model.
@@ -133,7 +126,7 @@ def load_checkpoint(
     _load_state(folder, model, optimizer)
     if state["world_size"] != world_size() and rank() == 0:
         logger.warning(
-            "%s was saved by %d ranks and is loaded by %d: training goes on, but not bit for bit.",
+            "%s was saved by %d ranks and is loaded by %d: training continues, but not bit for bit.",
             folder, state["world_size"], world_size(),
         )  # fmt: skip
     random_file = folder / "rng" / f"rank_{rank()}.pt"
@@ -143,11 +136,7 @@ def load_checkpoint(
 
 
 def load_weights(folder: str | os.PathLike, model: nn.Module) -> None:
-    """Overwrite the weights of ``model`` by those of a checkpoint, and nothing else; a collective call on all ranks.
-
-    Raises:
-        CheckpointError: The folder is not a checkpoint, is damaged, or does not fit the model.
-    """
+    """Load only the weights of a checkpoint into ``model``; otherwise like ``load_checkpoint``."""
     folder = Path(folder)
     on_rank_zero(lambda: verify_files(folder, Manifest.load(folder)), f"read {folder}")
     _load_state(folder, model, None)
@@ -159,37 +148,29 @@ def _load_state(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
 
 
 def read_loop_state(folder: str | os.PathLike) -> dict[str, Any]:
-    """Return the ``loop_state`` of a checkpoint without loading anything else.
-
-    Raises:
-        CheckpointError: The folder is not a checkpoint.
-    """
+    """Return the ``loop_state`` of a checkpoint without loading anything else."""
     return _read_state(Path(folder))["loop_state"]
 
 
 def is_checkpoint(folder: str | os.PathLike) -> bool:
-    """True for a folder that has the files of a checkpoint; says nothing about their content."""
+    """Return whether a folder has the files of a checkpoint, whatever their content."""
     return (Path(folder) / STATE_FILE).is_file()
 
 
 def is_export(folder: str | os.PathLike) -> bool:
-    """True for a folder that ``rlinf export`` wrote; it holds a policy, and nothing to resume from."""
+    """Return whether ``rlinf export`` wrote a folder: it holds a policy, but nothing to resume from."""
     folder = Path(folder)
     return all((folder / name).is_file() for name in (MANIFEST_FILE, CONFIG_FILE)) and _has_policy(folder)
 
 
 def is_run(folder: str | os.PathLike) -> bool:
-    """Return whether a folder is that of a run, or ``latest``, which names one."""
+    """Return whether a folder is a run folder, or ``latest``, which names one."""
     folder = follow_latest(folder)
     return ((folder / METRICS_FILE).is_file() or (folder / CHECKPOINTS_FOLDER).is_dir()) and not _has_policy(folder)
 
 
 def policy_folder(folder: str | os.PathLike) -> Path:
-    """Return where ``from_pretrained`` finds weights: ``model/`` or ``adapter/`` of a checkpoint, an export itself.
-
-    Raises:
-        CheckpointError: There are none.
-    """
+    """Return the folder for ``from_pretrained``: ``model/`` or ``adapter/`` of a checkpoint, or an export itself."""
     folder = Path(folder)
     places = (folder / MODEL_FOLDER, folder / ADAPTER_FOLDER, folder)
     for place in places:
@@ -205,18 +186,18 @@ def _has_policy(folder: Path) -> bool:
 
 
 def resolve_checkpoint(path: str | os.PathLike) -> Path:
-    """Find the checkpoint that a user means.
+    """Return the checkpoint folder that a user's path stands for.
 
     Args:
-        path: A checkpoint folder, or a run folder (or its ``checkpoints`` folder), which means the undamaged checkpoint
-            of the last phase and step in it. An exported folder means itself, and ``latest`` the newest run.
+        path: A checkpoint or an export, which stands for itself; a run folder or its ``checkpoints``, for the last
+            undamaged checkpoint in it; ``latest``, for the newest run.
 
     Raises:
-        CheckpointError: There is none; says where it looked.
+        CheckpointError: There is none.
     """
     path = follow_latest(path)
     if not path.exists():
-        raise CheckpointError(f"There is no folder {path}; needed is a checkpoint folder or a run folder.")
+        raise CheckpointError(f"There is no folder {path}; required: a checkpoint folder or a run folder.")
     if is_checkpoint(path) or is_export(path):
         return path
     parent = path / CHECKPOINTS_FOLDER if (path / CHECKPOINTS_FOLDER).is_dir() else path
@@ -230,26 +211,18 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
         else f"no {STATE_FILE} in {path} or in {parent}/*"
     )
     raise CheckpointError(
-        f"{path} holds no usable checkpoint: {looked}. Give a checkpoint folder or a run folder; a run that ended before its "
+        f"{path} holds no usable checkpoint: {looked}. Name a checkpoint folder or a run folder; a run that ended before its "
         "first checkpoint can only be started again."
     )
 
 
 def on_rank_zero(action: Callable[[], None], what: str) -> None:
-    """Run ``action`` on rank 0 while the others wait; if it fails, every rank raises.
-
-    Raises:
-        CheckpointError: ``action`` raised an ``OSError`` or a ``CheckpointError``.
-    """
+    """Run ``action`` on rank 0 while the others wait; otherwise like ``on_every_rank``."""
     on_every_rank(action if rank() == 0 else lambda: None, what)
 
 
 def on_every_rank(action: Callable[[], None], what: str) -> None:
-    """Run ``action`` on all ranks; if it fails on one, every rank raises.
-
-    Raises:
-        CheckpointError: ``action`` raised an ``OSError`` or a ``CheckpointError`` on some rank.
-    """
+    """Run ``action`` on all ranks; raise CheckpointError on all if one of them raises it or an ``OSError``."""
     failure: str | None = None
     try:
         action()
@@ -257,35 +230,31 @@ def on_every_rank(action: Callable[[], None], what: str) -> None:
         failure = str(error)
     except OSError as error:
         failure = f"Cannot {what}: {error}. Check space and permissions, or choose another output_dir."
-    failures = [failure]
-    if world_size() > 1:
-        failures = [None] * world_size()
-        dist.all_gather_object(failures, failure)
-    for message in failures:
+    for message in gather_objects(failure):
         if message is not None:
             raise CheckpointError(message)
 
 
 def _start_folder(partial: Path) -> None:
-    for left in partial.parent.glob(".*.tmp"):  # by a process that was killed while it wrote
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in partial.parent.glob(".*.tmp"):  # of a process that was killed while writing
+        shutil.rmtree(leftover, ignore_errors=True)
     (partial / "rng").mkdir(parents=True)
 
 
 def _full_weights(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
-    """Gather on the CPU what acts, or the masters of a model with adapters (a collective call); only rank 0 keeps it."""
+    """Return the whole acting weights (masters, if the model has adapters) on the CPU of rank 0; a collective call."""
     adapter, weights = is_adapter(model), {}
     tensors = weights_to_save(model, optimizer) if adapter else model.state_dict()
     dtypes = {} if adapter else getattr(model, "compute_dtypes", {})
     for name, tensor in tensors.items():
-        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        full = full_tensor(tensor)
         if rank() == 0:
             weights[name] = full.detach().to("cpu", dtypes.get(name))
     return weights
 
 
 def _move(partial: Path, folder: Path) -> None:
-    """Give the folder its final name; a former folder of this name is there until the new one is."""
+    """Rename a finished folder; an existing one of that name stays until then."""
     former = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(former, ignore_errors=True)
     if folder.exists():
@@ -295,7 +264,7 @@ def _move(partial: Path, folder: Path) -> None:
 
 
 def _prune(newest: Path, max_keep: int, best: str | None) -> None:
-    """Delete all checkpoints of the same phase but ``newest``, the ``max_keep - 1`` before it, and the best one."""
+    """Delete checkpoints of the same phase except ``newest``, the ``max_keep - 1`` before it, and the best one."""
     if max_keep < 0:
         return
     phase = newest.name.rpartition("_")[0]
@@ -309,9 +278,9 @@ def _prune(newest: Path, max_keep: int, best: str | None) -> None:
 
 
 def set_aside_later(resumed: Path) -> None:
-    """Move checkpoints of later steps than ``resumed`` into ``superseded_<n>`` next to them; on one rank.
+    """Move checkpoints later than ``resumed`` into ``superseded_<n>`` next to them; call it on one rank.
 
-    A run that goes on from ``resumed`` makes these steps again, and a later resume must not take those of before.
+    The run repeats these steps, and a later resume must not take the old ones.
     """
     point = _moment(resumed)[:2]
     later = [path for path in _checkpoints_in(resumed.parent) if _moment(path)[:2] > point]
@@ -323,17 +292,17 @@ def set_aside_later(resumed: Path) -> None:
     for path in later:
         os.rename(path, folder / path.name)
     names = ", ".join(path.name for path in later)
-    logger.warning("The run goes on from %s; what it had saved after that (%s) is now in %s", resumed, names, folder)
+    logger.warning("The run continues from %s; its later checkpoints (%s) are now in %s", resumed, names, folder)
 
 
 def _checkpoints_in(parent: Path) -> list[Path]:
-    """Checkpoint folders, oldest first, as told by their phase and step; the clock decides between equals."""
+    """Return checkpoint folders, oldest first by phase and step; the time of saving decides between equals."""
     paths = parent.iterdir() if parent.is_dir() else ()
     return sorted((path for path in paths if not path.name.startswith(".") and is_checkpoint(path)), key=_moment)
 
 
 def _moment(folder: Path) -> tuple[int, int, float, str]:
-    """Return phase and step, by the name that ``save_checkpoint`` was given or else by the state, then time and name."""
+    """Return phase and step (from the folder's name, or else its state), time of saving, and name."""
     try:
         state = _read_state(folder)
         saved_at, loop = float(state["saved_at"]), state["loop_state"]
@@ -348,14 +317,14 @@ def _moment(folder: Path) -> tuple[int, int, float, str]:
 
 
 def _fingerprint(folder: Path) -> tuple:
-    """Names, sizes and times of the files: while these are the same, a verified folder is not hashed again."""
+    """Return names, sizes and times of the files; while they stay the same, a verified folder is not hashed again."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
 
 
 @functools.cache
 def _damage_of(folder: Path, fingerprint: tuple) -> str | None:
-    """Return what is wrong with a checkpoint, and warn of it once; None: nothing."""
+    """Return what is wrong with a checkpoint and log it once; None if nothing is."""
     try:
         verify_files(folder, Manifest.load(folder))
     except CheckpointError as error:
@@ -370,14 +339,10 @@ def _read_state(folder: Path) -> dict[str, Any]:
         state = json.loads(path.read_text(encoding="utf-8"))
         complete = state["format"] == FORMAT and {"saved_at", "world_size", "loop_state"} <= state.keys()
     except FileNotFoundError as error:
-        hint = (
-            "It is an exported policy, which can start a run (init_from=) but not resume one."
-            if is_export(folder)
-            else ""
-        )
-        raise CheckpointError(
-            f"{folder} is not a checkpoint: it has no {STATE_FILE}. {hint or 'Give a checkpoint or a run folder.'}"
-        ) from error
+        hint = "Name a checkpoint or a run folder."
+        if is_export(folder):
+            hint = "It is an exported policy, which can start a run (init_from=) but not resume one."
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {STATE_FILE}. {hint}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}: {error}). Use another checkpoint."

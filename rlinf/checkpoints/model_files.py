@@ -1,4 +1,4 @@
-"""The part of a checkpoint that other programs load: weights as safetensors with config and processor files."""
+"""Write the part of a checkpoint that other programs load: weights as safetensors with config and processor files."""
 
 from __future__ import annotations
 
@@ -17,25 +17,18 @@ STATISTICS_FILE = "dataset_statistics.json"
 
 
 def save_model_files(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
-    """Write ``folder/model``, or ``folder/adapter`` for a model with adapters, from full weights; on one rank.
+    """Write the whole state dict ``weights`` into ``folder/model``, or ``folder/adapter`` for a model with adapters.
 
-    Args:
-        folder: Where the sub-folder goes.
-        model: A ``PreTrainedModel``, sharded or not; ``model.processor`` is saved next to it.
-        weights: Its whole state dict.
+    Call it on one rank; ``model`` is a ``PreTrainedModel``, sharded or not.
     """
     write_policy(folder / (ADAPTER_FOLDER if is_adapter(model) else MODEL_FOLDER), model, weights)
 
 
 def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
-    """Write weights (or adapters), config, processor and action statistics into ``folder`` itself.
-
-    Raises:
-        OSError: The folder cannot be written, or the disk is full.
-    """
+    """Write weights (or adapters), config, processor and action statistics into ``folder`` itself; may raise OSError."""
     try:
         if is_adapter(model):
-            from rlinf.models.lora import save_adapter
+            from rlinf.models.lora import save_adapter  # imports peft and transformers
 
             save_adapter(model, folder, weights)
         else:
@@ -52,5 +45,5 @@ def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
 
 
 def is_adapter(model: Any) -> bool:
-    """True for a model with LoRA layers, of which the adapters are saved and not the base weights."""
+    """Return whether a model has LoRA layers, so that its adapters are saved instead of its weights."""
     return hasattr(model, "peft_config")

@@ -1,4 +1,4 @@
-"""Random states of a process as a file of tensors and numbers, which is read without running pickled code."""
+"""Save the random states of a process as tensors and numbers, which can be read without running pickled code."""
 
 from __future__ import annotations
 
@@ -15,25 +15,17 @@ from rlinf.files import naming
 
 
 def save_rng_state(path: Path) -> None:
-    """Write the states of Python, NumPy and torch.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write the random states of Python, NumPy and torch."""
     with naming(path):
         torch.save(_state(), path)
 
 
 def load_rng_state(path: Path) -> None:
-    """Set the states that a file holds.
-
-    Raises:
-        CheckpointError: It holds something else.
-    """
+    """Restore the random states in a file; raise CheckpointError if it holds something else."""
     try:
         _set_state(torch.load(path, weights_only=True))
     except (pickle.UnpicklingError, EOFError, KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        # Not the error's text, which recommends reading the file with code.
+        # Without the error's text, which recommends loading the file with pickled code.
         raise CheckpointError(
             f"{path} holds no random states ({type(error).__name__}). Use another checkpoint."
         ) from error

@@ -1,4 +1,4 @@
-"""The configuration that a checkpoint holds."""
+"""Read the configuration in a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from rlinf.errors import CheckpointError
 
 
 def read_saved_config(folder: Path) -> dict[str, Any]:
-    """Read the resolved configuration that a checkpoint holds.
-
-    Raises:
-        CheckpointError: It is missing or is not a YAML mapping.
-    """
+    """Return the resolved configuration in a checkpoint; raise CheckpointError if it is missing or damaged."""
     path = folder / CONFIG_FILE
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -31,6 +27,7 @@ def read_saved_config(folder: Path) -> dict[str, Any]:
 
 
 def flat(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return a nested mapping with dotted keys."""
     found = {}
     for key, value in mapping.items():
         found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}

@@ -1,12 +1,12 @@
-"""Weights and optimiser state in torch.distributed.checkpoint's format, which any number of ranks can read.
+"""Save weights and optimiser state with torch.distributed.checkpoint (DCP), so that any number of ranks can load them.
 
-``torch.distributed.checkpoint.state_dict`` is not used for the optimiser: on an optimiser without state it takes a step
-with zero gradients (after which AdamW's bias correction starts at 2), and it cannot restore a state in which some
-parameters were not stepped yet, as during the critic's warm-up. Here the state is a flat dict of tensors instead:
-``model.<name>`` and ``optimizer.<parameter name>.<key>``, for what there is.
+``torch.distributed.checkpoint.state_dict`` is not used for the optimiser. On an optimiser without state it takes a step
+with zero gradients, after which AdamW's bias correction starts at 2. It also cannot restore a state in which some
+parameters have not been stepped yet, as during the critic's warm-up. Here the state is a flat dict of the tensors that
+exist: ``model.<name>`` and ``optimizer.<parameter name>.<key>``.
 
-``model.<name>`` is what the optimiser steps, where it steps the tensor: the float32 master of a parameter in 16 bits. So the
-file does not tell a master from a float32 shard, and either can be read into the other.
+``model.<name>`` is the tensor that the optimiser steps: for a 16-bit parameter its float32 master. The file does not
+distinguish a master from a float32 shard, so either can be loaded into the other.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _PICKLED_TYPES = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads DCP's index file, which is a pickle, and knows no other classes than those that belong there."""
+    """Reads DCP's index file, a pickle, and accepts only the classes that belong there."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _PICKLED_TYPES.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong into it")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong there")
 
 
 class _Reader(FileSystemReader):
-    """DCP's reader, whose index is read without running code that the file may name."""
+    """DCP's reader, but its index cannot run code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(Path(self.path) / METADATA_FILE, "rb") as file:
@@ -69,18 +69,14 @@ class _Reader(FileSystemReader):
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer, whose index holds neither the path nor a random id of this run."""
+    """DCP's writer, but its index holds neither the path nor a random id of this run."""
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
 
 
 def save_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Write the shards of all ranks; a collective call.
-
-    Raises:
-        CheckpointError: It cannot be written.
-    """
+    """Write the shards of all ranks (a collective call); raise CheckpointError if that fails."""
     tensors = {f"{MODEL}{name}": tensor for name, tensor in weights_to_save(model, optimizer).items()}
     for name, stepped in _stepped(model, optimizer).items():
         for key, value in optimizer.state.get(stepped, {}).items():
@@ -103,12 +99,12 @@ def save_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
 
 
 def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Read into ``model`` and ``optimizer`` in place; a collective call. State of other parameters is dropped.
+    """Load into ``model`` and ``optimizer`` in place; a collective call. State of other parameters is ignored.
 
     Args:
-        folder: What ``save_trainer_state`` wrote, by any number of ranks.
-        model: Sharded in any way. Its weights in 16 bits are those of the file, rounded.
-        optimizer: Gets state and masters; None leaves the state in the file alone.
+        folder: Written by ``save_trainer_state``, on any number of ranks.
+        model: Sharded in any way. 16-bit weights are rounded from the file's.
+        optimizer: Receives state and masters; None ignores them.
 
     Raises:
         CheckpointError: The folder cannot be read, or names or shapes are not those of the model.
@@ -150,15 +146,11 @@ def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
         optimizer.state.update(states)
     with torch.no_grad():
         for name, tensor in stepped.items():
-            weights[name].copy_(tensor)  # what acts is the master, rounded
+            weights[name].copy_(tensor)  # the acting weight is the rounded master
 
 
 def _checked_entries(folder: Path, metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return the index by name, all of it tensors in files of the folder: DCP would unpickle anything else.
-
-    Raises:
-        ValueError: An entry is something else.
-    """
+    """Return the index by name; raise ValueError unless all are tensors in the folder, as DCP would unpickle anything else."""
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(f"{METADATA_FILE} holds '{name}' as {type(entry).__name__}, and only tensors are read")
@@ -171,12 +163,12 @@ def _checked_entries(folder: Path, metadata: Metadata) -> dict[str, TensorStorag
 
 
 def weights_to_save(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Return the state dict of a model, with what the optimiser steps in the place of parameters in 16 bits."""
+    """Return the state dict of a model, with the float32 masters of 16-bit parameters."""
     return model.state_dict() | {name: tensor.detach() for name, tensor in _stepped(model, optimizer).items()}
 
 
 def _stepped(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Parameter]:
-    """Name to what the optimiser steps: the parameter, or its master."""
+    """Return parameter name to the tensor that the optimiser steps: the parameter, or its master."""
     if isinstance(optimizer, MasterAdamW):
         found = {name: optimizer.master_of(parameter) for name, parameter in model.named_parameters()}
         return {name: master for name, master in found.items() if master is not None}
@@ -187,10 +179,10 @@ def _stepped(model: nn.Module, optimizer: Optimizer | None) -> dict[str, nn.Para
 
 
 def _empty_like(entry: TensorStorageMetadata, stepped: nn.Parameter, optimizer: Optimizer) -> Tensor:
-    """Make room for a state tensor: sharded as what is stepped where it has its shape, in its number format, else whole."""
+    """Return an empty state tensor: sharded and typed like the stepped tensor if it has its shape, else whole."""
     if entry.size == stepped.shape and stepped.ndim > 0:
         return torch.zeros_like(stepped, requires_grad=False)
-    device = stepped.device if optimizer.defaults.get("fused") else None  # whose kernel counts steps there
+    device = stepped.device if optimizer.defaults.get("fused") else None  # fused kernels keep step counts on the device
     return torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
 
 
@@ -198,24 +190,20 @@ def _compare_names(folder: str | Path, saved: dict[str, TensorStorageMetadata], 
     missing, unexpected = sorted(weights.keys() - saved.keys()), sorted(saved.keys() - weights.keys())
     if missing or unexpected:
         raise CheckpointError(
-            f"{folder} is of another model: {len(missing)} tensors of the model are not in it "
+            f"{folder} belongs to another model: {len(missing)} tensors of the model are not in it "
             f"({', '.join(missing[:3])}), and it has {len(unexpected)} others ({', '.join(unexpected[:3])}). "
             "Use the model section of its config.yaml."
         )
     for name, tensor in weights.items():
         if saved[name].size != tensor.shape:
             raise CheckpointError(
-                f"{folder} is of another model: '{name}' is {list(saved[name].size)} there and {list(tensor.shape)} "
+                f"{folder} belongs to another model: '{name}' is {list(saved[name].size)} there and {list(tensor.shape)} "
                 "here. Use the model section of its config.yaml."
             )
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The first cause; DCP wraps the errors of all ranks.
-
-    Raises:
-        KeyboardInterrupt: That is the cause.
-    """
+    """Return the first cause (DCP wraps the errors of all ranks); raise it if it is a KeyboardInterrupt."""
     if not isinstance(error, CheckpointException):
         return error
     cause = next(iter(error.failures.values()))[0]
@@ -225,6 +213,6 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _reason(error: BaseException) -> str:
-    """The first cause in one line."""
+    """Return the first cause in one line."""
     cause = _cause(error)
     return str(error) if cause is error else f"{type(cause).__name__}: {cause}"

@@ -277,7 +277,7 @@ def conditions(
         else saved.files,
         "env.reward_mode": config.env.reward_mode,
         "env.success_bonus": config.env.success_bonus,
-        **{name: value for name, value in manifest.facts().items() if name not in ("git_revision", "policy_version")},
+        **{name: value for name, value in manifest.flatten().items() if name not in ("git_revision", "policy_version")},
         "greedy": config.evaluation.greedy,
         "temperature": config.rollout.temperature,
         "model.settings": to_mapping(model),

@@ -67,7 +67,7 @@ class VideoReader:
             self._container = av.open(str(path))
             self._stream = self._container.streams.video[0]
         except (OSError, IndexError, av.error.FFmpegError) as error:
-            raise damaged(path, error) from error
+            raise damaged(path, f"it cannot be read as a video: {type(error).__name__}: {error}") from error
         self._stream.codec_context.thread_count = 1
         self._errors = av.error.FFmpegError
         self._frames = self._container.decode(self._stream)

@@ -310,7 +310,7 @@ def test_going_back_moves_what_came_later_out_of_the_way(saved, tmp_path, caplog
 def test_what_is_no_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="There is no folder .*absent"):
         resolve_checkpoint(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match=r"no state.json in .*Give a checkpoint folder or a run folder"):
+    with pytest.raises(CheckpointError, match=r"no state.json in .*Name a checkpoint folder or a run folder"):
         resolve_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="no manifest.json"):
         load_checkpoint(tmp_path, model=build()[0])

@@ -267,7 +267,7 @@ def test_a_video_that_is_missing_or_cut_is_refused(tmp_path):
     (video,) = folder.rglob("*.mp4")
     whole = video.read_bytes()
     video.write_bytes(whole[:100])
-    with pytest.raises(ConfigError, match="incomplete .InvalidDataError"):
+    with pytest.raises(ConfigError, match="cannot be read as a video"):
         open_fixture(folder).rows(np.array([0]))
     video.unlink()
     with pytest.raises(ConfigError, match=r"file-000.mp4 is missing.*use another"):
@@ -298,7 +298,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path):
     made = episodes()
     made[2]["actions"][1, 0] = np.nan
     folder = write(tmp_path / "data", made)
-    with pytest.raises(ConfigError, match=r"action of row 7 of .*\(episode 2\) is not finite"):
+    with pytest.raises(ConfigError, match=r"action of row 7 \(episode 2\) is not finite"):
         lerobot_dataset.open_dataset(folder, CAMERAS, None)
 
 

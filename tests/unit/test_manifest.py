@@ -106,7 +106,9 @@ def test_a_field_that_changes_results_is_refused(field):
     with pytest.raises(ManifestMismatchError) as caught:
         check(manifest(), changed(field, MUST_MATCH[field]))
     message = str(caught.value)
-    assert f"{field}: saved {json.dumps(manifest().facts()[field])}, present {json.dumps(MUST_MATCH[field])}" in message
+    assert (
+        f"{field}: saved {json.dumps(manifest().flatten()[field])}, present {json.dumps(MUST_MATCH[field])}" in message
+    )
     assert f"evaluation.allow_mismatch=[{field}]" in message
     allowed = check(manifest(), changed(field, MUST_MATCH[field]), [field])
     assert [mismatch.field for mismatch in allowed] == [field]
@@ -259,7 +261,7 @@ def test_the_order_of_settings_is_no_difference():
     first, other = ([dict(pairs) for pairs in ([("a", 1), ("b", 2)], [("b", 2), ("a", 1)])][k] for k in (0, 1))
     steps = manifest(preprocessing={"processor": {"steps": [first], "none": {}}})
     assert compare(steps, manifest(preprocessing={"processor": {"none": {}, "steps": [other]}})) == []
-    assert steps.facts()["preprocessing.processor.none"] == {}
+    assert steps.flatten()["preprocessing.processor.none"] == {}
 
 
 def test_a_long_value_is_cut_behind_100_characters():

@@ -158,7 +158,7 @@ def test_the_real_wandb_refuses_a_key_with_the_error_that_is_caught(tmp_path, mo
     monkeypatch.setenv("WANDB_MODE", "online")
     with Tracker(tmp_path, TrackingConfig(tensorboard=False, wandb=True), {}) as tracker:
         tracker.log(0, {"train/loss": 1.0})
-    assert steps_of(tmp_path) == [("rl", 0)] and "the run goes on without it" in caplog.text
+    assert steps_of(tmp_path) == [("rl", 0)] and "the run continues without it" in caplog.text
 
 
 def test_tensorboard_holds_the_same_numbers(tmp_path):

@@ -228,7 +228,7 @@ def compare(
         ManifestMismatchError: The conditions do.
     """
     from rlinf.evaluation.compare import compare as compare_results
-    from rlinf.evaluation.compare import compare_folders
+    from rlinf.evaluation.compare_folders import compare_folders
 
     are_folders = [isinstance(one, (str, os.PathLike)) for one in (a, b)]
     if all(are_folders):

@@ -51,8 +51,9 @@ def run(arguments: Sequence[str]) -> EvaluationResult | None:
 def _compare(words: list[str]) -> int:
     """Print the comparison of the two evaluations that follow the flag."""
     from rlinf.config.compose import parse_overrides
-    from rlinf.evaluation.compare import COMPARISON_FILE, compare_folders, evaluation_folder
+    from rlinf.evaluation.compare_folders import compare_folders, evaluation_folder
     from rlinf.evaluation.config import EvaluationConfig
+    from rlinf.evaluation.report_data import COMPARISON_FILE
     from rlinf.options import from_mapping
 
     position = words.index(COMPARE_FLAG)

@@ -17,20 +17,14 @@ from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError
-from rlinf.evaluation.compare import (
-    COMPARISON_FILE,
-    COMPARISON_NAMES,
-    RESULT_FILE,
-    check_conditions,
-    compare,
-    compare_folders,
-    evaluation_folder,
-)
+from rlinf.evaluation.compare import compare
+from rlinf.evaluation.compare_folders import COMPARISON_NAMES, check_conditions, compare_folders, evaluation_folder
 from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.evaluation.partial import PARTIAL_FILE, PartialResults
 from rlinf.evaluation.report import write_report
+from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import write_text
 from rlinf.manifest import MANIFEST_FILE, Manifest, check, verify_files

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: axes, ticks, labels, bands, and values on hover without a script."""
+"""Draw line charts as inline SVG, with values on hover and without a script, so that a report is one file."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Series:
     """One curve.
 
     Attributes:
-        label: In the legend.
-        points: ``(x, y)``; a ``y`` that is None leaves a gap.
-        colour: Number of the palette's colour, 1 to ``NUM_COLOURS``.
-        bands: Interval per point, drawn as bars; empty: none.
+        label: Name in the legend.
+        points: ``(x, y)``; a ``y`` of None leaves a gap.
+        colour: Index into the palette, 1 to ``NUM_COLOURS``.
+        bands: Interval per point, drawn as bars; may be empty.
         markers: Draw a dot at every point.
-        filled: Draw the intervals as an area instead, cut where the y axis ends: the points alone choose the axis.
+        filled: Draw the intervals as an area instead, clipped to the y axis, which only the points determine.
     """
 
     label: str
@@ -50,7 +50,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return powers of ten around ``low`` and ``high``, at most six, evenly spaced."""
+    """Return at most six evenly spaced powers of ten that enclose ``low`` and ``high``."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     last = max(last, first + 1)
     step = math.ceil((last - first) / 5)
@@ -58,7 +58,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def _thin(points: Sequence, limit: int) -> list:
-    """Keep at most ``limit`` of the points, evenly, with the first and the last."""
+    """Return at most ``limit`` evenly spaced points, including the first and the last."""
     if len(points) <= limit:
         return list(points)
     return [points[round(i * (len(points) - 1) / (limit - 1))] for i in range(limit)]
@@ -90,18 +90,15 @@ def line_chart(
     zero: bool = False,
     size: tuple[int, int] = LARGE,
 ) -> str:
-    """Draw curves.
+    """Return an ``<svg>`` element with the curves, or "" if there is nothing to draw.
 
     Args:
-        series: Those without a finite point are left out; on a logarithmic axis, so are values that are not positive.
-        x_label, y_label: With units.
-        percent: The y axis shows fractions as 0 to 100 %.
-        log: Logarithmic y axis, unless all values are 0.
-        zero: The y axis begins at 0.
-        size: Width and height in units of the picture; text has a fixed size in them.
-
-    Returns:
-        An ``<svg>`` element, or "" when there is nothing to draw.
+        series: Curves; those without a finite point are left out, as are values of 0 or less on a logarithmic axis.
+        x_label, y_label: Axis labels with units.
+        percent: Show fractions as 0 to 100 % on the y axis.
+        log: Use a logarithmic y axis, unless all values are 0.
+        zero: Start the y axis at 0.
+        size: Width and height in units of the picture, in which text has a fixed size.
     """
     log = log and any(y for one in series for _, y in one.points)
     series = [_finite(one, log) for one in series]
@@ -121,7 +118,7 @@ def line_chart(
         y_ticks = log_ticks(min(ys), max(ys))
     else:
         y_ticks = nice_ticks(min(0.0, *ys) if zero else min(ys), max(ys))
-    # The x axis ends at the data, not at the next round number, so that no space is wasted.
+    # The x axis ends at the last point, not at the next tick, so that no space is wasted.
     x_axis = _Axis([first, xs[-1] if xs[-1] > first else x_ticks[-1]], LEFT, right)
     y_axis = _Axis(y_ticks, bottom, TOP, log)
     visible = [tick for tick in x_ticks if x_axis.ticks[0] <= tick <= x_axis.ticks[-1] * (1 + 1e-9)]
@@ -156,7 +153,7 @@ def line_chart(
 
 
 def legend(series: Sequence[Series]) -> str:
-    """Return the legend of several curves as HTML; "" for one."""
+    """Return the legend of several curves as HTML; "" for a single curve."""
     drawn = [one for one in series if any(y is not None for _, y in one.points)]
     if len(drawn) < 2:
         return ""
@@ -193,7 +190,7 @@ def _curve(one: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:
 
 
 def _area(one: Series, x_axis: _Axis, y_axis: _Axis) -> str:
-    """Draw the intervals of a curve as one area within the y axis."""
+    """Return the intervals of a curve as one area, clipped to the y axis."""
     bottom, top = y_axis.ticks[0], y_axis.ticks[-1]
     upper, lower = [], []
     for (x, y), band in _thin(list(zip(one.points, one.bands, strict=True)), MAX_POINTS):
@@ -213,7 +210,7 @@ def _hover(
     x_label: str,
     percent: bool,
 ) -> list[str]:
-    """One invisible strip per x value that shows a line, dots and a box of values while the pointer is on it."""
+    """Return one invisible strip per x value, which shows a line, dots and a box of values under the pointer."""
     right, bottom = edges
     lookup = [dict(one.points) for one in series]
     bands = [dict(zip([x for x, _ in one.points], one.bands, strict=True)) if one.bands else {} for one in series]
@@ -250,7 +247,7 @@ def _hover(
 
 
 def interval_bar(rate: float, low: float, high: float, colour: int) -> str:
-    """Draw a success rate with its interval on a 0 to 100 % scale, as a small ``<svg>`` for a table."""
+    """Return a success rate with its interval on a 0 to 100 % scale, as a small ``<svg>`` for a table."""
     width, height = 160, 16
     return (
         f'<svg class="interval" viewBox="0 0 {width} {height}" role="img" aria-label="{format_interval(low, high)}">'
@@ -262,7 +259,7 @@ def interval_bar(rate: float, low: float, high: float, colour: int) -> str:
 
 
 def difference_bar(difference: float, low: float, high: float) -> str:
-    """Draw a difference of success rates with its interval on a scale of -100 to +100 %, 0 in the middle."""
+    """Return a difference of success rates with its interval on a scale of -100 to +100 %, as a small ``<svg>``."""
     width, height = 160, 16
 
     def x(value: float) -> float:

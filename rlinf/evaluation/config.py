@@ -9,7 +9,7 @@ from rlinf.options import option
 TRAINING_SPLIT = (
     "evaluation.split=train: the episodes are those of training, so the success rate is not that of held-out episodes"
 )
-"""What the terminal says where the training split is evaluated."""
+"""Warning on the terminal when the training split is evaluated."""
 
 
 @dataclass

@@ -1,9 +1,8 @@
-"""Success of a policy on a fixed list of episodes: each once, no auto-reset, greedy unless told otherwise.
+"""Measure the success of a policy on a fixed list of episodes, each run once without auto-reset.
 
-The result depends on the policy and the list only. Random draws come from one stream per episode, and every policy call
-preprocesses and runs the same number of rows (the last are repeats) with prompts of one length, because a matrix product of another
-shape may round differently, and so does attention next to padding. So the number of environments, and which episodes
-happen to run side by side, change nothing.
+The result depends only on the policy and the list, not on the number of environments or on which episodes run together.
+Each episode draws from its own random stream. Every policy call has the same number of rows (the last row is repeated) and
+prompts of one length, because matrix products of other shapes, and attention next to padding, may round differently.
 """
 
 from __future__ import annotations
@@ -30,14 +29,15 @@ if TYPE_CHECKING:
     from rlinf.models.embodiment.base import ActionModel
     from rlinf.types import Acts
 
-NUM_ROWS = 16  # rows of a policy call; larger calls gain little, and waste more when few episodes still run
+NUM_ROWS = 16
+"""Rows of a policy call; larger calls gain little, and waste more when few episodes are still running."""
 
 MAX_SLUG_LEN = 100
-"""Letters of a task's name in the name of a video: file names end at 255."""
+"""Letters of a task's name in the name of a video; file names have at most 255."""
 
 
 class RowPolicy:
-    """Acts for rows, each with its own random numbers, in calls of ``NUM_ROWS`` rows of one shape."""
+    """Acts for rows, each with its own random stream, in calls of ``NUM_ROWS`` rows."""
 
     def __init__(
         self, model: ActionModel, task_names: Sequence[str], greedy: bool, temperature: float, seed: int
@@ -46,7 +46,7 @@ class RowPolicy:
         self.greedy, self.temperature, self.seed = greedy, temperature, seed
 
     def stream(self, spec: EpisodeSpec) -> np.random.Generator:
-        """Return the random numbers of an episode: by its task's name, whose number changes with ``env.tasks``."""
+        """Return the random stream of an episode, keyed by its task's name, since ``task_id`` depends on ``env.tasks``."""
         words = ("evaluation", spec.suite, self.task_names[spec.task_id], spec.init_state_id, spec.seed)
         return np.random.default_rng(derive_seed(self.seed, *words))
 
@@ -71,7 +71,7 @@ class RowPolicy:
 
 
 class ObjectPolicy(RowPolicy):
-    """Acts by the ``act`` of any object, which draws by itself if it draws."""
+    """Acts by the ``act`` of any object, which makes its own random draws."""
 
     def act(self, observation: Observation, streams: Sequence[np.random.Generator]) -> np.ndarray:
         """Return float32 actions ``[K, C, D]`` for the ``K`` rows of ``observation``, checked."""
@@ -86,7 +86,7 @@ class ObjectPolicy(RowPolicy):
 
 
 def _calls(lengths: Sequence[Hashable]) -> list[list[int]]:
-    """Split rows into calls of at most ``NUM_ROWS``, in each of which all have prompts of one length."""
+    """Split rows into calls of at most ``NUM_ROWS`` with prompts of one length."""
     groups: dict[Hashable, list[int]] = {}
     for row, length in enumerate(lengths):
         groups.setdefault(length, []).append(row)
@@ -110,33 +110,30 @@ def evaluate_policy(
     num_ranks: int = 1,
     together: Callable[[Callable[[], Any]], list[Any]] = lambda part: [part()],
 ) -> EvaluationResult:
-    """Run every episode of a list once.
+    """Run every episode of a list once, and return the results in the order of ``specs``.
 
-    With ranks, each plays its share, and all return the result that one process would return (but for ``wall_s``).
+    With several ranks, each plays its share, and all return the result of a single process (except ``wall_s``).
 
     Args:
-        model: The policy, or any object with ``act``, which is asked for all running episodes at once.
-        env: Made with ``auto_reset=False``; any number of environments.
+        model: The policy, or any object with ``act``, which is called with all running episodes at once.
+        env: Any number of environments, made with ``auto_reset=False``.
         specs: The episodes.
         greedy: Take the most likely actions; False samples at ``temperature``.
-        temperature: Divides the logits.
-        seed: Of the sampling; an episode's draws depend on it and on its spec only.
-        video_folder: Where MP4s go; None: no videos.
+        temperature: Divisor of the logits.
+        seed: Seed of the sampling; an episode's draws depend only on it and the spec.
+        video_folder: Folder of the MP4s; None: no videos.
         num_videos_per_task: 1: the first success of each task; 2: also the first failure; more: further pairs.
         video_size: Pixels of a frame's side.
         known: Results of the same policy on some of the episodes, which are not run again.
-        on_result: Called with each result as soon as its episode has ended.
-        rank, num_ranks: This process plays every ``num_ranks``-th episode, from number ``rank`` on.
-        together: Runs a part here and returns what the parts of all ranks have returned, in rank order.
-
-    Returns:
-        The results in the order of ``specs``.
+        on_result: Called with each result as soon as its episode ends.
+        rank, num_ranks: This process plays every ``num_ranks``-th episode, starting with number ``rank``.
+        together: Runs a function on this rank and returns the results of all ranks, in rank order.
 
     Raises:
         ConfigError: ``specs`` is empty, or an episode does not end.
     """
     if not specs:
-        raise ConfigError("The list of evaluation episodes is empty; use evaluation.num_episodes=200 or more.")
+        raise ConfigError("The list of episodes (specs) is empty; required: at least one")
     start, restarts_before = time.monotonic(), env.num_restarts
     kind = RowPolicy if hasattr(model, "predict_action_batch") else ObjectPolicy
     policy = kind(model, env.task_names, greedy, temperature, seed)
@@ -168,13 +165,13 @@ def evaluate_policy(
             changed = [episode for _, _, episode in recorded if episode]
             if changed:
                 evaluation.warnings.append(
-                    f"{len(changed)} of {len(chosen)} episodes ended otherwise when they were played again for the videos (first: "
-                    f"{changed[0]}): the simulator or the policy does not repeat itself, so another evaluation may give other numbers"
+                    f"{len(changed)} of {len(chosen)} episodes ended differently when replayed for the videos (first: "
+                    f"{changed[0]}): the simulator or the policy is not deterministic, so another evaluation may give other numbers"
                 )
     if num_restarts:
         evaluation.warnings.append(
-            f"{num_restarts} of the simulators' worker processes were lost and replaced, and the episodes "
-            "that ran in them began again; the log tells why"
+            f"{num_restarts} of the simulators' worker processes were lost and replaced, and their episodes restarted; the log "
+            "shows why"
         )
     num_missing = len(env.task_names) - len({spec.task_id for spec in specs})
     if num_missing:
@@ -187,7 +184,7 @@ def evaluate_policy(
 
 
 def _reset(env: VectorEnv, specs: Sequence[EpisodeSpec]) -> Observation:
-    """Start ``specs`` in the first rows; the other rows stay idle."""
+    """Start ``specs`` in the first rows, leave the other rows idle, and return the observation."""
     idle = [None] * (env.num_envs - len(specs))
     observation, _ = env.reset(options={"episodes": [*specs, *idle]})
     return observation
@@ -196,7 +193,7 @@ def _reset(env: VectorEnv, specs: Sequence[EpisodeSpec]) -> Observation:
 def _step(
     policy: RowPolicy, env: VectorEnv, observation: Observation, running: np.ndarray, streams: list
 ) -> np.ndarray:
-    """Return actions ``[B, C, D]``, zero where no episode of the list runs."""
+    """Return actions ``[B, C, D]``, zero in rows that are not running."""
     chosen = policy.act(observation.select(running), [streams[row] for row in running])
     actions = np.zeros((env.num_envs, *chosen.shape[1:]), np.float32)
     actions[running] = chosen
@@ -206,7 +203,7 @@ def _step(
 def _run(
     policy: RowPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]
 ) -> list[EpisodeResult]:
-    """Run at most ``num_envs`` episodes side by side until all have ended; one whose simulator is lost begins again."""
+    """Run at most ``num_envs`` episodes in parallel until all have ended; one whose simulator is lost restarts."""
     observation = _reset(env, specs)
     streams = [policy.stream(spec) for spec in specs]
     results: dict[int, EpisodeResult] = {}
@@ -232,7 +229,7 @@ def _run(
 
 
 def _chosen(results: Sequence[EpisodeResult], num_per_task: int) -> list[EpisodeResult]:
-    """Choose the first successes and the first failures of each task."""
+    """Return the first successes and the first failures of each task."""
     chosen: dict[tuple[str, bool], list[EpisodeResult]] = {}
     limits = {True: (num_per_task + 1) // 2, False: num_per_task // 2}
     for result in results:
@@ -245,10 +242,10 @@ def _chosen(results: Sequence[EpisodeResult], num_per_task: int) -> list[Episode
 def _record(
     policy: RowPolicy, env: VectorEnv, queue: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int
 ) -> list[tuple[int, dict[str, Any], str]]:
-    """Replay numbered episodes, and write what is seen as MP4s.
+    """Replay numbered episodes and write them as MP4s.
 
     Returns:
-        Number and description of each video, and the name of the episode if it did not end as it was counted, else "".
+        Number and description of each video, and the episode's name if it ended differently this time, else "".
     """
     videos = []
     for first in range(0, len(queue), env.num_envs):
@@ -268,13 +265,9 @@ def _record(
 def replay_episodes(
     policy: RowPolicy, env: VectorEnv, specs: Sequence[EpisodeSpec], size: int
 ) -> list[tuple[EpisodeResult, str, list[np.ndarray]]]:
-    """Run episodes with their chunks action by action, for the frames; all of them restart where a simulator is lost.
+    """Run at most ``env.num_envs`` episodes and record their frames; a lost simulator restarts all of them.
 
-    Args:
-        policy: Acts.
-        env: Made with ``auto_reset=False``, for at least as many environments.
-        specs: The episodes.
-        size: Pixels of a frame's side.
+    Each chunk is executed action by action, so that every env step has a frame.
 
     Returns:
         For each episode its result, its instruction, and frames ``uint8 [size, size, 3]``: the first observation, and one

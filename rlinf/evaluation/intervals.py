@@ -9,18 +9,11 @@ Z_95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
 
 
 def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float, float]:
-    """Score interval of a binomial proportion (Wilson 1927, JASA 22:209, without continuity correction).
+    """Return the score interval of a binomial proportion (Wilson 1927, JASA 22:209, without continuity correction).
 
     ``(p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)`` with ``p = successes / n`` and ``n = trials``.
-    Unlike ``p +- z sqrt(p(1-p)/n)`` it stays inside [0, 1] and has a width at 0 and n successes.
-
-    Args:
-        successes: ``k``, 0 to ``trials``.
-        trials: ``n``; 0 gives (0, 1): nothing is known.
-        z: Normal quantile; the default makes 95 %.
-
-    Returns:
-        Lower and upper end.
+    Unlike ``p +- z sqrt(p(1-p)/n)`` it stays inside [0, 1] and has a width at 0 and n successes. Without trials it is
+    (0, 1).
 
     Raises:
         ValueError: ``successes`` is not in 0..``trials``.
@@ -39,24 +32,22 @@ def wilson_interval(successes: int, trials: int, z: float = Z_95) -> tuple[float
 
 
 def paired_difference_interval(both: int, only_first: int, only_second: int, neither: int) -> tuple[float, float]:
-    """95 % interval of the difference of two proportions seen on the same trials.
+    """Return the 95 % interval of the difference (first minus second) of two proportions of the same trials.
 
-    Method 10 of Newcombe 1998 (Statistics in Medicine 17:2635): the Wilson intervals ``(l, u)`` of both proportions,
-    squared and added with their correlation ``phi``,
+    Method 10 of Newcombe 1998 (Statistics in Medicine 17:2635) combines the Wilson intervals ``(l, u)`` of both
+    proportions with their correlation ``phi``:
 
     ``lower = p1 - p2 - sqrt((p1-l1)^2 - 2 phi (p1-l1)(u2-p2) + (u2-p2)^2)`` and
     ``upper = p1 - p2 + sqrt((u1-p1)^2 - 2 phi (u1-p1)(p2-l2) + (p2-l2)^2)``,
 
-    where ``phi = c / sqrt((e+f)(g+h)(e+g)(f+h))`` for the cells e, f, g, h in the order of the arguments, ``c`` is
-    ``eh - fg``, less n/2 (but not below 0) where that is positive, and phi = 0 where a margin is 0.
+    where ``phi = c / sqrt((e+f)(g+h)(e+g)(f+h))`` for the cells e, f, g, h in the order of the arguments. ``c`` is
+    ``eh - fg``, reduced by n/2 (but not below 0) if it is positive. phi is 0 if a margin is 0.
 
     Args:
-        both: Trials on which both succeeded.
-        only_first, only_second: Trials on which one did.
-        neither: Trials on which none did.
+        both, only_first, only_second, neither: Number of trials on which these succeeded.
 
     Returns:
-        Lower and upper end of first minus second, within [-1, 1]; (-1, 1) without trials.
+        Lower and upper end within [-1, 1]; (-1, 1) without trials.
     """
     trials = both + only_first + only_second + neither
     if trials == 0:
@@ -83,16 +74,10 @@ STUDENT_T_95 = (
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of independent runs with its 95 % interval by Student's t (Student 1908, Biometrika 6:1).
+    """Return the mean of independent runs and the ends of its 95 % interval by Student's t (Student 1908, Biometrika 6:1).
 
-    ``m +- t s / sqrt(n)`` with the standard deviation ``s`` of ``n - 1`` degrees of freedom. It is about other seeds, of
-    which the values are a sample; the episodes of each run have an interval of their own.
-
-    Args:
-        values: One per run, at least one.
-
-    Returns:
-        Mean, lower and upper end; the ends are infinite for a single value.
+    ``m +- t s / sqrt(n)`` with the standard deviation ``s`` of ``n - 1`` degrees of freedom. The values, one per run, are
+    a sample of all seeds; the interval over a run's episodes is another one. A single value has infinite ends.
     """
     count = len(values)
     mean = math.fsum(values) / count
@@ -100,7 +85,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
         return mean, -math.inf, math.inf
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
     degrees = count - 1
-    # Beyond the table: the first terms of the expansion in 1 / degrees (Abramowitz and Stegun 1964, 26.7.5).
+    # Beyond the table, the first terms of the expansion in 1 / degrees (Abramowitz and Stegun 1964, 26.7.5) suffice.
     z = Z_95
     tail = z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
     t = STUDENT_T_95[degrees - 1] if degrees <= len(STUDENT_T_95) else tail

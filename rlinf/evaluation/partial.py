@@ -1,4 +1,4 @@
-"""Results of an evaluation that is under way, kept on disk, so that an interrupted one goes on where it stopped."""
+"""Keep the results of a running evaluation on disk, so that an interrupted one continues where it stopped."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ PARTIAL_FILE = "result.partial.jsonl"
 class PartialResults:
     """A file with one line of conditions and one line per finished episode.
 
-    A context manager: the file is deleted where the block ends, and stays, with a word of how to go on, where it
-    fails. An episode's result depends on the conditions and its spec only, so results of an earlier process under
-    equal conditions are those that this one would find.
+    A context manager that deletes the file on success; on failure it keeps it and prints how to continue. An episode's
+    result depends only on the conditions and its spec, so results of an earlier process under equal conditions are
+    those that this process would compute.
 
     Attributes:
         known: Results of earlier processes.
         earlier_s: Seconds that these processes took until their last result.
 
     Args:
-        folder: Of the evaluation.
-        conditions: JSON values: all that results depend on.
+        folder: Folder of the evaluation.
+        conditions: Everything that results depend on, as JSON values.
 
     Raises:
-        ConfigError: The file holds results under other conditions, which it names; or another process writes into it.
-        CheckpointError: It cannot be read.
+        ConfigError: The file holds results under other conditions, or another process is writing to it.
+        CheckpointError: The file is damaged.
     """
 
     def __init__(self, folder: Path, conditions: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class PartialResults:
         try:
             lock(
                 self._file,
-                f"{self.path} is being written by another evaluation. Wait for its end, or set output_dir=<another folder>",
+                f"Another evaluation is writing to {self.path}. Wait until it ends, or set output_dir=<another folder>",
             )
             self._read()
         except BaseException:
@@ -72,7 +72,7 @@ class PartialResults:
                 self.path.unlink()
                 return
         kept = f"{self.num_results} results are kept in {self.path}"
-        print(f"\n{kept}; the same command with output_dir={self.path.parent} goes on", file=sys.stderr, flush=True)
+        print(f"\n{kept}; the same command with output_dir={self.path.parent} continues", file=sys.stderr, flush=True)
 
     def _write(self, values: dict[str, Any]) -> None:
         with naming(self.path):
@@ -80,7 +80,7 @@ class PartialResults:
             self._file.flush()
 
     def _read(self) -> None:
-        """Read what an earlier process left; a last line that it did not finish is cut off."""
+        """Read the results of earlier processes; an unfinished last line is cut off."""
         content = self.path.read_bytes()
         num_whole = content.rfind(b"\n") + 1
         try:
@@ -93,14 +93,12 @@ class PartialResults:
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
-                f"{self.path} cannot be read ({type(error).__name__}: {error}). Delete it, or type "
-                "output_dir=<another folder>"
+                f"{self.path} cannot be read ({type(error).__name__}: {error}). Delete it, or set output_dir=<another folder>"
             ) from error
         if differ:
             raise ConfigError(
-                f"{self.path} holds {len(results)} results of an evaluation that was interrupted, under other "
-                f"conditions ({', '.join(differ)}). Restore them to go on, delete the file, or type "
-                "output_dir=<another folder>"
+                f"{self.path} holds {len(results)} results of an interrupted evaluation under other conditions "
+                f"({', '.join(differ)}). Restore them to continue, delete the file, or set output_dir=<another folder>"
             )
         if num_whole < len(content):
             os.truncate(self.path, num_whole)

@@ -1,7 +1,7 @@
-"""The report of a run: one HTML file with headline, curves, tasks, videos, configuration and manifest.
+"""Write the report of a run: one HTML file with headline, curves, tasks, videos, configuration and manifest.
 
-It needs nothing but the run folder: no script, no font and no picture from elsewhere. Videos are linked by relative
-paths, so the folder can be moved or served as a whole.
+The page uses no script, font or picture from elsewhere and links videos by relative paths, so the run folder can be moved
+or served as a whole.
 """
 
 from __future__ import annotations
@@ -24,15 +24,10 @@ REPORT_FILE = "report.html"
 
 
 def write_report(run_folder: str | os.PathLike) -> Path:
-    """Write ``report.html`` into a run folder, from what lies there.
+    """Write ``report.html`` into the folder of a run or an evaluation, and return its path.
 
-    Args:
-        run_folder: Folder with ``metrics.jsonl``, ``eval/<tag>/result.json``, ``config.yaml``, ``manifest.json`` and
-            ``summary.json``, or of an evaluation (``result.json``, ``compare.json``); what is missing is left
-            out of the page.
-
-    Returns:
-        The path of the report.
+    The page shows what the folder holds: ``metrics.jsonl``, ``eval/<tag>/result.json``, ``config.yaml``,
+    ``manifest.json`` and ``summary.json``; of an evaluation ``result.json`` and ``compare.json``.
 
     Raises:
         CheckpointError: The folder has neither metrics nor an evaluation.
@@ -49,12 +44,7 @@ def write_report(run_folder: str | os.PathLike) -> Path:
 
 
 def page(tab: str, sections: Sequence[str]) -> str:
-    """Return a whole HTML page.
-
-    Args:
-        tab: Title of the browser's tab.
-        sections: HTML of the body.
-    """
+    """Return an HTML page with ``tab`` as its title and ``sections`` as its body."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -64,7 +54,7 @@ def page(tab: str, sections: Sequence[str]) -> str:
 
 
 def _title(data: RunData) -> str:
-    """The run or the evaluated policy, and the env: ``reach_ppo on tabletop``, ``run1/rl_000012 on libero_spatial``."""
+    """Return the run or policy, and the env: ``reach_ppo on tabletop``, ``run1/rl_000012 on libero_spatial``."""
     config = data.settings
     if data.lines or data.summary:
         name = data.summary.get("experiment") or config.get("experiment_name")
@@ -76,14 +66,14 @@ def _title(data: RunData) -> str:
 
 
 def _place(folder: Path) -> str:
-    """The folder's name, below the name of the run in which it lies, where the path tells it."""
+    """Return the folder's name, preceded by that of its run if the path shows it."""
     run = folder.parents[1].name if folder.parent.name in ("checkpoints", "eval") else ""
     return f"{run}/{folder.name}" if run else folder.name
 
 
 def _newest_result(data: RunData) -> list[str]:
     shown = data.after or next(reversed(data.evaluations), None)
-    return [f"{shown.result.success_rate:.1%} ({shown.result.successes}/{shown.result.episodes})"] if shown else []
+    return [str(shown.result.total)] if shown else []
 
 
 def _header(title: str, data: RunData) -> str:
@@ -115,7 +105,7 @@ def _success_curves(data: RunData) -> str:
         ("Success against env steps", rl, "env_steps", "env steps"),
         ("Success against training time", lines, "minutes", "training time (minutes)"),
     ):
-        # Rollouts sample their actions and evaluations do not, so the two differ for the same policy.
+        # Rollouts sample actions and evaluations usually do not, so the two differ for the same policy.
         rollouts = _series(shown, x, "rollout/success_rate", "rollouts (sampled, training episodes)", 3)
         cards.append(
             card(title, [rollouts, _evaluated(shown, x, data.episodes)], x_label, "success rate", percent=True)
@@ -124,7 +114,7 @@ def _success_curves(data: RunData) -> str:
 
 
 def _success_by_step(data: RunData) -> str:
-    """How soon the episodes of the evaluations that the table of tasks shows were solved."""
+    """Return a chart of how soon episodes were solved, for the evaluations in the table of tasks."""
     shown = [one for one in (data.before, data.after) if one] or data.evaluations[-1:]
     colours = [1] if len(shown) == 1 else [2, 1]
     series = [
@@ -177,7 +167,7 @@ def _training_curves(data: RunData) -> str:
 
 
 def with_axes(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give every line ``env_steps`` of RL and training ``minutes``, carried forward from the line before."""
+    """Return the lines with ``env_steps`` of RL and training ``minutes``, carried forward if a line has none."""
     found, env_steps, seconds = [], 0.0, 0.0
     for line in lines:
         env_steps = line.get("rollout/env_steps_total") or env_steps
@@ -194,14 +184,14 @@ def _evaluated(lines: Sequence[dict[str, Any]], x: str, episodes: str) -> Series
     found = [line for line in lines if line.get("eval/success_rate") is not None]
     bands: list[Interval | None] = [(line["eval/interval_low"], line["eval/interval_high"]) for line in found]
     points: list[tuple[float, float | None]] = [(line[x], line["eval/success_rate"]) for line in found]
-    if len(points) == 2:  # before and after: what lies between was not measured
+    if len(points) == 2:  # before and after: no line, because nothing was measured in between
         points.insert(1, (points[1][0], None))
         bands.insert(1, None)
     return Series(f"evaluation ({episodes})", points, 1, bands, markers=True)
 
 
 def card(title: str, series: Sequence[Series], x_label: str, y_label: str, **options: Any) -> str:
-    """Return a chart with its title and legend; "" where there is nothing to draw."""
+    """Return a chart with its title and legend; "" if there is nothing to draw."""
     chart = line_chart(series, x_label=x_label, y_label=y_label, **options)
     return f'<div class="card"><h3>{escape(title)}</h3>{legend(series)}{chart}</div>' if chart else ""
 

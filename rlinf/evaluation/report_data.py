@@ -1,9 +1,10 @@
-"""What lies in the folder of a run or of an evaluation, read for its report."""
+"""Read the folder of a run or an evaluation for its report."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import yaml
 
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.compare import COMPARISON_FILE, compare, sampling_differences
+from rlinf.evaluation.compare import compare, sampling_differences
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.tracking.tracker import read_metrics
 
@@ -23,10 +24,14 @@ TAG_NAMES = {
     "after_rl": "after RL",
 }
 
+COMPARISON_FILE, RESULT_FILE = "compare.json", "result.json"
+CLOSING_TAGS = ("after_rl", "after_sft")
+"""Names in ``eval/`` of a run's closing evaluation: after RL, or after cloning if the run only clones."""
+
 
 @dataclass
 class Evaluation:
-    """An evaluation found in the run folder; ``folder`` is relative to it."""
+    """An evaluation in a run folder; ``folder`` is relative to that."""
 
     tag: str
     folder: str
@@ -34,19 +39,19 @@ class Evaluation:
 
     @property
     def name(self) -> str:
-        """The tag in words."""
+        """The tag as words."""
         return TAG_NAMES.get(self.tag, self.tag.replace("_", " "))
 
 
 @dataclass
 class RunData:
-    """What lies in a run folder.
+    """The content of a run folder.
 
     Attributes:
-        lines: Of ``metrics.jsonl``.
-        evaluations: Of ``eval/<tag>/result.json`` (or ``result.json``), oldest first.
-        summary: Of ``summary.json``.
-        comparison: Of ``compare.json``; of a training run without one: before against after RL. None: neither.
+        lines: Lines of ``metrics.jsonl``.
+        evaluations: From ``eval/<tag>/result.json`` (or ``result.json``), oldest first.
+        summary: From ``summary.json``.
+        comparison: From ``compare.json``, or else before against after RL, or None.
         config, manifest: Texts of ``config.yaml`` and ``manifest.json``, of the run or else of its newest checkpoint.
     """
 
@@ -60,28 +65,28 @@ class RunData:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The configuration as a mapping; empty: there is none."""
+        """The configuration as a mapping; empty without one."""
         return yaml.safe_load(self.config) or {}
 
     @property
     def episodes(self) -> str:
-        """What was evaluated on, in words."""
+        """The kind of evaluation episodes, in words."""
         split = (self.settings.get("evaluation") or {}).get("split")
         return "training episodes" if split == "train" else "held-out episodes"
 
     @property
     def suite(self) -> str | None:
-        """The suite of the episodes that were evaluated; None: there are none."""
+        """The suite of the evaluation episodes; None without evaluations."""
         return self.evaluations[-1].result.results[0].spec.suite if self.evaluations else None
 
     def evaluation(self, *tags: str) -> Evaluation | None:
-        """Return the first of the tags that there is."""
+        """Return the evaluation of the first tag that exists, or None."""
         found = {one.tag: one for one in self.evaluations}
         return next((found[tag] for tag in tags if tag in found), None)
 
     @property
     def before(self) -> Evaluation | None:
-        """The evaluation with which RL began, or else the earliest phase's."""
+        """The evaluation before RL, or else after SFT, or else before training."""
         return self.evaluation("before_rl", "after_sft", "before_training")
 
     @property
@@ -91,8 +96,10 @@ class RunData:
 
     @cached_property
     def gain(self) -> dict[str, Any] | None:
-        """``before`` (a) against ``after`` (b), paired, as in ``compare.json``; None where one is missing, or where the
-        episodes or the way of drawing actions were changed between them."""
+        """Paired comparison of ``before`` (a) with ``after`` (b), as in ``compare.json``.
+
+        None if one is missing, or if episodes or the way of drawing actions differ.
+        """
         if self.before is None or self.after is None:
             return None
         first, second = self.before.result, self.after.result
@@ -105,12 +112,13 @@ class RunData:
         return comparison.as_dict()
 
 
-def read_run(folder: str | os.PathLike) -> RunData:
-    """Read a run folder; parts that are missing are empty.
+def closing_tags(lines: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    """Return the ``CLOSING_TAGS`` that can end a run with these metrics; once RL has begun, only that of RL."""
+    return CLOSING_TAGS[:1] if any(line["phase"] == "rl" for line in lines) else CLOSING_TAGS
 
-    Raises:
-        CheckpointError: It has neither metrics nor an evaluation.
-    """
+
+def read_run(folder: str | os.PathLike) -> RunData:
+    """Read a run folder; missing parts are empty. Raise CheckpointError if it has neither metrics nor an evaluation."""
     folder = Path(folder)
     data = RunData(folder, lines=read_metrics(folder))
     paths = sorted(folder.glob("eval/*/result.json"), key=lambda path: (path.stat().st_mtime, path.parent.name))
@@ -133,8 +141,7 @@ def read_run(folder: str | os.PathLike) -> RunData:
         data.comparison = data.gain
     newest_first = sorted(folder.glob("checkpoints/*/state.json"), key=lambda path: -path.stat().st_mtime)
     places = [folder, *(path.parent for path in newest_first)]
-    for name in ("config", "manifest"):
-        file = {"config": "config.yaml", "manifest": "manifest.json"}[name]
+    for name, file in (("config", "config.yaml"), ("manifest", "manifest.json")):
         found = next((place / file for place in places if (place / file).exists()), None)
         if found is not None:
             setattr(data, name, found.read_text(encoding="utf-8"))

@@ -6,13 +6,13 @@ from html import escape
 from typing import Any
 
 from rlinf.evaluation.charts import difference_bar, interval_bar
-from rlinf.evaluation.compare import p_text
 from rlinf.evaluation.report_data import RunData
 from rlinf.evaluation.result import Success
+from rlinf.number_formats import format_interval, format_p_value, format_points
 
 
 def headline(data: RunData) -> str:
-    """Success before and after RL, or of the newest evaluation."""
+    """Return tiles with success before and after RL, or of the newest evaluation."""
     before, after = data.before, data.after
     if after is None:
         last = data.evaluations[-1] if data.evaluations else None
@@ -29,19 +29,18 @@ def headline(data: RunData) -> str:
 
 
 def _gain_tile(before: float, after: float, paired: dict[str, Any] | None) -> str:
-    """The difference with its paired test; ``paired``: as in ``RunData.gain``."""
+    """Return a tile with the gain and, given ``RunData.gain``, its paired test."""
     if paired is None:
         detail = "percentage points, not tested: the two did not play the same episodes in the same way"
     else:
         total = paired["total"]
-        low, high = (100 * end for end in total["interval"])
         detail = (
-            f"percentage points, 95 % interval {low:+.1f} to {high:+.1f}; of the same {total['episodes']} episodes, "
+            f"percentage points, 95 % interval {format_points(*total['interval'])}; of the same {total['episodes']} episodes, "
             f"{total['only_b']} were solved only after RL and {total['only_a']} only before: "
-            f"{p_text(total['p_value'])} (McNemar)"
+            f"{format_p_value(total['p_value'])} (McNemar)"
         )
     return (
-        f'<div class="card"><div class="name">Gain by RL</div><div class="value">{100 * (after - before):+.1f}</div>'
+        f'<div class="card"><div class="name">Gain by RL</div><div class="value">{format_points(after - before)}</div>'
         f'<div class="detail">{escape(detail)}</div></div>'
     )
 
@@ -50,14 +49,13 @@ def _tile(name: str, success: Success, colour: int) -> str:
     low, high = success.interval
     return (
         f'<div class="card"><div class="name">{escape(name)}</div><div class="value">{success.success_rate:.1%}</div>'
-        f'<div class="detail">{success.successes}/{success.episodes} episodes, '
-        f"95 % interval {low:.1%} to {high:.1%}</div>"
+        f'<div class="detail">{success.count} episodes, 95 % interval {format_interval(low, high)}</div>'
         f"{interval_bar(success.success_rate, low, high, colour)}</div>"
     )
 
 
 def tasks(data: RunData) -> str:
-    """Success per task with its intervals."""
+    """Return a table of success per task, with intervals."""
     shown = [one for one in (data.before, data.after) if one]
     shown = shown or data.evaluations[-1:]
     if not shown:
@@ -72,7 +70,7 @@ def tasks(data: RunData) -> str:
     for task, successes, style in rows:
         cells = "".join(_success_cell(success, colour) for success, colour in zip(successes, colours, strict=True))
         if len(successes) > 1:
-            gain = f"{100 * (successes[1].success_rate - successes[0].success_rate):+.1f}" if all(successes) else ""
+            gain = format_points(successes[1].success_rate - successes[0].success_rate) if all(successes) else ""
             cells += f"<td>{gain}</td>"
         body.append(f'<tr{style}><td class="wrap">{escape(task)}</td>{cells}</tr>')
     return (
@@ -88,12 +86,12 @@ def _success_cell(success: Success | None, colour: int) -> str:
     low, high = success.interval
     return (
         f"<td>{interval_bar(success.success_rate, low, high, colour)} <small>{success.success_rate:.1%} "
-        f"({success.successes}/{success.episodes}, {low:.1%} to {high:.1%})</small></td>"
+        f"({success.count}, {format_interval(low, high)})</small></td>"
     )
 
 
 def warnings(data: RunData) -> str:
-    """What the newest evaluation warns of, and the parity gate."""
+    """Return the warnings of the newest evaluation and of the parity gate."""
     lines = list(data.evaluations[-1].result.warnings) if data.evaluations else []
     checked = [line for line in data.lines if "rollout/parity_exceeded" in line]
     beyond = [line["step"] for line in checked if line["rollout/parity_exceeded"]]
@@ -109,7 +107,7 @@ def warnings(data: RunData) -> str:
 
 
 def comparisons(data: RunData) -> str:
-    """Two evaluations on the same episodes, paired."""
+    """Return a table of the paired comparison of two evaluations."""
     found = data.comparison
     if found is None:
         return ""
@@ -119,7 +117,7 @@ def comparisons(data: RunData) -> str:
     body = "".join(
         f'<tr{style}><td class="wrap">{escape(task)}</td>{_count_cell(pairs, "a")}{_count_cell(pairs, "b")}'
         f"<td>{_difference(pairs)}</td><td>{pairs['only_a']}</td><td>{pairs['only_b']}</td>"
-        f"<td>{escape(p_text(pairs['p_value']).removeprefix('p = '))}</td></tr>"
+        f"<td>{escape(format_p_value(pairs['p_value']).removeprefix('p = '))}</td></tr>"
         for task, pairs, style in rows
     )
     notes = [
@@ -143,15 +141,15 @@ def _count_cell(pairs: dict[str, Any], which: str) -> str:
 
 
 def _difference(pairs: dict[str, Any]) -> str:
-    low, high = pairs["interval"]
+    interval = pairs["interval"]
     return (
-        f"{difference_bar(pairs['difference'], low, high)} <small>{100 * pairs['difference']:+.1f} "
-        f"({100 * low:+.1f} to {100 * high:+.1f})</small>"
+        f"{difference_bar(pairs['difference'], *interval)} <small>{format_points(pairs['difference'])} "
+        f"({format_points(*interval)})</small>"
     )
 
 
 def all_evaluations(data: RunData) -> str:
-    """One line per evaluation, where there are many."""
+    """Return a table with a line per evaluation, if there are three or more."""
     if len(data.evaluations) < 3:
         return ""
     rows = "".join(

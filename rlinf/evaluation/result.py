@@ -1,4 +1,4 @@
-"""What an evaluation found."""
+"""Results of an evaluation."""
 
 from __future__ import annotations
 
@@ -12,25 +12,34 @@ from typing import Any
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.intervals import wilson_interval
 from rlinf.files import write_text
+from rlinf.number_formats import format_interval
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 
 @dataclass(frozen=True)
 class Success:
-    """``successes`` of ``episodes``, as a rate with its 95 % Wilson interval."""
+    """Number of successes and episodes; its text is ``85.0% (17/20)``."""
 
     successes: int
     episodes: int
 
     @property
     def success_rate(self) -> float:
-        """Share of successes; NaN without episodes."""
+        """Success rate; NaN without episodes."""
         return self.successes / self.episodes if self.episodes else float("nan")
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Lower and upper end of the 95 % interval."""
+        """95 % Wilson interval of the success rate."""
         return wilson_interval(self.successes, self.episodes)
+
+    @property
+    def count(self) -> str:
+        """Both numbers as text: ``17/20``."""
+        return f"{self.successes}/{self.episodes}"
+
+    def __str__(self) -> str:
+        return f"{self.success_rate:.1%} ({self.count})"
 
     def as_dict(self) -> dict[str, Any]:
         """Return ``success_rate``, ``successes``, ``episodes`` and ``interval``."""
@@ -49,12 +58,9 @@ class EvaluationResult:
 
     Attributes:
         results: One per ``EpisodeSpec``.
-        greedy: Whether the most likely actions were taken.
-        temperature: Of the draw, if not greedy.
-        seed: Of the draw, if not greedy.
-        wall_s: Seconds that it took, videos included.
-        warnings: What a reader of the numbers should know: differences of conditions that were let pass, a simulator
-            that has changed.
+        greedy: The most likely actions were taken; else they were sampled with ``temperature`` and ``seed``.
+        wall_s: Duration in seconds, including videos.
+        warnings: Caveats about the numbers: accepted differences of conditions, a simulator that has changed.
         videos: ``{"path", "task", "instruction", "success"}`` per MP4; paths are relative to the folder of
             ``result.json``.
     """
@@ -69,12 +75,12 @@ class EvaluationResult:
 
     @property
     def total(self) -> Success:
-        """All tasks together."""
+        """Success over all tasks."""
         return _count(self.results)
 
     @property
     def per_task(self) -> dict[str, Success]:
-        """Task name to its successes, in order of first appearance."""
+        """Success by task name, in order of first appearance."""
         tasks: dict[str, list[EpisodeResult]] = {}
         for result in self.results:
             tasks.setdefault(result.task, []).append(result)
@@ -82,7 +88,7 @@ class EvaluationResult:
 
     @property
     def success_rate(self) -> float:
-        """Successes / episodes over all tasks."""
+        """Success rate over all tasks."""
         return self.total.success_rate
 
     @property
@@ -101,14 +107,13 @@ class EvaluationResult:
         return self.total.interval
 
     def success_by_step(self) -> list[tuple[int, float]]:
-        """Return ``(t, share)`` for ``t`` from 0 to the longest episode: the share of all episodes that ended with
-        success within ``t`` env steps."""
+        """Return ``(t, share)`` up to the longest episode: the share of episodes that succeeded within ``t`` env steps."""
         ends = [result.num_env_steps for result in self.results if result.success]
         longest = max(result.num_env_steps for result in self.results)
         return [(t, sum(end <= t for end in ends) / self.episodes) for t in range(longest + 1)]
 
     def metrics(self) -> dict[str, float]:
-        """Return the ``eval/`` metrics of a tracker line, with the success rate of each task."""
+        """Return the ``eval/`` metrics, with the success rate of each task."""
         low, high = self.interval
         return {
             "eval/success_rate": self.success_rate,
@@ -143,11 +148,7 @@ class EvaluationResult:
 
     @classmethod
     def from_json(cls, path: str | os.PathLike) -> EvaluationResult:
-        """Read what ``to_json`` wrote.
-
-        Raises:
-            CheckpointError: The file is not such a file.
-        """
+        """Read a file of ``to_json``; raise CheckpointError if it is not one."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             results = [EpisodeResult(**{**row, "spec": EpisodeSpec(**row["spec"])}) for row in data["results"]]
@@ -163,9 +164,8 @@ class EvaluationResult:
         width = max(len(name) for name, _ in rows)
         lines = [f"{'task'.ljust(width)}  success     k/n  95 % interval"]
         for name, success in rows:
-            low, high = success.interval
-            count = f"{success.successes}/{success.episodes}"
-            lines.append(f"{name.ljust(width)}  {success.success_rate:6.1%}  {count:>7}  {low:.1%} - {high:.1%}")
+            interval = format_interval(*success.interval, " - ")
+            lines.append(f"{name.ljust(width)}  {success.success_rate:6.1%}  {success.count:>7}  {interval}")
         return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Several runs next to each other: which of them differ in their seed only, and what these show together."""
+"""Group runs that differ only in their seed, and summarise each group."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 
 from rlinf.checkpoints.saved_config import flat, read_saved_config
 from rlinf.errors import CheckpointError
-from rlinf.evaluation.compare import closing_tags
 from rlinf.evaluation.intervals import mean_interval
-from rlinf.evaluation.report_data import Evaluation, RunData, read_run
+from rlinf.evaluation.report_data import Evaluation, RunData, closing_tags, read_run
 from rlinf.files import follow_latest
+from rlinf.number_formats import format_interval
 from rlinf.options import override_text
 from rlinf.tracking.tracker import METRICS_FILE
 
 SAME_IN_A_GROUP = ("seed", "output_dir", "resume", "checkpoint", "dataset", "experiment_name")
-"""Keys that do not tell two groups of runs apart; the name of the experiment does it by itself. ``init_from`` is none of them:
-runs that begin with other weights differ in more than their seed."""
+"""Keys that do not separate groups; the experiment's name separates them anyway. Runs with different initial weights
+(``init_from``) differ in more than their seed."""
 MAX_KEYS = 3
-"""Keys that a label names."""
+"""Number of keys in a label."""
 
 
 @dataclass
 class RunGroup:
-    """Runs of one configuration, with a seed each.
+    """Runs of one configuration, in the order given.
 
     Attributes:
-        label: Name of the experiment, and the keys in which the groups of this name differ.
-        runs: In the order in which they were given.
+        label: Name of the experiment, and the keys in which groups of this name differ.
+        runs: All runs, including those that repeat a seed.
     """
 
     label: str
@@ -39,7 +39,7 @@ class RunGroup:
 
     @property
     def counted(self) -> list[RunData]:
-        """One run of each seed, the newest that ended: a seed that was run twice is not a second sample."""
+        """One run per seed, the newest that ended: a repeated seed is not a second sample."""
         by_seed: dict[Any, RunData] = {}
         for number, run in enumerate(self.runs):
             seed = seed_of(run)
@@ -50,17 +50,17 @@ class RunGroup:
 
     @property
     def success_rates(self) -> list[float]:
-        """Of the closing evaluations of the counted runs that have one."""
+        """Success rates of the closing evaluations of the counted runs."""
         return [one.result.success_rate for one in map(closing_evaluation, self.counted) if one is not None]
 
 
 def closing_evaluation(run: RunData) -> Evaluation | None:
-    """Return the evaluation with which a run ended; None where it was stopped before."""
+    """Return the evaluation that closed a run; None if the run was stopped before."""
     return run.evaluation(*closing_tags(run.lines)) if run.summary else None
 
 
 def _age(run: RunData) -> tuple[bool, float]:
-    """Sorts the runs of a seed: those that ended behind those that did not, and the newest last."""
+    """Return a sort key for the runs of a seed: unfinished runs first, then oldest to newest."""
     files = [run.folder / name for name in (METRICS_FILE, "summary.json")]
     return closing_evaluation(run) is not None, max(
         (file.stat().st_mtime for file in files if file.is_file()), default=0.0
@@ -68,12 +68,12 @@ def _age(run: RunData) -> tuple[bool, float]:
 
 
 def seed_of(run: RunData) -> int | None:
-    """Return the seed of a run; None where nothing tells it."""
+    """Return the seed of a run, or None if it is not recorded."""
     return run.summary.get("seed", run.settings.get("seed"))
 
 
 def first_weights(run: RunData) -> str | None:
-    """Return ``init_from`` of a run; where it was resumed, an earlier checkpoint of it tells."""
+    """Return ``init_from`` of a run; of a resumed run, from its earlier checkpoints."""
     if run.settings.get("resume") is None:
         return run.settings.get("init_from")
     saved = [read_saved_config(path.parent) for path in run.folder.glob("checkpoints/*/config.yaml")]
@@ -81,11 +81,7 @@ def first_weights(run: RunData) -> str | None:
 
 
 def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
-    """Read run folders. ``latest`` is followed, and a sweep folder means all of its runs.
-
-    Raises:
-        CheckpointError: One is not a run folder.
-    """
+    """Read run folders, following ``latest``; a sweep folder stands for all of its runs."""
     found: dict[Path, RunData] = {}
     for name in folders:
         folder = follow_latest(Path(name).expanduser())
@@ -102,7 +98,7 @@ def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
 
 
 def group_runs(runs: Sequence[RunData]) -> list[RunGroup]:
-    """Put runs together that differ in nothing but their seed and their folder."""
+    """Group runs that differ only in their seed and folder."""
     named: dict[str, dict[str, list[tuple[dict[str, Any], RunData]]]] = {}
     for run in runs:
         settings = {"init_from": None} | {k: v for k, v in flat(run.settings).items() if k not in SAME_IN_A_GROUP}
@@ -125,16 +121,14 @@ def group_runs(runs: Sequence[RunData]) -> list[RunGroup]:
 
 
 def sweep_table(folders: Sequence[str | os.PathLike]) -> str:
-    """Return the text that ends a sweep: a line per run, and a line per configuration with mean, least and interval."""
+    """Return the summary of a sweep: a line per run, and a line per configuration with mean, least and interval."""
     groups = group_runs(read_runs(folders))
     rows = [("run", "seed", "success", "k/n", "folder")]
     for group in groups:
         for run in group.runs:
             closing = closing_evaluation(run)
             total = None if closing is None else closing.result.total
-            numbers = (
-                ("-", "-") if total is None else (f"{total.success_rate:.1%}", f"{total.successes}/{total.episodes}")
-            )
+            numbers = ("-", "-") if total is None else (f"{total.success_rate:.1%}", total.count)
             rows.append((group.label, seed_in_words(group, run), *numbers, os.path.relpath(run.folder)))
     together = [("configuration", "seeds", "mean", "least", "95 % interval of the mean over seeds")]
     for group in groups:
@@ -145,12 +139,12 @@ def sweep_table(folders: Sequence[str | os.PathLike]) -> str:
 
 
 def seed_in_words(group: RunGroup, run: RunData) -> str:
-    """Return the seed of a run, and whether another run of the group counts for it."""
+    """Return the seed of a run as text, marked if another run of the same seed counts instead."""
     return f"{seed_of(run)}{'' if run in group.counted else ' (not counted)'}"
 
 
 def repeated_seeds(groups: Sequence[RunGroup]) -> list[str]:
-    """Return a sentence that says which runs count where a seed was run more than once; nothing where none was."""
+    """Return a sentence about runs that repeat a seed, or an empty list."""
     left_out = sum(len(group.runs) - len(group.counted) for group in groups)
     if not left_out:
         return []
@@ -161,11 +155,11 @@ def repeated_seeds(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def rates_in_words(rates: Sequence[float]) -> tuple[str, str, str]:
-    """Return mean, least and 95 % interval of the mean as text; the interval is cut at 0 and 100 %."""
+    """Return mean, least and 95 % interval of the mean as text; the interval is clipped to 0 and 100 %."""
     if not rates:
         return "-", "-", "-"
     mean, low, high = mean_interval(rates)
-    interval = "-" if len(rates) == 1 else f"{max(low, 0.0):.1%} - {min(high, 1.0):.1%}"
+    interval = "-" if len(rates) == 1 else format_interval(max(low, 0.0), min(high, 1.0), " - ")
     return f"{mean:.1%}", f"{min(rates):.1%}", interval
 
 

@@ -1,4 +1,4 @@
-"""One page about several runs: a curve per configuration, which is the mean over its seeds with their 95 % interval."""
+"""Write a page about several runs: one curve per configuration, the mean over its seeds with the 95 % interval."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from rlinf.evaluation.runs import (
     seed_in_words,
 )
 from rlinf.files import write_text
+from rlinf.number_formats import format_interval
 
 SUCCESS_CURVES = (
     ("Success of evaluations against env steps", "eval/success_rate", "env_steps", "env steps"),
@@ -32,15 +33,7 @@ SUCCESS_CURVES = (
 
 
 def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Path:
-    """Write the page.
-
-    Args:
-        runs: Those of one configuration are one curve; at most ``NUM_COLOURS`` configurations are drawn.
-        output: The HTML file, which is replaced.
-
-    Returns:
-        ``output``.
-    """
+    """Write the page to ``output``, replacing it, and return its path; at most ``NUM_COLOURS`` configurations are drawn."""
     output, groups = Path(output), group_runs(runs)
     drawn = groups[:NUM_COLOURS]
     title = f"{len(runs)} runs of {len(groups)} configuration{'s' if len(groups) > 1 else ''}"
@@ -64,15 +57,14 @@ def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Pat
 
 
 def curve(group: RunGroup, metric: str, x: str) -> Series:
-    """Return the mean of a metric over the counted runs of a group, one of each seed, with its 95 % interval.
+    """Return the mean of a metric over the counted runs of a group with its 95 % interval.
 
-    Runs are matched by RL iteration. Those iterations are drawn that all runs have which have the metric at all, so that a run
-    that ended early does not bend the curve.
+    Only RL iterations that all runs with this metric have are drawn, so that a run that ended early does not bend the curve.
 
     Args:
         group: Runs of one configuration.
         metric: Name in ``metrics.jsonl``.
-        x: ``step``, or ``env_steps`` or ``minutes``, whose mean over the runs is taken.
+        x: ``step``, or the mean over the runs of ``env_steps`` or ``minutes``.
     """
     found = [
         {line["step"]: line for line in with_axes(run.lines) if line["phase"] == "rl" and line.get(metric) is not None}
@@ -141,8 +133,7 @@ def _run_row(group: RunGroup, run: RunData, output: Path) -> str:
     cells: tuple[Any, Any] = ("-", "-")
     if closing is not None:
         total = closing.result.total
-        low, high = total.interval
-        cells = f"{total.success_rate:.1%} ({total.successes}/{total.episodes})", f"{low:.1%} to {high:.1%}"
+        cells = str(total), format_interval(*total.interval)
     relative = os.path.relpath(run.folder.resolve(), output.resolve().parent)
     name = escape(relative)
     if (run.folder / REPORT_FILE).is_file():

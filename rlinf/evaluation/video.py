@@ -1,4 +1,4 @@
-"""Videos of episodes that any browser plays, with instruction, step and outcome written on top."""
+"""Write videos of episodes that any browser plays, with instruction, env step and outcome above the picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BAND_COLOUR, TEXT_COLOUR = (24, 26, 31), (236, 238, 242)
 
 
 def wrap_text(text: str, font: Any, width: int) -> list[str]:
-    """Break ``text`` into lines of at most ``width`` pixels; a word that is longer is broken itself."""
+    """Break ``text`` into lines of at most ``width`` pixels; longer words are split."""
     lines = [""]
     for word in text.split():
         joined = f"{lines[-1]} {word}".strip()
@@ -35,17 +35,14 @@ def wrap_text(text: str, font: Any, width: int) -> list[str]:
 
 
 def overlay(frame: np.ndarray, instruction: str, step: int, num_steps: int, success: bool | None) -> np.ndarray:
-    """Put a band with the text above a frame; nothing of the frame is covered.
+    """Return a frame with a band of text above it, uint8 ``[H + band, W, 3]``, both sides even as H.264 requires.
 
     Args:
         frame: uint8 ``[H, W, 3]``.
-        instruction: What the policy was told; long ones are wrapped.
+        instruction: The policy's instruction; long ones are wrapped.
         step: Env step of the frame, from 0.
         num_steps: Env steps of the episode.
-        success: Outcome, shown in words and by a coloured bar; None while the episode runs.
-
-    Returns:
-        uint8 ``[H + band, W, 3]``, both sides even, as H.264 wants them.
+        success: Outcome, shown as a word and a coloured bar; None while the episode runs.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -79,18 +76,15 @@ def write_video(
     fps: int = 6,
     hold_s: float = 1.0,
 ) -> Path:
-    """Write an MP4 (H.264, yuv420p, index at the front), atomically.
+    """Write an MP4 (H.264, yuv420p, index at the front) atomically, and return its path.
 
     Args:
-        path: Ends in ``.mp4``.
+        path: Name that ends in ``.mp4``.
         frames: uint8 ``[H, W, 3]``: the first observation and one frame after each env step.
-        instruction: Written above every frame.
-        success: Written above the last frame.
-        fps: Env steps shown per second.
+        instruction: Text above every frame.
+        success: Outcome, shown above the last frame.
+        fps: Env steps per second.
         hold_s: Seconds for which the last frame stays.
-
-    Returns:
-        ``path``.
 
     Raises:
         MissingDependencyError: imageio-ffmpeg is not installed.
@@ -110,18 +104,18 @@ def write_video(
     images += [images[-1]] * round(hold_s * fps)
     height, width = images[0].shape[:2]
     partial = path.with_name(f".{path.stem}.tmp.mp4")
-    # Not imageio_ffmpeg.write_frames, whose process begins with Python code, which can wait forever for a lock that another
-    # thread of this process held as it was forked. A group of its own keeps Ctrl-C away from it.
+    # imageio_ffmpeg.write_frames forks a process that runs Python code, which may wait forever for a lock that another
+    # thread held at the fork. The process group of its own shields ffmpeg from Ctrl-C.
     command = [
         imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "warning",
         "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "-", "-an",
-        "-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2",  # the codec wants even sizes
+        "-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2",  # the codec requires even sizes
         "-codec:v", "libx264", "-pix_fmt", "yuv420p", "-crf", "20", "-threads", "1", "-movflags", "+faststart", str(partial),
     ]  # fmt: skip
     try:
         with naming(path):
             ffmpeg = subprocess.run(command, input=np.stack(images).tobytes(), process_group=0)
-            if ffmpeg.returncode:  # it has said why
+            if ffmpeg.returncode:  # its own message is on stderr
                 raise OSError(f"ffmpeg ended with {ffmpeg.returncode}")
             os.replace(partial, path)
     finally:

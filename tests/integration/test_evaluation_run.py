@@ -19,7 +19,7 @@ from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import rank, world_size
 from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
-from rlinf.evaluation.compare import compare_folders
+from rlinf.evaluation.compare_folders import compare_folders
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.fingerprint import take_fingerprint
 from rlinf.evaluation.partial import PartialResults
@@ -373,7 +373,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(quick, tmp_path, mon
         evaluate(config)
     path = tmp_path / "out" / "result.partial.jsonl"
     assert (
-        f"5 results are kept in {path}; the same command with output_dir={tmp_path / 'out'} goes on"
+        f"5 results are kept in {path}; the same command with output_dir={tmp_path / 'out'} continues"
         in capsys.readouterr().err
     )
     lines = path.read_text().splitlines()
@@ -422,7 +422,7 @@ def test_nothing_stays_of_an_evaluation_that_had_no_result_yet(quick, tmp_path, 
     stop_after(monkeypatch, 0)
     with pytest.raises(KeyboardInterrupt):
         evaluate(configured(quick, tmp_path / "out"))
-    assert list((tmp_path / "out").iterdir()) == [] and "goes on" not in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == [] and "continues" not in capsys.readouterr().err
 
 
 def test_a_baseline_is_compared_with_episode_by_episode(quick, tmp_path, monkeypatch, capsys):

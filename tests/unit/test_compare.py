@@ -11,7 +11,8 @@ import pytest
 
 from rlinf.cli import main
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
-from rlinf.evaluation.compare import Pairs, compare, compare_folders, mcnemar_exact
+from rlinf.evaluation.compare import Pairs, compare, mcnemar_exact
+from rlinf.evaluation.compare_folders import compare_folders
 from rlinf.evaluation.intervals import paired_difference_interval, wilson_interval
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.manifest import Manifest

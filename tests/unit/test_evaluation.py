@@ -401,7 +401,7 @@ class ForgetfulEnv(NumberLineEnv):
 @pytest.mark.parametrize(("env", "warned"), [(ForgetfulEnv, True), (NumberLineEnv, False)])
 def test_replays_that_end_otherwise_than_counted_are_warned_of(tmp_path, env, warned):
     result = evaluate_policy(BinPolicy(), env(8), specs_of(30), video_folder=tmp_path, video_size=32)
-    found = [text for text in result.warnings if f"of {len(result.videos)} episodes ended otherwise" in text]
+    found = [text for text in result.warnings if f"of {len(result.videos)} episodes ended differently" in text]
     assert result.warnings == found and bool(found) == warned
     assert result.results == evaluate_policy(BinPolicy(), NumberLineEnv(8), specs_of(30)).results, "counts stay"
 

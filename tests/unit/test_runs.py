@@ -16,7 +16,7 @@ import yaml
 from rlinf.cli import main
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.charts import Series, line_chart
-from rlinf.evaluation.compare import evaluation_folder
+from rlinf.evaluation.compare_folders import evaluation_folder
 from rlinf.evaluation.intervals import STUDENT_T_95, mean_interval
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.evaluation.runs import closing_evaluation, group_runs, read_runs, sweep_table

@@ -1,0 +1,98 @@
+"""Compare two evaluations on disk: check that their conditions agree, and store what was found."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.evaluation.compare import EPISODES, Comparison, compare
+from rlinf.evaluation.report import write_report
+from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE, closing_tags
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.files import follow_latest, write_text
+from rlinf.manifest import MANIFEST_FILE, POLICY_FIELDS, Manifest, check_allowed, refuse
+from rlinf.manifest import compare as compare_manifests
+from rlinf.tracking.tracker import read_metrics
+
+CONDITIONS = "conditions"
+"""Name in ``evaluation.allow_mismatch`` that lets a manifest be missing."""
+COMPARISON_NAMES = (EPISODES, CONDITIONS, "greedy", "temperature")
+"""Names in ``evaluation.allow_mismatch`` that are not fields of a manifest."""
+
+
+def compare_folders(
+    folder_a: str | os.PathLike, folder_b: str | os.PathLike, allow_mismatch: Sequence[str] = ()
+) -> Comparison:
+    """Compare two evaluations on disk, write ``compare.json`` into the second folder and update its report.
+
+    Args:
+        folder_a, folder_b: Evaluation folders, their ``result.json``, or run folders, which stand for their closing
+            evaluation. The first is the baseline.
+        allow_mismatch: Fields of the manifest in which conditions may differ (those of the policy always may). Also
+            accepted: ``"episodes"`` (different lists), ``"conditions"`` (a missing manifest), and ``"greedy"``,
+            ``"temperature"`` and ``"seed"`` (how actions were drawn).
+
+    Raises:
+        CheckpointError: A folder holds no result, or no manifest.
+        ManifestMismatchError: The simulator, its settings or versions, or how actions were drawn, differ.
+        ConfigError: The lists of episodes differ, or both are one folder.
+    """
+    folders = [evaluation_folder(path) for path in (folder_a, folder_b)]
+    if folders[0].resolve() == folders[1].resolve():
+        raise ConfigError(
+            f"{folder_a} and {folder_b} are one evaluation, which cannot be compared with itself; required: two folders. "
+            "Run rlinf evaluate --compare <baseline folder> <other folder>"
+        )
+    mismatches = check_conditions(*folders, allow_mismatch)
+    results = [EvaluationResult.from_json(folder / RESULT_FILE) for folder in folders]
+    comparison = compare(*results, allow_mismatch)
+    comparison.a, comparison.b = (str(path) for path in folders)
+    comparison.mismatches = mismatches + comparison.mismatches
+    write_text(folders[1] / COMPARISON_FILE, json.dumps(comparison.as_dict(), indent=1))
+    write_report(folders[1])
+    return comparison
+
+
+def evaluation_folder(path: str | os.PathLike) -> Path:
+    """Return the folder of an evaluation, given itself, its ``result.json``, or the run that it closed."""
+    folder = follow_latest(Path(path).expanduser())
+    folder = folder.parent if folder.name == RESULT_FILE else folder
+    if (folder / RESULT_FILE).is_file():
+        return folder
+    below = sorted(str(found.parent) for found in folder.glob(f"eval/*/{RESULT_FILE}"))
+    for place in (folder / "eval" / tag for tag in closing_tags(read_metrics(folder) if below else [])):
+        if (place / RESULT_FILE).is_file():
+            return place
+    hint = f"Name one of its evaluations: {', '.join(below)}" if below else "Name a folder that `rlinf evaluate` wrote"
+    raise CheckpointError(f"{path} holds no {RESULT_FILE}, so there is nothing to compare. {hint}")
+
+
+def check_conditions(folder_a: Path, folder_b: Path | Manifest, allow_mismatch: Sequence[str]) -> list[str]:
+    """Return the accepted differences between the conditions of two evaluations; policies may differ.
+
+    Args:
+        folder_a: Folder of an evaluation.
+        folder_b: Folder of another, or the manifest of one that has not run yet.
+        allow_mismatch: As in ``compare_folders``.
+
+    Raises:
+        CheckpointError: A manifest is missing.
+        ManifestMismatchError: Conditions that change numbers differ.
+    """
+    places = [folder for folder in (folder_a, folder_b) if isinstance(folder, Path)]
+    missing = [str(folder) for folder in places if not (folder / MANIFEST_FILE).is_file()]
+    if missing:
+        if CONDITIONS in allow_mismatch:
+            return [f"{folder} has no {MANIFEST_FILE}; its conditions are unknown" for folder in missing]
+        raise CheckpointError(
+            f"{' and '.join(missing)} has no {MANIFEST_FILE}, so the conditions of the evaluation are unknown. "
+            f"Evaluate again, or set 'evaluation.allow_mismatch=[{','.join([*allow_mismatch, CONDITIONS])}]'"
+        )
+    first, second = (Manifest.load(one) if isinstance(one, Path) else one for one in (folder_a, folder_b))
+    check_allowed(allow_mismatch, first, second, also=COMPARISON_NAMES)
+    worlds = [one for one in compare_manifests(first, second) if one.field.partition(".")[0] not in POLICY_FIELDS]
+    sentence = "The two evaluations ran under conditions that differ (first: saved, second: present)"
+    return [str(one) for one in refuse(worlds, allow_mismatch, sentence) if one.must_match]

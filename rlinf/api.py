@@ -1,7 +1,7 @@
 """The public functions: load a policy, make an env, train, evaluate, compare. The commands run the same code.
 
-Every function takes ``overrides`` as they are typed on the command line (``["trainer.max_steps=3"]``), ``plugins`` (modules
-or files that register models and envs), and runs code of others only where it is asked to.
+``overrides`` are those of the command line (``["trainer.max_steps=3"]``). ``plugins`` are modules or .py files that register
+models, envs and algorithms; no other code from outside the package is run, unless ``trust_remote_code`` is set.
 """
 
 from __future__ import annotations
@@ -13,21 +13,44 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlinf.errors import CheckpointError, ConfigError
+from rlinf.checkpoints.checkpoint import is_checkpoint, is_export, is_run, resolve_checkpoint
+from rlinf.commands import evaluate as evaluation
+from rlinf.commands import policy_loading
+from rlinf.commands.hydra_app import configure, parse, run_training
+from rlinf.config import search
+from rlinf.config.compose import (
+    compose_config,
+    compose_on_saved,
+    no_such_option,
+    normalize_overrides,
+    parse_overrides,
+)
+from rlinf.config.plugins import load_plugins
+from rlinf.config.saved_code import code_values
+from rlinf.config.schema import RunConfig, build_config, section_class
+from rlinf.distributed.process_group import resolve_device
+from rlinf.envs import ENVS
+from rlinf.envs import make_env as make_vector_env
+from rlinf.envs.base import VectorEnv
+from rlinf.envs.config import EnvConfig
+from rlinf.errors import CheckpointError, ConfigError, closest
+from rlinf.evaluation.compare import Comparison
+from rlinf.evaluation.compare import compare as compare_results
+from rlinf.evaluation.compare_folders import compare_folders
+from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.files import follow_latest
+from rlinf.manifest import Manifest, verify_files
+from rlinf.models import build_policy
+from rlinf.models.precision import autocast
+from rlinf.options import override_text, plain_container, public_fields, to_mapping
 from rlinf.policy import Policy
+from rlinf.preflight.saved import check_model_type
+from rlinf.types import Acts
 
-if TYPE_CHECKING:
-    from rlinf.config.schema import RunConfig
-    from rlinf.envs.base import VectorEnv
-    from rlinf.envs.config import EnvConfig
-    from rlinf.evaluation.compare import Comparison
-    from rlinf.evaluation.result import EvaluationResult
-    from rlinf.types import Acts
-
-
-READ_FOR_AN_OBJECT = (
+IN_MEMORY_KEYS = (
     "seed",
     "plugins",
     "rollout.temperature",
@@ -36,7 +59,7 @@ READ_FOR_AN_OBJECT = (
     "evaluation.num_episodes",
     "evaluation.num_envs",
 )
-"""Keys besides those of the env that an evaluation of an object in memory reads."""
+"""Keys, besides those of the env, that an in-memory evaluation reads."""
 
 
 def load_policy(
@@ -53,29 +76,18 @@ def load_policy(
     Args:
         folder: A run folder (its newest checkpoint), a checkpoint, an export, the folder of a public model, or, with
             ``model_type``, its id on the Hugging Face hub.
-        model_type: Of a public model, where its config.json names another one or none (``openvla_oft``), or is not here yet.
-            A run, checkpoint or export must be of this type.
-        device: ``cpu`` or ``cuda``; None: as the configuration says, which is the GPU where there is one.
-        overrides: Laid over the configuration of the checkpoint, or that of the model type: ``["model.precision=fp32"]``,
+        model_type: Type of a public model whose config.json names another one or none (``openvla_oft``), or is not
+            downloaded yet. A run, checkpoint or export must be of this type.
+        device: ``cpu`` or ``cuda``; None: that of the configuration, by default the GPU if there is one.
+        overrides: Changes to the configuration of the checkpoint or model type: ``["model.precision=fp32"]``,
             ``["model.unnorm_key=bridge_orig"]``.
-        plugins: Modules or .py files that register the model or the env; those that a checkpoint names are not imported
-            unless they are given here.
+        plugins: Those that a checkpoint names are not imported unless they are given here.
         trust_remote_code: Run Python code stored in the model's folder.
 
     Raises:
-        CheckpointError: The folder is neither, or is damaged.
+        CheckpointError: The folder is none of these, or is damaged.
         ConfigError: An override does not fit.
     """
-    from rlinf.checkpoints.checkpoint import resolve_checkpoint
-    from rlinf.commands.policy_loading import load_policy as load
-    from rlinf.commands.policy_loading import read_config
-    from rlinf.config.compose import compose_config
-    from rlinf.config.schema import build_config
-    from rlinf.distributed.process_group import resolve_device
-    from rlinf.manifest import Manifest, verify_files
-    from rlinf.models import build_policy
-    from rlinf.preflight.saved import check_model_type
-
     _check_overrides(overrides, "load_policy")
     overrides = [*overrides, *_code(plugins, trust_remote_code)]
     if device is not None:
@@ -88,13 +100,13 @@ def load_policy(
         model = build_policy(config)
     else:
         source = resolve_checkpoint(Path(folder).expanduser())
-        config = read_config(
+        config = policy_loading.read_config(
             source, overrides if model_type is None else [*overrides, f"model.model_type={model_type}"]
         )
         saved = Manifest.load(source)
         check_model_type(source, saved, config)
         verify_files(source, saved)
-        model = load(source, config)
+        model = policy_loading.load_policy(source, config)
     model = model.to(resolve_device(config.cluster.device, 1)).eval()
     return Policy(model, config, trained_here=public is None)
 
@@ -113,42 +125,31 @@ def make_env(
     Args:
         env: Name as in ``env=...`` of the commands, or a configuration (``policy.config.env``).
         num_envs: ``B``.
-        auto_reset: Start the next episode where one ends; False: its row stands still until ``reset``.
-        overrides: ``["env.image_size=96"]``.
-        plugins: Modules or .py files that register the env.
+        auto_reset: Start the next episode when one ends; False: its row stays idle until ``reset``.
         **settings: Keys of the env: ``tasks=["reach"]``, ``max_episode_steps=32``.
 
     Raises:
         ConfigError: There is no such env or key, or a value is refused.
-        MissingDependencyError: Its simulator is not installed.
+        MissingDependencyError: The simulator is not installed.
     """
-    from rlinf.envs import make_env as make
-
     _check_overrides(overrides, "make_env")
     config = run_config(env, [*overrides, *_code(plugins, False)], settings).env
-    return make(config, num_envs, auto_reset=auto_reset)
+    return make_vector_env(config, num_envs, auto_reset=auto_reset)
 
 
 def train(
     overrides: Sequence[str], *, plugins: Sequence[str] = (), trust_remote_code: bool = False, sft_only: bool = False
 ) -> Path:
-    """Train as ``rlinf train`` does: ``rlinf.train(["experiment=quickstart", "trainer.max_steps=3"])``.
+    """Train as ``rlinf train`` does, and return the run folder: ``rlinf.train(["experiment=quickstart", "trainer.max_steps=3"])``.
 
     Args:
         overrides: As on the command line; ``resume=<run folder>`` continues a run.
-        plugins: Modules or .py files that register models, envs and algorithms.
-        trust_remote_code: Run Python code stored in the model's folder.
-        sft_only: Behaviour cloning only, as ``rlinf sft``.
-
-    Returns:
-        The run folder.
+        sft_only: Only clone behaviour, as ``rlinf sft`` does.
 
     Raises:
-        RLinfError: What is configured is refused, before anything starts, or training failed in a way that you can mend.
-        KeyboardInterrupt: A signal stopped it; what was trained is saved.
+        RLinfError: The configuration is refused before anything starts, or training failed in a way that you can fix.
+        KeyboardInterrupt: A signal stopped training; a checkpoint was saved.
     """
-    from rlinf.commands.hydra_app import run_training
-
     _check_overrides(overrides, "train")
     try:
         (folder,) = run_training([*overrides, *_code(plugins, trust_remote_code)], "sft" if sft_only else "train")
@@ -168,42 +169,36 @@ def evaluate(
 ) -> EvaluationResult:
     """Measure the success rate of a policy on held-out episodes, each run once.
 
-    A folder is evaluated as ``rlinf evaluate checkpoint=<folder>`` does it: conditions are compared with those of the
+    A folder is evaluated like ``rlinf evaluate checkpoint=<folder>``: conditions are compared with those of the
     checkpoint, and result, videos and report are written. An object is evaluated in memory, and nothing is written.
 
     Args:
-        policy: A run folder, checkpoint or export; what ``load_policy`` returned; or any object with ``act``, which is
-            asked for all running episodes at once, and should not keep anything from one call to the next.
+        policy: A run folder, checkpoint or export; a policy of ``load_policy``; or any object with ``act``, which is
+            called with all running episodes at once and should keep no state between calls.
         env: Name or configuration of the env; None: the one that the policy was trained in.
         episodes: Number of episodes; None: ``evaluation.num_episodes``.
-        overrides: ``["evaluation.greedy=false", "seed=3", "output_dir=outputs/mine"]``. Of a loaded policy they are laid over
-            its configuration, as with its folder. An object takes those of the env, the seed, the temperature and the list
-            of episodes.
-        plugins: Modules or .py files that register the model or the env.
-        trust_remote_code: Run Python code stored in the model's folder.
+        overrides: ``["evaluation.greedy=false", "seed=3", "output_dir=outputs/mine"]``. An object takes only those of the
+            env, the seed, the temperature and the list of episodes.
 
     Returns:
         ``success_rate``, ``interval`` (95 %), ``per_task``, ``results`` (one per episode); ``print(result.table())``.
 
     Raises:
         ManifestMismatchError: The checkpoint was made under other conditions.
-        ConfigError: There are fewer episodes, the object's actions do not fit the env, or an override cannot apply to an object.
+        ConfigError: There are fewer episodes, the object's actions do not fit the env, or an override has no effect.
     """
     _check_overrides(overrides, "evaluate")
     overrides = [*overrides, *_code(plugins, trust_remote_code)]
     if episodes is not None:
         overrides.append(f"evaluation.num_episodes={episodes}")
     if isinstance(policy, (str, os.PathLike)):
-        from rlinf.commands.evaluate import evaluate as run
-        from rlinf.commands.hydra_app import configure, parse
-
         if env is not None and not isinstance(env, str):
             raise ConfigError(
                 "evaluate got a folder and an env configuration; required with a folder: the name of an env, with "
                 "overrides=['env.<key>=...'] for its settings"
             )
         chosen = [] if env is None else [f"env={env}"]
-        return run(configure(parse([f"checkpoint={_quoted(policy)}", *chosen, *overrides]), "evaluate"))
+        return evaluation.evaluate(configure(parse([f"checkpoint={_quoted(policy)}", *chosen, *overrides]), "evaluate"))
     return _evaluate_object(policy, env, overrides)
 
 
@@ -216,8 +211,8 @@ def compare(
     """Compare two evaluations of the same episodes pair by pair (McNemar's exact test), as ``rlinf evaluate --compare``.
 
     Args:
-        a, b: Both results of ``evaluate``, or both folders of evaluations or runs. Folders tell under which conditions they
-            were made, which must be the same; results do not.
+        a, b: Two results of ``evaluate``, or two folders of evaluations or runs. Folders record the conditions of the
+            evaluations, which must be equal; results do not.
         allow_mismatch: As in ``evaluation.allow_mismatch``.
 
     Returns:
@@ -225,11 +220,8 @@ def compare(
 
     Raises:
         ConfigError: The episodes differ.
-        ManifestMismatchError: The conditions do.
+        ManifestMismatchError: The conditions differ.
     """
-    from rlinf.evaluation.compare import compare as compare_results
-    from rlinf.evaluation.compare_folders import compare_folders
-
     are_folders = [isinstance(one, (str, os.PathLike)) for one in (a, b)]
     if all(are_folders):
         return compare_folders(a, b, allow_mismatch)
@@ -239,11 +231,6 @@ def compare(
 
 
 def _evaluate_object(policy: Policy | Acts, env: str | EnvConfig | None, overrides: Sequence[str]) -> EvaluationResult:
-    from rlinf.commands.evaluate import episode_list
-    from rlinf.envs import make_env as make
-    from rlinf.evaluation.evaluator import evaluate_policy
-    from rlinf.models.precision import autocast
-
     is_ours = isinstance(policy, Policy)
     if not callable(getattr(policy, "act", None)):
         raise ConfigError(
@@ -253,16 +240,16 @@ def _evaluate_object(policy: Policy | Acts, env: str | EnvConfig | None, overrid
         raise ConfigError(
             "evaluate needs the env of this policy. Pass env='tabletop', or another one of `rlinf models`"
         )
-    config = run_config(env, _for_an_object(overrides), base=policy.config if is_ours else None)
+    config = run_config(env, _check_in_memory(overrides), base=policy.config if is_ours else None)
     settings = config.evaluation
     num_envs = min(settings.num_envs, settings.num_episodes or settings.num_envs)
-    made = make(config.env, num_envs, auto_reset=False)
+    made = make_vector_env(config.env, num_envs, auto_reset=False)
     try:
         with autocast(policy.model, policy.config.model.precision) if is_ours else nullcontext():
             return evaluate_policy(
                 policy.model if is_ours else policy,
                 made,
-                episode_list(made, settings.split, settings.num_episodes),
+                evaluation.episode_list(made, settings.split, settings.num_episodes),
                 greedy=settings.greedy,
                 temperature=config.rollout.temperature,
                 seed=config.seed,
@@ -278,22 +265,15 @@ def run_config(
     base: RunConfig | None = None,
     config_dir: str | None = None,
 ) -> RunConfig:
-    """Return a configuration with the env that is named or given, overrides, and ``settings`` of the env laid over.
+    """Return the configuration ``base`` (of a loaded policy, or the defaults) with an env, overrides and keys of the env.
 
     Args:
         env: Name or configuration; None: that of ``base``.
-        overrides: As typed.
-        settings: Keys of the env.
-        base: Configuration of a loaded policy, over which all is laid; None: the defaults.
+        overrides: As on the command line.
+        settings: Keys of the env, applied last.
+        base: Configuration of a loaded policy; None: the defaults.
         config_dir: Folder of the user's own groups.
     """
-    from rlinf.config import search
-    from rlinf.config.compose import compose_config, compose_on_saved, no_such_option
-    from rlinf.config.plugins import load_plugins
-    from rlinf.config.schema import build_config
-    from rlinf.envs import ENVS
-    from rlinf.options import plain_container, to_mapping
-
     if not (env is None or isinstance(env, str) or dataclasses.is_dataclass(env)):
         raise ConfigError(
             f"env is {env!r} ({type(env).__name__}); required: the name of an env, or its configuration. Pass 'tabletop', and its "
@@ -319,43 +299,30 @@ def run_config(
     return build_config({**composed, "env": {**composed["env"], **(settings or {})}})
 
 
-def _for_an_object(overrides: Sequence[str]) -> Sequence[str]:
-    """Return the overrides of an evaluation in memory.
-
-    Raises:
-        ConfigError: One has no effect on an object, e.g. because nothing is written.
-    """
+def _check_in_memory(overrides: Sequence[str]) -> Sequence[str]:
+    """Return the overrides of an in-memory evaluation; raise ConfigError if one would have no effect."""
     for key in _typed_values(overrides):
-        if key not in READ_FOR_AN_OBJECT and key.partition(".")[0] != "env":
+        if key not in IN_MEMORY_KEYS and key.partition(".")[0] != "env":
             raise ConfigError(
                 f"evaluate got the override '{key}', which has no effect on an object; required with an object: keys of env, "
-                f"{', '.join(READ_FOR_AN_OBJECT)}. Give load_policy the other overrides, or evaluate the folder"
+                f"{', '.join(IN_MEMORY_KEYS)}. Pass other overrides to load_policy, or evaluate the folder"
             )
     return overrides
 
 
 def _typed_values(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return key and value of each override."""
-    from rlinf.config.compose import normalize_overrides, parse_overrides
-
+    """Return overrides as a mapping of keys to values."""
     return {item.key_or_group: item.value() for item in parse_overrides(normalize_overrides(overrides))}
 
 
 def _loaded_code(saved: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Return overrides of what names code in the configuration of a loaded policy or env, which was let run before."""
-    from rlinf.config.saved_code import code_values
-
+    """Return overrides that keep the code named by a loaded configuration; the user allowed it at loading."""
     replaced = [key for key, value in _typed_values(overrides).items() if isinstance(value, str)]
     return [f"{key}={_value(value)}" for key, value in code_values(saved) if key.partition(".")[0] not in replaced]
 
 
 def _check_settings(settings: Mapping[str, Any], composed: Mapping[str, Any]) -> None:
-    """Refuse a setting that was meant to be an argument of ``make_env``."""
-    from rlinf.config.plugins import load_plugins
-    from rlinf.config.schema import section_class
-    from rlinf.errors import closest
-    from rlinf.options import public_fields
-
+    """Raise ConfigError for an unknown setting that looks like a misspelt argument of ``make_env``."""
     arguments = [name for name in inspect.signature(make_env).parameters if name not in ("env", "settings")]
     unknown = []
     if settings:
@@ -372,14 +339,8 @@ def _check_settings(settings: Mapping[str, Any], composed: Mapping[str, Any]) ->
 
 
 def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str] | None:
-    """Return the overrides that name a public model and its type; None for a run, a checkpoint or an export.
-
-    Raises:
-        CheckpointError: Its config.json names no type.
-    """
-    from rlinf.checkpoints.checkpoint import is_checkpoint, is_export, is_run
-    from rlinf.config.search import group_options
-    from rlinf.files import follow_latest
+    """Return the overrides that name a public model and its type; None for a run, a checkpoint or an export."""
+    # These import transformers, which make_env and train do without.
     from rlinf.models.embodiment.checkpoint_policy import POLICY_FILE
     from rlinf.models.loading import read_json
 
@@ -398,7 +359,7 @@ def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str
         raise CheckpointError(
             f"{path / 'config.json'} names no model_type. Pass model_type='openvla', or another of `rlinf models`"
         )
-    chosen = f"model={name}" if name in group_options("model") else f"model.model_type={name}"
+    chosen = f"model={name}" if name in search.group_options("model") else f"model.model_type={name}"
     keys = {"action_dim": "action_token_len", "action_chunks_len": "action_chunks_len", "unnorm_key": "unnorm_key"}
     saved = read_json(path / POLICY_FILE) if (path / POLICY_FILE).is_file() else {}  # a model folder of a checkpoint
     sizes = [f"model.{key}={_quoted(saved[name]) if isinstance(saved[name], str) else saved[name]}"
@@ -407,11 +368,7 @@ def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str
 
 
 def _check_overrides(overrides: Sequence[str], function: str) -> None:
-    """Overrides are a list of strings, without the flags of the command line.
-
-    Raises:
-        ConfigError: They are not.
-    """
+    """Raise ConfigError unless overrides are a list of strings without the flags of the command line."""
     _check_list(overrides, f"overrides of {function}")
     for word in overrides:
         if not isinstance(word, str) or word.startswith("-"):
@@ -422,14 +379,14 @@ def _check_overrides(overrides: Sequence[str], function: str) -> None:
 
 
 def _code(plugins: Sequence[str], trust_remote_code: bool) -> list[str]:
-    """Return the overrides that let code of others run, where it was asked for."""
+    """Return the overrides that allow the given plugins and remote code."""
     _check_list(plugins, "plugins")
     named = [f"plugins={_value(plugins)}"] if plugins else []
     return named + (["model.trust_remote_code=true"] if trust_remote_code else [])
 
 
 def _check_list(values: Any, name: str) -> None:
-    """Refuse a single value, whose letters Python would take one by one, in the place of a list."""
+    """Raise ConfigError unless ``values`` is a list; a string would be iterated letter by letter."""
     if isinstance(values, (str, os.PathLike)):
         raise ConfigError(f"{name}: got '{values}', which is not a list. Pass ['{values}']")
     if not isinstance(values, Sequence):
@@ -437,15 +394,13 @@ def _check_list(values: Any, name: str) -> None:
 
 
 def _value(value: Any) -> str:
-    """Return a value as an override takes it, texts in quotes."""
-    from rlinf.options import override_text
-
+    """Return a value in the syntax of overrides, with texts quoted."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_value, value))}]"
     return _quoted(value) if isinstance(value, (str, os.PathLike)) else override_text(value)
 
 
 def _quoted(path: str | os.PathLike) -> str:
-    """Return a path as a quoted value of an override; backslashes in front of a quote are doubled."""
+    """Return a path as a quoted value of an override; backslashes before a quote are doubled."""
     text = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), os.fspath(path))
     return f"'{text}'"

@@ -1,4 +1,4 @@
-"""A loaded policy that acts on observations, one or a batch, and refuses what it was not made for."""
+"""A loaded policy that acts on one observation or a batch, and refuses observations that do not fit it."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from rlinf.config.schema import RunConfig
+from rlinf.envs import ENVS
 from rlinf.errors import ConfigError, did_you_mean
+from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.types import Observation
 
 if TYPE_CHECKING:
-    from rlinf.config.schema import RunConfig
-    from rlinf.models.embodiment.base import ActionModel
+    from rlinf.models.embodiment.base import ActionModel  # imports transformers
 
 FIELDS = ("images", "state", "instruction")
 
 
 class Policy:
-    """A policy that acts; ``rlinf.load_policy`` makes one.
+    """A policy that acts; ``rlinf.load_policy`` returns one.
 
     Args:
-        model: With its processor, in evaluation mode, on its device.
-        config: How the policy was trained (a checkpoint), or how it is run (a public model).
-        trained_here: Observations must be those of ``config.env``: its cameras, image size and state width. False for a
-            public model, whose own checks remain.
+        model: The network with its processor, in evaluation mode, on its device.
+        config: The configuration in which the policy was trained (a checkpoint) or is run (a public model).
+        trained_here: Require observations of ``config.env``: its cameras, image size and state width. False for a public
+            model, which has its own checks.
 
     Attributes:
-        model: The network, a torch module.
-        config: See above.
         cameras: Names of the images that ``act`` needs, in order; None: those that are given.
     """
 
@@ -38,8 +39,6 @@ class Policy:
         self._image_size: int | None = None
         self._state_dim: int | None = None
         if trained_here:
-            from rlinf.envs import ENVS
-
             reads_images = getattr(model.config, "num_images_in_input", None) != 0
             self.cameras = list(config.env.cameras) if reads_images else []
             self._image_size = config.env.image_size
@@ -54,37 +53,30 @@ class Policy:
 
     @property
     def action_dim(self) -> int:
-        """``D``, numbers of one action."""
+        """``D``, numbers per action."""
         return self.model.action_dim
 
     @property
     def action_chunks_len(self) -> int:
-        """``C``, actions of one call, to be executed one after the other."""
+        """``C``, actions per call, to be executed one by one."""
         return self.model.action_chunks_len
 
     def act(
         self, observation: Observation | Mapping[str, Any], *, greedy: bool = True, seed: int | None = None
     ) -> np.ndarray:
-        """Choose actions, without gradients.
+        """Return actions for an observation, without gradients: float32 ``[B, C, D]`` in the units of the env.
 
         Args:
-            observation: What an env returned (``B`` rows), or a mapping with the keys ``images`` (camera name to uint8
+            observation: The ``B`` rows of an env, or a mapping with the keys ``images`` (camera name to uint8
                 ``[B, H, W, 3]``), ``state`` (``[B, S]``, may be absent or None) and ``instruction`` (``B`` sentences).
-                With one sentence as a string instead of a list, it is one observation, without the axis ``B``. Cameras
-                that the policy does not know are not looked at.
+                If ``instruction`` is a string, all are without the axis ``B``, and so are the actions. Unknown cameras
+                are ignored.
             greedy: Take the most likely actions; False samples at the temperature of the configuration.
-            seed: Of the draw: equal seeds give equal actions. None: the draws go on from call to call.
-
-        Returns:
-            float32 ``[B, C, D]`` in the units of the env, ``[C, D]`` for one observation.
+            seed: Equal seeds give equal samples; None continues one random stream from call to call.
 
         Raises:
             ConfigError: A camera, the state or the instruction is missing, or has another shape or type.
         """
-        import torch
-
-        from rlinf.models.precision import autocast, evaluation_mode
-
         rows, is_single = self._rows(observation)
         model, uniforms = self.model, None
         if not greedy:
@@ -102,7 +94,7 @@ class Policy:
         return actions[0] if is_single else actions
 
     def _rows(self, observation: Observation | Mapping[str, Any]) -> tuple[Observation, bool]:
-        """Return the checked rows, with the images that the policy needs in its order, and whether one was given."""
+        """Return the checked rows with the policy's images in its order, and whether a single observation was given."""
         if isinstance(observation, Mapping):
             for name in observation:
                 if name not in FIELDS:

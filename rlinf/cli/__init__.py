@@ -61,15 +61,12 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        arguments: Words after ``rlinf``; None: those of the process.
+    """Run a command; ``arguments`` are the words after ``rlinf`` (None: those of the process).
 
     Returns:
-        Exit status: 0 success, 1 ``doctor``, ``check`` or ``diagnose`` found a fault or a rank of several failed, 2 an error that
-        the user can mend, 130 interrupted, 141 nobody reads the output any more (``| head``). Other errors are bugs and keep
-        their traceback.
+        Exit status: 0 success; 1 ``doctor``, ``check`` or ``diagnose`` found a fault, or one of several ranks failed; 2 an
+        error that the user can fix; 130 interrupted; 141 the reader of the output is gone (``| head``). Other errors are
+        bugs and keep their traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -85,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
     try:
         status = import_string(COMMANDS[words[0]][0])(words[1:])
-        sys.stdout.flush()  # here, where the reader of a pipe that is gone is not a traceback
+        sys.stdout.flush()  # here a closed pipe is handled below; at the exit it would print a traceback
         return status
     except RLinfError as error:
         print_error(error)
@@ -94,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error(error)
         return EXIT_FAULT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered is written at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the buffer is flushed at the exit
         return EXIT_PIPE
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:

@@ -1,4 +1,7 @@
-"""``rlinf doctor``: what works on this machine, and the memory that an experiment needs."""
+"""``rlinf doctor``: what works on this machine, and the memory that an experiment needs.
+
+Heavy imports are inside functions, so that a missing or broken package becomes a finding instead of a traceback.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ class Finding:
     """One line of the table.
 
     Attributes:
-        topic: What was looked at.
-        status: ``yes``, ``no`` (the main job cannot run), or ``-`` (an option that is not there).
-        detail: What was found, or the command that mends it.
+        topic: The thing that was checked.
+        status: ``yes``, ``no`` (the main job cannot run), or ``-`` (an option is missing).
+        detail: What was found, or the command that fixes it.
     """
 
     topic: str
@@ -43,7 +46,7 @@ class Finding:
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """Print what works here, and whether the main job can run, or the experiment, the env or the checkpoint that is given.
+    """Print what works here, and whether the given experiment, env or checkpoint (default: the main job) can run.
 
     The exit status is 0 if it can, else 1.
     """
@@ -75,7 +78,7 @@ def doctor(arguments: Sequence[str]) -> int:
 
 
 def import_plugins(arguments: Sequence[str]) -> None:
-    """Import what ``plugins=`` or an experiment names, so that it is listed; ``check_choice`` says what is wrong with it."""
+    """Import the plugins of the choice so that they are listed; ``check_choice`` reports their errors."""
     from rlinf.commands.hydra_app import parse
     from rlinf.config.compose import compose_config
     from rlinf.config.plugins import load_plugins
@@ -86,14 +89,14 @@ def import_plugins(arguments: Sequence[str]) -> None:
 
 
 def check_python() -> Finding:
-    """Python must be one for which all packages are built."""
+    """Check that all packages are built for this Python."""
     status = YES if (3, 11) <= sys.version_info < (3, 14) else NO
     needed = "" if status == YES else "; needed: 3.11, 3.12 or 3.13"
     return Finding("python", status, f"{platform.python_version()}, {sys.executable}{needed}")
 
 
 def check_packages() -> list[Finding]:
-    """Every package that rlinf requires must be there in a version that it accepts."""
+    """Check that every required package is installed in an accepted version."""
     try:
         from packaging.requirements import Requirement
 
@@ -116,7 +119,7 @@ def check_packages() -> list[Finding]:
 
 
 def check_torch() -> Finding:
-    """Import torch and look for GPUs; training on CPU is fine."""
+    """Check that torch can be imported, and list its GPUs; training on the CPU is fine."""
     if importlib.util.find_spec("torch") is None:
         return Finding("torch", NO, "missing: bash scripts/setup.sh")
     import torch
@@ -128,7 +131,7 @@ def check_torch() -> Finding:
 
 
 def check_rendering() -> Finding:
-    """Render one picture off screen, in a process of its own."""
+    """Check that a picture can be rendered off screen, in a process of its own."""
     from rlinf.envs.graphics.backend import probe_rendering
 
     try:
@@ -139,7 +142,7 @@ def check_rendering() -> Finding:
 
 
 def check_envs() -> list[Finding]:
-    """Make every registered environment, which checks its packages, assets and graphics; only the main job's must work."""
+    """Check that each registered env can be made (packages, assets, graphics); only that of the main job must work."""
     from rlinf.config.schema import RunConfig
     from rlinf.envs import ENVS
 
@@ -163,7 +166,7 @@ def _reason(error: Exception) -> str:
 
 
 def check_registered() -> list[Finding]:
-    """Models and algorithms by name, with the package that brings them where that is not rlinf."""
+    """Return the registered models and algorithms, with their package if it is not rlinf."""
     from rlinf.algorithms import ALGORITHMS
     from rlinf.models import MODELS
 
@@ -176,7 +179,7 @@ def check_registered() -> list[Finding]:
 
 
 def check_extras() -> list[Finding]:
-    """Optional packages and programs: there, or the command that installs them."""
+    """Check optional packages and programs; a missing one is reported with the command that installs it."""
     findings = []
     for module, purpose in (("wandb", "tracking"), ("ray", "VllmGenerationWorker as an actor, docs/megatron.md")):
         if importlib.util.find_spec(module) is None:
@@ -225,7 +228,7 @@ def _version(name: str) -> str | None:
 
 
 def check_disk(folder: Path) -> Finding:
-    """Runs are written under the present folder, which must be writable and have some space."""
+    """Check that runs can be written under ``folder``: it must be writable and have some space."""
     if not os.access(folder, os.W_OK | os.X_OK):
         return Finding(
             "disk", NO, f"no permission to write in {folder}; go to another folder, or set output_dir=<folder>"
@@ -237,11 +240,7 @@ def check_disk(folder: Path) -> Finding:
 
 
 def check_choice(words: list[str]) -> list[Finding]:
-    """Check what the words choose: an experiment or a model to train, a checkpoint to evaluate, or an env alone.
-
-    Args:
-        words: As for `rlinf train`.
-    """
+    """Check the choice in ``words`` (as for `rlinf train`): an experiment or model, a checkpoint, or an env alone."""
     from rlinf.commands.hydra_app import configure, given_value, parse
     from rlinf.config.compose import ROOT, compose_config, parse_overrides
     from rlinf.config.schema import build_config
@@ -253,7 +252,7 @@ def check_choice(words: list[str]) -> list[Finding]:
     label = " ".join(words)
     try:
         args = parse(words)
-        args.cfg = None  # which prints a configuration and checks nothing
+        args.cfg = None  # --cfg would print a configuration and check nothing
         chosen = {item.key_or_group.partition(".")[0] for item in parse_overrides(args.overrides)}
         trains = bool(chosen & {GROUP, "model", "resume", "init_from"}) or args.config_name != ROOT
         if given_value(args.overrides, "checkpoint") is not None:
@@ -271,7 +270,7 @@ def check_choice(words: list[str]) -> list[Finding]:
 
 
 def check_memory(label: str, config: RunConfig) -> list[Finding]:
-    """Print the derived numbers of an experiment, and the memory that it needs, which must be there."""
+    """Print the derived numbers of an experiment and the memory that it needs, and check that this is available."""
     from rlinf.preflight.derived import format_derived
     from rlinf.preflight.memory import NOT_COUNTED, available_memory, estimate_memory
 

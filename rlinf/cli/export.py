@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlinf.checkpoints.checkpoint import resolve_checkpoint
+from rlinf.commands import export as command
+from rlinf.commands.hydra_app import hide_progress_bars
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 from rlinf.options import from_mapping, option, public_fields, unknown_key_message
+from rlinf.preflight.folders import check_writable
 
 
 @dataclass
@@ -27,7 +31,7 @@ REQUIRED = ("checkpoint", "output")
 def export(arguments: Sequence[str]) -> int:
     """Write a checkpoint as a folder that ``from_pretrained`` loads.
 
-    Other keys are laid over the checkpoint's configuration, e.g. ``plugins=[my_model.py]``, which it may need.
+    Other keys override the checkpoint's configuration, e.g. ``plugins=[my_model.py]``.
     """
     if {"-h", "--help"} & set(arguments):
         keys = " ".join(f"[{name}=...]" for name in public_fields(ExportConfig) if name not in REQUIRED)
@@ -45,20 +49,15 @@ def export(arguments: Sequence[str]) -> int:
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise ConfigError(f"output is '{config.output}', which exists and is not empty. Set output=<a new folder>")
 
-    from rlinf.checkpoints.checkpoint import resolve_checkpoint
-    from rlinf.commands.export import export as write
-    from rlinf.commands.hydra_app import hide_progress_bars
-    from rlinf.preflight.folders import check_writable
-
     check_writable(config.output, "output")
     hide_progress_bars()
     checkpoint = resolve_checkpoint(Path(config.checkpoint).expanduser())
-    print(f"exported {checkpoint} to {write(checkpoint, output, config.merge_lora, overrides)}")
+    print(f"exported {checkpoint} to {command.export(checkpoint, output, config.merge_lora, overrides)}")
     return 0
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
-    """Return the command's own keys (``merge_lora`` takes true and false), and the overrides of the configuration."""
+    """Return the values of the command's own keys, and the overrides of the configuration."""
     own: dict = {}
     others = []
     known = [*public_fields(ExportConfig), *public_fields(RunConfig)]

@@ -1,4 +1,4 @@
-"""``rlinf play``: one episode of a policy, to look at."""
+"""``rlinf play``: one episode of a policy as a video."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rlinf.commands.evaluate import load_checked
+from rlinf.commands.hydra_app import configure, parse
+from rlinf.config.compose import parse_overrides
+from rlinf.config.schema import RunConfig
+from rlinf.distributed.process_group import resolve_device, set_num_threads
+from rlinf.envs import make_env
 from rlinf.errors import ConfigError
+from rlinf.evaluation.evaluator import RowPolicy, replay_episodes
+from rlinf.evaluation.video import write_video
+from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.options import from_mapping, option, public_fields
-
-if TYPE_CHECKING:
-    from rlinf.config.schema import RunConfig
+from rlinf.seeding import seed_everything
 
 
 @dataclass
@@ -29,14 +35,11 @@ class PlayConfig:
 
 
 def play(arguments: Sequence[str]) -> int:
-    """Play one evaluation episode of a checkpoint and write it as an MP4, which opens in a window where there is a display.
+    """Play one evaluation episode of a checkpoint, write it as an MP4, and open that in a window if there is a display.
 
-    It is the episode with this number in the list of `rlinf evaluate`, and ends in the same way. Other keys are those of
+    The number counts the episodes of `rlinf evaluate`, and the episode ends as it does there. Other keys are those of
     `rlinf evaluate`: evaluation.split=train, evaluation.greedy=false, evaluation.video_size=448.
     """
-    from rlinf.commands.hydra_app import configure, parse
-    from rlinf.config.compose import parse_overrides
-
     own = {word: word.partition("=")[0] for word in arguments if word.partition("=")[0] in public_fields(PlayConfig)}
     args = parse([word for word in arguments if word not in own])
     usage = "rlinf play checkpoint=outputs/quickstart/latest episode=3"
@@ -50,7 +53,7 @@ def play(arguments: Sequence[str]) -> int:
     output = None if settings.output is None else Path(settings.output).expanduser()
     if output is not None and output.exists() and output.suffix != ".mp4":
         raise ConfigError(
-            f"output is '{settings.output}', which exists and is no .mp4 file, so a video would overwrite it. Set output=play.mp4"
+            f"output is '{settings.output}', which exists and is not an .mp4 file; the video would overwrite it. Set output=play.mp4"
         )
     config = configure(args, "evaluate")
     if config is not None:
@@ -59,26 +62,11 @@ def play(arguments: Sequence[str]) -> int:
 
 
 def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
-    """Play an episode, write its video, print what happened, and show it.
-
-    Args:
-        config: Of the evaluation, with ``checkpoint``.
-        settings: Which episode, and where to.
-
-    Returns:
-        The MP4.
+    """Play an episode of ``config.checkpoint``, write and show its video, and return the MP4.
 
     Raises:
-        ConfigError: The split has no such episode, or the env cannot draw.
+        ConfigError: The split has no such episode, or the env cannot render.
     """
-    from rlinf.commands.evaluate import load_checked
-    from rlinf.distributed.process_group import resolve_device, set_num_threads
-    from rlinf.envs import make_env
-    from rlinf.evaluation.evaluator import RowPolicy, replay_episodes
-    from rlinf.evaluation.video import write_video
-    from rlinf.models.precision import autocast, evaluation_mode
-    from rlinf.seeding import seed_everything
-
     set_num_threads(config.cluster.num_threads, 1)
     seed_everything(config.seed)
     evaluation = config.evaluation
@@ -112,7 +100,7 @@ def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
 
 
 def show(path: Path) -> bool:
-    """Open a file in the player of the desktop, if there is a display and a player; return whether it was opened."""
+    """Open a file in the desktop's player; return whether there is a display and a player."""
     has_display = sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
     opener = shutil.which("open" if sys.platform == "darwin" else "xdg-open")
     if not has_display or opener is None:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlinf.errors import ConfigError
+from rlinf.evaluation.report import write_report
+from rlinf.evaluation.runs import group_runs, read_runs, repeated_seeds
+from rlinf.evaluation.runs_report import write_runs_report
 
 OUTPUT = "runs.html"
 
@@ -14,13 +17,9 @@ OUTPUT = "runs.html"
 def report(arguments: Sequence[str]) -> int:
     """Write the report of a run again, or one page with the curves of several runs.
 
-    Runs that differ only in their seed share one curve: their mean, with a 95 % interval over seeds. Where several runs have the
-    same seed, the newest finished one counts. A sweep folder (multirun/...) means all of its runs; `latest` means the newest run.
+    Runs that differ only in their seed share one curve: their mean, with a 95 % interval over seeds. Of several runs with the
+    same seed, the newest finished one counts. A sweep folder (multirun/...) means all of its runs; `latest` the newest run.
     """
-    from rlinf.evaluation.report import write_report
-    from rlinf.evaluation.runs import group_runs, read_runs, repeated_seeds
-    from rlinf.evaluation.runs_report import write_runs_report
-
     if {"-h", "--help"} & set(arguments):
         print(f"usage: rlinf report <run folder> ... [output={OUTPUT}]\n\n{inspect.cleandoc(report.__doc__)}")
         return 0
@@ -36,7 +35,7 @@ def report(arguments: Sequence[str]) -> int:
     taken = next((word for word in outputs if Path(word).expanduser().exists() and Path(word).suffix != ".html"), None)
     if taken is not None:
         raise ConfigError(
-            f"output is '{taken}', which exists and is no .html file, so a page would overwrite it. Set output={OUTPUT}"
+            f"output is '{taken}', which exists and is not an .html file; the page would overwrite it. Set output={OUTPUT}"
         )
     runs = read_runs(folders)
     if len(runs) == 1 and not outputs:

@@ -7,17 +7,17 @@ import textwrap
 from collections.abc import Sequence
 
 MIN_WIDTH = 40
-"""Least width of a wrapped column, whatever the terminal's."""
+"""Minimum width of a wrapped column, even in a narrower terminal."""
 UNLIMITED = 1 << 16
 
 
 def terminal_width() -> int:
-    """Return the columns of the terminal; no limit where the output goes elsewhere, so that a row is a line."""
+    """Return the columns of the terminal; unlimited if the output goes elsewhere, so that a row stays on one line."""
     return shutil.get_terminal_size((UNLIMITED, 24)).columns
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table with left-aligned columns as wide as their widest cell; the last is wrapped to the terminal's width."""
+    """Return a table with left-aligned columns; the last one is wrapped to the terminal's width."""
     lines = [tuple(map(str, header)), *(tuple(map(str, row)) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     indent = sum(widths[:-1]) + 2 * len(widths[:-1])
@@ -33,7 +33,7 @@ def _row(cells: Sequence[str], widths: Sequence[int], indent: int) -> str:
 
 
 def format_columns(names: Sequence[str], indent: int) -> str:
-    """Return names in columns that fill the terminal's width, read downwards; all lines but the first are indented."""
+    """Return names in columns over the terminal's width, sorted downwards; all lines but the first are indented."""
     width = max(map(len, names), default=0) + 2
     num_columns = max(1, (terminal_width() - indent) // width)
     num_lines = -(-len(names) // num_columns)

@@ -9,14 +9,14 @@ from rlinf.errors import ConfigError
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Train as configured; without arguments say what can be trained."""
+    """Run behaviour cloning, if configured, then RL."""
     _require_choice(arguments, "train")
     run_training(arguments, "train")
     return 0
 
 
 def sft(arguments: Sequence[str]) -> int:
-    """Run the behaviour cloning of a configuration."""
+    """Run only the behaviour cloning of a configuration."""
     _require_choice(arguments, "sft")
     run_training(arguments, "sft")
     return 0

@@ -158,7 +158,7 @@ def test_an_episode_becomes_a_video_and_ends_as_in_the_evaluation(run, here, cap
     [(["episode=3"], "needs a checkpoint or run folder"), (["checkpoint=nowhere"], "There is no folder nowhere"),
      (["checkpoint=RUN", "episode=-1"], "episode is -1; required: at least 0"),
      (["checkpoint=RUN", "episode=999999", "env.num_eval_init_states=5"], "from 0. Set episode="),
-     (["checkpoint=RUN", "output=RUN/metrics.jsonl"], "which exists and is no .mp4 file"),
+     (["checkpoint=RUN", "output=RUN/metrics.jsonl"], "which exists and is not an .mp4 file"),
      (["checkpoint=RUN", "experiment_name=../../x", "output_dir=a"], "experiment_name is '../../x', which leads out of"),
      (["checkpoint=RUN", "windo=false"], "no key 'windo'")],
 )  # fmt: skip

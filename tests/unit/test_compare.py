@@ -226,7 +226,7 @@ def test_folders_without_result_or_manifest_say_what_to_type(tmp_path):
     bare = written(tmp_path / "run" / "eval" / "after_rl", result_of(B), None)
     with pytest.raises(CheckpointError, match=r"after_rl has no manifest.json.*allow_mismatch=\[conditions\]"):
         compare_folders(a, bare)
-    assert "not known" in compare_folders(a, bare, ["conditions"]).mismatches[0]
+    assert "are unknown" in compare_folders(a, bare, ["conditions"]).mismatches[0]
 
 
 def test_a_run_is_compared_by_the_evaluation_with_which_it_ended(tmp_path):

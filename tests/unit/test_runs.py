@@ -304,7 +304,7 @@ def test_the_command_writes_one_page_of_several_runs_and_the_report_of_one(sweep
     assert main(["report", "multirun/mine/2026/1"]) == 0
     assert (sweep / "1" / "report.html").is_file()
     assert main(["report", str(sweep), f"output={sweep}/0/summary.json"]) == 2
-    assert "exists and is no .html file" in capsys.readouterr().err
+    assert "exists and is not an .html file" in capsys.readouterr().err
     assert json.loads((sweep / "0" / "summary.json").read_text())["seed"] == 0
     for words in ([], ["output=a.html"], ["--open"], ["nowhere"], ["seed=3", str(sweep)]):
         assert main(["report", *words]) == 2

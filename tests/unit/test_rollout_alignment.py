@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlinf.distributed import process_group
+from rlinf.distributed.launch import launch
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.steps import SimulatorStep
@@ -232,7 +233,7 @@ def assert_gathered_rollout_is_the_whole(auto_reset) -> None:
 
 
 def test_a_rollout_gathered_from_two_ranks_is_the_whole():
-    process_group.launch(assert_gathered_rollout_is_the_whole, True, 2, "cpu")
+    launch(assert_gathered_rollout_is_the_whole, True, 2, "cpu")
 
 
 @pytest.mark.parametrize("auto_reset", [True, False])

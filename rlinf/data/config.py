@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from rlinf.options import option
+from rlinf.errors import ConfigError
+from rlinf.options import option, override_text
 
 
 @dataclass
 class ExpertConfig:
     """The scripted demonstrator and its faults."""
 
-    aim_offset_m: list[float] = option([0.0, 0.0], "Metres (x, y) by which the demonstrator's aim is miscalibrated.")
+    aim_offset_m: list[float] = option(
+        [0.0, 0.0],
+        "Constant error (x, y) of the demonstrator's aim in metres; of envs whose expert takes it (tabletop, Meta-World).",
+    )
     jitter: float = option(
         0.0,
         "Standard deviation of noise on executed actions (labels stay clean), in units of the action range.",
         minimum=0,
     )
     keep_failures: bool = option(True, "Keep demonstrations that failed.")
+
+    def __post_init__(self) -> None:
+        if len(self.aim_offset_m) != 2:
+            raise ConfigError(
+                f"sft.expert.aim_offset_m={override_text(self.aim_offset_m)}; required: [x, y] in metres. "
+                "Set 'sft.expert.aim_offset_m=[0.055,0.0]'"
+            )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword options of the env's expert (``VectorEnv.expert_actions``), without those that change nothing."""
+        return {"aim_offset_m": tuple(self.aim_offset_m)} if any(self.aim_offset_m) else {}
 
 
 @dataclass

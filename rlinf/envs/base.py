@@ -1,8 +1,9 @@
-"""The environment contract. One base class owns chunks, auto-reset, truncation, reward modes and episode statistics."""
+"""The environment contract: one base class owns chunks, auto-reset, truncation, reward modes and episode statistics."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -23,50 +24,52 @@ from rlinf.envs.spaces import (
 )
 from rlinf.envs.steps import SimulatorChunk, SimulatorStep, chunk_of_steps
 from rlinf.errors import ConfigError, NonFiniteError, did_you_mean
+from rlinf.options import override_text
 from rlinf.seeding import derive_seed
 from rlinf.types import ChunkStep, EpisodeSpec, Observation
 
 
-class VectorEnv(gymnasium.vector.VectorEnv):
+class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     """``B`` environments stepped together: a gymnasium vector env whose observations are ``rlinf.types.Observation``.
 
-    A simulator's file sets the class attributes, and implements ``all_task_names``, ``_reset_env``, ``_step_envs``,
-    ``_observe`` and, if it can, ``expert_actions`` and ``render_frames``. An episode must be a function of its
-    ``EpisodeSpec`` and of the actions alone: not of ``num_envs``, the row, or what ran before in that row.
+    A subclass sets the class attributes and implements ``all_task_names``, ``state_dim``, ``_reset_env``, ``_step_envs``,
+    ``_observe`` and, optionally, ``expert_actions`` and ``render_frames``. An episode must be a function of its
+    ``EpisodeSpec`` and the actions alone: not of ``num_envs``, the row, or earlier episodes of that row.
 
     Actions are clipped to ``[action_low, action_high]`` before the simulator sees them.
 
     Attributes:
         config_class: Dataclass of its configuration (``EnvConfig`` or a subclass).
         suite: ``EpisodeSpec.suite`` of its episodes.
-        packages: Distributions whose exact versions its results depend on, e.g. ``("mujoco",)``; the manifest records
-            them.
-        free_settings: Fields of the config that do not change a single episode; the manifest leaves them out.
+        camera_names: Cameras that ``config.cameras`` may name; None: any.
+        packages: Distributions whose exact versions affect its results, e.g. ``("mujoco",)``; the manifest records them.
+        free_settings: Fields of the config that do not change any episode; the manifest leaves them out.
         num_envs: ``B``.
         action_dim: ``D``.
         action_low, action_high: float32 ``[D]``.
-        task_names: Tasks of the suite that ``config.tasks`` leaves, in the suite's order; ``EpisodeSpec.task_id``
+        task_names: Tasks of the suite that ``config.tasks`` selects, in the suite's order; ``EpisodeSpec.task_id``
             is an index into this list.
         max_episode_steps: Env steps of the longest possible episode.
         num_restarts: Simulators that were lost and replaced so far.
         on_gpu: All rows are one simulation on a GPU; a rollout then plays them in one thread.
-        metadata: ``metadata["autoreset_mode"]`` is gymnasium's ``SAME_STEP`` with auto-reset, else ``DISABLED``;
-            ``metadata["render_fps"]``, where it is known, is the number of env steps in a second of simulated time.
+        metadata: ``metadata["autoreset_mode"]`` is gymnasium's ``SAME_STEP`` with auto-reset, else ``DISABLED``.
+            ``metadata["render_fps"]``, if known, is the number of env steps per second of simulated time.
 
     Args:
         config: Settings.
         num_envs: ``B``.
-        auto_reset: True: a finished episode is followed at once (at the end of its chunk) by the next one.
-            False: a finished row freezes: last observation, zero reward, ``executed`` false; rows may be idle.
-        action_low: float32 ``[D]``, given by the subclass.
-        action_high: float32 ``[D]``, given by the subclass.
+        auto_reset: True: the next episode starts at the end of the chunk in which one ended. False: a finished row
+            freezes (last observation, zero reward, ``executed`` false), and rows may be idle.
+        action_low: float32 ``[D]``, passed by the subclass.
+        action_high: float32 ``[D]``, passed by the subclass.
 
     Raises:
-        ConfigError: Unknown task, a camera named twice, config of another class, or fewer than one env.
+        ConfigError: Unknown task or camera, config of another class, or fewer than one env.
     """
 
     config_class: ClassVar[type[EnvConfig]] = EnvConfig
     suite: ClassVar[str] = ""
+    camera_names: ClassVar[tuple[str, ...] | None] = None
     packages: ClassVar[tuple[str, ...]] = ()
     num_restarts: int = 0
     on_gpu: ClassVar[bool] = False
@@ -80,11 +83,11 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         if not isinstance(config, self.config_class):
             raise ConfigError(
                 f"{type(self).__name__} got a {type(config).__name__}; required: a {self.config_class.__name__}. "
-                f"Set {self.config_class.__name__}(...), or env={self.suite} on the command line"
+                f"Pass {self.config_class.__name__}(...), or set env={self.suite} on the command line"
             )
         if num_envs < 1:
-            raise ConfigError(f"num_envs is {num_envs}; at least 1 is needed.")
-        check_cameras(config.cameras)
+            raise ConfigError(f"num_envs={num_envs}; required: at least 1.")
+        self.check_names(config)
         self.config, self.num_envs, self.auto_reset = config, int(num_envs), bool(auto_reset)
         self.action_low = np.asarray(action_low, dtype=np.float32)
         self.action_high = np.asarray(action_high, dtype=np.float32)
@@ -105,28 +108,34 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         self._finished = np.zeros(self.num_envs, dtype=bool)
         self._lost = np.zeros(self.num_envs, dtype=bool)
 
-    # What a simulator's file implements.
+    # What a subclass implements.
 
     @classmethod
     @abstractmethod
     def all_task_names(cls, config: EnvConfig) -> list[str]:
         """Return the names of all tasks of the suite, without the ``config.tasks`` filter."""
-        raise NotImplementedError(f"{cls.__name__} does not implement all_task_names")
 
+    @property
     @abstractmethod
-    def _reset_env(self, index: int, spec: EpisodeSpec) -> None:
-        """Put env ``index`` into the first state of ``spec``, whatever state it is in."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement _reset_env")
-
-    @abstractmethod
-    def _step_envs(self, ids: np.ndarray, actions: np.ndarray) -> SimulatorStep:
-        """Advance the envs ``ids`` (int64 ``[K]``) by one step with ``actions`` (float32 ``[K, D]``, within bounds)."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement _step_envs")
+    def state_dim(self) -> int:
+        """``S``, the width of ``Observation.state``; 0 if it is None. A function of ``self.config`` alone."""
 
     @abstractmethod
     def _observe(self, ids: np.ndarray) -> Observation:
-        """Return what the envs ``ids`` show now, in fresh arrays of ``K`` rows."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement _observe")
+        """Return the current observations of the envs ``ids``, in new arrays of ``K`` rows."""
+
+    def _reset_env(self, index: int, spec: EpisodeSpec) -> None:
+        """Put env ``index`` into the first state of ``spec``, whatever its state. Override this or ``_reset_envs``."""
+        raise NotImplementedError
+
+    def _step_envs(self, ids: np.ndarray, actions: np.ndarray) -> SimulatorStep:
+        """Advance the envs ``ids`` (int64 ``[K]``) by one step. Override this or ``_step_chunk``.
+
+        Args:
+            ids: int64 ``[K]``.
+            actions: float32 ``[K, D]``, within bounds.
+        """
+        raise NotImplementedError
 
     def _reset_envs(self, ids: np.ndarray, specs: Sequence[EpisodeSpec]) -> None:
         """Put each of the envs ``ids`` (int64 ``[K]``) into the first state of its episode."""
@@ -136,8 +145,8 @@ class VectorEnv(gymnasium.vector.VectorEnv):
     def _step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
         """Advance the envs ``ids`` by up to ``C`` steps, each until its episode ends.
 
-        A subclass that overrides this and finds that the simulator of a row is lost puts it back into the first state
-        of ``self._specs[row]`` and sets ``self._lost[row]``, here as well as in any other call.
+        An override that loses the simulator of a row must put the row back into the first state of ``self._specs[row]``
+        and set ``self._lost[row]``. The same holds in every other call.
 
         Args:
             ids: int64 ``[K]``.
@@ -146,27 +155,18 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         """
         return chunk_of_steps(self._step_envs, ids, actions, steps_left, self.config.terminate_on_success)
 
-    @property
-    @abstractmethod
-    def state_dim(self) -> int:
-        """``S``, width of ``Observation.state``, 0 when it is None; a function of ``self.config`` alone."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement state_dim")
+    def expert_actions(self) -> np.ndarray:
+        """Return the scripted expert's actions in the current state.
 
-    def expert_actions(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-        """Return what a scripted expert would do now.
-
-        Args:
-            aim_offset_m: Metres (x, y) by which its aim is off.
+        An override may take keyword options (``expert_options``); each is a key of ``sft.expert``.
 
         Returns:
-            float32 ``[B, D]``, within bounds; of idle and finished rows unused.
+            float32 ``[B, D]``, within bounds; unused in idle and finished rows.
 
         Raises:
             ConfigError: The environment has no scripted expert.
         """
-        raise ConfigError(
-            f"Environment '{self.suite}' has no scripted expert (asked with aim_offset_m={aim_offset_m})."
-        )
+        raise ConfigError(f"Environment '{self.suite}' has no scripted expert.")
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
         """Return pictures for videos.
@@ -185,8 +185,36 @@ class VectorEnv(gymnasium.vector.VectorEnv):
 
     @classmethod
     def has_expert(cls) -> bool:
-        """Whether ``expert_actions`` are there."""
+        """Return whether there is a scripted expert."""
         return cls.expert_actions is not VectorEnv.expert_actions
+
+    @classmethod
+    def expert_options(cls) -> list[str]:
+        """Return the names of the keyword options that ``expert_actions`` takes."""
+        return list(inspect.signature(cls.expert_actions).parameters)[1:]
+
+    @classmethod
+    def check_expert(cls, config: EnvConfig, options: Mapping[str, Any], instead: str) -> None:
+        """Check that there is a scripted expert, and that it takes the options.
+
+        Args:
+            config: Settings.
+            options: Keys and values of ``sft.expert`` that are for the env.
+            instead: Overrides that do without the expert.
+
+        Raises:
+            ConfigError: There is none, or it does not take one of the options.
+        """
+        if not cls.has_expert():
+            raise ConfigError(
+                f"env.name={config.name} has no scripted expert ({cls.__name__} does not override expert_actions). "
+                f"Set {instead}"
+            )
+        for name in options.keys() - cls.expert_options():
+            raise ConfigError(
+                f"sft.expert.{name}={override_text(options[name])}, but the scripted expert of env.name={config.name} does "
+                f"not take this option. Remove it, or set {instead}"
+            )
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
         """Return where the objects are now, for the simulator's fingerprint (``rlinf.evaluation.fingerprint``).
@@ -201,49 +229,59 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         return [{} for _ in ids]
 
     def rows_lost_with(self, ids: np.ndarray) -> np.ndarray:
-        """Return ``ids`` and the rows whose simulators are lost whenever one of theirs is; unless told otherwise, all."""
+        """Return ``ids`` and all rows that lose their simulator when one of ``ids`` does; all rows by default."""
         return np.arange(self.num_envs) if len(ids) else ids
 
     def offload(self) -> None:
         """Free what the next reset can rebuild (graphics contexts, GPU memory, processes); nothing by default.
 
-        The episodes may be gone: call ``reset`` before anything else.
+        Episodes may be lost: call ``reset`` before anything else.
         """
 
     def instruction_of(self, task_id: int) -> str | None:
-        """Return the instruction of a task where all its episodes share one, else None."""
+        """Return the instruction of a task if all its episodes share one, else None."""
         return None
 
     @classmethod
     def packages_of(cls, config: EnvConfig) -> tuple[str, ...]:
-        """Return ``packages``, and those that the results depend on under ``config`` only."""
+        """Return the distributions whose versions affect the results under ``config``; ``packages`` by default."""
         return cls.packages
 
     @classmethod
     def state_width(cls, config: EnvConfig) -> int | None:
-        """Return what ``state_dim`` will be under ``config``, so that it can be checked early; None: not known."""
+        """Return ``state_dim`` under ``config``, for checks before an env is made; None: unknown."""
         return None
 
     @classmethod
     def check_statistics(cls, config: EnvConfig, statistics: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint whose action statistics show that it means other actions than this env under ``config``.
+        """Check that a checkpoint was trained on actions with the meaning that they have in this env; accept all by default.
 
         Args:
             config: Settings.
-            statistics: ``norm_stats`` of the data that the checkpoint was trained on, see ``action_statistics``.
+            statistics: ``norm_stats`` of the checkpoint's training data, see ``action_statistics``.
 
         Raises:
-            ConfigError: It does; with the override that fits.
+            ConfigError: Its actions mean something else; names the override that fits.
         """
 
     @classmethod
     def check_drawing(cls, config: EnvConfig) -> None:
-        """Refuse an env whose videos (``render``) would fail, as far as that shows before a simulator starts; accepts all by default.
+        """Check that videos (``render_frames``) can be drawn, before a simulator starts; accept all by default.
 
         Raises:
-            ConfigError: It has no pictures.
-            MissingDependencyError: It needs a package for them that is not installed.
+            ConfigError: The env has no pictures.
+            MissingDependencyError: A package that draws them is not installed.
         """
+
+    @classmethod
+    def check_names(cls, config: EnvConfig) -> None:
+        """Check that the tasks and cameras of ``config`` exist.
+
+        Raises:
+            ConfigError: A name is unknown or repeated, or no task is left.
+        """
+        select_tasks(cls.all_task_names(config), config.tasks)
+        check_cameras(config.cameras, cls.camera_names)
 
     @classmethod
     def horizon_of(cls, config: EnvConfig, task: str) -> int:
@@ -252,11 +290,21 @@ class VectorEnv(gymnasium.vector.VectorEnv):
 
     @classmethod
     def longest_horizon(cls, config: EnvConfig) -> int:
-        """Return the largest ``horizon_of`` of the tasks that ``config.tasks`` leaves."""
+        """Return the largest ``horizon_of`` of the tasks that ``config.tasks`` selects."""
         return max(cls.horizon_of(config, task) for task in select_tasks(cls.all_task_names(config), config.tasks))
 
+    @classmethod
+    def num_init_states(cls, config: EnvConfig, split: str) -> int:
+        """Return the number of initial states per task in a split."""
+        return config.num_eval_init_states if split == "eval" else config.num_train_init_states
+
+    @classmethod
+    def observation_bytes(cls, config: EnvConfig) -> int:
+        """Return the size of the images and the state of one row of ``Observation``."""
+        return len(config.cameras) * config.image_size**2 * 3 + 4 * (cls.state_width(config) or 0)
+
     def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
-        """Return the episodes of a split, round robin over the tasks; the splits share no (init_state_id, seed).
+        """Return the episodes of a split, round robin over the tasks. The splits share no (init_state_id, seed).
 
         Args:
             split: "train" or "eval".
@@ -273,8 +321,8 @@ class VectorEnv(gymnasium.vector.VectorEnv):
 
         Returns:
             ``{"action": {"q01", "q99", "mask", "min", "max", "mean", "std"}}``, each a list of ``D`` numbers, and the
-            same under ``"proprio"`` for the state, where ``state_bounds`` gives any; mean and std are those of a
-            uniform distribution between the bounds.
+            same under ``"proprio"`` for the state, if ``state_bounds`` are known; mean and std are those of a uniform
+            distribution between the bounds.
         """
         statistics = {"action": uniform_statistics(self.action_low, self.action_high)}
         if self.state_bounds() is not None:
@@ -282,11 +330,11 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         return statistics
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the usual lowest and highest values of ``Observation.state``, ``[S]`` each; None where unknown."""
+        """Return the usual lowest and highest values of ``Observation.state``, ``[S]`` each; None: unknown."""
         return None
 
     def current_specs(self) -> list[EpisodeSpec | None]:
-        """Return the episode of each row (of a frozen row: the one that ended; of an idle row: None)."""
+        """Return the episode of each row; for a frozen row the one that ended, for an idle row None."""
         self._check_reset()
         return list(self._specs)
 
@@ -296,20 +344,20 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         """Start an episode in every row.
 
         Args:
-            seed: Seed of the draw from the training split, where ``options`` leave something open; None: the draw goes on,
-                as in gymnasium, and begins with 0 at the first reset and where ``episodes`` are given.
-            options: ``episodes``: one ``EpisodeSpec`` per row; without it, training episodes are drawn. Without
-                auto-reset a row may get None: it is idle. Its simulator is neither reset nor stepped, nothing is
-                executed, it has no result, and its observation repeats the first row that has an episode.
-                ``next_episode``: called with the row for each next episode under auto-reset, in row order; without
-                it, training episodes are drawn.
+            seed: Seed for drawing training episodes. None: continue the previous draw, as in gymnasium; the first reset,
+                and each reset with ``episodes``, starts a draw with seed 0.
+            options: ``episodes``: one ``EpisodeSpec`` per row; by default, training episodes are drawn. Without
+                auto-reset, None makes a row idle: its simulator is neither reset nor stepped, it has no result, and its
+                observation repeats the first row that has an episode.
+                ``next_episode``: called with the row for each next episode under auto-reset, in row order; by default,
+                training episodes are drawn.
 
         Returns:
             Observation of ``B`` rows, and infos (empty).
 
         Raises:
-            ConfigError: Unknown option, wrong number of episodes, none at all, or an episode of another suite; an image or a
-                state of another number format than promised.
+            ConfigError: Unknown option, wrong number of episodes, no episode at all, or an episode of another suite; or an
+                image or state of the wrong dtype or shape.
             NonFiniteError: A number of the state is NaN or infinite.
         """
         options = dict(options or {})
@@ -322,9 +370,9 @@ class VectorEnv(gymnasium.vector.VectorEnv):
             draw = self._draw = self._episode_sampler(0 if seed is None else seed)
         specs = [draw(row) for row in range(self.num_envs)] if episodes is None else list(episodes)
         if len(specs) != self.num_envs:
-            raise ConfigError(f"reset got {len(specs)} episodes for {self.num_envs} envs; it needs one per env.")
+            raise ConfigError(f"reset got {len(specs)} episodes for {self.num_envs} envs; required: one per env.")
         if all(spec is None for spec in specs):
-            raise ConfigError(f"reset got None for each of {self.num_envs} envs; at least one needs an episode.")
+            raise ConfigError(f"reset got None for each of {self.num_envs} envs; required: at least one episode.")
         self._next_episode = next_episode or draw
         self._start(np.arange(self.num_envs), specs)
         self._lost[:] = False
@@ -337,9 +385,9 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         return self._observation, {}
 
     def chunk_step(self, actions: np.ndarray) -> ChunkStep:
-        """Apply up to ``C`` actions per env; the rest of a chunk after an episode's end is not executed.
+        """Apply up to ``C`` actions per env. Actions after the end of an episode are not executed.
 
-        Observations are made once, after the chunk. Under auto-reset the next episode begins after the chunk.
+        Observations are made once, after the chunk. With auto-reset, the next episode starts after the chunk.
 
         Args:
             actions: ``[B, C, D]`` in env units; clipped to the bounds.
@@ -348,7 +396,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
             A ``ChunkStep``; do not write into its arrays.
 
         Raises:
-            ConfigError: Wrong shape, or a number that is not finite; an image or a state of another number format than promised.
+            ConfigError: Actions of the wrong shape or not finite; or an image or state of the wrong dtype or shape.
             NonFiniteError: A reward or a number of the state is NaN or infinite.
         """
         actions = self._checked_actions(actions)
@@ -388,16 +436,16 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         )
 
     def step(self, actions: np.ndarray) -> tuple[Observation, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Apply one action per env, ``[B, D]``; gymnasium's five results.
+        """Apply one action per env, ``[B, D]``, and return gymnasium's five results.
 
         Returns:
             Observation of ``B`` rows; rewards float32 ``[B]``; terminated and truncated bool ``[B]``; infos with
-            ``success`` bool ``[B]``, and, where an episode ended, ``final_obs`` (object ``[B]``: observation of one
-            row, or None), its mask ``_final_obs``, and ``episodes`` (object ``[B]``: ``EpisodeResult`` or None).
-            ``lost_env_ids`` as in ``ChunkStep``, where there are any.
+            ``success`` bool ``[B]``. If an episode ended, infos also hold ``final_obs`` (object ``[B]``: observation of one
+            row, or None), its mask ``_final_obs``, and ``episodes`` (object ``[B]``: ``EpisodeResult`` or None); if a
+            simulator was lost, ``lost_env_ids`` as in ``ChunkStep``.
 
         Raises:
-            ConfigError: Wrong shape, or a number that is not finite.
+            ConfigError: Actions of the wrong shape or not finite.
         """
         actions = np.asarray(actions)
         if actions.ndim != 2:
@@ -414,14 +462,14 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         return result.observation, result.rewards[:, 0], result.terminated, result.truncated, infos
 
     def _show(self, ids: np.ndarray) -> None:
-        """Renew the rows ``ids`` of the current observation, leaving arrays that were handed out alone."""
+        """Renew the rows ``ids`` of the current observation without writing into arrays that were handed out."""
         if not len(ids):
             return
         seen = self._seen(ids)
         self._observation = seen if len(ids) == self.num_envs else self._observation.replaced(ids, seen)
 
     def _seen(self, ids: np.ndarray) -> Observation:
-        """Return what the rows ``ids`` show, checked."""
+        """Return the checked observation of the rows ``ids``."""
         seen = checked_observation(self._observe(ids), len(ids), self.state_dim)
         if seen.state is not None and not np.isfinite(seen.state).all():
             row, place = np.argwhere(~np.isfinite(seen.state))[0]
@@ -433,17 +481,17 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         spec = self._specs[row]
         return NonFiniteError(
             f"env.name={self.config.name} gives numbers that are not finite: env {row}, task '{self.task_names[spec.task_id]}', "
-            f"{spec}, env step {self._stats.num_steps[row]}: {what}. Nothing can be learnt from it; mend the environment, or "
-            "leave the task out with env.tasks=[...]"
+            f"{spec}, env step {self._stats.num_steps[row]}: {what}. Fix the environment, or leave the task out with "
+            "env.tasks=[...]"
         )
 
     def _start(self, ids: np.ndarray, specs: Sequence[EpisodeSpec | None]) -> None:
-        """Begin the episode ``specs[k]`` in the row ``ids[k]``, which is idle where that is None."""
+        """Start the episode ``specs[k]`` in the row ``ids[k]``; None leaves the row idle."""
         for index, spec in zip(ids, specs, strict=True):
             if spec is None and not self.auto_reset:
                 continue
             if spec is None:
-                raise ConfigError(f"Row {index} got None for an episode; rows stay idle only where auto_reset=False.")
+                raise ConfigError(f"Row {index} got None for an episode; only auto_reset=False allows idle rows.")
             if spec.suite != self.suite or not 0 <= spec.task_id < len(self.task_names):
                 raise ConfigError(
                     f"{spec} is not an episode of '{self.suite}' with the tasks {', '.join(self.task_names)}."
@@ -457,7 +505,7 @@ class VectorEnv(gymnasium.vector.VectorEnv):
         self._reset_envs(ids[used], [specs[k] for k in used])
 
     def _begin(self, ids: np.ndarray) -> None:
-        """Forget what the rows ``ids`` did; their episodes are ``self._specs``."""
+        """Clear the statistics of the rows ``ids``; their new episodes are ``self._specs``."""
         specs = [self._specs[index] for index in ids]
         self._finished[ids] = [spec is None for spec in specs]
         self._stats.begin(ids, [0 if spec is None else self._task_horizons[spec.task_id] for spec in specs])
@@ -477,4 +525,4 @@ class VectorEnv(gymnasium.vector.VectorEnv):
 
     def _check_reset(self) -> None:
         if self._specs is None:
-            raise ConfigError("The environment has no episode yet; call reset() first.")
+            raise ConfigError("The environment has no episode yet. Call reset() first.")

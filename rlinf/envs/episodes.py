@@ -17,7 +17,7 @@ SPLITS = ("train", "eval")
 
 
 class EpisodeList(Sequence[EpisodeSpec]):
-    """The episodes of a split, made on demand: round robin over the tasks, so that the first ``n`` are spread evenly.
+    """The episodes of a split, round robin over the tasks, so that the first ``n`` are spread evenly.
 
     Args:
         suite: Name of the task suite.
@@ -48,7 +48,7 @@ def check_split(split: str) -> None:
     """Check that ``split`` is "train" or "eval".
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: ``split`` is something else.
     """
     if split not in SPLITS:
         raise ConfigError(f"Unknown split '{split}'.{did_you_mean(split, SPLITS)}")
@@ -81,7 +81,7 @@ def select_tasks(names: list[str], wanted: list[str] | None) -> list[str]:
     """Return the ``names`` that are ``wanted`` (None: all), in the suite's order.
 
     Raises:
-        ConfigError: An unknown name, or an empty list.
+        ConfigError: ``wanted`` has an unknown name or a name twice, or is empty.
     """
     if wanted is None:
         return list(names)
@@ -92,7 +92,8 @@ def select_tasks(names: list[str], wanted: list[str] | None) -> list[str]:
                 f"Unknown task '{name}' in env.tasks.{did_you_mean(name, names)} Set env.tasks={override_text(mended)}"
             )
     if not wanted:
-        raise ConfigError(
-            f"env.tasks is an empty list; name at least one task, or null for all. Set env.tasks=[{names[0]}]"
-        )
+        raise ConfigError(f"env.tasks is []; required: at least one task, or null for all. Set env.tasks=[{names[0]}]")
+    once = list(dict.fromkeys(wanted))
+    if len(once) < len(wanted):
+        raise ConfigError(f"env.tasks={override_text(wanted)} names a task twice. Set env.tasks={override_text(once)}")
     return [name for name in names if name in wanted]

@@ -121,19 +121,15 @@ def check_generator(config: RunConfig) -> None:
 
 
 def check_demonstrator(config: RunConfig) -> None:
-    """Behaviour cloning needs an env with a scripted expert."""
+    """Check that the env has the scripted expert that behaviour cloning needs."""
     from rlinf.envs import ENVS
 
-    env_class = ENVS.get(config.env.name)
-    if not env_class.has_expert():
-        raise ConfigError(
-            f"sft.max_steps={config.sft.max_steps} clones a scripted expert, and env.name={config.env.name} has none "
-            f"({env_class.__name__} does not override expert_actions). Set sft.dataset=<folder>, or sft.max_steps=0 for RL alone"
-        )
+    instead = "sft.dataset=<folder>, or sft.max_steps=0 for RL alone"
+    ENVS.get(config.env.name).check_expert(config.env, config.sft.expert.options, instead)
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """There must be as many different episodes as are asked for, and what draws the videos."""
+    """Check that there are enough different episodes, and that videos can be drawn."""
     from rlinf.envs import ENVS
 
     if config.evaluation.num_episodes is not None:
@@ -143,12 +139,11 @@ def check_evaluation(config: RunConfig) -> None:
 
 
 def _check_num_episodes(config: RunConfig, section: str) -> None:
-    """The split of a section must have as many episodes as are asked for."""
+    """Check that the split of ``section`` has enough episodes."""
     from rlinf.envs import ENVS
 
-    env, wanted = config.env, getattr(config, section)
-    num_tasks = len(env.tasks or ENVS.get(env.name).all_task_names(env))
-    per_task = env.num_eval_init_states if wanted.split == "eval" else env.num_train_init_states
+    env, wanted, env_class = config.env, getattr(config, section), ENVS.get(config.env.name)
+    num_tasks, per_task = len(env.tasks or env_class.all_task_names(env)), env_class.num_init_states(env, wanted.split)
     if wanted.num_episodes > num_tasks * per_task:
         raise ConfigError(
             f"{section}.num_episodes={wanted.num_episodes}, but the split '{wanted.split}' has {num_tasks} tasks x {per_task} "
@@ -224,7 +219,7 @@ def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, 
 
 
 def check_collect(config: RunConfig) -> None:
-    """A new folder to write into, something that acts, and enough episodes."""
+    """Check that the folder is new, that something can act, and that there are enough episodes."""
     from rlinf.envs import ENVS
 
     collect, env = config.collect, config.env
@@ -238,12 +233,9 @@ def check_collect(config: RunConfig) -> None:
     require_package("pyarrow", "`rlinf collect`", "pyarrow", "sft.dataset=null to clone the expert without a dataset")
     if collect.video:
         require_package("av", "collect.video=true", "av", "collect.video=false")
-    env_class = ENVS.get(env.name)
-    if config.checkpoint is None and not env_class.has_expert():
-        raise ConfigError(
-            f"env.name={env.name} has no scripted expert, and checkpoint is null: nothing can act. "
-            "Set checkpoint=<checkpoint or run folder>"
-        )
+    if config.checkpoint is None:
+        instead = "checkpoint=<checkpoint or run folder>, whose policy then plays"
+        ENVS.get(env.name).check_expert(env, config.sft.expert.options, instead)
     _check_num_episodes(config, "collect")
     if collect.video and env.image_size % 2:
         raise ConfigError(

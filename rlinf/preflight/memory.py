@@ -134,12 +134,11 @@ def sample_bytes(config: RunConfig, model: Any) -> int:
     from rlinf.envs import ENVS
 
     env, chunk_len = config.env, model.action_chunks_len
-    images = len(env.cameras) * env.image_size**2 * 3
-    state = 4 * (ENVS.get(env.name).state_width(env) or 0)
+    observation = ENVS.get(env.name).observation_bytes(env)
     logprobs = (3 if config.algorithm.kl_coef > 0 else 2) * 4 * model.num_logprobs
     per_action = chunk_len * (4 + 4 + 1)  # reward, advantage, mask
     per_call = 3 * 1 + 4 * 4 + 3 * 8  # masks; values of trainer and rollout, bootstrap values, returns; ids and version
-    return images + state + 8 * model.num_sampled + logprobs + per_action + per_call
+    return observation + 8 * model.num_sampled + logprobs + per_action + per_call
 
 
 def policy_on_meta_device(config: RunConfig) -> Any:

@@ -12,7 +12,7 @@ import os
 from rlinf.config.schema import RunConfig, chunks_needed, section_class
 from rlinf.config.text_inputs import check_no_text
 from rlinf.distributed.devices import refuse_another_launcher
-from rlinf.errors import ConfigError, did_you_mean
+from rlinf.errors import ConfigError
 from rlinf.options import closest, override_text
 from rlinf.preflight.compatibility import (
     check_collect,
@@ -98,7 +98,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
 
 
 def check_names(config: RunConfig) -> None:
-    """Model, env, algorithm and tasks must exist."""
+    """Check that env, algorithm, tasks and cameras exist."""
     from rlinf.envs import ENVS
 
     for section in ("env", "algorithm"):
@@ -109,21 +109,7 @@ def check_names(config: RunConfig) -> None:
                 f"{section}.name is '{chosen.name}', whose settings are a {expected.__name__}, not a "
                 f"{type(chosen).__name__}. Choose the group instead of the name: {section}={chosen.name}"
             )
-    known = ENVS.get(config.env.name).all_task_names(config.env)
-    wanted = config.env.tasks
-    if wanted is not None and not wanted:
-        raise ConfigError(f"env.tasks is []; required: at least one task, or null for all. Set env.tasks=[{known[0]}]")
-    for task in wanted or []:
-        if task not in known:
-            fitting = (name if name in known else closest(name, known) or known[0] for name in wanted)
-            raise ConfigError(
-                f"env.tasks names '{task}', which {config.env.name} does not have.{did_you_mean(task, known)} "
-                f"Set env.tasks={override_text(list(dict.fromkeys(fitting)))}"
-            )
-    if wanted is not None and len(set(wanted)) < len(wanted):
-        raise ConfigError(
-            f"env.tasks is {override_text(wanted)}, which names a task twice. Set env.tasks={override_text(list(dict.fromkeys(wanted)))}"
-        )
+    ENVS.get(config.env.name).check_names(config.env)
 
 
 def check_model(config: RunConfig) -> None:
@@ -246,7 +232,7 @@ def check_gathered(config: RunConfig) -> None:
     rollout, env, ranks = config.rollout, config.env, config.cluster.num_processes
     if ranks == 1:
         return
-    row = len(env.cameras) * env.image_size**2 * 3 + 4 * (ENVS.get(env.name).state_width(env) or 0)
+    row = ENVS.get(env.name).observation_bytes(env)
     of_an_env = GATHERED_COPIES * ranks * rollout.num_chunks * row
     available = main_memory_bytes()
     if rollout.num_envs * of_an_env > available:
@@ -324,11 +310,6 @@ def check_sft(config: RunConfig) -> None:
             f"Set sft.batch_size={nearest_multiple(sft.batch_size, ranks)}"
         )
     check_micro_batch(config, sft.batch_size, "sft.batch_size")
-    if len(sft.expert.aim_offset_m) != 2:
-        raise ConfigError(
-            f"sft.expert.aim_offset_m is {override_text(sft.expert.aim_offset_m)}; required: [x, y] in metres. "
-            "Set 'sft.expert.aim_offset_m=[0.055,0.0]'"
-        )
 
 
 def check_no_comparison(config: RunConfig, command: str) -> None:

@@ -77,7 +77,7 @@ class ExpertDemonstrator:
 
     def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         env = self.env
-        wanted = env.expert_actions(aim_offset_m=tuple(self.expert.aim_offset_m))
+        wanted = env.expert_actions(**self.expert.options)
         noise = np.stack([stream.normal(size=env.action_dim) for stream in self._streams]).astype(np.float32)
         return wanted, np.clip(wanted + noise * self.expert.jitter * self._scale, env.action_low, env.action_high)
 

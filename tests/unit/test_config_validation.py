@@ -130,14 +130,6 @@ def test_a_good_configuration_passes_for_every_command():
         validate(build(f"algorithm={algorithm}", "sft.max_steps=10"), command)
 
 
-def test_cloning_in_an_env_without_an_expert_asks_for_a_dataset(monkeypatch):
-    config = build("sft.max_steps=2")
-    assert validate(config, "sft")
-    monkeypatch.setattr(ENVS.get("tabletop"), "has_expert", lambda: False)
-    with pytest.raises(ConfigError, match=r"Set sft\.dataset=<folder>"):
-        validate(config, "sft")
-
-
 def test_the_env_judges_the_statistics_that_the_policy_takes(monkeypatch):
     judged = []
     monkeypatch.setattr(ENVS.get("tabletop"), "check_statistics", lambda config, statistics: judged.append(statistics))
@@ -258,9 +250,22 @@ def test_inputs_of_a_checkpoint_folder_are_read_from_its_config(tmp_path):
 
 def test_cloning_needs_a_scripted_expert(monkeypatch):
     monkeypatch.setattr(ENVS.get("tabletop"), "expert_actions", VectorEnv.expert_actions)
-    with pytest.raises(ConfigError, match="env.name=tabletop has none.*Set sft.dataset=<folder>, or sft.max_steps=0"):
+    with pytest.raises(
+        ConfigError, match="env.name=tabletop has no .*expert.*Set sft.dataset=<folder>, or sft.max_steps=0"
+    ):
         validate(build("sft.max_steps=5"))
     validate(build("sft.max_steps=0"))
+
+
+def test_an_expert_that_takes_no_aim_offset_refuses_one(monkeypatch):
+    offset = ["sft.max_steps=5", "sft.expert.aim_offset_m=[0.07,0.0]"]
+    assert validate(build(*offset))
+    monkeypatch.setattr(ENVS.get("tabletop"), "expert_actions", lambda self: None)
+    with pytest.raises(
+        ConfigError, match=r"sft.expert.aim_offset_m=\[0.07,0.0\], but .*tabletop does not take this option"
+    ):
+        validate(build(*offset))
+    validate(build("sft.max_steps=5"))
 
 
 def test_missing_optional_package_is_reported_with_its_install_command(monkeypatch):

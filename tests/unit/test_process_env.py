@@ -85,7 +85,7 @@ def test_numbers_do_not_depend_on_the_number_of_processes(make):
         env.reset(options={"episodes": specs})
         frames = env.render_frames([3, 0, 2], 20)
         positions = [pose["point"] for pose in env.poses([2, 3, 0])]
-        extras.append((env.expert_actions((0.1, 0.0)), frames, positions))
+        extras.append((env.expert_actions(aim_offset_m=(0.1, 0.0)), frames, positions))
         num_workers = min(max(num_processes, 1), NUM_ENVS)
         assert len({pose["pid"][0] for pose in env.poses(range(NUM_ENVS))}) == num_workers
     first, (actions, frames, positions) = recordings[0], extras[0]

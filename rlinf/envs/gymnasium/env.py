@@ -19,7 +19,7 @@ from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
-from rlinf.envs.spaces import check_cameras, checked_picture
+from rlinf.envs.spaces import checked_picture
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 from rlinf.options import option
 from rlinf.seeding import derive_seed
@@ -236,12 +236,13 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     config_class = GymnasiumConfig
     suite: ClassVar[str] = "gymnasium"
+    camera_names: ClassVar[tuple[str, ...]] = (CAMERA,)
     packages: ClassVar[tuple[str, ...]] = ("gymnasium",)
     simulator_class: ClassVar[str] = "rlinf.envs.gymnasium.env:GymnasiumSimulator"
     config: GymnasiumConfig
 
     def __init__(self, config: GymnasiumConfig, num_envs: int, auto_reset: bool) -> None:
-        check_cameras(config.cameras, [CAMERA])
+        self.check_names(config)
         spaces = spaces_of(config)
         if config.cameras and not spaces.can_draw:
             raise ConfigError(f"env.id={config.id} has no render_mode=rgb_array. Set env.cameras=[]")

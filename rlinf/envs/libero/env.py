@@ -3,6 +3,7 @@ evaluations of vision-language-action models run them."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,6 @@ from rlinf.envs.libero.tasks import (
 )
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
-from rlinf.envs.spaces import check_cameras
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.options import option
 from rlinf.seeding import derive_seed
@@ -135,6 +135,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
     config_class = LiberoConfig
     suite: ClassVar[str] = "libero"
+    camera_names: ClassVar[tuple[str, ...]] = tuple(CAMERAS)
     simulator_class: ClassVar[str] = "rlinf.envs.libero.env:LiberoSimulator"
     packages: ClassVar[tuple[str, ...]] = ("mujoco", "robosuite", "hf-libero", "bddl")
     free_settings: ClassVar[tuple[str, ...]] = (
@@ -143,7 +144,6 @@ class LiberoVectorEnv(ProcessVectorEnv):
     config: LiberoConfig
 
     def __init__(self, config: LiberoConfig, num_envs: int, auto_reset: bool) -> None:
-        check_cameras(config.cameras, list(CAMERAS))
         check_packages()
         tasks = select_tasks(self.all_task_names(config), config.tasks)
         check_assets(find_assets(config.assets_dir), config.suite, tasks)
@@ -198,12 +198,20 @@ class LiberoVectorEnv(ProcessVectorEnv):
             ConfigError: Unknown split.
         """
         check_split(split)
-        config, num_tasks = self.config, len(self.task_names)
-        if split == "eval":
-            return EpisodeList(self.suite, num_tasks, config.num_eval_init_states, 0, EVAL_SEED)
-        if config.train_init_states == "recorded":
-            return EpisodeList(self.suite, num_tasks, min(config.num_train_init_states, NUM_RECORDED), 0, TRAIN_SEED)
-        return EpisodeList(self.suite, num_tasks, config.num_train_init_states, DRAWN_OFFSET, TRAIN_SEED)
+        drawn = split == "train" and self.config.train_init_states == "drawn"
+        return EpisodeList(
+            self.suite,
+            len(self.task_names),
+            self.num_init_states(self.config, split),
+            first_init_state_id=DRAWN_OFFSET if drawn else 0,
+            seed=EVAL_SEED if split == "eval" else TRAIN_SEED,
+        )
+
+    @classmethod
+    def num_init_states(cls, config: LiberoConfig, split: str) -> int:
+        """Return the number of initial states per task; only so many states are recorded."""
+        recorded = split == "eval" or config.train_init_states == "recorded"
+        return min(super().num_init_states(config, split), NUM_RECORDED if recorded else sys.maxsize)
 
     @property
     def state_dim(self) -> int:

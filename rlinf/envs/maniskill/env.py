@@ -18,7 +18,7 @@ from rlinf.envs.maniskill.scene import (
     ManiSkillOptions,
     ManiSkillSuite,
     Scene,
-    check_options,
+    check_packages,
     seed_of,
 )
 from rlinf.envs.process.env import ProcessVectorEnv
@@ -63,7 +63,7 @@ class ManiSkillVectorEnv(ManiSkillSuite, ProcessVectorEnv):
     config: ManiSkillConfig
 
     def __init__(self, config: ManiSkillConfig, num_envs: int, auto_reset: bool) -> None:
-        check_options(config)
+        check_packages(config)
         high = np.ones(ACTION_DIMS[config.control_mode])
         choose_vulkan(config.render_device)
         super().__init__(config, num_envs, auto_reset, action_low=-high, action_high=high)

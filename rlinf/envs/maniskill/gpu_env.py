@@ -18,7 +18,7 @@ from rlinf.envs.maniskill.scene import (
     ManiSkillOptions,
     ManiSkillSuite,
     Scene,
-    check_options,
+    check_packages,
     seed_of,
 )
 from rlinf.errors import ConfigError
@@ -59,7 +59,7 @@ class ManiSkillGpuVectorEnv(ManiSkillSuite, VectorEnv):
     config: ManiSkillGpuConfig
 
     def __init__(self, config: ManiSkillGpuConfig, num_envs: int, auto_reset: bool) -> None:
-        check_options(config)
+        check_packages(config)
         high = np.ones(ACTION_DIMS[config.control_mode])
         super().__init__(config, num_envs, auto_reset, action_low=-high, action_high=high)
         self.metadata["render_fps"] = CONTROL_FREQ_HZ
@@ -70,9 +70,6 @@ class ManiSkillGpuVectorEnv(ManiSkillSuite, VectorEnv):
             )
         self._render_device = choose_vulkan(self.devices[1])
         self._scene: Scene | None = None
-
-    def _reset_env(self, index: int, spec: EpisodeSpec) -> None:
-        self._reset_envs(np.array([index]), [spec])
 
     def _reset_envs(self, ids: np.ndarray, specs: Sequence[EpisodeSpec]) -> None:
         if not len(ids):

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.episodes import select_tasks
-from rlinf.envs.spaces import check_cameras, checked_picture
+from rlinf.envs.spaces import checked_picture
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.options import option
 from rlinf.seeding import derive_seed
@@ -98,8 +98,9 @@ class ManiSkillOptions(EnvConfig):
 
 
 class ManiSkillSuite:
-    """The class methods of a ``VectorEnv`` that follow from the list of tasks."""
+    """The members of a ``VectorEnv`` that follow from the list of tasks."""
 
+    camera_names: ClassVar[tuple[str, ...]] = CAMERAS
     config: ManiSkillOptions
     task_names: list[str]
 
@@ -140,14 +141,12 @@ class ManiSkillSuite:
         return TASKS[self.task_names[task_id]].instruction
 
 
-def check_options(config: ManiSkillOptions) -> None:
-    """Check what can be wrong with the settings before a simulator is made.
+def check_packages(config: ManiSkillOptions) -> None:
+    """Check that ManiSkill is installed.
 
     Raises:
-        ConfigError: Unknown camera, or one named twice.
-        MissingDependencyError: ManiSkill is not installed.
+        MissingDependencyError: It is not.
     """
-    check_cameras(config.cameras, CAMERAS)
     for package in PACKAGES:
         if find_spec(package) is None:
             raise MissingDependencyError(

@@ -19,7 +19,6 @@ from rlinf.envs.graphics.backend import choose_backend, import_mujoco
 from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
-from rlinf.envs.spaces import check_cameras
 from rlinf.errors import MissingDependencyError
 from rlinf.options import option
 from rlinf.seeding import derive_seed
@@ -142,6 +141,7 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
 
     config_class = MetaWorldConfig
     suite: ClassVar[str] = "metaworld"
+    camera_names: ClassVar[tuple[str, ...]] = CAMERAS
     simulator_class: ClassVar[str] = "rlinf.envs.metaworld.env:MetaWorldSimulator"
     packages: ClassVar[tuple[str, ...]] = ("metaworld", "mujoco")
     config: MetaWorldConfig
@@ -152,7 +152,6 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
                 "The package 'metaworld' is missing, and env.name=metaworld needs it. Install it with "
                 "`bash scripts/setup.sh --sims`, or with `pip install metaworld==3.1.1`."
             )
-        check_cameras(config.cameras, CAMERAS)
         if config.cameras:
             choose_backend()
         super().__init__(config, num_envs, auto_reset, action_low=-np.ones(4), action_high=np.ones(4))
@@ -225,9 +224,11 @@ class MetaWorldSimulator(Simulator):
         return View(images, self._state(), INSTRUCTIONS[self._task])
 
     def expert_action(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-        """Return Meta-World's scripted expert, which is told that the hand is ``aim_offset_m`` from where it is.
+        """Return the action of Meta-World's scripted expert.
 
-        So it brings the hand to that distance from everything it wants to touch.
+        Args:
+            aim_offset_m: Error (x, y) of the hand position that the expert sees. It brings the hand to that distance from
+                everything it wants to touch.
         """
         from metaworld.policies import ENV_POLICY_MAP
 

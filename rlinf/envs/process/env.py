@@ -7,6 +7,7 @@ that dies, raises or misses its deadline is replaced: its rows begin their episo
 
 from __future__ import annotations
 
+import inspect
 import logging
 import subprocess
 import time
@@ -92,15 +93,20 @@ class ProcessVectorEnv(VectorEnv):
 
     @classmethod
     def has_expert(cls) -> bool:
-        """Whether the simulator has a scripted expert."""
+        """Return whether the simulator has a scripted expert."""
         return import_string(cls.simulator_class).expert_action is not Simulator.expert_action
 
-    def expert_actions(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-        """Return what the scripted experts would do now, float32 ``[B, D]``; 0 in idle rows."""
+    @classmethod
+    def expert_options(cls) -> list[str]:
+        """Return the names of the keyword options that ``expert_action`` of the simulator takes."""
+        return list(inspect.signature(import_string(cls.simulator_class).expert_action).parameters)[1:]
+
+    def expert_actions(self, **options: Any) -> np.ndarray:
+        """Return the scripted experts' actions, float32 ``[B, D]``; 0 in idle rows."""
         self._check_reset()
         ids = self._rows_in_use()
         actions = np.zeros((self.num_envs, self.action_dim), dtype=np.float32)
-        for worker, answer in self._ask("expert_actions", ids, aim_offset_m).items():
+        for worker, answer in self._ask("expert_actions", ids, options).items():
             actions[ids[worker.positions(ids)]] = answer
         return actions
 

@@ -1,4 +1,4 @@
-"""What a simulator that runs one environment at a time implements; ``ProcessVectorEnv`` makes a vector env of it."""
+"""The contract of a simulator that runs one environment; ``ProcessVectorEnv`` makes a vector env of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SingleStep(NamedTuple):
-    """What one env step of one environment gives: see ``rlinf.envs.steps.SimulatorStep``."""
+    """The result of one env step of one environment, see ``rlinf.envs.steps.SimulatorStep``."""
 
     dense_reward: float
     success: bool
@@ -24,7 +24,7 @@ class SingleStep(NamedTuple):
 
 
 class View(NamedTuple):
-    """What one environment shows now: a row of ``rlinf.types.Observation``.
+    """The observation of one environment: a row of ``rlinf.types.Observation``.
 
     Attributes:
         images: Each of ``config.cameras`` to uint8 ``[H, W, 3]``.
@@ -38,14 +38,14 @@ class View(NamedTuple):
 
 
 class Simulator(ABC):
-    """One environment. It lives in a worker process, and is made and used by one thread of it.
+    """One environment, made and used by one thread of a worker process.
 
-    An episode must be a function of its ``EpisodeSpec`` and of the actions alone: not of what ran before. The simulator's
-    packages are imported in the constructor or later, never when the module is imported, and torch is not needed.
+    An episode must be a function of its ``EpisodeSpec`` and the actions alone, not of earlier episodes. Import the
+    simulator's packages in the constructor or later, never at module level; torch is not needed.
 
     Args:
         config: Settings of the environment.
-        task_names: Tasks that ``config.tasks`` leaves; ``EpisodeSpec.task_id`` is an index into them.
+        task_names: Tasks that ``config.tasks`` selects; ``EpisodeSpec.task_id`` is an index into them.
     """
 
     def __init__(self, config: EnvConfig, task_names: Sequence[str]) -> None:
@@ -53,7 +53,7 @@ class Simulator(ABC):
 
     @abstractmethod
     def reset(self, spec: EpisodeSpec) -> None:
-        """Put the environment into the first state of ``spec``, whatever state it is in."""
+        """Put the environment into the first state of ``spec``, whatever its state."""
 
     @abstractmethod
     def step(self, action: np.ndarray) -> SingleStep:
@@ -61,15 +61,17 @@ class Simulator(ABC):
 
     @abstractmethod
     def observe(self) -> View:
-        """Return what the environment shows now; called once per chunk."""
+        """Return the current observation; called once per chunk and after a reset."""
 
-    def expert_action(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-        """Return what a scripted expert would do now, float32 ``[D]``, with its aim off by metres (x, y).
+    def expert_action(self) -> np.ndarray:
+        """Return the scripted expert's action in the current state, float32 ``[D]``.
+
+        An override may take keyword options, see ``VectorEnv.expert_actions``.
 
         Raises:
             ConfigError: There is no scripted expert.
         """
-        raise ConfigError(f"Environment '{self.config.name}' has no scripted expert (asked with {aim_offset_m}).")
+        raise ConfigError(f"Environment '{self.config.name}' has no scripted expert.")
 
     def render(self, size: int) -> np.ndarray:
         """Return a picture for videos, uint8 ``[size, size, 3]``.
@@ -80,7 +82,7 @@ class Simulator(ABC):
         raise ConfigError(f"Environment '{self.config.name}' cannot draw frames (asked for {size} pixels).")
 
     def poses(self) -> dict[str, list[float]]:
-        """Return object name to its position (metres) and orientation now, for the simulator's fingerprint."""
+        """Return object name to current position (metres) and orientation (quaternion), for the simulator's fingerprint."""
         return {}
 
     def close(self) -> None:  # noqa: B027

@@ -120,9 +120,9 @@ class SimulatorRows:
             instructions.append(self._show(index))
         return chunk, instructions
 
-    def expert_actions(self, ids: Sequence[int], aim_offset_m: tuple[float, float]) -> np.ndarray:
+    def expert_actions(self, ids: Sequence[int], options: dict[str, Any]) -> np.ndarray:
         """Return ``[K, D]``."""
-        return np.stack([self._simulators[index].expert_action(aim_offset_m) for index in self._each(ids)])
+        return np.stack([self._simulators[index].expert_action(**options) for index in self._each(ids)])
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
         """Return ``[K, size, size, 3]``."""

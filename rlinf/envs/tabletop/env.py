@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from rlinf.envs.base import SimulatorStep, VectorEnv
+from rlinf.envs.base import VectorEnv
 from rlinf.envs.graphics.backend import choose_backend
 from rlinf.envs.graphics.renderer import StateRenderer
-from rlinf.envs.spaces import check_cameras
+from rlinf.envs.steps import SimulatorStep
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.envs.tabletop.scene import CAMERAS, NUM_SUBSTEPS, TIMESTEP_S, WORKSPACE_M, TabletopSimulator
 from rlinf.envs.tabletop.tasks import FAMILIES, NUM_COLOURS, Family, Scene
@@ -40,13 +40,13 @@ class TabletopVectorEnv(VectorEnv):
 
     config_class = TabletopConfig
     suite: ClassVar[str] = "tabletop"
+    camera_names: ClassVar[tuple[str, ...]] = CAMERAS
     packages: ClassVar[tuple[str, ...]] = ("mujoco",)
     config: TabletopConfig
 
     def __init__(self, config: TabletopConfig, num_envs: int, auto_reset: bool) -> None:
         super().__init__(config, num_envs, auto_reset, action_low=-np.ones(2), action_high=np.ones(2))
         self.metadata["render_fps"] = 1 / (TIMESTEP_S * NUM_SUBSTEPS)
-        check_cameras(config.cameras, CAMERAS)
         if config.cameras:
             choose_backend()
         self._simulator = TabletopSimulator(num_envs)
@@ -129,7 +129,11 @@ class TabletopVectorEnv(VectorEnv):
         return Observation(images, self._state(ids), [self._instructions[index] for index in ids])
 
     def expert_actions(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-        """Return the scripted expert's actions, float32 ``[B, 2]``; it aims ``aim_offset_m`` away from the goal."""
+        """Return the scripted expert's actions, float32 ``[B, 2]``.
+
+        Args:
+            aim_offset_m: Constant error (x, y) of its aim, as of a badly calibrated camera.
+        """
         self._check_reset()
         actions = np.zeros((self.num_envs, 2), dtype=np.float32)
         for rows, family in self._by_family(np.arange(self.num_envs)):

@@ -525,4 +525,4 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
     def _check_reset(self) -> None:
         if self._specs is None:
-            raise ConfigError("The environment has no episode yet. Call reset() first.")
+            raise ConfigError("The environment has no episode yet; call reset() first.")

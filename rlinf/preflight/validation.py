@@ -1,7 +1,7 @@
 """All cross-checks of a configuration, before any process, model or simulator starts.
 
-``validate`` is their list. Here are those of names, devices and batch sizes; in ``compatibility`` whether model, env, dataset
-and command fit each other; in ``folders`` and ``saved`` what is on disk.
+``validate`` lists them. This module checks names, devices and batch sizes; ``compatibility`` checks that model, env, dataset
+and command fit each other; ``folders`` and ``saved`` check what is on disk.
 """
 
 from __future__ import annotations
@@ -9,10 +9,16 @@ from __future__ import annotations
 import math
 import os
 
+import torch
+
+from rlinf.algorithms import ALGORITHMS
 from rlinf.config.schema import RunConfig, chunks_needed, section_class
 from rlinf.config.text_inputs import check_no_text
 from rlinf.distributed.devices import refuse_another_launcher
+from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
+from rlinf.memory import main_memory_bytes
+from rlinf.models import entry_for, torch_dtype_from_precision
 from rlinf.options import closest, override_text
 from rlinf.preflight.compatibility import (
     check_collect,
@@ -27,10 +33,11 @@ from rlinf.preflight.compatibility import (
 )
 from rlinf.preflight.derived import DerivedNumbers, derive
 from rlinf.preflight.folders import check_new_folder, check_sources, check_writable
+from rlinf.preflight.refuse import refuse
 from rlinf.preflight.saved import check_start
 
 GATHERED_COPIES = 3
-"""Of a rollout's observations, at the peak of a rank's memory: what came, what is joined, and what is put in order."""
+"""Copies of a rollout's observations at the peak of a rank's memory: received, joined, and put in order."""
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 COMMANDS = ("train", "sft", "evaluate", "collect", "diagnose")
 
@@ -40,7 +47,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
 
     Args:
         config: Typed configuration.
-        command: One of ``COMMANDS``; what a command does not use is not checked for it.
+        command: One of ``COMMANDS``. Only what the command uses is checked.
 
     Returns:
         The numbers that follow from the configuration.
@@ -48,7 +55,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     Raises:
         ConfigError: Values contradict each other, or name something that does not exist.
         MissingDependencyError: An option needs a package that is not installed.
-        CheckpointError: A folder that is to be loaded is not a checkpoint.
+        CheckpointError: A folder to load is not a checkpoint.
     """
     if command not in COMMANDS:
         raise ValueError(f"command is {command!r}; required: one of {', '.join(COMMANDS)}")
@@ -99,225 +106,186 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
 
 def check_names(config: RunConfig) -> None:
     """Check that env, algorithm, tasks and cameras exist."""
-    from rlinf.envs import ENVS
-
     for section in ("env", "algorithm"):
         chosen = getattr(config, section)
         expected = section_class(section, chosen.name)
         if not isinstance(chosen, expected):
-            raise ConfigError(
-                f"{section}.name is '{chosen.name}', whose settings are a {expected.__name__}, not a "
-                f"{type(chosen).__name__}. Choose the group instead of the name: {section}={chosen.name}"
+            refuse(
+                f"{section}.name={chosen.name} with the settings of a {type(chosen).__name__}",
+                f"a {expected.__name__}",
+                f"the group instead of the name: {section}={chosen.name}",
             )
     ENVS.get(config.env.name).check_names(config.env)
 
 
 def check_model(config: RunConfig) -> None:
-    """Model type, number format, attention kernel and adapters."""
-    from rlinf.models import entry_for, torch_dtype_from_precision
-
+    """Check model type, number format, attention kernel and adapters."""
     model = config.model
     if not entry_for(model).acts:
-        raise ConfigError(
-            f"model.model_type is '{model.model_type}', a language model, and env.name={config.env.name} shows images to a policy "
-            "that acts; required: a policy, or a vision-language model to make one of. Set model=hf_vla "
-            "model.model_path=<folder of an image-text-to-text model>"
+        refuse(
+            f"model.model_type={model.model_type} is a language model, which cannot act in env.name={config.env.name}",
+            "a policy, or a vision-language model to make one of",
+            "model=hf_vla model.model_path=<folder of an image-text-to-text model>",
         )
     torch_dtype_from_precision(model.precision)
-    if model.attn_implementation not in ATTENTION:
-        raise ConfigError(
-            f"model.attn_implementation is '{model.attn_implementation}'; required: one of {', '.join(ATTENTION)}. "
-            f"Set model.attn_implementation={closest(model.attn_implementation, ATTENTION) or ATTENTION[0]}"
-        )
-    if model.attn_implementation == "flash_attention_2":
-        import torch
-
+    attention = model.attn_implementation
+    if attention not in ATTENTION:
+        fix = f"model.attn_implementation={closest(attention, ATTENTION) or ATTENTION[0]}"
+        refuse(f"model.attn_implementation='{attention}'", f"one of {', '.join(ATTENTION)}", fix)
+    if attention == "flash_attention_2":
+        instead = "model.attn_implementation=sdpa"
         if not torch.cuda.is_available():
-            raise ConfigError(
-                "model.attn_implementation=flash_attention_2 needs an NVIDIA GPU, and torch sees none here. "
-                "Set model.attn_implementation=sdpa"
-            )
-        require_package(
-            "flash_attn", "model.attn_implementation=flash_attention_2", "flash-attn", "model.attn_implementation=sdpa"
-        )
+            refuse(f"model.attn_implementation={attention}, but torch sees no NVIDIA GPU", "a GPU", instead)
+        require_package("flash_attn", f"model.attn_implementation={attention}", "flash-attn", instead)
     if model.image_size is not None and (len(model.image_size) != 2 or min(model.image_size) < 1):
-        raise ConfigError(
-            f"model.image_size is {override_text(model.image_size)}; required: [height, width] in pixels. "
-            "Set 'model.image_size=[224,224]'"
-        )
+        found = f"model.image_size={override_text(model.image_size)}"
+        refuse(found, "[height, width] in pixels", "'model.image_size=[224,224]'")
     if model.lora_path is not None and not model.is_lora:
-        raise ConfigError(
-            f"model.lora_path={model.lora_path} is given, but model.is_lora=false. Set model.is_lora=true"
+        refuse(
+            f"model.lora_path={model.lora_path} with model.is_lora=false", "an adapter to load", "model.is_lora=true"
         )
     if model.is_lora and model.lora.dropout > 0 and config.trainer.max_steps > 0:
-        raise ConfigError(
-            f"model.lora.dropout={model.lora.dropout} would make the log-probs of rollout and training differ; RL needs 0. "
-            "Set model.lora.dropout=0"
-        )
+        reason = "0 for RL, because dropout makes the log-probs of rollout and training differ"
+        refuse(f"model.lora.dropout={model.lora.dropout}", reason, "model.lora.dropout=0")
 
 
 def check_devices(config: RunConfig, num_processes: int) -> None:
-    """Processes and devices must be there; ``num_processes`` is what the command starts."""
+    """Check that there are devices for the ``num_processes`` that the command starts."""
     refuse_another_launcher(os.environ)
     cluster = config.cluster
     if config.trainer.sharding == "none" and cluster.num_processes > 1:
-        raise ConfigError(
-            f"trainer.sharding=none works in one process, but cluster.num_processes={cluster.num_processes}. "
-            "Set trainer.sharding=auto"
-        )
+        found = f"trainer.sharding=none with cluster.num_processes={cluster.num_processes}"
+        refuse(found, "one process, or sharding", "trainer.sharding=auto")
     if cluster.device == "cuda":
-        import torch
-
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count < num_processes:
-            example = f"cluster.num_processes={count}" if count else "cluster.device=cpu"
-            raise ConfigError(
-                f"cluster.device=cuda with {num_processes} processes (cluster.num_processes) needs a GPU for each, "
-                f"but torch sees {count}. Set {example}"
+            found = (
+                f"cluster.device=cuda with {num_processes} processes (cluster.num_processes), but torch sees {count}"
             )
+            refuse(found, "a GPU for each", f"cluster.num_processes={count}" if count else "cluster.device=cpu")
 
 
 def check_phases(config: RunConfig, command: str) -> None:
-    """There must be something to do."""
+    """Check that there is something to do."""
     cloning = config.sft.max_steps > 0
     if command == "sft" and not cloning:
         raise ConfigError("`rlinf sft` with sft.max_steps=0 has nothing to do. Set sft.max_steps=700")
     if command == "train" and not cloning and config.trainer.max_steps == 0:
         raise ConfigError(
-            "trainer.max_steps=0 and sft.max_steps=0: there is nothing to train. Set trainer.max_steps=100"
+            "There is nothing to train: trainer.max_steps=0 and sft.max_steps=0. Set trainer.max_steps=100"
         )
     if config.sft.dataset is not None and not cloning:
-        raise ConfigError(
-            f"sft.dataset is '{config.sft.dataset}', and sft.max_steps=0: nothing would be cloned. "
-            "Set sft.max_steps=500, or sft.dataset=null"
-        )
+        found = f"sft.dataset={config.sft.dataset} with sft.max_steps=0"
+        refuse(found, "steps in which to clone it", "sft.max_steps=500, or sft.dataset=null")
 
 
 def check_batches(config: RunConfig) -> None:
-    """Envs, samples, minibatches and micro-batches must divide."""
-    rollout, trainer, ranks = config.rollout, config.trainer, config.cluster.num_processes
-    for number, reason in ((ranks, "cluster.num_processes"), (rollout.group_size, "rollout.group_size")):
+    """Check that envs, samples, minibatches and micro-batches divide evenly."""
+    rollout, ranks, minibatch = config.rollout, config.cluster.num_processes, config.trainer.minibatch_size
+    for number, key in ((ranks, "cluster.num_processes"), (rollout.group_size, "rollout.group_size")):
         if rollout.num_envs % number:
-            raise ConfigError(
-                f"rollout.num_envs={rollout.num_envs} does not divide by {reason}={number}. "
-                f"Set rollout.num_envs={nearest_multiple(rollout.num_envs, number)}"
-            )
+            fix = f"rollout.num_envs={nearest_multiple(rollout.num_envs, number)}"
+            refuse(f"rollout.num_envs={rollout.num_envs}", f"a multiple of {key}={number}", fix)
     if rollout.num_envs // ranks < (rollout.num_lanes or 1):
-        raise ConfigError(
-            f"{rollout.num_envs // ranks} env per rank (rollout.num_envs={rollout.num_envs} over {ranks} ranks) cannot be split "
-            f"into rollout.num_lanes={rollout.num_lanes}. Set rollout.num_lanes=1"
-        )
+        found = f"{rollout.num_envs // ranks} env per rank (rollout.num_envs={rollout.num_envs} over {ranks} ranks)"
+        refuse(found, f"at least one for each of rollout.num_lanes={rollout.num_lanes}", "rollout.num_lanes=1")
     samples = rollout.num_envs * rollout.num_chunks
-    if trainer.minibatch_size % ranks:
-        raise ConfigError(
-            f"trainer.minibatch_size={trainer.minibatch_size} does not divide over cluster.num_processes={ranks}. "
-            f"Set trainer.minibatch_size={nearest_divisor(samples, trainer.minibatch_size, ranks)}"
+    if minibatch % ranks:
+        fix = f"trainer.minibatch_size={nearest_divisor(samples, minibatch, ranks)}"
+        refuse(f"trainer.minibatch_size={minibatch}", f"a multiple of cluster.num_processes={ranks}", fix)
+    if samples % minibatch:
+        refuse(
+            f"trainer.minibatch_size={minibatch} for {samples} samples per iteration (rollout.num_envs={rollout.num_envs} x "
+            f"rollout.num_chunks={rollout.num_chunks})",
+            f"one of {divisors_text(samples, ranks)}",
+            f"trainer.minibatch_size={nearest_divisor(samples, minibatch, ranks)}",
         )
-    if samples % trainer.minibatch_size:
-        best = nearest_divisor(samples, trainer.minibatch_size, ranks)
-        raise ConfigError(
-            f"{samples} samples per iteration (rollout.num_envs={rollout.num_envs} x rollout.num_chunks={rollout.num_chunks}) do "
-            f"not divide into minibatches of {trainer.minibatch_size}. "
-            f"Use one of {divisors_text(samples, ranks)}, e.g. trainer.minibatch_size={best}"
-        )
-    check_micro_batch(config, trainer.minibatch_size, "trainer.minibatch_size")
+    check_micro_batch(config, minibatch, "trainer.minibatch_size")
     check_gathered(config)
 
 
 def check_gathered(config: RunConfig) -> None:
-    """The observations of all ranks, which each of them gathers, must fit into the machine's memory."""
-    from rlinf.envs import ENVS
-    from rlinf.memory import main_memory_bytes
-
+    """Check that the observations of all ranks, which each rank gathers, fit into the machine's memory."""
     rollout, env, ranks = config.rollout, config.env, config.cluster.num_processes
     if ranks == 1:
         return
     row = ENVS.get(env.name).observation_bytes(env)
-    of_an_env = GATHERED_COPIES * ranks * rollout.num_chunks * row
-    available = main_memory_bytes()
-    if rollout.num_envs * of_an_env > available:
+    per_env, available = GATHERED_COPIES * ranks * rollout.num_chunks * row, main_memory_bytes()
+    if rollout.num_envs * per_env > available:
         step = math.lcm(ranks, rollout.group_size)
-        fitting = available // of_an_env // step * step
-        raise ConfigError(
+        fitting = available // per_env // step * step
+        refuse(
             f"Each of cluster.num_processes={ranks} ranks gathers the observations of all ranks, {rollout.num_envs} envs x "
-            f"{rollout.num_chunks} calls of {row} bytes: {rollout.num_envs * of_an_env / 1e9:.0f} GB at their peak on this machine, which has "
-            f"{available / 1e9:.0f} GB. Set {f'rollout.num_envs={fitting}' if fitting else 'a smaller env.image_size'}, or fewer processes"
+            f"{rollout.num_chunks} calls of {row} bytes: {rollout.num_envs * per_env / 1e9:.0f} GB at their peak",
+            f"at most the {available / 1e9:.0f} GB of this machine",
+            f"{f'rollout.num_envs={fitting}' if fitting else 'a smaller env.image_size'}, or fewer processes",
         )
 
 
 def check_micro_batch(config: RunConfig, batch: int, key: str) -> None:
-    """Rows of a rank must divide into micro-batches, unless they all fit into one."""
-    rows, micro = batch // config.cluster.num_processes, config.model.micro_batch_size
+    """Check that the rows of a rank divide into micro-batches, or fit into one."""
+    ranks, micro = config.cluster.num_processes, config.model.micro_batch_size
+    rows = batch // ranks
     if rows > micro and rows % micro:
-        raise ConfigError(
-            f"{rows} rows per rank ({key}={batch} over {config.cluster.num_processes} ranks) do not divide into micro-batches of "
-            f"{micro}. Use one of {divisors_text(rows, 1)}, e.g. model.micro_batch_size={nearest_divisor(rows, micro, 1)}"
+        refuse(
+            f"model.micro_batch_size={micro} for {rows} rows per rank ({key}={batch} over {ranks} ranks)",
+            f"one of {divisors_text(rows, 1)}",
+            f"model.micro_batch_size={nearest_divisor(rows, micro, 1)}",
         )
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """What the algorithm asks of model and rollout."""
-    from rlinf.algorithms import ALGORITHMS
-    from rlinf.envs import ENVS
-
+    """Check what the algorithm requires of model and rollout."""
     algorithm, rollout = config.algorithm, config.rollout
-    algorithm_class = ALGORITHMS.get(algorithm.name)
+    algorithm_class, name = ALGORITHMS.get(algorithm.name), f"algorithm.name={algorithm.name}"
     if getattr(algorithm_class, "needs_values", False) and not config.model.value_head:
-        raise ConfigError(
-            f"algorithm.name={algorithm.name} learns values, but model.value_head=false. "
-            "Set model.value_head=true, or algorithm=grpo rollout=groups"
-        )
+        fix = "model.value_head=true, or algorithm=grpo rollout=groups"
+        refuse(f"{name} with model.value_head=false", "a value head", fix)
     if algorithm.advantage_level == "action" and algorithm.logprob_level == "chunk":
-        raise ConfigError(
-            "algorithm.advantage_level=action gives each action of a chunk its own advantage, but "
-            "algorithm.logprob_level=chunk has one ratio per chunk. Set algorithm.logprob_level=action"
-        )
+        found = "algorithm.advantage_level=action with algorithm.logprob_level=chunk"
+        refuse(found, "a ratio for each action that has an advantage", "algorithm.logprob_level=action")
     if algorithm.advantage_level == "action" and algorithm_class.needs_groups:
-        raise ConfigError(
-            f"algorithm.name={algorithm.name} has one advantage per episode; algorithm.advantage_level=action needs one "
-            "per policy call. Set algorithm.advantage_level=chunk, or algorithm=ppo"
-        )
-    longest = ENVS.get(config.env.name).longest_horizon(config.env)
-    covered = rollout.num_chunks * config.model.action_chunks_len
+        found = f"algorithm.advantage_level=action with {name}, which has one advantage per episode"
+        refuse(found, "an advantage per policy call", "algorithm.advantage_level=chunk, or algorithm=ppo")
     if algorithm_class.needs_groups:
-        mending = ["rollout.group_size=8"] if rollout.group_size < 2 else []
-        mending += ["rollout.auto_reset=false"] if rollout.auto_reset else []
-        if mending:
-            raise ConfigError(
-                f"algorithm.name={algorithm.name} compares the episodes of a group, one per env and iteration, but "
-                f"rollout.group_size={rollout.group_size} and rollout.auto_reset={override_text(rollout.auto_reset)} "
-                f"(the group rollout=groups sets both). Set {' '.join(mending)}"
+        fixes = ["rollout.group_size=8"] if rollout.group_size < 2 else []
+        fixes += ["rollout.auto_reset=false"] if rollout.auto_reset else []
+        if fixes:
+            refuse(
+                f"{name} with rollout.group_size={rollout.group_size} and rollout.auto_reset={override_text(rollout.auto_reset)}",
+                "groups of episodes, one per env and iteration (the group rollout=groups sets both)",
+                " ".join(fixes),
             )
     elif algorithm_class.needs_whole_episodes and rollout.auto_reset:
-        raise ConfigError(
-            f"algorithm.name={algorithm.name} takes the return of a whole episode, one per env and iteration, but "
-            "rollout.auto_reset=true (the group rollout=episodes sets it). Set rollout.auto_reset=false"
-        )
+        required = "whole episodes, one per env and iteration (the group rollout=episodes sets this)"
+        refuse(f"{name} with rollout.auto_reset=true", required, "rollout.auto_reset=false")
+    longest = ENVS.get(config.env.name).longest_horizon(config.env)
+    chunk_len = config.model.action_chunks_len
+    covered = rollout.num_chunks * chunk_len
     if covered < longest:
-        raise ConfigError(
-            f"{covered} env steps per iteration (rollout.num_chunks={rollout.num_chunks} x model.action_chunks_len="
-            f"{config.model.action_chunks_len}) do not reach the end of an episode of {longest} steps, and an iteration begins "
-            f"with fresh episodes. Set rollout.num_chunks={chunks_needed(config)}"
+        refuse(
+            f"{covered} env steps per iteration (rollout.num_chunks={rollout.num_chunks} x model.action_chunks_len={chunk_len})",
+            f"the longest episode's {longest} steps, because each iteration starts with fresh episodes",
+            f"rollout.num_chunks={chunks_needed(config)}",
         )
 
 
 def check_sft(config: RunConfig) -> None:
-    """Batch and demonstrator of behaviour cloning."""
+    """Check the batch size of behaviour cloning."""
     sft, ranks = config.sft, config.cluster.num_processes
     if sft.batch_size % ranks:
-        raise ConfigError(
-            f"sft.batch_size={sft.batch_size} does not divide over cluster.num_processes={ranks}. "
-            f"Set sft.batch_size={nearest_multiple(sft.batch_size, ranks)}"
-        )
+        fix = f"sft.batch_size={nearest_multiple(sft.batch_size, ranks)}"
+        refuse(f"sft.batch_size={sft.batch_size}", f"a multiple of cluster.num_processes={ranks}", fix)
     check_micro_batch(config, sft.batch_size, "sft.batch_size")
 
 
 def check_no_comparison(config: RunConfig, command: str) -> None:
-    """Only ``rlinf evaluate`` compares; a run's own evaluations can be compared when it has ended."""
-    if config.evaluation.compare is not None:
+    """Check that only ``rlinf evaluate`` compares; a run's evaluations can be compared after it."""
+    compare = config.evaluation.compare
+    if compare is not None:
         raise ConfigError(
-            f"evaluation.compare={config.evaluation.compare} is for `rlinf evaluate`, not for `rlinf {command}`. Set "
-            f"evaluation.compare=null, and later: rlinf evaluate --compare {config.evaluation.compare} <run folder>/eval/<tag>"
+            f"evaluation.compare={compare} is for `rlinf evaluate`, not for `rlinf {command}`. Set evaluation.compare=null, and "
+            f"later run: rlinf evaluate --compare {compare} <run folder>/eval/<tag>"
         )
 
 

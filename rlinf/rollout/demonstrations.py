@@ -1,4 +1,4 @@
-"""Demonstrations: episodes played for behaviour cloning, kept in memory; and the rows of each optimiser step."""
+"""Demonstrations: episodes that are played for behaviour cloning and kept in memory."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 
 class Demonstrator(Protocol):
-    """What plays demonstrations, one episode in each env."""
+    """A player of demonstrations, one episode in each env."""
 
     def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the labels and the actions to execute, float32 ``[B, D]`` each; rows not ``running`` (bool ``[B]``) are unused."""
+        """Return labels and actions to execute, float32 ``[B, D]`` each. Only rows that are ``running`` (bool ``[B]``) are used."""
 
     def restart(self, row: int) -> None:
-        """Forget what happened in ``row``, whose episode begins again."""
+        """Start over in ``row``, whose episode restarts."""
 
 
 @dataclass
 class Demonstrations:
-    """Rows of (observation, next ``C`` expert actions).
+    """Rows of an observation and the next ``C`` expert actions.
 
     Attributes:
         observation: ``N`` rows.
-        actions: float32 ``[N, C, D]`` in env units: what the expert wanted at this row and the ``C - 1`` following ones
-            (the last one repeated past the episode's end).
-        episodes: How each demonstration ended.
+        actions: float32 ``[N, C, D]`` in env units: the expert's actions at this row and the ``C - 1`` following rows. The
+            last action is repeated past the end of the episode.
+        episodes: Result of each demonstration.
     """
 
     observation: Observation
@@ -48,7 +48,7 @@ class Demonstrations:
 
     @property
     def success_rate(self) -> float:
-        """Of the demonstrator itself."""
+        """The demonstrator's share of successful episodes."""
         return float(np.mean([episode.success for episode in self.episodes]))
 
     def rows(self, index: np.ndarray) -> tuple[Observation, Tensor]:
@@ -57,13 +57,15 @@ class Demonstrations:
 
 
 class ExpertDemonstrator:
-    """The scripted expert of an env. Executed actions carry Gaussian noise, so that the states around its path are seen;
-    the labels are its clean actions.
+    """The scripted expert of an env.
+
+    Executed actions carry Gaussian noise, so that the demonstrations cover states around the expert's path. The labels are
+    the expert's actions without noise.
 
     Args:
         env: The env.
-        expert: Its faults.
-        seed: Of the noise.
+        expert: The expert's options and noise.
+        seed: Seed of the noise.
         numbers: One per env: the number of the demonstration, which fixes its noise.
     """
 
@@ -87,14 +89,14 @@ class ExpertDemonstrator:
 
 @dataclass
 class EpisodeBatch:
-    """Episodes that were played side by side, the ``k``-th in the ``k``-th of ``B`` envs; the other envs were idle.
+    """Episodes that were played side by side, the ``k``-th in the ``k``-th of ``B`` envs. The other envs were idle.
 
     Attributes:
         seen: ``T`` observations of all envs, each before an action.
         labels: float32 ``[T, B, D]``.
         rewards: float32 ``[T, B]``, paid for the executed action.
         success: bool ``[T, B]``: the goal is reached after the action.
-        alive: bool ``[T, B]``: the row belongs to the env's episode; true for one stretch of each env that is not idle.
+        alive: bool ``[T, B]``: the row belongs to the env's episode; all false for an idle env.
         results: One per episode.
     """
 
@@ -107,19 +109,17 @@ class EpisodeBatch:
 
     @property
     def last(self) -> np.ndarray:
-        """int64 ``[B]``: the last ``t`` of each env's episode; of no meaning for an idle env."""
+        """int64 ``[B]``: the last ``t`` of each env's episode; meaningless for an idle env."""
         return len(self.alive) - 1 - self.alive[::-1].argmax(0)
 
 
 def play_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: Demonstrator) -> EpisodeBatch:
     """Play episodes side by side, one action at a time.
 
-    An episode that the env lost and began again (``ChunkStep.lost_env_ids``) is recorded from its new begin.
-
     Args:
-        env: Without auto-reset.
-        specs: At most one per env; envs without one stay idle.
-        demonstrator: What acts.
+        env: An env without auto-reset.
+        specs: At most one per env; the other envs stay idle.
+        demonstrator: The player.
     """
     observation, _ = env.reset(options={"episodes": [*specs, *[None] * (env.num_envs - len(specs))]})
     running = np.arange(env.num_envs) < len(specs)
@@ -133,7 +133,7 @@ def play_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: De
         step = env.chunk_step(np.where(running[:, None], executed, np.float32(0))[:, None])
         rewards.append(step.rewards[:, 0])
         success.append(step.success)
-        for row in step.lost_env_ids.tolist():
+        for row in step.lost_env_ids.tolist():  # the episode restarts: keep only the rows from its second start
             demonstrator.restart(row)
             for earlier in alive:
                 earlier[row] = False
@@ -151,16 +151,12 @@ def collect_demonstrations(
 ) -> Demonstrations:
     """Let the env's scripted expert play training episodes.
 
-    Executed actions carry Gaussian noise of ``expert.jitter``, so that the states around the expert's path are seen;
-    the labels are the expert's clean actions. An ``aim_offset_m`` makes a demonstrator with a constant error, as a badly
-    calibrated camera does; ``keep_failures`` keeps the episodes that it failed.
-
     Args:
-        env: Without auto-reset.
-        num_episodes: Demonstrations, drawn from the training split, tasks in equal shares.
-        expert: The demonstrator.
+        env: An env without auto-reset.
+        num_episodes: Number of demonstrations, drawn from the training split, with tasks in equal shares.
+        expert: Options and noise of the expert (``ExpertDemonstrator``), and whether failed episodes are kept.
         chunk_len: ``C``.
-        seed: Fixes episodes and noise; each demonstration has its own noise, so ``env.num_envs`` changes nothing.
+        seed: Fixes episodes and noise. Each demonstration has its own noise, so ``env.num_envs`` changes nothing.
 
     Raises:
         ConfigError: No demonstration is kept.
@@ -191,6 +187,6 @@ def collect_demonstrations(
     if not episodes:
         raise ConfigError(
             f"None of {num_episodes} demonstrations succeeded and sft.expert.keep_failures=false. "
-            "Set sft.expert.keep_failures=true, or a smaller sft.expert.aim_offset_m"
+            "Set sft.expert.keep_failures=true, or a smaller error of the expert (sft.expert)"
         )
     return Demonstrations(Observation.concatenate(observations), torch.from_numpy(np.concatenate(actions)), episodes)

@@ -1,9 +1,9 @@
-"""The parity gate: what the rollout computed against what the trainer computes from the same weights, at every step.
+"""The parity gate: compare, at every step, what rollout and trainer compute from the same weights.
 
-In float32 the largest gap counts, at every step. In 16 bits a single gap may be rounding, and the mean of ``exp |gap|`` counts,
-which rounding keeps near 1. There the gate stops a run where rounding is least and faults show most: at the first step of a
-process (backend, versions, hardware, settings) and at the first step after an update of the policy (the weight sync). Later it
-warns, because a policy at the edge of its number format may cross the limit too.
+In float32 the gate limits the largest gap and stops the run at any step. In 16 bits a single large gap may be rounding, so the
+gate limits the mean of ``exp |gap|``, which rounding keeps near 1. It then stops the run only where rounding is smallest and
+faults are most visible: at the first step of a process (backend, versions, hardware, settings) and at the first step after an
+update of the policy (weight sync). Later it warns, because a policy at the edge of its number format may cross the limit too.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from rlinf.types import RolloutBatch
 logger = logging.getLogger("rlinf")
 
 MAX_GAP = 1e-3
-"""In float32: of log-probabilities in nats, of values in shares of the largest value (of 1, where all are smaller).
+"""Largest gap in float32: of log-probabilities in nats, of values relative to the largest value (at least 1).
 
-The log-density of a Gaussian of deviation ``s`` changes by up to ``|z| / s`` times what its mean is rounded by, without bound as
-``s`` shrinks, so there the gap counts in shares of the largest density (of 1, where all are smaller). A probability is never
-larger than 1. Measured: at most 1e-5 nat with each family of models on the tabletop tasks.
+The log-density of a Gaussian of deviation ``s`` changes by up to ``|z| / s`` times the rounding of its mean, which grows without
+bound as ``s`` shrinks. The limit is therefore multiplied by the largest density (at least 1); a probability never exceeds 1.
+Measured: at most 1e-5 nat with each model family on the tabletop tasks.
 """
 MAX_FIRST_KL = 1e-4
-"""Largest ``approx_kl`` of a minibatch before any step of its iteration, in float32, where it is rounding."""
+"""Largest ``approx_kl`` of the first minibatch of an iteration in float32, where only rounding makes it differ from 0."""
 EXCEEDED = "rollout/parity_exceeded"
-"""Metric: 1 where the gate warned instead of stopping, else 0."""
+"""Metric: 1 if the gate warned instead of stopping, else 0."""
 
 
 class ParityGate:
-    """Decides at which steps a gap stops the run.
+    """Decide at which steps a gap stops the run.
 
     Args:
-        max_gap: Largest accepted difference; None: see ``check_parity``.
-        always_stops: At every step, as in float32; False: at the first one, and at the first one after an update of the policy.
+        max_gap: Largest accepted difference, see ``check_parity``.
+        always_stops: Stop at every step, as in float32. False: stop only at the first step of the process and at the first
+            step after an update of the policy.
     """
 
     def __init__(self, max_gap: float | None, always_stops: bool) -> None:
@@ -49,15 +50,15 @@ class ParityGate:
         self._warned = False
 
     def policy_was_updated(self) -> None:
-        """Tell that the trainer's policy is another one than at the last ``check``."""
+        """Note that the policy has changed since the last ``check``."""
         self._num_updates += 1
         self._stops = self._stops or self._num_updates == 1
 
     def check(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        """Compare; see ``check_parity``.
+        """Compare rollout and trainer with ``check_parity``.
 
         Returns:
-            Its metrics, and ``rollout/parity_exceeded``.
+            The metrics of ``check_parity``, and ``rollout/parity_exceeded``.
 
         Raises:
             ParityError: The gap is too large at a step that stops the run, or something is not finite.
@@ -65,19 +66,19 @@ class ParityGate:
         stops, self._stops = self._stops or self.always_stops, False
         metrics, fault = check_parity(batch, step, self.max_gap)
         if fault is not None and stops:
-            hint = " They agreed until the weights were updated: look first at what brings new weights to the rollout."
+            hint = " They agreed until the weights were updated: check the weight sync first."
             raise ParityError(fault + (hint if self._num_updates else ""))
         if fault is not None and not self._warned:
             self._warned = True
-            logger.warning("%s The run goes on; its report counts the steps that are beyond the limit.", fault)
+            logger.warning("%s The run continues; its report counts the steps beyond the limit.", fault)
         return metrics | {EXCEEDED: float(fault is not None)}
 
     def check_first_update(self, metrics: Mapping[str, float], step: int) -> None:
-        """Refuse an update that computes other log-probabilities than those of the rollout, which the same weights gave.
+        """Check that the first update computes the log-probabilities that the same weights gave before it.
 
         Args:
-            metrics: Of the first minibatch of iteration ``step``; without ``approx_kl``, or in 16 bits, nothing is checked.
-            step: Of the run.
+            metrics: Metrics of the first minibatch; without ``approx_kl``, or in 16 bits, nothing is checked.
+            step: Iteration of the run.
 
         Raises:
             ParityError: ``approx_kl`` is larger than rounding explains.
@@ -88,9 +89,9 @@ class ParityGate:
         limit = max(MAX_FIRST_KL, self.max_gap**2)
         if not kl <= limit:
             raise ParityError(
-                f"The first minibatch of step {step} was scored by the very weights that scored the rollout, yet its approx_kl is "
-                f"{kl:.3g}; at most {limit:.3g} is accepted. The model in training mode computes something else than in evaluation "
-                "mode (dropout, batch statistics), or the update has another temperature or other inputs. `rlinf diagnose` tells "
+                f"The first minibatch of step {step} was scored by the same weights as the rollout, but its approx_kl is {kl:.3g}; "
+                f"at most {limit:.3g} is accepted. The model computes different values in training mode and in evaluation mode "
+                "(dropout, batch statistics), or the update has another temperature or other inputs. `rlinf diagnose` tells "
                 f"which. If the precision explains it, set trainer.parity_max_gap={(2 * kl) ** 0.5:.2g}"
             )
 
@@ -98,22 +99,22 @@ class ParityGate:
 def check_parity(batch: RolloutBatch, step: int, max_gap: float | None) -> tuple[dict[str, float], str | None]:
     """Compare ``rollout_logprobs`` with ``old_logprobs`` of executed actions, and ``rollout_values`` with ``values``.
 
-    The two are computed by different code on the same weights, so in float32 log-probabilities agree to about 1e-5. A larger gap
-    means that rollout and trainer saw different weights, images, prompts, masks or temperatures, and that every
-    importance ratio of the update would be wrong. Values count because the advantages mix the trainer's with those that the
-    rollout gives to the end of an episode that was cut.
+    Different code computes the two from the same weights, so in float32 log-probabilities agree to about 1e-5. A larger gap
+    means that rollout and trainer saw different weights, images, prompts, masks or temperatures; every importance ratio of
+    the update would be wrong. Values are compared because advantages mix the trainer's values with the rollout's values of
+    truncated episodes.
 
     Args:
         batch: Time-major, with ``old_logprobs`` and ``values``; ``rollout_values`` may be None.
-        step: Of the run.
-        max_gap: Largest accepted difference, in the shares of ``MAX_GAP``; None: the means of ``exp |gap|`` are at most
+        step: Iteration of the run.
+        max_gap: Largest accepted difference, in the units of ``MAX_GAP``; None: limit the mean of ``exp |gap|`` to
             ``MAX_EXP_GAP``.
 
     Returns:
         Metrics: ``rollout/logprob_gap_mean``, ``rollout/logprob_gap_max``, ``rollout/logprob_gap_exp_mean`` (mean of
         ``exp |gap|``), ``rollout/importance_ratio_mean`` and ``rollout/importance_ratio_max`` (of whole actions), and
-        ``rollout/value_gap_max`` where the rollout has values. Then a sentence that names the worst sample where the gap is
-        larger than accepted, else None.
+        ``rollout/value_gap_max`` if the rollout has values. Then, if the gap is too large, a sentence that names the worst
+        sample, else None.
 
     Raises:
         ParityError: A log-probability or a value is not finite.
@@ -129,7 +130,7 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float | None) -> tuple
     if not len(ratios):
         ratios = torch.ones(1)
     pair = (batch.rollout_logprobs, batch.old_logprobs)
-    # The lesser of the two peaks: a side that is wrong by too high a density does not excuse itself.
+    # The smaller of the two peaks: a density that is wrongly too high must not raise its own limit.
     peaks = [torch.where(mask, x.reshape(difference.shape), 0.0).max().exp().clamp_min(1.0) for x in pair]
     limit = None if max_gap is None else max_gap * float(min(peaks))
     largest, fault = _judge("log-probabilities", batch, step, gap.flatten(2).amax(-1), exp_mean, limit, pair)
@@ -160,21 +161,21 @@ def _judge(
     limit: float | None,
     pair: tuple[Tensor, Tensor],
 ) -> tuple[float, str | None]:
-    """Return the largest of the gaps ``[T, B]``, and a sentence where that, or in 16 bits ``exp_mean``, is too large.
+    """Return the largest of the gaps ``[T, B]``, and a sentence if it (or ``exp_mean`` in 16 bits) is too large.
 
     Args:
-        what: Name of the numbers that were compared.
-        batch: For the sample's episode and instruction.
-        step: Of the run.
-        gap: Of each policy call.
+        what: Name of the compared numbers.
+        batch: Source of the sample's episode and instruction.
+        step: Iteration of the run.
+        gap: Gap of each policy call.
         exp_mean: Mean of ``exp |gap|``.
-        limit: Of the gaps; None: ``exp_mean`` counts.
+        limit: Largest accepted gap; None: limit ``exp_mean``.
         pair: The rollout's numbers and the trainer's, ``[T, B, ...]``.
 
     Raises:
         ParityError: A gap is not finite.
     """
-    # A NaN must count as the worst gap, so it is not compared but searched for.
+    # NaN compares as false: count it as the worst gap.
     worst = int(torch.nan_to_num(gap, nan=float("inf")).argmax())
     chunk, env = divmod(worst, gap.shape[1])
     largest = float(gap[chunk, env])

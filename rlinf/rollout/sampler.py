@@ -1,4 +1,4 @@
-"""Which episodes are played: a pure function of seed, iteration, group and position, so nothing needs to be saved."""
+"""Choose episodes as a pure function of seed, iteration, group and position, so that nothing needs to be saved."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rlinf.types import EpisodeSpec
 
 
 class EpisodeSampler:
-    """Chooses training episodes, tasks in equal shares.
+    """Choose training episodes, with tasks in equal shares.
 
     Args:
         specs: Training split, tasks in round-robin order.
         num_tasks: Length of one round.
-        num_groups: Groups of envs in an iteration, over all ranks.
+        num_groups: Groups of envs per iteration, over all ranks.
         group_size: Environments that share each episode.
         seed: Seed of the run.
         init_states: ``random``, ``ordered`` or ``fixed``, see ``spec``.
@@ -38,10 +38,10 @@ class EpisodeSampler:
     def spec(self, step: int, env_id: int, position: int, attempt: int = 0) -> EpisodeSpec:
         """Return an episode.
 
-        ``random``: group ``g`` plays task ``(g + position) mod num_tasks`` from an initial state drawn uniformly.
-        ``ordered``: the split in its order; first episodes go ``num_groups`` further with every iteration. A further episode of
-        the same env is the one that the next iteration begins with.
-        ``fixed``: as ``ordered``, but each iteration begins at the first one again.
+        ``random``: group ``g`` plays task ``(g + position) mod num_tasks`` from a uniformly drawn initial state.
+        ``ordered``: the split in its order; each iteration starts ``num_groups`` episodes later. The second episode of an env
+        is the one with which the next iteration starts.
+        ``fixed``: as ``ordered``, but each iteration starts at the first episode.
 
         Args:
             step: Iteration.

@@ -1,4 +1,4 @@
-"""A policy that acts through vLLM: the rollout half of an action model, next to the torch model that is trained."""
+"""A rollout policy that acts through vLLM, next to the torch model that is trained."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SEED_BITS = 24
 
 
 class VllmPolicy:
-    """Samples action tokens in a vLLM engine, and nothing but action tokens; images and values are the torch model's.
+    """Sample action tokens in a vLLM engine. The torch model preprocesses images and computes values.
 
     Args:
-        model: Policy in torch, not sharded; it holds the weights that are sent to the engine.
+        model: Unsharded torch policy, whose weights are sent to the engine.
         options: Settings of the engine.
-        num_envs: Envs that act at once, at most.
+        num_envs: Largest number of envs that act at once.
         num_threads: CPU threads of the engine.
 
     Raises:
@@ -58,12 +58,12 @@ class VllmPolicy:
     # -- weights -------------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors that the engine gets, adapters added to the weights that they adapt."""
+        """Return the tensors for the engine, with adapters merged into the weights."""
         tensors = merged_state_dict(self.model)
         return {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in self.adapter.excluded}
 
     def update_weights(self, version: int) -> None:
-        """Bring the torch model's weights to the engine, unless it has this version already."""
+        """Send the torch model's weights to the engine, unless it has this version already."""
         self.version = version
         if self.engine.version != version:
             self.engine.update_weights(self.buffer.write(self.weights(), version))
@@ -77,33 +77,33 @@ class VllmPolicy:
 
     @property
     def num_logprobs(self) -> int:
-        """``A``."""
+        """``A``, the number of log-probabilities of a policy call."""
         return self.model.num_logprobs
 
     @property
     def num_sampled(self) -> int:
-        """``K``."""
+        """``K``, the number of sampled tokens of a policy call."""
         return self.model.num_sampled
 
     @property
     def num_uniforms(self) -> int:
-        """Two random numbers make the seed of a row's draw."""
+        """2: two random numbers make the seed of a row."""
         return 2
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """See ``ActionModel.preprocess``."""
+        """Preprocess with the torch model."""
         return self.model.preprocess(observation)
 
     @torch.no_grad()
     def predict_action_batch(
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
     ) -> ActionPrediction:
-        """Act.
+        """Sample the actions of ``B`` rows.
 
         Args:
-            do_sample: False takes the most likely tokens.
+            do_sample: False: take the most likely tokens.
             temperature: Divides the logits.
-            uniforms: ``[B, 2]`` in (0, 1), the seeds of the rows' draws; None: seeds that differ from call to call.
+            uniforms: ``[B, 2]`` in (0, 1), which make the seeds of the rows; None: new seeds at each call.
             **inputs: What ``preprocess`` returned.
 
         Returns:
@@ -120,7 +120,7 @@ class VllmPolicy:
         result = self.engine.generate(GenerateRequest(prompts, sampling, seeds, greedy_temperature))
         if result.version != self.version:
             raise RLinfError(
-                f"The vLLM engine answered with weights of version {result.version}; pushed were {self.version}."
+                f"The vLLM engine answered with weights of version {result.version}; required: {self.version}."
             )
         tokens = torch.tensor(result.token_ids, device=inputs["input_ids"].device)
         sequences = torch.cat([inputs["input_ids"], tokens], dim=1)
@@ -130,11 +130,11 @@ class VllmPolicy:
         )
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
-        """Log-probabilities float32 ``[B, A]`` as the engine computed them, among the action tokens and at its temperature."""
+        """Return the engine's log-probabilities among the action tokens at its temperature, float32 ``[B, A]``."""
         return prediction.logits.squeeze(-1)
 
     def predict_values(self, **inputs: Tensor) -> Tensor:
-        """Values float32 ``[B]``, of the torch model."""
+        """Return the torch model's values, float32 ``[B]``."""
         return self.model.predict_values(**inputs)
 
 
@@ -142,7 +142,7 @@ def adapter_of(model: ActionModel | type[ActionModel]) -> Any:
     """Return the class that adapts a model to vLLM.
 
     Raises:
-        ConfigError: The model declares nothing.
+        ConfigError: The model declares no ``vllm_adapter``.
     """
     if model.vllm_adapter is None:
         name = model.__name__ if isinstance(model, type) else type(model).__name__

@@ -106,9 +106,9 @@ def test_observations_that_the_ranks_cannot_all_gather_are_refused(monkeypatch):
     config = build(*envs, "cluster.num_processes=2")
     row = 3 * 64**2 + 4 * ENVS.get("tabletop").state_width(config.env)
     needed = 2 * 3 * 64 * 16 * row
-    monkeypatch.setattr("rlinf.memory.main_memory_bytes", lambda: needed)
+    monkeypatch.setattr("rlinf.preflight.validation.main_memory_bytes", lambda: needed)
     validate(config)
-    monkeypatch.setattr("rlinf.memory.main_memory_bytes", lambda: needed - 1)
+    monkeypatch.setattr("rlinf.preflight.validation.main_memory_bytes", lambda: needed - 1)
     validate(build(*envs))  # one process gathers nothing
     with pytest.raises(
         ConfigError, match="gathers the observations of all ranks, 64 envs x 16.*Set rollout.num_envs=62"

@@ -218,7 +218,7 @@ def test_task_filter_keeps_the_suites_order():
         (lambda: make_env(EnvConfig(name="tabletpo"), 1, auto_reset=True), "Did you mean 'tabletop'"),
         (
             lambda: make_env(EnvConfig(name="tabletop"), 1, auto_reset=True),
-            "required: a TabletopConfig. Set TabletopConfig",
+            "required: a TabletopConfig. Pass TabletopConfig",
         ),
         (
             lambda: make_env(OmegaConf.create({"name": "tabletop"}), 1, auto_reset=True),

@@ -1,8 +1,8 @@
-"""Simulators that run one environment at a time, in worker processes, as one vector env.
+"""Simulators of one environment each, in worker processes, as one vector env.
 
-Each worker owns some rows. Commands go over pipes, to all workers before any answer is awaited; images and states lie in
-memory that parent and workers share and that has no name, so that nothing is left behind however a process ends. A worker
-that dies, raises or misses its deadline is replaced: its rows begin their episodes again (``ChunkStep.lost_env_ids``).
+Each worker owns some rows. Commands go over pipes to all workers before any answer is awaited. Images and states lie in
+anonymous shared memory, which leaves nothing behind however a process ends. A worker that dies, raises or misses its deadline
+is replaced, and its rows restart their episodes (``ChunkStep.lost_env_ids``).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from rlinf.types import EpisodeSpec, Observation
 logger = logging.getLogger("rlinf")
 
 MAX_FAILURES = 3
-"""Failures of a simulator in one episode that end the run."""
+"""Number of failures in one episode that ends the run."""
 CLOSE_TIMEOUT_S = 5.0
 
 
 class ProcessVectorEnv(VectorEnv):
     """``num_envs`` simulators of one kind, spread over worker processes.
 
-    A subclass sets ``simulator_class`` and what ``VectorEnv`` asks for besides the simulation: ``config_class``, ``suite``,
-    ``all_task_names``, ``state_dim``. The processes start at the first reset.
+    A subclass sets ``simulator_class``, ``config_class``, ``suite``, ``all_task_names`` and ``state_dim``. The processes start
+    at the first reset.
 
     Attributes:
-        simulator_class: ``"module:Class"`` of a ``rlinf.envs.process.simulator.Simulator``; a worker imports it.
+        simulator_class: ``"module:Class"`` of a ``rlinf.envs.process.simulator.Simulator``, which the workers import.
 
     Args:
         config: Settings.
@@ -52,9 +52,9 @@ class ProcessVectorEnv(VectorEnv):
         action_high: float32 ``[D]``.
 
     Raises:
-        ConfigError: See ``VectorEnv``; or the simulator's class is in the main script, where no worker can import it.
-        SimulatorError: From any call: more workers were lost than ``config.max_restarts``, or the simulator failed
-            ``MAX_FAILURES`` times in one episode, which closes the env; or the env is closed.
+        ConfigError: See ``VectorEnv``; or the simulator's class is defined in the main script, which workers cannot import.
+        SimulatorError: Raised by any call if more than ``config.max_restarts`` workers were lost, if a simulator failed
+            ``MAX_FAILURES`` times in one episode (both close the env), or if the env is closed.
     """
 
     config_class: ClassVar[type[ProcessEnvConfig]] = ProcessEnvConfig
@@ -78,13 +78,13 @@ class ProcessVectorEnv(VectorEnv):
         if config.num_processes != 0 and self.simulator_class.startswith("__main__:"):
             raise ConfigError(
                 f"The simulator '{self.simulator_class}' of env.name={config.name} is defined in the main script, which "
-                "worker processes cannot import. Move it into a file of its own, or set env.num_processes=0"
+                "worker processes cannot import. Move it into another file, or set env.num_processes=0"
             )
         self._task = SimulatorTask(self.simulator_class, config, self.task_names, self.num_envs, self.state_dim)
         self._memory = SharedMemory(self._task.row_type.itemsize * self.num_envs)
         self._rows = np.frombuffer(self._memory.map, dtype=self._task.row_type)
         self._instructions = np.full(self.num_envs, "", dtype=object)
-        self._num_failures = np.zeros(self.num_envs, dtype=np.int64)  # in the present episode of each row
+        self._num_failures = np.zeros(self.num_envs, dtype=np.int64)  # in the current episode of each row
         if config.num_processes == 0:
             self._workers = [Worker(np.arange(self.num_envs))]
         else:
@@ -129,7 +129,7 @@ class ProcessVectorEnv(VectorEnv):
         return [found[position] for position in range(len(ids))]
 
     def worker_processes(self) -> list[subprocess.Popen]:
-        """Return the processes that run now, in the order of their rows."""
+        """Return the running processes, in the order of their rows."""
         return [worker.process for worker in self._workers if worker.process is not None]
 
     def rows_lost_with(self, ids: np.ndarray) -> np.ndarray:
@@ -137,12 +137,12 @@ class ProcessVectorEnv(VectorEnv):
         return np.concatenate([ids, *(worker.ids for worker in self._workers if len(worker.positions(ids)))])
 
     def offload(self) -> None:
-        """End the workers; the next reset starts others, and nothing else may be called before."""
+        """End the workers. The next reset starts new ones; call nothing else before it."""
         self.close_extras()
         self._specs = None
 
     def close_extras(self, **kwargs: object) -> None:
-        """End the workers: they are asked to, then killed."""
+        """Ask the workers to end, and kill those that do not."""
         if self._local is not None:
             self._local.close()
         for worker in self._workers:
@@ -160,7 +160,7 @@ class ProcessVectorEnv(VectorEnv):
             for worker in self._workers
             if (rows := [index for index in worker.ids.tolist() if index in wanted])
         }
-        # A worker that is lost here is replaced by one in which all its rows have begun ``self._specs``: these, too.
+        # A worker that is lost here is replaced, and the new worker resets all its rows, these included.
         self._read_resets(calls, self._call(calls, self.config.reset_timeout_s))
 
     def _step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
@@ -184,14 +184,14 @@ class ProcessVectorEnv(VectorEnv):
         return Observation(images, state, self._instructions[ids].tolist())
 
     def _ask(self, name: str, ids: np.ndarray, *arguments: Any) -> dict[Worker, Any]:
-        """Have each worker answer for those of the rows ``ids`` that it owns; a replaced worker is asked again.
+        """Ask each worker about its rows among ``ids``. Ask a replaced worker again.
 
         Raises:
             ConfigError: One of the rows is idle.
         """
         idle = np.setdiff1d(ids, self._rows_in_use()).tolist()
         if idle:
-            raise ConfigError(f"{name} was called for the rows {idle}, which the last reset left without an episode.")
+            raise ConfigError(f"{name} was called for the rows {idle}, which have no episode since the last reset.")
         calls = {
             worker: (name, (ids[at].tolist(), *arguments))
             for worker in self._workers
@@ -204,23 +204,23 @@ class ProcessVectorEnv(VectorEnv):
         return {worker: answers[worker] for worker in calls}
 
     def _call(self, calls: dict[Worker, tuple[str, tuple]], timeout_s: float) -> dict[Worker, Any]:
-        """Have the workers do their calls, all at the same time.
+        """Let the workers do their calls in parallel.
 
         Args:
             calls: Method of ``SimulatorRows`` and its arguments, for each worker.
-            timeout_s: How long a worker may go without finishing a simulator's call.
+            timeout_s: Longest time for one call of a simulator.
 
         Returns:
-            The answers. Workers that are missing there were lost, and are replaced: all their rows are in the first state
-            of their episodes.
+            The answers, without those of lost workers. These are replaced, and all their rows are in the first state of their
+            episodes.
 
         Raises:
             SimulatorError: The env is closed.
         """
         if self.closed:
             raise SimulatorError(
-                f"{next(iter(calls.values()))[0]} was called and env.name={self.config.name} is closed: close() or a "
-                "SimulatorError has ended its worker processes. Make another env to go on"
+                f"{next(iter(calls.values()))[0]} was called, but env.name={self.config.name} is closed: close() or a "
+                "SimulatorError has ended its worker processes. Make another env to continue"
             )
         if self.config.num_processes == 0:
             if self._local is None:
@@ -250,7 +250,7 @@ class ProcessVectorEnv(VectorEnv):
         """Send all calls, then collect answers and failures.
 
         Raises:
-            RLinfError: What a simulator raised for the user to mend, once all workers have answered.
+            RLinfError: A simulator raised one, which the user must fix. It is raised once all workers have answered.
         """
         results: dict[Worker, Any] = {}
         try:
@@ -265,7 +265,7 @@ class ProcessVectorEnv(VectorEnv):
                 ready = wait([worker.connection for worker in waiting], timeout=poll_s)
                 before, now = now, time.monotonic()
                 for worker in waiting:
-                    # While this process stood still itself (Ctrl-Z, a machine that stalled), no worker was silent.
+                    # Time in which this process itself did not run (Ctrl-Z, a stalled machine) does not count as silence.
                     silent_s[worker] += min(now - before, poll_s)
                     if worker.connection in ready or worker.process.poll() is not None:
                         results[worker] = worker.receive(timeout_s, calls[worker][0])
@@ -273,7 +273,7 @@ class ProcessVectorEnv(VectorEnv):
                         num_calls[worker], silent_s[worker] = finished, 0.0
                     elif silent_s[worker] > timeout_s:
                         results[worker] = worker.give_up(timeout_s, calls[worker][0])
-        except BaseException:  # Ctrl-C: nobody will read the answers, and the next call must not take them for its own.
+        except BaseException:  # Ctrl-C: the next call must not read the answers to this one.
             for worker in calls:
                 worker.kill()
             raise
@@ -287,10 +287,10 @@ class ProcessVectorEnv(VectorEnv):
         return int(self._rows["num_calls"][worker.ids].sum())
 
     def _replace(self, worker: Worker, failure: Failure) -> None:
-        """Start another process in the place of ``worker``'s.
+        """Start a new process for ``worker``.
 
         Raises:
-            SimulatorError: Too many have been lost; the env is closed.
+            SimulatorError: Too many workers have been lost; the env is closed.
         """
         worker.end(deadline=0.0)
         self.num_restarts += 1
@@ -304,17 +304,17 @@ class ProcessVectorEnv(VectorEnv):
         if self._num_failures[failed[0]] >= MAX_FAILURES:
             self.close()
             raise SimulatorError(
-                f"{what}\nThat was the failure number {MAX_FAILURES} in {self._episode_of(busy)}. To look at it in a debugger, "
-                "set env.num_processes=0"
+                f"{what}\nThis was failure {MAX_FAILURES} in {self._episode_of(busy)}. To debug it in this process, set "
+                "env.num_processes=0"
             )
         if self.num_restarts > self.config.max_restarts:
             self.close()
             raise SimulatorError(
-                f"{what}\nIt is the worker number {self.num_restarts} that was lost, and env.max_restarts="
-                f"{self.config.max_restarts}. To go on for longer, set env.max_restarts={2 * self.num_restarts}"
+                f"{what}\n{self.num_restarts} worker processes have been lost (env.max_restarts={self.config.max_restarts}). To "
+                f"continue, set env.max_restarts={2 * self.num_restarts}"
             )
         logger.warning(
-            "%s\nIts episodes begin again (restart %d of %d).", what, self.num_restarts, self.config.max_restarts
+            "%s\nIts episodes restart (restart %d of %d).", what, self.num_restarts, self.config.max_restarts
         )
         self._lost[worker.ids] = True
         worker.start(self._task, self._memory)
@@ -322,5 +322,5 @@ class ProcessVectorEnv(VectorEnv):
     def _episode_of(self, busy: np.ndarray) -> str:
         spec = self._specs[busy[0]] if len(busy) else None
         if spec is None:
-            return "a row of these rows, before any simulator was at work"
-        return f"one episode, {spec} of the task '{self.task_names[spec.task_id]}' in row {busy[0]}"
+            return "these rows while starting, before any simulator ran"
+        return f"one episode: {spec} of the task '{self.task_names[spec.task_id]}' in row {busy[0]}"

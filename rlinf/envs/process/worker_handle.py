@@ -1,4 +1,4 @@
-"""The parent's side of a worker process of ``ProcessVectorEnv``: its start, its pipe, its memory and its end."""
+"""The parent's side of a worker process of ``ProcessVectorEnv``: start, pipe, memory and end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlinf.envs.process.worker_process import Failure, SimulatorTask
 POLL_S = 1.0
 _START = """
 import os, signal, sys
-# They reach the whole group (SIGHUP when a terminal closes); the parent decides what becomes of this process.
+# These signals reach the whole process group (SIGHUP when a terminal closes); the parent decides when this process ends.
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 sys.path[:] = sys.argv[1].split(os.pathsep)
@@ -32,7 +32,7 @@ main()
 
 
 class SharedMemory:
-    """Memory without a name: it is gone when the last process that maps it has ended."""
+    """Anonymous memory, which is freed when the last process that maps it has ended."""
 
     def __init__(self, num_bytes: int) -> None:
         if hasattr(os, "memfd_create"):
@@ -44,14 +44,14 @@ class SharedMemory:
 
 
 class Worker:
-    """The parent's end of a worker process, which may be replaced by another one, and the rows that it owns."""
+    """The parent's end of a worker process and the rows that it owns. The process may be replaced."""
 
     def __init__(self, ids: np.ndarray) -> None:
         self.ids = ids
         self.process: subprocess.Popen | None = None
 
     def positions(self, ids: np.ndarray) -> np.ndarray:
-        """Return where in ``ids`` the rows of this worker are."""
+        """Return the positions of this worker's rows in ``ids``."""
         return np.flatnonzero((ids >= self.ids[0]) & (ids <= self.ids[-1]))
 
     def start(self, task: SimulatorTask, memory: SharedMemory) -> None:
@@ -64,13 +64,13 @@ class Worker:
                 [sys.executable, "-c", _START, path, str(os.getpid()), *map(str, files)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=files,
-                # A simulator's own threads, and those of Mesa's rasteriser, cost more than they bring.
+                # Threads of the simulator and of Mesa's rasteriser would compete with the other workers for the cores.
                 env={"LP_NUM_THREADS": "0", **os.environ, "OMP_NUM_THREADS": "1"},
             )
         self.send(task, task.config.reset_timeout_s)
 
     def send(self, message: Any, timeout_s: float) -> bool:
-        """Send, and return whether that was done before the deadline, which a stopped process may miss."""
+        """Send a message. Return False if a stopped process did not read it before the deadline."""
         with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
             limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
@@ -78,13 +78,13 @@ class Worker:
         try:
             self.connection.send(message)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # It has died; ``receive`` says of what.
+            pass  # The process has died; ``receive`` reports why.
         except BlockingIOError:
             return False
         return True
 
     def receive(self, timeout_s: float, name: str) -> Any:
-        """Return the answer to ``name``, or the ``Failure``: the process has died, or was stopped within its answer."""
+        """Return the answer to ``name``, or a ``Failure`` if the process died or stopped while answering."""
         try:
             if self.connection.poll():
                 return self.connection.recv()
@@ -94,16 +94,16 @@ class Worker:
             pass
         self.end(deadline=time.monotonic() + POLL_S)
         status = self.process.returncode
-        ending = f"killed by {signal.Signals(-status).name}" if status < 0 else f"it ended with status {status}"
+        ending = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         outside = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
         return Failure(None, ending, self._read_log(), from_outside=-status in outside)
 
     def give_up(self, timeout_s: float, name: str) -> Failure:
-        """Kill a process that has been silent for too long, after it has told where it is."""
+        """Kill a process that has been silent for too long, after it has dumped its stacks."""
         dump_stacks(self.process, self.log)
         self.process.kill()
         key = "env.reset_timeout_s" if name == "reset" else "env.step_timeout_s"
-        return Failure(None, f"{name} did not get on for {key}={timeout_s:g} seconds; it was here:", self._read_log())
+        return Failure(None, f"{name} made no progress for {timeout_s:g} s ({key}). Stack traces:", self._read_log())
 
     def kill(self) -> None:
         """Kill the process. The next call starts another."""

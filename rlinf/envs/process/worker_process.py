@@ -1,4 +1,4 @@
-"""The child's side of ``ProcessVectorEnv``: the simulators of some rows, and the loop of a worker process around them."""
+"""The child's side of ``ProcessVectorEnv``: the simulators of some rows, and the loop of their worker process."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ MARGIN_S = 2.0
 
 @dataclass(frozen=True)
 class SimulatorTask:
-    """What a worker needs to make simulators.
+    """The settings with which a worker makes simulators.
 
     Attributes:
         simulator_class: ``"module:Class"``, a ``Simulator``.
-        config: Its first argument.
-        task_names: Its second argument.
-        num_envs: Rows of the shared memory.
+        config: First argument of the simulator.
+        task_names: Second argument of the simulator.
+        num_envs: Number of rows of the shared memory.
         state_dim: Width of the state, 0 for none.
     """
 
@@ -51,8 +51,7 @@ class SimulatorTask:
 
     @property
     def row_type(self) -> np.dtype:
-        """One row of the shared memory: a counter of finished simulator calls, whether a call has begun and not come to
-        its end, the state, and the images of all cameras."""
+        """One row of the shared memory: number of finished simulator calls, whether a call is running, state, and images."""
         size = self.config.image_size
         images = (len(self.config.cameras), size, size, 3)
         state = ("state", np.float32, (self.state_dim,))
@@ -63,10 +62,10 @@ class Failure(NamedTuple):
     """Why a call gave no answer.
 
     Attributes:
-        error: Name of the class in ``rlinf.errors`` if it is the user's to mend, else None.
+        error: Name of a class in ``rlinf.errors`` if the user must fix it, else None.
         message: The error's text, or how the process ended.
-        traceback: Of the child; may be empty.
-        from_outside: Somebody ended the process; the simulator did nothing wrong.
+        traceback: Traceback of the child; may be empty.
+        from_outside: The process was killed from outside, not by its simulator.
     """
 
     error: str | None
@@ -76,11 +75,11 @@ class Failure(NamedTuple):
 
 
 class SimulatorRows:
-    """The simulators of some rows, one after the other; each is made when its row is first reset.
+    """The simulators of some rows, which run one after the other. Each is made when its row is first reset.
 
     Args:
-        task: What to make.
-        memory: Of ``task.num_envs`` rows of ``task.row_type``; what a row shows is written there.
+        task: Settings of the simulators.
+        memory: ``task.num_envs`` rows of ``task.row_type``, which receive the observations.
     """
 
     def __init__(self, task: SimulatorTask, memory: Any) -> None:
@@ -90,7 +89,7 @@ class SimulatorRows:
         self._simulators: dict[int, Simulator] = {}
 
     def reset(self, ids: Sequence[int], specs: Sequence[EpisodeSpec]) -> list[str]:
-        """Begin an episode in each of the rows ``ids``, show it, and return the instructions."""
+        """Start an episode in each of the rows ``ids``, write its observation, and return the instructions."""
         instructions = []
         for index, spec in zip(self._each(ids), specs, strict=True):
             if index not in self._simulators:
@@ -104,7 +103,7 @@ class SimulatorRows:
     def step_chunk(
         self, ids: Sequence[int], actions: np.ndarray, steps_left: np.ndarray
     ) -> tuple[SimulatorChunk, list[str]]:
-        """Step the rows ``ids``, each until its episode ends, as in ``VectorEnv._step_chunk``, and show them."""
+        """Step the rows ``ids`` as in ``VectorEnv._step_chunk``; write their observations and return the instructions."""
         chunk = SimulatorChunk.empty(*actions.shape[:2])
         instructions = []
         for row, index in enumerate(self._each(ids)):
@@ -142,7 +141,7 @@ class SimulatorRows:
             self._simulators.popitem()[1].close()
 
     def _each(self, ids: Sequence[int]) -> Iterator[int]:
-        """Yield the rows ``ids``; the one at work stays marked as busy where its simulator fails."""
+        """Yield the rows ``ids``, each marked as busy meanwhile. A row whose simulator fails stays marked."""
         for index in ids:
             self.rows["busy"][index] = True
             yield index
@@ -170,7 +169,7 @@ def _checked(name: str, array: np.ndarray | None, dtype: type, shape: tuple[int,
 
 
 def main() -> None:
-    """Run a worker: ``sys.argv`` holds the parent's process id and the descriptors of pipe, shared memory and log."""
+    """Run a worker. ``sys.argv`` holds the parent's process id and the descriptors of pipe, shared memory and log."""
     parent, pipe, memory, log = (int(number) for number in sys.argv[-4:])
     del sys.argv[1:]  # some simulators read it
     faulthandler.enable(log)
@@ -180,7 +179,7 @@ def main() -> None:
 
 
 def _serve(connection: Connection, memory: int, parent: int) -> None:
-    """Answer calls until the parent closes its end, which it also does when it dies."""
+    """Answer calls until the parent closes its end of the pipe, which also happens when it dies."""
     rows = None
     try:
         task = connection.recv()
@@ -192,7 +191,7 @@ def _serve(connection: Connection, memory: int, parent: int) -> None:
             connection.send(_answer(getattr(rows, name), arguments))
     except (EOFError, ConnectionResetError, BrokenPipeError):
         pass
-    except Exception as error:  # noqa: BLE001 - whatever goes wrong with the import is the parent's to tell
+    except Exception as error:  # noqa: BLE001 - the parent reports it
         connection.send(_failure(error))
     finally:
         if rows is not None:
@@ -202,7 +201,7 @@ def _serve(connection: Connection, memory: int, parent: int) -> None:
 def _answer(method: Callable[..., Any], arguments: tuple) -> Any:
     try:
         return method(*arguments)
-    except BaseException as error:  # noqa: BLE001 - the parent tells it, and replaces this process
+    except BaseException as error:  # noqa: BLE001 - the parent reports it and replaces this process
         return _failure(error)
 
 
@@ -213,9 +212,9 @@ def _failure(error: BaseException) -> Failure:
 
 
 def _exit_with_parent(parent: int, limit_s: float) -> None:
-    """End this process when its parent has died, in the middle of whatever the other threads do."""
+    """End this process when its parent has died, whatever the other threads do."""
     while os.getppid() == parent:
-        # Where C code holds Python's lock for longer than any deadline, this loop stands still, and the alarm ends the process.
+        # If C code holds Python's lock beyond every deadline, this loop stalls and the alarm ends the process.
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         time.sleep(PARENT_POLL_S)
     os._exit(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from rlinf.errors import ConfigError
 from rlinf.options import option, override_text
@@ -30,11 +29,6 @@ class ExpertConfig:
                 f"sft.expert.aim_offset_m={override_text(self.aim_offset_m)}; required: [x, y] in metres. "
                 "Set 'sft.expert.aim_offset_m=[0.055,0.0]'"
             )
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword options of the env's expert (``VectorEnv.expert_actions``), without those that change nothing."""
-        return {"aim_offset_m": tuple(self.aim_offset_m)} if any(self.aim_offset_m) else {}
 
 
 @dataclass

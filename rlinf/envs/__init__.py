@@ -1,4 +1,4 @@
-"""Environments by name. ``import rlinf.envs`` is cheap: simulators are imported when one is made."""
+"""Environments by name. Importing ``rlinf.envs`` is cheap: simulators are imported when an env is made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENVS: Registry[type[VectorEnv]] = Registry(
 
 
 def register_env(name: str, cls: type[VectorEnv] | str) -> None:
-    """Register an environment under the name that ``env.name`` says.
+    """Register an environment under a name for ``env.name``.
 
     Args:
         name: Name in the configuration.
@@ -41,7 +41,7 @@ def make_env(config: EnvConfig, num_envs: int, *, auto_reset: bool) -> VectorEnv
     Args:
         config: ``config.name`` is looked up in the registry.
         num_envs: ``B``.
-        auto_reset: Start the next episode where one ends; False: rows freeze at their end.
+        auto_reset: Start the next episode when one ends; False: finished rows freeze.
 
     Raises:
         ConfigError: The name is not registered, or the config is not of the environment's ``config_class``.
@@ -50,7 +50,7 @@ def make_env(config: EnvConfig, num_envs: int, *, auto_reset: bool) -> VectorEnv
 
     if not isinstance(config, EnvConfig):
         raise ConfigError(
-            f"make_env got a {type(config).__name__}; required: an EnvConfig. Set build_config(<composed configuration>).env, "
-            "or make the dataclass of the env, such as TabletopConfig(tasks=['reach'])"
+            f"make_env got a {type(config).__name__}; required: an EnvConfig. Pass build_config(<composed configuration>).env, "
+            "or the dataclass of the env, such as TabletopConfig(tasks=['reach'])"
         )
     return ENVS.get(config.name)(config, num_envs, auto_reset)

@@ -11,10 +11,10 @@ from rlinf.options import option
 
 @dataclass
 class EnvConfig:
-    """Settings that the base class of all environments implements; a simulator adds its own in a subclass.
+    """Settings that the base class of all environments implements. A simulator's subclass adds its own.
 
     Attributes:
-        usual_cameras: What ``cameras`` becomes where it is null.
+        usual_cameras: Default of ``cameras``.
     """
 
     usual_cameras: ClassVar[tuple[str, ...]] = ("front",)
@@ -46,7 +46,7 @@ class EnvConfig:
 
 @dataclass
 class ProcessEnvConfig(EnvConfig):
-    """Settings of environments whose simulators run one environment each, in processes of their own."""
+    """Settings of environments whose simulators run one environment each, in worker processes."""
 
     num_processes: int | None = option(
         None,
@@ -74,9 +74,9 @@ def default_num_worker_threads(config: EnvConfig, num_envs: int) -> int:
 
 
 def with_share_of_cores(config: EnvConfig, num_sharers: int) -> EnvConfig:
-    """Return the settings of one of ``num_sharers`` envs that step at the same time: each gets its share of workers.
+    """Return the settings of one of ``num_sharers`` envs that step at the same time, with its share of worker processes.
 
-    A number of worker processes that the user has chosen stays, and so does an env without any.
+    A number of worker processes that the user has set stays.
     """
     if not isinstance(config, ProcessEnvConfig) or config.num_processes is not None:
         return config

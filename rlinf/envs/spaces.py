@@ -1,4 +1,4 @@
-"""The spaces of a vector env, the check of actions against them, and statistics that correspond to bounds."""
+"""The spaces of a vector env, checks of its inputs and outputs, and statistics of its bounds."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def check_cameras(cameras: Sequence[str], known: Sequence[str] | None = None) ->
 
     Args:
         cameras: Names.
-        known: What the environment has; None: any name.
+        known: Cameras that the environment has; None: any name.
 
     Raises:
-        ConfigError: Unknown camera, or one named twice; with the override that fits.
+        ConfigError: A camera is unknown or named twice; suggests an override.
     """
     for camera in cameras:
         if known is not None and camera not in known:
@@ -57,7 +57,7 @@ def checked_actions(actions: np.ndarray, num_envs: int, low: np.ndarray, high: n
     """
     actions = np.asarray(actions, dtype=np.float32)
     if actions.ndim != 3 or actions.shape[0] != num_envs or actions.shape[2] != len(low) or not actions.shape[1]:
-        raise ConfigError(f"Actions have shape {actions.shape}; needed is [{num_envs}, chunk >= 1, {len(low)}].")
+        raise ConfigError(f"Actions have shape {actions.shape}; required: [{num_envs}, chunk >= 1, {len(low)}].")
     if not np.isfinite(actions).all():
         row = int(np.flatnonzero(~np.isfinite(actions).all((1, 2)))[0])
         raise ConfigError(f"The action of env {row} is not finite: {actions[row].tolist()}.")
@@ -65,7 +65,7 @@ def checked_actions(actions: np.ndarray, num_envs: int, low: np.ndarray, high: n
 
 
 def checked_observation(seen: Observation, num_rows: int, state_dim: int) -> Observation:
-    """Return what ``num_rows`` envs show.
+    """Return the observation of ``num_rows`` envs, checked.
 
     Raises:
         ConfigError: An image is not uint8 ``[K, H, W, 3]``, or the state is not float32 ``[K, S]``.
@@ -82,22 +82,22 @@ def checked_observation(seen: Observation, num_rows: int, state_dim: int) -> Obs
     return seen
 
 
-def checked_picture(picture: np.ndarray, env: str, way_on: str) -> np.ndarray:
-    """Return a picture (or several) that a simulator has drawn, ``[..., H, W, 3]``.
+def checked_picture(picture: np.ndarray, env: str, instead: str) -> np.ndarray:
+    """Return one or more pictures that a simulator has drawn, ``[..., H, W, 3]``, checked.
 
     Args:
-        picture: Of any number format; a cast would turn brightness from 0 to 1 into black.
-        env: Named in the message.
-        way_on: What to type to do without.
+        picture: The pictures. Other number formats are refused: a cast would turn brightness from 0 to 1 into black.
+        env: Name of the env, for the message.
+        instead: Overrides that do without pictures.
 
     Raises:
-        ConfigError: It is not uint8, or has not three colours.
+        ConfigError: They are not uint8, or do not have three colours.
     """
     if picture.dtype != np.uint8 or picture.ndim < 3 or picture.shape[-1] != 3:
         extremes = f" from {picture.min():g} to {picture.max():g}" if picture.size else ""
         raise ConfigError(
             f"{env} draws pictures of {picture.dtype} {picture.shape} with numbers{extremes}; required: uint8 (height, width, 3) "
-            f"with numbers from 0 to 255. Register a version of it with a wrapper that converts them, or type {way_on}"
+            f"with numbers from 0 to 255. Register a version of it with a wrapper that converts them, or set {instead}"
         )
     return picture
 

@@ -1,4 +1,4 @@
-"""What a simulator reports of env steps: of one step, or of a chunk of them."""
+"""The results of env steps: of one step, or of a chunk."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 
 class SimulatorStep(NamedTuple):
-    """What a simulator reports of one env step of ``K`` envs.
+    """The result of one env step of ``K`` envs.
 
     Attributes:
         dense_reward: float32 ``[K]``; used by the reward modes "shaped" and "relative".
-        success: bool ``[K]``: the goal is reached in the present state.
-        terminated: bool ``[K]``: the episode is over for another reason than success (failure); None: never.
+        success: bool ``[K]``: the current state reaches the goal.
+        terminated: bool ``[K]``: the episode has ended for a reason other than success, such as a failure; None: never.
     """
 
     dense_reward: np.ndarray
@@ -23,7 +23,7 @@ class SimulatorStep(NamedTuple):
 
 
 class SimulatorChunk(NamedTuple):
-    """What a simulator reports of up to ``C`` env steps of ``K`` envs; 0 and false where nothing was executed.
+    """The result of up to ``C`` env steps of ``K`` envs; 0 and false for steps that were not executed.
 
     Attributes:
         dense_reward: float32 ``[K, C]``.
@@ -51,7 +51,7 @@ def chunk_of_steps(
     steps_left: np.ndarray,
     terminate_on_success: bool,
 ) -> SimulatorChunk:
-    """Call ``step_envs(ids, actions)`` up to ``C`` times, with those rows whose episode goes on.
+    """Call ``step_envs(ids, actions)`` up to ``C`` times with the rows whose episodes still run.
 
     Args:
         step_envs: Advances ``K'`` envs by one step with actions ``[K', D]``.

@@ -14,9 +14,10 @@ from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 from rlinf.options import override_text, public_fields, to_mapping
 from rlinf.preflight.folders import check_writable
+from rlinf.rollout.demonstrations import expert_options
 
-SEEN_IN_THE_COLUMNS = ("name", "cameras", "image_size", "state", "max_episode_steps")
-"""Keys of ``env`` that `check_dataset` finds in the columns of a dataset, or that change no row."""
+KEYS_OF_THE_COLUMNS = ("name", "cameras", "image_size", "state", "max_episode_steps")
+"""Keys of ``env`` that ``check_dataset`` checks by the columns of a dataset, or that change no row."""
 
 
 def check_precision(config: RunConfig) -> None:
@@ -125,7 +126,7 @@ def check_demonstrator(config: RunConfig) -> None:
     from rlinf.envs import ENVS
 
     instead = "sft.dataset=<folder>, or sft.max_steps=0 for RL alone"
-    ENVS.get(config.env.name).check_expert(config.env, config.sft.expert.options, instead)
+    ENVS.get(config.env.name).check_expert(config.env, expert_options(config.sft.expert), instead)
 
 
 def check_evaluation(config: RunConfig) -> None:
@@ -203,7 +204,7 @@ def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, 
             raise ConfigError(
                 f"sft.allow_mismatch names '{name}', which is not a key of env.{did_you_mean(name, present)}"
             )
-    free = {*ENVS.get(config.env.name).free_settings, *SEEN_IN_THE_COLUMNS, *allowed}
+    free = {*ENVS.get(config.env.name).free_settings, *KEYS_OF_THE_COLUMNS, *allowed}
     differing = [name for name in present if name in recorded and name not in free and recorded[name] != present[name]]
     if not differing:
         return
@@ -235,7 +236,7 @@ def check_collect(config: RunConfig) -> None:
         require_package("av", "collect.video=true", "av", "collect.video=false")
     if config.checkpoint is None:
         instead = "checkpoint=<checkpoint or run folder>, whose policy then plays"
-        ENVS.get(env.name).check_expert(env, config.sft.expert.options, instead)
+        ENVS.get(env.name).check_expert(env, expert_options(config.sft.expert), instead)
     _check_num_episodes(config, "collect")
     if collect.video and env.image_size % 2:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The present conditions, as a manifest records them: configuration, model, versions and simulators."""
+"""The current conditions as a manifest records them: configuration, model, versions and simulators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 def conditions_of(config: RunConfig) -> dict[str, Any]:
     """Return the fields of a manifest that follow from a configuration and this machine, without the model."""
-
     env_class = ENVS.get(config.env.name)
     tasks = select_tasks(env_class.all_task_names(config.env), config.env.tasks)
     env = {name: value for name, value in asdict(config.env).items() if name not in env_class.free_settings}
@@ -36,12 +35,12 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
 def build_manifest(
     config: RunConfig, model: nn.Module, *, policy_version: int, fingerprint: dict[str, Any] | None = None
 ) -> Manifest:
-    """Record the present conditions.
+    """Record the current conditions.
 
     Args:
         config: The run's configuration.
-        model: The policy; its ``config`` holds ``norm_stats`` and preprocessing, and it may have a ``processor``.
-        policy_version: Weight updates behind its weights.
+        model: The policy. Its ``config`` holds ``norm_stats`` and preprocessing; it may have a ``processor``.
+        policy_version: Number of weight updates so far.
         fingerprint: What ``take_fingerprint`` returned; None: not taken.
     """
 
@@ -83,7 +82,7 @@ def _normalization(unnorm_key: str | None, settings: dict[str, Any]) -> dict[str
 
 
 def _processor_settings(processor: Any) -> dict[str, Any] | None:
-    """Image settings of a Hugging Face processor, and a hash of its vocabulary."""
+    """Return the image settings of a Hugging Face processor and a hash of its vocabulary."""
     if processor is None:
         return None
     image_processor = getattr(processor, "image_processor", None)

@@ -1,4 +1,4 @@
-"""What a configuration amounts to: envs x chunks -> samples -> minibatches -> micro-batches."""
+"""The counts that follow from a configuration: envs x chunks -> samples -> minibatches -> micro-batches."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class DerivedNumbers:
     """Counts that follow from a configuration.
 
     Attributes:
-        num_samples: Policy calls of one rollout, over all ranks.
+        num_samples: Policy calls per rollout, over all ranks.
         num_groups: Groups of environments that share an ``EpisodeSpec``.
-        max_env_steps: Most env steps of one rollout.
-        envs_per_rank: Environments of one rank.
+        max_env_steps: Largest number of env steps of one rollout.
+        envs_per_rank: Environments on one rank.
         minibatches_per_epoch: Optimiser steps of one pass over the rollout.
         rows_per_rank: Samples of a minibatch on one rank.
         micro_batches_per_rank: Forward-backward passes of a minibatch on one rank.
-        optimizer_steps_per_iteration: Over all update epochs.
-        optimizer_steps: Of the whole RL phase.
-        env_steps: Most env steps of the whole RL phase.
+        optimizer_steps_per_iteration: Optimiser steps of all update epochs.
+        optimizer_steps: Optimiser steps of the RL phase.
+        env_steps: Largest number of env steps of the RL phase.
         sft_micro_batches_per_rank: Forward-backward passes of one SFT step on one rank.
     """
 
@@ -41,7 +41,7 @@ class DerivedNumbers:
 
 
 def derive(config: RunConfig) -> DerivedNumbers:
-    """Compute the numbers; they are exact only for a configuration that ``validate`` accepts."""
+    """Compute the numbers. They are exact only for a configuration that ``validate`` accepts."""
     ranks, rollout, trainer = config.cluster.num_processes, config.rollout, config.trainer
     num_samples = rollout.num_envs * rollout.num_chunks
     rows = trainer.minibatch_size // ranks
@@ -64,7 +64,7 @@ def derive(config: RunConfig) -> DerivedNumbers:
 
 
 def format_derived(config: RunConfig) -> str:
-    """Return the numbers as a small table, one line per step of the way from envs to optimiser steps."""
+    """Return the numbers as a small table."""
     numbers, rollout, trainer = derive(config), config.rollout, config.trainer
     ranks = config.cluster.num_processes
     rows: list[tuple[str, str]] = [

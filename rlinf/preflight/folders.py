@@ -8,16 +8,17 @@ from pathlib import Path
 
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
+from rlinf.preflight.refuse import refuse
 
 
 def check_sources(config: RunConfig) -> None:
-    """Folders that will be loaded must be there and be what they are taken for."""
+    """Check that the folders to load exist and hold what they should."""
     from rlinf.checkpoints.checkpoint import resolve_checkpoint
 
     if config.resume is not None and config.init_from is not None:
         raise ConfigError(
             f"resume={config.resume} and init_from={config.init_from} exclude each other: resume continues a run, init_from "
-            "starts a new one from its weights. Set resume=null or init_from=null"
+            "starts a new run from its weights. Set resume=null or init_from=null"
         )
     for key in ("resume", "init_from", "checkpoint"):
         folder = getattr(config, key)
@@ -27,9 +28,10 @@ def check_sources(config: RunConfig) -> None:
         return  # Weights and processor come from there.
     model = config.model
     if (config.resume or config.init_from) is None and model.model_path is None and not model.init_config:
-        raise ConfigError(
-            "model.model_path is null and model.init_config is empty: there are no weights to load, and no sizes for random "
-            "ones. Set model.model_path=<folder or hub id>, or model=openvla_tiny"
+        refuse(
+            "model.model_path is null and model.init_config is empty",
+            "weights to load, or sizes for random ones",
+            "model.model_path=<folder or hub id>, or model=openvla_tiny",
         )
     from rlinf.models import config_file_names, entry_for
 
@@ -47,10 +49,10 @@ def check_sources(config: RunConfig) -> None:
 
 
 def check_hub_folder(key: str, path: str, markers: tuple[str, ...]) -> None:
-    """A folder must exist and hold one of ``markers``; ``organisation/name`` is left to the hub.
+    """Check that ``path`` is a folder with one of the files ``markers``, or looks like a hub id (``organisation/name``).
 
     Raises:
-        ConfigError: Neither a folder nor a hub id, or a folder without any of ``markers``.
+        ConfigError: It is neither.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -61,18 +63,14 @@ def check_hub_folder(key: str, path: str, markers: tuple[str, ...]) -> None:
         if not fits(folder):
             wanted = " or ".join(markers)
             inside = [child for child in ("model", "adapter") if fits(folder / child)]
-            hint = f" Set {key}={folder / inside[0]}" if inside else f" Set {key}=<folder with {wanted}>"
-            raise ConfigError(f"{key} is '{path}', a folder without {wanted}.{hint}")
-        return
-    looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1 or folder.exists()
-    if looks_local:
-        raise ConfigError(
-            f"{key} is '{path}', which is not a folder (and no hub id such as organisation/name). Set {key}=<folder>"
-        )
+            fitting = folder / inside[0] if inside else f"<folder with {wanted}>"
+            raise ConfigError(f"{key}='{path}' is a folder without {wanted}. Set {key}={fitting}")
+    elif path.startswith(("/", ".", "~")) or path.count("/") != 1 or folder.exists():
+        raise ConfigError(f"{key}='{path}' is neither a folder nor a hub id (organisation/name). Set {key}=<folder>")
 
 
 def check_new_folder(config: RunConfig) -> None:
-    """A run starts in a folder without another run, unless it continues that one."""
+    """Check that the output folder holds no run, except the one that is resumed."""
     from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, STATE_FILE, resolve_checkpoint
 
     folder = Path(config.output_dir).expanduser().resolve()
@@ -84,21 +82,18 @@ def check_new_folder(config: RunConfig) -> None:
     instead = f"resume={config.output_dir} to continue it, or output_dir=<another folder>"
     if not any(folder.glob(f"{CHECKPOINTS_FOLDER}/*/{STATE_FILE}")):
         instead = "output_dir=<another folder>, or delete this one: its run ended before the first checkpoint"
-    raise ConfigError(
-        f"output_dir is '{config.output_dir}', which already holds a run ({', '.join(found)}), and a new one would mix with it. "
-        f"Set {instead}"
-    )
+    raise ConfigError(f"output_dir='{config.output_dir}' already holds a run ({', '.join(found)}). Set {instead}")
 
 
 def check_writable(output_dir: str, key: str = "output_dir") -> None:
-    """The folder, or the nearest folder above it that exists, must be a folder that this user may write to."""
+    """Check that the folder, or its nearest existing parent, is a folder that this user may write to."""
     folder = Path(output_dir).expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
-        raise ConfigError(f"{key} is '{output_dir}', but '{existing}' is not a folder. Set {key}=<another folder>")
+        raise ConfigError(f"{key}='{output_dir}', but '{existing}' is not a folder. Set {key}=<another folder>")
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".rlinf-", dir=existing))
     except OSError as error:
         raise ConfigError(
-            f"{key} is '{output_dir}', but nothing can be written in '{existing}' ({error.strerror}). Set {key}=<another folder>"
+            f"{key}='{output_dir}', but nothing can be written in '{existing}' ({error.strerror}). Set {key}=<another folder>"
         ) from error

@@ -1,4 +1,4 @@
-"""How much memory an experiment needs, by role, before anything is loaded."""
+"""Estimate the memory that an experiment needs, by role, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ NOT_COUNTED = (
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank; ``NOT_COUNTED`` says what comes on top.
+    """Bytes on one rank. ``NOT_COUNTED`` lists what it leaves out.
 
     Attributes:
-        num_parameters: Of the policy.
-        num_trainable: Those that the optimiser updates.
-        weights: The trainer's share of the weights; sharded ones that are trained are float32.
-        masters: Float32 copies of trainable weights in 16 bits, which the optimiser steps; shards need none.
-        gradients: Of the trainable ones, summed in float32.
-        optimizer: Two AdamW moments of the trainable ones, float32.
-        rollout_weights: The full copy that acts, where the trainer's weights are sharded.
+        num_parameters: Parameters of the policy.
+        num_trainable: Parameters that the optimiser updates.
+        weights: The trainer's share of the weights; trained shards are float32.
+        masters: Float32 copies of trainable 16-bit weights, which the optimiser steps; shards need none.
+        gradients: Gradients of the trainable parameters, summed in float32.
+        optimizer: Two float32 AdamW moments of the trainable parameters.
+        rollout_weights: The full copy that acts, if the trainer's weights are sharded.
         reference_weights: The frozen policy for the KL penalty.
-        engine: With ``rollout.backend=vllm``: the engine's weights, the shared memory through which they come, and the
+        engine: With ``rollout.backend=vllm``: the engine's weights, the shared memory that transfers them, and the
             key-value cache.
-        rollout_buffer: Observations, what was sampled, and the numbers per action of one rollout. Every rank holds the
-            rollouts of all ranks.
+        rollout_buffer: Observations, samples and per-action numbers of one rollout. Every rank holds the rollouts of all
+            ranks.
     """
 
     num_parameters: int
@@ -79,7 +79,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(config: RunConfig) -> MemoryEstimate:
-    """Count the policy's parameters without allocating them, and from them the bytes of each role.
+    """Estimate the bytes of each role from the policy's parameters, without allocating them.
 
     Args:
         config: Checked configuration; ``model.model_path`` must be null or a folder.
@@ -109,9 +109,9 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
 
 
 def engine_bytes(config: RunConfig, model: Any, weights: int) -> int:
-    """Bytes of one rank's vLLM engine, and of the shared memory through which it gets ``weights`` bytes; 0 without vLLM.
+    """Return the bytes of one rank's vLLM engine and of the shared memory for its ``weights`` bytes; 0 without vLLM.
 
-    On a GPU whose cache size is not set, the engine takes the share ``rollout.vllm.gpu_memory_utilization``.
+    On a GPU without a configured cache size, the engine takes the share ``rollout.vllm.gpu_memory_utilization``.
     """
     if config.rollout.backend != "vllm":
         return 0
@@ -127,9 +127,9 @@ def engine_bytes(config: RunConfig, model: Any, weights: int) -> int:
 
 
 def sample_bytes(config: RunConfig, model: Any) -> int:
-    """Bytes of one policy call in a ``RolloutBatch`` whose trainer fields are filled.
+    """Return the bytes of one policy call in a ``RolloutBatch`` with the trainer's fields.
 
-    What was sampled counts as int64; continuous policies keep float32 and take half of that.
+    Samples are counted as int64; continuous policies keep float32, which takes half of that.
     """
     from rlinf.envs import ENVS
 
@@ -142,7 +142,7 @@ def sample_bytes(config: RunConfig, model: Any) -> int:
 
 
 def policy_on_meta_device(config: RunConfig) -> Any:
-    """Build the policy on torch's meta device: all shapes and number formats, and no memory."""
+    """Build the policy on torch's meta device: all shapes and number formats, but no memory."""
     import torch
 
     from rlinf.models import get_model
@@ -160,7 +160,7 @@ def policy_on_meta_device(config: RunConfig) -> Any:
 
 
 def available_memory(num_ranks: int) -> int | None:
-    """Return the bytes that are free on the GPUs of the ranks together, else in main memory; None where unknown."""
+    """Return the free bytes on the GPUs of all ranks, or in main memory without a GPU; None: unknown."""
     import torch
 
     if torch.cuda.is_available():
@@ -172,7 +172,7 @@ def available_memory(num_ranks: int) -> int | None:
 
 
 def _architecture(model_config: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Read from the configuration of a checkpoint the model type and its fields, as for random weights."""
+    """Return model type and configuration fields of a checkpoint, as for random weights."""
     from transformers import AutoConfig
 
     from rlinf.models import entry_for

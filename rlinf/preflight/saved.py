@@ -1,4 +1,4 @@
-"""The configuration that a checkpoint holds, and what a resumed run changes of it."""
+"""Checks of the checkpoint with which a run starts, and the settings that a resumed run changes."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from rlinf.manifest import Manifest, compare, refuse
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.conditions import conditions_of
 
-NOT_OF_TRAINING = {
-    "checkpoint": "resume={0} to continue its run, or init_from={0} to begin with its weights",
+KEYS_OF_OTHER_COMMANDS = {
+    "checkpoint": "resume={0} to continue its run, or init_from={0} to start with its weights",
     "dataset": "sft.dataset={0} to clone it",
 }
-"""Keys of other commands, and what to type for training instead."""
+"""Keys that training does not read, and what to set instead."""
 
-OF_ONE_START = ("output_dir", "resume", "init_from")
-"""Keys that say how and where a run was started; ``changes_since`` leaves them out, as a resumed run has its own."""
+LAUNCH_KEYS = ("output_dir", "resume", "init_from")
+"""Keys that say how and where a run was started. A resumed run has its own, so ``changes_since`` ignores them."""
 
 
 def check_start(config: RunConfig, command: str) -> None:
-    """What ``resume`` or ``init_from`` names must be able to go on as configured, and no other key may name what is left out.
+    """Check that the checkpoint of ``resume`` or ``init_from`` can continue as configured, and that no unused key is set.
 
     Args:
         config: Typed configuration.
         command: ``train`` or ``sft``.
 
     Raises:
-        CheckpointError: It is another model, or an exported policy that is to be resumed; or env, number format or versions
-            are not those of the resumed run (``ManifestMismatchError``), as far as the configuration tells.
-        ConfigError: The resumed run has another seed, or has done more than is asked for; its checkpoint was set aside; or a
-            key of another command is set.
+        CheckpointError: The checkpoint holds another model type, or is an exported policy, which cannot be resumed; or env,
+            number format or versions differ from those of the resumed run (``ManifestMismatchError``).
+        ConfigError: The resumed run has another seed, or has already done more than requested; its checkpoint was set aside;
+            or a key of another command is set.
     """
     from rlinf.checkpoints.checkpoint import SUPERSEDED, read_loop_state, resolve_checkpoint
 
-    for key, instead in NOT_OF_TRAINING.items():
+    for key, instead in KEYS_OF_OTHER_COMMANDS.items():
         value = getattr(config, key)
         if value is not None:
             raise ConfigError(f"{key}={value} is not read by `rlinf {command}`. Set {instead.format(value)}")
@@ -49,9 +49,9 @@ def check_start(config: RunConfig, command: str) -> None:
     folder = resolve_checkpoint(source)
     if config.resume is not None and SUPERSEDED.fullmatch(folder.parent.name):
         back = folder.parent.parent / folder.name
-        place = f"{back}, in the place of the one that is there" if back.exists() else back
+        place = f"{back} (replacing the one there)" if back.exists() else back
         raise ConfigError(
-            f"resume={config.resume} is a checkpoint that was set aside when its run went on from an earlier one; required: one in "
+            f"resume={config.resume} was set aside when its run continued from an earlier checkpoint; required: one in "
             f"{back.parent}. Move {folder} back to {place}, and set resume={back}"
         )
     state = read_loop_state(folder) if config.resume is not None else None
@@ -63,43 +63,42 @@ def check_start(config: RunConfig, command: str) -> None:
     seed = read_saved_config(folder).get("seed")
     if seed != config.seed:
         raise ConfigError(
-            f"seed is {config.seed}, and {folder} was made with seed={seed}; a run has one seed. Set seed={seed}, or begin a new "
+            f"seed is {config.seed}, and {folder} was made with seed={seed}; a run has one seed. Set seed={seed}, or start a new "
             f"run: {begin_again}"
         )
     preprocessing = {**saved.preprocessing, "cameras": list(config.env.cameras)}
     refuse(
         compare(saved, replace(saved, **conditions_of(config), preprocessing=preprocessing)),
         config.evaluation.allow_mismatch,
-        f"{folder} was made under conditions that differ from the present ones (a new run may begin with its weights: {begin_again})",
+        f"{folder} was made under conditions that differ from the present ones (a new run may start with its weights: {begin_again})",
     )
     if command == "sft" and state["phase"] == "rl":
-        raise ConfigError(f"{folder} has done its cloning and is in RL. Run rlinf train resume={config.resume}")
+        raise ConfigError(f"{folder} has finished cloning and is in RL. Run rlinf train resume={config.resume}")
     if command == "train" and state["step"] > config.trainer.max_steps:
         raise ConfigError(
-            f"trainer.max_steps={config.trainer.max_steps}, and {folder} has done {state['step']} iterations; required: at least "
-            f"as many. Set trainer.max_steps={state['step'] + 10}, or resume=<an earlier checkpoint>"
+            f"trainer.max_steps={config.trainer.max_steps}, but {folder} has already done {state['step']} iterations. Set trainer.max_steps={state['step'] + 10}, or resume=<an earlier checkpoint>"
         )
 
 
 def check_model_type(folder: Path, saved: Manifest, config: RunConfig) -> None:
-    """Weights must be of the model type that is configured.
+    """Check that the checkpoint holds the configured model type.
 
     Raises:
-        CheckpointError: They are of another.
+        CheckpointError: It holds another.
     """
     found = saved.model.get("model_type")
     if found != config.model.model_type:
         raise CheckpointError(
-            f"{folder} holds a '{found}' and model.model_type is '{config.model.model_type}'. "
+            f"{folder} holds a '{found}', but model.model_type is '{config.model.model_type}'. "
             f"Set model.model_type={found}, or name another checkpoint"
         )
 
 
 def changes_since(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """Return ``key before -> now`` for each key that differs from a saved configuration and that both have."""
+    """Return ``key before -> now`` for each key that differs from its value in a saved configuration."""
     before, now = flat(saved), flat(to_mapping(config))
     return [
         f"{key} {override_text(before[key])} -> {override_text(value)}"
         for key, value in now.items()
-        if key in before and before[key] != value and key not in OF_ONE_START
+        if key in before and before[key] != value and key not in LAUNCH_KEYS
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -56,6 +56,11 @@ class Demonstrations:
         return self.observation.select(index), self.actions[torch.from_numpy(index)]
 
 
+def expert_options(expert: ExpertConfig) -> dict[str, Any]:
+    """Return the keyword options for ``VectorEnv.expert_actions``; options that change nothing are left out."""
+    return {"aim_offset_m": tuple(expert.aim_offset_m)} if any(expert.aim_offset_m) else {}
+
+
 class ExpertDemonstrator:
     """The scripted expert of an env.
 
@@ -79,7 +84,7 @@ class ExpertDemonstrator:
 
     def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         env = self.env
-        wanted = env.expert_actions(**self.expert.options)
+        wanted = env.expert_actions(**expert_options(self.expert))
         noise = np.stack([stream.normal(size=env.action_dim) for stream in self._streams]).astype(np.float32)
         return wanted, np.clip(wanted + noise * self.expert.jitter * self._scale, env.action_low, env.action_high)
 

@@ -282,7 +282,7 @@ def test_a_command_of_one_process_needs_one_gpu_whatever_the_training_had(monkey
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     validate(config, "evaluate")
-    with pytest.raises(ConfigError, match="4 processes .* torch sees 1. Set cluster.num_processes=1"):
+    with pytest.raises(ConfigError, match="4 processes .* torch sees 1; .*Set cluster.num_processes=1"):
         validate(config, "train")
 
 

@@ -222,7 +222,7 @@ def test_task_filter_keeps_the_suites_order():
         ),
         (
             lambda: make_env(OmegaConf.create({"name": "tabletop"}), 1, auto_reset=True),
-            r"got a DictConfig; required: an EnvConfig\. Set build_config\(<composed configuration>\)\.env",
+            r"got a DictConfig; required: an EnvConfig\. Pass build_config\(<composed configuration>\)\.env",
         ),
         (lambda: make_env("tabletop", 1, auto_reset=True), "got a str; required: an EnvConfig"),
     ],

@@ -206,7 +206,7 @@ def test_in_16_bits_the_gate_stops_at_the_first_step_and_after_the_first_update_
         assert gate.check(batch(ROLLOUT, TRAINER), step)["rollout/parity_exceeded"] == 1.0
     assert gate.check(batch(ROLLOUT, ROLLOUT), 5)["rollout/parity_exceeded"] == 0.0
     warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 1 and "differ by 0.5 at step 1" in warnings[0] and "goes on" in warnings[0]
+    assert len(warnings) == 1 and "differ by 0.5 at step 1" in warnings[0] and "The run continues" in warnings[0]
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [

@@ -1,7 +1,7 @@
-"""Which OpenGL and which Vulkan pictures are rendered with: chosen here, tried in a process of its own, and reported.
+"""Choose and try the OpenGL and Vulkan drivers that render pictures.
 
-MuJoCo (tabletop, Meta-World, LIBERO) renders with OpenGL, SAPIEN (ManiSkill) with Vulkan. A broken or missing driver may
-end a process without a word, so every first attempt is made in another one.
+MuJoCo (tabletop, Meta-World, LIBERO) renders with OpenGL, SAPIEN (ManiSkill) with Vulkan. A broken driver may kill a process
+silently, so each driver is first tried in a separate process.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ INSTALL_HINT = (
     "or with `apt-get install libosmesa6` (MUJOCO_GL=osmesa)."
 )
 PROBED_VARIABLE = "RLINF_PROBED_MUJOCO_GL"
-"""Tells child processes which backend a parent has tried with success, so that they need not try again."""
+"""Tells child processes which backend already worked in a parent, so that they do not try again."""
 PROBE_TIMEOUT_S = 60.0
-"""A probe takes one to two seconds, and many times that on a busy machine or a cold disk."""
+"""A probe takes one to two seconds, but far longer on a busy machine or a cold disk."""
 _PROBE = """
 import importlib, mujoco, sys
 context = importlib.import_module(sys.argv[1]).GLContext(16, 16)
@@ -40,7 +40,7 @@ print("rendering works")
 """
 
 VULKAN_DEVICES = {"cpu": "cpu", "gpu": "cuda"}
-"""Where SAPIEN may render, and its name for it."""
+"""Render device to SAPIEN's name for it."""
 
 NVIDIA_DEVICES = "/dev/nvidia[0-9]*"
 LAVAPIPE_FILES = ("/usr/share/vulkan/icd.d/lvp_icd*.json", "/etc/vulkan/icd.d/lvp_icd*.json")
@@ -49,7 +49,7 @@ VULKAN_HINTS = {
     "`apt-get install mesa-vulkan-drivers/bookworm-backports` (docs/simulators.md), elsewhere "
     "`apt-get install mesa-vulkan-drivers`.",
     "gpu": "Install the NVIDIA driver with its Vulkan library (in a container: NVIDIA_DRIVER_CAPABILITIES=all), "
-    "or simulate and render without a GPU: type env=maniskill env.render_device=cpu",
+    "or simulate and render without a GPU: set env=maniskill env.render_device=cpu",
 }
 _VULKAN_PROBE = """
 import sapien, sys
@@ -57,7 +57,7 @@ sapien.render.RenderSystem(sapien.Device(sys.argv[1]))
 print("rendering works")
 """
 
-# EGL's list of devices; NVIDIA's tell their CUDA number (EGL_NV_device_cuda, attribute 0x323A).
+# List EGL's devices. NVIDIA's report their CUDA number (EGL_NV_device_cuda, attribute 0x323A).
 _EGL_DEVICES = """
 import ctypes, json
 egl = ctypes.CDLL("libEGL.so.1")
@@ -101,7 +101,7 @@ def import_mujoco() -> ModuleType:
 
 
 def cannot_render(backend: str, error: Exception) -> MissingDependencyError:
-    """Return the error that says that ``backend`` failed, and what to install."""
+    """Return the error for a ``backend`` that failed, with what to install."""
     return MissingDependencyError(f"MuJoCo cannot render with MUJOCO_GL={backend}: {error}. {INSTALL_HINT}")
 
 
@@ -122,7 +122,7 @@ def probe_rendering() -> tuple[str | None, str]:
         if failure is None:
             return backend, f"MuJoCo renders with {backend}."
         failures.append(f"{backend}: {failure}")
-    own = " Or type `unset MUJOCO_GL`, and what works is chosen by trying." if os.environ.get("MUJOCO_GL") else ""
+    own = " Or run `unset MUJOCO_GL` to try all backends." if os.environ.get("MUJOCO_GL") else ""
     return None, f"MuJoCo cannot render here ({'; '.join(failures)}). {INSTALL_HINT}{own}"
 
 
@@ -130,11 +130,11 @@ def probe_rendering() -> tuple[str | None, str]:
 def choose_backend() -> str:
     """Return the GL backend of this process, and set ``MUJOCO_GL`` and ``PYOPENGL_PLATFORM`` for it and its children.
 
-    Each backend is tried once, in another process (``probe_rendering``): what a parent has tried, its children take.
-    With EGL and a GPU, ``MUJOCO_EGL_DEVICE_ID`` is set too, unless it is already (``egl_device``).
+    Each backend is tried once, in a separate process (``probe_rendering``); children use the backend of their parent. With
+    EGL and a GPU, ``MUJOCO_EGL_DEVICE_ID`` is set too, unless it is already set (``egl_device``).
 
     Raises:
-        MissingDependencyError: None works, or not the one that ``MUJOCO_GL`` names; says what to install.
+        MissingDependencyError: No backend works, or the one that ``MUJOCO_GL`` names does not; says what to install.
     """
     wanted = os.environ.get("MUJOCO_GL", "").lower()
     tried = wanted in CONTEXT_MODULES and os.environ.get(PROBED_VARIABLE) == wanted
@@ -143,7 +143,7 @@ def choose_backend() -> str:
         raise MissingDependencyError(message)
     os.environ.update({**_environment_of(backend), PROBED_VARIABLE: backend})
     _single_threaded_mesa()
-    # Mesa's LLVM hides that of triton, whose import (by torch and transformers) crashes the process if it comes later.
+    # Import triton before Mesa loads its own LLVM: a later import (by torch or transformers) crashes the process.
     with contextlib.suppress(ImportError):
         importlib.import_module("triton")
     return backend
@@ -156,7 +156,7 @@ def probe_vulkan(device: str) -> tuple[bool, str]:
         device: "cpu" (Mesa's lavapipe) or "gpu" (the NVIDIA driver).
 
     Returns:
-        Whether it works, and a sentence: that it does, or why not and what to install.
+        Whether it works, and a sentence that says so, or why not and what to install.
     """
     if importlib.util.find_spec("sapien") is None:
         return False, "The package 'sapien' is missing. Install it with `bash scripts/setup.sh --sims`."
@@ -168,7 +168,7 @@ def probe_vulkan(device: str) -> tuple[bool, str]:
 
 @functools.cache
 def choose_vulkan(device: str) -> str:
-    """Return SAPIEN's name of a render device that works, and set what it needs for this process and its children.
+    """Return SAPIEN's name of a working render device, and set its environment for this process and its children.
 
     On the CPU, ``VK_ICD_FILENAMES`` is set to lavapipe, unless the user has set it or ``VK_DRIVER_FILES``.
 
@@ -176,7 +176,7 @@ def choose_vulkan(device: str) -> str:
         device: "cpu" or "gpu".
 
     Raises:
-        MissingDependencyError: It does not work; says what to install.
+        MissingDependencyError: The device does not work; says what to install.
     """
     works, message = probe_vulkan(device)
     if not works:
@@ -189,15 +189,15 @@ def choose_vulkan(device: str) -> str:
 def egl_device(
     environment: Mapping[str, str], cuda_numbers: list[int | None], cuda_names: Sequence[str] = ()
 ) -> str | None:
-    """Return the EGL device that is the first GPU which CUDA shows; None: leave the choice to MuJoCo.
+    """Return the EGL device of the first GPU that CUDA shows; None: leave the choice to MuJoCo.
 
-    CUDA counts only GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, EGL counts all, in an order of its own and software renderers too,
-    so equal numbers may mean different GPUs. A part of a GPU (MIG) renders nothing and has no EGL device.
+    CUDA counts only the GPUs in ``CUDA_VISIBLE_DEVICES``. EGL counts all GPUs and software renderers in an order of its own, so
+    equal numbers may mean different GPUs. A part of a GPU (MIG) cannot render and has no EGL device.
 
     Args:
-        environment: Variables; a ``MUJOCO_EGL_DEVICE_ID`` is left alone.
-        cuda_numbers: For each EGL device its CUDA number when ``CUDA_VISIBLE_DEVICES`` is not set, or None.
-        cuda_names: UUIDs of the GPUs, in the order of these numbers; the variable may name a GPU by the beginning of one.
+        environment: Environment variables; a given ``MUJOCO_EGL_DEVICE_ID`` is kept.
+        cuda_numbers: For each EGL device, its CUDA number without ``CUDA_VISIBLE_DEVICES``, or None.
+        cuda_names: UUIDs of the GPUs in the order of these numbers; the variable may name a GPU by a prefix of its UUID.
     """
     first = next(iter(visible_gpus(environment, max(1, len(cuda_numbers)))), "")
     if first.startswith("GPU-"):
@@ -208,12 +208,12 @@ def egl_device(
 
 
 def list_egl_devices() -> list[int | None]:
-    """Return for each EGL device its CUDA number (as it is without ``CUDA_VISIBLE_DEVICES``), None where it has none."""
+    """Return the CUDA number of each EGL device (without ``CUDA_VISIBLE_DEVICES``), or None if it has none."""
     return _ask_driver(_EGL_DEVICES)
 
 
 def list_cuda_names() -> list[str]:
-    """Return the UUIDs of all GPUs in the order of their CUDA numbers, ``GPU-...`` as ``CUDA_VISIBLE_DEVICES`` takes them."""
+    """Return the UUIDs (``GPU-...``) of all GPUs in the order of their CUDA numbers."""
     return _ask_driver(_CUDA_NAMES)
 
 
@@ -246,7 +246,7 @@ def _environment_of(backend: str) -> dict[str, str]:
 
 
 def _has_gpu() -> bool:
-    """Whether CUDA may show a GPU; finding out for sure would start another process."""
+    """Return whether CUDA may show a GPU. To be sure would take another process."""
     return bool(os.environ[VISIBLE].strip() if VISIBLE in os.environ else glob.glob(NVIDIA_DEVICES))
 
 
@@ -257,12 +257,12 @@ def _vulkan_environment(device: str) -> dict[str, str]:
 
 
 def _single_threaded_mesa() -> None:
-    """Mesa's own rasteriser threads cost more than they bring at these sizes."""
+    """Turn off Mesa's rasteriser threads, which slow down pictures of these sizes."""
     os.environ.setdefault("LP_NUM_THREADS", "0")
 
 
 def _failure_of(script: str, argument: str, environment: dict[str, str]) -> str | None:
-    """Run a probe in a process of its own (a broken driver may crash it); None, or the reason of the failure."""
+    """Run a probe in a separate process, which a broken driver may crash. Return the reason of a failure, or None."""
     command = [sys.executable, "-c", script, argument]
     try:
         result = subprocess.run(

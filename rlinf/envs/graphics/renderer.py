@@ -1,4 +1,4 @@
-"""Off-screen rendering with MuJoCo: drawing many states fast (``rlinf.envs.graphics.backend`` chooses the GL)."""
+"""Fast off-screen rendering of many MuJoCo states (``rlinf.envs.graphics.backend`` chooses the GL)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from rlinf.envs.graphics.backend import CONTEXT_MODULES, cannot_render, choose_backend, import_mujoco
 
 SIGHT_MARGIN = 0.001
-"""Of a mesh's box and of the model's extent: what is farther than that outside of the picture is not drawn."""
+"""Share of a mesh's box and of the model's extent. A mesh that lies farther outside the picture is not drawn."""
 
 DEFAULT_GROUPS = np.array([1, 1, 1, 0, 0, 0], dtype=np.uint8)
 
@@ -23,7 +23,7 @@ _open_renderers: weakref.WeakSet[StateRenderer] = weakref.WeakSet()
 
 @functools.cache
 def _close_at_exit() -> None:
-    """Have contexts that nobody closes freed at exit, before the GL library goes (it complains on stderr otherwise).
+    """Free open contexts at exit, before the GL library is unloaded (which would print errors on stderr).
 
     Exit handlers run in reverse order, so this is called after the GL module has registered its own.
     """
@@ -36,11 +36,11 @@ def _close_renderers() -> None:
 
 
 class StateRenderer:
-    """Draws states of one model into square pictures of one size.
+    """Draw states of one model into square pictures of one size.
 
-    The GL context is made at the first picture. It is current only during a call, so any thread may call; calls are
-    serialised by a lock. Meshes outside of a picture, which would cost as much as those in it, are left out where neither
-    their shadows nor their reflections could be seen (``fast``).
+    The GL context is made at the first picture. It is current only during a call, and a lock serialises calls, so any thread
+    may call. With ``fast``, meshes outside the picture are not drawn: without shadows and reflections they cannot be seen,
+    but would cost as much as the others.
 
     Args:
         model: ``mujoco.MjModel``.
@@ -124,7 +124,7 @@ class StateRenderer:
         model.geom_group[:] = groups
 
     def _out_of_sight(self, state: Any) -> np.ndarray:
-        """Return the meshes whose bounding boxes lie wholly beyond one of the planes that bound the view (not the far one)."""
+        """Return the meshes whose bounding boxes lie entirely outside one of the view's planes (the far plane aside)."""
         model, meshes = self.model, self._meshes
         self._mujoco.mjv_updateCamera(model, state, self._camera, self._scene)
         view = self._mujoco.mjv_averageCamera(*self._scene.camera)  # of the two eyes
@@ -166,7 +166,7 @@ class StateRenderer:
 
 
 def _gl_errors(backend: str) -> tuple[type[Exception], ...]:
-    """Return what the Python binding of a backend raises besides Python's own errors."""
+    """Return the errors of a backend's Python binding, besides Python's own."""
     if backend in ("egl", "osmesa"):
         from OpenGL.error import Error
 
@@ -175,7 +175,7 @@ def _gl_errors(backend: str) -> tuple[type[Exception], ...]:
 
 
 def _release_function(backend: str) -> Any:
-    """Return what detaches the current context from the calling thread."""
+    """Return a function that detaches the current context from the calling thread."""
     if backend == "egl":
         from mujoco import egl
         from OpenGL import EGL

@@ -27,7 +27,7 @@ from rlinf.types import EpisodeSpec
 
 CAMERA = "render"
 MAKE_ERRORS = TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError, OSError
-"""What the constructor of an env may raise of arguments that it does not take."""
+"""What the constructor of an env may raise for arguments that it does not take."""
 
 
 @dataclass
@@ -63,16 +63,16 @@ class GymnasiumConfig(ProcessEnvConfig):
 
 
 class Spaces(NamedTuple):
-    """What has to be known of an env before any is stepped.
+    """What the vector env must know before it steps.
 
     Attributes:
         action_low, action_high: float32 ``[D]``.
-        state_low, state_high: ``[S]``; infinite where there is no bound.
+        state_low, state_high: ``[S]``; infinite if unbounded.
         horizon: ``max_episode_steps`` of the registration, or None.
-        can_draw: It has render_mode=rgb_array.
-        uses_mujoco: Its pictures are MuJoCo's, which need a GL.
-        render_fps: Env steps per second of simulated time, where the env says so, or None.
-        packages: Distributions that its code comes from or imports, the physics engine among them.
+        can_draw: Whether it has render_mode=rgb_array.
+        uses_mujoco: Whether MuJoCo draws its pictures, which needs a GL.
+        render_fps: Env steps per second of simulated time, or None if unknown.
+        packages: Distributions of its code and of its imports, such as the physics engine.
     """
 
     action_low: np.ndarray
@@ -115,7 +115,7 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
         ) from error
     except ImportError as error:
         module = config.id.rpartition(":")[0]
-        missing = getattr(error.__cause__ or error, "name", None)  # gymnasium tells the name in the cause
+        missing = getattr(error.__cause__ or error, "name", None)  # gymnasium stores the name in the cause
         if module and missing and f"{module}.".startswith(f"{missing}."):
             raise ConfigError(
                 f"The module of env.id={config.id} cannot be imported ({error}). It must be installed or on PYTHONPATH."
@@ -125,7 +125,7 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
         ) from error
     except (*MAKE_ERRORS, gymnasium.error.Error) as error:
         if importlib.util.find_spec("mujoco") is not None:
-            import_mujoco()  # which tells of a GL that fails: MuJoCo loads it when it is imported
+            import_mujoco()  # raises if the GL fails, which MuJoCo loads at import
         raise ConfigError(
             f"gymnasium.make('{config.id}') fails with env.kwargs={config.kwargs}: {type(error).__name__}: {error}. "
             "Set env.kwargs={...} with arguments that the environment takes"
@@ -133,11 +133,10 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
 
 
 def spaces_of(config: GymnasiumConfig) -> Spaces:
-    """Return the spaces of the env of ``config``; makes one, once, without a picture.
+    """Return the spaces of the env of ``config``. Makes one env once, without pictures.
 
     Raises:
-        ConfigError: See ``make_single``; actions that are no ``Box`` with finite bounds; an observation without a fixed
-            number of numbers.
+        ConfigError: See ``make_single``; or the actions do not fit ``action_bounds``; or the observation has no fixed size.
     """
     return _spaces_of(config.id, json.dumps(config.kwargs, sort_keys=True), config.state)
 
@@ -155,7 +154,7 @@ def _spaces_of(env_id: str, kwargs: str, state: str) -> Spaces:
                 flat = None
             if not isinstance(flat, gymnasium.spaces.Box):
                 raise ConfigError(
-                    f"The observation of env.id={env_id} is {observation}, which has no fixed number of numbers. "
+                    f"The observation of env.id={env_id} is {observation}, which has no fixed size. "
                     "Set env.state=none, or name a version of it with an observation wrapper in env.id"
                 )
             bounds = flat.low.astype(np.float64), flat.high.astype(np.float64)
@@ -168,17 +167,17 @@ def _spaces_of(env_id: str, kwargs: str, state: str) -> Spaces:
 
 
 def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bounds of the numbers ``[D]`` that stand for an action of ``space``, float32 each.
+    """Return the float32 bounds ``[D]`` of the numbers that encode an action of ``space``.
 
-    A choice among ``n`` is one number, which ``action_of`` rounds: its bounds lie half beyond the first and the last choice,
-    so that each choice has an equal share of the range.
+    A choice among ``n`` is one number, which ``action_of`` rounds. Its bounds lie 0.5 beyond the first and the last choice, so
+    that each choice has an equal share of the range.
 
     Args:
         space: A ``Box`` with finite bounds, ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``.
-        env_id: For the message.
+        env_id: Id of the env, for the message.
 
     Raises:
-        ConfigError: It is another space.
+        ConfigError: The space is something else.
     """
     match space:
         case gymnasium.spaces.Discrete():
@@ -191,7 +190,7 @@ def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.n
             low, high = space.low, space.high
         case _:
             raise ConfigError(
-                f"env.id={env_id} acts in {space}; needed is a Box with finite bounds, or Discrete, MultiDiscrete or "
+                f"env.id={env_id} acts in {space}; required: a Box with finite bounds, Discrete, MultiDiscrete or "
                 "MultiBinary. Register a version of it with an action wrapper that has one (gymnasium.ActionWrapper), and "
                 "name that in env.id"
             )
@@ -200,15 +199,17 @@ def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.n
 
 
 def action_of(space: gymnasium.Space, numbers: np.ndarray) -> Any:
-    """Return the action that ``numbers`` (float32 ``[D]``, within ``action_bounds``) stand for, of the type of ``space``."""
+    """Decode ``numbers`` (float32 ``[D]``, within ``action_bounds``) into an action of ``space``."""
     if np.issubdtype(space.dtype, np.integer):
         low, high = action_bounds(space, "")
         numbers = np.clip(np.rint(numbers), low + 0.5, high - 0.5)
-    return numbers.reshape(space.shape).astype(space.dtype)[()]  # of a Discrete a number, which may be a key
+    return numbers.reshape(space.shape).astype(space.dtype)[
+        ()
+    ]  # a scalar for Discrete: an env may use it as a dictionary key
 
 
 def _packages_behind(env_class: type) -> tuple[str, ...]:
-    """Return the distributions of the modules that define ``env_class`` and its bases, and of what these import."""
+    """Return the distributions of the modules that define ``env_class`` and its bases, and of their imports."""
     modules = [sys.modules[cls.__module__] for cls in env_class.__mro__]
     imported = [
         value.__name__ for module in modules for value in vars(module).values() if isinstance(value, ModuleType)
@@ -221,8 +222,7 @@ def _packages_behind(env_class: type) -> tuple[str, ...]:
 class GymnasiumVectorEnv(ProcessVectorEnv):
     """Envs of one gymnasium id: observation as state, picture as image, reward as dense reward.
 
-    What the env says of its end is passed on as ``terminated``, its own truncation before the time limit too; the time limit
-    is kept by ``VectorEnv``.
+    The env's ``terminated``, and its ``truncated`` before the time limit, end an episode; ``VectorEnv`` keeps the time limit.
 
     Args:
         config: Settings.
@@ -269,12 +269,11 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def check_drawing(cls, config: GymnasiumConfig) -> None:
-        """Refuse an id that cannot be drawn; draws a picture, unless it is MuJoCo's, which would open a GL in this process."""
+        """Check that the env can be drawn by drawing a picture, except with MuJoCo, which would open a GL in this process."""
         spaces = spaces_of(config)
         if not spaces.can_draw:
             raise ConfigError(
-                f"env.id={config.id} has no render_mode=rgb_array, so there can be no videos. Set "
-                "evaluation.num_videos_per_task=0"
+                f"env.id={config.id} has no render_mode=rgb_array, which videos need. Set evaluation.num_videos_per_task=0"
             )
         if not spaces.uses_mujoco:
             _draw_once(config.id, json.dumps(config.kwargs, sort_keys=True), config.state)
@@ -285,17 +284,17 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         return len(spaces_of(config).state_low)
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """The bounds of the observation, where all are finite."""
+        """Return the bounds of the observation, if all are finite."""
         spaces = spaces_of(self.config)
         finite = np.isfinite(spaces.state_low).all() and np.isfinite(spaces.state_high).all()
         return (spaces.state_low, spaces.state_high) if self.state_dim and finite else None
 
     @classmethod
     def horizon_of(cls, config: GymnasiumConfig, task: str) -> int:
-        """Return ``config.max_episode_steps``, or the limit of the registration where that is null.
+        """Return ``config.max_episode_steps``, by default the limit of the registration.
 
         Raises:
-            ConfigError: There is neither.
+            ConfigError: There is no limit.
         """
         horizon = config.max_episode_steps or spaces_of(config).horizon
         if horizon is None:
@@ -342,7 +341,7 @@ class GymnasiumSimulator(Simulator):
         return SingleStep(self.config.reward_scale * float(reward), success, over)
 
     def observe(self) -> View:
-        """Flatten the observation, and render if a camera is asked for."""
+        """Flatten the observation, and render the camera, if any."""
         state = None
         if self.config.state == "full":
             state = gymnasium.spaces.flatten(self._env.observation_space, self._observation).astype(np.float32)
@@ -371,13 +370,13 @@ class GymnasiumSimulator(Simulator):
             choose_backend()
         viewer = getattr(getattr(self._env.unwrapped, "mujoco_renderer", None), "viewer", None)
         if viewer is not None:
-            viewer.make_context_current()  # gymnasium leaves current what another row has drawn with
+            viewer.make_context_current()  # another row's context may still be current
         without = "env.cameras=[] evaluation.num_videos_per_task=0"
         try:
             picture = self._env.render() if self._spaces.can_draw else None
         except gymnasium.error.DependencyNotInstalled as error:
             raise MissingDependencyError(
-                f"Pictures of env.id={self.config.id} need a package that is missing: {error}. Or type {without}"
+                f"Pictures of env.id={self.config.id} need a package that is missing: {error}. Or set {without}"
             ) from error
         if not isinstance(picture, np.ndarray) or picture.ndim != 3:
             raise ConfigError(f"env.id={self.config.id} gives no picture under render_mode=rgb_array. Set {without}")
@@ -387,7 +386,7 @@ class GymnasiumSimulator(Simulator):
 
 @functools.cache
 def _draw_once(env_id: str, kwargs: str, state: str) -> None:
-    """Draw a picture, so that a package or a GL that is missing is told before a run begins."""
+    """Draw a picture, so that a missing package or GL is reported before a run starts."""
     config = GymnasiumConfig(id=env_id, kwargs=json.loads(kwargs), state=state, max_episode_steps=1)
     simulator = GymnasiumSimulator(config, [env_id])
     simulator.reset(EpisodeSpec("gymnasium", 0, 0, 0))

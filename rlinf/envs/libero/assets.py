@@ -1,4 +1,4 @@
-"""Which files of LIBERO's assets a task needs, read from LIBERO's source without importing it."""
+"""The asset files that a LIBERO task needs, read from LIBERO's source without importing it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rlinf.options import override_text
 
 
 def check_assets(assets: Path, suite: str, tasks: Sequence[str]) -> None:
-    """Check that the scene and every object of the tasks are there, with the meshes that they name.
+    """Check that the scene and all objects of the tasks exist, with their meshes.
 
     Args:
         assets: Folder of the assets.
         suite: Name of the suite.
-        tasks: Names of tasks of it.
+        tasks: Task names of the suite.
 
     Raises:
-        MissingDependencyError: A file is missing; names it, and the tasks that need it.
+        MissingDependencyError: A file is missing; names the file and the tasks that need it.
     """
     missing = {task: lost for task in tasks if (lost := missing_files(assets, suite, task))}
     if not missing:
@@ -40,7 +40,7 @@ def check_assets(assets: Path, suite: str, tasks: Sequence[str]) -> None:
 
 
 def missing_files(assets: Path, suite: str, task: str) -> list[str]:
-    """Return what a task needs and ``assets`` lacks, relative to that folder."""
+    """Return the files of a task that ``assets`` lacks, relative to that folder."""
     text = bddl_file(suite, task).read_text(encoding="utf-8")
     problem = re.search(r"\(problem (\w+)\)", text).group(1).lower()
     source = (package_folder() / "envs" / "problems" / f"{problem}.py").read_text(encoding="utf-8")
@@ -52,9 +52,9 @@ def missing_files(assets: Path, suite: str, task: str) -> list[str]:
 
 @functools.cache
 def object_models() -> dict[str, str]:
-    """Return category of an object, as task files name it, to its model file within the assets.
+    """Return a mapping from object category, as in task files, to model file within the assets.
 
-    LIBERO's classes name the file in two parts: a base class a path with a gap, its subclasses what goes there.
+    LIBERO's classes name the file in two parts: a base class has a path with a placeholder, its subclasses the name.
     """
     folders, models = {}, {}
     for file in sorted((package_folder() / "envs" / "objects").glob("*_objects.py")):
@@ -76,6 +76,6 @@ def _missing_behind(assets: Path, name: str) -> list[str]:
     model = assets / name
     if not model.is_file():
         return [name]
-    # Textures are left out: LIBERO puts others in the place of some, and robosuite drops what no material uses.
+    # Textures are not checked: LIBERO replaces some, and robosuite drops those that no material uses.
     named = [mesh.get("file") for mesh in ElementTree.parse(model).iter("mesh")]
     return [f"{file} of {name}" for file in dict.fromkeys(named) if not (model.parent / file).is_file()]

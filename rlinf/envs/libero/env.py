@@ -1,5 +1,7 @@
-"""LIBERO: 130 language-conditioned manipulation tasks in five suites (Liu et al., 2023, arXiv:2306.03310), as published
-evaluations of vision-language-action models run them."""
+"""LIBERO: 130 language-conditioned manipulation tasks in five suites (Liu et al., 2023, arXiv:2306.03310).
+
+Tasks run as in the published evaluations of vision-language-action models.
+"""
 
 from __future__ import annotations
 
@@ -117,11 +119,11 @@ class LiberoConfig(ProcessEnvConfig):
 class LiberoVectorEnv(ProcessVectorEnv):
     """One suite of LIBERO.
 
-    An action is a displacement of the hand (x, y, z; 1 is 5 cm) and a rotation (1 is 0.5 rad) that the controller aims
-    at within 50 ms, and the gripper.
+    An action is a displacement of the hand (x, y, z; 1 is 5 cm), a rotation (1 is 0.5 rad), both to be reached within 50 ms,
+    and the gripper.
 
-    Evaluation: the recorded initial states 0 to 49 of each task, one after the other, tasks in turn. Instructions,
-    horizons, settling, picture orientation, fixtures and sensor timing are those of OpenVLA's evaluation script.
+    Evaluation takes the recorded initial states 0 to 49 of each task in order, with tasks in turn. Instructions, horizons,
+    settling, picture orientation, fixtures and sensor timing are those of OpenVLA's evaluation script.
 
     Args:
         config: Settings.
@@ -169,26 +171,27 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def check_statistics(cls, config: LiberoConfig, statistics: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint or dataset whose gripper has the other convention: it would do the opposite, or nothing.
+        """Refuse statistics with the other gripper convention: the policy would do the opposite, or nothing.
 
         Raises:
-            ConfigError: Its gripper numbers begin at 0 with ``env.gripper=env``, or below with ``env.gripper=openvla``.
+            ConfigError: The smallest gripper number is 0 or more with ``env.gripper=env``, or negative with
+                ``env.gripper=openvla``.
         """
         action = statistics["action"]
         numbers = action.get("min", action.get("q01"))
         if numbers is None or len(numbers) != 7:
-            return  # mean and deviation alone do not tell; another width is another robot's, and is checked elsewhere
+            return  # mean and deviation do not show the convention; another width is refused elsewhere
         lowest = float(numbers[6])
         needed = "openvla" if lowest >= 0.0 else "env"
         if needed != config.gripper:
             raise ConfigError(
                 f"The smallest gripper number in the policy's action statistics is {lowest:g}, and env.gripper is "
-                f"{config.gripper}; such policies mean the gripper as env.gripper={needed}. Set env.gripper={needed}"
+                f"{config.gripper}; required: the convention of the policy. Set env.gripper={needed}"
             )
 
     @classmethod
     def horizon_of(cls, config: LiberoConfig, task: str) -> int:
-        """Return ``config.max_episode_steps``, or the published limit of the suite where that is null."""
+        """Return ``config.max_episode_steps``, by default the published limit of the suite."""
         return config.max_episode_steps or HORIZONS[config.suite]
 
     def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
@@ -224,20 +227,20 @@ class LiberoVectorEnv(ProcessVectorEnv):
         return {"proprio": 8, "none": 0}[config.state]
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """The space in which the hand works in any of the suites; checkpoints bring closer numbers of their own."""
+        """Return bounds of the hand over all suites; checkpoints bring tighter ones."""
         return (STATE_LOW, STATE_HIGH) if self.state_dim else None
 
     def instruction_of(self, task_id: int) -> str:
-        """Return the sentence of the task: its name in words, as published evaluations take it."""
+        """Return the task's name in words, as in published evaluations."""
         return instruction(self.task_names[task_id])
 
 
 class LiberoSimulator(Simulator):
-    """One env of a suite, whichever of its tasks an episode asks for.
+    """One env of a suite. It switches scenes when an episode has another task.
 
     Args:
         config: Settings.
-        task_names: Tasks that ``config.tasks`` leaves.
+        task_names: Tasks that ``config.tasks`` selects.
     """
 
     config: LiberoConfig
@@ -250,10 +253,10 @@ class LiberoSimulator(Simulator):
         self._state: SceneState | None = None
 
     def reset(self, spec: EpisodeSpec) -> None:
-        """Begin at a recorded state (``init_state_id`` below 50) or at a drawn one (1000 and above), and let it settle.
+        """Start at a recorded state (``init_state_id`` below 50) or a drawn state (1000 and above), and let objects settle.
 
         Raises:
-            ConfigError: There is no such initial state.
+            ConfigError: The initial state does not exist.
         """
         task, suite, number = self.task_names[spec.task_id], self.config.suite, spec.init_state_id
         states = recorded_states(suite, task)
@@ -289,7 +292,7 @@ class LiberoSimulator(Simulator):
         return View(dict(zip(self.config.cameras, pictures, strict=True)), state, instruction(self._task))
 
     def render(self, size: int) -> np.ndarray:
-        """Return a picture of the camera that looks at the robot, turned as the policy sees it."""
+        """Return a picture of the camera that faces the robot, turned as the policy sees it."""
         with self._scene.lock:
             return self._scene.render(self._state, ["agentview"], size)[0]
 
@@ -298,7 +301,7 @@ class LiberoSimulator(Simulator):
         return self._scene.poses(self._state)
 
     def close(self) -> None:
-        """Leave the scene to other envs of this process."""
+        """Hand the scene to other envs of this process."""
         self._task, self._scene, self._state = "", None, None
 
 
@@ -307,7 +310,7 @@ _scenes_lock = threading.Lock()
 
 
 def _scene_of(suite: str, task: str, assets: Path, fast: bool, max_scenes: int) -> Scene:
-    """Return the scene of a task in this process; those least recently asked for make room."""
+    """Return this process's scene of a task. The least recently used scenes make room."""
     key = suite, task, assets, fast
     with _scenes_lock:
         if key not in _scenes:

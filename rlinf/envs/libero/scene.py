@@ -1,4 +1,4 @@
-"""A LIBERO task as robosuite builds it, stepped without what robosuite computes in vain, bit for bit the same."""
+"""A LIBERO task as robosuite builds it, stepped without robosuite's redundant computations, bit for bit the same."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SIM_STEPS = 25
 SEEN_SIM_STEP = 23
 """Simulator step (from 0) of an env step at which robosuite's sensors read, after ``reset`` and ``set_init_state``.
 
-Bodies and cameras are then where they were at the beginning of that simulator step, the gripper's joints where they are
-at its end, and marks (the flame of the stove) as the env step before has left them.
+Bodies and cameras are read at the start of that simulator step, the gripper's joints at its end, and marks (the flame of the
+stove) as the previous env step left them.
 """
 GEOM_GROUPS = np.array([[0, 1, 1, 0, 0, 0]], dtype=np.uint8)
 """robosuite shows visual geoms (group 1 and MuJoCo's 2), not collision geoms (group 0)."""
@@ -37,15 +37,15 @@ MAX_GEOMS = 1000
 
 @dataclass
 class SceneState:
-    """What one env owns of a scene that several envs of a process share.
+    """One env's part of a scene that several envs of a process share.
 
     Attributes:
         data: ``mujoco.MjData``.
-        controller: robosuite's controller of the arm, with its goal.
-        gripper: The gripper's present command, which moves by a fixed amount per simulator step.
-        fixtures: Body id to (position, quaternion): the model holds those of one episode.
+        controller: robosuite's arm controller, with its goal.
+        gripper: The gripper's current command, which changes by a fixed amount per simulator step.
+        fixtures: Body id to (position, quaternion) in this env's episode; the model holds those of one env.
         sites: Colours of the model's sites, among them flames, ``[num_sites, 4]``.
-        seen_qpos: Joint positions that pictures and states are made from.
+        seen_qpos: Joint positions from which pictures and states are made.
         seen_sites: ``sites`` at the same moment.
         seen_gripper: Joint positions of the two fingers at the same moment.
     """
@@ -61,13 +61,13 @@ class SceneState:
 
 
 class _SimulationView:
-    """What the controller sees of the simulation while ``Scene.step`` keeps its kinematics up to date."""
+    """The controller's view of the simulation, whose kinematics ``Scene.step`` keeps up to date."""
 
     def __init__(self, mujoco: Any, sim: Any) -> None:
         self._mujoco, self.model, self.data = mujoco, sim.model, sim.data
 
     def forward(self) -> None:
-        """Solve for accelerations again: the solver starts from its last answer, so each call counts."""
+        """Solve for accelerations again. The solver starts from its last answer, so every call changes the result."""
         self._mujoco.mj_forwardSkip(self.model._model, self.data._data, self._mujoco.mjtStage.mjSTAGE_VEL, 1)
 
 
@@ -105,7 +105,7 @@ class Scene:
         self._joint_samplers = list(self._env.object_property_initializers)
         self._bodies = dict(self._env.obj_body_id)
         self._fixture_ids = [self._bodies[name] for name in self._env.fixtures_dict]
-        for body in self._fixture_ids:  # as compiled: robosuite has drawn places for them meanwhile
+        for body in self._fixture_ids:  # undo robosuite's draw of their places
             self.model.body_pos[body], self.model.body_quat[body] = np.zeros(3), (1.0, 0.0, 0.0, 0.0)
         self._compiled_fixtures = self._fixtures()
         self._published: dict[int, list[tuple[Any, int]]] = {}
@@ -113,29 +113,29 @@ class Scene:
         self._renderers: dict[int, StateRenderer] = {}
 
     def new_state(self) -> SceneState:
-        """Return room for one env; ``restore`` or ``draw`` fills it."""
+        """Return an empty state for one env; ``restore`` or ``draw`` fills it."""
         return SceneState(self._mujoco.MjData(self.model))
 
     def restore(self, state: SceneState, recorded: np.ndarray, seed: int, index: int) -> None:
-        """Begin at a recorded state.
+        """Start at a recorded state.
 
-        A recorded state does not say where the fixtures (cabinet, stove) stand: LIBERO draws their places within a
-        centimetre or so at each reset. Here they stand where they stand in episode ``index`` of a script that calls
-        ``env.seed(seed)`` once and then ``env.reset()`` and ``env.set_init_state(recorded)`` for each episode.
+        A recorded state does not contain the places of the fixtures (cabinet, stove), which LIBERO draws within about a
+        centimetre at each reset. Here they are those of episode ``index`` of a script that calls ``env.seed(seed)`` once, and
+        then ``env.reset()`` and ``env.set_init_state(recorded)`` for each episode.
 
         Args:
-            state: Is overwritten.
+            state: Overwritten.
             recorded: float64 ``[1 + nq + nv]``.
-            seed: Seed of NumPy's global generator; the evaluation script of OpenVLA takes 0.
+            seed: Seed of NumPy's global generator; 0 in OpenVLA's evaluation script.
             index: Number of the recorded state.
 
         Raises:
-            ConfigError: The state is not of this task.
+            ConfigError: The state belongs to another task.
         """
         if len(recorded) != 1 + self.model.nq + self.model.nv:
             raise ConfigError(
-                f"The recorded initial state has {len(recorded)} numbers, and the task's model 1 + {self.model.nq} + "
-                f"{self.model.nv}: package and assets are of different versions. Set env.assets_dir=<other assets>"
+                f"The recorded initial state has {len(recorded)} numbers, but the task's model has 1 + {self.model.nq} + "
+                f"{self.model.nv}: package and assets have different versions. Set env.assets_dir=<other assets>"
             )
         generator, num_loads = self._published_draw(state, seed, index)
         with _numpy_seed(generator):
@@ -144,7 +144,7 @@ class Scene:
         self._begin(state)
 
     def draw(self, state: SceneState, seed: int) -> None:
-        """Begin at a state that LIBERO draws itself from ``seed`` (32 bits), fixtures included; objects then fall."""
+        """Start at a state that LIBERO draws from ``seed`` (32 bits), fixtures included. Objects then fall."""
         with _numpy_seed(seed):
             self._draw(state, num_loads=1)
         self._begin(state)
@@ -152,15 +152,15 @@ class Scene:
     def step(self, state: SceneState, action: np.ndarray) -> bool:
         """Advance by one env step (50 ms).
 
-        Does what ``env.step`` of robosuite does to the simulation: in each simulator step that computes positions and
-        velocities three times, here once, and accelerations three times, as here.
+        The result equals that of robosuite's ``env.step``. In each simulator step, robosuite computes positions and velocities
+        three times, here once; accelerations are computed three times here as well.
 
         Args:
             state: State of one env.
             action: float64 ``[7]`` in LIBERO's convention (gripper: -1 opens, 1 closes).
 
         Returns:
-            The goal is reached.
+            Whether the goal is reached.
         """
         mujoco, model, data, robot = self._mujoco, self.model, state.data, self._robot
         self._activate(state)
@@ -193,8 +193,8 @@ class Scene:
     def render(self, state: SceneState, cameras: list[str], size: int) -> list[np.ndarray]:
         """Return uint8 ``[size, size, 3]`` per camera of ``CAMERAS``.
 
-        robosuite's pictures turned by 180 degrees, as published datasets and evaluations have them: upright, with left
-        and right exchanged.
+        The pictures are robosuite's turned by 180 degrees, as in published datasets and evaluations: upright, with left and
+        right exchanged.
         """
         if not cameras:
             return []
@@ -211,7 +211,7 @@ class Scene:
         return {name: [*data.xpos[body].tolist(), *data.xquat[body].tolist()] for name, body in self._bodies.items()}
 
     def close(self) -> None:
-        """Free the GL contexts; the next picture opens them again."""
+        """Free the GL contexts. The next picture opens them again."""
         for renderer in self._renderers.values():
             renderer.close()
         self._renderers.clear()
@@ -236,7 +236,7 @@ class Scene:
         state.seen_gripper = state.data.qpos[self._robot._ref_gripper_joint_pos_indexes].copy()
 
     def _show(self, state: SceneState) -> None:
-        """Bring ``_shown`` to what the sensors of ``state`` have read."""
+        """Put ``_shown`` into the state that the sensors of ``state`` have read."""
         self._activate(state)
         self.model.site_rgba[:] = state.seen_sites
         self._shown.qpos[:] = state.seen_qpos
@@ -250,7 +250,7 @@ class Scene:
         }
 
     def _published_draw(self, state: SceneState, seed: int, index: int) -> tuple[Any, int]:
-        """Return the generator after ``env.seed(seed)`` and ``index`` times ``env.reset()``, and ``num_loads`` then."""
+        """Return generator and ``num_loads`` after ``env.seed(seed)`` and ``index`` calls of ``env.reset()``."""
         known = self._published.setdefault(seed, [])
         with _numpy_seed(known[-1][0] if known else seed):
             if not known:  # robosuite loads the model at construction and at each reset
@@ -261,14 +261,14 @@ class Scene:
         return known[index]
 
     def _draw(self, state: SceneState, num_loads: int) -> int:
-        """Do what ``env.reset()`` of LIBERO does to the simulation, from NumPy's global generator.
+        """Reset the simulation as LIBERO's ``env.reset()`` does, with NumPy's global generator.
 
         Args:
-            state: Is overwritten.
-            num_loads: Times that LIBERO has loaded the model; its list of joints to draw grows each time.
+            state: Overwritten.
+            num_loads: How often LIBERO has loaded the model; its list of joints to draw grows each time.
 
         Returns:
-            ``num_loads``, and one more for each time that no place was found and LIBERO began again.
+            ``num_loads``, plus 1 for each time that LIBERO found no place and started over.
         """
         from robosuite.utils.errors import RandomizationError
 
@@ -277,7 +277,7 @@ class Scene:
             state.fixtures, state.sites = self._compiled_fixtures, self._compiled_sites
             self._activate(state)
             self._sim.reset()
-            for _ in range(2):  # new simulation, new renderer: each call moves the solver's first guess
+            for _ in range(2):  # for a new simulation and a new renderer: each call moves the solver's first guess
                 self._sim.forward()
             try:
                 self._env._reset_internal()
@@ -290,7 +290,7 @@ class Scene:
 
 
 def axis_angle(quaternion: np.ndarray) -> np.ndarray:
-    """Return axis times angle (0 to 2 pi) of a quaternion (w, x, y, z), the form that published policies know."""
+    """Return axis times angle (0 to 2 pi) of a quaternion (w, x, y, z), as published policies read it."""
     w = float(np.clip(quaternion[0], -1.0, 1.0))
     sine = np.sqrt(1.0 - w * w)
     return np.zeros(3) if np.isclose(sine, 0.0) else np.asarray(quaternion[1:]) * (2.0 * np.arccos(w) / sine)
@@ -298,7 +298,7 @@ def axis_angle(quaternion: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def _numpy_seed(seed: Any) -> Iterator[None]:
-    """Give LIBERO, which draws from NumPy's global generator, one of its own (``seed``: a number or a state)."""
+    """Give LIBERO, which draws from NumPy's global generator, its own state (``seed``: a number or a state)."""
     before = np.random.get_state()
     np.random.seed(seed) if isinstance(seed, int) else np.random.set_state(seed)
     try:
@@ -311,14 +311,14 @@ _import_lock = threading.Lock()
 
 
 def _import_libero(assets: Path) -> Any:
-    """Import LIBERO, which would ask a question on stdin without a settings file, and point it to the assets."""
-    choose_backend()  # robosuite sets MUJOCO_GL itself where nothing is set
+    """Import LIBERO and point it to the assets. Without a settings file, its import would ask a question on stdin."""
+    choose_backend()  # otherwise robosuite sets MUJOCO_GL itself
     with _import_lock, tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.yaml").touch()
-        # robosuite refuses an EGL device whose number CUDA_VISIBLE_DEVICES does not hold; EGL has numbers of its own.
+        # robosuite refuses an EGL device that is not in CUDA_VISIBLE_DEVICES, but EGL counts differently.
         before = {name: os.environ.pop(name, None) for name in ("LIBERO_CONFIG_PATH", "MUJOCO_EGL_DEVICE_ID")}
         os.environ["LIBERO_CONFIG_PATH"] = folder
-        logging.disable(logging.WARNING)  # robosuite warns of a file that is optional
+        logging.disable(logging.WARNING)  # robosuite warns about an optional file
         try:
             import libero.libero
             from libero.libero.envs.env_wrapper import ControlEnv
@@ -326,5 +326,5 @@ def _import_libero(assets: Path) -> Any:
             logging.disable(logging.NOTSET)
             del os.environ["LIBERO_CONFIG_PATH"]
             os.environ.update({name: value for name, value in before.items() if value is not None})
-    libero.libero._assets_path_cache = str(assets)  # what LIBERO's own search would find, and otherwise download
+    libero.libero._assets_path_cache = str(assets)  # skips LIBERO's own search and download
     return ControlEnv

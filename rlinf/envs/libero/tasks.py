@@ -1,4 +1,4 @@
-"""What LIBERO's package says of its tasks, read from its files: nothing of LIBERO, robosuite or torch is imported."""
+"""LIBERO's tasks, read from the files of its package without importing LIBERO, robosuite or torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ import numpy as np
 from rlinf.errors import ConfigError, MissingDependencyError
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
-"""Suite to env steps of an episode, after the settling steps, as the evaluation scripts of OpenVLA have them, and after
-it OpenVLA-OFT and openpi."""
+"""Suite to env steps of an episode after the settling steps, as in the evaluation scripts of OpenVLA, OpenVLA-OFT and openpi."""
 
 ASSETS_VARIABLE = "RLINF_LIBERO_ASSETS"
 REQUIRED = {
     "robosuite": ((1, 4), (1, 5), "robosuite==1.4.0"),
     "mujoco": ((2, 3), (3, 3, 3), "mujoco==3.3.0"),
 }
-"""Distribution to the first version that fits, the first that does not, and what to install."""
+"""Distribution to the first supported version, the first unsupported one, and what to install."""
 _INSTALL = (
     "Install LIBERO with `bash scripts/setup.sh --sims`, or with `pip install --no-deps hf-libero==0.1.4 "
     "robosuite==1.4.0 bddl==1.0.1`."
@@ -49,13 +48,13 @@ def package_folder() -> Path:
 
 
 def check_packages() -> None:
-    """Check that robosuite and MuJoCo are versions whose numbers are LIBERO's.
+    """Check that robosuite and MuJoCo have versions that reproduce LIBERO's published results.
 
-    From MuJoCo 3.3.3 on floors are drawn darker, and from 3.4 on boxes collide otherwise: published policies lose 20 to
-    86 points of success there.
+    MuJoCo draws floors darker from 3.3.3 on, and collides boxes differently from 3.4 on; published policies then lose 20 to 86
+    points of success.
 
     Raises:
-        MissingDependencyError: A package is missing, or of another version.
+        MissingDependencyError: A package is missing or has another version.
     """
     package_folder()
     for name in ("robosuite", "bddl"):
@@ -69,8 +68,8 @@ def check_packages() -> None:
         numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
         if not first <= numbers < end:
             raise MissingDependencyError(
-                f"{name} is {version}; LIBERO's states and pictures hold for versions from {_dotted(first)} to "
-                f"below {_dotted(end)} (later ones change contacts and brightness, and with them success rates). "
+                f"{name} has version {version}; required: from {_dotted(first)} to below {_dotted(end)} (later versions change "
+                f"contacts and brightness, and with them success rates). "
                 f"Run pip install {wanted}"
             )
 
@@ -85,7 +84,7 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 
 @functools.cache
 def suite_tasks(suite: str) -> tuple[str, ...]:
-    """Return the task names of a suite, in LIBERO's order, which is that of the published evaluations."""
+    """Return the task names of a suite in LIBERO's order, as in the published evaluations."""
     source = (package_folder() / "benchmark" / "libero_suite_task_map.py").read_text(encoding="utf-8")
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
@@ -94,7 +93,7 @@ def suite_tasks(suite: str) -> tuple[str, ...]:
 
 
 def instruction(task: str) -> str:
-    """Return what policies are told: the task's name in words, without the name of the scene."""
+    """Return the instruction: the task's name in words, without the name of the scene."""
     return re.sub(r"^[A-Z_]+SCENE\d+_", "", task).replace("_", " ")
 
 
@@ -104,7 +103,7 @@ def bddl_file(suite: str, task: str) -> Path:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads NumPy arrays and nothing else: a pickle may otherwise run any code."""
+    """Read NumPy arrays only: a pickle could otherwise run any code."""
 
     ALLOWED = {
         ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
@@ -116,24 +115,24 @@ class _ArrayUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.ALLOWED:
-            raise ConfigError(f"it asks for {module}.{name}, and only arrays of numbers are read")
+            raise ConfigError(f"it contains {module}.{name}, but only arrays of numbers are read")
         return self.ALLOWED[module, name]
 
 
 def read_states(path: Path) -> np.ndarray:
     """Return the initial states of a file of LIBERO, float64 ``[N, 1 + nq + nv]`` (time, positions, velocities).
 
-    The file is a zip archive around a pickle; only NumPy arrays are taken from it.
+    The file is a zip archive around a pickle, from which only NumPy arrays are read.
 
     Raises:
-        ConfigError: The file is missing, or holds anything else.
+        ConfigError: The file is missing or holds something else.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
             states = _ArrayUnpickler(io.BytesIO(archive.read(name))).load()
         if not isinstance(states, np.ndarray) or states.dtype != np.float64 or states.ndim != 2:
-            raise ConfigError(f"it holds {type(states).__name__}, and not a float64 matrix")
+            raise ConfigError(f"it holds a {type(states).__name__}, not a float64 matrix")
     except (OSError, StopIteration, zipfile.BadZipFile, pickle.UnpicklingError, ConfigError, EOFError) as error:
         raise ConfigError(f"The initial states in {path} cannot be read: {error}. {_INSTALL}") from error
     return states
@@ -141,24 +140,24 @@ def read_states(path: Path) -> np.ndarray:
 
 @functools.cache
 def recorded_states(suite: str, task: str) -> np.ndarray:
-    """Return the 50 initial states from which published evaluations start the task."""
+    """Return the task's 50 initial states in published evaluations."""
     return read_states(package_folder() / "init_files" / suite / f"{task}.pruned_init")
 
 
 def find_assets(configured: str | None) -> Path:
     """Return the folder of LIBERO's meshes and textures.
 
-    Looked for in ``env.assets_dir`` and in the environment variable RLINF_LIBERO_ASSETS, the first of which that is set
-    must be right; then in the package, where LIBERO's own settings point, and where LIBERO's own download puts them.
+    ``env.assets_dir`` and then the environment variable RLINF_LIBERO_ASSETS name it. If neither is set, the package, LIBERO's
+    settings and LIBERO's download folder are searched.
 
     Raises:
-        MissingDependencyError: It is not there.
+        MissingDependencyError: A named folder is not the assets folder, or none is found.
     """
     settings = Path(os.environ.get("LIBERO_CONFIG_PATH", "~/.libero")).expanduser() / "config.yaml"
     named = {"env.assets_dir": configured, ASSETS_VARIABLE: os.environ.get(ASSETS_VARIABLE)}
     for key, folder in named.items():
         if folder and not _has_assets(Path(folder).expanduser()):
-            raise MissingDependencyError(f"{key} is {folder}, which is not LIBERO's assets folder. {_assets_hint()}")
+            raise MissingDependencyError(f"{key}={folder} is not LIBERO's assets folder. {_assets_hint()}")
         if folder:
             return Path(folder).expanduser().resolve()
     places = [package_folder() / "assets", _assets_of_settings(settings), Path("~/.cache/libero/assets").expanduser()]

@@ -1,4 +1,4 @@
-"""ManiSkill 3 on the CPU: one simulation per env, in processes of their own."""
+"""ManiSkill 3 on the CPU: one simulation per env, in worker processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ManiSkillVectorEnv(ManiSkillSuite, ProcessVectorEnv):
 
     Raises:
         ConfigError: Unknown task or camera, or states of different widths.
-        MissingDependencyError: ManiSkill or a Vulkan that works is missing; ManiSkill needs one even without cameras.
+        MissingDependencyError: ManiSkill or a working Vulkan is missing; ManiSkill needs Vulkan even without cameras.
     """
 
     config_class = ManiSkillConfig
@@ -71,7 +71,7 @@ class ManiSkillVectorEnv(ManiSkillSuite, ProcessVectorEnv):
 
 
 class ManiSkillSimulator(Simulator):
-    """One env of ManiSkill. Each episode builds its scene again (0.03 s), and that of another task one more time."""
+    """One env of ManiSkill. Each episode rebuilds its scene (0.03 s), and a change of task builds a new one."""
 
     config: ManiSkillConfig
 
@@ -83,7 +83,7 @@ class ManiSkillSimulator(Simulator):
         """Draw robot, objects and goal of ``spec`` with ManiSkill's own seeded reset."""
         task = self.task_names[spec.task_id]
         if self._scene is None or self._scene.task != task:
-            # SAPIEN keeps its renderer (7 s to make in software) while there is a scene: the next one comes before this goes.
+            # SAPIEN keeps its renderer (7 s to make in software) only while a scene exists: make the next scene before closing this.
             previous, self._scene = (
                 self._scene,
                 Scene(self.config, task, 1, "physx_cpu", VULKAN_DEVICES[self.config.render_device]),
@@ -104,7 +104,7 @@ class ManiSkillSimulator(Simulator):
         return View(images, None if state is None else state[0], TASKS[self._scene.task].instruction)
 
     def render(self, size: int) -> np.ndarray:
-        """Return a picture of ManiSkill's camera for people."""
+        """Return a picture of ManiSkill's camera for human viewers."""
         return self._scene.frames([0], size)[0]
 
     def poses(self) -> dict[str, list[float]]:

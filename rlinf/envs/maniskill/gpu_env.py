@@ -36,9 +36,9 @@ class ManiSkillGpuConfig(ManiSkillOptions):
 class ManiSkillGpuVectorEnv(ManiSkillSuite, VectorEnv):
     """One task of ManiSkill, ``B`` rows in one simulation on the GPU.
 
-    Rows are reset together, each drawn by its own seed, so that an episode's initial state depends on its spec alone. PhysX on the GPU does not
-    promise equal bits for equal actions, so trajectories repeat nearly, not exactly. A row whose episode ends inside a
-    chunk is put back after each step of the others.
+    Rows are reset together, each drawn by its own seed, so that an episode's initial state depends on its spec alone. PhysX
+    on the GPU is not bit-reproducible, so equal actions give nearly, not exactly, equal trajectories. A row whose episode ends
+    inside a chunk is put back after each step of the others.
 
     Args:
         config: Settings.
@@ -86,7 +86,7 @@ class ManiSkillGpuVectorEnv(ManiSkillSuite, VectorEnv):
         return Observation(self._scene.images(ids), self._scene.state(ids), [self.instruction_of(0)] * len(ids))
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
-        """Return uint8 ``[K, size, size, 3]`` of ManiSkill's camera for people."""
+        """Return uint8 ``[K, size, size, 3]`` of ManiSkill's camera for human viewers."""
         return self._scene.frames(ids, size)
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:

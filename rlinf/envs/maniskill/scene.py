@@ -1,4 +1,4 @@
-"""ManiSkill 3's tabletop tasks (Tao et al., 2024, arXiv:2410.00425), and one simulation of a task with any number of rows."""
+"""ManiSkill 3's tabletop tasks (Tao et al., 2024, arXiv:2410.00425), and a simulation of one task with any number of rows."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Task(NamedTuple):
     """A task of ManiSkill.
 
     Attributes:
-        instruction: What a policy is told.
-        horizon: Env steps that ManiSkill registers it with.
+        instruction: Sentence for the policy.
+        horizon: Time limit of ManiSkill's registration, in env steps.
         state_dim: Width of its observation mode "state".
     """
 
@@ -54,12 +54,12 @@ TASKS = {
     "PullCubeTool-v1": Task("pull the cube closer with the L-shaped tool", 100, 39),
     "RollBall-v1": Task("push the ball so that it rolls into the target", 80, 44),
 }
-"""The tasks of one Panda arm at a table whose models are part of the package: nothing has to be downloaded."""
+"""The tasks of one Panda arm at a table whose models are part of the package; nothing is downloaded."""
 
 
 @dataclass
 class ManiSkillOptions(EnvConfig):
-    """What ManiSkill on the CPU and on the GPU share."""
+    """Settings that ManiSkill on the CPU and on the GPU share."""
 
     usual_cameras: ClassVar[tuple[str, ...]] = ("base_camera",)
 
@@ -111,7 +111,7 @@ class ManiSkillSuite:
 
     @classmethod
     def horizon_of(cls, config: ManiSkillOptions, task: str) -> int:
-        """Return ``config.max_episode_steps``, or ManiSkill's own limit where that is null."""
+        """Return ``config.max_episode_steps``, by default ManiSkill's own limit."""
         return config.max_episode_steps or TASKS[task].horizon
 
     @property
@@ -156,7 +156,7 @@ def check_packages(config: ManiSkillOptions) -> None:
 
 
 def seed_of(task: str, init_state_id: int, seed: int) -> int:
-    """Return the number that ManiSkill's ``reset(seed=...)`` gets for an episode."""
+    """Return the seed of an episode for ManiSkill's ``reset(seed=...)``."""
     return derive_seed(seed, "maniskill", task, init_state_id) % 2**31
 
 
@@ -168,7 +168,7 @@ class Scene:
         task: Name of the task.
         num_envs: ``B``; 1 on the CPU.
         sim_backend: "physx_cpu" or "physx_cuda".
-        render_device: What ``choose_vulkan`` returned.
+        render_device: SAPIEN's device name from ``choose_vulkan``.
     """
 
     def __init__(
@@ -178,9 +178,9 @@ class Scene:
         import mani_skill.envs  # registers the tasks
         from mani_skill.utils.registration import REGISTERED_ENVS
 
-        mani_skill.logger.setLevel(logging.ERROR)  # it warns of its own tasks whenever a scene is built
+        mani_skill.logger.setLevel(logging.ERROR)  # it warns about its own tasks whenever it builds a scene
         if sim_backend == "physx_cpu" and not gc.get_freeze_count():
-            # ManiSkill collects garbage whenever it builds a scene; walking what the imports made takes 8 of 9 parts of a reset.
+            # ManiSkill collects garbage whenever it builds a scene, which takes 8/9 of a reset unless imported objects are frozen.
             gc.collect()
             gc.freeze()
 
@@ -204,9 +204,9 @@ class Scene:
             self._seeds = draw_each_row_by_its_seed(self._env)
 
     def reset(self, rows: np.ndarray, seeds: Sequence[int]) -> None:
-        """Put ``rows`` (int64 ``[K]``) into the initial states that belong to ``seeds``, in one call of ManiSkill.
+        """Put ``rows`` (int64 ``[K]``) into the initial states of ``seeds``, in one call of ManiSkill.
 
-        On the CPU the simulation is built again: PhysX keeps contacts in a scene, and ManiSkill's reset does not forget them.
+        On the CPU the simulation is rebuilt: PhysX keeps contacts in a scene, which ManiSkill's reset does not clear.
         """
         options: dict[str, Any] = {"reconfigure": True} if self._on_cpu else {}
         if self._num_envs > 1:
@@ -218,7 +218,7 @@ class Scene:
         self._state[rows] = _array(observation)[rows]
 
     def step(self, rows: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Advance ``rows`` (int64 ``[K]``) with ``actions`` (float32 ``[K, D]``); all others stay as they are.
+        """Advance ``rows`` (int64 ``[K]``) with ``actions`` (float32 ``[K, D]``); the other rows do not change.
 
         Returns:
             Dense reward float32 ``[K]``, success and failure bool ``[K]``.
@@ -266,7 +266,7 @@ class Scene:
         return np.concatenate([_array(part)[rows] for part in parts], axis=1).astype(np.float32)
 
     def frames(self, rows: Sequence[int], size: int) -> np.ndarray:
-        """Return uint8 ``[K, size, size, 3]`` of ManiSkill's camera for people, with all goals drawn."""
+        """Return uint8 ``[K, size, size, 3]`` of ManiSkill's camera for human viewers, with all goals drawn."""
         from PIL import Image
 
         without = "evaluation.num_videos_per_task=0"
@@ -274,7 +274,7 @@ class Scene:
         return np.stack([np.asarray(Image.fromarray(picture).resize((size, size))) for picture in pictures])
 
     def poses(self, row: int) -> dict[str, list[float]]:
-        """Return position and quaternion (w, x, y, z) of the hand and of each object that can move or is a goal."""
+        """Return position and quaternion (w, x, y, z) of the hand, the movable objects and the goals."""
         things = {name: actor.pose for name, actor in self._env.scene.actors.items() if name not in FIXED_ACTORS}
         things["hand"] = self._env.agent.tcp_pose
         return {name: _array(pose.raw_pose)[row].astype(float).tolist() for name, pose in things.items()}
@@ -285,14 +285,14 @@ class Scene:
 
 
 def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
-    """Make the initial state of a row of a ManiSkill env a function of its own seed, whichever rows are reset with it.
+    """Make the initial state of each row depend on its own seed alone, whichever rows are reset with it.
 
-    ManiSkill's tasks draw for all rows at once, from torch's generator under the seed of the first row, or from generators of the
-    rows. Here each row is initialised by itself, all generators under its seed; what costs time in a reset (moving states to
-    and from the GPU, the observation of all rows) still happens once.
+    ManiSkill's tasks draw for all rows at once, from torch's generator under the seed of the first row, or from generators of
+    the rows. Here each row is initialised separately, with all generators under its seed. The expensive parts of a reset
+    (moving states to and from the GPU, observing all rows) still happen once.
 
     Returns:
-        Row to seed, to be filled before each ``env.reset``.
+        Row to seed; fill it before each ``env.reset``.
     """
     import torch
 

@@ -78,7 +78,7 @@ INSTRUCTIONS = {
     "window-open-v3": "open the window",
     "window-close-v3": "close the window",
 }
-"""The 50 tasks in Meta-World's own order, and what a policy is told."""
+"""Task to instruction, in Meta-World's order."""
 
 UPSIDE_DOWN_CAMERAS = ("corner", "corner2", "corner3", "corner4")
 CAMERAS = (*UPSIDE_DOWN_CAMERAS, "topview", "behindGripper", "gripperPOV")
@@ -164,7 +164,7 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
 
     @property
     def state_dim(self) -> int:
-        """4 numbers (proprio), 39 and one per task of the suite (full), which depends on no setting, or 0 (none)."""
+        """4 numbers (proprio); 39, and one for each of the 50 tasks whatever ``config.tasks`` (full); or 0 (none)."""
         return self.state_width(self.config)
 
     @classmethod
@@ -173,7 +173,7 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
         return {"full": 39 + len(INSTRUCTIONS), "proprio": 4, "none": 0}[config.state]
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """The space of the hand and [0, 1] for the gripper (proprio); not known for the other choices."""
+        """Return the space of the hand and [0, 1] for the gripper (proprio); None for other states."""
         if self.config.state != "proprio":
             return None
         return np.array([*HAND_LOW, 0.0]), np.array([*HAND_HIGH, 1.0])
@@ -184,18 +184,18 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
 
 
 class MetaWorldSimulator(Simulator):
-    """One env of Meta-World, whichever of its tasks an episode asks for.
+    """One env of Meta-World. It switches scenes when an episode has another task.
 
     Args:
         config: Settings.
-        task_names: Tasks that ``config.tasks`` leaves.
+        task_names: Tasks that ``config.tasks`` selects.
     """
 
     config: MetaWorldConfig
 
     def __init__(self, config: MetaWorldConfig, task_names: Sequence[str]) -> None:
         super().__init__(config, task_names)
-        # The experts warn whenever an action has to be clipped, which is most of the time.
+        # The experts warn about almost every action, because they clip it.
         warnings.filterwarnings("ignore", message=r"Constant\(s\) may be too high")
         self._task = ""
         self._env: Any = None
@@ -203,7 +203,7 @@ class MetaWorldSimulator(Simulator):
         _simulators.add(self)
 
     def reset(self, spec: EpisodeSpec) -> None:
-        """Draw the objects and the goal of ``spec`` from a generator of its own, and place them."""
+        """Draw and place the objects and the goal of ``spec``, from a generator of its own."""
         task = self.task_names[spec.task_id]
         if task != self._task:
             self.close()
@@ -241,7 +241,7 @@ class MetaWorldSimulator(Simulator):
         return self._draw(self.config.cameras[0] if self.config.cameras else "corner4", size)
 
     def poses(self) -> dict[str, list[float]]:
-        """Return position and quaternion of the hand and of every body that is not of the arm."""
+        """Return position and quaternion of the hand and of every body that does not belong to the arm."""
         model, data = self._env.model, self._env.data
         arm = model.body("base").id
         bodies = [model.body(index) for index in range(1, model.nbody)]
@@ -249,7 +249,7 @@ class MetaWorldSimulator(Simulator):
         return {body.name: [*data.xpos[body.id].tolist(), *data.xquat[body.id].tolist()] for body in seen}
 
     def close(self) -> None:
-        """Leave the scene to others of this process."""
+        """Hand the scene to other simulators of this process."""
         if self._env is not None:
             _give_scene(self._task, self._env)
         self._task, self._env = "", None
@@ -276,12 +276,12 @@ _idle_scenes_lock = threading.Lock()
 
 
 def _take_scene(task: str) -> Any:
-    """Return an env of Meta-World that nobody in this process uses: an idle one, or a new one (0.1 s, 15 MB)."""
+    """Return an idle env of Meta-World of this process, or make one (0.1 s, 15 MB)."""
     with _idle_scenes_lock:
         for index in reversed(range(len(_idle_scenes))):
             if _idle_scenes[index][0] == task:
                 return _idle_scenes.pop(index)[1]
-    import_mujoco()  # which names what is missing; Meta-World imports it, too
+    import_mujoco()  # reports what is missing, before Meta-World imports it
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 
     env = ALL_V3_ENVIRONMENTS[task]()
@@ -301,12 +301,12 @@ def _give_scene(task: str, env: Any) -> None:
 def _restart(env: Any, seed: int) -> np.ndarray:
     """Put ``env`` into an initial state that depends on ``seed`` only, and return its 39 numbers.
 
-    What Meta-World's ``reset(seed)`` leaves out: that one draws from NumPy's global generator, or not at all.
+    Meta-World's ``reset(seed)`` does not do this: it draws from NumPy's global generator, or not at all.
     """
     mujoco = import_mujoco()
     env.np_random = np.random.default_rng(seed)
     env._freeze_rand_vec = False
-    for _ in range(2):  # The first pass draws and moves parts of the model; the second measures what it has moved.
+    for _ in range(2):  # The first pass draws and moves parts of the model; the second measures the moved parts.
         mujoco.mj_resetData(env.model, env.data)
         env.reset_model()
         env._freeze_rand_vec = True
@@ -317,9 +317,9 @@ def _restart(env: Any, seed: int) -> np.ndarray:
 
 
 def _show_goal(env: Any) -> None:
-    """Put the marks of the goal where Meta-World wants them; it leaves those of some tasks where the model file has them.
+    """Place the marks of the goal. Meta-World leaves those of some tasks where the model file has them.
 
-    The first mark of its list is the goal's. In the list of pick-out-of-hole-v3 it stands at the puck.
+    The first mark of its list is the goal's, but the list of pick-out-of-hole-v3 places it at the puck.
     """
     for index, (site, position) in enumerate(env._target_site_config):
         env._set_pos_site(site, env._target_pos if index == 0 else position)
@@ -331,10 +331,10 @@ _renderers_lock = threading.Lock()
 
 
 def _renderer_of(model_path: str, size: int) -> StateRenderer:
-    """Return the renderer of this process for all envs of a model; it has a model of its own, whose geoms are theirs.
+    """Return this process's renderer for all envs of a model. It holds its own copy of the model, with equal geoms.
 
-    One takes 150 MB, and about a second to make. Of each size there are as many as envs, so that envs of different tasks
-    do not take each other's, and at least ``MIN_RENDERERS``; the one used least recently is closed to make room.
+    A renderer takes 150 MB and about a second to make. For each picture size there are at most as many as envs (at least
+    ``MIN_RENDERERS``), so that envs of different tasks need not share one; the least recently used one is closed.
     """
     with _renderers_lock:
         renderers = _renderers.setdefault(size, OrderedDict())

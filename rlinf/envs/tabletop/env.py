@@ -25,8 +25,8 @@ class TabletopVectorEnv(VectorEnv):
     """Coloured blocks and zones on a table, and a pusher that moves by ``(dx, dy)``; one action space for all tasks.
 
     A task is a family (``rlinf.envs.tabletop.tasks``); colours, positions and the instruction follow from the
-    ``EpisodeSpec``. Dense reward: 3 per metre of progress towards the goal. The GL context is opened at the first
-    picture, in whichever thread asks for it; calls may come from any thread, one at a time.
+    ``EpisodeSpec``. The dense reward is 3 per metre of progress towards the goal. The first picture opens the GL context.
+    Calls may come from any thread, one at a time.
 
     Args:
         config: Settings.
@@ -77,7 +77,7 @@ class TabletopVectorEnv(VectorEnv):
         return {"full": 31, "proprio": 4, "none": 0}[config.state]
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """[-1, 1] for the pusher's own numbers, [-2, 2] for differences of positions, [0, 1] for one-hot columns."""
+        """Return [-1, 1] for the pusher's numbers, [-2, 2] for differences of positions, [0, 1] for one-hot columns."""
         if not self.state_dim:
             return None
         high = np.array([1.0] * 4 + [2.0] * 16 + [1.0] * 11)[: self.state_dim]
@@ -86,7 +86,7 @@ class TabletopVectorEnv(VectorEnv):
 
     @classmethod
     def horizon_of(cls, config: TabletopConfig, task: str) -> int:
-        """Return ``config.max_episode_steps``, or the family's own horizon where that is null."""
+        """Return ``config.max_episode_steps``, by default the horizon of the family."""
         return config.max_episode_steps or FAMILIES[task].horizon
 
     def _reset_env(self, index: int, spec: EpisodeSpec) -> None:
@@ -146,12 +146,12 @@ class TabletopVectorEnv(VectorEnv):
         return self._render(np.asarray(ids, dtype=np.int64), [self._simulator.camera_ids["front"]], size)[0]
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
-        """Return position and orientation of every body of the scene, the ones that take no part included."""
+        """Return position and orientation of all bodies of the scene, including hidden ones."""
         self._check_reset()
         return [self._simulator.poses(int(index)) for index in ids]
 
     def offload(self) -> None:
-        """Free the GL contexts; the next picture opens them again."""
+        """Free the GL contexts. The next picture opens them again."""
         self.close_extras()
 
     def close_extras(self, **kwargs: object) -> None:
@@ -168,7 +168,7 @@ class TabletopVectorEnv(VectorEnv):
         return renderer.render(states, camera_ids, self._simulator.shown(ids))
 
     def _by_family(self, ids: np.ndarray) -> list[tuple[np.ndarray, Family]]:
-        """Return (positions in ``ids``, family) of every family that occurs."""
+        """Return (positions in ``ids``, family) for each family among ``ids``."""
         if len(self._families) == 1 and len(ids):
             return [(np.arange(len(ids)), self._families[0])]
         tasks = self._tasks[ids]
@@ -183,10 +183,10 @@ class TabletopVectorEnv(VectorEnv):
         return Scene(pusher, blocks, self._zones[ids], self._goals[ids, 0], self._goals[ids, 1], self._stages[ids])
 
     def _state(self, ids: np.ndarray) -> np.ndarray | None:
-        """Return float32 ``[K, S]``; positions in units of ``WORKSPACE_M``, objects that take no part are 0.
+        """Return float32 ``[K, S]``; positions are in units of ``WORKSPACE_M``, hidden objects are 0.
 
-        Columns of "full": pusher position 2 and velocity 2; way to the next target 2; displacement that the object
-        there needs 2; blocks 6 and zones 6 relative to the pusher; colours that the instruction names 3 + 3
+        Columns of "full": pusher position 2 and velocity 2; way to the next target 2; displacement that the target
+        object needs 2; blocks 6 and zones 6 relative to the pusher; colours that the instruction names 3 + 3
         (one-hot); family 4 (one-hot); stage 1.
         """
         if self.config.state == "none":

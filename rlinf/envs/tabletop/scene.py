@@ -16,9 +16,9 @@ BLOCK_HALF_SIZE_M = 0.027
 ZONE_RADIUS_M = 0.05
 PUSHER_RADIUS_M = 0.016
 WORKSPACE_M = 0.2
-"""Objects start within plus or minus this."""
+"""Objects start within plus or minus this distance."""
 PUSHER_LIMIT_M = 0.28
-"""The pusher is commanded within plus or minus this."""
+"""The pusher's commands lie within plus or minus this distance."""
 HOVER_HEIGHT_M = 0.08
 PUSH_HEIGHT_M = 0.03
 STEP_M = 0.05
@@ -27,9 +27,9 @@ TIMESTEP_S = 0.02
 NUM_SUBSTEPS = 4
 STIFFNESS_N_PER_M, DAMPING_N_S_PER_M, PUSHER_MASS_KG = 400.0, 20.0, 0.25
 TABLE_GROUP, BLOCK_GROUP, ZONE_GROUP, MARK_GROUP = 0, 1, 2, 3
-"""Geom groups, to draw only what takes part."""
+"""Geom groups, so that hidden objects are not drawn."""
 FAR_M = 5.0
-"""Objects that do not take part lie this far away."""
+"""Distance of hidden objects."""
 _FAR = FAR_M + np.arange(3.0)[:, None] + np.zeros(2)
 
 _RGBA = {
@@ -103,7 +103,7 @@ class TabletopSimulator:
         self.model = mujoco.MjModel.from_xml_string(tabletop_xml())
         self.states: list[Any] = [mujoco.MjData(self.model) for _ in range(num_envs)]
         self.camera_ids = {name: self.model.camera(name).id for name in CAMERAS}
-        # Views into the simulator's memory: reading an attribute of MjData each time costs more than the physics.
+        # Views into the simulator's memory: reading attributes of MjData at each step costs more than the physics.
         self._positions = [state.qpos for state in self.states]
         self._velocities = [state.qvel for state in self.states]
         self._controls = [state.ctrl for state in self.states]
@@ -114,7 +114,7 @@ class TabletopSimulator:
         self._pusher = self.model.joint("pusher_x").qposadr[0]
 
     def place(self, index: int, pusher: np.ndarray, height: float, blocks: np.ndarray, zones: np.ndarray) -> None:
-        """Put one state at rest: ``pusher [2]``, its height, ``blocks, zones [3, 2]``; NaN: takes no part."""
+        """Put one state at rest: ``pusher [2]``, its height, ``blocks, zones [3, 2]``; NaN hides an object."""
         state, qpos = self.states[index], self._positions[index]
         self._mujoco.mj_resetData(self.model, state)
         qpos[:9].reshape(3, 3)[:, :2] = np.where(np.isnan(blocks), _FAR, blocks)
@@ -137,7 +137,7 @@ class TabletopSimulator:
         self._mujoco.mj_kinematics(self.model, self.states[index])
 
     def step(self, ids: np.ndarray, actions: np.ndarray) -> None:
-        """Command displacements ``actions [K, 2]`` (units of ``STEP_M``) from where the pushers are, for one step."""
+        """Command displacements ``actions [K, 2]`` (units of ``STEP_M``) of the pushers from their current positions, for one step."""
         mujoco, model, first = self._mujoco, self.model, self._pusher
         hovers = self._hovers[ids].tolist()
         pushers = np.stack([self._positions[index][first : first + 2] for index in ids])
@@ -145,7 +145,7 @@ class TabletopSimulator:
         for index, target, alone in zip(ids.tolist(), targets, hovers, strict=True):
             state = self.states[index]
             self._controls[index][:] = target
-            # A hovering pusher touches nothing and moves nothing: half of the physics is the constraint solver.
+            # A hovering pusher touches nothing, so skip the constraint solver, which is half of the physics.
             model.opt.disableflags = self._no_constraints if alone else 0
             mujoco.mj_step(model, state, NUM_SUBSTEPS)
             mujoco.mj_kinematics(model, state)

@@ -28,12 +28,12 @@ NUM_COLOURS = 3
 
 @dataclass
 class Layout:
-    """First state of an episode, in metres; NaN rows take no part.
+    """First state of an episode, in metres; NaN rows are hidden.
 
     Attributes:
         pusher: ``[2]``.
         blocks, zones: ``[3, 2]``.
-        first, second: Colour indices that the instruction names (``second`` is -1 where it names one).
+        first, second: Colour indices in the instruction (``second`` is -1 if it names only one).
     """
 
     pusher: np.ndarray
@@ -45,7 +45,7 @@ class Layout:
 
 @dataclass
 class Scene:
-    """``K`` present states: ``pusher [K, 2]``, ``blocks, zones [K, 3, 2]``, ``first, second, stage`` int ``[K]``."""
+    """``K`` current states: ``pusher [K, 2]``, ``blocks, zones [K, 3, 2]``, ``first, second, stage`` int ``[K]``."""
 
     pusher: np.ndarray
     blocks: np.ndarray
@@ -68,7 +68,7 @@ class Family(ABC):
         name: Task name.
         horizon: Env steps of an episode.
         height: Height of the pusher.
-        shows_blocks, shows_zones: What lies on the table (distractors aside).
+        shows_blocks, shows_zones: What lies on the table besides distractors.
     """
 
     name: ClassVar[str]
@@ -91,10 +91,10 @@ class Family(ABC):
 
     @abstractmethod
     def aim(self, scene: Scene) -> np.ndarray:
-        """Return ``[K, 2]``, the object that the pusher has to go to next."""
+        """Return ``[K, 2]``, the position of the pusher's next target."""
 
     def carry(self, scene: Scene) -> np.ndarray:
-        """Return ``[K, 2]``, the displacement that the object at ``aim`` still needs (0 where it may stay)."""
+        """Return ``[K, 2]``, the displacement that the object at ``aim`` still needs (0 if it may stay)."""
         return np.zeros_like(scene.pusher)
 
     def touched(self, scene: Scene) -> np.ndarray:
@@ -102,11 +102,11 @@ class Family(ABC):
         return np.zeros(len(scene.pusher), dtype=bool)
 
     def expert(self, scene: Scene, aim_offset_m: np.ndarray) -> np.ndarray:
-        """Return actions ``[K, 2]`` in [-1, 1]: straight to ``aim`` plus the offset."""
+        """Return actions ``[K, 2]`` in [-1, 1], straight to ``aim`` plus the offset."""
         return straight(self.aim(scene) + aim_offset_m - scene.pusher)
 
     def sample(self, generator: np.random.Generator, distractors: bool) -> Layout:
-        """Draw a layout; rejected draws are repeated with the same generator."""
+        """Draw layouts from one generator until one is accepted."""
         show_blocks, show_zones = self.shows_blocks or distractors, self.shows_zones or distractors
         first, second = self.draw_goal(generator)
         while True:
@@ -123,7 +123,7 @@ class Family(ABC):
         return int(generator.integers(NUM_COLOURS)), -1
 
     def accepts(self, layout: Layout) -> bool:
-        """Whether the layout can be solved within the horizon."""
+        """Return whether the layout can be solved within the horizon."""
         return True
 
 
@@ -199,7 +199,7 @@ class Push(Family):
         return f"push the {BLOCK_COLOURS[layout.first]} block to the {ZONE_COLOURS[layout.second]} zone"
 
     def accepts(self, layout: Layout) -> bool:
-        """The way behind the block and from there to the zone is free of other blocks, and all of it on the table."""
+        """Return whether the way behind the block and on to the zone is free of other blocks and on the table."""
         block, zone = layout.blocks[layout.first], layout.zones[layout.second]
         behind = block - self.behind_m * unit(zone - block)
         others = np.delete(layout.blocks, layout.first, axis=0)
@@ -260,9 +260,9 @@ def _spread(generator: np.random.Generator, count: int) -> np.ndarray:
     points: list[tuple[float, float]] = []
     tries = 0
     while len(points) < count:
-        if tries == 50:  # the points so far leave no room
+        if tries == 50:  # there may be no room left: start over
             points, tries = [], 0
-        # Plain floats: for a handful of points an array operation costs more than the arithmetic.
+        # Plain floats are faster than array operations for so few points.
         x, y = generator.uniform(-WORKSPACE_M, WORKSPACE_M, 2).tolist()
         tries += 1
         if all(math.sqrt((a - x) * (a - x) + (b - y) * (b - y)) >= MIN_DISTANCE_M for a, b in points):

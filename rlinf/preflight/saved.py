@@ -89,7 +89,7 @@ def check_model_type(folder: Path, saved: Manifest, config: RunConfig) -> None:
     found = saved.model.get("model_type")
     if found != config.model.model_type:
         raise CheckpointError(
-            f"{folder} holds a '{found}', but model.model_type is '{config.model.model_type}'. "
+            f"{folder} holds a '{found}' and model.model_type is '{config.model.model_type}'. "
             f"Set model.model_type={found}, or name another checkpoint"
         )
 

@@ -181,7 +181,7 @@ def test_model_path_must_be_a_checkpoint_folder_or_look_like_a_hub_id(tmp_path):
 
     with pytest.raises(ConfigError, match="without config.json"):
         validate(path(tmp_path))
-    with pytest.raises(ConfigError, match="is not a folder"):
+    with pytest.raises(ConfigError, match="is neither a folder nor a hub id"):
         validate(path(tmp_path / "nowhere"))
     validate(path("organisation/name"))
     (tmp_path / "model").mkdir()

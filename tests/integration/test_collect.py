@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from helpers import weights_of
 
 from rlinf.cli import main
 from rlinf.commands import collect as collecting
@@ -200,10 +200,6 @@ def run(folder: Path, dataset: Path, *overrides: str) -> RunConfig:
     return config
 
 
-def weights_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / f"sft_{step:06d}" / "model" / "model.safetensors")
-
-
 def equal(left: dict, right: dict) -> bool:
     return all(torch.equal(tensor, right[name]) for name, tensor in left.items())
 
@@ -218,9 +214,9 @@ def cloned(expert, tmp_path_factory) -> Path:
 def test_two_and_two_steps_on_a_dataset_equal_four(cloned, expert, tmp_path):
     run(tmp_path / "halves", expert, "sft.max_steps=2", "sft.num_workers=0")
     run(tmp_path / "halves", expert, f"resume={tmp_path / 'halves'}", "sft.num_workers=3")
-    whole = weights_of(cloned, 4)
-    assert equal(whole, weights_of(tmp_path / "halves", 4))
-    assert not equal(whole, weights_of(tmp_path / "halves", 2)), "two steps are told apart from four"
+    whole = weights_of(cloned, "sft_000004")
+    assert equal(whole, weights_of(tmp_path / "halves", "sft_000004"))
+    assert not equal(whole, weights_of(tmp_path / "halves", "sft_000002")), "two steps are told apart from four"
 
 
 def test_a_run_goes_on_with_the_dataset_that_it_began_with(cloned, expert, tmp_path):

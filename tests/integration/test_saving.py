@@ -15,12 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from helpers import run_config, untimed_metrics, weights_of
 
 from rlinf.commands import train as run_module
 from rlinf.commands.train import Run, train
-from rlinf.config.compose import compose_config
-from rlinf.config.schema import RunConfig, build_config
+from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 from rlinf.files import locked_folder
 from rlinf.tracking.progress import Progress
@@ -37,9 +36,7 @@ SFT = ["sft.max_steps=3", "sft.num_demonstrations=8", "sft.batch_size=16"]
 
 
 def config_of(folder: Path, *overrides: str) -> RunConfig:
-    config = build_config(compose_config([*SMALL, *overrides]))
-    config.output_dir = str(folder)
-    return config
+    return run_config(folder, *SMALL, *overrides)
 
 
 def saved(folder: Path) -> list[str]:
@@ -47,15 +44,8 @@ def saved(folder: Path) -> list[str]:
 
 
 def same_policy(left: Path, right: Path, name: str) -> bool:
-    first, second = (
-        load_file(folder / "checkpoints" / name / "model" / "model.safetensors") for folder in (left, right)
-    )
+    first, second = (weights_of(folder, name) for folder in (left, right))
     return first.keys() == second.keys() and all(bool((first[key] == second[key]).all()) for key in first)
-
-
-def numbers(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time", "throughput", "memory"))} for line in lines]
 
 
 def test_a_run_saves_by_the_clock_and_no_number_changes(tmp_path):
@@ -68,13 +58,13 @@ def test_a_run_saves_by_the_clock_and_no_number_changes(tmp_path):
     assert saved(tmp_path / "once") == ["rl_000004", "sft_000003"]
     assert saved(tmp_path / "often") == [f"rl_{n:06d}" for n in (1, 2, 3, 4)] + [f"sft_{n:06d}" for n in (1, 2, 3)]
     assert same_policy(tmp_path / "often", tmp_path / "once", "rl_000004")
-    assert numbers(tmp_path / "often") == numbers(tmp_path / "once")
+    assert untimed_metrics(tmp_path / "often") == untimed_metrics(tmp_path / "once")
     for name in ("sft_000002", "rl_000002"):  # what the clock has saved is resumed bit for bit
         copy = tmp_path / name
         shutil.copytree(tmp_path / "often", copy)
         train(config_of(copy, *SFT, *never, f"resume={copy / 'checkpoints' / name}"))
         assert same_policy(copy, tmp_path / "once", "rl_000004"), name
-        assert numbers(copy) == numbers(tmp_path / "once")
+        assert untimed_metrics(copy) == untimed_metrics(tmp_path / "once")
         left = [path.name for path in (copy / "checkpoints" / "superseded_1").iterdir()]
         assert "rl_000003" in left, "what the earlier run had saved after that is kept, out of the way"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from helpers import run_config, untimed_metrics, weights_of
 
 from rlinf.commands import train as run_module
 from rlinf.commands.train import Run, train
@@ -31,26 +31,13 @@ SMALL = [
 
 
 def config_of(folder: Path, *overrides: str) -> RunConfig:
-    config = build_config(compose_config([*SMALL, *overrides]))
-    config.output_dir = str(folder)
-    return config
-
-
-def weights_of(folder: Path, checkpoint: str) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / checkpoint / "model" / "model.safetensors")
+    return run_config(folder, *SMALL, *overrides)
 
 
 def assert_equal(left: dict, right: dict) -> None:
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
-
-
-def lines_of(folder: Path, *drop: str) -> list[dict]:
-    """Metric lines without what depends on the clock."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("time", "throughput", "memory")
-    return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
 
 
 @pytest.mark.parametrize("kind", ["ppo", "grpo", "reinforce_pp"])
@@ -72,8 +59,8 @@ def test_two_and_two_steps_of_rl_equal_four_bit_for_bit(tmp_path, kind):
     train(config(tmp_path / "halves", "trainer.max_steps=2"))
     train(config(tmp_path / "halves", f"resume={tmp_path / 'halves'}"))
     assert_equal(weights_of(tmp_path / "whole", "rl_000004"), weights_of(tmp_path / "halves", "rl_000004"))
-    whole = [line for line in lines_of(tmp_path / "whole") if "rollout/return_mean" in line]
-    halves = [line for line in lines_of(tmp_path / "halves") if "rollout/return_mean" in line]
+    whole = [line for line in untimed_metrics(tmp_path / "whole") if "rollout/return_mean" in line]
+    halves = [line for line in untimed_metrics(tmp_path / "halves") if "rollout/return_mean" in line]
     assert [line["step"] for line in halves] == [0, 1, 2, 3]
     assert whole == halves
     # Control: two steps that start from the half-way weights alone, without its optimiser and counters, end elsewhere.
@@ -104,7 +91,7 @@ SMOOTH = "trainer.adam_eps=1e-3"
 def rl_step(folder: Path, *overrides: str) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     run = Run(config_of(folder, "trainer.max_steps=1", "algorithm.critic_warmup_steps=0", SMOOTH, *overrides))
     run.execute()
-    line = next(line for line in lines_of(folder) if "train/loss" in line)
+    line = next(line for line in untimed_metrics(folder) if "train/loss" in line)
     return line, {name: p.detach().clone() for name, p in run.model.named_parameters()}
 
 
@@ -135,7 +122,7 @@ def test_two_ranks_equal_one(tmp_path):
         one, two = weights_of(tmp_path / "one", checkpoint), weights_of(tmp_path / "two", checkpoint)
         for name, tensor in one.items():
             torch.testing.assert_close(two[name], tensor, atol=1e-5, rtol=0, msg=f"{checkpoint} {name}")
-    for one, two in zip(lines_of(tmp_path / "one"), lines_of(tmp_path / "two"), strict=True):
+    for one, two in zip(untimed_metrics(tmp_path / "one"), untimed_metrics(tmp_path / "two"), strict=True):
         for name, value in one.items():
             if isinstance(value, float):
                 assert two[name] == pytest.approx(value, abs=1e-5, rel=1e-4), name
@@ -153,7 +140,7 @@ def test_two_ranks_equal_one_without_a_critic(tmp_path, kind):
         ))  # fmt: skip
         config.output_dir = str(folder)
         train(config)
-        lines.append(next(line for line in reversed(lines_of(folder)) if "train/loss" in line))
+        lines.append(next(line for line in reversed(untimed_metrics(folder)) if "train/loss" in line))
         weights.append(weights_of(folder, "rl_000002"))
     assert abs(lines[0]["train/kl_to_reference"]) > 1e-7 and lines[0]["train/grad_norm"] > 1e-3
     for name, value in lines[0].items():
@@ -177,7 +164,7 @@ def test_kl_penalty_refers_to_the_policy_before_rl_also_after_a_resume(tmp_path)
           "trainer.minibatch_size=64", "model.micro_batch_size=64", "algorithm.critic_warmup_steps=0"]  # fmt: skip
 
     def divergences(folder: Path) -> list[float]:
-        return [line["train/kl_to_reference"] for line in lines_of(folder) if "train/kl_to_reference" in line]
+        return [line["train/kl_to_reference"] for line in untimed_metrics(folder) if "train/kl_to_reference" in line]
 
     train(config_of(tmp_path / "whole", *kl))
     train(config_of(tmp_path / "halves", *kl, "trainer.max_steps=2"))
@@ -268,7 +255,9 @@ def test_dynamic_sampling_replaces_groups_without_variance(tmp_path):
         config = build_config(compose_config([*grpo, *more]))
         config.output_dir = str(folder)
         train(config)
-        return next(line for line in lines_of(folder) if "rollout/return_mean" in line)["rollout/env_steps_total"]
+        return next(line for line in untimed_metrics(folder) if "rollout/return_mean" in line)[
+            "rollout/env_steps_total"
+        ]
 
     # A random policy never succeeds, so all returns are 0 and every group is replaced as often as is allowed.
     once = env_steps(tmp_path / "once")
@@ -286,7 +275,7 @@ def test_grpo_with_replaced_groups_on_two_ranks_equals_one(tmp_path):
         config = build_config(compose_config([*grpo, f"cluster.num_processes={ranks}"]))
         config.output_dir = str(tmp_path / f"{ranks}")
         train(config)
-        found.append(next(line for line in lines_of(tmp_path / f"{ranks}") if "rollout/return_mean" in line))
+        found.append(next(line for line in untimed_metrics(tmp_path / f"{ranks}") if "rollout/return_mean" in line))
     one, two = found
     assert one["rollout/num_episodes"] > 12 and one["train/return_mean"] != one["rollout/return_mean"]
     assert one["rollout/env_steps_total"] < 8 * one["rollout/num_episodes"]  # else all ranks have as many rows to score
@@ -411,7 +400,7 @@ def assert_goes_on_as_one_without_a_stop(tmp_path: Path, overrides: list[str], c
     train(config_of(tmp_path / "run", *overrides, f"resume={tmp_path / 'run'}"))
     train(config_of(tmp_path / "whole", *overrides))
     assert_equal(weights_of(tmp_path / "run", checkpoint), weights_of(tmp_path / "whole", checkpoint))
-    assert lines_of(tmp_path / "run") == lines_of(tmp_path / "whole")
+    assert untimed_metrics(tmp_path / "run") == untimed_metrics(tmp_path / "whole")
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "whole")]
     assert summaries[0] | {"train_wall_s": 0} == summaries[1] | {"train_wall_s": 0}
 
@@ -433,7 +422,7 @@ def test_a_signal_is_heard_within_an_evaluation(tmp_path, monkeypatch, capsys, n
     )  # next to that of the best evaluation
     assert newest == checkpoint
     assert_goes_on_as_one_without_a_stop(tmp_path, steps, "rl_000004")
-    assert sum("eval/success_rate" in line for line in lines_of(tmp_path / "run")) == 3
+    assert sum("eval/success_rate" in line for line in untimed_metrics(tmp_path / "run")) == 3
 
 
 def test_a_signal_between_the_evaluation_before_rl_and_the_first_step_loses_no_line(tmp_path, monkeypatch):
@@ -442,7 +431,7 @@ def test_a_signal_between_the_evaluation_before_rl_and_the_first_step_loses_no_l
         train(config_of(tmp_path / "run"))
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["rl_000000"]
     assert_goes_on_as_one_without_a_stop(tmp_path, [], "rl_000004")
-    assert "eval/success_rate" in lines_of(tmp_path / "run")[0]
+    assert "eval/success_rate" in untimed_metrics(tmp_path / "run")[0]
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["within", "after"])
@@ -453,7 +442,7 @@ def test_the_last_evaluation_of_cloning_is_made_once_however_often_it_is_interru
             stop_in_evaluation(patch, 1, within)
             train(config_of(tmp_path / "run", *steps, *resume))
     assert_goes_on_as_one_without_a_stop(tmp_path, steps, "sft_000002")
-    assert sum("eval/success_rate" in line for line in lines_of(tmp_path / "run")) == 1
+    assert sum("eval/success_rate" in line for line in untimed_metrics(tmp_path / "run")) == 1
 
 
 def test_an_evaluation_that_is_interrupted_again_is_still_made(tmp_path, monkeypatch):
@@ -489,7 +478,7 @@ def test_a_stop_at_an_evaluation_of_cloning_neither_loses_nor_repeats_it(tmp_pat
         train(config_of(tmp_path / "run", *steps))
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["sft_000002"]
     assert_goes_on_as_one_without_a_stop(tmp_path, steps, "sft_000004")
-    assert sum("eval/success_rate" in line for line in lines_of(tmp_path / "run")) == 2
+    assert sum("eval/success_rate" in line for line in untimed_metrics(tmp_path / "run")) == 2
 
 
 def test_a_signal_while_demonstrations_are_made_ends_the_run_at_once(tmp_path, monkeypatch, capsys):

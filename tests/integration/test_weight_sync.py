@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import metrics_of, run_config
 
 from rlinf.commands import train as run_module
 from rlinf.commands.train import Run, _execute_rank, train
-from rlinf.config.compose import compose_config
-from rlinf.config.schema import RunConfig, build_config
+from rlinf.config.schema import RunConfig
 from rlinf.distributed.fsdp import full_tensor, grad_norm
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import rank
@@ -33,9 +33,7 @@ REPLICA = "differs from the trained policy after the weight sync"
 
 
 def config_of(folder: Path, *overrides: str) -> RunConfig:
-    config = build_config(compose_config([*SMALL, *overrides]))
-    config.output_dir = str(folder)
-    return config
+    return run_config(folder, *SMALL, *overrides)
 
 
 def skipping(part: str):
@@ -53,8 +51,7 @@ def skipping(part: str):
 
 
 def steps_of(folder: Path) -> list[int]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["step"] for line in lines if "rollout/return_mean" in line]
+    return [line["step"] for line in metrics_of(folder) if "rollout/return_mean" in line]
 
 
 @pytest.mark.parametrize("part", ["", "policy.2", "value_head", "log_std"])

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import gap
 from safetensors.torch import load_file
 
 from rlinf.errors import CheckpointError, ConfigError
@@ -142,11 +143,6 @@ def inputs_of(platform, num_images, model=None):
     if model is not None and model.state_normalizer is not None:
         inputs["proprio"] = model.state_normalizer.normalize(data["proprio_raw"])[None].double()
     return inputs
-
-
-def gap(actual, expected):
-    assert actual.shape == expected.shape
-    return (actual.double() - expected.double()).abs().max().item()
 
 
 def bin_slice(model, logits, expected):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import gap
 from safetensors.torch import load_file
 
 from rlinf.errors import CheckpointError
@@ -60,11 +61,6 @@ def rl():
 
 def rl_inputs(rl):
     return {"input_ids": rl["input_ids"], "attention_mask": rl["attention_mask"], "pixel_values": rl["pixel_values"]}
-
-
-def gap(actual, expected):
-    assert actual.shape == expected.shape
-    return (actual.double() - expected.double()).abs().max().item()
 
 
 # -- images ------------------------------------------------------------------------------------------------------

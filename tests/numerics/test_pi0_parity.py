@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import gap
 from safetensors.torch import load_file, save_file
 
 from rlinf.errors import CheckpointError
@@ -140,11 +141,6 @@ def array_named(name, stem):
     numbers = [float(number) for number in re.findall(r"\d+\.\d+", key)]
     times = torch.tensor(numbers) if numbers else arrays[f"{stem.split('_')[0]}_time"]
     return arrays[key], times.float().reshape(-1)
-
-
-def gap(actual, expected):
-    assert actual.shape == expected.shape
-    return (actual.double() - expected.double()).abs().max().item()
 
 
 def every(sub, full_len):

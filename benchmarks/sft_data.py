@@ -36,7 +36,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from rlinf.commands.policy_loading import statistics_of_env
+from rlinf.commands.open_checkpoint import statistics_of_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.data.formats import open_dataset as open_for_env

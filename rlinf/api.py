@@ -17,8 +17,8 @@ from typing import Any
 
 from rlinf.checkpoints.checkpoint import is_checkpoint, is_export, is_run, resolve_checkpoint
 from rlinf.commands import evaluate as evaluation
-from rlinf.commands import policy_loading
 from rlinf.commands.hydra_app import configure, parse, run_training
+from rlinf.commands.open_checkpoint import open_checkpoint, read_config
 from rlinf.config import search
 from rlinf.config.compose import (
     compose_config,
@@ -42,12 +42,10 @@ from rlinf.evaluation.compare_folders import compare_folders
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest
-from rlinf.manifest import Manifest, verify_files
 from rlinf.models import build_policy
 from rlinf.models.precision import autocast
 from rlinf.options import override_text, plain_container, public_fields, to_mapping
 from rlinf.policy import Policy
-from rlinf.preflight.saved import check_model_type
 from rlinf.types import Acts
 
 IN_MEMORY_KEYS = (
@@ -100,13 +98,9 @@ def load_policy(
         model = build_policy(config)
     else:
         source = resolve_checkpoint(Path(folder).expanduser())
-        config = policy_loading.read_config(
-            source, overrides if model_type is None else [*overrides, f"model.model_type={model_type}"]
-        )
-        saved = Manifest.load(source)
-        check_model_type(source, saved, config)
-        verify_files(source, saved)
-        model = policy_loading.load_policy(source, config)
+        named = [] if model_type is None else [f"model.model_type={model_type}"]
+        config = read_config(source, [*overrides, *named])
+        model = open_checkpoint(source, config).policy
     model = model.to(resolve_device(config.cluster.device, 1)).eval()
     return Policy(model, config, trained_here=public is None)
 

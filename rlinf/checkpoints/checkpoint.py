@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import yaml
@@ -50,6 +50,7 @@ STATE_FILE, CONFIG_FILE, CHECKPOINTS_FOLDER = "state.json", "config.yaml", "chec
 SUPERSEDED = re.compile(r"superseded_(\d+)")
 """Name of folders next to checkpoints that hold those whose steps a resumed run repeats."""
 FORMAT = 1
+Result = TypeVar("Result")
 
 
 def save_checkpoint(
@@ -121,7 +122,7 @@ def load_checkpoint(
         CheckpointError: The folder is not a checkpoint, is damaged, or does not fit the model.
     """
     folder = Path(folder)
-    on_rank_zero(lambda: verify_files(folder, Manifest.load(folder)), f"read {folder}")
+    verify_checkpoint(folder)
     state = _read_state(folder)
     _load_state(folder, model, optimizer)
     if state["world_size"] != world_size() and rank() == 0:
@@ -138,13 +139,30 @@ def load_checkpoint(
 def load_weights(folder: str | os.PathLike, model: nn.Module) -> None:
     """Load only the weights of a checkpoint into ``model``; otherwise like ``load_checkpoint``."""
     folder = Path(folder)
-    on_rank_zero(lambda: verify_files(folder, Manifest.load(folder)), f"read {folder}")
+    verify_checkpoint(folder)
     _load_state(folder, model, None)
 
 
 def _load_state(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
     load_trainer_state(folder / "trainer_state", model, optimizer)
     check_loaded({name: local_part(tensor)[0] for name, tensor in model.state_dict().items()}, folder)
+
+
+def verify_checkpoint(folder: Path) -> None:
+    """Check that the files of a checkpoint or an export are those of its manifest, on rank 0 while the others wait.
+
+    A folder whose files stay the same is hashed once in a process, however often it is verified.
+
+    Raises:
+        CheckpointError: A file is missing or differs.
+    """
+
+    def verify() -> None:
+        damage = _damage_of(folder, _fingerprint(folder))
+        if damage is not None:
+            raise CheckpointError(damage)
+
+    on_rank_zero(verify, f"read {folder}")
 
 
 def read_loop_state(folder: str | os.PathLike) -> dict[str, Any]:
@@ -203,8 +221,10 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
     parent = path / CHECKPOINTS_FOLDER if (path / CHECKPOINTS_FOLDER).is_dir() else path
     found = _checkpoints_in(parent)
     for folder in reversed(found):
-        if _damage_of(folder, _fingerprint(folder)) is None:
+        damage = _damage_of(folder, _fingerprint(folder))
+        if damage is None:
             return folder
+        _warn_once(f"{folder} is skipped: {damage}")
     looked = (
         f"{len(found)} checkpoints in {parent} are all damaged"
         if found
@@ -216,23 +236,33 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
     )
 
 
-def on_rank_zero(action: Callable[[], None], what: str) -> None:
-    """Run ``action`` on rank 0 while the others wait; otherwise like ``on_every_rank``."""
-    on_every_rank(action if rank() == 0 else lambda: None, what)
+def on_rank_zero(action: Callable[[], Result], what: str) -> Result:
+    """Run ``action`` on rank 0 while the others wait; every rank returns its result, or raises if it fails.
+
+    Raises:
+        CheckpointError: ``action`` raised an ``OSError`` or a ``CheckpointError``.
+    """
+    return on_every_rank(action if rank() == 0 else lambda: None, what)[0]
 
 
-def on_every_rank(action: Callable[[], None], what: str) -> None:
-    """Run ``action`` on all ranks; raise CheckpointError on all if one of them raises it or an ``OSError``."""
-    failure: str | None = None
+def on_every_rank(action: Callable[[], Result], what: str) -> list[Result]:
+    """Run ``action`` on all ranks and return their results; if it fails on one, every rank raises.
+
+    Raises:
+        CheckpointError: ``action`` raised an ``OSError`` or a ``CheckpointError`` on some rank.
+    """
+    result, failure = None, None
     try:
-        action()
+        result = action()
     except CheckpointError as error:
         failure = str(error)
     except OSError as error:
         failure = f"Cannot {what}: {error}. Check space and permissions, or choose another output_dir."
-    for message in gather_objects(failure):
+    parts = gather_objects((result, failure))
+    for _, message in parts:
         if message is not None:
             raise CheckpointError(message)
+    return [each for each, _ in parts]
 
 
 def _start_folder(partial: Path) -> None:
@@ -324,13 +354,17 @@ def _fingerprint(folder: Path) -> tuple:
 
 @functools.cache
 def _damage_of(folder: Path, fingerprint: tuple) -> str | None:
-    """Return what is wrong with a checkpoint and log it once; None if nothing is."""
+    """Return what is wrong with a checkpoint or an export; None: nothing."""
     try:
         verify_files(folder, Manifest.load(folder))
     except CheckpointError as error:
-        logger.warning("%s is skipped: %s", folder, error)
         return str(error)
     return None
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _read_state(folder: Path) -> dict[str, Any]:

@@ -100,33 +100,25 @@ def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
     """Load the policy of a configuration, or of the checkpoint that it names, and take the first observations of its env."""
     import torch
 
-    from rlinf.checkpoints.checkpoint import resolve_checkpoint
     from rlinf.checks.env import spread_specs
     from rlinf.checks.policy import NUM_ROWS, PolicyChecker
-    from rlinf.commands.policy_loading import load_policy, statistics_of_env
+    from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
     from rlinf.distributed.process_group import resolve_device, set_num_threads
     from rlinf.envs import make_env
-    from rlinf.manifest import Manifest, verify_files
     from rlinf.models import build_policy
     from rlinf.models.precision import autocast
-    from rlinf.preflight.saved import check_model_type
     from rlinf.seeding import seed_everything
 
     named = config.checkpoint or config.init_from or config.resume
-    source = None if named is None else resolve_checkpoint(named)
-    if source is not None:
-        saved = Manifest.load(source)
-        check_model_type(source, saved, config)
-        verify_files(source, saved)
     set_num_threads(config.cluster.num_threads, 1)
     seed_everything(config.seed)
     env = make_env(config.env, NUM_ROWS, auto_reset=False)
     try:
         # Before the first picture: once software OpenGL is there, libraries of transformers do not load any more.
-        if source is None:
+        if named is None:
             model = build_policy(config, statistics_of_env(config, env))
         else:
-            model = load_policy(source, config)
+            model = open_checkpoint(named, config).policy
         observation, _ = env.reset(options={"episodes": spread_specs(env, NUM_ROWS)})
         observation = observation.select(range(NUM_ROWS))  # a copy, which stays when the env is closed
         action_range = torch.from_numpy(env.action_high - env.action_low).float()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlinf.commands.evaluate import load_checked
+from rlinf.commands.evaluate import open_policy
 from rlinf.commands.hydra_app import configure, parse
 from rlinf.config.compose import parse_overrides
 from rlinf.config.schema import RunConfig
@@ -78,7 +78,7 @@ def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
                 f"episode={settings.episode}, and the split '{evaluation.split}' has {len(specs)} episodes, from 0. "
                 f"Set episode={len(specs) - 1}, or raise env.num_{evaluation.split}_init_states"
             )
-        model = load_checked(replace(config, evaluation=replace(evaluation, probe=False)), env)
+        model, *_ = open_policy(replace(config, evaluation=replace(evaluation, probe=False)), env)
         model = model.to(resolve_device(config.cluster.device, 1))
         policy = RowPolicy(model, env.task_names, evaluation.greedy, config.rollout.temperature, config.seed)
         with evaluation_mode(model), autocast(model, config.model.precision):

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.checkpoints.checkpoint import resolve_checkpoint
-from rlinf.commands.policy_loading import load_policy
+from rlinf.commands.open_checkpoint import open_checkpoint
 from rlinf.config.schema import RunConfig
 from rlinf.data.lerobot_dataset import OWN_FILE
 from rlinf.data.lerobot_writer import LeRobotWriter
@@ -24,10 +23,9 @@ from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError, SimulatorError
 from rlinf.evaluation.evaluator import RowPolicy
 from rlinf.evaluation.intervals import wilson_interval
-from rlinf.manifest import Manifest, check, package_versions, verify_files
+from rlinf.manifest import package_versions
 from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.options import to_mapping
-from rlinf.preflight.conditions import build_manifest
 from rlinf.rollout.demonstrations import Demonstrator, EpisodeBatch, ExpertDemonstrator, play_episodes
 from rlinf.seeding import derive_seed, seed_everything
 from rlinf.tracking.progress import Progress
@@ -142,19 +140,14 @@ def _policy(config: RunConfig, task_names: Sequence[str]) -> tuple[RowPolicy | N
     """Return the policy of ``checkpoint`` (None: the expert acts), and what the dataset records of who acted."""
     if config.checkpoint is None:
         return None, {"demonstrator": "expert", "expert": to_mapping(config.sft.expert)}
-    source = resolve_checkpoint(config.checkpoint)
-    saved = Manifest.load(source)
-    verify_files(source, saved)
-    model = load_policy(source, config)
-    present = build_manifest(config, model, policy_version=saved.policy_version)
-    differences = [str(mismatch) for mismatch in check(saved, present, config.evaluation.allow_mismatch)]
-    model = model.to(resolve_device(config.cluster.device, 1))
+    opened = open_checkpoint(config.checkpoint, config, config.evaluation.allow_mismatch)
+    model = opened.policy.to(resolve_device(config.cluster.device, 1))
     policy = RowPolicy(model, task_names, config.collect.greedy, config.rollout.temperature, config.seed)
     return policy, {
         "demonstrator": "policy",
-        "checkpoint": str(source),
-        "policy_version": saved.policy_version,
-        "differences": differences,
+        "checkpoint": str(opened.folder),
+        "policy_version": opened.manifest.policy_version,
+        "differences": [str(difference) for difference in opened.differences],
     }
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, CONFIG_FILE, STATE_FILE, resolve_checkpoint
-from rlinf.commands.policy_loading import load_policy, statistics_of_env
+from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, CONFIG_FILE, STATE_FILE
+from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device, set_num_threads
 from rlinf.envs import make_env
@@ -27,7 +27,7 @@ from rlinf.evaluation.report import write_report
 from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import write_text
-from rlinf.manifest import MANIFEST_FILE, Manifest, check, verify_files
+from rlinf.manifest import MANIFEST_FILE, Manifest
 from rlinf.models import build_policy
 from rlinf.models.base_weights import weights_digest
 from rlinf.models.precision import autocast
@@ -65,10 +65,9 @@ def evaluate(config: RunConfig) -> EvaluationResult:
     env = make_env(config.env, _num_envs(settings), auto_reset=False)
     try:
         specs = episode_list(env, settings.split, settings.num_episodes)
-        model, manifest, saved = _load(config, env)
+        model, manifest, saved, warnings = open_policy(config, env)
         if baseline is not None:
             _check_comparable(baseline, manifest, env, specs, config)
-        warnings = _compare_with_checkpoint(config, env, manifest, saved)
         if settings.split == "train":
             logger.warning(TRAINING_SPLIT)
             warnings.append(TRAINING_SPLIT)
@@ -196,38 +195,26 @@ def episode_list(env: VectorEnv, split: str, num_episodes: int | None) -> list[E
     return [available[number] for number in range(num_episodes)]
 
 
-def _load(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manifest | None]:
-    """Return the policy, the present manifest and the checkpoint's."""
-    if config.checkpoint is None:
-        model = build_policy(config, statistics_of_env(config, env))
-        return model, build_manifest(config, model, policy_version=0), None
-    source = resolve_checkpoint(config.checkpoint)
-    saved = Manifest.load(source)
-    verify_files(source, saved)
-    model = load_policy(source, config)
-    return model, build_manifest(config, model, policy_version=saved.policy_version), saved
+def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manifest | None, list[str]]:
+    """Open ``config.checkpoint``, or build the configured policy, as an evaluation does it.
 
-
-def load_checked(config: RunConfig, env: VectorEnv) -> Any:
-    """Return the policy of ``config.checkpoint``, or the configured one, after the checks of an evaluation.
+    Returns:
+        The policy on the CPU, the present conditions, those of the checkpoint (None: there is none), and what a reader of
+        the result should know.
 
     Raises:
         CheckpointError: The folder is not a checkpoint or is damaged.
         ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
     """
-    model, manifest, saved = _load(config, env)
-    _compare_with_checkpoint(config, env, manifest, saved)
-    return model
-
-
-def _compare_with_checkpoint(
-    config: RunConfig, env: VectorEnv, manifest: Manifest, saved: Manifest | None
-) -> list[str]:
-    """Refuse other conditions than the checkpoint's, take the fingerprint, and return and log what a reader should know."""
-    warnings = []
-    if saved is not None:
+    warnings, saved = [], None
+    if config.checkpoint is None:
+        model = build_policy(config, statistics_of_env(config, env))
+        manifest = build_manifest(config, model, policy_version=0)
+    else:
         allowed = [name for name in config.evaluation.allow_mismatch if name not in COMPARISON_NAMES]
-        for mismatch in check(saved, manifest, allowed):
+        opened = open_checkpoint(config.checkpoint, config, allowed)
+        model, manifest, saved = opened.policy, opened.present, opened.manifest
+        for mismatch in opened.differences:
             if mismatch.must_match:
                 warnings.append(f"allowed by evaluation.allow_mismatch: {mismatch}")
             elif mismatch.field.startswith(VERSION_FIELDS):
@@ -238,7 +225,7 @@ def _compare_with_checkpoint(
         warnings += [f"the simulator has changed since the checkpoint was made: {line}" for line in moved]
     for warning in warnings:
         logger.warning(warning)
-    return warnings
+    return model, manifest, saved, warnings
 
 
 def _check_comparable(

@@ -16,12 +16,12 @@ import yaml
 
 from rlinf.checkpoints.checkpoint import CONFIG_FILE, policy_folder, resolve_checkpoint
 from rlinf.checkpoints.model_files import is_adapter, write_policy
-from rlinf.commands.policy_loading import load_policy, read_config
+from rlinf.commands.open_checkpoint import load_policy, open_checkpoint, read_config
 from rlinf.config.schema import RunConfig
 from rlinf.envs import ENVS
 from rlinf.errors import CheckpointError
 from rlinf.files import write_text
-from rlinf.manifest import Manifest, hash_files, verify_files
+from rlinf.manifest import Manifest, hash_files
 from rlinf.options import to_mapping
 from rlinf.types import Observation
 
@@ -52,11 +52,10 @@ def export(
     checkpoint, output = resolve_checkpoint(checkpoint), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} exists and is not empty; nothing is overwritten. Set output=<a new folder>")
-    manifest = Manifest.load(checkpoint)
-    verify_files(checkpoint, manifest)
     config = read_config(checkpoint, overrides)
-    _check_lora(checkpoint, manifest, merge_lora)
-    model = load_policy(checkpoint, config).eval()
+    _check_lora(checkpoint, Manifest.load(checkpoint), merge_lora)
+    opened = open_checkpoint(checkpoint, config)
+    model, manifest = opened.policy.eval(), opened.manifest
     observation = random_observation(config, model)
     if merge_lora:
         from rlinf.models.lora import merge_lora as merge

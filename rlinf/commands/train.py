@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from rlinf.algorithms import ALGORITHMS
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.commands.evaluate import episode_list
-from rlinf.commands.policy_loading import load_policy, statistics_of_env
+from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
 from rlinf.config.plugins import load_plugins
 from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
@@ -35,11 +35,10 @@ from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, tak
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import locked_folder, write_text
-from rlinf.manifest import Manifest, check, verify_files
+from rlinf.manifest import Manifest
 from rlinf.models import build_policy
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.conditions import build_manifest
-from rlinf.preflight.saved import check_model_type
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.demonstrations import collect_demonstrations
 from rlinf.rollout.parity import EXCEEDED
@@ -76,7 +75,11 @@ class Run:
         seed_everything(config.seed)
         self.stop_signal = StopSignal(announce=self.is_writer)
         env_config = with_share_of_cores(config.env, world_size())
-        self.resumed_from = checkpoints.resolve_checkpoint(config.resume) if config.resume else None
+        self.resumed_from = None
+        if config.resume:
+            self.resumed_from = checkpoints.on_rank_zero(
+                lambda: checkpoints.resolve_checkpoint(config.resume), f"read {config.resume}"
+            )
         phase = "sft" if config.sft.max_steps > 0 else "rl"
         saved: dict[str, Any] = {}
         if self.resumed_from is not None:
@@ -123,20 +126,16 @@ class Run:
         config = self.config
         source = self.resumed_from
         if source is None and config.init_from is not None:
-            source = checkpoints.resolve_checkpoint(config.init_from)
+            source = config.init_from
         if source is None:
             return build_policy(config, statistics_of_env(config, self.eval_env, self.dataset)).to(self.device)
-        saved = Manifest.load(source)
-        check_model_type(source, saved, config)
-        verify_files(source, saved)
-        model = load_policy(source, config)
         # A new run may go on in another env or precision; a resumed one may not.
         free = [] if self.resumed_from is not None else ["env", "precision", "lora", "renderer"]
-        present = build_manifest(config, model, policy_version=saved.policy_version)
-        check(saved, present, [*config.evaluation.allow_mismatch, *free])
-        for line in compare_fingerprints(saved.probe, self.fingerprint):
-            logger.warning("the simulator has changed since %s was made: %s", source, line)
-        return model.to(self.device)
+        allowed = [*config.evaluation.allow_mismatch, *free]
+        opened = open_checkpoint(source, config, allowed, resumes=self.resumed_from is not None)
+        for line in compare_fingerprints(opened.manifest.probe, self.fingerprint):
+            logger.warning("the simulator has changed since %s was made: %s", opened.folder, line)
+        return opened.policy.to(self.device)
 
     def _make_generator(self, rollout_model: torch.nn.Module) -> VllmPolicy | None:
         """Return what plays in the place of ``rollout_model``, where the configuration asks for it."""

@@ -15,7 +15,7 @@ import torch
 
 from rlinf.checkpoints.model_files import write_policy
 from rlinf.checks.policy import PolicyChecker
-from rlinf.commands.policy_loading import statistics_of_env
+from rlinf.commands.open_checkpoint import statistics_of_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs import make_env

@@ -10,7 +10,7 @@ import torch
 from rlinf.checkpoints.checkpoint import is_export, load_checkpoint, resolve_checkpoint, save_checkpoint
 from rlinf.commands import export as export_module
 from rlinf.commands.export import export, random_observation
-from rlinf.commands.policy_loading import load_policy, read_config
+from rlinf.commands.open_checkpoint import load_policy, read_config
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError, ConfigError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlinf.commands.evaluate import evaluate
-from rlinf.commands.policy_loading import load_policy, read_config
+from rlinf.commands.open_checkpoint import load_policy, read_config
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config

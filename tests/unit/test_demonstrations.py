@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.commands.policy_loading import statistics_of_env
+from rlinf.commands.open_checkpoint import statistics_of_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.data.config import ExpertConfig

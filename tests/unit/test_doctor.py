@@ -210,7 +210,7 @@ def test_memory_estimate_counts_what_torch_allocates(how):
 @pytest.mark.parametrize("penalty", [0, 0.1])
 def test_rollout_buffer_is_as_large_as_the_batch_of_an_iteration(penalty):
     from rlinf.algorithms import ALGORITHMS
-    from rlinf.commands.policy_loading import statistics_of_env
+    from rlinf.commands.open_checkpoint import statistics_of_env
     from rlinf.envs import make_env
     from rlinf.models import build_policy
     from rlinf.rollout.collector import RolloutCollector

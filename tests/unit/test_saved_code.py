@@ -11,7 +11,7 @@ import yaml
 
 from rlinf.cli import EXIT_USER_ERROR, main
 from rlinf.commands.export import export
-from rlinf.commands.policy_loading import read_config
+from rlinf.commands.open_checkpoint import read_config
 from rlinf.config.compose import compose_config, compose_on_saved
 from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError

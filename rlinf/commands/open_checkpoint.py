@@ -1,15 +1,22 @@
-"""From a checkpoint or an export to a policy that acts."""
+"""From the path of a checkpoint or an export to a policy that acts: found, verified, compared with the present, loaded."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlinf.checkpoints.checkpoint import is_checkpoint, load_weights, policy_folder
+from rlinf.checkpoints.checkpoint import (
+    is_checkpoint,
+    load_weights,
+    on_rank_zero,
+    policy_folder,
+    resolve_checkpoint,
+    verify_checkpoint,
+)
 from rlinf.checkpoints.model_files import STATISTICS_FILE
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.config.compose import compose_on_saved
@@ -17,10 +24,58 @@ from rlinf.config.schema import RunConfig, build_config
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError
-from rlinf.manifest import BASE_FIELD
+from rlinf.manifest import BASE_FIELD, Manifest, Mismatch, check
 from rlinf.models import build_policy, get_model_config_and_processor
 from rlinf.models.config import TokenizerConfig
 from rlinf.options import from_mapping
+from rlinf.preflight.conditions import build_manifest
+from rlinf.preflight.saved import check_model_type
+
+
+@dataclass
+class Opened:
+    """A checkpoint or an export whose files are verified.
+
+    Attributes:
+        folder: Where it lies.
+        manifest: Its manifest.
+        policy: On the CPU.
+        present: The present conditions; None: they were not compared.
+        differences: How ``present`` differs from ``manifest``, where that is allowed.
+    """
+
+    folder: Path
+    manifest: Manifest
+    policy: Any
+    present: Manifest | None = None
+    differences: list[Mismatch] = field(default_factory=list)
+
+
+def open_checkpoint(
+    path: str | os.PathLike, config: RunConfig, allow_mismatch: Sequence[str] | None = None, *, resumes: bool = False
+) -> Opened:
+    """Find, verify and load a checkpoint or an export; a collective call on all ranks.
+
+    Args:
+        path: A checkpoint, an export, or a run folder, which means its newest checkpoint.
+        config: Says how the policy is run, and what the present conditions are.
+        allow_mismatch: Conditions that may differ, as in ``evaluation.allow_mismatch``; None: do not compare conditions.
+        resumes: ``load_checkpoint`` follows and reads the base weights below adapters, so they are not read here.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is damaged, or it holds another model type.
+        ManifestMismatchError: A condition differs that ``allow_mismatch`` does not name.
+        ConfigError: A size in ``config`` is not that of the folder.
+    """
+    folder = on_rank_zero(lambda: resolve_checkpoint(path), f"read {path}")
+    saved = Manifest.load(folder)
+    check_model_type(folder, saved, config)
+    verify_checkpoint(folder)
+    opened = Opened(folder, saved, load_policy(folder, config, reads_base=not resumes))
+    if allow_mismatch is not None:
+        opened.present = build_manifest(config, opened.policy, policy_version=saved.policy_version)
+        opened.differences = check(saved, opened.present, allow_mismatch)
+    return opened
 
 
 def read_config(folder: str | os.PathLike, overrides: Sequence[str] = ()) -> RunConfig:
@@ -40,7 +95,7 @@ def read_config(folder: str | os.PathLike, overrides: Sequence[str] = ()) -> Run
     return build_config(composed)
 
 
-def load_policy(folder: str | os.PathLike, config: RunConfig) -> Any:
+def load_policy(folder: str | os.PathLike, config: RunConfig, *, reads_base: bool = True) -> Any:
     """Build the policy of a checkpoint or an export, on the CPU, with its processor.
 
     Weights, sizes, processor and action statistics come from the folder; how the policy is run (precision, attention,
@@ -49,6 +104,7 @@ def load_policy(folder: str | os.PathLike, config: RunConfig) -> Any:
     Args:
         folder: Checkpoint or exported folder, already verified.
         config: Configuration whose ``model`` section fits it.
+        reads_base: Read the base weights below the adapters of a checkpoint, which may have been random ones.
 
     Raises:
         CheckpointError: The folder holds adapters and ``config`` does not expect any.
@@ -58,7 +114,7 @@ def load_policy(folder: str | os.PathLike, config: RunConfig) -> Any:
     """
     source = policy_folder(folder)
     if (source / "adapter_config.json").is_file():
-        return _load_adapter(Path(folder), source, config)
+        return _load_adapter(Path(folder), source, config, reads_base)
     model = replace(config.model, model_path=str(source), init_config={})
     return build_policy(replace(config, model=model, tokenizer=from_mapping(TokenizerConfig, {})))
 
@@ -85,7 +141,7 @@ def statistics_of_env(
     return {"norm_stats": {name: env.action_statistics() if dataset is None else dataset.statistics()}}
 
 
-def _load_adapter(folder: Path, source: Path, config: RunConfig) -> Any:
+def _load_adapter(folder: Path, source: Path, config: RunConfig, reads_base: bool) -> Any:
     if not config.model.is_lora:
         raise CheckpointError(f"{source} holds LoRA adapters and no base weights. Set model.is_lora=true")
     if is_checkpoint(folder):  # it brings the base weights
@@ -96,6 +152,6 @@ def _load_adapter(folder: Path, source: Path, config: RunConfig) -> Any:
     if statistics.is_file():  # those of the env, where the base weights had none
         overrides = {"norm_stats": json.loads(statistics.read_text(encoding="utf-8"))}
     model = build_policy(replace(config, model=replace(config.model, lora_path=str(source))), overrides)
-    if is_checkpoint(folder):
-        load_weights(folder, model)  # the base weights too, which may have been random ones
+    if is_checkpoint(folder) and reads_base:
+        load_weights(folder, model)
     return model

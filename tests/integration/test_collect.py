@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import weights_of
+from run_results import weights_of
 
 from rlinf.cli import main
 from rlinf.commands import collect as collecting

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import run_config, untimed_metrics, weights_of
+from run_results import run_config, untimed_metrics, weights_of
 
 from rlinf.commands import train as run_module
 from rlinf.commands.train import Run, train

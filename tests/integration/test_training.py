@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_config, untimed_metrics, weights_of
+from run_results import run_config, untimed_metrics, weights_of
 
 from rlinf.commands import train as run_module
 from rlinf.commands.train import Run, train

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import metrics_of, run_config
+from run_results import metrics_of, run_config
 
 from rlinf.commands import train as run_module
 from rlinf.commands.train import Run, _execute_rank, train

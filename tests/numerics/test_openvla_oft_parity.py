@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import gap
+from run_results import gap
 from safetensors.torch import load_file
 
 from rlinf.errors import CheckpointError, ConfigError

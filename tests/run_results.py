@@ -1,4 +1,4 @@
-"""What several test files share."""
+"""Runs, and what tests compare of them."""
 
 from __future__ import annotations
 

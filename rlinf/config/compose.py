@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlinf.config import search
 from rlinf.config.saved_code import check_code, leaves, literal
-from rlinf.config.schema import REGISTRIES, RunConfig, fields_meant, no_key, overrides_text
+from rlinf.config.schema import REGISTRIES, RunConfig, fields_meant, overrides_text, unknown_key_error
 from rlinf.config.text_inputs import PAGE, text_in
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
@@ -188,7 +188,7 @@ def _unknown_key(override: Override, root: str) -> str | None:
             if not known:
                 return f"'{'.'.join(parts[:depth])}' is a value, so there is no key '{path}' in it."
             if depth == len(parts) - 1:
-                return no_key(path, override.value(), known if depth else [*known, search.GROUP])
+                return unknown_key_error(path, override.value(), known if depth else [*known, search.GROUP])
             near = closest(part, known)
             meant = ".".join([*parts[:depth], near or part, *parts[depth + 1 :]])
             keys = [meant] if near and OmegaConf.select(whole, meant) is not None else fields_meant(parts[-1])
@@ -258,7 +258,7 @@ def compose_on_saved(
                 f"Set {key}=<value>"
             )
         if key.partition(".")[0] not in public_fields(RunConfig):
-            raise ConfigError(no_key(key, override.value(), public_fields(RunConfig)))
+            raise ConfigError(unknown_key_error(key, override.value(), public_fields(RunConfig)))
     groups = [item for item in parsed if item.key_or_group in sections and isinstance(item.value(), str)]
     # A mapping is merged into the saved one, of which the rest stays.
     typed = {key for override in parsed for key, _ in leaves(override.value(), override.key_or_group)}

@@ -128,7 +128,7 @@ def overrides_text(keys: Iterable[str], value: Any) -> str:
     return " or ".join(override_of(key, value, types.get(key, Any)) for key in keys)
 
 
-def no_key(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, Any] | None = None) -> str:
+def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, Any] | None = None) -> str:
     """Say that there is no such key, and where its name is one, or which of the ``known`` ones was meant.
 
     Args:
@@ -193,7 +193,7 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
                 )
             for key, value in given.items():
                 if key not in known:
-                    raise ConfigError(no_key(f"{section}.{key}", value, known, typing.get_type_hints(cls)))
+                    raise ConfigError(unknown_key_error(f"{section}.{key}", value, known, typing.get_type_hints(cls)))
             values[section] = from_mapping(cls, given, section)
         elif section not in values:
             values[section] = section_class(section, getattr(RunConfig(), section).name)()

@@ -39,7 +39,7 @@ from rlinf.errors import CheckpointError, ConfigError, closest
 from rlinf.evaluation.compare import Comparison
 from rlinf.evaluation.compare import compare as compare_results
 from rlinf.evaluation.compare_folders import compare_folders
-from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest
 from rlinf.models import build_policy
@@ -243,7 +243,7 @@ def _evaluate_object(policy: Policy | Acts, env: str | EnvConfig | None, overrid
             return evaluate_policy(
                 policy.model if is_ours else policy,
                 made,
-                evaluation.episode_list(made, settings.split, settings.num_episodes),
+                episode_list(made, settings.split, settings.num_episodes),
                 greedy=settings.greedy,
                 temperature=config.rollout.temperature,
                 seed=config.seed,

@@ -20,7 +20,7 @@ from rlinf.errors import ConfigError
 from rlinf.evaluation.compare import compare
 from rlinf.evaluation.compare_folders import COMPARISON_NAMES, check_conditions, compare_folders, evaluation_folder
 from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
-from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.evaluation.partial import PARTIAL_FILE, PartialResults
 from rlinf.evaluation.report import write_report
@@ -176,23 +176,6 @@ class _Progress:
     def _show(self) -> None:
         done = self._partial.num_results
         self._line.update("evaluation", done, self._num_episodes, successes=self._successes)
-
-
-def episode_list(env: VectorEnv, split: str, num_episodes: int | None) -> list[EpisodeSpec]:
-    """Return the first episodes of a split, which are spread evenly over the tasks; None: all of them.
-
-    Raises:
-        ConfigError: The split has fewer.
-    """
-    available = env.episode_specs(split)
-    if num_episodes is None:
-        return list(available)
-    if len(available) < num_episodes:
-        raise ConfigError(
-            f"evaluation.num_episodes={num_episodes}, but the split '{split}' has {len(available)} episodes. "
-            f"Set evaluation.num_episodes={len(available)}, or raise env.num_{split}_init_states"
-        )
-    return [available[number] for number in range(num_episodes)]
 
 
 def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manifest | None, list[str]]:

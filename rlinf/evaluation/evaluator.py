@@ -93,6 +93,23 @@ def _calls(lengths: Sequence[Hashable]) -> list[list[int]]:
     return [group[first : first + NUM_ROWS] for group in groups.values() for first in range(0, len(group), NUM_ROWS)]
 
 
+def episode_list(env: VectorEnv, split: str, num_episodes: int | None) -> list[EpisodeSpec]:
+    """Return the first episodes of a split, which are spread evenly over the tasks; None: all of them.
+
+    Raises:
+        ConfigError: The split has fewer.
+    """
+    available = env.episode_specs(split)
+    if num_episodes is None:
+        return list(available)
+    if len(available) < num_episodes:
+        raise ConfigError(
+            f"evaluation.num_episodes={num_episodes}, but the split '{split}' has {len(available)} episodes. "
+            f"Set evaluation.num_episodes={len(available)}, or raise env.num_{split}_init_states"
+        )
+    return [available[number] for number in range(num_episodes)]
+
+
 def evaluate_policy(
     model: ActionModel | Acts,
     env: VectorEnv,

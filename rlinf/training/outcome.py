@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlinf.config.schema import RunConfig
+from rlinf.evaluation.report import write_report
 from rlinf.files import write_text
+from rlinf.rollout.parity import EXCEEDED
+from rlinf.tracking.tracker import read_metrics
+from rlinf.training.state import LoopState
 from rlinf.training.train_worker import FailedBatch
-from rlinf.training.trainer import LoopState
 
 SUMMARY_TAGS = {"success_after_sft": "after_sft", "success_before_rl": "before_rl", "success_after_rl": "after_rl"}
 """Keys of ``summary.json`` and the evaluations that they show."""
+
+
+def evaluation_folder(config: RunConfig, tag: str) -> Path:
+    """Return where result and videos of an evaluation go."""
+    return Path(config.output_dir) / "eval" / tag
+
+
+def write_summary(config: RunConfig, state: LoopState, saved_names: Collection[str]) -> None:
+    """Write ``summary.json`` and the report of a finished run, and print the closing table."""
+    folder = Path(config.output_dir)
+    summary = summary_of(config.experiment_name, config.seed, state, state.best_evaluation(saved_names))
+    summary["parity_exceeded"] = sum(line.get(EXCEEDED, 0) > 0 for line in read_metrics(folder))
+    write_text(folder / "summary.json", json.dumps(summary, indent=1))
+    report = write_report(folder)
+    print(closing_table(summary), f"report: {report}", sep="\n", flush=True)
 
 
 def summary_of(experiment_name: str, seed: int, state: LoopState, best: str | None = None) -> dict[str, Any]:

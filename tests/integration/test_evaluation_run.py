@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlinf.checkpoints.checkpoint import save_checkpoint
-from rlinf.commands.evaluate import episode_list, evaluate
+from rlinf.commands.evaluate import evaluate
 from rlinf.commands.export import export
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
@@ -20,7 +20,7 @@ from rlinf.distributed.process_group import rank, world_size
 from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError
 from rlinf.evaluation.compare_folders import compare_folders
-from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.fingerprint import take_fingerprint
 from rlinf.evaluation.partial import PartialResults
 from rlinf.evaluation.result import EvaluationResult

@@ -13,18 +13,22 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from run_results import run_config, untimed_metrics, weights_of
 
-from rlinf.commands import train as run_module
-from rlinf.commands.train import Run, train
+from rlinf.commands.train import train
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
 from rlinf.files import locked_folder
 from rlinf.tracking.progress import Progress
-from rlinf.training import trainer as trainer_module
-from rlinf.training.trainer import LoopState, Trainer
+from rlinf.training import evaluator
+from rlinf.training import session as session_module
+from rlinf.training.rl_trainer import RLTrainer
+from rlinf.training.session import Session
+from rlinf.training.state import LoopState
+from rlinf.training.stop_signal import StopSignal
 
 SMALL = [
     "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
@@ -69,48 +73,50 @@ def test_a_run_saves_by_the_clock_and_no_number_changes(tmp_path):
         assert "rl_000003" in left, "what the earlier run had saved after that is kept, out of the way"
 
 
-def trainer_of(clock, **settings) -> tuple[Trainer, list]:
-    config, calls = config_of(Path("unused")), []
-    config.trainer = replace(config.trainer, **settings)
-    nothing = dict.fromkeys(
-        ("worker", "collector", "algorithm", "sync", "make_reference", "evaluate", "log", "progress")
-    )
-    state = LoopState(phase="rl", step=1)
-    trainer = Trainer(
-        config,
-        **nothing,
-        save=lambda state: calls.append(state.step),
-        should_stop=lambda: False,
-        state=state,
-        clock=clock,
-    )
-    return trainer, calls
+@pytest.fixture
+def session_of(monkeypatch, tmp_path):
+    """Make a session with a clock, whose checkpoints are only counted."""
+
+    def make(clock, **settings) -> tuple[Session, list[int]]:
+        config, calls = config_of(tmp_path), []
+        config.trainer = replace(config.trainer, **settings)
+        state = LoopState(phase="rl", step=1)
+        parts = dict.fromkeys(("sync", "evaluator", "progress"))
+        worker = SimpleNamespace(model=None, optimizer=None)
+        session = Session(config, state, worker=worker, stop_signal=StopSignal(announce=False), clock=clock, **parts)
+        monkeypatch.setattr(session, "_manifest", lambda: None)
+        monkeypatch.setattr(
+            session_module.checkpoints, "save_checkpoint", lambda folder, **_: calls.append(int(folder.name[-6:]))
+        )
+        return session, calls
+
+    return make
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_clock_of_rank_0_decides(monkeypatch, number):
-    monkeypatch.setattr(trainer_module, "rank", lambda: number)
+def test_the_clock_of_rank_0_decides(monkeypatch, session_of, number):
+    monkeypatch.setattr(session_module, "rank", lambda: number)
     now = [1000.0]
-    trainer, calls = trainer_of(lambda: now[0])
-    assert trainer.config.trainer.save_every_minutes == 10, "the default"
+    session, calls = session_of(lambda: now[0])
+    assert session.config.trainer.save_every_minutes == 10, "the default"
     for step, minutes in enumerate((1, 9.9, 10, 11, 19, 20, 31), start=1):
-        trainer.state.step, now[0] = step, 1000.0 + 60 * minutes
-        trainer._checkpoint_if_due(step, last=False)
+        session.state.step, now[0] = step, 1000.0 + 60 * minutes
+        session.checkpoint_if_due(last=False)
     assert calls == ([3, 6, 7] if number == 0 else [])
 
 
-def test_without_minutes_only_steps_count():
+def test_without_minutes_only_steps_count(session_of):
     now = [0.0]
-    trainer, calls = trainer_of(lambda: now[0], save_every_minutes=0.0, save_every=2)
+    session, calls = session_of(lambda: now[0], save_every_minutes=0.0, save_every=2)
     for step in range(1, 6):
-        trainer.state.step, now[0] = step, 1e6 * step
-        trainer._checkpoint_if_due(step, last=step == 5)
+        session.state.step, now[0] = step, 1e6 * step
+        session.checkpoint_if_due(last=step == 5)
     assert calls == [2, 4, 5]
 
 
 def with_success(monkeypatch, *rates: float) -> None:
     """Let the evaluations of a run succeed at these rates, one after the other."""
-    evaluate, given = run_module.evaluate_policy, iter(rates)
+    evaluate, given = evaluator.evaluate_policy, iter(rates)
 
     def evaluated(*args, **kwargs):
         result, rate = evaluate(*args, **kwargs), next(given)
@@ -118,7 +124,7 @@ def with_success(monkeypatch, *rates: float) -> None:
         result.results = [replace(one, success=number < successes) for number, one in enumerate(result.results)]
         return result
 
-    monkeypatch.setattr(run_module, "evaluate_policy", evaluated)
+    monkeypatch.setattr(evaluator, "evaluate_policy", evaluated)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +215,7 @@ def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, caplog, n
 
 
 def test_sighup_saves_as_sigterm_does(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Run, "make_reference", lambda run: signal.raise_signal(signal.SIGHUP))
+    monkeypatch.setattr(RLTrainer, "_make_reference", lambda trainer: signal.raise_signal(signal.SIGHUP))
     before = signal.getsignal(signal.SIGHUP)
     with pytest.raises(SystemExit) as ended:
         train(config_of(tmp_path))
@@ -221,8 +227,6 @@ def test_sighup_saves_as_sigterm_does(tmp_path, monkeypatch, capsys):
 def test_nohup_is_respected():
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        from rlinf.training.stop_signal import StopSignal
-
         stop = StopSignal(announce=False)
         with stop.heard():
             signal.raise_signal(signal.SIGHUP)

@@ -14,13 +14,16 @@ import pytest
 import torch
 from run_results import run_config, untimed_metrics, weights_of
 
+from rlinf.checkpoints import checkpoint as checkpoint_module
 from rlinf.commands import train as run_module
-from rlinf.commands.train import Run, train
+from rlinf.commands.train import build, train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, NonFiniteError, ParityError
 from rlinf.preflight import conditions
+from rlinf.training import evaluator, sft_trainer
+from rlinf.training.rl_trainer import RLTrainer
 
 SMALL = [
     "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
@@ -89,10 +92,10 @@ SMOOTH = "trainer.adam_eps=1e-3"
 
 
 def rl_step(folder: Path, *overrides: str) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    run = Run(config_of(folder, "trainer.max_steps=1", "algorithm.critic_warmup_steps=0", SMOOTH, *overrides))
+    run = build(config_of(folder, "trainer.max_steps=1", "algorithm.critic_warmup_steps=0", SMOOTH, *overrides))
     run.execute()
     line = next(line for line in untimed_metrics(folder) if "train/loss" in line)
-    return line, {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    return line, {name: p.detach().clone() for name, p in run.session.worker.model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +111,7 @@ def test_results_do_not_depend_on_how_work_is_cut(tmp_path, overrides):
     for name, tensor in weights.items():
         torch.testing.assert_close(other_weights[name], tensor, atol=1e-6, rtol=1e-5, msg=name)
     # Control: the step moved the weights by far more than the tolerance.
-    untouched = Run(config_of(tmp_path / "c")).model
+    untouched = build(config_of(tmp_path / "c")).session.worker.model
     moved = max((p.detach() - weights[name]).abs().max().item() for name, p in untouched.named_parameters())
     assert moved > 1e-4
 
@@ -205,14 +208,27 @@ def test_what_vllm_shares_is_not_in_the_expandable_segments_of_a_run_before(tmp_
 
 def test_resume_keeps_the_action_statistics_of_the_checkpoint(tmp_path):
     train(config_of(tmp_path / "first", "trainer.max_steps=1"))
-    source = Run(config_of(tmp_path / "probe")).model
+    source = build(config_of(tmp_path / "probe")).session.worker.model
     halved = {"tabletop": {"action": {**source.config.norm_stats["tabletop"]["action"], "q99": [0.5, 0.5]}}}
-    run = Run(config_of(tmp_path / "second", "trainer.max_steps=1"))
-    run.model.config.norm_stats = halved
+    run = build(config_of(tmp_path / "second", "trainer.max_steps=1"))
+    run.session.worker.model.config.norm_stats = halved
     run.execute()
-    resumed = Run(config_of(tmp_path / "second", "trainer.max_steps=2", f"resume={tmp_path / 'second'}"))
-    assert resumed.model.config.norm_stats["tabletop"]["action"]["q99"] == [0.5, 0.5]
-    assert list(resumed.model.action_normalizer.high) == [0.5, 0.5]
+    resumed = build(config_of(tmp_path / "second", "trainer.max_steps=2", f"resume={tmp_path / 'second'}"))
+    assert resumed.session.worker.model.config.norm_stats["tabletop"]["action"]["q99"] == [0.5, 0.5]
+    assert list(resumed.session.worker.model.action_normalizer.high) == [0.5, 0.5]
+
+
+def test_a_resumed_run_hashes_its_checkpoint_once(tmp_path, monkeypatch):
+    train(config_of(tmp_path, "trainer.max_steps=1"))
+    verify_files, hashed = checkpoint_module.verify_files, []
+
+    def counted(folder, manifest):
+        hashed.append(folder.name)
+        verify_files(folder, manifest)
+
+    monkeypatch.setattr(checkpoint_module, "verify_files", counted)
+    build(config_of(tmp_path, f"resume={tmp_path}"))
+    assert hashed == ["rl_000001"]
 
 
 def test_resume_refuses_a_checkpoint_of_another_version(tmp_path, monkeypatch):
@@ -220,7 +236,7 @@ def test_resume_refuses_a_checkpoint_of_another_version(tmp_path, monkeypatch):
     real = conditions.package_versions
     monkeypatch.setattr(conditions, "package_versions", lambda *names: real(*names) | {"mujoco": "2.0.0"})
     with pytest.raises(ManifestMismatchError, match="mujoco"):
-        Run(config_of(tmp_path, f"resume={tmp_path}"))
+        build(config_of(tmp_path, f"resume={tmp_path}"))
 
 
 def test_a_vla_on_two_ranks_equals_one(tmp_path):
@@ -237,10 +253,12 @@ def test_a_vla_on_two_ranks_equals_one(tmp_path):
 
 def test_value_head_and_policy_have_their_own_learning_rates(tmp_path):
     rates = ["trainer.learning_rate=1e-3", "trainer.value_learning_rate=1e-5", "trainer.max_steps=1"]
-    run = Run(config_of(tmp_path, *rates, "algorithm.critic_warmup_steps=0"))
-    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    run = build(config_of(tmp_path, *rates, "algorithm.critic_warmup_steps=0"))
+    before = {name: p.detach().clone() for name, p in run.session.worker.model.named_parameters()}
     run.execute()
-    moved = {name: (p.detach() - before[name]).abs().max().item() for name, p in run.model.named_parameters()}
+    moved = {
+        name: (p.detach() - before[name]).abs().max().item() for name, p in run.session.worker.model.named_parameters()
+    }
     value = max(size for name, size in moved.items() if "value_head" in name)
     policy = max(size for name, size in moved.items() if "value_head" not in name)
     # Two AdamW steps move a weight by at most about twice the learning rate.
@@ -286,63 +304,63 @@ def test_grpo_with_replaced_groups_on_two_ranks_equals_one(tmp_path):
 
 
 def test_parity_gate_stops_at_step_zero_and_names_the_worst_sample(tmp_path):
-    run = Run(config_of(tmp_path))
-    original = run.model.rollout_logprobs
+    run = build(config_of(tmp_path))
+    original = run.session.worker.model.rollout_logprobs
 
     def drifted(prediction, temperature=1.0):
         logprobs = original(prediction, temperature)
         logprobs[3] += 0.25
         return logprobs
 
-    run.model.rollout_logprobs = drifted
+    run.session.worker.model.rollout_logprobs = drifted
     with pytest.raises(ParityError, match=r"differ by 0\.25 at step 0.*env (3|7).*EpisodeSpec.*reach the"):
         run.execute()
 
 
 def test_parity_gate_sees_another_temperature_at_the_start_and_after_a_resume(tmp_path):
-    run = Run(config_of(tmp_path))
-    run.worker.temperature = 1.5
+    run = build(config_of(tmp_path))
+    run.session.worker.temperature = 1.5
     with pytest.raises(ParityError, match="differ by.*at step 0"):
         run.execute()
     folder = tmp_path / "halves"
     train(config_of(folder, "trainer.max_steps=1"))
-    resumed = Run(config_of(folder, "trainer.max_steps=2", f"resume={folder}"))
-    resumed.worker.temperature = 1.5
+    resumed = build(config_of(folder, "trainer.max_steps=2", f"resume={folder}"))
+    resumed.session.worker.temperature = 1.5
     with pytest.raises(ParityError, match="differ by.*at step 1"):
         resumed.execute()
 
 
 def test_not_finite_gradient_stops_with_a_report_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
-    run = Run(config_of(tmp_path, "trainer.save_every=1"))
-    update, calls = run.worker.update, []
+    run = build(config_of(tmp_path, "trainer.save_every=1"))
+    update, calls = run.session.worker.update, []
 
     def poisoned(batch, index, algorithm, step):
         calls.append(step)
         return update(batch, index, algorithm, step)
 
-    norm_of = run.worker.train_step.norm_of
+    norm_of = run.session.worker.train_step.norm_of
 
     def one_bad_gradient(parameters):
-        if calls and calls[-1] == 2 and run.model.log_std in set(parameters):
-            run.model.policy[0].weight.grad[0, 0] = float("nan")
+        if calls and calls[-1] == 2 and run.session.worker.model.log_std in set(parameters):
+            run.session.worker.model.policy[0].weight.grad[0, 0] = float("nan")
         return norm_of(parameters)
 
-    run.worker.update = poisoned
-    monkeypatch.setattr(run.worker.train_step, "norm_of", one_bad_gradient)
+    run.session.worker.update = poisoned
+    monkeypatch.setattr(run.session.worker.train_step, "norm_of", one_bad_gradient)
     with pytest.raises(NonFiniteError, match="rl step 2"):
         run.execute()
     report = json.loads((tmp_path / "failed_batch" / "report.json").read_text())
     assert report["step"] == 2 and report["parameters_with_bad_gradients"] == ["policy.0.weight"]
     assert {"advantages", "action_tokens", "state"} <= report["tensors"].keys()
     assert (tmp_path / "checkpoints" / "rl_000002" / "manifest.json").exists()
-    assert all(torch.isfinite(p).all() for p in run.model.parameters())
+    assert all(torch.isfinite(p).all() for p in run.session.worker.model.parameters())
 
 
 def test_critic_warmup_moves_the_value_head_and_nothing_else(tmp_path):
-    run = Run(config_of(tmp_path, "trainer.max_steps=1", "trainer.weight_decay=0.1"))
-    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    run = build(config_of(tmp_path, "trainer.max_steps=1", "trainer.weight_decay=0.1"))
+    before = {name: p.detach().clone() for name, p in run.session.worker.model.named_parameters()}
     run.execute()
-    for name, parameter in run.model.named_parameters():
+    for name, parameter in run.session.worker.model.named_parameters():
         assert torch.equal(parameter, before[name]) == ("value_head" not in name), name
 
 
@@ -374,7 +392,7 @@ def test_a_signal_saves_ends_and_leaves_no_process(tmp_path, number, processes):
 
 def stop_in_evaluation(monkeypatch, number: int, within: bool = True) -> None:
     """Let SIGTERM come in the middle of the evaluation of this number, or when its result is there."""
-    place, name = (run_module, "evaluate_policy") if within else (Run, "evaluate")
+    place, name = (evaluator, "evaluate_policy") if within else (evaluator.Evaluator, "run")
     evaluate = getattr(place, name)
     calls = []
 
@@ -427,7 +445,7 @@ def test_a_signal_is_heard_within_an_evaluation(tmp_path, monkeypatch, capsys, n
 
 def test_a_signal_between_the_evaluation_before_rl_and_the_first_step_loses_no_line(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(Run, "make_reference", lambda run: signal.raise_signal(signal.SIGTERM))
+        patch.setattr(RLTrainer, "_make_reference", lambda trainer: signal.raise_signal(signal.SIGTERM))
         train(config_of(tmp_path / "run"))
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["rl_000000"]
     assert_goes_on_as_one_without_a_stop(tmp_path, [], "rl_000004")
@@ -482,7 +500,7 @@ def test_a_stop_at_an_evaluation_of_cloning_neither_loses_nor_repeats_it(tmp_pat
 
 
 def test_a_signal_while_demonstrations_are_made_ends_the_run_at_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run_module, "collect_demonstrations", lambda *args: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(sft_trainer, "collect_demonstrations", lambda *args: signal.raise_signal(signal.SIGINT))
     with pytest.raises(SystemExit) as ended:
         train(config_of(tmp_path, "sft.max_steps=2"))
     assert ended.value.code == 128 + signal.SIGINT
@@ -492,7 +510,7 @@ def test_a_signal_while_demonstrations_are_made_ends_the_run_at_once(tmp_path, m
 def test_a_rank_that_is_done_with_its_demonstrations_stops_with_one_that_heard_the_signal(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(run_module, "any_rank", lambda _mine: True)
+    monkeypatch.setattr(sft_trainer, "any_rank", lambda _mine: True)
     with pytest.raises(SystemExit):
         train(config_of(tmp_path, "sft.max_steps=2"))
     assert "nothing had been trained yet" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import torch
 from run_results import metrics_of, run_config
 
 from rlinf.commands import train as run_module
-from rlinf.commands.train import Run, _execute_rank, train
+from rlinf.commands.train import _execute_rank, build, train
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.fsdp import full_tensor, grad_norm
 from rlinf.distributed.launch import launch
@@ -20,6 +20,7 @@ from rlinf.errors import ConfigError, ParityError, RLinfError
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.rollout.weight_sync import WeightSync
+from rlinf.training import evaluator
 from rlinf.training.train_worker import TrainWorker
 
 SMALL = [
@@ -113,18 +114,17 @@ def test_evaluations_are_greedy_on_held_out_episodes_and_of_the_newest_weights(t
     runs, seen, episodes = [], [], []
 
     def evaluate(model, env, specs, **kwargs):
-        trained = runs[0].model.state_dict()
+        trained = runs[0].session.worker.model.state_dict()
         seen.append([torch.equal(held, full_tensor(trained[name])) for name, held in model.state_dict().items()])
         episodes.extend((kwargs["greedy"], spec.init_state_id >= EVAL_INIT_STATE_OFFSET) for spec in specs)
         return evaluate_policy(model, env, specs, **kwargs)
 
-    class RecordedRun(Run):
-        def __init__(self, config):
-            runs.append(self)
-            super().__init__(config)
+    def recorded(config):
+        runs.append(build(config))
+        return runs[-1]
 
-    monkeypatch.setattr(run_module, "evaluate_policy", evaluate)
-    monkeypatch.setattr(run_module, "Run", RecordedRun)
+    monkeypatch.setattr(evaluator, "evaluate_policy", evaluate)
+    monkeypatch.setattr(run_module, "build", recorded)
     train(config_of(tmp_path, SHARDED, "trainer.eval_every=1", "trainer.max_steps=2"))
     assert len(seen) == 3 and all(map(all, seen))  # before RL, after the first and the last step
     assert episodes == [(True, True)] * 24
@@ -176,17 +176,17 @@ def test_a_loss_without_a_gradient_for_the_policy_is_refused(tmp_path, monkeypat
 
 
 def test_every_trained_tensor_moves_and_gradients_are_clipped_for_policy_and_value_head_apart(tmp_path, monkeypatch):
-    run = Run(config_of(tmp_path, "trainer.max_steps=1", "trainer.max_grad_norm=1e-4"))
-    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    run = build(config_of(tmp_path, "trainer.max_steps=1", "trainer.max_grad_norm=1e-4"))
+    before = {name: p.detach().clone() for name, p in run.session.worker.model.named_parameters()}
     norms, step = [], torch.optim.AdamW.step
 
     def recorded(self, *args):
-        worker = run.worker
+        worker = run.session.worker
         norms.append([float(grad_norm(part)) for part in (worker.policy_masters, worker.value_masters)])
         return step(self, *args)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
     run.execute()
     assert norms and all(norm == pytest.approx(1e-4, rel=1e-3) for pair in norms for norm in pair)
-    assert all(p.requires_grad for p in run.model.parameters())
-    assert not [name for name, p in run.model.named_parameters() if torch.equal(p, before[name])]
+    assert all(p.requires_grad for p in run.session.worker.model.parameters())
+    assert not [name for name, p in run.session.worker.model.named_parameters() if torch.equal(p, before[name])]

@@ -215,13 +215,13 @@ def test_errors_are_printed_as_the_page_says(command, printed, capsys, tmp_path,
 
 
 def test_the_loop_of_the_architecture_page_is_that_of_the_trainer():
-    from rlinf.training.trainer import Trainer
+    from rlinf.training.rl_trainer import RLTrainer
 
     (excerpt,) = blocks(text_of("docs/architecture.md"), "python")
-    source = [line.strip() for line in inspect.getsource(Trainer.iteration).splitlines()]
+    source = [line.strip() for line in inspect.getsource(RLTrainer.iteration).splitlines()]
     position = -1
     for line in excerpt.splitlines():
-        assert line.strip() in source[position + 1 :], f"Trainer.iteration has no line '{line.strip()}' at this place"
+        assert line.strip() in source[position + 1 :], f"RLTrainer.iteration has no line '{line.strip()}' at this place"
         position = source.index(line.strip(), position + 1)
 
 

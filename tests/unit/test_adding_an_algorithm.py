@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from rlinf.algorithms.base import Algorithm, LossCounts
-from rlinf.commands.train import Run, train
+from rlinf.commands.train import build, train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import ConfigError
@@ -70,14 +70,14 @@ def test_the_command_of_the_page_trains_two_iterations(folder):
     config = composed(folder)
     validate(config)
     assert config.algorithm.name == "my_reinforce" and config.model.model_type == "mlp"
-    run = Run(config)
-    before = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+    run = build(config)
+    before = {name: parameter.detach().clone() for name, parameter in run.session.worker.model.named_parameters()}
     run.execute()
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "train/loss" in line]
     assert [line["step"] for line in steps] == [0, 1]
     assert all(line["train/baseline"] != 0 and line["train/grad_norm"] > 0 for line in steps)
-    for name, parameter in run.model.named_parameters():
+    for name, parameter in run.session.worker.model.named_parameters():
         assert torch.equal(parameter, before[name]) == ("value_head" in name), name
 
 

@@ -31,8 +31,8 @@ from rlinf.models import build_policy
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
+from rlinf.training.rl_trainer import replace_envs, rollout_metrics
 from rlinf.training.train_worker import TrainWorker
-from rlinf.training.trainer import replace_envs, rollout_metrics
 from rlinf.types import ActionPrediction
 
 FIXTURES = str(Path(__file__).parents[1] / "fixtures")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,8 +22,12 @@ from rlinf.envs import make_env
 from rlinf.errors import ConfigError
 from rlinf.rollout.demonstrations import Demonstrations, ExpertDemonstrator, collect_demonstrations, play_episodes
 from rlinf.seeding import derive_seed
+from rlinf.tracking.progress import Progress
 from rlinf.training import train_worker
-from rlinf.training.trainer import LoopState, Trainer
+from rlinf.training.session import Session
+from rlinf.training.sft_trainer import SFTTrainer
+from rlinf.training.state import LoopState
+from rlinf.training.stop_signal import StopSignal
 from rlinf.types import Observation
 
 # -- rows of a step ----------------------------------------------------------------------------------------------
@@ -108,10 +113,11 @@ def test_rows_past_the_last_one_repeat_it():
 class Recording:
     """Demonstrations that note which rows are read, and a worker that notes what it is given, in one."""
 
-    config = None
+    num_episodes = 2
 
     def __init__(self, dataset):
         self.dataset, self.read, self.given = dataset, [], []
+        self.model = SimpleNamespace(sft_chunk_len=1)
 
     def __len__(self):
         return len(self.dataset)
@@ -124,26 +130,24 @@ class Recording:
         self.given.append((observation.images["front"][:, 0, 0, 0].tolist(), num_rows, step, seed))
         return {"loss": 0.0}
 
-    def start_phase(self, config):
-        self.config = config
-
 
 @pytest.mark.parametrize(("batch_size", "ranks"), [(6, 1), (6, 2), (7, 2), (5, 3), (1, 2)])
 def test_every_rank_reads_the_rows_that_it_trains_on_and_no_others(monkeypatch, batch_size, ranks):
     config = build_config(
         compose_config(["sft.max_steps=4", f"sft.batch_size={batch_size}", "tracking.progress=false"])
     )
-    unused = dict.fromkeys(("collector", "algorithm", "sync", "make_reference", "evaluate"))
     found = []
     for rank in range(ranks):
         monkeypatch.setattr(train_worker, "rank", lambda rank=rank: rank)
         monkeypatch.setattr(train_worker, "world_size", lambda: ranks)
         source = Recording(stored()[0])
         state = LoopState()
-        Trainer(
-            config, worker=source, save=lambda state: None, log=lambda *line: None, progress=lambda *_, **__: None,
-            should_stop=lambda: False, state=state, **unused,
-        ).run_sft(lambda source=source: source)  # fmt: skip
+        session = Session(
+            config, state, worker=source, sync=None, evaluator=None, stop_signal=StopSignal(announce=False),
+            progress=Progress(enabled=False),
+        )  # fmt: skip
+        monkeypatch.setattr(session, "save", lambda: None)
+        SFTTrainer(session, source).fit()
         assert source.read == [rows for rows, *_ in source.given] and state.sft_step == 4
         found.append(source)
     seed = derive_seed(config.seed, "sft")

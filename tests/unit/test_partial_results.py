@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.commands.evaluate import conditions, episode_list
+from rlinf.commands.evaluate import conditions
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError
+from rlinf.evaluation.evaluator import episode_list
 from rlinf.evaluation.partial import PartialResults
 from rlinf.models import build_policy
 from rlinf.preflight.conditions import build_manifest

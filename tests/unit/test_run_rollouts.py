@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf.commands.train import Run
+from rlinf.commands.train import _collector
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs.config import EnvConfig, default_num_worker_threads
 from rlinf.rollout.sampler import EpisodeSampler
+from rlinf.training.evaluator import Evaluator
 from rlinf.training.stop_signal import StopSignal
 from rlinf.types import EpisodeSpec
 
@@ -51,34 +52,28 @@ def test_random_init_states_balance_tasks_and_depend_on_the_seed():
 
 
 def test_in_a_training_run_threads_and_ranks_share_the_cores_and_no_worker_outlives_an_evaluation(
-    tmp_path, monkeypatch
+    monkeypatch,
 ):
     config = replace(build_config(compose_config(["model=mlp"])), env=WalkConfig(max_episode_steps=2))
     config.rollout.num_envs, config.rollout.num_lanes, config.rollout.group_size = 64, 2, 1
     config.evaluation.num_episodes, config.evaluation.greedy = 2, False
+    config.output_dir = "unused"
     monkeypatch.setattr("rlinf.envs.config.num_cores", lambda: 12)
     monkeypatch.setattr("rlinf.commands.train.world_size", lambda: 2)
     monkeypatch.setattr(
         "rlinf.commands.train.make_env", lambda env, count, auto_reset: WalkVectorEnv(env, count, auto_reset)
     )
     env = WalkVectorEnv(replace(config.env, num_processes=1), 2, False)
-    run = SimpleNamespace(
-        config=config, eval_env=env, folder=tmp_path, worker=SimpleNamespace(autocast=nullcontext),
-        sync=SimpleNamespace(rollout_model=Wanderer()), state=SimpleNamespace(policy_version=0),
-        _manifest=lambda version: SimpleNamespace(save=lambda folder: None), progress=SimpleNamespace(note=print),
-        stop_signal=StopSignal(announce=False),
-    )  # fmt: skip
-    collector = Run._collector(run)
+    collector = _collector(config, env, SimpleNamespace(autocast=nullcontext))
     for thread in collector.worker_threads:
         thread.env.reset()
         assert len(thread.env.worker_processes()) == 12 // 2 // 2
     collector.close()
-    monkeypatch.setattr("rlinf.commands.train.world_size", lambda: 1)
-    for run.is_writer in (True, False):
-        env.reset()
-        assert len(env.worker_processes()) == 1
-        assert (Run.evaluate(run, "step_000001") is not None) == run.is_writer
-        assert not env.worker_processes()
+    env.reset()
+    assert len(env.worker_processes()) == 1
+    evaluator = Evaluator(config, env, StopSignal(announce=False), nullcontext)
+    assert evaluator.run(Wanderer(), "step_000001").episodes == 2
+    assert not env.worker_processes()
     env.close()
 
 
@@ -101,10 +96,9 @@ def test_a_simulation_on_the_gpu_is_not_split_into_threads(monkeypatch):
         "rlinf.commands.train.make_env", lambda env, count, auto_reset: WalkVectorEnv(env, count, auto_reset)
     )
     env = WalkVectorEnv(config.env, 1, False)
-    run = SimpleNamespace(config=config, eval_env=env, worker=SimpleNamespace(autocast=nullcontext))
     for on_gpu, widths in ((True, [8]), (False, [4, 4])):
         monkeypatch.setattr(WalkVectorEnv, "on_gpu", on_gpu)
-        collector = Run._collector(run)
+        collector = _collector(config, env, SimpleNamespace(autocast=nullcontext))
         assert [thread.env.num_envs for thread in collector.worker_threads] == widths
         collector.close()
     env.close()

@@ -1,0 +1,59 @@
+"""The evaluations of a run on held-out episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from rlinf.config.schema import RunConfig
+from rlinf.distributed.process_group import rank, world_size
+from rlinf.envs.base import VectorEnv
+from rlinf.evaluation.evaluator import episode_list, evaluate_policy
+from rlinf.evaluation.result import EvaluationResult
+from rlinf.training.outcome import SUMMARY_TAGS, evaluation_folder
+from rlinf.training.stop_signal import StopRequested, StopSignal
+
+
+class Evaluator:
+    """Evaluate a policy on all ranks, each on its share of the episodes.
+
+    Args:
+        config: Configuration of the run.
+        env: Made with ``auto_reset=False``; offloaded after each evaluation.
+        stop_signal: Gives an evaluation up on all ranks.
+        autocast: Makes the context in which the policy runs.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        env: VectorEnv,
+        stop_signal: StopSignal,
+        autocast: Callable[[], AbstractContextManager],
+    ) -> None:
+        self.config, self.env, self.stop_signal, self.autocast = config, env, stop_signal, autocast
+
+    def run(self, model: object, tag: str) -> EvaluationResult | None:
+        """Return the result on all ranks (a collective call), or None if a signal has stopped it."""
+        settings = self.config.evaluation
+        with_videos = tag in SUMMARY_TAGS.values() and settings.num_videos_per_task > 0
+        try:
+            with self.autocast():
+                return evaluate_policy(
+                    model,
+                    self.env,
+                    episode_list(self.env, settings.split, settings.num_episodes),
+                    greedy=settings.greedy,
+                    temperature=self.config.rollout.temperature,
+                    seed=self.config.seed,
+                    video_folder=evaluation_folder(self.config, tag) / "videos" if with_videos else None,
+                    num_videos_per_task=settings.num_videos_per_task,
+                    video_size=settings.video_size,
+                    rank=rank(),
+                    num_ranks=world_size(),
+                    together=self.stop_signal.together,
+                )
+        except StopRequested:
+            return None
+        finally:
+            self.env.offload()

@@ -1,0 +1,56 @@
+"""Where a run is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class LoopState:
+    """Where a run is; saved with every checkpoint.
+
+    Attributes:
+        phase: ``sft`` or ``rl``; names checkpoints and lines of metrics.
+        sft_step, step: Next optimiser step of cloning, next iteration of RL.
+        env_steps: Env steps of RL so far.
+        policy_version: Weight updates so far.
+        train_wall_s: Seconds of training so far (demonstrations, cloning, RL; not evaluation).
+        tracker_run_id: Identity of the metric run.
+        evaluations: Tag to summary of each evaluation so far, with the name of the ``checkpoint`` that holds the policy.
+        dataset: Hash of the dataset that is cloned (``StoredDemonstrations.digest``), or None.
+    """
+
+    phase: str = "sft"
+    sft_step: int = 0
+    step: int = 0
+    env_steps: int = 0
+    policy_version: int = 0
+    train_wall_s: float = 0.0
+    tracker_run_id: str | None = None
+    evaluations: dict[str, Any] = field(default_factory=dict)
+    dataset: str | None = None
+
+    @property
+    def done(self) -> int:
+        """Steps of the present phase that are done."""
+        return self.sft_step if self.phase == "sft" else self.step
+
+    @property
+    def checkpoint_name(self) -> str | None:
+        """Name of the checkpoint that holds the present policy, once it is saved; None: nothing was trained yet."""
+        if self.phase == "rl" and self.step > 0:
+            return f"rl_{self.step:06d}"
+        return f"sft_{self.sft_step:06d}" if self.sft_step > 0 else None
+
+    def best_evaluation(self, names: Collection[str]) -> str | None:
+        """Return the tag of the evaluation with the highest success rate above 0, the newest of equals.
+
+        Args:
+            names: Checkpoints that there are; other evaluations are left out.
+        """
+        tags = [
+            tag for tag, one in self.evaluations.items() if one.get("checkpoint") in names and one["success_rate"] > 0
+        ]
+        return max(reversed(tags), key=lambda tag: self.evaluations[tag]["success_rate"], default=None)

@@ -173,3 +173,33 @@ def test_a_circle_of_modules_is_seen(tmp_path):
     for name, line in (("__init__", ""), ("types", "import rlinf.files"), ("files", "from rlinf import types")):
         (package / f"{name}.py").write_text(line)
     assert circles(package) == [["rlinf.files", "rlinf.types"]]
+
+
+def package_graph(package: Path) -> dict[str, set[str]]:
+    """Return each package above the ground to the packages that it needs directly, without those implied by others."""
+    known, ground = modules(package), {name for names in LAYERS[:3] for name in names}
+    needs: dict[str, set[str]] = {}
+    for module, path in known.items():
+        if "." in module:
+            name = module.split(".")[1]
+            found = {target.split(".")[1] for target in imports(ast.parse(path.read_text()), known) if "." in target}
+            needs[name] = needs.get(name, set()) | (found - ground - {name})
+    needs = {name: found for name, found in needs.items() if name not in ground}
+    return {
+        name: {each for each in found if not any(each in reachable(needs, other) for other in found - {each})}
+        for name, found in needs.items()
+    }
+
+
+def diagram(package: Path) -> str:
+    """Draw the packages as the Mermaid flow chart that docs/architecture.md shows."""
+    graph = package_graph(package)
+    order = [name for names in reversed(LAYERS) for name in names if name in graph]
+    lines = [f"    {name} --> {other}" for name in order for other in sorted(graph[name])]
+    return "\n".join(["```mermaid", "flowchart TD", *lines, "```"])
+
+
+def test_the_architecture_page_shows_the_layers_that_there_are():
+    page = PACKAGE.parent / "docs" / "architecture.md"
+    drawn = diagram(PACKAGE)
+    assert drawn in page.read_text(encoding="utf-8"), f"docs/architecture.md needs this diagram:\n{drawn}"

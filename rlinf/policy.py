@@ -39,7 +39,7 @@ class Policy:
         self._image_size: int | None = None
         self._state_dim: int | None = None
         if trained_here:
-            reads_images = getattr(model.config, "num_images_in_input", None) != 0
+            reads_images = model.num_cameras(model.config) != 0
             self.cameras = list(config.env.cameras) if reads_images else []
             self._image_size = config.env.image_size
             self._state_dim = ENVS.get(config.env.name).state_width(config.env)

@@ -11,7 +11,7 @@ is an iteration in ``rlinf.rollout`` and ``rlinf.training``, an env step in ``rl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -37,6 +37,28 @@ class EpisodeSpec:
     task_id: int
     init_state_id: int
     seed: int
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """What an environment will show, as its settings tell before it is built.
+
+    Attributes:
+        name: ``env.name``.
+        cameras: Names of the images, in their order.
+        default_cameras: Those that it shows unless its settings name others.
+        image_size: Height and width of an image in pixels.
+        state_dim: Width of ``Observation.state``; 0: there is no state; None: not known yet.
+        override_for_state: ``(narrowest, widest) -> override`` of the env's settings under which the state is that wide, such
+            as ``env.state=proprio``; None: there is none.
+    """
+
+    name: str
+    cameras: Sequence[str]
+    default_cameras: Sequence[str]
+    image_size: int
+    state_dim: int | None
+    override_for_state: Callable[[int, int], str | None] = lambda narrowest, widest: None
 
 
 @dataclass

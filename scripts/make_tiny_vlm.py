@@ -161,7 +161,7 @@ def make_tiny_vlm(family: str, folder: str | Path, seed: int = 0) -> Path:
                 fields[field] = tokenizer.convert_tokens_to_ids(token)
     config = AutoConfig.for_model(family, **fields)
     torch.manual_seed(seed)
-    vlm = HfVlaConfig(config).vlm_class()(config)
+    vlm = HfVlaConfig(vlm_config=config).vlm_class()(config)
     for parameter in vlm.parameters():
         if parameter.ndim > 1:  # large enough that every part of the input changes the logits
             torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)

@@ -1,26 +1,34 @@
-"""What the configuration of the model itself declares, and what follows from it."""
+"""The model's own configuration, read before the model is built, and what follows from it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rlinf import models
 from rlinf.checkpoints.checkpoint import resolve_checkpoint
 from rlinf.errors import RLinfError
-from rlinf.models import declared_value
 
 if TYPE_CHECKING:
     from rlinf.config.schema import RunConfig
 
 
-def declared(config: RunConfig, field: str) -> Any:
-    """A field of the model's own configuration: of the checkpoint whose weights are taken, else of the model section."""
+def declared_policy(config: RunConfig) -> tuple[Any, Any] | None:
+    """Return the policy's class and its own configuration: of the checkpoint whose weights are taken, else of the model section.
+
+    Returns:
+        None where the configuration is not on this machine.
+
+    Raises:
+        ConfigError: As ``local_settings``.
+        CheckpointError: As ``local_settings``; or there is no such checkpoint.
+    """
     source = config.checkpoint or config.init_from
     if source is not None:
         checkpoint = resolve_checkpoint(source)
         for folder in (checkpoint / "model", checkpoint):  # Adapters have none, and lie on the model of the section.
             if (folder / "config.json").is_file():
-                return declared_value(config.model, field, folder)
-    return declared_value(config.model, field)
+                return models.local_settings(config.model, folder)
+    return models.local_settings(config.model)
 
 
 def cameras_read(config: RunConfig) -> list[str]:
@@ -29,7 +37,8 @@ def cameras_read(config: RunConfig) -> list[str]:
     if config.dataset is not None and config.checkpoint is None:
         return usual
     try:
-        wanted = declared(config, "num_images_in_input")
+        found = declared_policy(config)
     except RLinfError:  # there is no such model or folder, which `validate` reports
         return usual
+    wanted = None if found is None else found[0].num_cameras(found[1])
     return usual if wanted is None else usual[:wanted]

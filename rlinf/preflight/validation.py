@@ -12,6 +12,7 @@ import os
 import torch
 
 from rlinf.algorithms import ALGORITHMS
+from rlinf.config.declared import declared_policy
 from rlinf.config.schema import RunConfig, chunks_needed, section_class
 from rlinf.config.text_inputs import check_no_text
 from rlinf.distributed.devices import refuse_another_launcher
@@ -25,10 +26,9 @@ from rlinf.preflight.compatibility import (
     check_dataset,
     check_demonstrator,
     check_evaluation,
-    check_generator,
     check_inputs,
-    check_logprobs,
     check_precision,
+    check_rollout,
     require_package,
 )
 from rlinf.preflight.derived import DerivedNumbers, derive
@@ -73,10 +73,10 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     check_sources(config)
     if command in ("train", "sft"):
         check_start(config, command)
-    check_inputs(config)
+    policy = declared_policy(config)
+    check_inputs(config, policy)
     if command == "diagnose":
-        check_logprobs(config, without=None)
-        check_generator(config)
+        check_rollout(config, policy)
     if command in ("collect", "diagnose"):
         return derive(config)
     check_evaluation(config)
@@ -87,14 +87,13 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     if command == "train" and config.trainer.max_steps > 0:
         check_batches(config)
         check_algorithm(config)
-        check_logprobs(config)
-        check_generator(config)
+        check_rollout(config, policy)
     if command != "evaluate" and config.sft.max_steps > 0:
         check_sft(config)
         if config.sft.dataset is None:
             check_demonstrator(config)
         else:
-            check_dataset(config)
+            check_dataset(config, policy)
     if command != "evaluate" and config.tracking.wandb:
         require_package("wandb", "tracking.wandb=true", "wandb", "tracking.wandb=false")
     if config.output_dir is not None:

@@ -102,6 +102,11 @@ def test_the_second_model_is_diagnosed_and_trains_an_iteration(tmp_path, monkeyp
     main(["diagnose", *own])
     printed = capsys.readouterr().out
     assert "FAIL" not in printed.replace("pass or FAIL", "") and "rollout against training" in printed
+    assert main(["train", *own, "env.image_size=32"]) != 0
+    assert (
+        "The model reads images of 64 x 64 pixels, but env.image_size=32. Set env.image_size=64"
+        in capsys.readouterr().err
+    )
     tiny = ["rollout.num_envs=4", "rollout.num_chunks=16", "trainer.minibatch_size=64", "trainer.max_steps=1"]
     evaluation = ["evaluation.num_episodes=2", "evaluation.num_videos_per_task=0", "output_dir=run"]
     assert main(["train", *own, *tiny, *evaluation]) == 0

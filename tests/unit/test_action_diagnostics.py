@@ -407,7 +407,7 @@ def test_a_checkpoint_is_diagnosed_on_its_env(tmp_path, capsys):
         (["model=openvla_tiny", "model.precison=bf16"], "Did you mean"),
         (
             ["model=openvla_oft_tiny", "env.state=proprio", "model.init_config.action_head=l1"],
-            "Set model.init_config.action_head=discrete\n",
+            "model.init_config.action_head=discrete for random weights\n",
         ),
         (["model=openvla_tiny", "rollout.backend=vllm"], "Set model.init_config.action_decoding=autoregressive"),
         (["model=openvla_tiny", "checkpoint=nowhere"], "nowhere"),
@@ -419,7 +419,7 @@ def test_a_checkpoint_is_diagnosed_on_its_env(tmp_path, capsys):
     ],
 )
 def test_errors_come_before_any_weights(words, message, capsys, monkeypatch):
-    monkeypatch.setattr("rlinf.models.build_policy", None)
+    monkeypatch.setattr("rlinf.models.building.build_policy", None)
     monkeypatch.setattr("rlinf.envs.make_env", None)
     assert main(["diagnose", *words]) == 2
     assert message in capsys.readouterr().err

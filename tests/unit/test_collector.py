@@ -28,7 +28,6 @@ from rlinf.envs import make_env
 from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import SimulatorError
 from rlinf.models import build_policy
-from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.training.rl_trainer import replace_envs, rollout_metrics
@@ -327,7 +326,7 @@ def test_closing_does_not_wait_for_the_rest_of_a_rollout():
     assert ended and max(env.num_chunks for env in envs) < 20
 
 
-class SlowPolicy(ActionModel, torch.nn.Module):
+class SlowPolicy(Wanderer):
     """Stands still; a call takes 0.1 s, and one call runs at a time."""
 
     num_logprobs = 2
@@ -336,9 +335,6 @@ class SlowPolicy(ActionModel, torch.nn.Module):
         super().__init__()
         self.lock, self.calls = threading.Lock(), []
 
-    def preprocess(self, observation):
-        return {"state": torch.from_numpy(observation.state)}
-
     def predict_action_batch(self, *, do_sample, temperature, uniforms, state):
         with self.lock:
             begin = time.monotonic()
@@ -346,9 +342,6 @@ class SlowPolicy(ActionModel, torch.nn.Module):
             self.calls.append((begin, time.monotonic()))
         actions = torch.zeros(len(state), 1, 2)
         return ActionPrediction(actions, actions.flatten(1), torch.zeros(len(state), 2, 2), torch.zeros(len(state)))
-
-    def rollout_logprobs(self, prediction, temperature):
-        return prediction.sequences
 
 
 def test_one_half_of_the_envs_steps_while_the_other_half_asks_the_policy():

@@ -58,9 +58,9 @@ CASES = {
     "precision without autocast": (["model.precision=fp16-mixed"], "'fp16-mixed'"),
     "precision spelled otherwise": (["model.precision=BF16-mixed"], "'BF16-mixed'"),
     "float16 in training": (["model.precision=fp16"], "model.precision=fp16"),
-    "a camera too many": (["env.cameras=[front,side]"], "(2 images)"),
-    "no camera": (["env.cameras=[]"], "(0 images)"),
-    "a camera too few": (["+model.init_config.num_images_in_input=2"], "reads 2"),
+    "a camera too many": (["env.cameras=[front,side]"], "env.cameras has 2"),
+    "no camera": (["env.cameras=[]"], "env.cameras has 0"),
+    "a camera too few": (["+model.init_config.num_images_in_input=2"], "expects 2 cameras"),
     "state policy of another width": (["model=mlp", "env.state=proprio"], "width 31"),
     "state policy without a state": (["model=mlp", "env.state=none"], "no state"),
     "unknown attention": (["model.attn_implementation=spda"], "'spda'"),
@@ -84,7 +84,7 @@ def test_contradiction_is_refused_and_the_suggested_override_mends_it(name, tmp_
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     overrides, fragment = CASES[name]
     (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "openvla"}')
     overrides = [override.replace("LORA", str(tmp_path)) for override in overrides]
     if fragment is None:  # the control: leaving keys out is not a contradiction
         validate(build(*overrides))
@@ -157,7 +157,7 @@ def test_nothing_is_built_before_the_checks_are_done(monkeypatch):
 
     monkeypatch.setattr(ENVS.get("tabletop"), "__init__", refuse)
     monkeypatch.setattr(ALGORITHMS.get("ppo"), "__init__", refuse)
-    monkeypatch.setattr("rlinf.models.get_model", refuse)
+    monkeypatch.setattr("rlinf.models.building.get_model", refuse)
     monkeypatch.setattr("multiprocessing.Process.start", refuse)
     validate(build("sft.max_steps=5"))
 
@@ -185,7 +185,7 @@ def test_model_path_must_be_a_checkpoint_folder_or_look_like_a_hub_id(tmp_path):
         validate(path(tmp_path / "nowhere"))
     validate(path("organisation/name"))
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "openvla"}')
     with pytest.raises(ConfigError, match=re.escape(f"Set model.model_path={tmp_path / 'model'}")):
         validate(path(tmp_path))
     validate(path(tmp_path / "model"))
@@ -241,9 +241,9 @@ def test_float16_is_accepted_for_evaluation():
 
 
 def test_inputs_of_a_checkpoint_folder_are_read_from_its_config(tmp_path):
-    (tmp_path / "config.json").write_text('{"num_images_in_input": 2}')
+    (tmp_path / "config.json").write_text('{"model_type": "openvla", "num_images_in_input": 2}')
     overrides = ["~model.init_config", f"model.model_path={tmp_path}"]
-    with pytest.raises(ConfigError, match="reads 2"):
+    with pytest.raises(ConfigError, match="expects 2 cameras"):
         validate(build(*overrides))
     validate(build(*overrides, "env.cameras=[front,side]"))
 

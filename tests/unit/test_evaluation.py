@@ -120,6 +120,8 @@ class BinPolicy(ActionModel, torch.nn.Module):
 
     num_logprobs = 2
 
+    rollout_logprobs = evaluate_actions = sft_loss = decode_actions = None  # an evaluation calls none of them
+
     def __init__(self, chunk_len: int = 2) -> None:
         super().__init__()
         torch.manual_seed(4)

@@ -15,6 +15,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import (
+    MODELS,
     HFLLMModel,
     HFModel,
     build_policy,
@@ -394,7 +395,7 @@ def test_a_model_of_the_users_own_code_trains(tmp_path, monkeypatch):
         },
     )
     section = {"model_type": "bigram", "model_path": str(folder)}
-    with pytest.raises(ConfigError, match="'bigram'.*type model.trust_remote_code=true"):
+    with pytest.raises(ConfigError, match="'bigram'.*set model.trust_remote_code=true"):
         get_model(section)
     with pytest.raises(ConfigError, match="Pass trust_remote_code=True or path="):
         HFModel.from_pretrained(folder)
@@ -453,13 +454,8 @@ def test_a_registered_type_keeps_its_class(folders, caplog, models):
 @pytest.fixture
 def models(monkeypatch):
     """A registry of its own, so that registrations do not leak into other tests."""
-    import rlinf.models as package
-    from rlinf.registry import Registry
-
-    copy = Registry(package.MODELS.kind, package.MODELS.group, {})
-    copy._entries = dict(package.MODELS.entries())
-    monkeypatch.setattr(package, "MODELS", copy)
-    return copy
+    monkeypatch.setattr(MODELS, "_entries", dict(MODELS.entries()))
+    return MODELS
 
 
 @pytest.mark.parametrize("family", VISION_LANGUAGE)

@@ -296,7 +296,7 @@ def test_paligemma_action_tokens_are_a_causal_suffix(zoo):
 )  # fmt: skip
 def test_action_tokens_are_the_highest_ids_free_of_special_tokens(vocab_size, num_bins, reserved, end):
     vlm = {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": vocab_size}}
-    config = HfVlaConfig(vlm, n_action_bins=num_bins, reserved_tokens=reserved)
+    config = HfVlaConfig(vlm_config=vlm, n_action_bins=num_bins, reserved_tokens=reserved)
     assert config.action_tokens_end == end
     taken = {token for first, past in reserved for token in range(first, past)}
     assert not taken & set(range(end - num_bins, end))

@@ -9,7 +9,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models import build_policy
+from rlinf.models import ModelEntry, build_policy
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats, unit_range_stats
@@ -340,17 +340,18 @@ def test_mlp_learns_by_cloning():
     assert (model.predict_action_batch(**inputs, do_sample=False).actions - target).abs().mean() < 0.1
 
 
-def test_a_method_that_a_policy_lacks_is_named():
+def test_methods_that_a_policy_lacks_are_named_before_it_is_built():
     class Half(ActionModel):
-        pass
+        def preprocess(self, observation):
+            return {}
 
-    calls = {
-        "preprocess": (None,), "predict_action_batch": (), "rollout_logprobs": (None,), "evaluate_actions": ({}, None),
-        "sft_loss": ({}, None), "decode_actions": (None,),
-    }  # fmt: skip
-    for name, arguments in calls.items():
-        with pytest.raises(NotImplementedError, match=f"Half does not implement {name}"):
-            getattr(Half(), name)(*arguments)
+    lacking = (
+        "Half.* does not implement decode_actions, evaluate_actions, predict_action_batch, rollout_logprobs, sft_loss"
+    )
+    with pytest.raises(ConfigError, match=lacking):
+        ModelEntry("half", model=Half).resolve()
+    with pytest.raises(TypeError, match="abstract"):
+        Half()
 
 
 # -- the CNN policy --------------------------------------------------------------------------------------------------

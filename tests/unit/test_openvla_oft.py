@@ -251,9 +251,7 @@ def test_l1_has_no_logprobs():
 
 def test_rl_with_the_l1_head_is_refused_before_anything_is_built():
     overrides = ["experiment=tabletop_openvla_oft_tiny", "+model.init_config.action_head=l1"]
-    with pytest.raises(
-        ConfigError, match="action_head is 'l1'.*model.init_config.action_head=discrete.*trainer.max_steps=0"
-    ):
+    with pytest.raises(ConfigError, match="action_head is 'l1'.*model.init_config.action_head=discrete"):
         validate(build_config(compose_config(overrides)))
     validate(build_config(compose_config([*overrides, "trainer.max_steps=0"])))
     validate(build_config(compose_config(overrides)), "evaluate")

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from rlinf.config.compose import compose_config
+from rlinf.config.declared import declared_policy
 from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import get_model
@@ -46,8 +47,8 @@ def test_files_without_a_json_object_are_refused(tmp_path, file, text):
         (["env.state=none"], r"width 4 at most.*tabletop gives none.*Set env\.state=proprio"),
         (["env.state=full"], r"width 4 at most.*one of width 31.*Set env\.state=proprio"),
         (["env.state=proprio", "+model.init_config.cameras=[front,nose]"],
-         r"cameras \[front,nose\], and env\.cameras is \[front\].*Set model\.init_config\.cameras=\[front\]"),
-        (["env.state=proprio", "+model.init_config.cameras=[]"], r"Set model\.init_config\.cameras=\[front\]"),
+         r"cameras \[front,nose\], but env\.cameras is \[front\].*model\.init_config\.cameras=\[front\]"),
+        (["env.state=proprio", "+model.init_config.cameras=[]"], r"model\.init_config\.cameras=\[front\]"),
         (["env.state=proprio"], None),
         (["env.state=none", "model.init_config.pi05=true", "+model.init_config.discrete_state_input=false"], None),
         (["env.state=proprio", "+model.init_config.cameras=[front,null]"], None),
@@ -61,6 +62,6 @@ def test_inputs_that_the_env_does_not_give_are_refused_before_anything_runs(tmp_
         model = dataclasses.replace(config.model, init_config={}, model_path=str(tmp_path))
         config, message = dataclasses.replace(config, model=model), message and message.replace("init_", "override_")
     if message is None:
-        return check_inputs(config)
+        return check_inputs(config, declared_policy(config))
     with pytest.raises(ConfigError, match=message):
-        check_inputs(config)
+        check_inputs(config, declared_policy(config))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
-from rlinf.types import ActionEvaluation, ActionPrediction, Observation
+from rlinf.options import override_text
+from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
 
 
-class ActionModel:
+class ActionModel(metaclass=ABCMeta):
     """Mixin of every policy that acts in an environment; the other base is a Hugging Face ``PreTrainedModel``.
 
     Model code is single-device code. What distributed training and adapters need is declared.
@@ -61,6 +62,66 @@ class ActionModel:
         inherited = {part for base in bases for part in vars(base).get(name) or ()}
         setattr(cls, name, inherited | set(cls.float32_modules))
 
+    # -- before the model is built: what a configuration is checked with ------------------------------------------
+
+    @classmethod
+    def num_cameras(cls, config: Any) -> int | None:
+        """Return how many images the model reads, the first ones of the observation; None: as many as the env shows.
+
+        The default is ``config.num_images_in_input``, where the configuration has such a field.
+        """
+        return getattr(config, "num_images_in_input", None)
+
+    @classmethod
+    def reads_state(cls, config: Any) -> bool:
+        """Return whether the model reads ``Observation.state``; by default, whether ``config.state_dim`` is above 0."""
+        return bool(getattr(config, "state_dim", None))
+
+    @classmethod
+    def check_env(cls, config: Any, env: EnvSpec) -> None:
+        """Refuse an environment that does not show what the model reads. Nothing of either is built yet.
+
+        The default compares ``num_cameras``, and ``config.state_dim`` if it is above 0.
+
+        Args:
+            config: The model's own configuration.
+            env: What the environment shows.
+
+        Raises:
+            ConfigError: With what the model reads, what the environment shows, and the override to set.
+        """
+        wanted, given = cls.num_cameras(config), len(env.cameras)
+        if wanted and given != wanted:
+            known = list(env.cameras or env.default_cameras)
+            if len(known) >= wanted:
+                fix = f"env.cameras={override_text(known[:wanted])}"
+            else:
+                fix = f"model.init_config.num_images_in_input={given or len(known)} for random weights, or {wanted} names in env.cameras"
+            raise ConfigError(
+                f"The model expects {wanted} camera{'s' * (wanted > 1)} (num_images_in_input={wanted}), but env.cameras has {given}: "
+                f"{override_text(list(env.cameras))}. Set {fix}"
+            )
+        width = getattr(config, "state_dim", None)
+        if width and env.state_dim not in (None, width):
+            own = (
+                f"model.init_config.state_dim={env.state_dim} for random weights, or model.model_path=<another folder>"
+            )
+            fix = env.override_for_state(width, width) or (own if env.state_dim else "model=openvla_tiny")
+            raise ConfigError(
+                f"The model reads a state of width {width} (state_dim), but env.name={env.name} gives "
+                f"{f'one of width {env.state_dim}' if env.state_dim else 'no state'}. Set {fix}"
+            )
+
+    @classmethod  # noqa: B027 - most models have log-probabilities under all settings
+    def check_rl(cls, config: Any) -> None:
+        """Refuse settings without log-probabilities: such a policy can be cloned and evaluated, but not trained by RL.
+
+        Raises:
+            ConfigError: With the override to set.
+        """
+
+    # -- facts ---------------------------------------------------------------------------------------------------
+
     @property
     def num_logprobs(self) -> int:
         """``A``, log-probability columns of one policy call."""
@@ -89,7 +150,6 @@ class ActionModel:
     @abstractmethod
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Turn an observation of ``B`` envs into tensors on the model's device, the keyword arguments of the two below."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement preprocess")
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Return one value per row, equal only for rows whose prompts are equally long.
@@ -113,7 +173,6 @@ class ActionModel:
                 global generator.
             **inputs: What ``preprocess`` returned.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not implement predict_action_batch")
 
     def predict_values(self, **inputs: Tensor) -> Tensor:
         """Values float32 ``[B]`` of what ``preprocess`` returned, without gradients."""
@@ -122,7 +181,6 @@ class ActionModel:
     @abstractmethod
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         """Log-probabilities float32 ``[B, A]`` of a prediction, from its own logits and sequences alone."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement rollout_logprobs")
 
     @abstractmethod
     def evaluate_actions(
@@ -135,7 +193,6 @@ class ActionModel:
             sequences: As in ``ActionPrediction``; only the last ``K`` columns are read.
             temperature: As in the rollout.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not implement evaluate_actions")
 
     @abstractmethod
     def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
@@ -147,12 +204,10 @@ class ActionModel:
             uniforms: float32 ``[B, num_sft_uniforms]`` in (0, 1), the random numbers of the loss; None: drawn from
                 torch's global generator.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not implement sft_loss")
 
     @abstractmethod
     def decode_actions(self, sequences: Tensor) -> Tensor:
         """Decode the last ``K`` columns of ``sequences`` into actions in env units, float32 ``[B, C, D]``."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement decode_actions")
 
     def _ready_processor(self) -> Any:
         """Return ``processor``.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.mlp_action_model import MLPConfig, MLPForRLActionPrediction
-from rlinf.types import Observation
+from rlinf.types import EnvSpec, Observation
 
 LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 """Channels, kernel size and stride of the convolutions (Mnih et al. 2015)."""
@@ -34,24 +34,13 @@ class CNNConfig(MLPConfig):
     model_type = "cnn"
     manifest_fields: ClassVar[tuple[str, ...]] = ("image_mean", "image_std")
 
-    def __init__(
-        self,
-        image_size: int = 64,
-        num_images_in_input: int = 1,
-        feature_dim: int = 256,
-        num_words: int = 1024,
-        state_dim: int = 0,
-        image_mean: float = 0.5,
-        image_std: float = 0.5,
-        **kwargs: Any,
-    ) -> None:
-        self.image_size = image_size
-        self.num_images_in_input = num_images_in_input
-        self.feature_dim = feature_dim
-        self.num_words = num_words
-        self.image_mean = image_mean
-        self.image_std = image_std
-        super().__init__(state_dim=state_dim, **kwargs)
+    image_size: int = 64
+    num_images_in_input: int = 1
+    feature_dim: int = 256
+    num_words: int = 1024
+    state_dim: int = 0
+    image_mean: float = 0.5
+    image_std: float = 0.5
 
 
 class CNNForRLActionPrediction(MLPForRLActionPrediction):
@@ -83,6 +72,16 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
     ) -> None:
         super().__init__(config, hidden_size, unnorm_key, action_dim, action_chunks_len, value_head)
         self.detach_value = detach_value
+
+    @classmethod
+    def check_env(cls, config: CNNConfig, env: EnvSpec) -> None:
+        """Check the size of the images, too."""
+        super().check_env(config, env)
+        if env.image_size != config.image_size:
+            raise ConfigError(
+                f"The policy sees images of {config.image_size} x {config.image_size} pixels, but the environment gives "
+                f"{env.image_size} x {env.image_size}. Set env.image_size={config.image_size}"
+            )
 
     def _add_encoder(self, config: CNNConfig) -> int:
         channels, side, layers = 3 * config.num_images_in_input, config.image_size, []

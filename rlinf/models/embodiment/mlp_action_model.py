@@ -35,19 +35,15 @@ class MLPConfig(PreTrainedConfig):
     model_type = "mlp"
     num_images_in_input = 0
 
-    def __init__(
-        self,
-        state_dim: int = 1,
-        hidden_sizes: list[int] | None = None,
-        initial_log_std: float = -0.5,
-        norm_stats: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.state_dim = state_dim
-        self.hidden_sizes = list(hidden_sizes or [256, 256])
-        self.initial_log_std = initial_log_std
-        self.norm_stats = norm_stats or {}
-        super().__init__(**kwargs)
+    state_dim: int = 1
+    hidden_sizes: list[int] | None = None
+    initial_log_std: float = -0.5
+    norm_stats: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.hidden_sizes = list(self.hidden_sizes or [256, 256])
+        self.norm_stats = self.norm_stats or {}
+        super().__post_init__(**kwargs)
 
 
 class MLPForRLActionPrediction(CheckpointPolicy):

@@ -35,7 +35,6 @@ class TokenActionModel(ActionModel):
         """Bin logits ``[B, A, n_bins]`` of given tokens ``[B, A]`` in one pass, and the hidden state ``[B, H]`` of the value;
         ``tokens`` are needed for autoregressive models only, and the value's state must not depend on them.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not implement _score")
 
     def check_length(self, num_prompt_tokens: int) -> None:
         """Refuse inputs that are longer than what the language model was made for.

@@ -48,48 +48,43 @@ class HfVlaConfig(PreTrainedConfig):
     model_type = "hf_vla"
     sub_configs = {"vlm_config": AutoConfig}
 
-    def __init__(
-        self,
-        vlm_config: dict[str, Any] | PreTrainedConfig | None = None,
-        n_action_bins: int = 256,
-        action_bin_rule: str = "midpoints",
-        reserved_tokens: list[list[int]] | None = None,
-        norm_stats: dict[str, Any] | None = None,
-        prompt_template: str | None = None,
-        weight_init: str = "normal",
-        processor_config: dict[str, Any] | None = None,
-        special_tokens: dict[str, str] | None = None,
-        merged_adapters: list[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.vlm_config = _vlm_config(vlm_config) if isinstance(vlm_config, dict) else vlm_config
-        self.n_action_bins = n_action_bins
-        self.action_bin_rule = action_bin_rule
-        self.reserved_tokens = reserved_tokens
-        self.norm_stats = norm_stats or {}
-        self.prompt_template = prompt_template
-        self.weight_init = weight_init
-        self.processor_config = processor_config
-        self.special_tokens = special_tokens
-        self.merged_adapters = merged_adapters or []
-        super().__init__(**kwargs)
-        if type(n_action_bins) is not int or n_action_bins < 2:
-            raise ConfigError(
-                f"n_action_bins is {n_action_bins!r}; required: a whole number of at least 2. {typed('n_action_bins=256')}"
-            )
-        if prompt_template is not None and fields_of(prompt_template) != {"image", "instruction"}:
-            raise ConfigError(
-                f"prompt_template is '{prompt_template}'; required: a text with {{image}} and {{instruction}}. "
-                "Set e.g. 'model.override_config.prompt_template=\"{image}What should the robot do to {instruction}?\"'"
-            )
-        if weight_init not in ("normal", "fan_in"):
-            raise ConfigError(
-                f"weight_init is '{weight_init}'; required: normal or fan_in. Set model.init_config.weight_init=fan_in"
-            )
-        if self.vlm_config is not None and reserved_tokens is None and processor_config is not None:
+    vlm_config: dict[str, Any] | PreTrainedConfig | None = None
+    n_action_bins: int = 256
+    action_bin_rule: str = "midpoints"
+    reserved_tokens: list[list[int]] | None = None
+    norm_stats: dict[str, Any] | None = None
+    prompt_template: str | None = None
+    weight_init: str = "normal"
+    processor_config: dict[str, Any] | None = None
+    special_tokens: dict[str, str] | None = None
+    merged_adapters: list[str] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if isinstance(self.vlm_config, dict):
+            self.vlm_config = _vlm_config(self.vlm_config)
+        self.norm_stats = self.norm_stats or {}
+        self.merged_adapters = self.merged_adapters or []
+        super().__post_init__(**kwargs)
+        self._check()
+        if self.vlm_config is not None and self.reserved_tokens is None and self.processor_config is not None:
             from rlinf.models.embodiment.hf_vla.processing import new_vlm_processor, reserved_ranges
 
             self.reserved_tokens = reserved_ranges(new_vlm_processor(self).tokenizer)
+
+    def _check(self) -> None:
+        if type(self.n_action_bins) is not int or self.n_action_bins < 2:
+            raise ConfigError(
+                f"n_action_bins is {self.n_action_bins!r}; required: a whole number of at least 2. {typed('n_action_bins=256')}"
+            )
+        if self.prompt_template is not None and fields_of(self.prompt_template) != {"image", "instruction"}:
+            raise ConfigError(
+                f"prompt_template is '{self.prompt_template}'; required: a text with {{image}} and {{instruction}}. "
+                "Set e.g. 'model.override_config.prompt_template=\"{image}What should the robot do to {instruction}?\"'"
+            )
+        if self.weight_init not in ("normal", "fan_in"):
+            raise ConfigError(
+                f"weight_init is '{self.weight_init}'; required: normal or fan_in. Set model.init_config.weight_init=fan_in"
+            )
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -151,7 +146,9 @@ class HfVlaConfig(PreTrainedConfig):
             )
         fields = read_json(folder / "config.json")
         own = fields.pop(OWN_KEY, {})
-        config = cls(_vlm_config(fields, f"'{folder}'"), merged_adapters=fields.get("merged_adapters"), **own)
+        config = cls(
+            vlm_config=_vlm_config(fields, f"'{folder}'"), merged_adapters=fields.get("merged_adapters"), **own
+        )
         config.vlm_class()
         if config.reserved_tokens is None:
             from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor, reserved_ranges

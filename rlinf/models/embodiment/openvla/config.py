@@ -106,82 +106,56 @@ class OpenVLAConfig(PreTrainedConfig):
     sub_configs = {"text_config": LlamaConfig}
     accepted_model_types: ClassVar[tuple[str, ...]] = ("openvla",)
 
-    def __init__(
-        self,
-        vision_backbone_id: str = "dinosiglip-vit-so-224px",
-        llm_backbone_id: str = "llama2-7b-pure",
-        arch_specifier: str = "no-align+fused-gelu-mlp",
-        hf_llm_id: str = "meta-llama/Llama-2-7b-hf",
-        timm_model_ids: list[str] | None = None,
-        timm_override_act_layers: list[str | None] | None = None,
-        image_sizes: list[int] | None = None,
-        image_resize_strategy: str = "resize-naive",
-        use_fused_vision_backbone: bool | None = None,
-        text_config: dict[str, Any] | LlamaConfig | None = None,
-        llm_max_length: int = 2048,
-        pad_token_id: int = 32000,
-        pad_to_multiple_of: int = 64,
-        output_projector_states: bool = False,
-        n_action_bins: int = 256,
-        norm_stats: dict[str, Any] | None = None,
-        vision_overrides: list[dict[str, Any]] | None = None,
-        vision_feature_layer: int = -2,
-        action_decoding: str = "autoregressive",
-        learned_placeholders: bool = False,
-        action_bin_rule: str = "midpoints",
-        use_film: bool = False,
-        mlp_stem_dim: int | None = None,
-        patches_per_token: int = 1,
-        num_images_in_input: int = 1,
-        prompt_template: str = OPENVLA_PROMPT,
-        prompt_suffix_token_id: int | None = 29871,
-        weight_init: str = "normal",
-        image_mean: list[float] | None = None,
-        image_std: list[float] | None = None,
-        image_preparation: str = "none",
-        center_crop: bool = False,
-        max_prompt_len: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.vision_backbone_id = vision_backbone_id
-        self.llm_backbone_id = llm_backbone_id
-        self.arch_specifier = arch_specifier
-        self.hf_llm_id = hf_llm_id
+    vision_backbone_id: str = "dinosiglip-vit-so-224px"
+    llm_backbone_id: str = "llama2-7b-pure"
+    arch_specifier: str = "no-align+fused-gelu-mlp"
+    hf_llm_id: str = "meta-llama/Llama-2-7b-hf"
+    timm_model_ids: list[str] | None = None
+    timm_override_act_layers: list[str | None] | None = None
+    image_sizes: list[int] | None = None
+    image_resize_strategy: str = "resize-naive"
+    use_fused_vision_backbone: bool | None = None
+    text_config: dict[str, Any] | LlamaConfig | None = None
+    llm_max_length: int = 2048
+    pad_token_id: int = 32000
+    pad_to_multiple_of: int = 64
+    output_projector_states: bool = False
+    n_action_bins: int = 256
+    norm_stats: dict[str, Any] | None = None
+    vision_overrides: list[dict[str, Any]] | None = None
+    vision_feature_layer: int = -2
+    action_decoding: str = "autoregressive"
+    learned_placeholders: bool = False
+    action_bin_rule: str = "midpoints"
+    use_film: bool = False
+    mlp_stem_dim: int | None = None
+    patches_per_token: int = 1
+    num_images_in_input: int = 1
+    prompt_template: str = OPENVLA_PROMPT
+    prompt_suffix_token_id: int | None = 29871
+    weight_init: str = "normal"
+    image_mean: list[float] | None = None
+    image_std: list[float] | None = None
+    image_preparation: str = "none"
+    center_crop: bool = False
+    max_prompt_len: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
         self.timm_model_ids = list(
-            timm_model_ids or ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"]
+            self.timm_model_ids or ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"]
         )
         towers = len(self.timm_model_ids)
-        self.timm_override_act_layers = list(timm_override_act_layers or [None] * towers)
-        self.image_sizes = list(image_sizes or [224] * towers)
-        self.image_resize_strategy = image_resize_strategy
-        self.use_fused_vision_backbone = towers == 2 if use_fused_vision_backbone is None else use_fused_vision_backbone
-        self.llm_max_length = llm_max_length
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.output_projector_states = output_projector_states
-        self.n_action_bins = n_action_bins
-        self.norm_stats = norm_stats or {}
-        self.vision_overrides = list(vision_overrides or [{} for _ in range(towers)])
-        self.vision_feature_layer = vision_feature_layer
-        self.action_decoding = action_decoding
-        self.learned_placeholders = learned_placeholders
-        self.action_bin_rule = action_bin_rule
-        self.use_film = use_film
-        self.mlp_stem_dim = mlp_stem_dim
-        self.patches_per_token = patches_per_token
-        self.num_images_in_input = num_images_in_input
-        self.prompt_template = prompt_template
-        self.prompt_suffix_token_id = prompt_suffix_token_id
-        self.weight_init = weight_init
-        self.image_mean = image_mean
-        self.image_std = image_std
-        self.image_preparation = image_preparation
-        self.center_crop = center_crop
-        self.max_prompt_len = max_prompt_len
-        if not isinstance(text_config, LlamaConfig):
-            text_config = LlamaConfig(**(text_config or {"vocab_size": 32064, "pad_token_id": pad_token_id}))
-        self.text_config = text_config
-        self.pad_token_id = pad_token_id
-        super().__init__(pad_token_id=pad_token_id, **kwargs)
+        self.timm_override_act_layers = list(self.timm_override_act_layers or [None] * towers)
+        self.image_sizes = list(self.image_sizes or [224] * towers)
+        if self.use_fused_vision_backbone is None:
+            self.use_fused_vision_backbone = towers == 2
+        self.norm_stats = self.norm_stats or {}
+        self.vision_overrides = list(self.vision_overrides or [{} for _ in range(towers)])
+        if not isinstance(self.text_config, LlamaConfig):
+            self.text_config = LlamaConfig(
+                **(self.text_config or {"vocab_size": 32064, "pad_token_id": self.pad_token_id})
+            )
+        super().__post_init__(**kwargs)
         self._check()
 
     @classmethod

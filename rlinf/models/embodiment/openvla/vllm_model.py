@@ -39,9 +39,6 @@ class OpenVLAForVllmConfig(OpenVLAConfig):
 
     model_type = "rlinf_openvla"
 
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(**fields)  # without a constructor here, transformers makes one that sets fields unread
-
 
 AutoConfig.register(OpenVLAForVllmConfig.model_type, OpenVLAForVllmConfig, exist_ok=True)
 

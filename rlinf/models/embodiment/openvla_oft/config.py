@@ -47,36 +47,24 @@ class OpenVLAOFTConfig(OpenVLAConfig):
 
     model_type = "openvla_oft"
     accepted_model_types: ClassVar[tuple[str, ...]] = ("openvla", "openvla_oft")
-    refused_for_rl: ClassVar[dict[str, dict[str, str]]] = {"action_head": {"l1": "discrete"}}
-    """Field: value that has no log-probabilities, and the value to take instead."""
     manifest_fields: ClassVar[tuple[str, ...]] = (
         "action_head", "action_normalization", "stop_token_in_input", "greedy_over_vocabulary", "use_proprio", "use_film",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        num_images_in_input: int = 1,
-        use_proprio: bool = False,
-        state_dim: int | None = None,
-        use_film: bool = False,
-        action_head: str = "discrete",
-        action_normalization: str = "bounds_q99",
-        stop_token_in_input: bool = True,
-        greedy_over_vocabulary: bool = False,
-        action_decoding: str = "parallel",
-        new_parts: list[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.use_proprio = use_proprio
-        self.state_dim = state_dim
-        self.action_head = action_head
-        self.action_normalization = action_normalization
-        self.stop_token_in_input = stop_token_in_input
-        self.greedy_over_vocabulary = greedy_over_vocabulary
-        self.new_parts = list(new_parts or [])
-        super().__init__(
-            num_images_in_input=num_images_in_input, use_film=use_film, action_decoding=action_decoding, **kwargs
-        )
+    num_images_in_input: int = 1
+    use_proprio: bool = False
+    state_dim: int | None = None
+    use_film: bool = False
+    action_head: str = "discrete"
+    action_normalization: str = "bounds_q99"
+    stop_token_in_input: bool = True
+    greedy_over_vocabulary: bool = False
+    action_decoding: str = "parallel"
+    new_parts: list[str] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.new_parts = list(self.new_parts or [])
+        super().__post_init__(**kwargs)
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> tuple[dict, dict]:

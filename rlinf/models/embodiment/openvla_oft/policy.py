@@ -19,7 +19,7 @@ from rlinf.models.embodiment.openvla_oft.config import OpenVLAOFTConfig
 from rlinf.models.embodiment.openvla_oft.weights import absent_parts, draw_parts, read_oft_weights
 from rlinf.models.loading import typed
 from rlinf.models.sampling import sample_tokens
-from rlinf.types import ActionEvaluation, ActionPrediction, Observation
+from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
 
 
 class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
@@ -59,6 +59,30 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         """See ``CheckpointPolicy.check_settings``."""
         super().check_settings(config, unnorm_key=unnorm_key, **arguments)
         _state_normalizer(config, unnorm_key)
+
+    @classmethod
+    def reads_state(cls, config: OpenVLAOFTConfig) -> bool:
+        """Under ``use_proprio``."""
+        return config.use_proprio
+
+    @classmethod
+    def check_env(cls, config: OpenVLAOFTConfig, env: EnvSpec) -> None:
+        """Check that there is a state to read, too."""
+        super().check_env(config, env)
+        if config.use_proprio and env.state_dim == 0:
+            raise ConfigError(
+                f"The model reads the robot's state (use_proprio=true), but env.name={env.name} gives none as it is set. "
+                f"{typed('use_proprio=false')}; or an option of the env with which it gives one"
+            )
+
+    @classmethod
+    def check_rl(cls, config: OpenVLAOFTConfig) -> None:
+        """Refuse ``action_head=l1``, which gives one action without a distribution."""
+        if config.action_head == "l1":
+            raise ConfigError(
+                "action_head is 'l1', which gives actions without log-probabilities: such a policy can be cloned and "
+                f"evaluated, but not trained by RL; required: discrete. {typed('action_head=discrete')}"
+            )
 
     @property
     def state_dim(self) -> int:
@@ -150,22 +174,15 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         """Log-probabilities float32 ``[B, A]`` of sampled tokens; see ``ActionModel.rollout_logprobs``."""
-        self._check_discrete()
+        self.check_rl(self.config)
         return super().rollout_logprobs(prediction, temperature)
 
     def evaluate_actions(
         self, inputs: dict[str, Tensor], sequences: Tensor, temperature: float = 1.0
     ) -> ActionEvaluation:
         """Score the last ``A`` tokens of ``sequences [B, L + A]``; see ``ActionModel.evaluate_actions``."""
-        self._check_discrete()
+        self.check_rl(self.config)
         return super().evaluate_actions(inputs, sequences, temperature)
-
-    def _check_discrete(self) -> None:
-        if self.action_head is not None:
-            raise ConfigError(
-                "action_head is 'l1', which gives one action and no log-probabilities; required: discrete. "
-                f"{typed('action_head=discrete')}"
-            )
 
     def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Cross-entropy of the tokens of ``actions [B, C, D]``, or mean absolute error of the normalised ones; ``[B]``."""

@@ -73,66 +73,50 @@ class Pi0Config(PreTrainedConfig):
     model_type = "openpi"
     accepted_model_types: ClassVar[tuple[str | None, ...]] = (None, "openpi", "pi0", "pi05")
     config_files: ClassVar[tuple[str, ...]] = ("config.json", "tiny_config.json")
-    refused_for_rl: ClassVar[dict[str, dict[str, str]]] = {"noise_method": {"flow_ode": "flow_sde"}}
     manifest_fields: ClassVar[tuple[str, ...]] = (
         "pi05", "action_horizon", "num_steps", "discrete_state_input", "use_quantile_norm", "cameras", "image_mean", "image_std",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        pi05: bool = False,
-        paligemma_variant: str = "gemma_2b",
-        action_expert_variant: str = "gemma_300m",
-        vlm: dict[str, int] | None = None,
-        expert: dict[str, int] | None = None,
-        vision: dict[str, int] | None = None,
-        vocab_size: int = 257152,
-        action_dim: int = 32,
-        action_horizon: int = 50,
-        max_token_len: int | None = None,
-        image_mean: list[float] | None = None,
-        image_std: list[float] | None = None,
-        cameras: list[str | None] | None = None,
-        discrete_state_input: bool | None = None,
-        use_quantile_norm: bool | None = None,
-        norm_stats: dict[str, Any] | None = None,
-        num_steps: int = 10,
-        noise_method: str = "flow_sde",
-        noise_level: float = 0.5,
-        noise_std_range: list[float] | None = None,
-        joint_logprob: bool = False,
-        value_hidden_sizes: list[int] | None = None,
-        noise_hidden_sizes: list[int] | None = None,
-        freeze_vlm: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        self.pi05 = pi05
-        self.paligemma_variant = paligemma_variant
-        self.action_expert_variant = action_expert_variant
+    pi05: bool = False
+    paligemma_variant: str = "gemma_2b"
+    action_expert_variant: str = "gemma_300m"
+    vlm: dict[str, int] | None = None
+    expert: dict[str, int] | None = None
+    vision: dict[str, int] | None = None
+    vocab_size: int = 257152
+    action_dim: int = 32
+    action_horizon: int = 50
+    max_token_len: int | None = None
+    image_mean: list[float] | None = None
+    image_std: list[float] | None = None
+    cameras: list[str | None] | None = None
+    discrete_state_input: bool | None = None
+    use_quantile_norm: bool | None = None
+    norm_stats: dict[str, Any] | None = None
+    num_steps: int = 10
+    noise_method: str = "flow_sde"
+    noise_level: float = 0.5
+    noise_std_range: list[float] | None = None
+    joint_logprob: bool = False
+    value_hidden_sizes: list[int] | None = None
+    noise_hidden_sizes: list[int] | None = None
+    freeze_vlm: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
         gemma = ("width", "depth", "mlp_dim", *_HEADS)
-        self.vlm = _sizes("vlm", vlm or _gemma_sizes("paligemma_variant", paligemma_variant), gemma)
-        self.expert = _sizes("expert", expert or _gemma_sizes("action_expert_variant", action_expert_variant), gemma)
-        self.vision = _sizes("vision", vision or SIGLIP_SIZES, tuple(SIGLIP_SIZES))
-        self.vocab_size = vocab_size
-        self.action_dim = action_dim
-        self.action_horizon = action_horizon
-        self.max_token_len = max_token_len
-        self.image_mean = list(image_mean or [0.5] * 3)
-        self.image_std = list(image_std or [0.5] * 3)
-        self.cameras = None if cameras is None else list(cameras)
-        self.discrete_state_input = discrete_state_input
-        self.use_quantile_norm = use_quantile_norm
-        self.norm_stats = norm_stats or {}
-        self.num_steps = num_steps
-        self.noise_method = noise_method
-        self.noise_level = noise_level
-        self.noise_std_range = None if noise_std_range is None else list(noise_std_range)
-        self.joint_logprob = joint_logprob
-        self.value_hidden_sizes = list(value_hidden_sizes or [512, 256, 128])
-        self.noise_hidden_sizes = list(noise_hidden_sizes or [128, 64])
-        self.freeze_vlm = freeze_vlm
+        self.vlm = _sizes("vlm", self.vlm or _gemma_sizes("paligemma_variant", self.paligemma_variant), gemma)
+        own = self.expert or _gemma_sizes("action_expert_variant", self.action_expert_variant)
+        self.expert = _sizes("expert", own, gemma)
+        self.vision = _sizes("vision", self.vision or SIGLIP_SIZES, tuple(SIGLIP_SIZES))
+        self.image_mean = list(self.image_mean or [0.5] * 3)
+        self.image_std = list(self.image_std or [0.5] * 3)
+        self.cameras = None if self.cameras is None else list(self.cameras)
+        self.norm_stats = self.norm_stats or {}
+        self.noise_std_range = None if self.noise_std_range is None else list(self.noise_std_range)
+        self.value_hidden_sizes = list(self.value_hidden_sizes or [512, 256, 128])
+        self.noise_hidden_sizes = list(self.noise_hidden_sizes or [128, 64])
         kwargs.pop("precision", None)  # of the converter; here model.precision says how the weights are held
-        super().__init__(**kwargs)
+        super().__post_init__(**kwargs)
         self._check()
 
     @property
@@ -164,11 +148,6 @@ class Pi0Config(PreTrainedConfig):
     def reads_state(self) -> bool:
         """Whether the policy needs ``Observation.state``."""
         return self.state_in_prompt or not self.pi05
-
-    @property
-    def max_state_dim(self) -> int:
-        """Largest width of ``Observation.state``; 0: it is not read."""
-        return self.action_dim if self.reads_state else 0
 
     def _check(self) -> None:
         if self.noise_method not in NOISE_METHODS:

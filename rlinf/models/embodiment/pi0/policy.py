@@ -25,7 +25,8 @@ from rlinf.models.embodiment.pi0.network import Pi0Network, Prefix
 from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer, resize_with_pad
 from rlinf.models.loading import typed
 from rlinf.models.sampling import draw_uniforms
-from rlinf.types import ActionEvaluation, ActionPrediction, Observation
+from rlinf.options import override_text
+from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
 
 GREEDY_NOISE_SEED = 0
 
@@ -105,6 +106,37 @@ class Pi0ForRLActionPrediction(Pi0Network):
         check_hidden_size(hidden_size, config.hidden_size)
         check_sizes(config, action_dim, action_chunks_len)
         _action_normalizer(config, unnorm_key, action_dim)
+
+    @classmethod
+    def reads_state(cls, config: Pi0Config) -> bool:
+        """Unless pi0.5 leaves the state out of its prompt."""
+        return config.reads_state
+
+    @classmethod
+    def check_env(cls, config: Pi0Config, env: EnvSpec) -> None:
+        """Check that the env shows the cameras of the policy, and a state that fits into its input."""
+        given, names = list(env.cameras), [name for name in config.cameras or [] if name is not None]
+        if config.cameras is not None and (not names or not set(names) <= set(given)):
+            raise ConfigError(
+                f"The model reads the cameras {override_text(config.cameras)}, but env.cameras is {override_text(given)}; required: "
+                f"one or more, all of them rendered. {typed(f'cameras={override_text(given)}')}"
+                f"{f'; or env.cameras={override_text(names)}' if names else ''}"
+            )
+        if config.reads_state and env.state_dim is not None and not 0 < env.state_dim <= config.action_dim:
+            fix = env.override_for_state(1, config.action_dim) or "another env.name=<one with such a state>"
+            raise ConfigError(
+                f"The model reads the robot's state, of width {config.action_dim} at most, but env.name={env.name} gives "
+                f"{f'one of width {env.state_dim}' if env.state_dim else 'none'} as it is set. Set {fix}"
+            )
+
+    @classmethod
+    def check_rl(cls, config: Pi0Config) -> None:
+        """Refuse ``noise_method=flow_ode``, whose steps have no noise."""
+        if config.noise_method == "flow_ode":
+            raise ConfigError(
+                "noise_method is 'flow_ode', which gives actions without log-probabilities: such a policy can be cloned and "
+                f"evaluated, but not trained by RL; required: another one, such as flow_sde. {typed('noise_method=flow_sde')}"
+            )
 
     # -- facts ---------------------------------------------------------------------------------------------------
 

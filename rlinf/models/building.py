@@ -1,0 +1,403 @@
+"""Building a policy: its configuration, the checks before its weights, the weights, adapters and input processor."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+from rlinf.errors import CheckpointError, ConfigError, did_you_mean
+from rlinf.models import MODELS, ModelEntry, import_target
+from rlinf.models.base_weights import check_base
+from rlinf.models.config import ModelConfig, TokenizerConfig
+from rlinf.models.dropout import switch_off_dropout
+from rlinf.models.embodiment.modules.normalizer import unit_range_stats
+from rlinf.models.fallback import TEXT, folder_config, generic_kind
+from rlinf.models.loading import (
+    check_attention,
+    check_fit,
+    check_model_type,
+    read_json,
+    without_load_report,
+)
+from rlinf.models.precision import torch_dtype_from_precision
+from rlinf.optim.finite import check_loaded
+from rlinf.options import cured_by_settings, from_mapping, override_text, plain_container, public_fields
+
+logger = logging.getLogger("rlinf")
+
+OPTIONAL_ARGUMENTS = ("action_chunks_len", "value_head", "detach_value")
+"""Keys of the model section that are passed to a model's constructor only where it names them."""
+
+REPLACED_WHOLE = ("norm_stats",)
+"""Fields of which an override leaves nothing: the data sets of other robots must not stay next to those given."""
+
+
+def entry_for(cfg: ModelConfig) -> ModelEntry:
+    """Return the registered entry of ``cfg.model_type``, else the generic one that takes it.
+
+    Raises:
+        ConfigError: Neither registered nor a language or vision-language model of transformers.
+    """
+    return MODELS.get(cfg.model_type) if cfg.model_type in MODELS else _generic_entry(cfg)
+
+
+def _generic_entry(cfg: ModelConfig) -> ModelEntry:
+    if generic_kind(cfg, MODELS) != TEXT:
+        return MODELS.get("hf_vla")
+    config = CONFIG_MAPPING[cfg.model_type] if cfg.model_type in CONFIG_MAPPING_NAMES else None
+    return ModelEntry(cfg.model_type, model="rlinf.models.hf_model:HFModel", config=config, acts=False)
+
+
+def get_model_config_and_processor(cfg: Any) -> tuple[Any, Any]:
+    """Load the model's configuration and its input processor.
+
+    Args:
+        cfg: Run configuration with ``model.model_type`` and ``tokenizer.tokenizer_model``, as dataclass or mapping. The
+            folder is ``tokenizer.tokenizer_model``, else ``model.model_path``; without both, the configuration is built
+            from ``model.init_config``, and the processor from what the package brings.
+
+    Returns:
+        ``(model_config, input_processor)``; the tokenizer of the processor pads on the left.
+
+    Raises:
+        ConfigError: The model type is unknown, or there is nothing to load a processor from.
+    """
+    section = _model_section(_section(cfg, "model"))
+    return _load_or_fall_back(section, lambda entry: _config_and_processor(entry.resolve(), cfg))
+
+
+def get_model(
+    cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None, allow_mismatch: Sequence[str] = ()
+) -> Any:
+    """Build the policy: load ``cfg.model_path``, or draw random weights from ``cfg.init_config``.
+
+    Args:
+        cfg: The model section, as ``ModelConfig`` or mapping (missing keys take the defaults).
+        override_config_kwargs: Fields of the model's own configuration to replace.
+        allow_mismatch: ``["lora.base_sha256"]`` accepts adapters of other base weights.
+
+    Raises:
+        ConfigError: Unknown model type or field, or a declared size that the checkpoint does not have.
+        ManifestMismatchError: The adapters of ``lora_path`` belong to other base weights.
+        MissingDependencyError: ``attn_implementation=flash_attention_2`` without the package.
+    """
+    section = _model_section(cfg)
+    _log_fallback(section)
+    return _load_or_fall_back(section, lambda entry: _load(entry, section, override_config_kwargs, allow_mismatch))
+
+
+def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Return ``get_model(cfg.model)`` with ``model.processor`` set, ready to act on observations.
+
+    ``cfg.evaluation.allow_mismatch`` may accept adapters of other base weights.
+    """
+    section = _model_section(_section(cfg, "model"))
+    evaluation = _section(cfg, "evaluation")
+    allowed = evaluation.get("allow_mismatch", ()) if isinstance(evaluation, Mapping) else evaluation.allow_mismatch
+    _log_fallback(section)
+
+    def load(entry: ModelEntry) -> Any:
+        _, processor = _config_and_processor(entry.resolve(), cfg)
+        model = _load(entry, section, override_config_kwargs, allowed)
+        model.processor = processor
+        return model
+
+    return _load_or_fall_back(section, load)
+
+
+def local_settings(cfg: ModelConfig, folder: str | Path | None = None) -> tuple[Any, Any] | None:
+    """Return a policy's class and its own configuration, without loading weights.
+
+    Args:
+        cfg: The model section.
+        folder: Checkpoint whose configuration is read; None: ``cfg.model_path``, else ``cfg.init_config``.
+
+    Returns:
+        None for a language model, and where the configuration is not on this machine.
+
+    Raises:
+        ConfigError: The model type or a field is unknown, or fields contradict each other.
+        CheckpointError: The folder is of another model.
+    """
+    section = _model_section(cfg if folder is None else replace(cfg, model_path=str(folder), init_config={}))
+
+    def load(entry: ModelEntry) -> tuple[Any, Any] | None:
+        entry, path = entry.resolve(), section.model_path
+        there = path is None or any((Path(path) / name).is_file() for name in config_file_names(entry))
+        return (entry.model, load_model_config(entry, section, path)) if entry.acts and there else None
+
+    return _load_or_fall_back(section, load)
+
+
+def _log_fallback(cfg: ModelConfig) -> None:
+    """Log which generic class takes a model type that is not registered."""
+    if cfg.model_type not in MODELS:
+        entry = entry_for(cfg)
+        chosen = entry.name if entry.acts else "HFModel"
+        logger.warning("Model type '%s' is not registered; falling back to %s.", cfg.model_type, chosen)
+
+
+@cured_by_settings("model", path="model_path", architectures="override_config.architectures")
+def _load_or_fall_back(cfg: ModelConfig, load: Callable[[ModelEntry], Any]) -> Any:
+    """Load by the model type's own entry; with ``cfg.strict`` off, by the generic one if the own class raises."""
+    entry = entry_for(cfg)
+    if cfg.strict or cfg.model_type not in MODELS:
+        return load(entry)
+    try:
+        return load(entry)
+    except Exception:
+        found = folder_config(cfg.model_path).get("model_type")
+        if found is None:
+            raise
+        generic = _generic_entry(replace(cfg, model_type=found))
+        logger.exception(
+            "The class of model type '%s' cannot load '%s'; model.strict=false: the generic class of '%s' takes it.",
+            cfg.model_type, cfg.model_path, generic.name,
+        )  # fmt: skip
+    return load(generic)
+
+
+def _load(
+    entry: ModelEntry, cfg: ModelConfig, overrides: Mapping[str, Any] | None, allow_mismatch: Sequence[str]
+) -> Any:
+    entry = entry.resolve()
+    check_attention(cfg.attn_implementation)
+    config = override_fields(load_model_config(entry, cfg, cfg.model_path), plain_container(overrides or {}))
+    check_declared_sizes(cfg, config)
+    arguments = {
+        "dtype": torch_dtype_from_precision(cfg.precision), "attn_implementation": cfg.attn_implementation
+    }  # fmt: skip
+    if entry.acts:
+        model = switch_off_dropout(_load_action_model(entry.model, cfg, config, arguments))
+    elif cfg.model_path is None:
+        model = entry.model.from_config(config, **arguments)
+    else:
+        model = entry.model.from_pretrained(
+            cfg.model_path, config=config, trust_remote_code=cfg.trust_remote_code, **arguments
+        )
+    if cfg.model_path is not None:
+        check_loaded(model.state_dict(), cfg.model_path)
+    if cfg.gradient_checkpointing:
+        try:
+            model.gradient_checkpointing_enable()
+        except ValueError as error:
+            raise ConfigError(f"{error} Set model.gradient_checkpointing=false") from error
+    if cfg.is_lora:
+        from rlinf.models.lora import apply_lora  # imports peft
+
+        check_base(cfg, allow_mismatch)
+        model = apply_lora(model, cfg.lora, cfg.lora_path)
+    return model
+
+
+def _load_action_model(model_class: Any, cfg: ModelConfig, config: Any, arguments: Mapping[str, Any]) -> Any:
+    """Load or draw a policy; its constructor takes the arguments of ``ActionModel``."""
+    own = {"hidden_size": cfg.hidden_size, "unnorm_key": cfg.unnorm_key, "action_dim": cfg.action_token_len}
+    own |= _optional_arguments(model_class, cfg)
+    if cfg.model_path is not None:
+        model = _load_exactly(
+            model_class,
+            cfg.model_path,
+            config=config,
+            torch_dtype=arguments["dtype"],
+            attn_implementation=cfg.attn_implementation,
+            low_cpu_mem_usage=cfg.low_cpu_mem_usage,
+            trust_remote_code=cfg.trust_remote_code,
+            **own,
+        )
+        return heads_in_float32(model)
+    if hasattr(config, "norm_stats") and not config.norm_stats:
+        config.norm_stats = unit_range_stats(cfg.action_token_len, getattr(config, "state_dim", None))
+    return heads_in_float32(model_class._from_config(config, **arguments, **own))
+
+
+def _optional_arguments(model_class: type, cfg: ModelConfig) -> dict[str, Any]:
+    accepted = inspect.signature(model_class.__init__).parameters
+    if (
+        "action_chunks_len" not in accepted
+        and cfg.action_chunks_len != public_fields(ModelConfig)["action_chunks_len"].default
+    ):
+        raise ConfigError(
+            f"model.action_chunks_len is {cfg.action_chunks_len}, but {model_class.__name__} takes none "
+            "and predicts one action. Set model.action_chunks_len=1"
+        )
+    return {key: getattr(cfg, key) for key in OPTIONAL_ARGUMENTS if key in accepted}
+
+
+def heads_in_float32(model: Any) -> Any:
+    """Turn what ``model.float32_modules`` names into float32, in place; ``from_pretrained`` has kept the digits of files."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.split(".")[0] in getattr(model, "float32_modules", ()) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    return model
+
+
+def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:
+    """Call ``from_pretrained``; where that is transformers' own, which draws what does not fit at random, refuse the folder."""
+    own, theirs = (inspect.getattr_static(each, "from_pretrained", None) for each in (model_class, PreTrainedModel))
+    if own is not theirs:
+        return model_class.from_pretrained(path, **arguments)
+    arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    with without_load_report():
+        model, info = model_class.from_pretrained(path, **arguments)
+    missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
+    for head in getattr(model_class, "trained_in_full", ("value_head",)):  # may be absent as a whole, on either side
+        own = {key for key in model.state_dict() if key.split(".")[0] == head}
+        missing -= own if own <= missing else set()
+        unexpected -= {key for key in unexpected if not own and key.split(".")[0] == head}
+    check_fit(path, {**info, "missing_keys": missing, "unexpected_keys": unexpected})
+    return model
+
+
+def _config_and_processor(entry: ModelEntry, cfg: Any) -> tuple[Any, Any]:
+    model, tokenizer = _model_section(_section(cfg, "model")), _tokenizer_section(_section(cfg, "tokenizer"))
+    path = tokenizer.tokenizer_model or model.model_path
+    model_config = load_model_config(entry, model, model.model_path or path)
+    if entry.load_processor is not None:
+        return model_config, entry.load_processor(tokenizer, model_config, path)
+    if path is None:
+        raise ConfigError(
+            f"Model type '{entry.name}' needs a folder to load its processor from, but tokenizer.tokenizer_model and "
+            "model.model_path are null; set tokenizer.tokenizer_model=<folder>."
+        )
+    return model_config, _standard_processor(entry, path, model.trust_remote_code)
+
+
+def _standard_processor(entry: ModelEntry, path: str, trust_remote_code: bool) -> Any:
+    """Load tokenizer and image processor of a folder into the processor class of ``entry``, else by the Auto classes."""
+    remote = {"trust_remote_code": trust_remote_code}
+    if entry.processor is None:
+        return AutoProcessor.from_pretrained(path, padding_side="left", **remote)
+    parts = {"tokenizer": AutoTokenizer.from_pretrained(path, padding_side="left", **remote)}
+    if entry.image_processor is not None:
+        parts["image_processor"] = entry.image_processor.from_pretrained(path, **remote)
+    return entry.processor.from_pretrained(path, **parts, **remote)
+
+
+def config_file_names(entry: ModelEntry) -> tuple[str, ...]:
+    """Return the files of which a checkpoint folder holds one: ``config_files`` of the config class, else config.json."""
+    return getattr(import_target(entry.config), "config_files", ("config.json",))
+
+
+def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> Any:
+    """Build the model's own configuration: from ``init_config``, or from the folder with ``override_config`` laid over.
+
+    Args:
+        entry: What ``cfg.model_type`` stands for.
+        cfg: The model section.
+        path: Folder or hub id; None: ``init_config`` only.
+
+    Raises:
+        ConfigError: There is nothing to build it from, or a field is unknown.
+        CheckpointError: The folder has no configuration, or that of another model.
+    """
+    if cfg.model_path is None and (cfg.init_config or path is None):
+        if not cfg.init_config:
+            raise ConfigError(
+                f"model.model_path is null and model.init_config is empty: nothing to build '{entry.name}' from. "
+                "Set model.model_path=<checkpoint folder>, or take a model that is drawn at random: model=openvla_tiny"
+            )
+        if entry.config is None:
+            raise ConfigError(f"Model type '{entry.name}' has no config class; set model.model_path=<folder>.")
+        _check_names(entry.config(), cfg.init_config, "model.init_config")
+        return entry.config(**plain_container(cfg.init_config))
+    if cfg.model_path is not None and cfg.init_config:
+        raise ConfigError(
+            f"model.init_config describes random weights, but model.model_path={cfg.model_path} names weights to load. "
+            "Set model.model_path=null or '~model.init_config'"
+        )
+    loader = AutoConfig if entry.config is None else entry.config
+    files = config_file_names(entry)
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in files):
+        raise CheckpointError(
+            f"model.model_path is '{path}', a folder without a {' or '.join(files)}. Set model.model_path=<checkpoint folder>"
+        )
+    try:
+        if (Path(path) / "config.json").is_file():
+            check_model_type(entry.config, read_json(Path(path) / "config.json"), path)
+        elif hasattr(entry.config, "accepted_model_types") and not Path(path).is_dir():
+            check_model_type(entry.config, PreTrainedConfig.get_config_dict(path)[0], path)
+        config = loader.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
+        return override_fields(config, plain_container(cfg.override_config), "model.override_config")
+    except OSError as error:
+        raise CheckpointError(
+            f"model.model_path is '{path}', which is neither a checkpoint folder with a config.json nor a reachable "
+            f"hub id ({error}). Set model.model_path=<folder>"
+        ) from error
+
+
+def override_fields(config: Any, overrides: dict[str, Any], where: str = "override_config_kwargs") -> Any:
+    """Return ``config`` with fields replaced; ``where`` names the option in messages.
+
+    Raises:
+        ConfigError: A field is unknown.
+    """
+    if not overrides:
+        return config
+    _check_names(config, overrides, where)
+    values = config.to_dict()
+    whole = {name: value for name, value in overrides.items() if name in REPLACED_WHOLE}
+    return type(config).from_dict(_merged(values, overrides) | whole)
+
+
+def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay ``overrides`` over ``values``, mapping by mapping, so that what is not named stays."""
+    result = dict(values)
+    for name, value in overrides.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
+        result[name] = _merged(result[name], value) if both else value
+    return result
+
+
+def _check_names(config: Any, values: Mapping[str, Any], where: str) -> None:
+    known = set(vars(config)) | set(inspect.signature(type(config).__init__).parameters) - {"self", "kwargs"}
+    for name in values:
+        if name not in known:
+            names = [each for each in known if not each.startswith("_")]
+            raise ConfigError(f"{where} has the unknown key '{name}'.{did_you_mean(name, names)}")
+
+
+def check_declared_sizes(cfg: ModelConfig, config: Any) -> None:
+    """Refuse sizes of the model section that the model's own configuration does not have.
+
+    Raises:
+        ConfigError: With both values.
+    """
+    text = getattr(config, "text_config", config)
+    vocab = getattr(config, "action_vocab_size", getattr(text, "vocab_size", None))
+    images = [[size, size] for size in getattr(config, "image_sizes", [])]
+    for key, declared, found in (
+        ("hidden_size", cfg.hidden_size, getattr(text, "hidden_size", None)),
+        ("vocab_size", cfg.vocab_size, vocab),
+        ("image_size", cfg.image_size, images[0] if images else None),
+    ):
+        if declared is not None and found is not None and declared != found:
+            raise ConfigError(
+                f"model.{key} is {override_text(declared)}, but the model has {override_text(found)}. "
+                f"Set model.{key}={override_text(found)} or model.{key}=null"
+            )
+
+
+def _section(cfg: Any, name: str) -> Any:
+    if isinstance(cfg, Mapping) or not hasattr(cfg, name):
+        return cfg.get(name, {}) if hasattr(cfg, "get") else {}
+    return getattr(cfg, name)
+
+
+def _model_section(cfg: Any) -> ModelConfig:
+    section = cfg if isinstance(cfg, ModelConfig) else from_mapping(ModelConfig, cfg, "model")
+    paths = {name: getattr(section, name) for name in ("model_path", "lora_path")}
+    return replace(section, **{name: path and os.path.expanduser(path) for name, path in paths.items()})
+
+
+def _tokenizer_section(cfg: Any) -> TokenizerConfig:
+    section = cfg if isinstance(cfg, TokenizerConfig) else from_mapping(TokenizerConfig, cfg or {}, "tokenizer")
+    return replace(section, tokenizer_model=section.tokenizer_model and os.path.expanduser(section.tokenizer_model))

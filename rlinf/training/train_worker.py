@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from rlinf.distributed.process_group import max_over_ranks, rank, world_size
 from rlinf.errors import ConfigError, NonFiniteError
 from rlinf.models.precision import autocast
 from rlinf.optim.master_adamw import MasterAdamW
-from rlinf.optim.train_step import TrainStep
+from rlinf.optim.train_step import Totals, TrainStep
 from rlinf.types import Observation, RolloutBatch
 
 VALUE_HEAD = "value_head"
@@ -35,6 +35,15 @@ class FailedBatch:
     grad_norm: float
     bad_parameters: list[str]
     instructions: list[str]
+    tensors: dict[str, Tensor]
+
+
+class _Minibatch(NamedTuple):
+    """What the report of a failure tells of a minibatch; its pictures are selected only then."""
+
+    phase: str
+    step: int
+    observe: Callable[[], Observation]
     tensors: dict[str, Tensor]
 
 
@@ -166,10 +175,9 @@ class TrainWorker:
             output = algorithm.loss(micro, evaluation, counts, step)
             return _to_be_averaged(output.loss), output.metrics
 
-        metrics = self.train_step.accumulate(self._micro_batches(len(index)), loss_of).over_ranks()
-        rows = (lambda: batch.observation.select(index.numpy()), minibatch.tensors())
-        metrics["grad_norm"] = self._apply(metrics["loss"], algorithm.policy_is_frozen(step), "rl", step, rows)
-        return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
+        totals = self.train_step.accumulate(self._micro_batches(len(index)), loss_of)
+        described = _Minibatch("rl", step, lambda: batch.observation.select(index.numpy()), minibatch.tensors())
+        return self._take_step(totals, described, algorithm.policy_is_frozen(step))
 
     def sft_update(
         self, observation: Observation, actions: Tensor, num_rows: int, step: int, seed: int = 0
@@ -202,74 +210,52 @@ class TrainWorker:
             share = torch.where(valid.to(device), losses.float(), 0.0).sum() / num_rows
             return _to_be_averaged(share), {"loss": share.detach()}
 
-        micro_batches = zip(held, self._micro_batches(num_rows), strict=True)
-        metrics = self.train_step.accumulate(micro_batches, loss_of).over_ranks()
-        metrics["grad_norm"] = self._apply(
-            metrics["loss"], False, "sft", step, (lambda: observation, {"actions": actions})
-        )
-        return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
+        totals = self.train_step.accumulate(zip(held, self._micro_batches(num_rows), strict=True), loss_of)
+        return self._take_step(totals, _Minibatch("sft", step, lambda: observation, {"actions": actions}))
 
     def _micro_batches(self, num_rows: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's rows of a minibatch in equal numbers of micro-batches on every rank, and which rows count."""
         return list(zip(*(part.split(self.micro_batch_size) for part in own_rows(num_rows)), strict=True))
 
-    def _apply(
-        self,
-        loss: float,
-        frozen: bool,
-        phase: str,
-        step: int,
-        rows: tuple[Callable[[], Observation], dict[str, Tensor]],
-    ) -> float:
-        """Take the optimiser step, unless something is wrong with it; return the norm of the gradient before clipping."""
+    def _take_step(self, totals: Totals, minibatch: _Minibatch, frozen: bool = False) -> dict[str, float]:
+        """Take the optimiser step, unless something is wrong with it; return the metrics of all ranks."""
+        metrics = totals.over_ranks()
         if frozen:
             # Critic warm-up. AdamW skips parameters without a gradient altogether: no decay, no momentum, no movement. With
             # gradients of 0 it would still decay the weights and move them by former momentum.
             for master in self.policy_masters:
                 master.grad = None
         elif not self._has_learnt:
-            self._check_gradient(phase, rows[1])
+            self._check_gradient(minibatch)
         try:
-            return self.train_step.apply(loss)
+            metrics["grad_norm"] = self.train_step.apply(metrics["loss"])
         except NonFiniteError as error:
-            self._fail(loss, phase, step, rows, error)
+            self._fail(metrics["loss"], minibatch, error)
+        return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
-    def _check_gradient(self, phase: str, tensors: dict[str, Tensor]) -> None:
-        """Refuse a loss that cannot teach the policy anything.
-
-        Raises:
-            ConfigError: The gradient is exactly 0, although the minibatch has something to teach.
-        """
+    def _check_gradient(self, minibatch: _Minibatch) -> None:
+        """Refuse a gradient of exactly 0, although the minibatch has something to teach."""
+        tensors = minibatch.tensors
         norm = float(grad_norm([p for p in self.policy_masters if p.grad is not None]))
         self._has_learnt = norm > 0
         advantages = tensors.get("advantages")
         teaches = advantages is None or bool((advantages[tensors["loss_mask"]] != 0).any())
         if norm == 0 and teaches:
             raise ConfigError(
-                f"No gradient reaches the policy in the first update of {phase}: the gradients of its "
+                f"No gradient reaches the policy in the first update of {minibatch.phase}: the gradients of its "
                 f"{len(self.policy_masters)} trained tensors are all 0 or missing, so nothing would be learnt. The loss is "
                 "detached from the policy, or its weights are frozen; `rlinf diagnose` tells which tensors have a gradient"
             )
 
-    def _fail(
-        self,
-        loss: float,
-        phase: str,
-        step: int,
-        rows: tuple[Callable[[], Observation], dict[str, Tensor]],
-        cause: NonFiniteError,
-    ) -> NoReturn:
-        """Keep the minibatch for the report, and say what may mend it.
-
-        Raises:
-            NonFiniteError: Always.
-        """
+    def _fail(self, loss: float, minibatch: _Minibatch, cause: NonFiniteError) -> NoReturn:
+        """Keep the minibatch for the report, and raise what may mend it."""
+        phase, step, observe, tensors = minibatch
         norm = self.train_step.grad_norm
         bad = [
             name for name, p in self.named_masters.items()
             if p.grad is not None and not bool(torch.isfinite(p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad).all())
         ]  # fmt: skip
-        observation, tensors = rows[0](), rows[1]
+        observation = observe()
         tensors = dict(tensors) | {f"image/{name}": torch.from_numpy(x) for name, x in observation.images.items()}
         if observation.state is not None:
             tensors["state"] = torch.from_numpy(observation.state)

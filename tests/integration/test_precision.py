@@ -321,8 +321,10 @@ def test_a_frozen_policy_is_skipped():
     worker = worker_of(policy_of("OFT"), "bf16", 1e-2)
     before = {name: master.detach().clone() for name, master in worker.named_masters.items()}
     trained = worker.optimizer.parameters
-    worker.train_step.accumulate([trained], lambda parameters: (sum(p.float().sum() for p in parameters), {}))
-    worker._apply(0.0, True, "rl", 0, (None, {}))
+    totals = worker.train_step.accumulate(
+        [trained], lambda parameters: (sum(p.float().sum() for p in parameters), {"loss": torch.zeros(())})
+    )
+    worker._take_step(totals, None, frozen=True)
     moved = {name for name, master in worker.named_masters.items() if not torch.equal(master, before[name])}
     assert moved == {name for name in before if name.startswith("value_head.")}
     assert set(worker.optimizer.state) == set(worker.value_masters)

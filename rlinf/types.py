@@ -69,11 +69,13 @@ class Observation:
         images: Camera name to uint8 ``[B, H, W, 3]``.
         state: float32 ``[B, S]`` or None.
         instruction: ``B`` sentences.
+        is_resized: The images are as ``ActionModel.resize_images`` returns them.
     """
 
     images: dict[str, np.ndarray]
     state: np.ndarray | None
     instruction: list[str]
+    is_resized: bool = False
 
     def __len__(self) -> int:
         return len(self.instruction)
@@ -85,6 +87,7 @@ class Observation:
             images={name: image[rows] for name, image in self.images.items()},
             state=None if self.state is None else self.state[rows],
             instruction=self.instruction[index] if isinstance(index, slice) else [self.instruction[i] for i in rows],
+            is_resized=self.is_resized,
         )
 
     def replaced(self, index: np.ndarray, rows: Observation) -> Observation:
@@ -106,6 +109,7 @@ class Observation:
             images={name: np.concatenate([part.images[name] for part in parts]) for name in first.images},
             state=None if first.state is None else np.concatenate([part.state for part in parts]),
             instruction=[sentence for part in parts for sentence in part.instruction],
+            is_resized=first.is_resized,
         )
 
 

@@ -118,6 +118,7 @@ def gather_rollout(batch: RolloutBatch) -> RolloutBatch:
         images={name: _gather_rows(image, num_chunks) for name, image in seen.images.items()},
         state=None if seen.state is None else _gather_rows(seen.state, num_chunks),
         instruction=[words for chunk in rows for part in parts for words in part.observation.instruction[chunk]],
+        is_resized=seen.is_resized,
     )
     return RolloutBatch.concatenate(parts, observation)
 

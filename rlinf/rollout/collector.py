@@ -48,21 +48,23 @@ class _Recorder:
         self.images: dict[str, np.ndarray] = {}
         self.state: np.ndarray | None = None
         self.instruction = [[""] * num_envs for _ in range(num_chunks)]
+        self.is_resized = False
 
     def allocate(self, example: Observation) -> None:
         """Allocate zeros for rows like those of ``example``."""
+        self.is_resized = example.is_resized
         self.images = {name: np.zeros((*self.shape, *x.shape[1:]), x.dtype) for name, x in example.images.items()}
         if example.state is not None:
             self.state = np.zeros((*self.shape, *example.state.shape[1:]), example.state.dtype)
 
-    def write(self, t: int, columns: slice, observation: Observation) -> None:
-        """Record the first ``len(columns)`` rows of ``observation``; the rows after them are idle."""
-        count = columns.stop - columns.start
+    def write(self, t: int, columns: np.ndarray, observation: Observation) -> None:
+        """Record the rows of ``observation`` in the envs ``columns``."""
         for name, image in observation.images.items():
-            self.images[name][t, columns] = image[:count]
+            self.images[name][t, columns] = image
         if self.state is not None:
-            self.state[t, columns] = observation.state[:count]
-        self.instruction[t][columns] = observation.instruction[:count]
+            self.state[t, columns] = observation.state
+        for column, sentence in zip(columns.tolist(), observation.instruction, strict=True):
+            self.instruction[t][column] = sentence
 
     def observation(self) -> Observation:
         """Return the ``T * B`` rows, time-major."""
@@ -71,6 +73,7 @@ class _Recorder:
             images={name: image.reshape(rows, *image.shape[2:]) for name, image in self.images.items()},
             state=None if self.state is None else self.state.reshape(rows, -1),
             instruction=[sentence for chunk in self.instruction for sentence in chunk],
+            is_resized=self.is_resized,
         )
 
 
@@ -183,7 +186,8 @@ class RolloutCollector:
             )
             rollouts.append((thread.executor, rollout))
         try:
-            recorder.allocate(_results([executor.submit(rollout.start) for executor, rollout in rollouts])[0])
+            first_rows = _results([executor.submit(rollout.start) for executor, rollout in rollouts])[0]
+            recorder.allocate(model.resize_images(first_rows.select([0])))
             parts = _results([executor.submit(rollout.play, needs_values, stop) for executor, rollout in rollouts])
         except BaseException:
             stop.set()
@@ -274,8 +278,9 @@ class _Rollout:
                     raise CancelledError
                 live = np.flatnonzero(alive)
                 if len(live):
-                    self.recorder.write(t, self.columns, self.observation)
                     seen = self.observation if len(live) == self.env.num_envs else self.observation.select(live)
+                    seen = model.resize_images(seen)  # once: scoring and updates read the images as recorded here
+                    self.recorder.write(t, self.columns.start + live, seen)
                     prediction = model.predict_action_batch(
                         do_sample=True,
                         temperature=temperature,

@@ -90,6 +90,10 @@ class VllmPolicy:
         """2: two random numbers make the seed of a row."""
         return 2
 
+    def resize_images(self, observation: Observation) -> Observation:
+        """Resize images with the torch model."""
+        return self.model.resize_images(observation)
+
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Preprocess with the torch model."""
         return self.model.preprocess(observation)

@@ -21,6 +21,9 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, NonFiniteError, ParityError
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.embodiment.openvla.policy import OpenVLAForRLActionPrediction
+from rlinf.models.embodiment.openvla.processing import PrismaticImageProcessor
 from rlinf.preflight import conditions
 from rlinf.training import evaluator, sft_trainer
 from rlinf.training.rl_trainer import RLTrainer
@@ -249,6 +252,34 @@ def test_a_vla_on_two_ranks_equals_one(tmp_path):
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, atol=1e-5, rtol=0, msg=name)
     assert max((tensor - before[name]).abs().max().item() for name, tensor in one.items()) > 1e-4
+
+
+def test_pictures_are_resized_once_and_nothing_else_changes(tmp_path, monkeypatch):
+    small = ["model=openvla_tiny", "env.cameras=[front]", "env.image_size=72", "trainer.max_steps=1", "rollout.num_envs=4",
+             "algorithm.update_epochs=2", "algorithm.critic_warmup_steps=0"]  # fmt: skip
+    resize, num_rows = PrismaticImageProcessor._resize_for_towers, []
+
+    def counting(self, images):
+        num_rows.append(len(images))
+        return resize(self, images)
+
+    def iterate(name):
+        run = build(config_of(tmp_path / name, *small))
+        num_rows.clear()
+        metrics = run.rl.iteration(0)
+        run.rl.collector.close()
+        run.session.close()
+        return sum(num_rows), {key: x for key, x in metrics.items() if not key.startswith(("time/", "throughput/"))}
+
+    monkeypatch.setattr(PrismaticImageProcessor, "_resize_for_towers", counting)
+    once, metrics = iterate("once")
+    monkeypatch.setattr(OpenVLAForRLActionPrediction, "resize_images", ActionModel.resize_images)
+    each_time, same = iterate("each time")
+    assert metrics == same
+    rows = 4 * build_config(compose_config([*SMALL, *small])).rollout.num_chunks
+    around = 1 + 4 * 2  # one row to learn the size of the arrays; the last observations, for the bootstrap values
+    assert rows <= once <= rows + around
+    assert 4 * rows <= each_time  # to act, to score, and in each epoch
 
 
 def test_value_head_and_policy_have_their_own_learning_rates(tmp_path):

@@ -400,3 +400,27 @@ def test_cnn_names_the_size_and_the_cameras_that_it_needs():
         cnn(num_images_in_input=2).preprocess(seen(["go"]))
     with pytest.raises(ConfigError, match="image_size is 20; required: at least 36"):
         cnn(image_size=20)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"image_preparation": "rlds", "do_center_crop": True},
+        {"image_resize_strategy": "letterbox"},
+        {"image_resize_strategy": "resize-crop"},
+    ],
+    ids=str,
+)
+def test_images_that_were_resized_once_give_the_same_pixels(settings):
+    frames = torch.randint(0, 256, (2, 3, 24, 40), dtype=torch.uint8)
+    means, stds = [[0.5] * 3, [0.4, 0.5, 0.6]], [[0.5] * 3, [0.2, 0.3, 0.4]]
+    processor = PrismaticImageProcessor(
+        input_sizes=[[3, 16, 16]] * 2, interpolations=["bicubic"] * 2, means=means, stds=stds, **settings
+    )
+    once = processor.resize_once(frames)
+    assert once.shape == (2, 3, 16, 16) and once.dtype == torch.uint8
+    assert torch.equal(processor.preprocess_tensors(once, is_resized=True), processor.preprocess_tensors(frames))
+    assert processor.resize_once(frames[..., :8, :8]) is None, "it would grow"
+    processor.input_sizes = [[3, 16, 16], [3, 12, 12]]
+    assert processor.resize_once(frames) is None, "the towers want different sizes"

@@ -31,6 +31,18 @@ def test_images_are_resized_as_openpi_resizes_uint8_tensors():
 
 
 @torch.no_grad()
+def test_images_that_were_resized_once_give_the_same_numbers():
+    model, seen = make(), observe(2)
+    size = model.config.vision["image_size"]
+    generator = np.random.default_rng(0)
+    images = {name: generator.integers(0, 256, (2, size + 8, size, 3), np.uint8) for name in seen.images}
+    large = Observation(images, seen.state, seen.instruction)
+    once = model.resize_images(large)
+    assert all(image.shape[1:3] == (size, size) for image in once.images.values())
+    for name, tensor in model.preprocess(large).items():
+        assert torch.equal(model.preprocess(once)[name], tensor), name
+
+
 def test_a_camera_that_is_absent_in_one_row_changes_that_row_as_if_it_were_not_there():
     model, observation = make(), observe(2)
     front = Observation({"front": observation.images["front"]}, observation.state, observation.instruction)

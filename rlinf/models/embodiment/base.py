@@ -151,6 +151,14 @@ class ActionModel(metaclass=ABCMeta):
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Turn an observation of ``B`` envs into tensors on the model's device, the keyword arguments of the two below."""
 
+    def resize_images(self, observation: Observation) -> Observation:
+        """Return the observation with its images resized, such that ``preprocess`` gives the same numbers with less work.
+
+        Rollouts call this once for each observation, and record what it returns. An image must not become larger, because a
+        rollout is held in memory. The default returns the observation as it is.
+        """
+        return observation
+
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Return one value per row, equal only for rows whose prompts are equally long.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -173,12 +174,25 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         pixels = []
         for image in list(observation.images.values())[:wanted]:
             frames = torch.from_numpy(image).to(device, non_blocking=True).permute(0, 3, 1, 2)
-            pixels.append(processor.image_processor.preprocess_tensors(frames))
+            pixels.append(processor.image_processor.preprocess_tensors(frames, observation.is_resized))
         return {
             "input_ids": input_ids.to(device),
             "attention_mask": attention_mask.to(device),
             "pixel_values": pixels[0] if wanted == 1 else torch.cat(pixels, dim=1),
         }
+
+    def resize_images(self, observation: Observation) -> Observation:
+        """Resize the images that the policy reads, JPEG round trip and crop included, where no image grows."""
+        resize = self._ready_processor().image_processor.resize_once
+        images = dict(observation.images)
+        for name in list(images)[: self.config.num_images_in_input]:
+            frames = torch.from_numpy(images[name]).to(self.device).permute(0, 3, 1, 2)
+            resized = resize(frames)
+            if resized is None:
+                return observation
+            if resized is not frames:
+                images[name] = resized.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+        return replace(observation, images=images, is_resized=True)
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Tokens of each row's prompt."""

@@ -131,11 +131,28 @@ class PrismaticImageProcessor(BaseImageProcessor):
         fill = getattr(self, "tvf_letterbox_fill", None)
         return list(fill) if fill is not None else [int(255 * value) for value in self.normalization[-1][0]]
 
-    def preprocess_tensors(self, images: Tensor) -> Tensor:
+    def preprocess_tensors(self, images: Tensor, is_resized: bool = False) -> Tensor:
         """Turn uint8 ``[B, 3, H, W]`` into ``[B, 3 * towers, H', W']`` float32 on its own device.
 
         The numbers are those of the public processor, which resizes with Pillow: see ``resize_bicubic``.
+
+        Args:
+            images: As the cameras show them.
+            is_resized: They come from ``resize_once``.
         """
+        num_towers = len(self.normalization)
+        resized = [images] * num_towers if is_resized else self._resize_for_towers(images)
+        towers = [_normalize(each, *statistics) for each, statistics in zip(resized, self.normalization, strict=True)]
+        return towers[0] if num_towers == 1 else torch.cat(towers, dim=1)
+
+    def resize_once(self, images: Tensor) -> Tensor | None:
+        """Resize uint8 ``[B, 3, H, W]``; return None where the towers want different sizes, or larger images than these."""
+        geometries = {self._geometry(tower) for tower in range(len(self.normalization))}
+        _, (height, width) = next(iter(geometries))
+        fits = len(geometries) == 1 and height * width <= images.shape[-2] * images.shape[-1]
+        return self._resize_for_towers(images)[0] if fits else None
+
+    def _resize_for_towers(self, images: Tensor) -> list[Tensor]:
         size = tuple(self.input_sizes[0][1:])
         if self.image_preparation == "rlds":
             images = resize_lanczos3(jpeg_round_trip(images), size)
@@ -143,11 +160,7 @@ class PrismaticImageProcessor(BaseImageProcessor):
             images = crop_and_resize(images, CROP_AREA, size)
         geometries = [self._geometry(tower) for tower in range(len(self.normalization))]
         resized = {geometry: self._resize(images, *geometry) for geometry in dict.fromkeys(geometries)}
-        towers = [
-            _normalize(resized[geometry], *statistics)
-            for geometry, statistics in zip(geometries, self.normalization, strict=True)
-        ]
-        return towers[0] if len(towers) == 1 else torch.cat(towers, dim=1)
+        return [resized[geometry] for geometry in geometries]
 
     def _resize(self, images: Tensor, size: int | tuple[int, int], crop: tuple[int, int]) -> Tensor:
         if self._letterbox_fill is not None:
@@ -158,6 +171,8 @@ class PrismaticImageProcessor(BaseImageProcessor):
             images = square
         target = size if isinstance(size, tuple) else _shorter_side(images.shape[-2], images.shape[-1], size)
         images = resize_bicubic(images, target)
+        if target == crop:
+            return images
         top, left = _centre(target, crop)
         # negative numbers cut; a crop that is larger than the image is filled up with black
         return pad(images, (-left, left + crop[1] - target[1], -top, top + crop[0] - target[0]))

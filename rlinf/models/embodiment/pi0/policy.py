@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -214,6 +215,15 @@ class Pi0ForRLActionPrediction(Pi0Network):
             padding = self.config.action_dim - state.shape[1]
             inputs["state"] = nn.functional.pad(state, (0, padding)).float().to(self.device)
         return inputs
+
+    def resize_images(self, observation: Observation) -> Observation:
+        """Resize the images that the policy reads, where none grows; images of the wanted size stay as they are."""
+        size, images = self.config.vision["image_size"], dict(observation.images)
+        for name in self._cameras(observation):
+            if images[name].shape[1] * images[name].shape[2] > size * size:
+                resized = resize_with_pad(torch.from_numpy(images[name]).permute(0, 3, 1, 2), size)
+                images[name] = resized.permute(0, 2, 3, 1).contiguous().numpy()
+        return replace(observation, images=images)
 
     def prompt_lengths(self, observation: Observation) -> Sequence[Hashable]:
         """Tokens of each row's prompt, which may hold the state."""

@@ -129,7 +129,7 @@ class PolicyChecker:
         return checks
 
     def type_check(self) -> Check:
-        """Check the shapes and number formats that ``ActionModel`` promises, and that ``decode_actions`` repeats the actions."""
+        """Check the shapes and number formats that ``ActionModel`` promises, and that ``decode_actions``, if any, repeats the actions."""
         model = self.model
         inputs, prediction = self.act(model, self.mixed)
         evaluation = self.score(inputs, prediction.sequences)
@@ -149,7 +149,9 @@ class PolicyChecker:
         ]
         faults += [f"{name} not finite" for name, (found, _) in wanted.items() if not found.isfinite().all()]
         for sequences in (prediction.sequences, prediction.sequences[:, -model.num_sampled :]):
-            if not faults and not torch.equal(model.decode_actions(sequences), prediction.actions):
+            if faults or not model.implements("decode_actions"):
+                break
+            if not torch.equal(model.decode_actions(sequences), prediction.actions):
                 faults.append("decode_actions(sequences) are other actions")
         return Check("torch: shapes, number formats, decoding", not faults, "; ".join(faults) or "as promised")
 

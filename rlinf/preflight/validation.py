@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 import torch
 
@@ -89,7 +90,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
         check_algorithm(config)
         check_rollout(config, policy)
     if command != "evaluate" and config.sft.max_steps > 0:
-        check_sft(config)
+        check_sft(config, policy)
         if config.sft.dataset is None:
             check_demonstrator(config)
         else:
@@ -269,8 +270,12 @@ def check_algorithm(config: RunConfig) -> None:
         )
 
 
-def check_sft(config: RunConfig) -> None:
-    """Check the batch size of behaviour cloning."""
+def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
+    """Check that the policy can be cloned, and the batch size of behaviour cloning."""
+    policy_class = entry_for(config.model).resolve().model if policy is None else policy[0]
+    if not policy_class.implements("sft_loss"):
+        found = f"sft.max_steps={config.sft.max_steps}, but {policy_class.__name__} does not implement sft_loss"
+        refuse(found, "a policy with that method, for behaviour cloning", "sft.max_steps=0")
     sft, ranks = config.sft, config.cluster.num_processes
     if sft.batch_size % ranks:
         fix = f"sft.batch_size={nearest_multiple(sft.batch_size, ranks)}"

@@ -146,12 +146,16 @@ def adapter_of(model: ActionModel | type[ActionModel]) -> Any:
     """Return the class that adapts a model to vLLM.
 
     Raises:
-        ConfigError: The model declares no ``vllm_adapter``.
+        ConfigError: The model declares no ``vllm_adapter``, or cannot decode the tokens that vLLM returns.
     """
+    name = model.__name__ if isinstance(model, type) else type(model).__name__
     if model.vllm_adapter is None:
-        name = model.__name__ if isinstance(model, type) else type(model).__name__
         raise ConfigError(
             f"rollout.backend=vllm needs a policy that vLLM can run, and {name} declares no vllm_adapter. Set rollout.backend=torch"
+        )
+    if not model.implements("decode_actions"):
+        raise ConfigError(
+            f"rollout.backend=vllm needs decode_actions, which {name} does not implement. Set rollout.backend=torch"
         )
     return import_string(model.vllm_adapter)
 

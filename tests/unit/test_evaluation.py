@@ -120,7 +120,7 @@ class BinPolicy(ActionModel, torch.nn.Module):
 
     num_logprobs = 2
 
-    rollout_logprobs = evaluate_actions = sft_loss = decode_actions = None  # an evaluation calls none of them
+    rollout_logprobs = evaluate_actions = None  # an evaluation calls neither
 
     def __init__(self, chunk_len: int = 2) -> None:
         super().__init__()

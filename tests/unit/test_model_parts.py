@@ -8,14 +8,18 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import ModelEntry, build_policy
 from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats, unit_range_stats
 from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.openvla.processing import PrismaticImageProcessor, PrismaticProcessor
+from rlinf.preflight.validation import validate
 from rlinf.types import Observation
 
 # -- action tokens -----------------------------------------------------------------------------------------------
@@ -345,13 +349,25 @@ def test_methods_that_a_policy_lacks_are_named_before_it_is_built():
         def preprocess(self, observation):
             return {}
 
-    lacking = (
-        "Half.* does not implement decode_actions, evaluate_actions, predict_action_batch, rollout_logprobs, sft_loss"
-    )
+    lacking = "Half.* does not implement evaluate_actions, predict_action_batch, rollout_logprobs"
     with pytest.raises(ConfigError, match=lacking):
         ModelEntry("half", model=Half).resolve()
     with pytest.raises(TypeError, match="abstract"):
         Half()
+
+
+def test_a_policy_needs_optional_methods_only_for_cloning_and_vllm(monkeypatch):
+    overrides = ["experiment=tabletop_ppo_mlp"]
+    for name in ("sft_loss", "decode_actions"):
+        monkeypatch.setattr(MLPForRLActionPrediction, name, getattr(ActionModel, name))
+    validate(build_config(compose_config([*overrides, "sft.max_steps=0"])))
+    with pytest.raises(ConfigError, match=r"sft.max_steps=5.*does not implement sft_loss.*Set sft.max_steps=0"):
+        validate(build_config(compose_config([*overrides, "sft.max_steps=5"])))
+    monkeypatch.setattr(
+        MLPForRLActionPrediction, "vllm_adapter", "rlinf.models.embodiment.openvla.vllm:OpenVLAVllmAdapter"
+    )
+    with pytest.raises(ConfigError, match=r"MLPForRLActionPrediction does not implement. Set rollout.backend=torch"):
+        validate(build_config(compose_config([*overrides, "rollout.backend=vllm"])))
 
 
 # -- the CNN policy --------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class ClockEnv(VectorEnv):
 class ClockPolicy(ActionModel, torch.nn.Module):
     """Acts as the given uniforms say; its log-probs and values say of which state they are."""
 
-    evaluate_actions = sft_loss = decode_actions = None  # a rollout calls none of them
+    evaluate_actions = None  # a rollout does not call it
     num_logprobs = num_uniforms = CHUNK
     predicts_values = True
 

@@ -202,9 +202,10 @@ class ActionModel(metaclass=ABCMeta):
             temperature: As in the rollout.
         """
 
-    @abstractmethod
+    # -- optional: without them, a policy cannot be cloned, or cannot act through vLLM ----------------------------
+
     def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Behaviour-cloning loss of demonstrated actions, one value per row: float32 ``[B]``.
+        """Return the behaviour-cloning loss of demonstrated actions, one value per row: float32 ``[B]``.
 
         Args:
             inputs: What ``preprocess`` returned.
@@ -212,10 +213,16 @@ class ActionModel(metaclass=ABCMeta):
             uniforms: float32 ``[B, num_sft_uniforms]`` in (0, 1), the random numbers of the loss; None: drawn from
                 torch's global generator.
         """
+        raise NotImplementedError(f"{type(self).__name__} does not implement sft_loss")
 
-    @abstractmethod
     def decode_actions(self, sequences: Tensor) -> Tensor:
         """Decode the last ``K`` columns of ``sequences`` into actions in env units, float32 ``[B, C, D]``."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement decode_actions")
+
+    @classmethod
+    def implements(cls, method: str) -> bool:
+        """Return whether the class defines an optional method."""
+        return getattr(cls, method) is not getattr(ActionModel, method)
 
     def _ready_processor(self) -> Any:
         """Return ``processor``.

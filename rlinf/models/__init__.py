@@ -68,11 +68,7 @@ class ModelEntry:
     acts: bool = True
 
     def resolve(self) -> ModelEntry:
-        """Import what is given by name, and tell the Auto classes of transformers . Idempotent.
-
-        Raises:
-            ConfigError: The policy's class lacks a method of ``ActionModel``.
-        """
+        """Import what is given by name, refuse an incomplete policy class, and tell transformers. Idempotent."""
         parts = ("model", "config", "processor", "image_processor", "load_processor")
         entry = replace(self, **{part: import_target(getattr(self, part)) for part in parts})
         missing = sorted(getattr(entry.model, "__abstractmethods__", ()))

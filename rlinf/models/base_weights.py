@@ -25,14 +25,6 @@ def check_base(model: ModelConfig, allow_mismatch: Sequence[str] = ()) -> None:
     """Refuse the adapters at ``model.lora_path`` on other base weights than those that they were trained on.
 
     A folder without a record of its base (one that PEFT wrote) is accepted with one line in the log.
-
-    Args:
-        model: The model section; without ``lora_path`` nothing is checked.
-        allow_mismatch: ``["lora.base_sha256"]`` accepts other base weights.
-
-    Raises:
-        ManifestMismatchError: With both digests, and what to type.
-        CheckpointError: The manifest of the adapters cannot be read.
     """
     if model.lora_path is None or any(name in (BASE_FIELD, "lora") for name in allow_mismatch):
         return

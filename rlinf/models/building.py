@@ -288,17 +288,7 @@ def config_file_names(entry: ModelEntry) -> tuple[str, ...]:
 
 
 def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> Any:
-    """Build the model's own configuration: from ``init_config``, or from the folder with ``override_config`` laid over.
-
-    Args:
-        entry: What ``cfg.model_type`` stands for.
-        cfg: The model section.
-        path: Folder or hub id; None: ``init_config`` only.
-
-    Raises:
-        ConfigError: There is nothing to build it from, or a field is unknown.
-        CheckpointError: The folder has no configuration, or that of another model.
-    """
+    """Build the model's own configuration: from ``init_config``, or from the folder with ``override_config`` laid over."""
     if cfg.model_path is None and (cfg.init_config or path is None):
         if not cfg.init_config:
             raise ConfigError(
@@ -335,11 +325,7 @@ def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> 
 
 
 def override_fields(config: Any, overrides: dict[str, Any], where: str = "override_config_kwargs") -> Any:
-    """Return ``config`` with fields replaced; ``where`` names the option in messages.
-
-    Raises:
-        ConfigError: A field is unknown.
-    """
+    """Return ``config`` with fields replaced; ``where`` names the option in messages."""
     if not overrides:
         return config
     _check_names(config, overrides, where)
@@ -366,11 +352,7 @@ def _check_names(config: Any, values: Mapping[str, Any], where: str) -> None:
 
 
 def check_declared_sizes(cfg: ModelConfig, config: Any) -> None:
-    """Refuse sizes of the model section that the model's own configuration does not have.
-
-    Raises:
-        ConfigError: With both values.
-    """
+    """Refuse sizes of the model section that the model's own configuration does not have."""
     text = getattr(config, "text_config", config)
     vocab = getattr(config, "action_vocab_size", getattr(text, "vocab_size", None))
     images = [[size, size] for size in getattr(config, "image_sizes", [])]

@@ -15,16 +15,7 @@ TEXT, IMAGE_TEXT = "text", "image-text"
 
 
 def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
-    """Return ``TEXT`` or ``IMAGE_TEXT``, by ``architectures`` or code of the folder, else by the model type.
-
-    Args:
-        cfg: The model section; only ``config.json`` of a local ``model_path`` is read.
-        registered: Known model types, for the message.
-
-    Raises:
-        ConfigError: Neither kind; or the folder is of another type than ``model_type`` says, or its own code is needed
-            and not trusted.
-    """
+    """Return ``TEXT`` or ``IMAGE_TEXT``, by ``config.json`` of a local folder, else by the model type."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 

@@ -20,11 +20,7 @@ def typed(override: str) -> str:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a checkpoint folder.
-
-    Raises:
-        CheckpointError: The file holds none.
-    """
+    """Return the object in a JSON file of a checkpoint folder; refuse a file that holds none."""
     found = ""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -37,11 +33,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """Return a checkpoint's folder; a hub id (``owner/name``) is downloaded.
-
-    Raises:
-        CheckpointError: Neither a folder nor a hub id that can be reached.
-    """
+    """Return a checkpoint's folder; a hub id (``owner/name``) is downloaded."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -72,15 +64,9 @@ def without_load_report() -> Iterator[None]:
 
 
 def check_fit(folder: str | Path, loading_info: Mapping[str, Any], **cure: Any) -> None:
-    """Refuse weights that are not exactly those of the model.
+    """Refuse weights that are not exactly those of the model, by what transformers reports: ``missing_keys`` and so on.
 
-    Args:
-        folder: Where they came from.
-        loading_info: ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys``, as transformers reports them.
-        **cure: What mends it, besides another folder.
-
-    Raises:
-        CheckpointError: One of the three is not empty.
+    ``cure``: settings that mend it, besides another folder.
     """
     missing, unexpected = sorted(loading_info["missing_keys"]), sorted(loading_info["unexpected_keys"])
     mismatched = [str(key) for key in loading_info["mismatched_keys"]]
@@ -95,16 +81,10 @@ def check_fit(folder: str | Path, loading_info: Mapping[str, Any], **cure: Any) 
 
 
 def check_model_type(config_class: Any, values: Mapping[str, Any], path: str | Path) -> None:
-    """Refuse a checkpoint of another model than the one asked for.
+    """Refuse the ``config.json`` (``values``) of another model than the one asked for.
 
-    Args:
-        config_class: May declare ``accepted_model_types``, the ``model_type`` (or ``type``) of the checkpoints that it
-            reads; None among them: a checkpoint that names none. Without the declaration, nothing is checked.
-        values: ``config.json``.
-        path: Where it came from.
-
-    Raises:
-        CheckpointError: With the type that was found.
+    ``config_class.accepted_model_types`` are the types (``model_type``, or ``type``) that it reads; None among
+    them stands for a file that names none. Without the attribute nothing is checked.
     """
     accepted = getattr(config_class, "accepted_model_types", None)
     found = values.get("model_type", values.get("type"))

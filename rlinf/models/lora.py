@@ -87,9 +87,7 @@ def is_trained_in_full(model: Any, name: str) -> bool:
 def adapter_state_dict(model: Any, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return the adapter tensors under PEFT's names (``base_model.model....lora_A.weight``).
 
-    Args:
-        model: Policy with adapters.
-        state_dict: Gathered weights of a sharded model; None: the model's own.
+    ``state_dict``: gathered weights of a sharded model; None: the model's own.
     """
     tensors = get_peft_model_state_dict(model, state_dict=None if state_dict is None else dict(state_dict))
     return {f"{_PEFT_PREFIX}{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -98,13 +96,7 @@ def adapter_state_dict(model: Any, state_dict: Mapping[str, Tensor] | None = Non
 def save_adapter(model: Any, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
     """Write an adapter folder, each file under a temporary name first.
 
-    Args:
-        model: Policy with adapters.
-        folder: Created if missing.
-        state_dict: Gathered weights of a sharded model; None: the model's own.
-
-    Raises:
-        ConfigError: The model has no adapters.
+    ``state_dict``: gathered weights of a sharded model; None: the model's own.
     """
     if not has_adapters(model):
         raise ConfigError("There is no adapter to save: the model has no LoRA layers. Set model.is_lora=true")

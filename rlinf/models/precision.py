@@ -24,11 +24,7 @@ _PRECISIONS = {
 
 
 def torch_dtype_from_precision(precision: str | int | None) -> torch.dtype:
-    """Return the dtype of the weights: ``bf16``, ``fp16``, ``fp32``; ``bf16-mixed`` keeps float32 weights.
-
-    Raises:
-        ConfigError: Not a precision, in this spelling. ``bf16-mixed`` is the only one that runs under autocast.
-    """
+    """Return the dtype of the weights: ``bf16``, ``fp16``, ``fp32``; ``bf16-mixed`` keeps float32 weights."""
     for dtype, names in _PRECISIONS.items():
         if str(precision) in names:
             return dtype

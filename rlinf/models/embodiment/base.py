@@ -83,10 +83,6 @@ class ActionModel(metaclass=ABCMeta):
 
         The default compares ``num_cameras``, and ``config.state_dim`` if it is above 0.
 
-        Args:
-            config: The model's own configuration.
-            env: What the environment shows.
-
         Raises:
             ConfigError: With what the model reads, what the environment shows, and the override to set.
         """
@@ -225,11 +221,7 @@ class ActionModel(metaclass=ABCMeta):
         return getattr(cls, method) is not getattr(ActionModel, method)
 
     def _ready_processor(self) -> Any:
-        """Return ``processor``.
-
-        Raises:
-            ConfigError: There is none.
-        """
+        """Return ``processor``, or raise ConfigError if there is none."""
         if self.processor is None:
             raise ConfigError(
                 "This model has no processor; build it with rlinf.models.build_policy, or set model.processor."
@@ -245,11 +237,7 @@ class ActionModel(metaclass=ABCMeta):
 
 
 def check_hidden_size(given: int | None, found: int) -> None:
-    """Refuse a ``hidden_size`` that is not the model's.
-
-    Raises:
-        ConfigError: With both.
-    """
+    """Refuse a ``hidden_size`` that is not the model's."""
     if given not in (None, found):
         raise ConfigError(
             f"model.hidden_size is {given}, but the model has {found}. "

@@ -38,9 +38,6 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
         Args:
             config: Configuration of the model.
             **arguments: Of the constructor; ``attn_implementation`` among them, while it is not in ``config`` yet.
-
-        Raises:
-            ConfigError: With the override to type.
         """
 
     @classmethod
@@ -80,17 +77,10 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
-        """Load a public folder, or one that we saved.
+        """Load a public folder or hub id, or a folder that we saved.
 
-        Args:
-            pretrained_model_name_or_path: Folder or hub id.
-            *args: Passed to the constructor.
-            **kwargs: As in transformers; arguments of the constructor among them, which a folder that we saved has, too.
-
-        Raises:
-            CheckpointError: A weight is missing, unexpected or of another shape (only the heads may be absent as a whole;
-                they are drawn again).
-            ConfigError: A setting does not fit the configuration; found before weights are read.
+        Arguments of the constructor that are not given are read from a folder that we saved. Settings are checked before
+        weights are read. Every weight must fit; only heads may be absent as a whole, and are then drawn again.
         """
         folder = checkpoint_folder(pretrained_model_name_or_path)
         config = kwargs.pop("config", None)
@@ -132,13 +122,7 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
     def save_pretrained(
         self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
     ) -> None:
-        """Write a folder in the public layout, and the processor's files, where the model has one.
-
-        Args:
-            save_directory: Folder.
-            state_dict: Gathered weights under our names; None: the model's own.
-            **kwargs: As in transformers.
-        """
+        """Write a folder in the public layout; ``state_dict``: gathered weights under our names, if any."""
         state_dict = self.state_dict() if state_dict is None else state_dict
         refuse_adapters(state_dict)
         with no_progress_bars():
@@ -152,11 +136,7 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
 
 
 def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
-    """Read all ``*.safetensors`` of a checkpoint folder.
-
-    Raises:
-        CheckpointError: There is no such file, one cannot be read, or a shard named by the index is missing.
-    """
+    """Read all ``model*.safetensors`` of a checkpoint folder; refuse a folder in which a shard is missing."""
     folder = Path(folder)
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
@@ -182,14 +162,7 @@ def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
 
 
 def refuse_adapters(names: Iterable[str]) -> None:
-    """Refuse to write LoRA layers into a folder of another format.
-
-    Args:
-        names: Of the tensors to write.
-
-    Raises:
-        CheckpointError: One belongs to an adapter.
-    """
+    """Refuse to write LoRA layers, which ``names`` of tensors tell, into a folder of another format."""
     if any(".lora_" in name for name in names):
         raise CheckpointError(
             "The model has LoRA layers, which a public folder cannot hold; write them with "

@@ -52,11 +52,6 @@ class MLPForRLActionPrediction(CheckpointPolicy):
     Actions are drawn in normalised units, where the action statistics span [-1, 1]; ``sequences`` holds them as drawn,
     and what is executed is clipped to that range. ``temperature`` multiplies the variance, which is what dividing
     log-densities by it means.
-
-    Args:
-        config: See ``MLPConfig``.
-        hidden_size: The last hidden width, or None.
-        unnorm_key, action_dim, action_chunks_len, value_head: See ``ActionModel``.
     """
 
     config_class = MLPConfig

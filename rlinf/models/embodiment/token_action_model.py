@@ -37,14 +37,7 @@ class TokenActionModel(ActionModel):
         """
 
     def check_length(self, num_prompt_tokens: int) -> None:
-        """Refuse inputs that are longer than what the language model was made for.
-
-        Args:
-            num_prompt_tokens: Of the longest row, images included.
-
-        Raises:
-            ConfigError: With the actions, it has more tokens than the language model has positions.
-        """
+        """Refuse inputs that, with the actions, are longer than what the language model was made for."""
         positions = num_positions(self.config.text_config)
         needed = num_prompt_tokens + self.num_logprobs
         if positions is not None and needed > positions:
@@ -56,11 +49,7 @@ class TokenActionModel(ActionModel):
             )
 
     def get_action_stats(self, unnorm_key: str | None) -> dict[str, Any]:
-        """Return ``q01``, ``q99`` and ``mask`` of a data set.
-
-        Raises:
-            ConfigError: The key is unknown, or None while there are several.
-        """
+        """Return ``q01``, ``q99`` and ``mask`` of a data set."""
         return dict(select_action_stats(self.config.norm_stats or {}, unnorm_key))
 
     @torch.no_grad()

@@ -120,12 +120,7 @@ class DrawLogitsProcessor(LogitsProcessor):
 
 
 class YourModelForRLActionPrediction(TokenActionModel, LlavaForConditionalGeneration):
-    """The policy.
-
-    Args:
-        config: Configuration of the base, with ``n_action_bins`` and ``norm_stats``.
-        hidden_size, unnorm_key, action_dim, value_head, detach_value: See ``ActionModel``.
-    """
+    """The policy: images and instruction in, action tokens out, by ``generate`` of the base."""
 
     config_class = YourModelConfig
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("LlamaDecoderLayer", "CLIPEncoderLayer")

@@ -93,11 +93,7 @@ class HfVlaConfig(PreTrainedConfig):
 
     @property
     def action_tokens_end(self) -> int:
-        """One past the last action token.
-
-        Raises:
-            ConfigError: No ``n_action_bins`` ids in a row are free of special and added tokens.
-        """
+        """One past the last action token. Special and added tokens are left out."""
         vocab_size, free, start = self.text_config.vocab_size, [], 0
         for first, past in [*sorted(self.reserved_tokens or []), [vocab_size, vocab_size]]:
             free.append((min(first, vocab_size) - start, first))
@@ -112,11 +108,7 @@ class HfVlaConfig(PreTrainedConfig):
         )
 
     def vlm_class(self) -> type:
-        """Return the class that transformers has for image and text to text with this configuration.
-
-        Raises:
-            ConfigError: The architecture is not a decoder-only image-text-to-text model.
-        """
+        """Return the decoder-only image-text-to-text class that transformers has for this configuration."""
         vlm_config = self.vlm_config
         if vlm_config is None:
             raise ConfigError(
@@ -133,12 +125,7 @@ class HfVlaConfig(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> HfVlaConfig:
-        """Read a VLM's folder, or one that we saved; ``dataset_statistics.json`` is added to ``norm_stats``.
-
-        Raises:
-            CheckpointError: The folder has no ``config.json``, or one that transformers does not know.
-            ConfigError: The architecture reads no images.
-        """
+        """Read a VLM's folder, or one that we saved; ``dataset_statistics.json`` is added to ``norm_stats``."""
         folder = checkpoint_folder(pretrained_model_name_or_path)
         if not (folder / "config.json").is_file():
             raise CheckpointError(

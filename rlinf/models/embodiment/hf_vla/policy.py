@@ -49,13 +49,7 @@ class ActionRows(nn.Linear):
 
 
 class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
-    """Images and instruction in, action tokens out, one after the other, with a value head at the prompt's end.
-
-    Args:
-        config: See ``HfVlaConfig``.
-        hidden_size, unnorm_key, action_dim, action_chunks_len, value_head, detach_value: See ``ActionModel``.
-        vlm: Loaded weights; None: drawn at random.
-    """
+    """Images and instruction in, action tokens out, one after the other, with a value head at the prompt's end."""
 
     config_class = HfVlaConfig
     base_model_prefix = "hf_vla"
@@ -74,7 +68,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         action_chunks_len: int = 1,
         value_head: bool = True,
         detach_value: bool = True,
-        vlm: PreTrainedModel | None = None,
+        vlm: PreTrainedModel | None = None,  # None: drawn at random
     ) -> None:
         super().__init__(config)
         width = config.text_config.hidden_size
@@ -209,18 +203,10 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any
     ) -> HfVlaForRLActionPrediction:
-        """Load a VLM's folder, or one that we saved (the same format, with ``value_head.safetensors``).
+        """Load a VLM's folder or hub id, or a folder that we saved (the same format, with ``value_head.safetensors``).
 
-        Args:
-            pretrained_model_name_or_path: Folder or hub id.
-            *args: Passed to the constructor.
-            **kwargs: ``config``, ``torch_dtype``, ``attn_implementation``, ``low_cpu_mem_usage``, ``trust_remote_code``; the
-                others are passed to the constructor.
-
-        Raises:
-            CheckpointError: A weight is missing, unexpected or of another shape (only a value head may be absent; it is
-                drawn again).
-            ConfigError: The architecture, the action bins or the action statistics do not fit.
+        Other ``kwargs`` than ``config`` and transformers' own go to the constructor.
+        Every weight must fit; only a value head may be absent, and is then drawn again.
         """
         folder = checkpoint_folder(pretrained_model_name_or_path)
         config = kwargs.pop("config", None)

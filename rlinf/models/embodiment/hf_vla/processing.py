@@ -27,14 +27,6 @@ def load_vlm_processor(folder: str | Path, vlm_config: PreTrainedConfig) -> Any:
 
     Images are processed by PIL and numpy where transformers has such a version of the image processor, so that the
     numbers do not depend on whether torchvision is installed.
-
-    Args:
-        folder: Folder with tokenizer and processor files.
-        vlm_config: Names the processor class.
-
-    Raises:
-        ConfigError: The folder lacks processor files, or the VLM's processor needs more than images and text.
-        MissingDependencyError: The processor needs a package that is not installed.
     """
     processor_class = PROCESSOR_MAPPING.get(type(vlm_config), None)
     parts = set() if processor_class is None else set(processor_class.get_attributes())
@@ -94,12 +86,7 @@ def reserved_ranges(tokenizer: Any) -> list[list[int]]:
 
 
 class HfVlaProcessor:
-    """Prompts and images by the VLM's processor.
-
-    Args:
-        processor: Of the VLM; pads on the left.
-        prompt_template: See ``HfVlaConfig``.
-    """
+    """Prompts and images by the VLM's own processor, which pads on the left."""
 
     def __init__(self, processor: Any, prompt_template: str | None = None) -> None:
         self.processor = processor
@@ -152,12 +139,7 @@ class HfVlaProcessor:
 
 
 def load_processor(tokenizer_config: Any, model_config: HfVlaConfig, path: str | None) -> HfVlaProcessor:
-    """Load the VLM's processor from ``path``; without one, make it from ``model_config.processor_config``.
-
-    Raises:
-        ConfigError: There is none, its tokens do not fit into the vocabulary, a special token is an action token, or the
-            architecture reads no images.
-    """
+    """Load the VLM's processor from ``path``; without one, make it from ``model_config.processor_config``."""
     model_config.vlm_class()
     if path is None and model_config.processor_config is None:
         raise ConfigError(

@@ -15,19 +15,12 @@ IMAGES_AT_ONCE = 4
 
 
 def resize_bicubic(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resize as ``PIL.Image.resize(..., Image.Resampling.BICUBIC)`` does 8-bit images.
+    """Resize uint8 ``[B, C, H, W]`` to ``size`` (height, width) as ``PIL.Image.resize(..., BICUBIC)`` does.
 
     A horizontal and then a vertical pass, each a sum of weighted pixels in 32-bit integers with ``PRECISION_BITS`` bits
     behind the point, rounded and clipped to uint8. Shrinking widens the kernel (antialiasing). Pillow up to version 12
     always works in this order, as public checkpoints were trained; version 13 begins with the vertical pass for images
     that lose more than two rows per column lost.
-
-    Args:
-        images: uint8 ``[B, C, H, W]``.
-        size: Height and width of the result.
-
-    Returns:
-        uint8 ``[B, C, *size]``; ``images`` itself where nothing is to be done.
     """
     height, width = size
     if tuple(images.shape[-2:]) == (height, width):
@@ -84,17 +77,12 @@ def _cubic(x: np.ndarray) -> np.ndarray:
 
 
 def resize_lanczos3(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resize as ``tf.image.resize(..., method="lanczos3", antialias=True)``, rounded and clipped to uint8.
+    """Resize uint8 ``[B, C, H, W]`` to ``size`` (height, width) as TensorFlow does, by ``lanczos3`` with antialias.
+
+    The result is rounded and clipped to uint8.
 
     A vertical and then a horizontal pass in float32, each product rounded before it is added. The kernel is
     ``sinc(x) sinc(x / 3)`` for ``|x| <= 3`` (Duchon 1979), stretched by the scale when shrinking.
-
-    Args:
-        images: uint8 ``[B, C, H, W]``.
-        size: Height and width of the result.
-
-    Returns:
-        uint8 ``[B, C, *size]``; ``images`` itself where nothing is to be done.
     """
     if tuple(images.shape[-2:]) == size:
         return images

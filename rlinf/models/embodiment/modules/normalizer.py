@@ -16,12 +16,7 @@ from rlinf.options import closest
 def select_stats(norm_stats: Mapping[str, Any], unnorm_key: str | None) -> Mapping[str, Any]:
     """Return the statistics of one data set: ``action``, and ``proprio`` where it has states.
 
-    Args:
-        norm_stats: Data set name to statistics, as in a public ``dataset_statistics.json``.
-        unnorm_key: Data set name; None when there is only one.
-
-    Raises:
-        ConfigError: The key is unknown, or missing while there are several (or none).
+    ``unnorm_key`` may be None where ``norm_stats`` (data set name to statistics) has one entry.
     """
     if unnorm_key is None:
         if len(norm_stats) != 1:
@@ -59,9 +54,6 @@ class ActionNormalizer:
         action_dim: ``D`` that the model has; None: not checked.
         bounds: Names of the two lists.
         unnormalize_epsilon: Added to ``high - low`` when unnormalising (OpenVLA-OFT: 1e-8); normalising always adds 1e-8.
-
-    Raises:
-        ConfigError: A list is missing, or they disagree in length, with each other or with ``action_dim``, or in order.
     """
 
     def __init__(

@@ -13,11 +13,7 @@ TINY_TOKENIZER = Path(__file__).parents[1] / "assets" / "tiny_tokenizer"
 
 
 def load_tokenizer(path: str | None, vocab_size: int) -> Any:
-    """Load the tokenizer of a folder, padding on the left; None: the packaged tiny one.
-
-    Raises:
-        ConfigError: The folder holds no tokenizer, or one with more tokens than the model's ``vocab_size``.
-    """
+    """Load the tokenizer of a folder, padding on the left; None: the packaged tiny one."""
     folder = str(TINY_TOKENIZER) if path is None else path
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")

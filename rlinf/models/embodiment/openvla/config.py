@@ -220,11 +220,7 @@ class OpenVLAConfig(PreTrainedConfig):
         return self.text_config.vocab_size - self.pad_to_multiple_of
 
     def vision_towers(self) -> list[VisionTowerSpec]:
-        """Read the towers off their names, image sizes and overrides.
-
-        Raises:
-            ConfigError: There is no such tower, or the two have different numbers of patches.
-        """
+        """Read the towers off their names, image sizes and overrides."""
         towers = [self._tower(i) for i in range(len(self.timm_model_ids))]
         if len({tower.grid_size for tower in towers}) > 1:
             sizes = ",".join(str(towers[0].grid_size * tower.patch_size) for tower in towers)
@@ -235,11 +231,7 @@ class OpenVLAConfig(PreTrainedConfig):
         return towers
 
     def token_block(self) -> tuple[int, int]:
-        """Return height and width, in patches, of what becomes one token.
-
-        Raises:
-            ConfigError: ``patches_per_token`` does not divide the grid of patches.
-        """
+        """Return height and width, in patches, of what becomes one token."""
         grid_size, patches = self.vision_towers()[0].grid_size, self.patches_per_token
         side = round(patches**0.5)
         if side * side == patches and grid_size % side == 0:
@@ -302,11 +294,7 @@ class OpenVLAConfig(PreTrainedConfig):
 
 
 def check_choice(config: PreTrainedConfig, name: str, known: tuple[str, ...]) -> None:
-    """Refuse a field of a configuration that is not one of the known values, of which the first one is suggested.
-
-    Raises:
-        ConfigError: With the override to type.
-    """
+    """Refuse a field of a configuration that is not one of the known values, and suggest the first one."""
     value = getattr(config, name)
     if value not in known:
         raise ConfigError(f"{name} is '{value}'; required: {' or '.join(known)}. {typed(f'{name}={known[0]}')}")

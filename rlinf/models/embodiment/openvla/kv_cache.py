@@ -25,11 +25,7 @@ class KVCache:
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Append ``[B, heads, S, head_dim]`` and return all keys and values so far (views of the buffers).
-
-        Raises:
-            ValueError: More positions than ``max_len``.
-        """
+        """Append ``[B, heads, S, head_dim]`` and return all keys and values so far (views of the buffers)."""
         end = self.length + key.shape[2]
         if end > self.max_len:
             raise ValueError(f"The cache holds {self.max_len} positions, and {end} are wanted.")

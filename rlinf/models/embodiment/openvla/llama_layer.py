@@ -85,16 +85,9 @@ def _rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 
 def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Attention of one query per head, where heads that share keys are the queries of one: no key is repeated.
+    """Attend with one query per head, ``[B, heads, 1, head_dim]``, and return ``[B, 1, heads, head_dim]``.
 
-    Args:
-        query: ``[B, heads, 1, head_dim]``.
-        key, value: ``[B, key_heads, keys, head_dim]``.
-        mask: bool ``[B or 1, 1, 1, keys]``; None: all keys.
-        scaling: Of the scores.
-
-    Returns:
-        ``[B, 1, heads, head_dim]``.
+    Heads that share keys ``[B, key_heads, keys, head_dim]`` are the queries of one, so that no key is repeated.
     """
     grouped = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
     attended = nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
@@ -178,17 +171,9 @@ def run_layers(
 def attention_mask(
     key_mask: Tensor | None, num_queries: int, num_keys: int, is_causal: bool, device: torch.device
 ) -> Tensor | None:
-    """Say which keys a query sees, for queries that are the last of the keys.
+    """Return which of the keys each query sees, the queries being the last of them; None: all.
 
-    Args:
-        key_mask: bool ``[B, num_keys]``, false on padding; None: no padding.
-        num_queries: Number of queries.
-        num_keys: Number of keys.
-        is_causal: A query sees no key behind itself.
-        device: Of the result.
-
-    Returns:
-        bool ``[B or 1, 1, num_queries, num_keys]``; None where nothing is forbidden.
+    The result is bool ``[B or 1, 1, num_queries, num_keys]``; ``key_mask`` ``[B, num_keys]`` is false on padding.
     """
     allowed = None
     if is_causal and num_queries > 1:

@@ -37,10 +37,6 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     (autoregressive) or placeholders (parallel). Only the columns of the action bins are ever computed, so that nothing
     else can be sampled. The value is read at the last prompt position (autoregressive) or at the last placeholder
     (parallel).
-
-    Args:
-        config: See ``OpenVLAConfig``.
-        hidden_size, unnorm_key, action_dim, action_chunks_len, value_head, detach_value: See ``ActionModel``.
     """
 
     config_class = OpenVLAConfig

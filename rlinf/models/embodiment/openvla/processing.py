@@ -279,11 +279,7 @@ class PrismaticProcessor:
         return [len(self._ids(self.prompt_template.format(instruction=each.lower()))) for each in instructions]
 
     def encode(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return int64 ``input_ids`` and ``attention_mask`` ``[B, L]``: BOS, padding, then the text.
-
-        Raises:
-            ConfigError: A prompt is longer than ``max_prompt_len``.
-        """
+        """Return int64 ``input_ids`` and ``attention_mask`` ``[B, L]``: BOS, padding, then the text."""
         rows = [self._ids(prompt) for prompt in prompts]
         longest = max(len(row) for row in rows)
         if self.max_prompt_len is not None:
@@ -317,9 +313,6 @@ def load_processor(tokenizer_config: Any, model_config: OpenVLAConfig, path: str
     """Load tokenizer and image processor from ``path``; without one, take the packaged tiny tokenizer.
 
     What is done to images before the public processor sees them is said by ``model_config`` alone.
-
-    Raises:
-        ConfigError: See ``load_tokenizer``.
     """
     tokenizer = load_tokenizer(path, model_config.text_config.vocab_size)
     has_images = path is not None and (Path(path) / "preprocessor_config.json").is_file()

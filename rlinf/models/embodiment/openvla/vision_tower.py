@@ -14,12 +14,7 @@ LAYER_NORM_EPS = 1e-6
 
 
 class Film(nn.Module):
-    """Feature-wise modulation ``x * (1 + scale(l)) + shift(l)`` (Perez et al. 2018) in the form of OpenVLA-OFT.
-
-    Args:
-        text_dim: Width of the text vector ``l``.
-        embed_dim: Width of the patches.
-    """
+    """Feature-wise modulation ``x * (1 + scale(l)) + shift(l)`` (Perez et al. 2018) in the form of OpenVLA-OFT."""
 
     def __init__(self, text_dim: int, embed_dim: int) -> None:
         super().__init__()
@@ -66,11 +61,7 @@ class SiglipBlock(SiglipEncoderLayer):
 
 
 class PatchEmbedding(nn.Module):
-    """Non-overlapping patches to vectors: one linear layer (``proj``), or two with a GELU between (``stem`` first).
-
-    Args:
-        spec: Sizes; ``mlp_stem_dim`` asks for the second layer.
-    """
+    """Non-overlapping patches to vectors: one linear layer, or, with ``mlp_stem_dim``, two with a GELU between."""
 
     def __init__(self, spec: VisionTowerSpec) -> None:
         super().__init__()
@@ -109,12 +100,7 @@ class AttentionPool(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """One vision transformer, run up to the block ``feature_layer``; what lies behind it is kept for saving.
-
-    Args:
-        spec: Sizes and kind.
-        config: Config whose attention implementation the blocks follow.
-    """
+    """One vision transformer, run up to the block ``feature_layer``; what lies behind it is kept for saving."""
 
     def __init__(self, spec: VisionTowerSpec, config: OpenVLAConfig) -> None:
         super().__init__()

@@ -23,11 +23,7 @@ class OpenVLAVllmAdapter:
 
     @staticmethod
     def check(config: OpenVLAConfig) -> None:
-        """Refuse what vLLM cannot run.
-
-        Raises:
-            ConfigError: Actions are decoded in parallel, which takes bidirectional attention.
-        """
+        """Refuse parallel decoding, whose attention in both directions vLLM does not have."""
         if config.action_decoding != "autoregressive":
             raise ConfigError(
                 f"rollout.backend=vllm decodes token by token, and the model has action_decoding={config.action_decoding}. "

@@ -36,12 +36,7 @@ class _ResidualMLP(nn.Module):
 
 
 class L1ActionHead(nn.Module):
-    """Hidden states of a step's action tokens, concatenated, to its normalised action (Kim et al. 2025, OpenVLA-OFT).
-
-    Args:
-        hidden_size: Width ``H`` of the hidden states.
-        action_dim: ``D``, numbers (and tokens) of one action.
-    """
+    """Hidden states of a step's action tokens, concatenated, to its normalised action (Kim et al. 2025, OpenVLA-OFT)."""
 
     def __init__(self, hidden_size: int, action_dim: int) -> None:
         super().__init__()
@@ -55,12 +50,7 @@ class L1ActionHead(nn.Module):
 
 
 class ProprioProjector(nn.Module):
-    """The normalised state as one token of the language model: Linear, GELU, Linear.
-
-    Args:
-        state_dim: Numbers ``S`` of the state.
-        hidden_size: Width ``H`` of the language model.
-    """
+    """The normalised state as one token of the language model: Linear, GELU, Linear."""
 
     def __init__(self, state_dim: int, hidden_size: int) -> None:
         super().__init__()

@@ -31,10 +31,6 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
 
     With ``action_head=l1`` the chunk is a regression on the same hidden states: it can be cloned and evaluated, and has no
     log-probabilities. Its ``sequences`` are the normalised actions ``[B, A]``.
-
-    Args:
-        config: See ``OpenVLAOFTConfig``.
-        hidden_size, unnorm_key, action_dim, action_chunks_len, value_head, detach_value: See ``ActionModel``.
     """
 
     config_class = OpenVLAOFTConfig
@@ -92,11 +88,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     # -- forward pass --------------------------------------------------------------------------------------------
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Prepare images and instructions as the base class, and ``proprio [B, S]``: the state, normalised to [-1, 1].
-
-        Raises:
-            ConfigError: The model reads a state that the environment does not give.
-        """
+        """Prepare images and instructions as the base class, and ``proprio [B, S]``: the state, normalised to [-1, 1]."""
         inputs = super().preprocess(observation)
         if self.state_normalizer is None:
             return inputs
@@ -211,11 +203,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
 
 
 def _state_normalizer(config: OpenVLAOFTConfig, unnorm_key: str | None) -> ActionNormalizer | None:
-    """Return what normalises the state; None where none is read.
-
-    Raises:
-        ConfigError: The statistics have no state, or one of another width.
-    """
+    """Return what normalises the state; None where none is read."""
     if not config.use_proprio:
         return None
     stats = select_stats(config.norm_stats, unnorm_key)

@@ -26,10 +26,6 @@ def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Tensor
 
     Parts: ``action_head``, ``proprio_projector``, ``value_head``, and ``vision_backbone`` (with FiLM), which takes the
     place of the whole vision backbone of the safetensors; adapters inside it are added to its weights.
-
-    Raises:
-        CheckpointError: A part belongs to an option that ``config`` does not have, the step of a part is not clear, or the
-            parts are of different steps.
     """
     wanted = {
         "action_head": (config.action_head == "l1", "action_head=l1"),
@@ -66,16 +62,7 @@ def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Tensor
 
 
 def absent_parts(folder: Path, config: OpenVLAOFTConfig, names: Iterable[str]) -> list[str]:
-    """Return the parts of ``config.new_parts`` of which there is no tensor.
-
-    Args:
-        folder: Where the tensors came from.
-        config: Configuration of the model.
-        names: Of the tensors, as our modules have them.
-
-    Raises:
-        CheckpointError: Another part of the model is absent as a whole.
-    """
+    """Return those of ``config.new_parts`` without a tensor in ``names``; refuse a folder that lacks another part."""
     present = {"film" if ".film." in name else name.split(".")[0] for name in names}
     absent = [part for part in config.optional_parts if part not in present]
     refused = [part for part in absent if part not in config.new_parts]
@@ -98,13 +85,6 @@ def draw_parts(
     """Return new tensors of ``parts``: torch's defaults for the layers, FiLM as the identity, normal placeholders.
 
     A random FiLM would disturb the features of the base model, and its base weights are not saved next to LoRA adapters.
-
-    Args:
-        parts: Of ``NEW_PARTS``.
-        config: Configuration of the model.
-        action_dim: Numbers of one action.
-        num_tokens: Placeholders.
-        state_dim: Numbers of the state; needed for ``proprio_projector`` only.
     """
     width = config.text_config.hidden_size
     drawn: dict[str, Tensor] = {}
@@ -155,11 +135,7 @@ def _film_name(name: str) -> str:
 
 
 def _newest(folder: Path, part: str) -> Path | None:
-    """Return the file of the highest step.
-
-    Raises:
-        CheckpointError: There are several, and one has no step in its name.
-    """
+    """Return the file of the highest step, if any."""
     files = sorted(folder.glob(f"{part}--*_checkpoint.pt"))
     if len(files) > 1 and any(not _step(path).isdigit() for path in files):
         raise CheckpointError(

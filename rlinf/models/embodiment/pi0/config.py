@@ -184,10 +184,6 @@ class Pi0Config(PreTrainedConfig):
 
         Where the file does not say whether this is pi0.5 (openpi's converter does not), the names of the tensors do.
         Statistics under ``assets/<name>/norm_stats.json`` are added to ``norm_stats`` as ``<name>``.
-
-        Raises:
-            CheckpointError: The folder is of another architecture, or a file cannot be read.
-            ConfigError: A field does not fit, or a size is missing.
         """
         folder = checkpoint_folder(pretrained_model_name_or_path)
         path = next((folder / name for name in cls.config_files if (folder / name).is_file()), folder / "config.json")

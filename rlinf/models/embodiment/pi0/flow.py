@@ -22,14 +22,9 @@ def denoising_times(num_steps: int, device: torch.device | None = None) -> Tenso
 
 
 def time_embedding(t: Tensor, width: int) -> Tensor:
-    """Sines, then cosines of ``2 pi t / period`` with periods from 0.004 to 4 in geometric steps.
+    """Return sines, then cosines of ``2 pi t / period`` for ``t [B]`` in [0, 1], as float64 ``[B, width]``.
 
-    Args:
-        t: ``[B]`` in [0, 1].
-        width: Even width ``W`` of the embedding.
-
-    Returns:
-        float64 ``[B, W]``.
+    The periods go from 0.004 to 4 in geometric steps; ``width`` is even.
     """
     fraction = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=t.device)
     period = MIN_PERIOD * (MAX_PERIOD / MIN_PERIOD) ** fraction

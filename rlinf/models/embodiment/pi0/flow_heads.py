@@ -16,12 +16,6 @@ class NoiseHead(nn.Module):
     """Deviation of a denoising step (Zhang et al. 2025, ReinFlow): a tanh perceptron whose output spans a range.
 
     ``log var = low + (high - low) (tanh(mlp(h)) + 1) / 2``, with ``low`` and ``high`` the logarithms of the squared bounds.
-
-    Args:
-        width: Width ``W`` of the action expert.
-        hidden_sizes: Widths of the hidden layers.
-        action_dim: Numbers of one action.
-        std_range: Smallest and largest deviation.
     """
 
     def __init__(self, width: int, hidden_sizes: Sequence[int], action_dim: int, std_range: Sequence[float]) -> None:

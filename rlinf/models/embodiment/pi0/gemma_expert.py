@@ -26,11 +26,7 @@ ROPE_THETA = 10_000.0
 
 
 class AdaRMSNorm(nn.Module):
-    """RMS norm whose scale, shift and residual gate come from a condition (adaLN-zero of Peebles and Xie 2023).
-
-    Args:
-        width: ``W``, of input and condition.
-    """
+    """RMS norm whose scale, shift and residual gate come from a condition (adaLN-zero of Peebles and Xie 2023)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -54,10 +50,7 @@ def _gated_sum(residual: Tensor, x: Tensor, gate: Tensor | None) -> Tensor:
 class GemmaActionLayer(GemmaDecoderLayer):
     """``GemmaDecoderLayer`` with the same parameters, for attention in both directions and to another stack's keys.
 
-    Args:
-        config: Sizes.
-        layer_idx: Position in the stack.
-        adaptive: Use ``AdaRMSNorm`` for both norms.
+    ``adaptive`` makes both norms an ``AdaRMSNorm``.
     """
 
     def __init__(self, config: GemmaConfig, layer_idx: int, adaptive: bool) -> None:

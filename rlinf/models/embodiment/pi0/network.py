@@ -38,12 +38,7 @@ class Prefix:
 
 
 class Pi0Network(CheckpointPolicy):
-    """SigLIP and Gemma read images and text; the action expert, attending to their keys, predicts velocities.
-
-    Args:
-        config: See ``Pi0Config``.
-        value_head: Add a value head.
-    """
+    """SigLIP and Gemma read images and text; the action expert, attending to their keys, predicts velocities."""
 
     config_class = Pi0Config
     base_model_prefix = "pi0"

@@ -182,9 +182,6 @@ class Pi0ForRLActionPrediction(Pi0Network):
             observation: Of ``B`` envs.
             image_mask: bool ``[B, cameras]``, False where a camera that the policy sees is absent in this row; None: all
                 are there.
-
-        Raises:
-            ConfigError: ``image_mask`` has another shape, or the cameras are not those of the policy.
         """
         processor = self._ready_processor()
         images = [

@@ -94,10 +94,6 @@ class Pi0Processor:
 
     Without states: the instruction, then a newline that is encoded by itself. With them:
     ``Task: <instruction>, State: <bins>;\\nAction: ``.
-
-    Args:
-        tokenizer: Tokenizer with a BOS token.
-        max_token_len: Longest prompt.
     """
 
     def __init__(self, tokenizer: Any, max_token_len: int) -> None:
@@ -111,9 +107,6 @@ class Pi0Processor:
         Args:
             instructions: ``B`` sentences; underscores and newlines become spaces.
             states: ``[B, S]`` in the network's units; None: not part of the prompt.
-
-        Raises:
-            ConfigError: A prompt is longer than ``max_token_len``.
         """
         texts = [each.strip().replace("_", " ").replace("\n", " ") for each in instructions]
         ending = self._newline
@@ -141,10 +134,6 @@ class Pi0Processor:
 
 
 def load_processor(tokenizer_config: Any, model_config: Pi0Config, path: str | None) -> Pi0Processor:
-    """Load the tokenizer from ``path``; without one, take the packaged tiny tokenizer.
-
-    Raises:
-        ConfigError: See ``load_tokenizer``.
-    """
+    """Load the tokenizer from ``path``; without one, take the packaged tiny tokenizer."""
     tokenizer = load_tokenizer(path, model_config.vocab_size)
     return Pi0Processor(tokenizer, model_config.longest_prompt)

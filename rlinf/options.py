@@ -72,6 +72,13 @@ def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "") -> Any:
     return cls(**values)
 
 
+def check_options(config: Any) -> None:
+    """Raise ConfigError for a field of a dataclass that its ``option`` does not accept."""
+    hints = typing.get_type_hints(type(config))
+    for name, field in public_fields(type(config)).items():
+        _convert(getattr(config, name), hints[name], name, field)
+
+
 def to_mapping(config: Any) -> dict[str, Any]:
     """Return a configuration dataclass as nested plain dictionaries, ready for YAML."""
     return {name: _plain(getattr(config, name)) for name in public_fields(type(config))}

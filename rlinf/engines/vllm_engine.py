@@ -28,7 +28,7 @@ import torch
 
 from rlinf.distributed.devices import VISIBLE, own_engine_gpus
 from rlinf.distributed.stack_dump import dump_stacks
-from rlinf.engines.weight_handle import WeightsHandle, WeightsRefusedError
+from rlinf.engines.weight_handle import WeightsHandle
 from rlinf.errors import ConfigError, MissingDependencyError, RLinfError
 
 logger = logging.getLogger("rlinf")
@@ -166,7 +166,6 @@ class VllmEngine:
 
         Raises:
             ConfigError: vLLM refuses the settings.
-            EngineError: The engine does not start.
         """
         with self._lock:
             if self._process is not None:
@@ -201,7 +200,6 @@ class VllmEngine:
         """Generate for all prompts. If the engine's process ends meanwhile, restart it once with the same weights.
 
         Raises:
-            WeightsRefusedError: The weights for the new process have been overwritten or freed.
             EngineError: The engine has no weights yet, failed, ended twice, or was closed and lost the weights it was given.
         """
         with self._lock:
@@ -225,7 +223,6 @@ class VllmEngine:
 
         Raises:
             WeightsRefusedError: The handle is incomplete; the old weights stay.
-            EngineError: The restarted engine failed too.
         """
         with self._lock:
             self.start()
@@ -282,10 +279,9 @@ class VllmEngine:
         except BaseException:
             self._kill()  # else a late answer would be taken for the answer to the next command
             raise
-        if status == "ok":
-            return answer
-        errors = {"config": ConfigError, "refused": WeightsRefusedError}
-        raise errors.get(status, EngineError)(answer)
+        if status == "error":
+            raise answer
+        return answer
 
     def _wait(self, command: str) -> None:
         """Wait for an answer; raise EngineError with the engine's stack traces after the deadline."""
@@ -293,11 +289,10 @@ class VllmEngine:
         while not self._connection.poll(min(1.0, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 dump_stacks(self._process, self._log)
-                message = (
+                raise EngineError(
                     f"The vLLM engine (process {self._process.pid}) did not answer '{command}' within {self.timeout_s:g} s. "
                     f"Set {self.spec.settings_key}.timeout_s={2 * self.timeout_s:g} if it needs longer. {self._log_tail(60)}"
                 )
-                raise EngineError(message)
 
     def _log_tail(self, num_lines: int = LOG_LINES) -> str:
         self._log.seek(0)
@@ -309,9 +304,8 @@ def engine_environment(num_threads: int, gpus: Sequence[str]) -> dict[str, str]:
     """Return the environment of an engine on ``gpus`` (empty: the CPU), without the variables of a training rank."""
     dropped = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RANK", "WORLD_SIZE", "VLLM_CPU_KVCACHE_SPACE")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
-    paths = [path for path in sys.path if path]
     environment |= {
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": str(num_threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # reloading weights needs the engine core in this process
@@ -326,14 +320,7 @@ def engine_environment(num_threads: int, gpus: Sequence[str]) -> dict[str, str]:
 
 
 def kv_cache_bytes(text_config: Any, num_sequences: int, max_model_len: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a CPU engine's key-value cache for this many sequences of ``max_model_len`` tokens at once.
-
-    Args:
-        text_config: Configuration of a language model of transformers.
-        num_sequences: Number of sequences.
-        max_model_len: Tokens of each sequence.
-        dtype: Number format of the cache.
-    """
+    """Return the bytes of a CPU engine's key-value cache for this many sequences of ``max_model_len`` tokens at once."""
     heads = text_config.num_attention_heads
     key_heads = getattr(text_config, "num_key_value_heads", None) or heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
@@ -343,13 +330,9 @@ def kv_cache_bytes(text_config: Any, num_sequences: int, max_model_len: int, dty
 
 def check_temperature(temperature: float | None, key: str) -> None:
     """Raise ConfigError for a temperature that vLLM would change or refuse; None and 0 (greedy) are accepted."""
-    if temperature is not None and temperature != 0 and temperature < MIN_TEMPERATURE:
-        raise ConfigError(
-            f"{key}={temperature:g} is below {MIN_TEMPERATURE:g}, the lowest at which vLLM samples. "
-            f"Set {key}={MIN_TEMPERATURE:g}, or be greedy"
-        )
-    if temperature is not None and temperature > MAX_TEMPERATURE:
-        raise ConfigError(
-            f"{key}={temperature:g} is above {MAX_TEMPERATURE:g}, the highest at which vLLM samples. "
-            f"Set {key}={MAX_TEMPERATURE:g}"
-        )
+    if not temperature or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        return
+    side, bound = ("below", MIN_TEMPERATURE) if temperature < MIN_TEMPERATURE else ("above", MAX_TEMPERATURE)
+    raise ConfigError(
+        f"{key}={temperature:g} is {side} {bound:g}, the limit of sampling in vLLM. Set {key}={bound:g}, or be greedy"
+    )

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from rlinf.engines.vllm_engine import (
     GREEDY_TEMPERATURE,
@@ -30,24 +31,14 @@ CPU_NUM_SEQUENCES = 256
 
 
 class VllmServer:
-    """Own a ``vllm.LLM``.
-
-    Args:
-        spec: Model and settings.
-
-    Raises:
-        ConfigError: vLLM refuses the settings.
-    """
+    """Own a ``vllm.LLM``."""
 
     def __init__(self, spec: EngineSpec) -> None:
         from vllm import LLM, ModelRegistry
         from vllm.exceptions import VLLMError
 
-        arguments = {
-            "enforce_eager": True,
-            "logprobs_mode": "processed_logprobs",
-            "disable_log_stats": True,
-        } | spec.engine_args
+        defaults = {"enforce_eager": True, "logprobs_mode": "processed_logprobs", "disable_log_stats": True}
+        arguments = defaults | spec.engine_args
         arguments["logits_processors"] = [GREEDY_TEMPERATURE, *spec.engine_args.get("logits_processors", ())]
         with tempfile.TemporaryDirectory() as folder:
             model = spec.model
@@ -74,11 +65,8 @@ class VllmServer:
         self.spec = spec
         config = self.llm.llm_engine.model_config.hf_config
         self.vocab_size = config.get_text_config().vocab_size
-        self.names = (
-            LanguageModelNames(config)
-            if spec.model_class is None
-            else TensorNames(model_class.required_tensors(config))
-        )
+        is_own = spec.model_class is not None
+        self.names = TensorNames(model_class.required_tensors(config)) if is_own else LanguageModelNames(config)
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate for a batch of prompts."""
@@ -97,10 +85,8 @@ class VllmServer:
         seeds = request.seeds or [None] * len(prompts)
         extra = None if request.greedy_temperature is None else {GREEDY_TEMPERATURE: request.greedy_temperature}
         try:
-            sampling = [
-                SamplingParams(logprobs=0, detokenize=False, seed=seed, extra_args=extra, **request.sampling)
-                for seed in seeds
-            ]
+            common = {"logprobs": 0, "detokenize": False, "extra_args": extra, **request.sampling}
+            sampling = [SamplingParams(seed=seed, **common) for seed in seeds]
             outputs = [output.outputs[0] for output in self.llm.generate(prompts, sampling, use_tqdm=False)]
         except (VLLMClientError, ValueError) as error:
             raise ConfigError(
@@ -111,17 +97,13 @@ class VllmServer:
         shortest = min((len(output.token_ids) for output in outputs), default=wanted)
         if shortest < wanted:
             raise ConfigError(
-                f"max_model_len={self.max_model_len} leaves room for {shortest} tokens behind the longest prompt; required: {wanted}. "
+                f"max_model_len={self.max_model_len} leaves room for {shortest} tokens after a prompt; required: {wanted}. "
                 f"Set {self.spec.settings_key}.max_model_len={self.max_model_len + wanted - shortest}"
             )
-        return GenerateResult(
-            token_ids=[list(output.token_ids) for output in outputs],
-            logprobs=[
-                [chosen[token].logprob for chosen, token in zip(output.logprobs, output.token_ids, strict=True)]
-                for output in outputs
-            ],
-            version=self.version,
-        )
+        token_ids = [list(output.token_ids) for output in outputs]
+        steps = [zip(output.logprobs, output.token_ids, strict=True) for output in outputs]
+        logprobs = [[entries[token].logprob for entries, token in row] for row in steps]
+        return GenerateResult(token_ids, logprobs, self.version)
 
     def update_weights(self, handle: WeightsHandle) -> int:
         """Replace all weights, then clear every cache that depends on them."""
@@ -173,8 +155,6 @@ def language_model_arguments(model: str, engine_args: dict[str, Any]) -> dict[st
     They set the number format, because vLLM's own ``auto`` turns float32 into 16 bits. On CPUs they set the cache size, because
     ``gpu_memory_utilization`` would allocate a share of all main memory at once.
     """
-    from transformers import AutoConfig
-
     config = AutoConfig.from_pretrained(model, trust_remote_code=engine_args.get("trust_remote_code", False))
     arguments = {}
     if engine_args.get("dtype", "auto") == "auto":
@@ -188,10 +168,8 @@ def cpu_cache_bytes(text_config: Any, engine_args: dict[str, Any]) -> int:
     """Return the bytes of a key-value cache on CPUs: all sequences, at most ``CPU_CACHE_BYTES``, at least one sequence."""
     dtype = getattr(torch, str(engine_args["dtype"]).removeprefix("torch."))
     max_model_len = engine_args.get("max_model_len") or text_config.max_position_embeddings
-    one, all_at_once = (
-        kv_cache_bytes(text_config, num_sequences, max_model_len, dtype)
-        for num_sequences in (1, engine_args.get("max_num_seqs", CPU_NUM_SEQUENCES))
-    )
+    num_sequences = engine_args.get("max_num_seqs", CPU_NUM_SEQUENCES)
+    one, all_at_once = (kv_cache_bytes(text_config, n, max_model_len, dtype) for n in (1, num_sequences))
     return max(one, min(all_at_once, CPU_CACHE_BYTES))
 
 
@@ -211,12 +189,9 @@ def serve(connection: Connection) -> None:
                 answer = "ok", server.version
             else:
                 answer = "ok", getattr(server, command)(payload)
-        except WeightsRefusedError as error:
-            answer = "refused", str(error)
-        except ConfigError as error:
-            answer = "config", str(error)
-        except EngineError as error:
-            answer = "error", str(error)
+        except (WeightsRefusedError, ConfigError, EngineError) as error:
+            answer = "error", error
         except Exception as error:  # noqa: BLE001 (the parent reports it)
-            answer = "error", f"The vLLM engine failed at '{command}': {error}\n{traceback.format_exc()}"
+            message = f"The vLLM engine failed at '{command}': {error}\n{traceback.format_exc()}"
+            answer = "error", EngineError(message)
         connection.send(answer)

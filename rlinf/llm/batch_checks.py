@@ -34,26 +34,17 @@ def verify_right_padding(data: Mapping[str, Any], pad_token_id: int | None = Non
             raise ConfigError(f"Row {row} has other tokens than pad_token_id={pad_token_id} in its padding")
         first = int((~mask[row]).nonzero()[0, 0])
         raise ConfigError(
-            f"Row {row} is not padded on the right: column {first} is padding, but tokens follow it. Move the padding behind "
-            "all tokens"
+            f"Row {row} is not padded on the right: column {first} is padding, but tokens follow it. Move it behind them"
         )
     return not bool(bad.any())
 
 
 def verify_text_only(data: Mapping[str, Any], reader: str, instead: str) -> None:
-    """Raise ConfigError if a batch has model inputs other than token ids, which ``reader`` would ignore.
-
-    Args:
-        data: Prompts, training data or outputs of a generation.
-        reader: Name of the class that reads token ids only.
-        instead: Name of a class that reads images.
-    """
+    """Raise ConfigError if a batch has inputs that the class ``reader`` would ignore; ``instead`` names one for images."""
     for key in (*IMAGE_KEYS, "position_ids", "inputs_embeds"):
         if key in data:
             images = f", or use {instead}" if key in IMAGE_KEYS else ""
-            raise ConfigError(
-                f"The batch has '{key}', but {reader} takes token ids only. Remove it from the batch{images}"
-            )
+            raise ConfigError(f"The batch has '{key}', but {reader} takes token ids only. Remove it{images}")
 
 
 def response_mask(data: Mapping[str, Any]) -> Tensor:
@@ -65,15 +56,7 @@ def response_mask(data: Mapping[str, Any]) -> Tensor:
 
 
 def verify_token_ids(data: Mapping[str, Any], vocab_size: int | None = None) -> None:
-    """Check that a batch has rows of integer token ids within the vocabulary.
-
-    Args:
-        data: Prompts, training data or outputs of a generation.
-        vocab_size: Size of the vocabulary; None skips its check.
-
-    Raises:
-        ConfigError: There are no rows, keys disagree on their number, or a token id is not an integer or out of range.
-    """
+    """Raise ConfigError unless a batch has rows of integer token ids below ``vocab_size`` (None: any)."""
     ids, mask = tokens_and_mask(data)
     if not BatchedDataDict(data).size:
         raise ConfigError(f"The batch has no rows: its tokens are {list(ids.shape)}. Give at least one row")

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlinf.errors import ConfigError
@@ -65,11 +66,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         """Join batches along the rows; pad tensors on the right to the widest.
 
         Args:
-            batches: Batches with the same keys and the same whole-batch values.
+            batches: One or more batches with the same keys and the same whole-batch values; else ConfigError.
             pad_value_dict: Padding value by key; default 0.
-
-        Raises:
-            ConfigError: There are no batches, or keys, numbers of axes or whole-batch values differ.
         """
         if not batches:
             raise ConfigError("from_batches got no batch; required: one or more.")
@@ -77,9 +75,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         for batch in batches[1:]:
             if batch.keys() != batches[0].keys():
                 differing = sorted(batch.keys() ^ batches[0].keys())
-                raise ConfigError(
-                    f"from_batches got batches whose keys differ: {differing}. Give all of them the same keys"
-                )
+                raise ConfigError(f"from_batches got batches whose keys differ: {differing}. Give all the same keys")
         pad_values = pad_value_dict or {}
         return cls({key: _join([batch[key] for batch in batches], pad_values.get(key, 0), key) for key in batches[0]})
 
@@ -99,7 +95,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
             return tokens_and_mask(self)[1].sum(-1).tolist()
         if name not in self:
             raise ConfigError(f"The batch has no '{name}', which gives the length of each row; it has {sorted(self)}.")
-        return (self[key] if key else self["attention_mask"].sum(-1)).tolist()
+        return (self[name] if key else self[name].sum(-1)).tolist()
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> BatchedDataDict:
         """Return rows by their numbers, in this order, or by a bool mask ``[B]``."""
@@ -111,9 +107,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         rows = rows.long()
 
         def select(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value[rows.to(value.device)]
-            return [value[row] for row in rows.tolist()]
+            return value[rows.to(value.device)] if isinstance(value, Tensor) else [value[row] for row in rows.tolist()]
 
         return self._map_rows(select)
 
@@ -150,13 +144,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         if dim < 1:
             raise ConfigError(f"truncate_tensors got dim={dim}; required: 1 or more. Use slice for rows")
         for key, value in self.items():
-            if (
-                key not in IMAGE_KEYS
-                and isinstance(value, Tensor)
-                and value.ndim > dim
-                and value.shape[dim] > truncated_len
-            ):
-                self[key] = value.narrow(dim, 0, truncated_len)
+            if key not in IMAGE_KEYS and isinstance(value, Tensor) and value.ndim > dim:
+                self[key] = value.narrow(dim, 0, min(truncated_len, value.shape[dim]))
 
     def to(self, device: str | torch.device) -> BatchedDataDict:
         """Return the batch with all tensors on ``device``, including those in lists."""
@@ -171,12 +160,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
     def all_gather(
         self, group: dist.ProcessGroup | None = None, pad_value_dict: Mapping[str, float] | None = None
     ) -> BatchedDataDict:
-        """Return the batches of all ranks joined in rank order; numbers of rows and widths may differ.
-
-        Args:
-            group: Process group; None: the default one.
-            pad_value_dict: Padding value by key, as in ``from_batches``.
-        """
+        """Return the batches of all ranks of ``group`` joined in rank order by ``from_batches``."""
         if not dist.is_initialized() or dist.get_world_size(group) == 1:
             return self
         parts: list[Any] = [None] * dist.get_world_size(group)
@@ -207,9 +191,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         Returns:
             The parts. With one of the last two arguments also ``order``, the row numbers of all parts concatenated; pass it to
             ``reorder_data`` of the concatenated results.
-
-        Raises:
-            ConfigError: The rows do not divide, a row does not fit, or the arguments exclude each other.
         """
         batch_size = self.size if batch_size is None else batch_size
         self._check_shards(shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)
@@ -275,25 +256,18 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
             known = spec.__annotations__.keys()
             if given is not None and not {"max_tokens_per_microbatch"} <= given.keys() <= known:
                 raise ConfigError(
-                    f"shard_by_batch_size got {dict(given)}; required: max_tokens_per_microbatch, and of {', '.join(known)} no others."
+                    f"shard_by_batch_size got {dict(given)}; required: max_tokens_per_microbatch; known: {', '.join(known)}."
                 )
-        if dynamic is not None and packing is not None:
-            raise ConfigError("dynamic_batching_args and sequence_packing_args exclude each other. Give one of them")
-        if uneven and (dynamic is not None or packing is not None):
+        if uneven + (dynamic is not None) + (packing is not None) > 1:
             raise ConfigError(
-                "allow_uneven_shards=True excludes dynamic batching and packing, which choose the rows themselves."
+                "allow_uneven_shards, dynamic_batching_args and sequence_packing_args exclude each other. Give one of them"
             )
         if packing is not None or uneven:
             return
         hint = "" if dynamic is not None else ", or allow_uneven_shards=True"
-        if self.size % batch_size:
-            raise ConfigError(
-                f"{self.size} rows do not divide into batch_size={batch_size}. Use a divisor of {self.size}{hint}"
-            )
-        if batch_size % shards:
-            raise ConfigError(
-                f"{batch_size} rows do not divide into shards={shards}. Use a divisor of {batch_size}{hint}"
-            )
+        for name, rows, parts in (("batch_size", self.size, batch_size), ("shards", batch_size, shards)):
+            if rows % parts:
+                raise ConfigError(f"{rows} rows do not divide into {name}={parts}. Use a divisor of {rows}{hint}")
 
     def _map_rows(self, function: Any) -> BatchedDataDict:
         return type(self)({key: function(value) if _has_rows(value) else value for key, value in self.items()})
@@ -302,10 +276,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
 def tokens_and_mask(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return token ids ``[B, S]`` and bool mask ``[B, S]`` of prompts, training data or generation outputs.
 
-    If a batch has ``output_ids``, these are read instead of ``input_ids``.
-
-    Raises:
-        ConfigError: A key is missing, is not a tensor, or does not fit the shape of the other.
+    If a batch has ``output_ids``, these are read instead of ``input_ids``. Raises ConfigError for missing keys, values that are
+    not tensors, and shapes that do not fit.
     """
     generated = "output_ids" in data
     keys = ("output_ids", "unpadded_sequence_lengths") if generated else ("input_ids", "attention_mask")
@@ -313,9 +285,7 @@ def tokens_and_mask(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         if key not in data:
             raise ConfigError(f"The batch has no '{key}'; it has {sorted(data)}.")
         if not isinstance(data[key], Tensor):
-            raise ConfigError(
-                f"'{key}' is a {type(data[key]).__name__}; required: a torch.Tensor, padded on the right."
-            )
+            raise ConfigError(f"'{key}' is a {type(data[key]).__name__}; required: a torch.Tensor, right-padded.")
     ids, other = (data[key] for key in keys)
     if ids.ndim != 2 or other.shape != (ids.shape[:1] if generated else ids.shape):
         required = "[B, S] and [B]" if generated else "one shape [B, S]"
@@ -348,8 +318,7 @@ def _join(values: list[Any], pad_value: float, key: str) -> Any:
     if isinstance(first, list):
         return [item for value in values for item in value]
     if not _has_rows(first):
-        same = all(torch.equal(first, value) if isinstance(first, Tensor) else first == value for value in values)
-        if not same:
+        if not all(torch.equal(first, value) if isinstance(first, Tensor) else first == value for value in values):
             raise ConfigError(f"from_batches: '{key}' belongs to the whole batch and differs: {values}.")
         return first
     return join_padded(values, key, pad_value)
@@ -358,13 +327,11 @@ def _join(values: list[Any], pad_value: float, key: str) -> Any:
 def join_padded(values: Sequence[Tensor], key: str, pad_value: float = 0.0) -> Tensor:
     """Join tensors along the rows; pad every other axis at its end to the longest."""
     if len({value.ndim for value in values}) > 1:
-        raise ConfigError(
-            f"'{key}' has the shapes {[list(value.shape) for value in values]}; required: the same number of axes."
-        )
+        shapes = [list(value.shape) for value in values]
+        raise ConfigError(f"'{key}' has the shapes {shapes}; required: the same number of axes.")
     widest = [max(value.shape[axis] for value in values) for axis in range(1, values[0].ndim)]
-    return torch.cat([_pad_right(value, widest, pad_value) for value in values])
-
-
-def _pad_right(value: Tensor, widths: list[int], pad_value: float) -> Tensor:
-    missing = [amount for axis in range(len(widths), 0, -1) for amount in (0, widths[axis - 1] - value.shape[axis])]
-    return torch.nn.functional.pad(value, missing, value=pad_value) if any(missing) else value
+    padded = []
+    for value in values:
+        missing = [n for width, length in zip(widest, value.shape[1:], strict=True) for n in (width - length, 0)]
+        padded.append(F.pad(value, missing[::-1], value=pad_value))  # F.pad begins with the last axis
+    return torch.cat(padded)

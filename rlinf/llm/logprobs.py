@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlinf.errors import ConfigError
-from rlinf.llm.batch_checks import verify_right_padding, verify_token_ids
-from rlinf.llm.batched_data_dict import IMAGE_KEYS, BatchedDataDict, join_padded, tokens_and_mask
-from rlinf.llm.packing import micro_batch_rows, pack_rows
+from rlinf.llm.batched_data_dict import IMAGE_KEYS, join_padded, tokens_and_mask
+from rlinf.llm.packing import pack_rows
 from rlinf.models.positions import num_positions
 from rlinf.models.sampling import token_logprobs
 
@@ -230,43 +229,3 @@ def _chunked_logprobs(states: Tensor, tokens: Tensor, head: Callable[[Tensor], T
     if not torch.is_grad_enabled():
         return torch.cat([score(*chunk) for chunk in chunks])
     return torch.cat([checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks])
-
-
-def micro_batches(
-    data: BatchedDataDict,
-    size: int,
-    max_tokens: int | None,
-    packed: bool,
-    rows_per_sample: int,
-    context: int | None,
-    vocab_size: int,
-) -> list[list[int]]:
-    """Choose the rows that share a forward pass.
-
-    Args:
-        data: Padded on the right.
-        size: Rows of one pass if ``max_tokens`` is None.
-        max_tokens: Maximum padded size of a pass, or sum of lengths if it is packed.
-        packed: Lay the rows of a pass end to end.
-        rows_per_sample: Number of neighbouring rows that stay together.
-        context: Number of positions that the model declares, or None.
-        vocab_size: Size of the vocabulary.
-
-    Raises:
-        ConfigError: There are no rows; a row is not padded on the right, has an unknown token or does not fit; or a sample
-            would be split.
-    """
-    verify_token_ids(data, vocab_size)
-    verify_right_padding(data, raise_error=True)
-    lengths = tokens_and_mask(data)[1].sum(-1).tolist()
-    if data.size and context is not None and max(lengths) > context:
-        raise ConfigError(
-            f"A row has {max(lengths)} tokens, more than the {context} positions of the model. Give shorter rows"
-        )
-    if max_tokens is not None:
-        return micro_batch_rows(lengths, max_tokens, packed, rows_per_sample)
-    if size % rows_per_sample:
-        raise ConfigError(
-            f"micro_batch_size={size} splits samples of {rows_per_sample} rows. Pass micro_batch_size={rows_per_sample}"
-        )
-    return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -24,10 +24,10 @@ from rlinf.errors import ConfigError
 from rlinf.llm.batch_checks import response_mask, verify_right_padding
 from rlinf.llm.batched_data_dict import tokens_and_mask
 from rlinf.llm.logprobs import batch_logprobs
+from rlinf.options import check_options, option
 from rlinf.types import LossOutput
 
 LEVELS = ("token", "sequence")
-KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 @dataclass
@@ -47,10 +47,7 @@ def trained_tokens(data: Mapping[str, Any]) -> Tensor:
     """Return the mask bool ``[B, S]`` of the tokens that a loss trains on.
 
     That is ``token_mask``; without it the response if ``generation_lengths`` is present, else every token. The first token,
-    padding and rows with ``sample_mask`` 0 are never included.
-
-    Raises:
-        ConfigError: A mask has the wrong shape, or the batch has ``labels`` instead of ``token_mask``.
+    padding and rows with ``sample_mask`` 0 are never included. Raises ConfigError for masks of another shape.
     """
     ids, mask = tokens_and_mask(data)
     chosen = mask.clone()
@@ -67,9 +64,7 @@ def trained_tokens(data: Mapping[str, Any]) -> Tensor:
     if "sample_mask" in data:
         sample_mask = _tensor_of(data, "sample_mask")
         if sample_mask.shape != ids.shape[:1]:
-            raise ConfigError(
-                f"sample_mask is {list(sample_mask.shape)}; required: {list(ids.shape[:1])}, one per row."
-            )
+            raise ConfigError(f"sample_mask is {list(sample_mask.shape)}; required: [{len(ids)}], one per row.")
         chosen &= sample_mask.to(ids.device).bool().unsqueeze(1)
     return chosen
 
@@ -79,19 +74,19 @@ class TokenLoss(ABC):
     """A loss of log-probabilities.
 
     Attributes:
-        temperature: Divides the logits if the loss runs the model itself. A policy scores with its own temperature.
         rows_per_sample: Number of neighbouring rows that form one sample and share a micro-batch.
         compares: The loss compares log-probabilities of the same tokens, so dropout must be off.
     """
 
-    temperature: float = field(default=1.0, kw_only=True)
     rows_per_sample: ClassVar[int] = 1
     compares: ClassVar[bool] = False
+    _: KW_ONLY
+    temperature: float = option(
+        1.0, "Divides the logits if the loss runs the model itself; a policy scores with its own.", minimum=1e-6
+    )
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ConfigError(f"{type(self).__name__} got temperature={self.temperature}; required: more than 0. "
-                              "Pass temperature=1.0")  # fmt: skip
+        check_options(self)
 
     @property
     def needs_reference(self) -> bool:
@@ -139,23 +134,17 @@ class DPOLossFn(TokenLoss):
 
     ``-log sigmoid(beta (r_chosen - r_rejected))`` with ``r`` the sum over the trained tokens of a row of
     ``logprobs - reference_logprobs``; it is log 2 if policy and reference agree. A pair counts if both rows count.
-
-    Attributes:
-        beta: Strength of the pull towards the reference.
-        label_smoothing: Probability that a label is wrong (Mitchell 2023, "A note on DPO with noisy preferences", eq. 3).
     """
 
     rows_per_sample: ClassVar[int] = 2
     compares: ClassVar[bool] = True
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.beta <= 0:
-            raise ConfigError(f"DPOLossFn got beta={self.beta}; required: more than 0. Pass beta=0.1")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ConfigError(f"DPOLossFn got label_smoothing={self.label_smoothing}; required: 0 to below 0.5.")
+    beta: float = option(0.1, "Strength of the pull towards the reference.", minimum=1e-6)
+    label_smoothing: float = option(
+        0.0,
+        "Probability of a wrong label (Mitchell 2023, A note on DPO with noisy preferences, eq. 3).",
+        minimum=0,
+        below=0.5,
+    )
 
     @property
     def needs_reference(self) -> bool:
@@ -193,41 +182,25 @@ class GRPOLossFn(TokenLoss):
 
     ``clipped_policy_loss`` computes the surrogate. Without ``old_logprobs`` every ratio is 1, which is right for one step per batch.
 
-    Attributes:
-        clip_range_low, clip_range_high: The ratio is clipped to ``[1 - low, 1 + high]`` (DAPO, Yu et al. 2025, eq. 8).
-        dual_clip: Bound on the loss of negative advantages (Ye et al. 2020, eq. 5); None: off.
-        ratio_level: ``token``: a ratio per token; ``sequence``: ``exp`` of the mean log-ratio of a row (GSPO, Zheng et al.
-            2025, eq. 7), which needs one advantage per row.
-        loss_level: ``token``: the mean over all tokens of the batch (DAPO, eq. 8); ``sequence``: over the rows, of the means
-            over their tokens (GRPO, eq. 3).
-        kl_coef: Weight of the KL penalty to the reference policy.
-        kl_estimator: ``k1``, ``k2`` or ``k3`` (Schulman 2020).
-        importance_cap: Weight tokens by ``min(old / generation, cap)`` to correct for a generation backend with other numerics
-            (truncated importance sampling, Yao et al. 2025); needs ``generation_logprobs``; None: off.
+    Options: a sequence ratio is ``exp`` of the mean log-ratio of a row (GSPO, Zheng et al. 2025, eq. 7), which needs one
+    advantage per row. ``loss_level`` token is the mean over all tokens of the batch (DAPO, Yu et al. 2025, eq. 8); sequence the
+    mean over the rows of the means over their tokens (GRPO, eq. 3). ``importance_cap`` corrects for a generation backend with
+    other numerics by weights ``min(old / generation, cap)`` (truncated importance sampling, Yao et al. 2025).
     """
 
     compares: ClassVar[bool] = True
-    clip_range_low: float = 0.2
-    clip_range_high: float = 0.2
-    dual_clip: float | None = None
-    ratio_level: str = "token"
-    loss_level: str = "token"
-    kl_coef: float = 0.0
-    kl_estimator: str = "k3"
-    importance_cap: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, accepted in (("ratio_level", LEVELS), ("loss_level", LEVELS), ("kl_estimator", KL_ESTIMATORS)):
-            value = getattr(self, name)
-            if value not in accepted:
-                raise ConfigError(f"GRPOLossFn got {name}='{value}'; required: {' or '.join(accepted)}. "
-                                  f"Pass {name}='{accepted[0]}'")  # fmt: skip
-        for name, least in (("clip_range_low", 0), ("clip_range_high", 0), ("kl_coef", 0), ("dual_clip", 1),
-                            ("importance_cap", 0)):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"GRPOLossFn got {name}={value}; required: at least {least}. Pass {name}={least}")
+    clip_range_low: float = option(0.2, "The ratio is clipped to at least 1 minus this.", minimum=0)
+    clip_range_high: float = option(0.2, "The ratio is clipped to at most 1 plus this (DAPO, eq. 8).", minimum=0)
+    dual_clip: float | None = option(
+        None, "Bound on the loss of negative advantages (Ye et al. 2020, eq. 5); null: none.", minimum=1
+    )
+    ratio_level: str = option("token", "A ratio per token or per sequence.", choices=LEVELS)
+    loss_level: str = option("token", "What the mean of the loss is taken over.", choices=LEVELS)
+    kl_coef: float = option(0.0, "Weight of the KL penalty to the reference policy.", minimum=0)
+    kl_estimator: str = option("k3", "Estimator of the KL penalty (Schulman 2020).", choices=("k1", "k2", "k3"))
+    importance_cap: float | None = option(
+        None, "Cap of the importance weights, which need generation_logprobs; null: no weights.", minimum=0
+    )
 
     @property
     def needs_reference(self) -> bool:
@@ -252,15 +225,8 @@ class GRPOLossFn(TokenLoss):
         else:
             ratios, old_ratios, unit_mask, num_units = logprobs, old, mask, counts.tokens
             weights = token_weights * self._importance(data, old, mask)
-        total, sums = clipped_policy_loss(
-            ratios,
-            old_ratios,
-            advantages * weights,
-            unit_mask,
-            self.clip_range_low,
-            self.clip_range_high,
-            self.dual_clip,
-        )
+        clipping = (self.clip_range_low, self.clip_range_high, self.dual_clip)
+        total, sums = clipped_policy_loss(ratios, old_ratios, advantages * weights, unit_mask, *clipping)
         loss = total / denominator
         metrics = {name: value / num_units for name, value in sums.items()} | {"policy_loss": loss.detach()}
         if self.needs_reference:
@@ -317,6 +283,4 @@ def _tensor_of(data: Mapping[str, Any], key: str) -> Tensor:
 
 def _check_counts(counts: TokenCounts) -> None:
     if counts.samples <= 0:
-        raise ConfigError(
-            "The batch trains on nothing: token_mask or sample_mask is 0 everywhere, or all responses are empty."
-        )
+        raise ConfigError("The batch trains on nothing: token_mask or sample_mask is 0, or all responses are empty.")

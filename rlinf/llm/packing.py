@@ -29,17 +29,13 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multipl
 
     Returns:
         Ascending item indices of each bin.
-
-    Raises:
-        ConfigError: An item is longer than ``capacity``, or there are too few items for the multiple.
     """
     check_fits(lengths, capacity)
     bins: list[list[int]] = []
     room: list[int] = []
     for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        chosen = next((index for index, left in enumerate(room) if lengths[item] <= left), None)
-        if chosen is None:
-            chosen = len(bins)
+        chosen = next((index for index, left in enumerate(room) if lengths[item] <= left), len(bins))
+        if chosen == len(bins):
             bins.append([])
             room.append(capacity)
         bins[chosen].append(item)
@@ -48,7 +44,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multipl
         largest = max(range(len(bins)), key=lambda index: len(bins[index]))
         if len(bins[largest]) == 1:
             raise ConfigError(
-                f"{len(lengths)} sequences do not make a multiple of {num_bins_multiple} bins of {capacity} tokens, one or more in each. "
+                f"{len(lengths)} sequences do not make a multiple of {num_bins_multiple} bins of {capacity} tokens. "
                 f"Use shards=1, or a number of sequences that {num_bins_multiple} divides"
             )
         bins.append(bins[largest][1::2])
@@ -59,13 +55,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multipl
 def token_budget_runs(lengths: Sequence[int], max_tokens: int, length_multiple: int = 1) -> list[int]:
     """Cut rows into consecutive runs whose padded size ``rows * longest`` is at most ``max_tokens``.
 
-    Args:
-        lengths: Tokens of each row, in order.
-        max_tokens: Maximum padded size of a run.
-        length_multiple: Round each length up to a multiple of this.
-
-    Returns:
-        Number of rows of each run.
+    Lengths are first rounded up to a multiple of ``length_multiple``. Return the number of rows of each run.
     """
     rounded = [-(-length // length_multiple) * length_multiple for length in lengths]
     check_fits(rounded, max_tokens)
@@ -84,16 +74,13 @@ def token_budget_runs(lengths: Sequence[int], max_tokens: int, length_multiple: 
 def micro_batch_rows(
     lengths: Sequence[int], max_tokens: int, packed: bool, rows_per_sample: int = 1
 ) -> list[list[int]]:
-    """Group the rows of one process into micro-batches by tokens.
+    """Return the row numbers of the micro-batches of one process.
 
     Args:
         lengths: Tokens of each row.
         max_tokens: Maximum padded size of a micro-batch, or sum of lengths if it is packed.
         packed: Fill bins by first-fit decreasing instead of cutting runs of similar length.
         rows_per_sample: Number of neighbouring rows that stay together.
-
-    Returns:
-        Row numbers of each micro-batch.
     """
     samples = [lengths[start : start + rows_per_sample] for start in range(0, len(lengths), rows_per_sample)]
     if packed:
@@ -116,9 +103,6 @@ def deal_by_length(
         lengths: Tokens by row number.
         shards: Number of parts.
         max_tokens, length_multiple: As in ``token_budget_runs``.
-
-    Returns:
-        Row numbers of each micro-batch of each shard.
     """
     ordered = sorted(rows, key=lambda row: -lengths[row])
     dealt = [ordered[rank::shards] for rank in range(shards)]
@@ -150,22 +134,14 @@ def pack_rows(input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keeps_sequences_apart(model: Any) -> bool:
-    """Return whether the sequences of a packed row do not affect each other, tried on two short ones.
-
-    Args:
-        model: Causal language model of transformers in evaluation mode.
-    """
+    """Return whether a model in evaluation mode keeps the sequences of a packed row apart, tried on two short ones."""
     sequences = _probe_tokens(model).view(2, -1)
     ids, positions = pack_rows(sequences, torch.full((2,), sequences.shape[1]))
     return _reads_only(model, sequences[1:], {"input_ids": ids, "position_ids": positions})
 
 
 def ignores_left_padding(model: Any) -> bool:
-    """Return whether left padding, which ``generate`` of transformers needs, leaves the logits of a row unchanged.
-
-    Args:
-        model: Causal language model of transformers in evaluation mode.
-    """
+    """Return whether left padding, which ``generate`` needs, leaves the logits of a model in evaluation mode unchanged."""
     ids = _probe_tokens(model)
     mask = torch.ones_like(ids)
     mask[:, : ids.shape[1] // 2] = 0
@@ -196,9 +172,8 @@ def _reads_only(model: Any, last: Tensor, inputs: dict[str, Tensor]) -> bool:
         hook.remove()
     with torch.no_grad():
         output = model(input_ids=last, use_cache=False).logits[0]
-    tolerance = (
-        1e-3 if output.dtype == torch.float32 else 5e-2
-    )  # relative to the largest logit; other shapes round differently
+    # Relative to the largest logit; other shapes round differently.
+    tolerance = 1e-3 if output.dtype == torch.float32 else 5e-2
     same = (output.float() - logits.detach()).abs().max() <= tolerance * output.float().abs().max()
     return bool(same) and not bool(gradient[:, :-length].any())
 

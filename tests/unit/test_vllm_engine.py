@@ -25,6 +25,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from rlinf.engines.vllm_process import end, end_with
+from rlinf.engines.weight_handle import WeightsRefusedError
+from rlinf.errors import ConfigError
 
 faulthandler.register(signal.SIGUSR1)
 end_with(int(sys.argv[2]), sys.argv[3])
@@ -42,9 +44,9 @@ while True:
     if command == "stop":
         end(sys.argv[3])
     elif command == "start":
-        answer = ("config", "no such setting") if payload.model == "bad" else ("ok", 0)
+        answer = ("error", ConfigError("no such setting")) if payload.model == "bad" else ("ok", 0)
     elif command == "update_weights" and not os.path.exists(payload.path):
-        answer = "refused", "gone"
+        answer = "error", WeightsRefusedError("gone")
     elif command == "update_weights":
         weight = float(Path(payload.path).read_text())
         answer = "ok", payload.version

@@ -17,21 +17,12 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import PreTrainedModel
 
-from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
+from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.llm.batch_checks import verify_text_only
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
 from rlinf.llm.hf_generation import generate_tokens, refuse_other_names
-from rlinf.llm.hf_policy import (
-    TokenPolicyConfig,
-    check_loss,
-    check_trainable,
-    raise_on_all_ranks,
-    sampling_generator,
-    weights_checksum,
-)
-from rlinf.llm.logprobs import micro_batches
-from rlinf.llm.losses import TokenCounts, TokenLoss
+from rlinf.llm.losses import TokenLoss
 from rlinf.llm.megatron.groups import MegatronGroups, check_device, check_ranks, device_of_this_rank
 from rlinf.llm.megatron.weights import (
     build_gpt,
@@ -42,12 +33,11 @@ from rlinf.llm.megatron.weights import (
     source_names,
     unshard,
 )
-from rlinf.llm.policy_interface import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
-from rlinf.memory import memory_metrics
+from rlinf.llm.policy_interface import LogprobsSpec, LossFunction
+from rlinf.llm.token_policy import TokenPolicy, TokenPolicyConfig, check_trainable
 from rlinf.models.hf_model import HFModel, load_config
-from rlinf.models.precision import evaluation_mode, torch_dtype_of
-from rlinf.optim.master_adamw import MasterAdamW
-from rlinf.optim.train_step import Totals, TrainStep
+from rlinf.models.precision import torch_dtype_of
+from rlinf.optim.train_step import Totals
 from rlinf.options import from_mapping, option
 
 
@@ -65,12 +55,12 @@ class MegatronPolicyConfig(TokenPolicyConfig):
     tokenizer: Any = option(None, "Tokenizer that supplies padding and end tokens which the model does not name.")
 
 
-class MegatronPolicy(PolicyInterface):
+class MegatronPolicy(TokenPolicy):
     """A policy over a Megatron-core ``GPTModel`` with the weights of a llama-like checkpoint of transformers.
 
     Ranks are those of ``torch.distributed``; without a process group, the policy creates one of size 1. All ranks of one model
     (tensor and pipeline parallel) must call every method with the same rows, and get the same results. Data-parallel ranks call
-    ``train`` with their own rows; gradients and counts are summed over them.
+    ``train`` with their own rows; gradients and counts are summed over them. The loss must be a ``TokenLoss``.
 
     ``generate`` recomputes the whole row for each token, so it suits checks. To generate at speed, load ``public_state_dict()``
     into a generation backend.
@@ -110,17 +100,9 @@ class MegatronPolicy(PolicyInterface):
         self._hf_config = load_config(model_name)
         check_family(self._hf_config, config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
         self._groups = MegatronGroups(config, self.device)
-        self._causal_lm = self._load()
+        self._causal_lm = self._load_causal_lm()
         self.model = self._causal_lm.model
-        self._checksum = weights_checksum(self.model)
-        self._reference: nn.Module | None = None
-        self._optimizer = MasterAdamW(
-            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
-            lr=config.learning_rate,
-            weight_decay=config.weight_decay,
-        )
-        self._train_step = TrainStep(self._optimizer, config.max_grad_norm, norm_of=self._grad_norm)
-        self._random = sampling_generator(config.seed, self._groups.data.rank())
+        self._begin(self._hf_config, self._groups.data.rank(), norm_of=self._grad_norm)
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -128,56 +110,6 @@ class MegatronPolicy(PolicyInterface):
         """Generate a completion per row; ``logprobs`` equal ``get_logprobs`` of the output."""
         verify_text_only(data, "MegatronPolicy", "HuggingFacePolicy")
         return generate_tokens(self._causal_lm, data, self.config, greedy, self._random, self.config.tokenizer)
-
-    def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """Return the log-probabilities of prompts, training data or generation outputs (``output_ids``)."""
-        return self._score(self.model, data)
-
-    def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """Return ``get_logprobs`` of the policy before its first step; the first call reads ``model_name`` again.
-
-        Raises:
-            CheckpointError: ``model_name`` no longer holds the initial weights.
-        """
-        if self._reference is None:
-            reference = self._load().model.requires_grad_(False)
-            if weights_checksum(reference) != self._checksum:
-                raise CheckpointError(
-                    f"'{self.model_name}' no longer holds the weights that this policy began with, so they cannot be its "
-                    "reference. Call get_reference_logprobs once before the folder changes"
-                )
-            self._reference = reference
-        return self._score(self._reference, data)
-
-    def train(self, data: BatchedDataDict[TrainingDatumSpec], loss_fn: LossFunction) -> dict[str, Any]:
-        """Take one optimiser step.
-
-        Args:
-            data: Rows of this data-parallel rank. Missing ``reference_logprobs`` that the loss needs are computed.
-            loss_fn: A ``TokenLoss``.
-
-        Returns:
-            ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, the metrics of the loss, and ``memory/...``.
-
-        Raises:
-            ConfigError: The loss is no ``TokenLoss``, or the batch does not fit it.
-            NonFiniteError: Loss or gradient is NaN or infinite; the weights are as before.
-        """
-        if not isinstance(loss_fn, TokenLoss):
-            raise ConfigError(
-                f"{loss_fn} is not a TokenLoss, and Megatron-core's model is not one that it could call. Use HuggingFacePolicy"
-            )
-        check_loss(loss_fn, self.temperature)
-        data = BatchedDataDict(data)
-        self._optimizer.zero_grad()
-        self.model.train()
-        try:
-            metrics = self._accumulate(data, loss_fn)
-        finally:
-            self.model.eval()
-        self._sum_gradients()
-        grad_norm = self._train_step.apply(metrics["loss"])
-        return {**metrics, "grad_norm": grad_norm, **memory_metrics()}
 
     @torch.no_grad()
     def public_state_dict(self) -> dict[str, Tensor]:
@@ -198,7 +130,7 @@ class MegatronPolicy(PolicyInterface):
             model.save_pretrained(folder, {f"model.{name}": tensor for name, tensor in weights.items()})
         dist.barrier()
 
-    def _load(self) -> _CausalLM:
+    def _load_causal_lm(self) -> _CausalLM:
         loaded = HFModel.from_pretrained(self.model_name, config=self._hf_config, dtype=self._dtype).model
         weights = loaded.state_dict()
         model = build_gpt(self._hf_config, set(weights), loaded.model.rotary_emb, self._dtype, self.config)
@@ -208,34 +140,37 @@ class MegatronPolicy(PolicyInterface):
         )
         return _CausalLM(model.to(self.device).eval(), loaded, self._next_token_logits)
 
+    def _load(self) -> nn.Module:
+        return self._load_causal_lm().model
+
     def _first_layer(self, model: nn.Module) -> int:
         return len(model.decoder.layers) * self._groups.stage
 
-    def _accumulate(self, data: BatchedDataDict, loss_fn: TokenLoss) -> dict[str, float]:
-        def prepare() -> tuple[TokenCounts, list[list[int]]]:
-            return loss_fn.counts(data), self._micro_batches(data, loss_fn.rows_per_sample)
+    def _check_loss(self, loss_fn: LossFunction) -> None:
+        if not isinstance(loss_fn, TokenLoss):
+            raise ConfigError(f"{loss_fn} is not a TokenLoss, and Megatron-core needs one. Use HuggingFacePolicy")
+        super()._check_loss(loss_fn)
 
-        own, rows_of_parts = raise_on_all_ranks(prepare, lambda values: self._groups.sum(values, self._groups.data))
-        if loss_fn.needs_reference and "reference_logprobs" not in data:
-            data["reference_logprobs"] = self.get_reference_logprobs(data)["logprobs"]
-        counts = TokenCounts(*self._groups.sum([own.tokens, own.samples], self._groups.data))
+    def _sum_values(self, values: list[float]) -> list[float]:
+        return self._groups.sum(values, self._groups.data)
+
+    def _accumulate(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
+        counts, parts = self._prepare(data, loss_fn)
         totals = Totals()
-        parts = [data.select_indices(rows) for rows in rows_of_parts]
         # As many micro-batches as stages are under way at once, so that all stages have work.
         for start in range(0, len(parts), self._groups.num_stages):
             passes = []
             for part in parts[start : start + self._groups.num_stages]:
                 received, output = self._forward(self.model, part)
                 if self._groups.is_last:
-                    loss = loss_fn.from_logprobs(self._logprobs(output, part), part, counts)
+                    loss = loss_fn.from_logprobs(self._token_logprobs(output, part), part, counts)
                     output = loss.loss
                     totals.add({**loss.metrics, "loss": loss.loss.detach()})
                 passes.append((received, output))
             for received, output in passes:
                 self._backward(received, output)
                 self._optimizer.gather_gradients()
-        summed = totals.over_ranks(lambda values: self._groups.sum(values, self._groups.data))
-        return {**self._groups.from_last_stage(summed), "num_tokens": counts.tokens}
+        return {**self._groups.from_last_stage(totals.over_ranks(self._sum_values)), "num_tokens": counts.tokens}
 
     def _forward(self, model: nn.Module, data: BatchedDataDict) -> tuple[Tensor | None, Tensor]:
         """Run this rank's layers on rows.
@@ -269,7 +204,7 @@ class MegatronPolicy(PolicyInterface):
         if received is not None:
             dist.send(received.grad, self._groups.previous)
 
-    def _logprobs(self, logits: Tensor, data: BatchedDataDict) -> Tensor:
+    def _token_logprobs(self, logits: Tensor, data: BatchedDataDict) -> Tensor:
         """Return log-probabilities float32 ``[B, S]`` like ``token_logprobs``, without gathering the vocabulary over ranks."""
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
@@ -281,19 +216,18 @@ class MegatronPolicy(PolicyInterface):
         logprobs = -vocab_parallel_cross_entropy(scaled, ids[predicted])
         return torch.zeros(ids.shape, device=self.device).masked_scatter(predicted, logprobs)
 
-    @torch.no_grad()
+    def _logprobs(self, model: nn.Module, data: BatchedDataDict) -> Tensor:
+        """Return log-probabilities; on all stages but the last zeros, which ``_score`` replaces at its end."""
+        _, output = self._forward(model, data)
+        if self._groups.is_last:
+            return self._token_logprobs(output, data)
+        return torch.zeros(tokens_and_mask(data)[0].shape)
+
     def _score(self, model: nn.Module, data: BatchedDataDict) -> BatchedDataDict[LogprobsSpec]:
-        data = BatchedDataDict(data)
-        ids, _ = tokens_and_mask(data)
-        logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=self.device)
-        with evaluation_mode(model):
-            for rows in self._micro_batches(data, rows_per_sample=1):
-                part = data.select_indices(rows)
-                _, output = self._forward(model, part)
-                if self._groups.is_last:
-                    logprobs[rows] = self._logprobs(output, part)
+        scored = super()._score(model, data)["logprobs"]
+        logprobs = scored.to(self.device)
         self._groups.broadcast_from_last_stage(logprobs)
-        return BatchedDataDict({"logprobs": logprobs.to(ids.device)})
+        return BatchedDataDict({"logprobs": logprobs.to(scored.device)})
 
     def _next_token_logits(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the next-token logits ``[B, V]`` of right-padded rows on every rank."""
@@ -310,17 +244,7 @@ class MegatronPolicy(PolicyInterface):
 
     def _micro_batches(self, data: BatchedDataDict, rows_per_sample: int) -> list[list[int]]:
         verify_text_only(data, "MegatronPolicy", "HuggingFacePolicy")
-        config = self.config
-        context = self._hf_config.max_position_embeddings
-        return micro_batches(
-            data,
-            config.micro_batch_size,
-            config.max_tokens_per_microbatch,
-            False,
-            rows_per_sample,
-            context,
-            self._hf_config.vocab_size,
-        )
+        return super()._micro_batches(data, rows_per_sample)
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self._groups.tensor.size())]

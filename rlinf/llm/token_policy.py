@@ -1,0 +1,236 @@
+"""What token policies share: their settings, scoring and training in micro-batches, and the reference policy."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.distributed.process_group import sum_over_ranks
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.llm.batch_checks import verify_right_padding, verify_token_ids
+from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
+from rlinf.llm.generation_interface import GenerationDatumSpec
+from rlinf.llm.hf_generation import SamplingConfig
+from rlinf.llm.losses import TokenCounts, TokenLoss
+from rlinf.llm.packing import micro_batch_rows
+from rlinf.llm.policy_interface import LogprobsSpec, LossFunction, PolicyInterface, TrainingDatumSpec
+from rlinf.memory import memory_metrics
+from rlinf.models.positions import num_positions
+from rlinf.models.precision import evaluation_mode, torch_dtype_of
+from rlinf.optim.master_adamw import MasterAdamW
+from rlinf.optim.train_step import TrainStep
+from rlinf.options import option
+from rlinf.seeding import derive_seed
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class TokenPolicyConfig(SamplingConfig):
+    """Keyword arguments of all token policies. ``temperature`` applies to generation and to all log-probabilities."""
+
+    learning_rate: float = option(1e-5, "Learning rate of AdamW.", minimum=0, maximum=1)
+    weight_decay: float = option(0.0, "Weight decay of AdamW.", minimum=0)
+    max_grad_norm: float = option(1.0, "Clip the gradient to this norm.", minimum=1e-6)
+    micro_batch_size: int = option(8, "Rows of one forward-backward pass.", minimum=1)
+    max_tokens_per_microbatch: int | None = option(
+        None, "Batch by tokens, padding included, instead of by rows.", minimum=1
+    )
+
+
+class TokenPolicy(PolicyInterface):
+    """A policy over one causal language model.
+
+    A subclass loads ``model`` and calls ``_begin``; it also sets ``model_name``, ``config`` and ``temperature``.
+    """
+
+    model: nn.Module
+    config: TokenPolicyConfig
+    model_name: str
+    temperature: float
+
+    def _begin(self, text_config: Any, rank: int, reference: nn.Module | None = None, **train_step: Any) -> None:
+        """Create the optimiser of ``model`` and the random generator.
+
+        Args:
+            text_config: Configuration of the language model in transformers.
+            rank: Data-parallel rank; rank 0 samples with ``seed`` itself.
+            reference: The reference policy; None: load it when it is first needed.
+            **train_step: Arguments of ``TrainStep``.
+        """
+        config = self.config
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._optimizer = MasterAdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
+        self._train_step = TrainStep(self._optimizer, config.max_grad_norm, **train_step)
+        seed = config.seed if rank == 0 else derive_seed(config.seed, "generation", rank)
+        self._random = torch.Generator().manual_seed(seed)
+        self._text_config, self._reference = text_config, reference
+        self._checksum: list[float] | None = None
+
+    def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
+        """Return the log-probabilities of prompts, training data or generation outputs (``output_ids``)."""
+        return self._score(self.model, data)
+
+    def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
+        """Return ``get_logprobs`` of the policy before its first step.
+
+        Raises:
+            CheckpointError: ``model_name`` is read for it, and no longer holds the initial weights.
+        """
+        if self._reference is None:
+            self._reference = self._initial_model().requires_grad_(False).eval()
+        return self._score(self._reference, data)
+
+    def train(self, data: BatchedDataDict[TrainingDatumSpec], loss_fn: LossFunction) -> dict[str, Any]:
+        """Take one optimiser step.
+
+        Args:
+            data: Rows of this data-parallel rank. Missing ``reference_logprobs`` that a ``TokenLoss`` needs are computed.
+            loss_fn: A ``TokenLoss`` is evaluated in micro-batches. ``HuggingFacePolicy`` also takes any other
+                ``loss_fn(model, data)``, which gets the whole batch at once, since how it averages is not known.
+
+        Returns:
+            ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, the metrics of the loss, and ``memory/...``
+            (``rlinf.memory``).
+
+        Raises:
+            ConfigError: The batch does not fit the loss (on any rank: all raise), or the loss cannot be used with the policy.
+            NonFiniteError: Loss or gradient is NaN or infinite; the weights are as before.
+        """
+        data = BatchedDataDict(data)
+        self._check_loss(loss_fn)
+        self._optimizer.zero_grad()
+        self.model.train()
+        try:
+            metrics = self._accumulate(data, loss_fn)
+        finally:
+            self.model.eval()
+        self._sum_gradients()
+        if self._train_step.num_steps == 0 and self._reference is None:
+            self._checksum = weights_checksum(self.model)
+        norm = self._train_step.apply(metrics["loss"])
+        return {**metrics, "grad_norm": norm, **memory_metrics()}
+
+    @abstractmethod
+    def _load(self) -> nn.Module:
+        """Load the model from ``model_name``."""
+
+    @abstractmethod
+    def _accumulate(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
+        """Add up the gradients of this rank; return the metrics of all ranks."""
+
+    @abstractmethod
+    def _sum_gradients(self) -> None:
+        """Sum the gradients of the optimiser's masters over the ranks."""
+
+    @abstractmethod
+    def _logprobs(self, model: nn.Module, data: BatchedDataDict) -> Tensor:
+        """Return the log-probabilities float32 ``[B, S]`` of one micro-batch."""
+
+    def _sum_values(self, values: list[float]) -> list[float]:
+        """Sum numbers over the data-parallel ranks."""
+        return sum_over_ranks(values)
+
+    def _check_loss(self, loss_fn: LossFunction) -> None:
+        if not callable(loss_fn) or isinstance(loss_fn, type):
+            raise ConfigError(f"loss_fn is {loss_fn!r}; required: a loss. Give e.g. rlinf.algorithms.NLLLossFn()")
+        if isinstance(loss_fn, TokenLoss) and loss_fn.temperature not in (1.0, self.temperature):
+            raise ConfigError(
+                f"{type(loss_fn).__name__} has temperature={loss_fn.temperature}, but the policy scores with "
+                f"temperature={self.temperature}. Pass temperature={self.temperature} in the loss, or leave it out"
+            )
+
+    def _prepare(self, data: BatchedDataDict, loss_fn: TokenLoss) -> tuple[TokenCounts, list[BatchedDataDict]]:
+        """Return the counts of all ranks and the micro-batches of this one, with reference log-probabilities if needed."""
+
+        def prepare() -> tuple[TokenCounts, list[BatchedDataDict]]:
+            counts = loss_fn.counts(data)
+            rows = self._micro_batches(data, loss_fn.rows_per_sample)
+            if loss_fn.needs_reference and "reference_logprobs" not in data:
+                data["reference_logprobs"] = self.get_reference_logprobs(data)["logprobs"]
+            return counts, [data.select_indices(each) for each in rows]
+
+        own, parts = self._raise_on_all_ranks(prepare)
+        return TokenCounts(*self._sum_values([own.tokens, own.samples])), parts
+
+    def _raise_on_all_ranks(self, function: Callable[[], Result]) -> Result:
+        """Run a function. If any data-parallel rank raises ConfigError, raise on all, so that none hangs in a collective."""
+        result, error = None, None
+        try:
+            result = function()
+        except ConfigError as raised:
+            error = raised
+        num_failed = int(self._sum_values([float(error is not None)])[0])
+        if error is not None:
+            raise error
+        if num_failed:
+            raise ConfigError(
+                f"{num_failed} other rank(s) refused their rows, so no step was taken. See their messages"
+            )
+        return result
+
+    @torch.no_grad()
+    def _score(self, model: nn.Module, data: BatchedDataDict) -> BatchedDataDict[LogprobsSpec]:
+        data = BatchedDataDict(data)
+        ids, _ = tokens_and_mask(data)
+        logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+        with evaluation_mode(model):
+            for rows in self._micro_batches(data, rows_per_sample=1):
+                logprobs[rows] = self._logprobs(model, data.select_indices(rows)).to(ids.device)
+        return BatchedDataDict({"logprobs": logprobs})
+
+    def _micro_batches(self, data: BatchedDataDict, rows_per_sample: int) -> list[list[int]]:
+        """Check a batch, and choose the rows of each forward pass; ``rows_per_sample`` neighbours stay together."""
+        text, size = self._text_config, self.config.micro_batch_size
+        verify_token_ids(data, text.vocab_size)
+        verify_right_padding(data, raise_error=True)
+        lengths = tokens_and_mask(data)[1].sum(-1).tolist()
+        context = num_positions(text)
+        if context is not None and max(lengths) > context:
+            raise ConfigError(
+                f"A row has {max(lengths)} tokens, more than the {context} positions of the model. Give shorter rows"
+            )
+        if self.config.max_tokens_per_microbatch is not None:
+            packed = getattr(self.config, "sequence_packing", False)
+            return micro_batch_rows(lengths, self.config.max_tokens_per_microbatch, packed, rows_per_sample)
+        if size % rows_per_sample:
+            raise ConfigError(
+                f"micro_batch_size={size} splits samples of {rows_per_sample} rows. Pass micro_batch_size={rows_per_sample}"
+            )
+        return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
+
+    def _initial_model(self) -> nn.Module:
+        """Load the weights that the policy began with."""
+        model = self._load()
+        if weights_checksum(model) != (self._checksum or weights_checksum(self.model)):
+            raise CheckpointError(
+                f"'{self.model_name}' no longer holds the weights that this policy began with, so they cannot be its "
+                "reference. Call get_reference_logprobs once before the first train"
+            )
+        return model
+
+
+def check_trainable(config: TokenPolicyConfig) -> None:
+    """Raise ConfigError for sampling that differs from the scored distribution, and for weights in float16."""
+    neutral_values = {
+        "top_k": (None,), "top_p": (None, 1.0), "repetition_penalty": (1.0,), "allowed_token_ids": (None,),
+    }  # fmt: skip
+    for name, neutral in neutral_values.items():
+        value = getattr(config, name)
+        if value not in neutral:
+            raise ConfigError(
+                f"{name}={value} changes what is sampled but not the log-probabilities that are trained. "
+                f"Pass {name}={neutral[-1]}, or generate with HuggingFaceGeneration"
+            )
+    if torch_dtype_of(config.torch_dtype) == torch.float16:
+        raise ConfigError(f"torch_dtype={config.torch_dtype} loses small gradients. Pass torch_dtype='bfloat16'")
+
+
+def weights_checksum(model: nn.Module) -> list[float]:
+    """Return the sum of each tensor, to detect whether a folder still holds the same weights."""
+    return [float(tensor.detach().double().sum()) for tensor in model.parameters() if tensor.is_floating_point()]

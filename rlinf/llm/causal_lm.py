@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from rlinf.distributed.devices import take_own_device
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
@@ -36,21 +37,14 @@ class CausalLMConfig:
 
 
 def load_causal_lm(model_name: str, config: CausalLMConfig) -> Any:
-    """Load a model in evaluation mode and switch off all dropout.
-
-    Raises:
-        ConfigError: The number format is unknown, or two quantisations are asked for.
-        MissingDependencyError: bitsandbytes or FlashAttention is asked for and not installed.
-        CheckpointError: The folder cannot be loaded, or its weights are incomplete or not finite.
-    """
-    dtype = torch_dtype_of(config.torch_dtype)
+    """Load a model in evaluation mode and switch off all dropout."""
     check_attention(config.attn_implementation)
     quantization = _quantization(config)
     num_accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     with_ranks = config.device_map == "auto" and torch.cuda.is_available() and dist.is_initialized()
     device_map = {"": take_own_device()} if with_ranks else config.device_map  # any other GPU belongs to another rank
     arguments = {
-        "dtype": dtype,
+        "dtype": torch_dtype_of(config.torch_dtype),
         "attn_implementation": config.attn_implementation,
         "trust_remote_code": config.trust_remote_code,
     }
@@ -68,12 +62,8 @@ def load_causal_lm(model_name: str, config: CausalLMConfig) -> Any:
 
 def end_tokens(model: Any, tokenizer: Any, given: int | list[int] | None) -> list[int]:
     """Return the ids that end a row: the given ones, else the model's, else the tokenizer's; an empty list ends none."""
-    candidates = (
-        given,
-        model.generation_config.eos_token_id,
-        getattr(model.config.get_text_config(), "eos_token_id", None),
-        getattr(tokenizer, "eos_token_id", None),
-    )
+    sources = (model.generation_config, model.config.get_text_config(), tokenizer)
+    candidates = (given, *(getattr(source, "eos_token_id", None) for source in sources))
     found = next((value for value in candidates if value is not None), [])
     return [found] if isinstance(found, int) else list(found)
 
@@ -90,8 +80,6 @@ def padding_token(model: Any, tokenizer: Any, given: int | None, ends: list[int]
 
 def _load_spread(model_name: str, **arguments: Any) -> Any:
     """Let transformers spread a model over several devices, or quantise it, while loading."""
-    from transformers import AutoModelForCausalLM
-
     try:
         with without_load_report():
             model, report = AutoModelForCausalLM.from_pretrained(model_name, output_loading_info=True, **arguments)
@@ -118,6 +106,4 @@ def _quantization(config: CausalLMConfig) -> dict[str, Any]:
             f"{key}=True needs the package bitsandbytes. Install it with pip install bitsandbytes, or do without.",
             **{key: False},
         )
-    from transformers import BitsAndBytesConfig
-
     return {"quantization_config": BitsAndBytesConfig(**{key: True})}

@@ -62,20 +62,10 @@ def generation_output(
 
 
 class GenerationConfig(TypedDict, total=False):
-    """Settings of a generation backend. ``None`` or a missing key restricts nothing.
+    """Settings of a generation backend; ``None`` or a missing key restricts nothing.
 
-    Attributes:
-        backend: ``"hf"`` or ``"vllm"``.
-        model_name: Folder or hub id.
-        max_new_tokens: Maximum length of a response in tokens (default 128).
-        temperature: Divides the logits.
-        top_p: Sample from the most likely tokens whose probabilities add up to this.
-        top_k: Sample from this many most likely tokens.
-        repetition_penalty: Divides positive and multiplies negative logits of earlier tokens (Keskar et al. 2019).
-        allowed_token_ids: Choose among these tokens only.
-        do_sample: False makes every generation greedy, even ``generate(..., greedy=False)``.
-        pad_token_id: Pads rows that have ended.
-        eos_token_id: One id or several, each of which ends a row.
+    ``backend`` is ``"hf"`` or ``"vllm"``, and ``model_name`` a folder or hub id.
+    ``rlinf.llm.hf_generation.SamplingConfig`` documents the other keys.
     """
 
     backend: str

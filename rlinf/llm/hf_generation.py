@@ -14,12 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper,
 from rlinf.errors import ConfigError
 from rlinf.llm.batch_checks import verify_right_padding, verify_token_ids
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
-from rlinf.llm.causal_lm import (
-    CausalLMConfig,
-    end_tokens,
-    load_causal_lm,
-    padding_token,
-)
+from rlinf.llm.causal_lm import CausalLMConfig, end_tokens, load_causal_lm, padding_token
 from rlinf.llm.decoding import next_token_only, static_cache
 from rlinf.llm.generation_interface import (
     GenerationDatumSpec,
@@ -79,7 +74,7 @@ class HuggingFaceGenerationConfig(CausalLMConfig, SamplingConfig):
 
 
 class HuggingFaceGeneration(GenerationInterface):
-    """A generation backend that holds a transformers model of its own.
+    """A generation backend that holds a model of transformers.
 
     ``logprobs`` of the output come from ``softmax(logits / temperature)`` over ``allowed_token_ids``, before top-k, top-p and the
     repetition penalty. Without any of the four they equal ``get_logprobs`` of a policy with the same temperature. Top-k, top-p
@@ -135,8 +130,9 @@ def verify_sampling_tokens(config: SamplingConfig, vocab_size: int) -> None:
         ids = [] if value is None else [value] if isinstance(value, int) else value
         unknown = sorted({token for token in ids if not 0 <= token < vocab_size})
         if unknown or (name == "allowed_token_ids" and value == []):
+            accepted = f"one or more from 0 to {vocab_size - 1}"
             raise ConfigError(
-                f"{name} has the ids {unknown[:8]}; required: one or more from 0 to {vocab_size - 1}. Pass {name}=None for the default"
+                f"{name} has the ids {unknown[:8]}; required: {accepted}. Pass {name}=None for the default"
             )
 
 
@@ -160,15 +156,12 @@ def generate_tokens(
         greedy: Take the most likely token instead of sampling.
         random: CPU generator of the sampling; row ``i`` uses the ``i``-th numbers of a call.
         tokenizer: Supplies padding and end tokens if neither ``config`` nor the model does.
-
-    Raises:
-        ConfigError: There are no prompts; a prompt is empty, not padded on the right, or leaves no room in the model's context; or
-            a token is not in the vocabulary.
     """
     data = BatchedDataDict(data)
-    verify_token_ids(data, model.config.get_text_config().vocab_size)
+    vocab_size = model.config.get_text_config().vocab_size
+    verify_token_ids(data, vocab_size)
     verify_right_padding(data, raise_error=True)
-    verify_sampling_tokens(config, model.config.get_text_config().vocab_size)
+    verify_sampling_tokens(config, vocab_size)
     ids, mask = tokens_and_mask(data)
     prompt_lengths = mask.sum(-1).tolist()
     ends = end_tokens(model, tokenizer, config.eos_token_id)
@@ -251,18 +244,14 @@ class _Sampler(LogitsProcessor):
     """Choose each row's token, and leave only that token to the greedy search of ``generate``.
 
     The model's own ``generate`` handles the caches and inputs of its architecture, and a draw depends on its own row only.
-
-    Attributes:
-        logprobs: float32 ``[B]`` of every step.
+    ``logprobs`` are float32 ``[B]`` of every step.
     """
 
     def __init__(
         self, config: SamplingConfig, uniforms: Tensor | None, prompt_mask: Tensor, columns: Tensor | None
     ) -> None:
-        self.config = config
-        self.uniforms = uniforms
+        self.config, self.uniforms, self.columns = config, uniforms, columns
         self.prompt_mask = prompt_mask.bool()
-        self.columns = columns
         self.logprobs: list[Tensor] = []
         self._restrictions = LogitsProcessorList()
         if config.top_k is not None:
@@ -300,15 +289,13 @@ def _new_tokens_allowed(prompt_lengths: list[int], config: SamplingConfig, decla
     limit = config.max_model_len or declared
     if limit is None:
         return [config.max_new_tokens] * len(prompt_lengths)
-    if config.max_model_len and declared and config.max_model_len > declared:
+    if declared and limit > declared:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} exceeds the {declared} positions of the model. "
-            f"Pass max_model_len={declared}"
+            f"max_model_len={limit} exceeds the {declared} positions of the model. Pass max_model_len={declared}"
         )
     longest = max(prompt_lengths)
     if longest >= limit:
         raise ConfigError(
-            f"A prompt has {longest} tokens and leaves no room for a response within max_model_len={limit}. "
-            f"Give prompts of {limit - 1} tokens or fewer"
+            f"A prompt has {longest} tokens, but max_model_len={limit} includes the response. Give {limit - 1} tokens or fewer"
         )
     return [min(config.max_new_tokens, limit - length) for length in prompt_lengths]

@@ -37,31 +37,21 @@ def batch_logprobs(model: Any, data: Mapping[str, Any], temperature: float = 1.0
         data: Prompts, training data or generation outputs, padded on the right.
         temperature: Divides the logits.
         packed: Lay the rows end to end.
-
-    Raises:
-        ConfigError: The model takes no images, images cannot be packed, or a row is longer than the model's context.
     """
     ids, mask = tokens_and_mask(data)
-    width = max(1, int(mask.sum(-1).max()))
+    columns, width = ids.shape[1], max(1, int(mask.sum(-1).max()))
     positions = context_length(model)
     if positions is not None and width > positions:
         raise ConfigError(
-            f"A row has {width} tokens, more than the {positions} positions (max_position_embeddings) of the model. "
-            f"Give rows of at most {positions} tokens"
+            f"A row has {width} tokens, more than the {positions} positions (max_position_embeddings) of the model"
         )
     device = next(model.parameters()).device
     inputs = image_inputs(model, data, width)
     if packed and inputs:
         raise ConfigError(f"sequence_packing=True does not support {', '.join(inputs)}. Pass sequence_packing=False")
-    logprobs = sequence_logprobs(
-        model,
-        ids.masked_fill(~mask, 0)[:, :width].to(device),
-        mask[:, :width].to(device),
-        temperature,
-        packed,
-        inputs,
-    )
-    return F.pad(logprobs, (0, ids.shape[1] - width))
+    ids, mask = (each[:, :width].to(device) for each in (ids.masked_fill(~mask, 0), mask))
+    logprobs = sequence_logprobs(model, ids, mask, temperature, packed, inputs)
+    return F.pad(logprobs, (0, columns - width))
 
 
 def context_length(model: Any) -> int | None:
@@ -78,27 +68,19 @@ def image_inputs(model: Any, data: Mapping[str, Any], width: int) -> dict[str, T
         model: Model.
         data: Batch that may have keys of ``IMAGE_KEYS`` and ``TOKEN_TYPE_KEYS``.
         width: Number of token columns.
-
-    Raises:
-        ConfigError: The model takes no such images, or takes a key of the batch that a policy does not pass on.
     """
     taken = inspect.signature(model.forward).parameters
-    lost = [
-        key for key, value in data.items() if key in taken and key not in _KNOWN and isinstance(value, Tensor | list)
-    ]
+    lost = [key for key in data if key in taken and key not in _KNOWN and isinstance(data[key], Tensor | list)]
     if lost:
         raise ConfigError(
-            f"The batch has {lost}, which {type(model).__name__} takes and a policy does not pass on, so its log-probabilities "
-            f"would differ. Remove or rename {', '.join(lost)}"
+            f"The batch has {lost}, which {type(model).__name__} takes and a policy does not pass on. Remove or rename them"
         )
     weight = next(model.parameters())
     inputs = {}
     for key in IMAGE_KEYS:
         if key in data:
             if key not in taken:
-                raise ConfigError(
-                    f"The batch has '{key}', and {type(model).__name__} takes none. Remove it from the batch"
-                )
+                raise ConfigError(f"The batch has '{key}', and {type(model).__name__} takes none. Remove them")
             images = join_padded(data[key], key) if isinstance(data[key], list) else data[key]
             if len(images):
                 inputs[key] = images.to(weight.device, weight.dtype if images.is_floating_point() else images.dtype)
@@ -155,8 +137,7 @@ def _run_to_head(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Call
     A model that takes ``logits_to_keep`` works with the logits of a few columns. Its head gets only these columns, and a hook keeps
     the hidden states of all. If ``_head_logits`` does not reproduce the few logits, the model runs again in full.
 
-    Returns:
-        Hidden states ``[B, S, H]`` and the function that turns them into logits ``[..., V]``; or logits and the identity.
+    Return hidden states ``[B, S, H]`` and the function that turns them into logits ``[..., V]``; or logits and the identity.
     """
     head = None
     if inputs["input_ids"].numel() * model.config.get_text_config().vocab_size > CHUNK_LOGITS:
@@ -191,9 +172,8 @@ def _run_to_head(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Call
 
 def _head_logits(config: Any, logits: Tensor) -> Tensor:
     """Scale the output of a head like its model: Granite divides, Cohere multiplies, Gemma bounds it."""
-    divisor, factor, bound = (
-        getattr(config, name, None) for name in ("logits_scaling", "logit_scale", "final_logit_softcapping")
-    )
+    names = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+    divisor, factor, bound = (getattr(config, name, None) for name in names)
     if divisor is not None:
         logits = logits / divisor
     if factor is not None:

@@ -17,9 +17,6 @@ class RayVirtualCluster:
     Args:
         bundle_ct_per_node_list: Processes on each machine: ``[4]`` is one machine with four.
         use_gpus: Require a GPU for each process.
-
-    Raises:
-        ConfigError: There are too few GPUs, or more than one machine is asked for.
     """
 
     def __init__(self, bundle_ct_per_node_list: Sequence[int], use_gpus: bool = True) -> None:
@@ -31,12 +28,10 @@ class RayVirtualCluster:
             )
         found = torch.cuda.device_count()
         if use_gpus and found < counts[0]:
+            smaller = f"[{found}]" if found else f"{counts}, use_gpus=False"
             raise ConfigError(
-                f"RayVirtualCluster({counts}) needs {counts[0]} GPUs, and torch sees {found}. "
-                f"Use RayVirtualCluster([{found}])"
-                if found
-                else f"RayVirtualCluster({counts}) needs {counts[0]} GPUs, and torch sees none. "
-                f"Use RayVirtualCluster({counts}, use_gpus=False)"
+                f"RayVirtualCluster({counts}) needs {counts[0]} GPUs, and torch sees {found or 'none'}. "
+                f"Use RayVirtualCluster({smaller})"
             )
         self._num_processes = counts[0]
         self.use_gpus = use_gpus

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from rlinf.distributed.process_group import rank
-from rlinf.engines.vllm_engine import (
-    EngineSpec,
-    GenerateRequest,
-    VllmEngine,
-    check_temperature,
-)
+from rlinf.engines.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, check_temperature
 from rlinf.engines.weight_handle import WeightsHandle
 from rlinf.errors import ConfigError
 from rlinf.llm.batch_checks import verify_right_padding, verify_text_only, verify_token_ids
@@ -61,12 +56,7 @@ class VllmGenerationWorker:
         self.engine = VllmEngine(spec, timeout_s=timeout_s)
 
     def start(self) -> None:
-        """Start the engine. Idempotent.
-
-        Raises:
-            ConfigError: A setting names a token outside the vocabulary, or ``tensor_parallel_size`` does not divide the
-                attention heads.
-        """
+        """Start the engine. Idempotent."""
         verify_sampling_tokens(sampling_config(self.settings), self.vocab_size)
         if self.num_gpus > 1:
             check_tensor_parallel(self._model_config, self.num_gpus, "tensor_parallel_size")
@@ -106,17 +96,13 @@ class VllmGenerationWorker:
         if sampling["temperature"] == 0:
             request.greedy_temperature = settings.get("temperature")
         else:
-            request.seeds = [
-                derive_seed(self.seed, "vllm", rank(), self.num_drawn + row) for row in range(len(prompts))
-            ]
-            self.num_drawn += len(prompts)
+            first, self.num_drawn = self.num_drawn, self.num_drawn + len(prompts)
+            request.seeds = [derive_seed(self.seed, "vllm", rank(), draw) for draw in range(first, self.num_drawn)]
         result = self.engine.generate(request)
-        pad = settings.get("pad_token_id")
+        responses = [torch.tensor(ids, dtype=torch.long) for ids in result.token_ids]
+        logprobs = [torch.tensor(values, dtype=torch.float32) for values in result.logprobs]
         return generation_output(
-            [torch.tensor(ids) for ids in prompts],
-            [torch.tensor(ids, dtype=torch.long) for ids in result.token_ids],
-            [torch.tensor(values, dtype=torch.float32) for values in result.logprobs],
-            0 if pad is None else pad,
+            [torch.tensor(ids) for ids in prompts], responses, logprobs, settings.get("pad_token_id") or 0
         )
 
     def update_weights(self, weights_handle: WeightsHandle) -> int:
@@ -162,9 +148,9 @@ class VllmGeneration(GenerationInterface):
             raise ConfigError(f"VllmGeneration needs model_name=<folder or hub id>; the config has {sorted(config)}")
         num_gpus = engine_arguments(config).get("tensor_parallel_size", 1)
         if cluster is not None and num_gpus > cluster.world_size():
+            found = cluster.world_size()
             raise ConfigError(
-                f"tensor_parallel_size is {num_gpus}, but the cluster has {cluster.world_size()} processes. "
-                f"Pass tensor_parallel_size={cluster.world_size()}"
+                f"tensor_parallel_size is {num_gpus}, but the cluster has {found} processes. Pass tensor_parallel_size={found}"
             )
         self.worker = VllmGenerationWorker(**config)
 
@@ -175,11 +161,7 @@ class VllmGeneration(GenerationInterface):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a completion per row with ``VllmGenerationWorker.generate``; starts the engine if needed.
-
-        Raises:
-            ConfigError: The batch has images or positions.
-        """
+        """Generate a completion per row with ``VllmGenerationWorker.generate``; starts the engine if needed."""
         verify_text_only(data, "VllmGeneration", "HuggingFaceGeneration")
         verify_token_ids(data)
         ids, mask = tokens_and_mask(data)
@@ -207,14 +189,9 @@ class VllmGeneration(GenerationInterface):
 
 
 def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect the arguments of ``vllm.LLM``: the keys that ``GenerationConfig`` does not have, and those in ``vllm_cfg``.
-
-    Raises:
-        ConfigError: A key has different values flat and in ``vllm_cfg``, or is vLLM's name of a generation setting.
-    """
-    flat = {
-        name: value for name, value in config.items() if name not in (*GenerationConfig.__annotations__, "vllm_cfg")
-    }
+    """Collect the arguments of ``vllm.LLM``: the keys that ``GenerationConfig`` does not have, and those in ``vllm_cfg``."""
+    settings = {*GenerationConfig.__annotations__, "vllm_cfg"}
+    flat = {name: value for name, value in config.items() if name not in settings}
     nested = dict(config.get("vllm_cfg") or {})
     refuse_other_names((*flat, *nested))
     for name in flat.keys() & nested.keys():
@@ -224,18 +201,11 @@ def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_config(settings: Mapping[str, Any]) -> SamplingConfig:
-    """Check generation settings like ``HuggingFaceGeneration``; None and missing keys take the defaults.
-
-    Raises:
-        ConfigError: A setting has the wrong type or is out of bounds, or vLLM would change the temperature.
-    """
-    given = {
-        key: value for key, value in settings.items() if value is not None and key not in ("backend", "model_name")
-    }
+    """Check generation settings like ``HuggingFaceGeneration``; None and missing keys take the defaults."""
+    others = ("backend", "model_name")
+    given = {key: value for key, value in settings.items() if value is not None and key not in others}
     if given.get("temperature") == 0:
-        raise ConfigError(
-            "temperature=0 divides by 0. Pass temperature=1.0 and do_sample=False, or generate with greedy=True"
-        )
+        raise ConfigError("temperature=0 divides by 0. Pass temperature=1.0 and do_sample=False, or greedy=True")
     config = from_mapping(SamplingConfig, given)
     check_temperature(config.temperature, "temperature")
     return config

@@ -69,7 +69,7 @@ def test_no_simulator_package_exits_with_1(monkeypatch):
 
 def test_experiment_that_cannot_run_exits_with_1_and_its_reason(renders, capsys):
     assert main(["doctor", EXPERIMENT, "trainer.minibatch_size=100"]) == 1
-    assert "minibatches of 100" in capsys.readouterr().out
+    assert "trainer.minibatch_size=100 for 1024 samples per iteration" in capsys.readouterr().out
     assert main(["doctor", "experiment=quickstrat"]) == 1
 
 

@@ -54,7 +54,7 @@ def test_what_is_no_text_gets_its_own_sentence(here, started, capsys):
 def test_a_dataset_that_nothing_clones_is_refused(here, started, capsys):
     assert main(["train", "experiment=tabletop_ppo_mlp", "sft.dataset=demos"]) == EXIT_USER_ERROR
     said = capsys.readouterr().err
-    assert "sft.dataset is 'demos', and sft.max_steps=0" in said
+    assert "sft.dataset=demos with sft.max_steps=0" in said
     assert "Set sft.max_steps=500, or sft.dataset=null" in said
 
 

@@ -28,11 +28,8 @@ def describe_dataset(folder: str | os.PathLike) -> DatasetInfo:
 def open_dataset(sft: SFTConfig, env: VectorEnv) -> StoredDemonstrations:
     """Open ``sft.dataset`` for a policy of ``env``, with cameras under the env's names.
 
-    The state is read if the dataset has one of the env's width.
-
-    Raises:
-        ConfigError: The dataset is damaged, lacks a camera, or has actions of another width or meaning.
-        MissingDependencyError: A package that the format needs is not installed.
+    The state is read if the dataset has one of the env's width. The dataset must be whole, and have the cameras, and
+    actions of the same width and meaning.
     """
     info = describe_dataset(sft.dataset)
     if info.action_dim != env.action_dim:
@@ -51,18 +48,15 @@ def open_dataset(sft: SFTConfig, env: VectorEnv) -> StoredDemonstrations:
 
 
 def image_columns(info: DatasetInfo, env_cameras: Sequence[str], cameras: Sequence[str] | None) -> list[str]:
-    """Return a column of the dataset for each camera of the env; ``front`` is short for ``observation.images.front``.
-
-    Raises:
-        ConfigError: A column does not exist or is named twice, or their number is not that of the cameras.
-    """
+    """Return the dataset's column for each camera of the env; ``front`` is short for ``observation.images.front``."""
     wanted = list(env_cameras if cameras is None else cameras)
     known = list(info.image_shapes)
+    named = f"sft.cameras is [{','.join(wanted)}]"
     example = f"Set sft.cameras=[{','.join(known[: len(env_cameras)])}]"
     if len(wanted) != len(env_cameras):
         raise ConfigError(
-            f"sft.cameras is [{','.join(wanted)}], but env.cameras is [{','.join(env_cameras)}]; required: one column of the dataset "
-            f"for each camera, in their order. {example}"
+            f"{named}, but env.cameras is [{','.join(env_cameras)}]; required: one column for each camera, in their "
+            f"order. {example}"
         )
     found = []
     for name in wanted:
@@ -70,26 +64,18 @@ def image_columns(info: DatasetInfo, env_cameras: Sequence[str], cameras: Sequen
         if column not in info.image_shapes:
             raise ConfigError(f"{info.folder} has no camera '{name}'.{did_you_mean(name, known)} {example}")
         if column in found:
-            raise ConfigError(
-                f"sft.cameras is [{','.join(wanted)}], which names the column '{column}' twice; required: one for each camera. {example}"
-            )
+            raise ConfigError(f"{named}, which names '{column}' twice; required: one column for each camera. {example}")
         found.append(column)
     return found
 
 
 def state_column(info: DatasetInfo, state_key: str | None) -> str | None:
-    """Return the state's column, ``state_key`` or the usual one; None if the dataset lacks the usual one.
-
-    Raises:
-        ConfigError: ``state_key`` is not a column of numbers.
-    """
+    """Return the state's column, ``state_key`` or the usual one; None if the dataset lacks the usual one."""
     if state_key is None:
         return info.state_key if info.state_key in info.state_dims else None
     if state_key not in info.state_dims:
-        hint = did_you_mean(state_key, info.state_dims)
-        raise ConfigError(
-            f"sft.state_key is '{state_key}', which {info.folder} does not have.{hint} Set sft.state_key=null"
-        )
+        hint = f"{did_you_mean(state_key, info.state_dims)} Set sft.state_key=null"
+        raise ConfigError(f"sft.state_key is '{state_key}', which {info.folder} does not have.{hint}")
     return state_key
 
 

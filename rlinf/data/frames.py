@@ -7,6 +7,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,11 +29,7 @@ class Frames(ABC):
 
     @abstractmethod
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Return the frames of ``rows`` (int64 ``[B]``), uint8 ``[B, H, W, 3]``.
-
-        Raises:
-            ConfigError: A frame is missing, damaged or of another size.
-        """
+        """Return the frames of ``rows`` (int64 ``[B]``), uint8 ``[B, H, W, 3]``; refuse missing or damaged ones."""
 
     def _checked(self, image: np.ndarray, row: int, place: str | os.PathLike) -> np.ndarray:
         if image.shape[:2] != self.shape:
@@ -41,28 +38,19 @@ class Frames(ABC):
         return image
 
 
+@dataclass(eq=False)
 class EncodedFrames(Frames):
-    """PNG or JPEG images inside files.
+    """PNG or JPEG images inside open files, whose ``names`` are for messages.
 
-    Args:
-        files: Open files.
-        file_ids: int64 ``[N]``, index into ``files`` of each row.
-        offsets, lengths: int64 ``[N]``, in bytes.
-        shape: (height, width) of every image.
-        names: Names of the files in messages.
+    Row ``n`` lies in ``files[file_ids[n]]``, ``lengths[n]`` bytes from ``offsets[n]`` on (int64 ``[N]`` each).
     """
 
-    def __init__(
-        self,
-        files: Sequence[BinaryIO],
-        file_ids: np.ndarray,
-        offsets: np.ndarray,
-        lengths: np.ndarray,
-        shape: tuple[int, int],
-        names: Sequence[str | os.PathLike],
-    ) -> None:
-        self.files, self.file_ids, self.offsets, self.lengths = list(files), file_ids, offsets, lengths
-        self.shape, self.names = tuple(shape), list(names)
+    files: Sequence[BinaryIO]
+    file_ids: np.ndarray
+    offsets: np.ndarray
+    lengths: np.ndarray
+    shape: tuple[int, int]
+    names: Sequence[str | os.PathLike]
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         return np.stack([self._decode(int(row)) for row in rows])
@@ -77,21 +65,18 @@ class EncodedFrames(Frames):
         return self._checked(image, row, name)
 
 
+@dataclass(eq=False)
 class VideoFrames(Frames):
     """Frames of videos that hold many episodes each.
 
-    Args:
-        paths: The video files.
-        file_ids: int64 ``[N]``, index into ``paths`` of each row.
-        seconds: float64 ``[N]``, time within the file.
-        shape: (height, width) of every frame.
+    Row ``n`` is shown by ``paths[file_ids[n]]`` at ``seconds[n]`` (int64 and float64 ``[N]``).
     """
 
-    def __init__(
-        self, paths: Sequence[Path], file_ids: np.ndarray, seconds: np.ndarray, shape: tuple[int, int]
-    ) -> None:
-        self.paths, self.file_ids, self.seconds, self.shape = list(paths), file_ids, seconds, tuple(shape)
-        self._local = threading.local()
+    paths: Sequence[Path]
+    file_ids: np.ndarray
+    seconds: np.ndarray
+    shape: tuple[int, int]
+    _local: threading.local = field(default_factory=threading.local, init=False)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         order = np.lexsort((self.seconds[rows], self.file_ids[rows]))

@@ -11,18 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from rlinf.data import lerobot_format as layout
 from rlinf.data.damage import damaged
 from rlinf.data.frames import EncodedFrames, Frames, VideoFrames
-from rlinf.data.lerobot_format import (
-    ACTION,
-    EPISODES_FOLDER,
-    ROW_COLUMNS,
-    STATE,
-    TASKS,
-    import_pyarrow,
-    path_inside,
-    read_info,
-)
 from rlinf.data.stored import DatasetInfo, StoredDemonstrations
 from rlinf.errors import ConfigError
 
@@ -32,46 +23,35 @@ OWN_FILE = "rlinf.json"
 
 def describe(folder: Path) -> DatasetInfo:
     """Read the dataset's description; raise ConfigError if that fails or the format has another version."""
-    info = read_info(folder)
+    info = layout.read_info(folder)
     features = info["features"]
     shapes = {name: feature["shape"] for name, feature in features.items() if feature["dtype"] in ("image", "video")}
     vectors = {
         name: math.prod(feature["shape"])
         for name, feature in features.items()
-        if feature["dtype"] in ("float32", "float64") and name not in ROW_COLUMNS and len(feature["shape"]) == 1
+        if feature["dtype"] in ("float32", "float64") and name not in layout.ROW_COLUMNS and len(feature["shape"]) == 1
     }
     return DatasetInfo(
         folder=folder,
         format="LeRobotDataset v3.0",
         num_episodes=info["total_episodes"],
         image_shapes={name: _height_width(shape, features[name].get("names")) for name, shape in shapes.items()},
-        state_dims={name: width for name, width in vectors.items() if name != ACTION},
-        state_key=STATE,
-        action_dim=vectors.get(ACTION, 0),
-        packages=("pyarrow", "av")
-        if any(feature["dtype"] == "video" for feature in features.values())
-        else ("pyarrow",),
+        state_dims={name: width for name, width in vectors.items() if name != layout.ACTION},
+        state_key=layout.STATE,
+        action_dim=vectors.get(layout.ACTION, 0),
+        packages=("pyarrow", "av") if "video" in (feature["dtype"] for feature in features.values()) else ("pyarrow",),
         env=_recorded_env(folder / "meta" / OWN_FILE),
     )
 
 
 def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None) -> StoredDemonstrations:
-    """Read the numbers of all rows, and locate their frames.
+    """Read the numbers of all rows, and locate the frames of ``cameras`` (name in the env to column).
 
     Images inside parquet files are copied into a temporary file, because parquet cannot read single rows.
-
-    Args:
-        folder: The dataset.
-        cameras: Camera of the env to column.
-        state_key: Column of the state; None: no state.
-
-    Raises:
-        ConfigError: A file is missing or damaged.
-        MissingDependencyError: pyarrow is not installed.
     """
-    pa = import_pyarrow(f"Reading {folder}")
-    info = read_info(folder)
-    names = [name for name in (ACTION, state_key, "timestamp", "index", "episode_index", "task_index") if name]
+    pa = layout.import_pyarrow(f"Reading {folder}")
+    info = layout.read_info(folder)
+    names = [name for name in (layout.ACTION, state_key, "timestamp", "index", "episode_index", "task_index") if name]
     spools = {key: _ImageSpool(folder, key) for key in cameras.values() if info["features"][key]["dtype"] == "image"}
     parts: list[dict[str, np.ndarray]] = []
     try:
@@ -85,21 +65,19 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
                     for key, spool in spools.items():
                         spool.append(table.column(key))
         episodes = pa.concat_tables(
-            [pa.parquet.read_table(path) for path in sorted((folder / EPISODES_FOLDER).glob("*/*.parquet"))],
+            [pa.parquet.read_table(path) for path in sorted((folder / layout.EPISODES_FOLDER).glob("*/*.parquet"))],
             promote_options="permissive",
         )
-        tasks = _tasks(pa.parquet.read_table(folder / TASKS))
+        tasks = _tasks(pa.parquet.read_table(folder / layout.TASKS))
     except ConfigError:
         raise
     except (OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
         raise damaged(folder, error) from error
     num_rows = sum(len(part["index"]) for part in parts)
-    if num_rows != info["total_frames"] or episodes.num_rows != info["total_episodes"]:
-        raise damaged(
-            folder,
-            f"it has {num_rows} rows and {episodes.num_rows} episodes, but its description says "
-            f"{info['total_frames']} and {info['total_episodes']}",
-        )
+    found, told = (num_rows, episodes.num_rows), (info["total_frames"], info["total_episodes"])
+    if found != told:
+        counts = "it has {} rows and {} episodes, but its description says {} and {}"
+        raise damaged(folder, counts.format(*found, *told))
     if not parts:
         raise damaged(folder, "data/ holds no rows")
     columns = {name: np.concatenate([part[name] for part in parts]) for name in names}
@@ -110,24 +88,21 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
         raise damaged(folder, f"data/ holds two rows with the index {columns['index'][twice[0]]}")
     unknown = columns["task_index"][(columns["task_index"] < 0) | (columns["task_index"] >= len(tasks))]
     if len(unknown):
-        raise damaged(folder, f"a row has the task_index {unknown[0]}, but {TASKS} has {len(tasks)} tasks")
+        raise damaged(folder, f"a row has the task_index {unknown[0]}, but {layout.TASKS} has {len(tasks)} tasks")
     description = describe(folder)
-    shapes = description.image_shapes
-    frames: dict[str, Frames] = {
-        camera: spools[key].frames(order, shapes[key])
-        if key in spools
-        else _video_frames(folder, info, key, episodes, columns, shapes[key])
-        for camera, key in cameras.items()
+    frames: dict[str, Frames] = {}
+    for camera, key in cameras.items():
+        shape = description.image_shapes[key]
+        if key in spools:
+            frames[camera] = spools[key].frames(order, shape)
+        else:
+            frames[camera] = _video_frames(folder, info, key, episodes, columns, shape)
+    numbers = {
+        name: columns[name].astype(np.float32).reshape(num_rows, -1) for name in (layout.ACTION, state_key) if name
     }
-    return StoredDemonstrations(
-        description,
-        frames,
-        None if state_key is None else columns[state_key].astype(np.float32).reshape(num_rows, -1),
-        columns[ACTION].astype(np.float32).reshape(num_rows, -1),
-        columns["task_index"],
-        tasks,
-        columns["episode_index"],
-    )
+    state, actions = numbers.get(state_key), numbers[layout.ACTION]
+    episode_ids = columns["episode_index"]
+    return StoredDemonstrations(description, frames, state, actions, columns["task_index"], tasks, episode_ids)
 
 
 class _ImageSpool:
@@ -146,7 +121,7 @@ class _ImageSpool:
                 raise ValueError(f"row {len(self.lengths)} has no image '{self.key}', in {self.source}")
             encoded = value["bytes"]
             if encoded is None:  # the image is a file next to the parquet files
-                encoded = path_inside(self.folder, value["path"]).read_bytes()
+                encoded = layout.path_inside(self.folder, value["path"]).read_bytes()
             self.file.write(encoded)
             self.lengths.append(len(encoded))
 
@@ -160,35 +135,26 @@ class _ImageSpool:
 
 
 def _video_frames(
-    folder: Path,
-    info: Mapping[str, Any],
-    key: str,
-    episodes: Any,
-    columns: Mapping[str, np.ndarray],
+    folder: Path, info: Mapping[str, Any], key: str, episodes: Any, columns: Mapping[str, np.ndarray],
     shape: tuple[int, int],
-) -> VideoFrames:
+) -> VideoFrames:  # fmt: skip
     """Locate each row in its video: start of the episode in the file plus time since the start of the episode."""
     try:
-        place = {
-            name: np.asarray(episodes.column(f"videos/{key}/{name}").to_pylist())
-            for name in ("chunk_index", "file_index", "from_timestamp")
-        }
+        names = ("chunk_index", "file_index", "from_timestamp")
+        chunks, files, starts = (episodes.column(f"videos/{key}/{name}").to_pylist() for name in names)
         number_of = {number: position for position, number in enumerate(episodes.column("episode_index").to_pylist())}
         position = np.array([number_of[number] for number in columns["episode_index"].tolist()])
     except KeyError as error:
-        raise damaged(folder, f"{EPISODES_FOLDER} lacks the column or the episode {error}") from error
-    numbers = list(zip(place["chunk_index"].tolist(), place["file_index"].tolist(), strict=True))
-    files = sorted(set(numbers))
-    file_of = {file: position for position, file in enumerate(files)}
-    file_ids = np.array([file_of[one] for one in numbers])
+        raise damaged(folder, f"{layout.EPISODES_FOLDER} lacks the column or the episode {error}") from error
+    numbers, file_ids = np.unique(np.stack([chunks, files], axis=1), axis=0, return_inverse=True)
     paths = [
-        path_inside(folder, info["video_path"].format(video_key=key, chunk_index=chunk, file_index=file))
-        for chunk, file in files
+        layout.path_inside(folder, info["video_path"].format(video_key=key, chunk_index=chunk, file_index=file))
+        for chunk, file in numbers.tolist()
     ]
     for path in paths:
         if not path.is_file():
             raise damaged(folder, f"{path} is missing")
-    seconds = place["from_timestamp"].astype(np.float64)[position] + columns["timestamp"].astype(np.float64)
+    seconds = np.asarray(starts, np.float64)[position] + columns["timestamp"].astype(np.float64)
     return VideoFrames(paths, file_ids[position], seconds, shape)
 
 

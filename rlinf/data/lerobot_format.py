@@ -56,8 +56,9 @@ def read_info(folder: Path) -> dict[str, Any]:
             feature["dtype"], feature["shape"] = feature["dtype"], tuple(feature["shape"])
         info["total_frames"], info["total_episodes"] = int(info["total_frames"]), int(info["total_episodes"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"{path} cannot be read as the description of a LeRobotDataset ({type(error).__name__}: {error}). Use another folder"
+            f"{path} cannot be read as the description of a LeRobotDataset ({reason}). Use another folder"
         ) from error
     if not str(version).startswith("v3."):
         raise ConfigError(

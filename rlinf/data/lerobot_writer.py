@@ -13,21 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from rlinf.data.lerobot_format import (
-    ACTION,
-    DATA,
-    EPISODES,
-    FILES_PER_CHUNK,
-    IMAGES,
-    INFO,
-    ROW_COLUMNS,
-    STATE,
-    STATS,
-    TASKS,
-    VERSION,
-    VIDEOS,
-    import_pyarrow,
-)
+from rlinf.data import lerobot_format as layout
 from rlinf.data.statistics import ImageStatistics, vector_statistics
 from rlinf.data.video import VideoWriter
 from rlinf.errors import ConfigError
@@ -72,7 +58,7 @@ class LeRobotWriter:
         data_file_mib: int = 100,
         video_file_mib: int = 200,
     ) -> None:
-        self._pa = import_pyarrow("Writing a LeRobotDataset")
+        self._pa = layout.import_pyarrow("Writing a LeRobotDataset")
         self.folder = Path(folder).expanduser().absolute()
         if os.path.lexists(self.folder):
             raise ConfigError(
@@ -80,26 +66,24 @@ class LeRobotWriter:
             )
         odd = {name: shape for name, shape in image_shapes.items() if shape[0] % 2 or shape[1] % 2}
         if video and odd:
-            raise ConfigError(
-                f"The images {odd} have an odd side, which MP4 files cannot hold. Set collect.video=false"
-            )
+            raise ConfigError(f"The images {odd} have an odd side, which MP4 cannot hold. Set collect.video=false")
         self.fps, self.video = int(fps), video
         self.limits = {"data": data_file_mib * MIB, "video": video_file_mib * MIB}
-        self.image_shapes = {f"{IMAGES}{name}": tuple(shape) for name, shape in image_shapes.items()}
-        self.widths = {STATE: state_dim, ACTION: action_dim} if state_dim else {ACTION: action_dim}
+        self.image_shapes = {f"{layout.IMAGES}{name}": tuple(shape) for name, shape in image_shapes.items()}
+        self.widths = {layout.STATE: state_dim, layout.ACTION: action_dim} if state_dim else {layout.ACTION: action_dim}
         self.info: dict[str, Any] = {
-            "codebase_version": VERSION,
+            "codebase_version": layout.VERSION,
             "robot_type": robot_type,
             "total_episodes": 0,
             "total_frames": 0,
             "total_tasks": 0,
-            "chunks_size": FILES_PER_CHUNK,
+            "chunks_size": layout.FILES_PER_CHUNK,
             "data_files_size_in_mb": data_file_mib,
             "video_files_size_in_mb": video_file_mib,
             "fps": self.fps,
             "splits": {},
-            "data_path": DATA,
-            "video_path": VIDEOS if video else None,
+            "data_path": layout.DATA,
+            "video_path": layout.VIDEOS if video else None,
             "features": self._features(),
         }
         self._partial = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.tmp")
@@ -107,7 +91,7 @@ class LeRobotWriter:
         self.about: dict[str, Any] = {}
         self._tasks: dict[str, int] = {}
         self._episodes: list[dict[str, Any]] = []
-        self._columns: dict[str, list[np.ndarray]] = {name: [] for name in (*self.widths, *EXTRAS, *ROW_COLUMNS)}
+        self._columns: dict[str, list[np.ndarray]] = {name: [] for name in (*self.widths, *EXTRAS, *layout.ROW_COLUMNS)}
         self._images = {key: ImageStatistics() for key in self.image_shapes}
         self._data_file: Any = None
         self._data_number, self._data_bytes = 0, 0
@@ -118,14 +102,11 @@ class LeRobotWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self.abort()
-            return
         try:
-            self.close()
-        except BaseException:
-            self.abort()
-            raise
+            if kind is None:
+                self.close()
+        finally:
+            self.abort()  # deletes nothing after a successful close
 
     def add_episode(
         self,
@@ -153,7 +134,7 @@ class LeRobotWriter:
         episode_index = self.info["total_episodes"]
         task_index = self._tasks.setdefault(task, len(self._tasks))
         columns: dict[str, np.ndarray] = {
-            ACTION: np.asarray(actions, np.float32),
+            layout.ACTION: np.asarray(actions, np.float32),
             "next.reward": np.asarray(rewards, np.float32),
             "next.done": done,
             "next.success": np.asarray(success, bool),
@@ -163,12 +144,12 @@ class LeRobotWriter:
             "index": np.arange(first, first + length),
             "task_index": np.full(length, task_index),
         }
-        if STATE in self.widths:
-            columns[STATE] = np.asarray(state, np.float32)
+        if layout.STATE in self.widths:
+            columns[layout.STATE] = np.asarray(state, np.float32)
         statistics = {name: vector_statistics(values.reshape(length, -1)) for name, values in columns.items()}
         about: dict[str, Any] = {"episode_index": episode_index, "tasks": [task], "length": length}
         for key in self.image_shapes:
-            seen = np.asarray(images[key.removeprefix(IMAGES)])
+            seen = np.asarray(images[key.removeprefix(layout.IMAGES)])
             counted = ImageStatistics()
             counted.add(seen)
             self._images[key].merge(counted)
@@ -196,14 +177,14 @@ class LeRobotWriter:
             self.info["features"][key]["info"] = self._video_info(key)
         self.info["total_tasks"] = len(self._tasks)
         self.info["splits"] = {"train": f"0:{len(self._episodes)}"}
-        statistics = {name: vector_statistics(x.reshape(len(x), -1)) for name, x in
-                      ((name, np.concatenate(parts)) for name, parts in self._columns.items())}  # fmt: skip
+        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        statistics = {name: vector_statistics(x.reshape(len(x), -1)) for name, x in columns.items()}
         statistics |= {key: counted.result() for key, counted in self._images.items()}
         plain = {key: {name: x.tolist() for name, x in found.items()} for key, found in statistics.items()}
-        write_text(self._partial / INFO, json.dumps(self.info, indent=4, ensure_ascii=False))
-        write_text(self._partial / STATS, json.dumps(plain, indent=4))
-        pa.parquet.write_table(self._task_table(), self._partial / TASKS)
-        episodes = self._partial / EPISODES.format(chunk_index=0, file_index=0)
+        write_text(self._partial / layout.INFO, json.dumps(self.info, indent=4, ensure_ascii=False))
+        write_text(self._partial / layout.STATS, json.dumps(plain, indent=4))
+        pa.parquet.write_table(self._task_table(), self._partial / layout.TASKS)
+        episodes = self._partial / layout.EPISODES.format(chunk_index=0, file_index=0)
         episodes.parent.mkdir(parents=True)
         pa.parquet.write_table(pa.Table.from_pylist(self._episodes), episodes, compression="snappy")
         for name, content in self.about.items():
@@ -228,16 +209,15 @@ class LeRobotWriter:
             features[key] = {"dtype": "video" if self.video else "image", "shape": [height, width, 3], "names": names}
         for name, width in self.widths.items():
             features[name] = {"dtype": "float32", "shape": [width], "names": None}
-        for name, dtype in (EXTRAS | ROW_COLUMNS).items():
+        for name, dtype in (EXTRAS | layout.ROW_COLUMNS).items():
             features[name] = {"dtype": dtype, "shape": [1], "names": None}
         return features
 
     def _add_rows(self, columns: Mapping[str, np.ndarray], images: Mapping[str, np.ndarray]) -> dict[str, int]:
         """Append a row group to the current parquet file, or start the next one if it is full."""
         pa = self._pa
-        arrays = {}
-        for key in self.image_shapes if images else ():
-            arrays[key] = self._image_column(images[key.removeprefix(IMAGES)])
+        shown = self.image_shapes if images else ()
+        arrays = {key: self._image_column(images[key.removeprefix(layout.IMAGES)]) for key in shown}
         for name, feature in self.info["features"].items():
             if name not in self.image_shapes:
                 kind = getattr(pa, "bool_" if feature["dtype"] == "bool" else feature["dtype"])()
@@ -250,7 +230,7 @@ class LeRobotWriter:
             self._data_file, self._data_bytes, self._data_number = None, 0, self._data_number + 1
         where = self._place(self._data_number)
         if self._data_file is None:
-            path = self._partial / DATA.format(**where)
+            path = self._partial / layout.DATA.format(**where)
             path.parent.mkdir(parents=True, exist_ok=True)
             plain = [name for name in arrays if name not in self.image_shapes]
             self._data_file = pa.parquet.ParquetWriter(path, table.schema, compression="snappy", use_dictionary=plain)
@@ -276,7 +256,7 @@ class LeRobotWriter:
             video, self._video_numbers[key] = None, self._video_numbers[key] + 1
         where = self._place(self._video_numbers[key])
         if video is None:
-            path = self._partial / VIDEOS.format(video_key=key, **where)
+            path = self._partial / layout.VIDEOS.format(video_key=key, **where)
             video = self._videos[key] = VideoWriter(path, self.fps, *self.image_shapes[key])
         start = video.num_frames
         video.append(images)
@@ -284,7 +264,7 @@ class LeRobotWriter:
         return {f"videos/{key}/{name}": value for name, value in (where | times).items()}
 
     def _place(self, number: int) -> dict[str, int]:
-        chunk, file = divmod(number, FILES_PER_CHUNK)
+        chunk, file = divmod(number, layout.FILES_PER_CHUNK)
         return {"chunk_index": chunk, "file_index": file}
 
     def _video_info(self, key: str) -> dict[str, Any]:
@@ -302,15 +282,11 @@ class LeRobotWriter:
             {"task_index": pa.array(self._tasks.values(), pa.int64()), index: pa.array(self._tasks, pa.string())}
         )
         columns = [
-            {
-                "name": "task_index",
-                "field_name": "task_index",
-                "pandas_type": "int64",
-                "numpy_type": "int64",
-                "metadata": None,
-            },
-            {"name": None, "field_name": index, "pandas_type": "unicode", "numpy_type": "object", "metadata": None},
-        ]
+            {"name": name, "field_name": field, "pandas_type": kind, "numpy_type": dtype, "metadata": None}
+            for name, field, kind, dtype in (
+                ("task_index", "task_index", "int64", "int64"), (None, index, "unicode", "object"),
+            )
+        ]  # fmt: skip
         pandas = {"index_columns": [index], "column_indexes": [], "columns": columns, "pandas_version": "2.0.0"}
         return table.replace_schema_metadata({"pandas": json.dumps(pandas)})
 

@@ -37,47 +37,28 @@ def describe(folder: Path) -> DatasetInfo:
         splits = {split["name"]: split for split in about["splits"]}
         num_episodes = sum(map(int, splits[SPLIT]["shardLengths"]))
         vectors = {key: math.prod(shape) for key, (kind, shape) in features.items() if kind.startswith("float")}
-        shapes = {
-            key.removeprefix(OBSERVATION): shape[:2]
-            for key, (kind, shape) in features.items()
-            if kind == "image" and key.startswith(OBSERVATION)
-        }
+        shapes = {key: shape[:2] for key, (kind, shape) in features.items() if kind == "image"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{folder} cannot be read as an RLDS dataset ({type(error).__name__}: {error}); required: {FEATURES} and "
             f"dataset_info.json with a split '{SPLIT}'. Use another folder"
         ) from error
-    missing = [
-        name for name, there in ((ACTION, ACTION in vectors), (INSTRUCTIONS[0], _instruction_of(features))) if not there
-    ]
-    if missing:
-        raise ConfigError(
-            f"The RLDS dataset {folder} has no {' and no '.join(missing)}; it has {', '.join(features)}. Use another folder"
-        )
+    needed = {ACTION: ACTION in vectors, INSTRUCTIONS[0]: _instruction_of(features)}
+    if missing := " and no ".join(name for name, there in needed.items() if not there):
+        raise ConfigError(f"The dataset {folder} has no {missing}; it has {', '.join(features)}. Use another folder")
     return DatasetInfo(
         folder=folder,
         format="RLDS",
         num_episodes=num_episodes,
-        image_shapes=shapes,
-        state_dims={
-            key.removeprefix(OBSERVATION): width for key, width in vectors.items() if key.startswith(OBSERVATION)
-        },
+        image_shapes=_observed(shapes),
+        state_dims=_observed(vectors),
         state_key="state",
         action_dim=vectors[ACTION],
     )
 
 
 def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None) -> StoredDemonstrations:
-    """Read the numbers of all env steps, and locate their images.
-
-    Args:
-        folder: The dataset.
-        cameras: Camera of the env to name under ``observation``.
-        state_key: Name of the state under ``observation``; None: no state.
-
-    Raises:
-        ConfigError: A file is missing or damaged.
-    """
+    """Read the numbers of all env steps, and locate the images of ``cameras`` (name in the env to name in the data)."""
     info = describe(folder)
     instruction = _instruction_of(dict(_leaves(json.loads((folder / FEATURES).read_text(encoding="utf-8")))))
     paths = sorted(folder.glob(f"*-{SPLIT}.*-?????-of-?????"))
@@ -108,20 +89,13 @@ def open_dataset(folder: Path, cameras: Mapping[str, str], state_key: str | None
                 raise damaged(paths[number], error) from error
     if not actions or len(actions) != info.num_episodes:
         raise damaged(folder, f"it has {len(actions)} episodes, but its description says {info.num_episodes}")
-    where = np.concatenate(file_ids)
+    where, frames = np.concatenate(file_ids), {}
+    for camera, blobs in images.items():
+        offsets, lengths = map(np.concatenate, zip(*blobs, strict=True))
+        frames[camera] = EncodedFrames(files, where, offsets, lengths, info.image_shapes[cameras[camera]], paths)
+    rows, task_ids, episode_ids = map(np.concatenate, (actions, task_ids, episode_ids))
     return StoredDemonstrations(
-        info,
-        {
-            camera: EncodedFrames(
-                files, where, *map(np.concatenate, zip(*blobs, strict=True)), info.image_shapes[cameras[camera]], paths
-            )
-            for camera, blobs in images.items()
-        },
-        np.concatenate(states) if state_key is not None else None,
-        np.concatenate(actions),
-        np.concatenate(task_ids),
-        list(tasks),
-        np.concatenate(episode_ids),
+        info, frames, np.concatenate(states) if states else None, rows, task_ids, list(tasks), episode_ids
     )
 
 
@@ -129,6 +103,11 @@ def _one_per_step(blobs: Any, length: int, name: str) -> Blobs:
     if not isinstance(blobs, Blobs) or len(blobs.offsets) != length:
         raise ValueError(f"an episode of {length} actions has another number of values of {name}")
     return blobs
+
+
+def _observed(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns under ``steps/observation``, by their names there."""
+    return {key.removeprefix(OBSERVATION): value for key, value in columns.items() if key.startswith(OBSERVATION)}
 
 
 def _instruction_of(features: Mapping[str, Any]) -> str | None:

@@ -83,10 +83,8 @@ class StoredDemonstrations:
         for name, values in (("action", self.actions), ("state", self.state)):
             if values is not None and not np.isfinite(values).all():
                 row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
-                reason = (
-                    f"the {name} of row {row} (episode {self.episode_ids[row]}) is not finite: {values[row].tolist()}"
-                )
-                raise damaged(self.info.folder, reason)
+                place = f"row {row} (episode {self.episode_ids[row]})"
+                raise damaged(self.info.folder, f"the {name} of {place} is not finite: {values[row].tolist()}")
         ends = np.flatnonzero(np.append(np.diff(self.episode_ids) != 0, True))
         self._last_rows = ends[np.searchsorted(ends, np.arange(len(self.actions)))]
         self.num_episodes = len(ends)
@@ -104,9 +102,8 @@ class StoredDemonstrations:
         """Return a hash of everything but the pixels: numbers, tasks, and the dataset's description and statistics."""
         found = hashlib.sha256(json.dumps(self.tasks).encode())
         for values in (self.actions, self.state, self.task_ids, self.episode_ids):
-            found.update(
-                b"" if values is None else repr(values.shape).encode() + np.ascontiguousarray(values).tobytes()
-            )
+            if values is not None:
+                found.update(repr(values.shape).encode() + np.ascontiguousarray(values).tobytes())
         for name in DESCRIPTIONS:
             path = Path(self.info.folder) / name
             found.update(path.read_bytes() if path.is_file() else b"")
@@ -122,6 +119,5 @@ class StoredDemonstrations:
             state=None if self.state is None else self.state[index],
             instruction=[self.tasks[task] for task in self.task_ids[index]],
         )
-        return observation, torch.from_numpy(
-            self.actions[following_rows(index, self._last_rows[index], self.chunk_len)]
-        )
+        following = following_rows(index, self._last_rows[index], self.chunk_len)
+        return observation, torch.from_numpy(self.actions[following])

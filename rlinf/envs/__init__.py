@@ -26,12 +26,7 @@ ENVS: Registry[type[VectorEnv]] = Registry(
 
 
 def register_env(name: str, cls: type[VectorEnv] | str) -> None:
-    """Register an environment under a name for ``env.name``.
-
-    Args:
-        name: Name in the configuration.
-        cls: Subclass of ``rlinf.envs.base.VectorEnv``, or ``"module:Class"``, imported at first use.
-    """
+    """Register a ``rlinf.envs.base.VectorEnv``, or its ``"module:Class"``, imported at first use, for ``env.name``."""
     ENVS.register(name, cls)
 
 
@@ -50,7 +45,7 @@ def make_env(config: EnvConfig, num_envs: int, *, auto_reset: bool) -> VectorEnv
 
     if not isinstance(config, EnvConfig):
         raise ConfigError(
-            f"make_env got a {type(config).__name__}; required: an EnvConfig. Pass build_config(<composed configuration>).env, "
-            "or the dataclass of the env, such as TabletopConfig(tasks=['reach'])"
+            f"make_env got a {type(config).__name__}; required: an EnvConfig. Pass build_config(<composed "
+            "configuration>).env, or the dataclass of the env, such as TabletopConfig(tasks=['reach'])"
         )
     return ENVS.get(config.name)(config, num_envs, auto_reset)

@@ -60,8 +60,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         num_envs: ``B``.
         auto_reset: True: the next episode starts at the end of the chunk in which one ended. False: a finished row
             freezes (last observation, zero reward, ``executed`` false), and rows may be idle.
-        action_low: float32 ``[D]``, passed by the subclass.
-        action_high: float32 ``[D]``, passed by the subclass.
+        action_low, action_high: float32 ``[D]``, passed by the subclass.
 
     Raises:
         ConfigError: Unknown task or camera, config of another class, or fewer than one env.
@@ -81,9 +80,10 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         self, config: EnvConfig, num_envs: int, auto_reset: bool, action_low: np.ndarray, action_high: np.ndarray
     ) -> None:
         if not isinstance(config, self.config_class):
+            name, wanted = type(self).__name__, self.config_class.__name__
             raise ConfigError(
-                f"{type(self).__name__} got a {type(config).__name__}; required: a {self.config_class.__name__}. "
-                f"Pass {self.config_class.__name__}(...), or set env={self.suite} on the command line"
+                f"{name} got a {type(config).__name__}; required: a {wanted}. "
+                f"Pass {wanted}(...), or set env={self.suite} on the command line"
             )
         if num_envs < 1:
             raise ConfigError(f"num_envs={num_envs}; required: at least 1.")
@@ -116,9 +116,11 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         """Return the names of all tasks of the suite, without the ``config.tasks`` filter."""
 
     @property
-    @abstractmethod
     def state_dim(self) -> int:
-        """``S``, the width of ``Observation.state``; 0 if it is None. A function of ``self.config`` alone."""
+        """``S``, the width of ``Observation.state``; 0 if it is None. Override this or ``state_width``."""
+        if (width := self.state_width(self.config)) is None:
+            raise NotImplementedError(f"{type(self).__name__} overrides neither state_dim nor state_width.")
+        return width
 
     @abstractmethod
     def _observe(self, ids: np.ndarray) -> Observation:
@@ -129,11 +131,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         raise NotImplementedError
 
     def _step_envs(self, ids: np.ndarray, actions: np.ndarray) -> SimulatorStep:
-        """Advance the envs ``ids`` (int64 ``[K]``) by one step. Override this or ``_step_chunk``.
+        """Advance the envs ``ids`` (int64 ``[K]``) by one step with ``actions`` (float32 ``[K, D]``, within bounds).
 
-        Args:
-            ids: int64 ``[K]``.
-            actions: float32 ``[K, D]``, within bounds.
+        Override this or ``_step_chunk``.
         """
         raise NotImplementedError
 
@@ -156,31 +156,15 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         return chunk_of_steps(self._step_envs, ids, actions, steps_left, self.config.terminate_on_success)
 
     def expert_actions(self) -> np.ndarray:
-        """Return the scripted expert's actions in the current state.
+        """Return the scripted expert's actions in the current state, float32 ``[B, D]``, within bounds.
 
-        An override may take keyword options (``expert_options``); each is a key of ``sft.expert``.
-
-        Returns:
-            float32 ``[B, D]``, within bounds; unused in idle and finished rows.
-
-        Raises:
-            ConfigError: The environment has no scripted expert.
+        Those of idle and finished rows are unused. An override may take keyword options (``expert_options``); each is a
+        key of ``sft.expert``. ConfigError if the env has no expert.
         """
         raise ConfigError(f"Environment '{self.suite}' has no scripted expert.")
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
-        """Return pictures for videos.
-
-        Args:
-            ids: Rows.
-            size: Height and width in pixels.
-
-        Returns:
-            uint8 ``[K, size, size, 3]``.
-
-        Raises:
-            ConfigError: The environment cannot draw.
-        """
+        """Return pictures of the rows ``ids`` for videos, uint8 ``[K, size, size, 3]``; ConfigError without any."""
         raise ConfigError(f"Environment '{self.suite}' cannot draw frames (asked for {len(ids)} of {size} pixels).")
 
     @classmethod
@@ -195,21 +179,13 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
     @classmethod
     def check_expert(cls, config: EnvConfig, options: Mapping[str, Any], instead: str) -> None:
-        """Check that there is a scripted expert, and that it takes the options.
+        """Check that there is a scripted expert, and that it takes the ``options`` of ``sft.expert``.
 
-        Args:
-            config: Settings.
-            options: Keys and values of ``sft.expert`` that are for the env.
-            instead: Overrides that do without the expert.
-
-        Raises:
-            ConfigError: There is none, or it does not take one of the options.
+        ``instead`` names overrides that do without it.
         """
         if not cls.has_expert():
-            raise ConfigError(
-                f"env.name={config.name} has no scripted expert ({cls.__name__} does not override expert_actions). "
-                f"Set {instead}"
-            )
+            why = f"{cls.__name__} does not override expert_actions"
+            raise ConfigError(f"env.name={config.name} has no scripted expert ({why}). Set {instead}")
         for name in options.keys() - cls.expert_options():
             raise ConfigError(
                 f"sft.expert.{name}={override_text(options[name])}, but the scripted expert of env.name={config.name} does "
@@ -217,14 +193,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
             )
 
     def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
-        """Return where the objects are now, for the simulator's fingerprint (``rlinf.evaluation.fingerprint``).
+        """Return where the objects of the rows ``ids`` are now, for ``rlinf.evaluation.fingerprint``; empty if unknown.
 
-        Args:
-            ids: Rows.
-
-        Returns:
-            For each row, object name to position (3 numbers, metres) and orientation (quaternion, 4 numbers); empty
-            where the environment does not tell.
+        Each row maps an object's name to its position (3 numbers, metres) and orientation (quaternion, 4 numbers).
         """
         return [{} for _ in ids]
 
@@ -254,32 +225,18 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
 
     @classmethod
     def check_statistics(cls, config: EnvConfig, statistics: Mapping[str, Any]) -> None:
-        """Check that a checkpoint was trained on actions with the meaning that they have in this env; accept all by default.
+        """Raise ConfigError if a checkpoint was trained on actions of another meaning; accept all by default.
 
-        Args:
-            config: Settings.
-            statistics: ``norm_stats`` of the checkpoint's training data, see ``action_statistics``.
-
-        Raises:
-            ConfigError: Its actions mean something else; names the override that fits.
+        ``statistics`` are the ``norm_stats`` of the checkpoint's training data, see ``action_statistics``.
         """
 
     @classmethod
     def check_drawing(cls, config: EnvConfig) -> None:
-        """Check that videos (``render_frames``) can be drawn, before a simulator starts; accept all by default.
-
-        Raises:
-            ConfigError: The env has no pictures.
-            MissingDependencyError: A package that draws them is not installed.
-        """
+        """Raise an error if videos (``render_frames``) cannot be drawn, before a simulator starts."""
 
     @classmethod
     def check_names(cls, config: EnvConfig) -> None:
-        """Check that the tasks and cameras of ``config`` exist.
-
-        Raises:
-            ConfigError: A name is unknown or repeated, or no task is left.
-        """
+        """Raise ConfigError if a task or camera of ``config`` is unknown or repeated, or no task is left."""
         select_tasks(cls.all_task_names(config), config.tasks)
         check_cameras(config.cameras, cls.camera_names)
 
@@ -304,13 +261,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         return len(config.cameras) * config.image_size**2 * 3 + 4 * (cls.state_width(config) or 0)
 
     def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
-        """Return the episodes of a split, round robin over the tasks. The splits share no (init_state_id, seed).
+        """Return the episodes of a split ("train" or "eval"), round robin over the tasks.
 
-        Args:
-            split: "train" or "eval".
-
-        Raises:
-            ConfigError: Unknown split.
+        The splits share no (init_state_id, seed).
         """
         return drawn_episodes(self.suite, len(self.task_names), self.config, split)
 
@@ -319,10 +272,8 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def action_statistics(self) -> dict[str, Any]:
         """Return normalisation statistics that correspond to the bounds, in OpenVLA's ``norm_stats`` format.
 
-        Returns:
-            ``{"action": {"q01", "q99", "mask", "min", "max", "mean", "std"}}``, each a list of ``D`` numbers, and the
-            same under ``"proprio"`` for the state, if ``state_bounds`` are known; mean and std are those of a uniform
-            distribution between the bounds.
+        ``{"action": {"q01", "q99", "mask", "min", "max", "mean", "std"}}``, each a list of ``D`` numbers, and the same
+        under ``"proprio"`` if ``state_bounds`` are known; those of a uniform distribution between the bounds.
         """
         statistics = {"action": uniform_statistics(self.action_low, self.action_high)}
         if self.state_bounds() is not None:
@@ -365,15 +316,16 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         if options:
             name = next(iter(options))
             raise ConfigError(f"Unknown reset option '{name}'.{did_you_mean(name, ('episodes', 'next_episode'))}")
-        draw = self._draw
-        if seed is not None or episodes is not None or draw is None:
-            draw = self._draw = self._episode_sampler(0 if seed is None else seed)
-        specs = [draw(row) for row in range(self.num_envs)] if episodes is None else list(episodes)
+        if seed is not None or episodes is not None or self._draw is None:
+            split = self.episode_specs("train")
+            generator = np.random.default_rng(derive_seed(seed or 0, "env", "episodes"))
+            self._draw = lambda _row: split[int(generator.integers(len(split)))]
+        specs = [self._draw(row) for row in range(self.num_envs)] if episodes is None else list(episodes)
         if len(specs) != self.num_envs:
             raise ConfigError(f"reset got {len(specs)} episodes for {self.num_envs} envs; required: one per env.")
         if all(spec is None for spec in specs):
             raise ConfigError(f"reset got None for each of {self.num_envs} envs; required: at least one episode.")
-        self._next_episode = next_episode or draw
+        self._next_episode = next_episode or self._draw
         self._start(np.arange(self.num_envs), specs)
         self._lost[:] = False
         used = self._rows_in_use()
@@ -412,10 +364,8 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
             rewards[ids], terminated[ids], truncated[ids] = self._stats.add(ids, chunk)
             if not np.isfinite(rewards).all():
                 row, position = np.argwhere(~np.isfinite(rewards))[0]
-                raise self._not_finite(
-                    int(row), f"the reward of action {position} of its chunk (from 0) is {rewards[row, position]}"
-                )
-
+                what = f"the reward of action {position} of its chunk (from 0) is {rewards[row, position]}"
+                raise self._not_finite(int(row), what)
         self._show(np.flatnonzero(running))
         final_ids = np.flatnonzero(terminated | truncated)
         success = self._stats.success.copy()
@@ -436,16 +386,13 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         )
 
     def step(self, actions: np.ndarray) -> tuple[Observation, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Apply one action per env, ``[B, D]``, and return gymnasium's five results.
+        """Apply one action per env, ``[B, D]``, and return gymnasium's five results; raise as ``chunk_step`` does.
 
         Returns:
             Observation of ``B`` rows; rewards float32 ``[B]``; terminated and truncated bool ``[B]``; infos with
             ``success`` bool ``[B]``. If an episode ended, infos also hold ``final_obs`` (object ``[B]``: observation of one
             row, or None), its mask ``_final_obs``, and ``episodes`` (object ``[B]``: ``EpisodeResult`` or None); if a
             simulator was lost, ``lost_env_ids`` as in ``ChunkStep``.
-
-        Raises:
-            ConfigError: Actions of the wrong shape or not finite.
         """
         actions = np.asarray(actions)
         if actions.ndim != 2:
@@ -473,8 +420,7 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         seen = checked_observation(self._observe(ids), len(ids), self.state_dim)
         if seen.state is not None and not np.isfinite(seen.state).all():
             row, place = np.argwhere(~np.isfinite(seen.state))[0]
-            number = seen.state[row, place]
-            raise self._not_finite(int(ids[row]), f"number {place} of the state (from 0) is {number}")
+            raise self._not_finite(int(ids[row]), f"number {place} of the state (from 0) is {seen.state[row, place]}")
         return seen
 
     def _not_finite(self, row: int, what: str) -> NonFiniteError:
@@ -488,11 +434,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def _start(self, ids: np.ndarray, specs: Sequence[EpisodeSpec | None]) -> None:
         """Start the episode ``specs[k]`` in the row ``ids[k]``; None leaves the row idle."""
         for index, spec in zip(ids, specs, strict=True):
-            if spec is None and not self.auto_reset:
-                continue
-            if spec is None:
+            if spec is None and self.auto_reset:
                 raise ConfigError(f"Row {index} got None for an episode; only auto_reset=False allows idle rows.")
-            if spec.suite != self.suite or not 0 <= spec.task_id < len(self.task_names):
+            if spec is not None and (spec.suite != self.suite or not 0 <= spec.task_id < len(self.task_names)):
                 raise ConfigError(
                     f"{spec} is not an episode of '{self.suite}' with the tasks {', '.join(self.task_names)}."
                 )
@@ -513,11 +457,6 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     def _rows_in_use(self) -> np.ndarray:
         """Return the rows that are not idle, int64 ``[K]``."""
         return np.array([index for index, spec in enumerate(self._specs) if spec is not None], dtype=np.int64)
-
-    def _episode_sampler(self, seed: int) -> Callable[[int], EpisodeSpec]:
-        specs = self.episode_specs("train")
-        generator = np.random.default_rng(derive_seed(seed, "env", "episodes"))
-        return lambda _row: specs[int(generator.integers(len(specs)))]
 
     def _checked_actions(self, actions: np.ndarray) -> np.ndarray:
         self._check_reset()

@@ -14,10 +14,6 @@ from rlinf.types import EpisodeResult, EpisodeSpec
 class EpisodeStats:
     """Statistics of the current episode of each of ``B`` rows.
 
-    Args:
-        num_envs: ``B``.
-        config: Source of ``reward_mode``, ``success_bonus`` and ``terminate_on_success``.
-
     Attributes:
         horizons: int64 ``[B]``: env steps after which the episode is truncated.
         num_steps: int64 ``[B]``: env steps so far.
@@ -46,9 +42,8 @@ class EpisodeStats:
         rewards = np.zeros(chunk.executed.shape, dtype=np.float32)
         for position in range(rewards.shape[1]):
             rows = np.flatnonzero(chunk.executed[:, position])
-            rewards[rows, position] = self._rewards_of(
-                ids[rows], chunk.dense_reward[rows, position], chunk.success[rows, position]
-            )
+            dense_reward, success = chunk.dense_reward[rows, position], chunk.success[rows, position]
+            rewards[rows, position] = self._rewards_of(ids[rows], dense_reward, success)
         self.num_steps[ids] += chunk.executed.sum(1)
         self._returns[ids] += rewards.sum(1, dtype=np.float64)
         terminated = (chunk.terminated | (chunk.success & self._config.terminate_on_success)).any(1)

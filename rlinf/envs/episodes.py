@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlinf.envs.config import EnvConfig
@@ -16,20 +17,18 @@ EVAL_INIT_STATE_OFFSET = 1_000_000_000
 SPLITS = ("train", "eval")
 
 
+@dataclass(frozen=True)
 class EpisodeList(Sequence[EpisodeSpec]):
     """The episodes of a split, round robin over the tasks, so that the first ``n`` are spread evenly.
 
-    Args:
-        suite: Name of the task suite.
-        num_tasks: Number of tasks.
-        num_init_states: Initial states per task.
-        first_init_state_id: Smallest ``init_state_id``.
-        seed: ``seed`` of every spec.
+    There are ``num_init_states`` per task, with ids from ``first_init_state_id`` on; all specs share ``seed``.
     """
 
-    def __init__(self, suite: str, num_tasks: int, num_init_states: int, first_init_state_id: int, seed: int) -> None:
-        self.suite, self.num_tasks, self.num_init_states = suite, num_tasks, num_init_states
-        self.first_init_state_id, self.seed = first_init_state_id, seed
+    suite: str
+    num_tasks: int
+    num_init_states: int
+    first_init_state_id: int
+    seed: int
 
     def __len__(self) -> int:
         return self.num_tasks * self.num_init_states
@@ -45,11 +44,7 @@ class EpisodeList(Sequence[EpisodeSpec]):
 
 
 def check_split(split: str) -> None:
-    """Check that ``split`` is "train" or "eval".
-
-    Raises:
-        ConfigError: ``split`` is something else.
-    """
+    """Raise ConfigError if ``split`` is not "train" or "eval"."""
     if split not in SPLITS:
         raise ConfigError(f"Unknown split '{split}'.{did_you_mean(split, SPLITS)}")
 
@@ -57,14 +52,7 @@ def check_split(split: str) -> None:
 def drawn_episodes(suite: str, num_tasks: int, config: EnvConfig, split: str) -> EpisodeList:
     """Return the episodes of a split of a suite whose initial states are drawn by number.
 
-    Args:
-        suite: Name of the task suite.
-        num_tasks: Number of tasks.
-        config: ``num_train_init_states`` and ``num_eval_init_states`` are read.
-        split: "train" or "eval"; the splits share no ``init_state_id`` and no ``seed``.
-
-    Raises:
-        ConfigError: Unknown split, or a training split that reaches into the evaluation split.
+    The splits share no ``init_state_id`` and no ``seed``.
     """
     check_split(split)
     if config.num_train_init_states > EVAL_INIT_STATE_OFFSET:
@@ -78,11 +66,7 @@ def drawn_episodes(suite: str, num_tasks: int, config: EnvConfig, split: str) ->
 
 
 def select_tasks(names: list[str], wanted: list[str] | None) -> list[str]:
-    """Return the ``names`` that are ``wanted`` (None: all), in the suite's order.
-
-    Raises:
-        ConfigError: ``wanted`` has an unknown name or a name twice, or is empty.
-    """
+    """Return the ``names`` that are ``wanted`` (None: all), in the suite's order. Refuse unknown or repeated ones."""
     if wanted is None:
         return list(names)
     for name in wanted:

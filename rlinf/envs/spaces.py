@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import gymnasium
 import numpy as np
+from PIL import Image
 
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import ConfigError, did_you_mean
@@ -26,15 +27,7 @@ def observation_space(config: EnvConfig, state_dim: int) -> gymnasium.spaces.Dic
 
 
 def check_cameras(cameras: Sequence[str], known: Sequence[str] | None = None) -> None:
-    """Check ``env.cameras``.
-
-    Args:
-        cameras: Names.
-        known: Cameras that the environment has; None: any name.
-
-    Raises:
-        ConfigError: A camera is unknown or named twice; suggests an override.
-    """
+    """Raise ConfigError if a name in ``env.cameras`` is not ``known`` (None: any name is) or is there twice."""
     for camera in cameras:
         if known is not None and camera not in known:
             mended = dict.fromkeys(closest(name, known) or known[0] for name in cameras)
@@ -50,11 +43,7 @@ def check_cameras(cameras: Sequence[str], known: Sequence[str] | None = None) ->
 
 
 def checked_actions(actions: np.ndarray, num_envs: int, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return actions as float32 ``[B, C, D]``, clipped to the bounds ``[D]``.
-
-    Raises:
-        ConfigError: Wrong shape, or a number that is not finite.
-    """
+    """Return actions as float32 ``[B, C, D]``, clipped to the bounds ``[D]``; refuse numbers that are not finite."""
     actions = np.asarray(actions, dtype=np.float32)
     if actions.ndim != 3 or actions.shape[0] != num_envs or actions.shape[2] != len(low) or not actions.shape[1]:
         raise ConfigError(f"Actions have shape {actions.shape}; required: [{num_envs}, chunk >= 1, {len(low)}].")
@@ -65,11 +54,7 @@ def checked_actions(actions: np.ndarray, num_envs: int, low: np.ndarray, high: n
 
 
 def checked_observation(seen: Observation, num_rows: int, state_dim: int) -> Observation:
-    """Return the observation of ``num_rows`` envs, checked.
-
-    Raises:
-        ConfigError: An image is not uint8 ``[K, H, W, 3]``, or the state is not float32 ``[K, S]``.
-    """
+    """Return ``seen`` if its images are uint8 ``[K, H, W, 3]`` and its state float32 ``[K, S]``."""
     for name, image in seen.images.items():
         if image.dtype != np.uint8 or image.ndim != 4 or image.shape[::3] != (num_rows, 3):
             raise ConfigError(
@@ -83,23 +68,22 @@ def checked_observation(seen: Observation, num_rows: int, state_dim: int) -> Obs
 
 
 def checked_picture(picture: np.ndarray, env: str, instead: str) -> np.ndarray:
-    """Return one or more pictures that a simulator has drawn, ``[..., H, W, 3]``, checked.
+    """Return the pictures ``[..., H, W, 3]`` that ``env`` has drawn; raise ConfigError if they are not uint8 in colour.
 
-    Args:
-        picture: The pictures. Other number formats are refused: a cast would turn brightness from 0 to 1 into black.
-        env: Name of the env, for the message.
-        instead: Overrides that do without pictures.
-
-    Raises:
-        ConfigError: They are not uint8, or do not have three colours.
+    A cast would turn brightness from 0 to 1 into black. ``instead`` names overrides that do without pictures.
     """
     if picture.dtype != np.uint8 or picture.ndim < 3 or picture.shape[-1] != 3:
         extremes = f" from {picture.min():g} to {picture.max():g}" if picture.size else ""
         raise ConfigError(
-            f"{env} draws pictures of {picture.dtype} {picture.shape} with numbers{extremes}; required: uint8 (height, width, 3) "
-            f"with numbers from 0 to 255. Register a version of it with a wrapper that converts them, or set {instead}"
+            f"{env} draws pictures of {picture.dtype} {picture.shape} with numbers{extremes}; required: uint8 (height, "
+            f"width, 3) from 0 to 255. Register a version of it with a wrapper that converts them, or set {instead}"
         )
     return picture
+
+
+def resized(picture: np.ndarray, size: int) -> np.ndarray:
+    """Return a picture ``[H, W, 3]`` stretched to ``[size, size, 3]``."""
+    return np.asarray(Image.fromarray(picture).resize((size, size)))
 
 
 def uniform_statistics(low: np.ndarray, high: np.ndarray) -> dict[str, list]:

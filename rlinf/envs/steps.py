@@ -53,12 +53,7 @@ def chunk_of_steps(
 ) -> SimulatorChunk:
     """Call ``step_envs(ids, actions)`` up to ``C`` times with the rows whose episodes still run.
 
-    Args:
-        step_envs: Advances ``K'`` envs by one step with actions ``[K', D]``.
-        ids: int64 ``[K]``.
-        actions: float32 ``[K, C, D]``.
-        steps_left: int64 ``[K]``: env steps until the episode is truncated, at least 1.
-        terminate_on_success: Success ends the episode.
+    ``ids [K]``, ``actions [K, C, D]`` and ``steps_left [K]`` are those of ``VectorEnv._step_chunk``.
     """
     num_envs, chunk_len, _ = actions.shape
     chunk = SimulatorChunk.empty(num_envs, chunk_len)

@@ -77,10 +77,11 @@ class _Recorder:
         )
 
 
+@dataclass(eq=False)
 class RolloutCollector:
     """Collect rollouts of ``num_chunks`` policy calls from every env of this rank.
 
-    Args:
+    Attributes:
         make_env: ``make_env(num_envs) -> VectorEnv`` with the wanted auto-reset mode.
         sampler: Chooses episodes.
         num_envs: Environments over all ranks.
@@ -92,31 +93,23 @@ class RolloutCollector:
         offload_envs: Free the envs' graphics memory and worker processes after each rollout.
     """
 
-    def __init__(
-        self,
-        make_env: Callable[[int], VectorEnv],
-        sampler: EpisodeSampler,
-        *,
-        num_envs: int,
-        num_chunks: int,
-        temperature: float,
-        num_worker_threads: int = 2,
-        rank: int = 0,
-        num_ranks: int = 1,
-        autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-        offload_envs: bool = False,
-    ) -> None:
-        self.sampler = sampler
-        self.num_envs = num_envs
-        self.num_chunks = num_chunks
-        self.temperature = temperature
-        self.autocast = autocast
-        self.offload_envs = offload_envs
-        self.rank, self.num_ranks = rank, num_ranks
+    make_env: Callable[[int], VectorEnv]
+    sampler: EpisodeSampler
+    _: KW_ONLY
+    num_envs: int
+    num_chunks: int
+    temperature: float
+    num_worker_threads: int = 2
+    rank: int = 0
+    num_ranks: int = 1
+    autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    offload_envs: bool = False
+
+    def __post_init__(self) -> None:
         self._stop = Event()
         self.worker_threads = [
-            _WorkerThread(make_env(len(rows)), ThreadPoolExecutor(1, thread_name_prefix="rollout"))
-            for rows in np.array_split(np.arange(num_envs // num_ranks), num_worker_threads)
+            _WorkerThread(self.make_env(len(rows)), ThreadPoolExecutor(1, thread_name_prefix="rollout"))
+            for rows in np.array_split(np.arange(self.num_envs // self.num_ranks), self.num_worker_threads)
         ]
 
     def close(self) -> None:
@@ -128,14 +121,9 @@ class RolloutCollector:
         _results(closings)
 
     def collect(
-        self,
-        model: ActionModel,
-        step: int,
-        policy_version: int,
-        needs_values: bool,
-        attempt: int = 0,
+        self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
         env_ids: np.ndarray | None = None,
-    ) -> RolloutBatch:
+    ) -> RolloutBatch:  # fmt: skip
         """Play one rollout.
 
         Without auto-reset, the policy acts only for rows whose episodes still run. Rows after the end of an episode are 0 and
@@ -152,9 +140,6 @@ class RolloutCollector:
         Returns:
             Time-major batch of this rank's share of ``env_ids``, in their order, without the trainer's fields. All ranks play
             the same number of envs. If ``env_ids`` do not divide, the last env is repeated, and the repeats have no result.
-
-        Raises:
-            Exception: The exception of a worker thread; the other threads stop after their chunk.
         """
         generator = torch.Generator().manual_seed(derive_seed(self.sampler.seed, "actions", step, attempt))
         uniforms = torch.rand(self.num_chunks, self.num_envs, model.num_uniforms, generator=generator)
@@ -171,19 +156,10 @@ class RolloutCollector:
             if not len(part):
                 continue
             rollout = _Rollout(
-                self,
-                thread.env,
-                model,
-                recorder,
-                env_ids=ids,
-                repeated=part >= len(env_ids),
-                columns=columns,
-                uniforms=uniforms[:, ids],
-                step=step,
-                attempt=attempt,
-                policy_version=policy_version,
+                self, thread.env, model, recorder, env_ids=ids, repeated=part >= len(env_ids), columns=columns,
+                uniforms=uniforms[:, ids], step=step, attempt=attempt, policy_version=policy_version,
                 num_torch_threads=max(1, num_threads // len(self.worker_threads)),
-            )
+            )  # fmt: skip
             rollouts.append((thread.executor, rollout))
         try:
             first_rows = _results([executor.submit(rollout.start) for executor, rollout in rollouts])[0]
@@ -208,17 +184,12 @@ class _Rollout:
     """The part of one rollout that one worker thread plays.
 
     Attributes:
-        collector: Settings of the rollout.
         env: The thread's env; rows beyond ``env_ids`` stay idle.
-        model: The policy.
         recorder: Where observations go, into its ``columns``.
         env_ids: int64 ``[B]``, global index of each row.
         repeated: bool ``[B]``: the row only fills up this rank's share.
         columns: The rows' place among those of this rank.
         uniforms: ``[T, B, U]`` in (0, 1), from which the policy samples.
-        step, attempt: Iteration, and number of the rollout within it.
-        policy_version: Recorded with every sample.
-        num_torch_threads: This thread's share of torch's threads.
     """
 
     collector: RolloutCollector
@@ -259,11 +230,7 @@ class _Rollout:
 
     @torch.no_grad()
     def play(self, needs_values: bool, stop: Event) -> RolloutBatch:
-        """Act and step ``num_chunks`` times.
-
-        Raises:
-            CancelledError: ``stop`` was set.
-        """
+        """Act and step ``num_chunks`` times; raise CancelledError when ``stop`` is set."""
         # After a failure, `collect` has already restored torch's thread count, which is global: leave it alone.
         if not stop.is_set():
             torch.set_num_threads(self.num_torch_threads)
@@ -281,20 +248,15 @@ class _Rollout:
                     seen = self.observation if len(live) == self.env.num_envs else self.observation.select(live)
                     seen = model.resize_images(seen)  # once: scoring and updates read the images as recorded here
                     self.recorder.write(t, self.columns.start + live, seen)
-                    prediction = model.predict_action_batch(
-                        do_sample=True,
-                        temperature=temperature,
-                        uniforms=self.uniforms[t, live],
-                        **model.preprocess(seen),
-                    )
+                    inputs = {"uniforms": self.uniforms[t, live], **model.preprocess(seen)}
+                    prediction = model.predict_action_batch(do_sample=True, temperature=temperature, **inputs)
                     tokens.append(_spread(prediction.sequences[:, -model.num_sampled :].cpu(), live, count))
                     logprobs.append(_spread(model.rollout_logprobs(prediction, temperature).cpu(), live, count))
                     values.append(_spread(prediction.values.cpu(), live, count))
                     actions = _spread(prediction.actions.cpu(), live, self.env.num_envs).numpy()
                 else:
-                    tokens.append(torch.zeros_like(tokens[-1]))
-                    logprobs.append(torch.zeros_like(logprobs[-1]))
-                    values.append(torch.zeros_like(values[-1]))
+                    for parts in (tokens, logprobs, values):
+                        parts.append(torch.zeros_like(parts[-1]))
                 alives.append(alive)
                 episode_ids.append(self._episode_ids())
                 first = self.positions == 0

@@ -65,13 +65,7 @@ class ExpertDemonstrator:
     """The scripted expert of an env.
 
     Executed actions carry Gaussian noise, so that the demonstrations cover states around the expert's path. The labels are
-    the expert's actions without noise.
-
-    Args:
-        env: The env.
-        expert: The expert's options and noise.
-        seed: Seed of the noise.
-        numbers: One per env: the number of the demonstration, which fixes its noise.
+    the expert's actions without noise. ``numbers`` has one number per env, which fixes, with ``seed``, its noise.
     """
 
     def __init__(self, env: VectorEnv, expert: ExpertConfig, seed: int, numbers: Sequence[int]) -> None:
@@ -119,13 +113,7 @@ class EpisodeBatch:
 
 
 def play_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: Demonstrator) -> EpisodeBatch:
-    """Play episodes side by side, one action at a time.
-
-    Args:
-        env: An env without auto-reset.
-        specs: At most one per env; the other envs stay idle.
-        demonstrator: The player.
-    """
+    """Play episodes side by side, one action at a time, in an env without auto-reset; other envs stay idle."""
     observation, _ = env.reset(options={"episodes": [*specs, *[None] * (env.num_envs - len(specs))]})
     running = np.arange(env.num_envs) < len(specs)
     seen, labels, rewards, success, alive = [], [], [], [], []
@@ -146,9 +134,8 @@ def play_episodes(env: VectorEnv, specs: Sequence[EpisodeSpec], demonstrator: De
             results[row] = result
         running &= ~(step.terminated | step.truncated)
         observation = step.observation
-    return EpisodeBatch(
-        seen, np.stack(labels).astype(np.float32), np.stack(rewards), np.stack(success), np.stack(alive), results
-    )
+    wanted = np.stack(labels).astype(np.float32)
+    return EpisodeBatch(seen, wanted, np.stack(rewards), np.stack(success), np.stack(alive), results)
 
 
 def collect_demonstrations(
@@ -162,9 +149,6 @@ def collect_demonstrations(
         expert: Options and noise of the expert (``ExpertDemonstrator``), and whether failed episodes are kept.
         chunk_len: ``C``.
         seed: Fixes episodes and noise. Each demonstration has its own noise, so ``env.num_envs`` changes nothing.
-
-    Raises:
-        ConfigError: No demonstration is kept.
     """
     all_specs = env.episode_specs("train")
     num_tasks = len(env.task_names)
@@ -186,9 +170,8 @@ def collect_demonstrations(
             rows = np.flatnonzero(played.alive[t] & kept)
             if len(rows):
                 observations.append(played.seen[t].select(rows))
-                actions.append(
-                    played.labels[following_rows(np.full(len(rows), t), last[rows], chunk_len), rows[:, None]]
-                )
+                following = following_rows(np.full(len(rows), t), last[rows], chunk_len)
+                actions.append(played.labels[following, rows[:, None]])
     if not episodes:
         raise ConfigError(
             f"None of {num_episodes} demonstrations succeeded and sft.expert.keep_failures=false. "

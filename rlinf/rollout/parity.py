@@ -34,17 +34,14 @@ EXCEEDED = "rollout/parity_exceeded"
 
 
 class ParityGate:
-    """Decide at which steps a gap stops the run.
+    """Decide at which steps a gap (``max_gap``, see ``check_parity``) stops the run.
 
-    Args:
-        max_gap: Largest accepted difference, see ``check_parity``.
-        always_stops: Stop at every step, as in float32. False: stop only at the first step of the process and at the first
-            step after an update of the policy.
+    ``always_stops``: at every step, as in float32. Otherwise only at the first step of the process and at the first one
+    after an update of the policy.
     """
 
     def __init__(self, max_gap: float | None, always_stops: bool) -> None:
-        self.max_gap = max_gap
-        self.always_stops = always_stops
+        self.max_gap, self.always_stops = max_gap, always_stops
         self._stops = True
         self._num_updates = 0  # of the policy, in this process
         self._warned = False
@@ -55,14 +52,7 @@ class ParityGate:
         self._stops = self._stops or self._num_updates == 1
 
     def check(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        """Compare rollout and trainer with ``check_parity``.
-
-        Returns:
-            The metrics of ``check_parity``, and ``rollout/parity_exceeded``.
-
-        Raises:
-            ParityError: The gap is too large at a step that stops the run, or something is not finite.
-        """
+        """Return the metrics of ``check_parity`` and ``rollout/parity_exceeded``; raise ParityError to stop the run."""
         stops, self._stops = self._stops or self.always_stops, False
         metrics, fault = check_parity(batch, step, self.max_gap)
         if fault is not None and stops:
@@ -74,14 +64,9 @@ class ParityGate:
         return metrics | {EXCEEDED: float(fault is not None)}
 
     def check_first_update(self, metrics: Mapping[str, float], step: int) -> None:
-        """Check that the first update computes the log-probabilities that the same weights gave before it.
+        """Raise ParityError if the first minibatch of an update has an ``approx_kl`` that rounding does not explain.
 
-        Args:
-            metrics: Metrics of the first minibatch; without ``approx_kl``, or in 16 bits, nothing is checked.
-            step: Iteration of the run.
-
-        Raises:
-            ParityError: ``approx_kl`` is larger than rounding explains.
+        The same weights gave the log-probabilities before it. Without ``approx_kl``, or in 16 bits, nothing is checked.
         """
         kl = metrics.get("approx_kl")
         if kl is None or not self.always_stops:
@@ -89,10 +74,11 @@ class ParityGate:
         limit = max(MAX_FIRST_KL, self.max_gap**2)
         if not kl <= limit:
             raise ParityError(
-                f"The first minibatch of step {step} was scored by the same weights as the rollout, but its approx_kl is {kl:.3g}; "
-                f"at most {limit:.3g} is accepted. The model computes different values in training mode and in evaluation mode "
-                "(dropout, batch statistics), or the update has another temperature or other inputs. `rlinf diagnose` tells "
-                f"which. If the precision explains it, set trainer.parity_max_gap={(2 * kl) ** 0.5:.2g}"
+                f"The first minibatch of step {step} was scored by the same weights as the rollout, but its approx_kl "
+                f"is {kl:.3g}; at most {limit:.3g} is accepted. The model computes different values in training mode "
+                "and in evaluation mode (dropout, batch statistics), or the update has another temperature or other "
+                "inputs. `rlinf diagnose` tells which. If the precision explains it, set "
+                f"trainer.parity_max_gap={(2 * kl) ** 0.5:.2g}"
             )
 
 
@@ -111,13 +97,8 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float | None) -> tuple
             ``MAX_EXP_GAP``.
 
     Returns:
-        Metrics: ``rollout/logprob_gap_mean``, ``rollout/logprob_gap_max``, ``rollout/logprob_gap_exp_mean`` (mean of
-        ``exp |gap|``), ``rollout/importance_ratio_mean`` and ``rollout/importance_ratio_max`` (of whole actions), and
-        ``rollout/value_gap_max`` if the rollout has values. Then, if the gap is too large, a sentence that names the worst
-        sample, else None.
-
-    Raises:
-        ParityError: A log-probability or a value is not finite.
+        Metrics (importance ratios are those of whole actions). Then, if the gap is too large, a sentence that names the
+        worst sample, else None. ParityError if a number is not finite.
     """
     mask = (batch.action_mask & batch.loss_mask.unsqueeze(-1)).unsqueeze(-1)
     num_chunks, num_envs, num_actions, _ = mask.shape
@@ -153,27 +134,12 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float | None) -> tuple
 
 
 def _judge(
-    what: str,
-    batch: RolloutBatch,
-    step: int,
-    gap: Tensor,
-    exp_mean: float,
-    limit: float | None,
+    what: str, batch: RolloutBatch, step: int, gap: Tensor, exp_mean: float, limit: float | None,
     pair: tuple[Tensor, Tensor],
-) -> tuple[float, str | None]:
-    """Return the largest of the gaps ``[T, B]``, and a sentence if it (or ``exp_mean`` in 16 bits) is too large.
+) -> tuple[float, str | None]:  # fmt: skip
+    """Return the largest of the gaps ``[T, B]``, and a sentence if it is too large; refuse one that is not finite.
 
-    Args:
-        what: Name of the compared numbers.
-        batch: Source of the sample's episode and instruction.
-        step: Iteration of the run.
-        gap: Gap of each policy call.
-        exp_mean: Mean of ``exp |gap|``.
-        limit: Largest accepted gap; None: limit ``exp_mean``.
-        pair: The rollout's numbers and the trainer's, ``[T, B, ...]``.
-
-    Raises:
-        ParityError: A gap is not finite.
+    Without ``limit``, ``exp_mean`` is judged instead. ``pair`` holds the rollout's and the trainer's numbers.
     """
     # NaN compares as false: count it as the worst gap.
     worst = int(torch.nan_to_num(gap, nan=float("inf")).argmax())

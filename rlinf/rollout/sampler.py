@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from rlinf.seeding import derive_seed
 from rlinf.types import EpisodeSpec
 
 
+@dataclass
 class EpisodeSampler:
     """Choose training episodes, with tasks in equal shares.
 
-    Args:
+    Attributes:
         specs: Training split, tasks in round-robin order.
         num_tasks: Length of one round.
         num_groups: Groups of envs per iteration, over all ranks.
@@ -20,34 +22,25 @@ class EpisodeSampler:
         init_states: ``random``, ``ordered`` or ``fixed``, see ``spec``.
     """
 
-    def __init__(
-        self, specs: Sequence[EpisodeSpec], num_tasks: int, *, num_groups: int, group_size: int = 1, seed: int = 0,
-        init_states: str = "random",
-    ) -> None:  # fmt: skip
-        self.specs = specs
-        self.num_tasks = num_tasks
-        self.num_groups = num_groups
-        self.group_size = group_size
-        self.seed = seed
-        self.init_states = init_states
+    specs: Sequence[EpisodeSpec]
+    num_tasks: int
+    _: KW_ONLY
+    num_groups: int
+    group_size: int = 1
+    seed: int = 0
+    init_states: str = "random"
 
     def group_of(self, env_id: int) -> int:
         """Return the group of an env (global index)."""
         return env_id // self.group_size
 
     def spec(self, step: int, env_id: int, position: int, attempt: int = 0) -> EpisodeSpec:
-        """Return an episode.
+        """Return episode ``position`` of an env (global index) in iteration ``step``, in its rollout ``attempt``.
 
         ``random``: group ``g`` plays task ``(g + position) mod num_tasks`` from a uniformly drawn initial state.
         ``ordered``: the split in its order; each iteration starts ``num_groups`` episodes later. The second episode of an env
         is the one with which the next iteration starts.
         ``fixed``: as ``ordered``, but each iteration starts at the first episode.
-
-        Args:
-            step: Iteration.
-            env_id: Global index of the env.
-            position: Number of the episode within the iteration.
-            attempt: Number of the rollout within the iteration (dynamic sampling takes several).
         """
         group = self.group_of(env_id)
         if self.init_states == "random":

@@ -28,9 +28,6 @@ class VllmPolicy:
         options: Settings of the engine.
         num_envs: Largest number of envs that act at once.
         num_threads: CPU threads of the engine.
-
-    Raises:
-        ConfigError: vLLM cannot run this model.
     """
 
     predicts_values = False  # vLLM runs no value head: ``predict_values`` asks the torch model
@@ -122,10 +119,9 @@ class VllmPolicy:
         prompts = self.adapter.prompts(self.model.config, inputs)
         greedy_temperature = None if do_sample else temperature
         result = self.engine.generate(GenerateRequest(prompts, sampling, seeds, greedy_temperature))
-        if result.version != self.version:
-            raise RLinfError(
-                f"The vLLM engine answered with weights of version {result.version}; required: {self.version}."
-            )
+        found, wanted = result.version, self.version
+        if found != wanted:
+            raise RLinfError(f"The vLLM engine answered with weights of version {found}; required: {wanted}.")
         tokens = torch.tensor(result.token_ids, device=inputs["input_ids"].device)
         sequences = torch.cat([inputs["input_ids"], tokens], dim=1)
         logprobs = torch.tensor(result.logprobs, dtype=torch.float32, device=tokens.device)
@@ -143,15 +139,12 @@ class VllmPolicy:
 
 
 def adapter_of(model: ActionModel | type[ActionModel]) -> Any:
-    """Return the class that adapts a model to vLLM.
-
-    Raises:
-        ConfigError: The model declares no ``vllm_adapter``, or cannot decode the tokens that vLLM returns.
-    """
+    """Return the class that adapts a model to vLLM; raise ConfigError if it has none, or no ``decode_actions``."""
     name = model.__name__ if isinstance(model, type) else type(model).__name__
     if model.vllm_adapter is None:
         raise ConfigError(
-            f"rollout.backend=vllm needs a policy that vLLM can run, and {name} declares no vllm_adapter. Set rollout.backend=torch"
+            f"rollout.backend=vllm needs a policy that vLLM can run, and {name} declares no vllm_adapter. Set "
+            "rollout.backend=torch"
         )
     if not model.implements("decode_actions"):
         raise ConfigError(

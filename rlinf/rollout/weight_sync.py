@@ -27,9 +27,7 @@ class WeightSync:
     """
 
     def __init__(self, trainer_model: nn.Module, rollout_model: nn.Module, generator: Any = None) -> None:
-        self.trainer_model = trainer_model
-        self.rollout_model = rollout_model
-        self.generator = generator
+        self.trainer_model, self.rollout_model, self.generator = trainer_model, rollout_model, generator
         self.version = 0
 
     @property
@@ -39,11 +37,9 @@ class WeightSync:
 
     @torch.no_grad()
     def push(self, version: int) -> int:
-        """Copy all parameters and buffers (a collective call); returns the version that the rollout now holds.
+        """Copy all parameters and buffers (a collective call); return the version that the rollout now holds.
 
-        Raises:
-            RLinfError: A weight is not finite, the two models do not have the same tensor names and shapes, or the rollout's
-                weights are not the trainer's after the copy.
+        RLinfError if a weight is not finite, tensor names or shapes differ, or the copy does not equal the original.
         """
         check_finite({name: local_part(tensor)[0] for name, tensor in self.trainer_model.state_dict().items()})
         self.version = version

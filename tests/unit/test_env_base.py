@@ -262,8 +262,13 @@ def test_a_method_that_is_missing_is_named():
         def all_task_names(cls, config):
             return ["one"]
 
-    with pytest.raises(TypeError, match="Half.*'?_observe'?, '?state_dim'?"):
-        Half(EnvConfig(cameras=[]), 2, False, -np.ones(1), np.ones(1))
+    class Most(Half):
+        def _observe(self, ids):
+            return Observation({}, None, ["wait"] * len(ids))
+
+    for cls, error, words in ((Half, TypeError, "Half.*_observe"), (Most, NotImplementedError, "Most.*state_dim")):
+        with pytest.raises(error, match=words):
+            cls(EnvConfig(cameras=[]), 2, False, -np.ones(1), np.ones(1))
 
 
 def test_registered_env_is_made_by_name():

@@ -28,6 +28,8 @@ INSTALL_HINT = (
 )
 PROBED_VARIABLE = "RLINF_PROBED_MUJOCO_GL"
 """Tells child processes which backend already worked in a parent, so that they do not try again."""
+SINGLE_THREADED_MESA = ("LP_NUM_THREADS", "0")
+"""Mesa's rasteriser threads slow down pictures of these sizes."""
 PROBE_TIMEOUT_S = 60.0
 """A probe takes one to two seconds, but far longer on a busy machine or a cold disk."""
 _PROBE = """
@@ -86,11 +88,7 @@ print(json.dumps(names))
 
 
 def import_mujoco() -> ModuleType:
-    """Import MuJoCo.
-
-    Raises:
-        MissingDependencyError: It is not installed, or ``MUJOCO_GL`` names a GL that cannot be loaded.
-    """
+    """Import MuJoCo; raise MissingDependencyError without it, or if ``MUJOCO_GL`` names a GL that cannot be loaded."""
     if importlib.util.find_spec("mujoco") is None:
         raise MissingDependencyError("The package 'mujoco' is missing. Install it with `pip install mujoco==3.3.0`.")
     try:
@@ -106,11 +104,7 @@ def cannot_render(backend: str, error: Exception) -> MissingDependencyError:
 
 
 def probe_rendering() -> tuple[str | None, str]:
-    """Find out whether MuJoCo can render here (about one second; for ``rlinf doctor``).
-
-    Returns:
-        The backend and a sentence, or None and what to install.
-    """
+    """Return MuJoCo's GL backend here and a sentence, or None and what to install (about one second)."""
     if importlib.util.find_spec("mujoco") is None:
         return None, "The package 'mujoco' is missing. Install it with `pip install mujoco==3.3.0`."
     failures = []
@@ -131,10 +125,8 @@ def choose_backend() -> str:
     """Return the GL backend of this process, and set ``MUJOCO_GL`` and ``PYOPENGL_PLATFORM`` for it and its children.
 
     Each backend is tried once, in a separate process (``probe_rendering``); children use the backend of their parent. With
-    EGL and a GPU, ``MUJOCO_EGL_DEVICE_ID`` is set too, unless it is already set (``egl_device``).
-
-    Raises:
-        MissingDependencyError: No backend works, or the one that ``MUJOCO_GL`` names does not; says what to install.
+    EGL and a GPU, ``MUJOCO_EGL_DEVICE_ID`` is set too, unless it is already set (``egl_device``). If no backend works,
+    or not the one that ``MUJOCO_GL`` names, MissingDependencyError says what to install.
     """
     wanted = os.environ.get("MUJOCO_GL", "").lower()
     tried = wanted in CONTEXT_MODULES and os.environ.get(PROBED_VARIABLE) == wanted
@@ -142,7 +134,7 @@ def choose_backend() -> str:
     if backend is None:
         raise MissingDependencyError(message)
     os.environ.update({**_environment_of(backend), PROBED_VARIABLE: backend})
-    _single_threaded_mesa()
+    os.environ.setdefault(*SINGLE_THREADED_MESA)
     # Import triton before Mesa loads its own LLVM: a later import (by torch or transformers) crashes the process.
     with contextlib.suppress(ImportError):
         importlib.import_module("triton")
@@ -150,13 +142,9 @@ def choose_backend() -> str:
 
 
 def probe_vulkan(device: str) -> tuple[bool, str]:
-    """Find out whether SAPIEN, ManiSkill's engine, can render here (about one second).
+    """Return whether SAPIEN, ManiSkill's engine, renders on a device, and a sentence: what to install if not.
 
-    Args:
-        device: "cpu" (Mesa's lavapipe) or "gpu" (the NVIDIA driver).
-
-    Returns:
-        Whether it works, and a sentence that says so, or why not and what to install.
+    ``device`` is "cpu" (Mesa's lavapipe) or "gpu" (the NVIDIA driver). It takes about one second.
     """
     if importlib.util.find_spec("sapien") is None:
         return False, "The package 'sapien' is missing. Install it with `bash scripts/setup.sh --sims`."
@@ -168,21 +156,16 @@ def probe_vulkan(device: str) -> tuple[bool, str]:
 
 @functools.cache
 def choose_vulkan(device: str) -> str:
-    """Return SAPIEN's name of a working render device, and set its environment for this process and its children.
+    """Return SAPIEN's name of a render device ("cpu" or "gpu"), and set its environment here and in child processes.
 
     On the CPU, ``VK_ICD_FILENAMES`` is set to lavapipe, unless the user has set it or ``VK_DRIVER_FILES``.
-
-    Args:
-        device: "cpu" or "gpu".
-
-    Raises:
-        MissingDependencyError: The device does not work; says what to install.
+    MissingDependencyError says what to install if the device does not work.
     """
     works, message = probe_vulkan(device)
     if not works:
         raise MissingDependencyError(message)
     os.environ.update(_vulkan_environment(device))
-    _single_threaded_mesa()
+    os.environ.setdefault(*SINGLE_THREADED_MESA)
     return VULKAN_DEVICES[device]
 
 
@@ -254,11 +237,6 @@ def _vulkan_environment(device: str) -> dict[str, str]:
     chosen = os.environ.get("VK_ICD_FILENAMES") or os.environ.get("VK_DRIVER_FILES")
     found = sorted(path for pattern in LAVAPIPE_FILES for path in glob.glob(pattern))
     return {"VK_ICD_FILENAMES": found[0]} if device == "cpu" and found and not chosen else {}
-
-
-def _single_threaded_mesa() -> None:
-    """Turn off Mesa's rasteriser threads, which slow down pictures of these sizes."""
-    os.environ.setdefault("LP_NUM_THREADS", "0")
 
 
 def _failure_of(script: str, argument: str, environment: dict[str, str]) -> str | None:

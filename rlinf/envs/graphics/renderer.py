@@ -27,12 +27,7 @@ def _close_at_exit() -> None:
 
     Exit handlers run in reverse order, so this is called after the GL module has registered its own.
     """
-    atexit.register(_close_renderers)
-
-
-def _close_renderers() -> None:
-    for renderer in list(_open_renderers):
-        renderer.close()
+    atexit.register(lambda: [renderer.close() for renderer in list(_open_renderers)])
 
 
 class StateRenderer:
@@ -91,17 +86,13 @@ class StateRenderer:
 
         Returns:
             uint8 ``[len(camera_ids), len(states), size, size, 3]``.
-
-        Raises:
-            MissingDependencyError: No GL context can be opened.
         """
         mujoco = self._mujoco
         pixels = np.empty((len(camera_ids), len(states), self.size, self.size, 3), dtype=np.uint8)
         with self._lock:
             if self._gl is None:
                 self._open()
-            else:
-                self._gl.make_current()
+            self._gl.make_current()
             scene, context, viewport = self._scene, self._context, self._viewport
             for row, state in enumerate(states):
                 self._option.geomgroup = DEFAULT_GROUPS if geom_groups is None else geom_groups[row]
@@ -167,11 +158,7 @@ class StateRenderer:
 
 def _gl_errors(backend: str) -> tuple[type[Exception], ...]:
     """Return the errors of a backend's Python binding, besides Python's own."""
-    if backend in ("egl", "osmesa"):
-        from OpenGL.error import Error
-
-        return (Error,)
-    return ()
+    return (importlib.import_module("OpenGL.error").Error,) if backend in ("egl", "osmesa") else ()
 
 
 def _release_function(backend: str) -> Any:

@@ -19,7 +19,7 @@ from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.graphics.backend import choose_backend, import_mujoco
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
-from rlinf.envs.spaces import checked_picture
+from rlinf.envs.spaces import checked_picture, resized
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 from rlinf.options import option
 from rlinf.seeding import derive_seed
@@ -89,22 +89,13 @@ class Spaces(NamedTuple):
 def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.Env:
     """Make the env of ``config``, without the time limit of its registration (``VectorEnv`` truncates).
 
-    Args:
-        config: Settings.
-        render_mode: As in ``gymnasium.make``.
-
     Raises:
         ConfigError: The id is not registered, its module cannot be imported, or the env refuses ``env.kwargs``.
         MissingDependencyError: The env needs a package that is not installed, or MuJoCo a GL.
     """
+    options = {"max_episode_steps": -1, "disable_env_checker": True, "render_mode": render_mode}
     try:
-        return gymnasium.make(
-            config.id,
-            max_episode_steps=-1,
-            disable_env_checker=True,
-            render_mode=render_mode,
-            **config.kwargs,
-        )
+        return gymnasium.make(config.id, **options, **config.kwargs)
     except gymnasium.error.DependencyNotInstalled as error:
         raise MissingDependencyError(f"env.id={config.id} needs a package that is missing: {error}") from error
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.VersionNotFound) as error:
@@ -133,12 +124,12 @@ def make_single(config: GymnasiumConfig, render_mode: str | None) -> gymnasium.E
 
 
 def spaces_of(config: GymnasiumConfig) -> Spaces:
-    """Return the spaces of the env of ``config``. Makes one env once, without pictures.
+    """Return the spaces of the env of ``config``. Makes one env once, without pictures."""
+    return _spaces_of(*_key(config))
 
-    Raises:
-        ConfigError: See ``make_single``; or the actions do not fit ``action_bounds``; or the observation has no fixed size.
-    """
-    return _spaces_of(config.id, json.dumps(config.kwargs, sort_keys=True), config.state)
+
+def _key(config: GymnasiumConfig) -> tuple[str, str, str]:
+    return config.id, json.dumps(config.kwargs, sort_keys=True), config.state
 
 
 @functools.cache
@@ -171,13 +162,6 @@ def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.n
 
     A choice among ``n`` is one number, which ``action_of`` rounds. Its bounds lie 0.5 beyond the first and the last choice, so
     that each choice has an equal share of the range.
-
-    Args:
-        space: A ``Box`` with finite bounds, ``Discrete``, ``MultiDiscrete`` or ``MultiBinary``.
-        env_id: Id of the env, for the message.
-
-    Raises:
-        ConfigError: The space is something else.
     """
     match space:
         case gymnasium.spaces.Discrete():
@@ -191,8 +175,7 @@ def action_bounds(space: gymnasium.Space, env_id: str) -> tuple[np.ndarray, np.n
         case _:
             raise ConfigError(
                 f"env.id={env_id} acts in {space}; required: a Box with finite bounds, Discrete, MultiDiscrete or "
-                "MultiBinary. Register a version of it with an action wrapper that has one (gymnasium.ActionWrapper), and "
-                "name that in env.id"
+                "MultiBinary. Register a version with a gymnasium.ActionWrapper that has one, and name it in env.id"
             )
     margin = 0.5 if np.issubdtype(space.dtype, np.integer) else 0.0
     return np.float32(np.ravel(low) - margin), np.float32(np.ravel(high) + margin)
@@ -203,18 +186,15 @@ def action_of(space: gymnasium.Space, numbers: np.ndarray) -> Any:
     if np.issubdtype(space.dtype, np.integer):
         low, high = action_bounds(space, "")
         numbers = np.clip(np.rint(numbers), low + 0.5, high - 0.5)
-    return numbers.reshape(space.shape).astype(space.dtype)[
-        ()
-    ]  # a scalar for Discrete: an env may use it as a dictionary key
+    action = numbers.reshape(space.shape).astype(space.dtype)
+    return action[()]  # a scalar for Discrete: an env may use it as a dictionary key
 
 
 def _packages_behind(env_class: type) -> tuple[str, ...]:
     """Return the distributions of the modules that define ``env_class`` and its bases, and of their imports."""
     modules = [sys.modules[cls.__module__] for cls in env_class.__mro__]
-    imported = [
-        value.__name__ for module in modules for value in vars(module).values() if isinstance(value, ModuleType)
-    ]
-    roots = {name.partition(".")[0] for name in [*imported, *(module.__name__ for module in modules)]}
+    modules += [value for module in modules for value in vars(module).values() if isinstance(value, ModuleType)]
+    roots = {module.__name__.partition(".")[0] for module in modules}
     distributions = packages_distributions()
     return tuple(sorted({name for root in roots for name in distributions.get(root, ())}))
 
@@ -224,13 +204,8 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     The env's ``terminated``, and its ``truncated`` before the time limit, end an episode; ``VectorEnv`` keeps the time limit.
 
-    Args:
-        config: Settings.
-        num_envs: ``B``.
-        auto_reset: See ``VectorEnv``.
-
     Raises:
-        ConfigError: The id is unknown, its spaces do not fit, or a camera is unknown.
+        ConfigError: The id is unknown, or its spaces do not fit.
         MissingDependencyError: A package or a GL that the env needs is missing.
     """
 
@@ -247,7 +222,7 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
         if config.cameras and not spaces.can_draw:
             raise ConfigError(f"env.id={config.id} has no render_mode=rgb_array. Set env.cameras=[]")
         if config.cameras:
-            _draw_once(config.id, json.dumps(config.kwargs, sort_keys=True), config.state)
+            _draw_once(*_key(config))
         super().__init__(config, num_envs, auto_reset, spaces.action_low, spaces.action_high)
         if spaces.render_fps is not None:
             self.metadata["render_fps"] = spaces.render_fps
@@ -256,11 +231,6 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
     def all_task_names(cls, config: GymnasiumConfig) -> list[str]:
         """Return the id: the only task."""
         return [config.id]
-
-    @property
-    def state_dim(self) -> int:
-        """Numbers of the flattened observation, 0 for ``state=none``."""
-        return self.state_width(self.config)
 
     @classmethod
     def packages_of(cls, config: GymnasiumConfig) -> tuple[str, ...]:
@@ -276,11 +246,11 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
                 f"env.id={config.id} has no render_mode=rgb_array, which videos need. Set evaluation.num_videos_per_task=0"
             )
         if not spaces.uses_mujoco:
-            _draw_once(config.id, json.dumps(config.kwargs, sort_keys=True), config.state)
+            _draw_once(*_key(config))
 
     @classmethod
     def state_width(cls, config: GymnasiumConfig) -> int:
-        """Return ``state_dim`` under ``config``."""
+        """Return how many numbers the flattened observation has, 0 for ``state=none``."""
         return len(spaces_of(config).state_low)
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -291,11 +261,7 @@ class GymnasiumVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def horizon_of(cls, config: GymnasiumConfig, task: str) -> int:
-        """Return ``config.max_episode_steps``, by default the limit of the registration.
-
-        Raises:
-            ConfigError: There is no limit.
-        """
+        """Return ``config.max_episode_steps``, by default the limit of the registration, which must have one."""
         horizon = config.max_episode_steps or spaces_of(config).horizon
         if horizon is None:
             raise ConfigError(f"env.id={config.id} is registered without a time limit. Set env.max_episode_steps=200")
@@ -345,7 +311,7 @@ class GymnasiumSimulator(Simulator):
         state = None
         if self.config.state == "full":
             state = gymnasium.spaces.flatten(self._env.observation_space, self._observation).astype(np.float32)
-        images = {camera: self._picture(self.config.image_size) for camera in self.config.cameras}
+        images = {camera: self.render(self.config.image_size) for camera in self.config.cameras}
         return View(images, state, self.config.instruction)
 
     def render(self, size: int) -> np.ndarray:
@@ -355,17 +321,6 @@ class GymnasiumSimulator(Simulator):
             ConfigError: It has none.
             MissingDependencyError: A package that it draws with, or a GL, is missing.
         """
-        return self._picture(size)
-
-    def close(self) -> None:
-        """Close the env."""
-        if self._env is not None:
-            self._env.close()
-        self._env = None
-
-    def _picture(self, size: int) -> np.ndarray:
-        from PIL import Image
-
         if self._spaces.uses_mujoco:
             choose_backend()
         viewer = getattr(getattr(self._env.unwrapped, "mujoco_renderer", None), "viewer", None)
@@ -380,8 +335,13 @@ class GymnasiumSimulator(Simulator):
             ) from error
         if not isinstance(picture, np.ndarray) or picture.ndim != 3:
             raise ConfigError(f"env.id={self.config.id} gives no picture under render_mode=rgb_array. Set {without}")
-        picture = checked_picture(picture, f"env.id={self.config.id}", without)
-        return np.asarray(Image.fromarray(picture).resize((size, size)))
+        return resized(checked_picture(picture, f"env.id={self.config.id}", without), size)
+
+    def close(self) -> None:
+        """Close the env."""
+        if self._env is not None:
+            self._env.close()
+        self._env = None
 
 
 @functools.cache

@@ -15,16 +15,7 @@ from rlinf.options import override_text
 
 
 def check_assets(assets: Path, suite: str, tasks: Sequence[str]) -> None:
-    """Check that the scene and all objects of the tasks exist, with their meshes.
-
-    Args:
-        assets: Folder of the assets.
-        suite: Name of the suite.
-        tasks: Task names of the suite.
-
-    Raises:
-        MissingDependencyError: A file is missing; names the file and the tasks that need it.
-    """
+    """Check that the scene and all objects of the tasks exist, with their meshes."""
     missing = {task: lost for task in tasks if (lost := missing_files(assets, suite, task))}
     if not missing:
         return

@@ -125,13 +125,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
     Evaluation takes the recorded initial states 0 to 49 of each task in order, with tasks in turn. Instructions, horizons,
     settling, picture orientation, fixtures and sensor timing are those of OpenVLA's evaluation script.
 
-    Args:
-        config: Settings.
-        num_envs: ``B``.
-        auto_reset: See ``VectorEnv``.
-
     Raises:
-        ConfigError: Unknown suite, task or camera.
         MissingDependencyError: LIBERO, a package of the right version, the assets or a GL for pictures is missing.
     """
 
@@ -159,12 +153,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
     @classmethod
     def all_task_names(cls, config: LiberoConfig) -> list[str]:
-        """Return LIBERO's own names of the suite's tasks, in its order.
-
-        Raises:
-            ConfigError: Unknown suite.
-            MissingDependencyError: LIBERO is not installed.
-        """
+        """Return LIBERO's own names of the suite's tasks, in its order; raise MissingDependencyError without LIBERO."""
         if config.suite not in HORIZONS:
             raise ConfigError(f"Unknown suite '{config.suite}' in env.suite.{did_you_mean(config.suite, HORIZONS)}")
         return list(suite_tasks(config.suite))
@@ -173,9 +162,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
     def check_statistics(cls, config: LiberoConfig, statistics: Mapping[str, Any]) -> None:
         """Refuse statistics with the other gripper convention: the policy would do the opposite, or nothing.
 
-        Raises:
-            ConfigError: The smallest gripper number is 0 or more with ``env.gripper=env``, or negative with
-                ``env.gripper=openvla``.
+        The smallest gripper number is negative with ``env.gripper=env``, and 0 or more with ``env.gripper=openvla``.
         """
         action = statistics["action"]
         numbers = action.get("min", action.get("q01"))
@@ -195,20 +182,11 @@ class LiberoVectorEnv(ProcessVectorEnv):
         return config.max_episode_steps or HORIZONS[config.suite]
 
     def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
-        """Return the episodes of a split, tasks in turn; "eval": the recorded states in their order.
-
-        Raises:
-            ConfigError: Unknown split.
-        """
+        """Return the episodes of a split, tasks in turn; "eval": the recorded states in their order."""
         check_split(split)
-        drawn = split == "train" and self.config.train_init_states == "drawn"
-        return EpisodeList(
-            self.suite,
-            len(self.task_names),
-            self.num_init_states(self.config, split),
-            first_init_state_id=DRAWN_OFFSET if drawn else 0,
-            seed=EVAL_SEED if split == "eval" else TRAIN_SEED,
-        )
+        first = DRAWN_OFFSET if split == "train" and self.config.train_init_states == "drawn" else 0
+        seed = EVAL_SEED if split == "eval" else TRAIN_SEED
+        return EpisodeList(self.suite, len(self.task_names), self.num_init_states(self.config, split), first, seed)
 
     @classmethod
     def num_init_states(cls, config: LiberoConfig, split: str) -> int:
@@ -216,14 +194,9 @@ class LiberoVectorEnv(ProcessVectorEnv):
         recorded = split == "eval" or config.train_init_states == "recorded"
         return min(super().num_init_states(config, split), NUM_RECORDED if recorded else sys.maxsize)
 
-    @property
-    def state_dim(self) -> int:
-        """8 numbers (proprio) or 0 (none)."""
-        return self.state_width(self.config)
-
     @classmethod
     def state_width(cls, config: LiberoConfig) -> int:
-        """Return ``state_dim`` under ``config``."""
+        """Return 8 (proprio) or 0 (none)."""
         return {"proprio": 8, "none": 0}[config.state]
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -236,12 +209,7 @@ class LiberoVectorEnv(ProcessVectorEnv):
 
 
 class LiberoSimulator(Simulator):
-    """One env of a suite. It switches scenes when an episode has another task.
-
-    Args:
-        config: Settings.
-        task_names: Tasks that ``config.tasks`` selects.
-    """
+    """One env of a suite. It switches scenes when an episode has another task."""
 
     config: LiberoConfig
 
@@ -253,11 +221,7 @@ class LiberoSimulator(Simulator):
         self._state: SceneState | None = None
 
     def reset(self, spec: EpisodeSpec) -> None:
-        """Start at a recorded state (``init_state_id`` below 50) or a drawn state (1000 and above), and let objects settle.
-
-        Raises:
-            ConfigError: The initial state does not exist.
-        """
+        """Start at a recorded state (``init_state_id`` below 50) or a drawn one (from 1000 on); let objects settle."""
         task, suite, number = self.task_names[spec.task_id], self.config.suite, spec.init_state_id
         states = recorded_states(suite, task)
         if len(states) <= number < DRAWN_OFFSET:
@@ -285,7 +249,6 @@ class LiberoSimulator(Simulator):
             return SingleStep(0.0, self._scene.step(self._state, numbers))
 
     def observe(self) -> View:
-        """Render the cameras and read the state."""
         with self._scene.lock:
             pictures = self._scene.render(self._state, self.config.cameras, self.config.image_size)
             state = self._scene.proprioception(self._state) if self.config.state == "proprio" else None

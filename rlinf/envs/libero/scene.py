@@ -78,9 +78,6 @@ class Scene:
         bddl_file: Description of the task.
         assets: Folder of meshes and textures.
         fast_rendering: See ``StateRenderer``.
-
-    Raises:
-        MissingDependencyError: An asset is missing.
     """
 
     def __init__(self, bddl_file: Path, assets: Path, fast_rendering: bool) -> None:
@@ -121,16 +118,13 @@ class Scene:
 
         A recorded state does not contain the places of the fixtures (cabinet, stove), which LIBERO draws within about a
         centimetre at each reset. Here they are those of episode ``index`` of a script that calls ``env.seed(seed)`` once, and
-        then ``env.reset()`` and ``env.set_init_state(recorded)`` for each episode.
+        then ``env.reset()`` and ``env.set_init_state(recorded)`` for each episode (OpenVLA's evaluation: seed 0).
 
         Args:
             state: Overwritten.
             recorded: float64 ``[1 + nq + nv]``.
-            seed: Seed of NumPy's global generator; 0 in OpenVLA's evaluation script.
+            seed: Seed of NumPy's global generator.
             index: Number of the recorded state.
-
-        Raises:
-            ConfigError: The state belongs to another task.
         """
         if len(recorded) != 1 + self.model.nq + self.model.nv:
             raise ConfigError(
@@ -150,17 +144,11 @@ class Scene:
         self._begin(state)
 
     def step(self, state: SceneState, action: np.ndarray) -> bool:
-        """Advance by one env step (50 ms).
+        """Advance by one env step (50 ms), and return whether the goal is reached.
 
         The result equals that of robosuite's ``env.step``. In each simulator step, robosuite computes positions and velocities
-        three times, here once; accelerations are computed three times here as well.
-
-        Args:
-            state: State of one env.
-            action: float64 ``[7]`` in LIBERO's convention (gripper: -1 opens, 1 closes).
-
-        Returns:
-            Whether the goal is reached.
+        three times, here once; accelerations are computed three times here as well. ``action`` is float64 ``[7]`` in
+        LIBERO's convention (gripper: -1 opens, 1 closes).
         """
         mujoco, model, data, robot = self._mujoco, self.model, state.data, self._robot
         self._activate(state)
@@ -263,12 +251,8 @@ class Scene:
     def _draw(self, state: SceneState, num_loads: int) -> int:
         """Reset the simulation as LIBERO's ``env.reset()`` does, with NumPy's global generator.
 
-        Args:
-            state: Overwritten.
-            num_loads: How often LIBERO has loaded the model; its list of joints to draw grows each time.
-
-        Returns:
-            ``num_loads``, plus 1 for each time that LIBERO found no place and started over.
+        ``num_loads``: how often LIBERO has loaded the model; its list of joints to draw grows each time. Return it,
+        plus 1 for each time that LIBERO found no place and started over.
         """
         from robosuite.utils.errors import RandomizationError
 

@@ -22,24 +22,21 @@ HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "li
 """Suite to env steps of an episode after the settling steps, as in the evaluation scripts of OpenVLA, OpenVLA-OFT and openpi."""
 
 ASSETS_VARIABLE = "RLINF_LIBERO_ASSETS"
-REQUIRED = {
-    "robosuite": ((1, 4), (1, 5), "robosuite==1.4.0"),
-    "mujoco": ((2, 3), (3, 3, 3), "mujoco==3.3.0"),
-}
+REQUIRED = {"robosuite": ((1, 4), (1, 5), "robosuite==1.4.0"), "mujoco": ((2, 3), (3, 3, 3), "mujoco==3.3.0")}
 """Distribution to the first supported version, the first unsupported one, and what to install."""
 _INSTALL = (
     "Install LIBERO with `bash scripts/setup.sh --sims`, or with `pip install --no-deps hf-libero==0.1.4 "
     "robosuite==1.4.0 bddl==1.0.1`."
 )
+_ASSETS_HINT = (
+    "They are the folder libero/libero/assets of https://github.com/Lifelong-Robot-Learning/LIBERO. Get it with "
+    "`git clone`, and set env.assets_dir=LIBERO/libero/libero/assets, or set RLINF_LIBERO_ASSETS."
+)
 
 
 @functools.cache
 def package_folder() -> Path:
-    """Return the folder of LIBERO's files in the installed package.
-
-    Raises:
-        MissingDependencyError: LIBERO is not installed.
-    """
+    """Return the folder of LIBERO's files in the installed package."""
     found = importlib.util.find_spec("libero")
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         if (Path(folder) / "libero" / "bddl_files").is_dir():
@@ -52,9 +49,6 @@ def check_packages() -> None:
 
     MuJoCo draws floors darker from 3.3.3 on, and collides boxes differently from 3.4 on; published policies then lose 20 to 86
     points of success.
-
-    Raises:
-        MissingDependencyError: A package is missing or has another version.
     """
     package_folder()
     for name in ("robosuite", "bddl"):
@@ -68,9 +62,8 @@ def check_packages() -> None:
         numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
         if not first <= numbers < end:
             raise MissingDependencyError(
-                f"{name} has version {version}; required: from {_dotted(first)} to below {_dotted(end)} (later versions change "
-                f"contacts and brightness, and with them success rates). "
-                f"Run pip install {wanted}"
+                f"{name} has version {version}; required: from {_dotted(first)} to below {_dotted(end)} (later "
+                f"versions change contacts and brightness, and with them success rates). Run pip install {wanted}"
             )
 
 
@@ -123,9 +116,6 @@ def read_states(path: Path) -> np.ndarray:
     """Return the initial states of a file of LIBERO, float64 ``[N, 1 + nq + nv]`` (time, positions, velocities).
 
     The file is a zip archive around a pickle, from which only NumPy arrays are read.
-
-    Raises:
-        ConfigError: The file is missing or holds something else.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -149,15 +139,12 @@ def find_assets(configured: str | None) -> Path:
 
     ``env.assets_dir`` and then the environment variable RLINF_LIBERO_ASSETS name it. If neither is set, the package, LIBERO's
     settings and LIBERO's download folder are searched.
-
-    Raises:
-        MissingDependencyError: A named folder is not the assets folder, or none is found.
     """
     settings = Path(os.environ.get("LIBERO_CONFIG_PATH", "~/.libero")).expanduser() / "config.yaml"
     named = {"env.assets_dir": configured, ASSETS_VARIABLE: os.environ.get(ASSETS_VARIABLE)}
     for key, folder in named.items():
         if folder and not _has_assets(Path(folder).expanduser()):
-            raise MissingDependencyError(f"{key}={folder} is not LIBERO's assets folder. {_assets_hint()}")
+            raise MissingDependencyError(f"{key}={folder} is not LIBERO's assets folder. {_ASSETS_HINT}")
         if folder:
             return Path(folder).expanduser().resolve()
     places = [package_folder() / "assets", _assets_of_settings(settings), Path("~/.cache/libero/assets").expanduser()]
@@ -165,14 +152,7 @@ def find_assets(configured: str | None) -> Path:
         if place is not None and _has_assets(place):
             return place.resolve()
     looked = ", ".join(str(place) for place in places if place is not None)
-    raise MissingDependencyError(f"LIBERO's assets (meshes and textures) are not in any of {looked}. {_assets_hint()}")
-
-
-def _assets_hint() -> str:
-    return (
-        "They are the folder libero/libero/assets of https://github.com/Lifelong-Robot-Learning/LIBERO. Get it with "
-        "`git clone`, and set env.assets_dir=LIBERO/libero/libero/assets, or set RLINF_LIBERO_ASSETS."
-    )
+    raise MissingDependencyError(f"LIBERO's assets (meshes and textures) are not in any of {looked}. {_ASSETS_HINT}")
 
 
 def _has_assets(folder: Path) -> bool:

@@ -10,17 +10,7 @@ import numpy as np
 
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.graphics.backend import VULKAN_DEVICES, choose_vulkan
-from rlinf.envs.maniskill.scene import (
-    ACTION_DIMS,
-    CONTROL_FREQ_HZ,
-    PACKAGES,
-    TASKS,
-    ManiSkillOptions,
-    ManiSkillSuite,
-    Scene,
-    check_packages,
-    seed_of,
-)
+from rlinf.envs.maniskill.scene import TASKS, ManiSkillOptions, ManiSkillSuite, Scene, seed_of
 from rlinf.envs.process.env import ProcessVectorEnv
 from rlinf.envs.process.simulator import Simulator, SingleStep, View
 from rlinf.options import option
@@ -46,28 +36,17 @@ class ManiSkillConfig(ManiSkillOptions, ProcessEnvConfig):
 class ManiSkillVectorEnv(ManiSkillSuite, ProcessVectorEnv):
     """ManiSkill's tabletop tasks of one Panda arm, by instruction.
 
-    Args:
-        config: Settings.
-        num_envs: ``B``.
-        auto_reset: See ``VectorEnv``.
-
     Raises:
-        ConfigError: Unknown task or camera, or states of different widths.
         MissingDependencyError: ManiSkill or a working Vulkan is missing; ManiSkill needs Vulkan even without cameras.
     """
 
     config_class = ManiSkillConfig
-    suite: ClassVar[str] = "maniskill"
-    packages: ClassVar[tuple[str, ...]] = PACKAGES
     simulator_class: ClassVar[str] = "rlinf.envs.maniskill.env:ManiSkillSimulator"
     config: ManiSkillConfig
 
     def __init__(self, config: ManiSkillConfig, num_envs: int, auto_reset: bool) -> None:
-        check_packages(config)
-        high = np.ones(ACTION_DIMS[config.control_mode])
+        super().__init__(config, num_envs, auto_reset)
         choose_vulkan(config.render_device)
-        super().__init__(config, num_envs, auto_reset, action_low=-high, action_high=high)
-        self.metadata["render_fps"] = CONTROL_FREQ_HZ
 
 
 class ManiSkillSimulator(Simulator):
@@ -84,10 +63,8 @@ class ManiSkillSimulator(Simulator):
         task = self.task_names[spec.task_id]
         if self._scene is None or self._scene.task != task:
             # SAPIEN keeps its renderer (7 s to make in software) only while a scene exists: make the next scene before closing this.
-            previous, self._scene = (
-                self._scene,
-                Scene(self.config, task, 1, "physx_cpu", VULKAN_DEVICES[self.config.render_device]),
-            )
+            previous, device = self._scene, VULKAN_DEVICES[self.config.render_device]
+            self._scene = Scene(self.config, task, 1, "physx_cpu", device)
             if previous is not None:
                 previous.close()
         self._scene.reset(FIRST_ROW, [seed_of(task, spec.init_state_id, spec.seed)])
@@ -98,7 +75,6 @@ class ManiSkillSimulator(Simulator):
         return SingleStep(float(reward[0]), bool(success[0]), bool(failure[0]))
 
     def observe(self) -> View:
-        """Render the cameras and read the state."""
         images = {name: picture[0] for name, picture in self._scene.images(FIRST_ROW).items()}
         state = self._scene.state(FIRST_ROW)
         return View(images, None if state is None else state[0], TASKS[self._scene.task].instruction)

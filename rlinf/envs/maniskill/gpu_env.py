@@ -9,18 +9,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from rlinf.envs.base import SimulatorStep, VectorEnv
 from rlinf.envs.graphics.backend import choose_vulkan
-from rlinf.envs.maniskill.scene import (
-    ACTION_DIMS,
-    CONTROL_FREQ_HZ,
-    PACKAGES,
-    ManiSkillOptions,
-    ManiSkillSuite,
-    Scene,
-    check_packages,
-    seed_of,
-)
+from rlinf.envs.maniskill.scene import ManiSkillOptions, ManiSkillSuite, Scene, seed_of
+from rlinf.envs.steps import SimulatorStep
 from rlinf.errors import ConfigError
 from rlinf.options import option
 from rlinf.types import EpisodeSpec, Observation
@@ -33,36 +24,26 @@ class ManiSkillGpuConfig(ManiSkillOptions):
     name: str = option("maniskill_gpu", "Registered environment.")
 
 
-class ManiSkillGpuVectorEnv(ManiSkillSuite, VectorEnv):
+class ManiSkillGpuVectorEnv(ManiSkillSuite):
     """One task of ManiSkill, ``B`` rows in one simulation on the GPU.
 
     Rows are reset together, each drawn by its own seed, so that an episode's initial state depends on its spec alone. PhysX
     on the GPU is not bit-reproducible, so equal actions give nearly, not exactly, equal trajectories. A row whose episode ends
     inside a chunk is put back after each step of the others.
 
-    Args:
-        config: Settings.
-        num_envs: ``B``.
-        auto_reset: See ``VectorEnv``.
-
     Raises:
-        ConfigError: Unknown task or camera, or more than one task.
+        ConfigError: More than one task.
         MissingDependencyError: ManiSkill, a GPU or its Vulkan driver is missing.
     """
 
     config_class = ManiSkillGpuConfig
-    suite: ClassVar[str] = "maniskill"
-    packages: ClassVar[tuple[str, ...]] = PACKAGES
     devices: ClassVar[tuple[str, str]] = ("physx_cuda", "gpu")
     """Where it simulates, and where it renders."""
     on_gpu: ClassVar[bool] = True
     config: ManiSkillGpuConfig
 
     def __init__(self, config: ManiSkillGpuConfig, num_envs: int, auto_reset: bool) -> None:
-        check_packages(config)
-        high = np.ones(ACTION_DIMS[config.control_mode])
-        super().__init__(config, num_envs, auto_reset, action_low=-high, action_high=high)
-        self.metadata["render_fps"] = CONTROL_FREQ_HZ
+        super().__init__(config, num_envs, auto_reset)
         if len(self.task_names) != 1:
             raise ConfigError(
                 f"env.name={config.name} simulates one task, and env.tasks leaves {len(self.task_names)}. "

@@ -11,9 +11,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.episodes import select_tasks
-from rlinf.envs.spaces import checked_picture
+from rlinf.envs.spaces import checked_picture, resized
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.options import option
 from rlinf.seeding import derive_seed
@@ -97,12 +98,24 @@ class ManiSkillOptions(EnvConfig):
     )
 
 
-class ManiSkillSuite:
-    """The members of a ``VectorEnv`` that follow from the list of tasks."""
+class ManiSkillSuite(VectorEnv):
+    """What ManiSkill on the CPU and on the GPU share."""
 
+    suite: ClassVar[str] = "maniskill"
     camera_names: ClassVar[tuple[str, ...]] = CAMERAS
+    packages: ClassVar[tuple[str, ...]] = PACKAGES
     config: ManiSkillOptions
-    task_names: list[str]
+
+    def __init__(self, config: ManiSkillOptions, num_envs: int, auto_reset: bool) -> None:
+        for package in PACKAGES:
+            if find_spec(package) is None:
+                raise MissingDependencyError(
+                    f"The package '{package}' is missing, and env.name={config.name} needs it. "
+                    "Install it, and Vulkan, with `bash scripts/setup.sh --sims`."
+                )
+        high = np.ones(ACTION_DIMS[config.control_mode])
+        super().__init__(config, num_envs, auto_reset, action_low=-high, action_high=high)
+        self.metadata["render_fps"] = CONTROL_FREQ_HZ
 
     @classmethod
     def all_task_names(cls, config: ManiSkillOptions) -> list[str]:
@@ -114,18 +127,9 @@ class ManiSkillSuite:
         """Return ``config.max_episode_steps``, by default ManiSkill's own limit."""
         return config.max_episode_steps or TASKS[task].horizon
 
-    @property
-    def state_dim(self) -> int:
-        """Width of the state under ``config.state``."""
-        return self.state_width(self.config)
-
     @classmethod
     def state_width(cls, config: ManiSkillOptions) -> int:
-        """Return ``state_dim`` under ``config``.
-
-        Raises:
-            ConfigError: The full states of the tasks differ in width.
-        """
+        """Return ``state_dim`` under ``config``; raise ConfigError if the full states of the tasks differ in width."""
         if config.state != "full":
             return PROPRIO_DIM if config.state == "proprio" else 0
         widths = {task: TASKS[task].state_dim for task in select_tasks(list(TASKS), config.tasks)}
@@ -141,35 +145,13 @@ class ManiSkillSuite:
         return TASKS[self.task_names[task_id]].instruction
 
 
-def check_packages(config: ManiSkillOptions) -> None:
-    """Check that ManiSkill is installed.
-
-    Raises:
-        MissingDependencyError: It is not.
-    """
-    for package in PACKAGES:
-        if find_spec(package) is None:
-            raise MissingDependencyError(
-                f"The package '{package}' is missing, and env.name={config.name} needs it. "
-                "Install it, and Vulkan, with `bash scripts/setup.sh --sims`."
-            )
-
-
 def seed_of(task: str, init_state_id: int, seed: int) -> int:
     """Return the seed of an episode for ManiSkill's ``reset(seed=...)``."""
     return derive_seed(seed, "maniskill", task, init_state_id) % 2**31
 
 
 class Scene:
-    """One simulation of a task, ``B`` rows wide.
-
-    Args:
-        config: Settings.
-        task: Name of the task.
-        num_envs: ``B``; 1 on the CPU.
-        sim_backend: "physx_cpu" or "physx_cuda".
-        render_device: SAPIEN's device name from ``choose_vulkan``.
-    """
+    """One simulation of a task, ``num_envs`` rows wide (1 with "physx_cpu", any number with "physx_cuda")."""
 
     def __init__(
         self, config: ManiSkillOptions, task: str, num_envs: int, sim_backend: str, render_device: str
@@ -188,16 +170,11 @@ class Scene:
         rewards = REGISTERED_ENVS[task].cls.SUPPORTED_REWARD_MODES
         robot = {"robot_uids": "panda_wristcam"} if "hand_camera" in config.cameras else {}
         self._env = gymnasium.make(
-            task,
-            num_envs=num_envs,
-            obs_mode="state",
-            control_mode=config.control_mode,
+            task, num_envs=num_envs, obs_mode="state", control_mode=config.control_mode,
             reward_mode="normalized_dense" if "normalized_dense" in rewards else "sparse",
             sensor_configs={"width": config.image_size, "height": config.image_size},
-            sim_backend=sim_backend,
-            render_backend=render_device,
-            **robot,
-        ).unwrapped
+            sim_backend=sim_backend, render_backend=render_device, **robot,
+        ).unwrapped  # fmt: skip
         self._state = np.zeros((num_envs, TASKS[task].state_dim), np.float32)
         self._num_envs, self._on_cpu = num_envs, sim_backend == "physx_cpu"
         if num_envs > 1:
@@ -220,8 +197,7 @@ class Scene:
     def step(self, rows: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Advance ``rows`` (int64 ``[K]``) with ``actions`` (float32 ``[K, D]``); the other rows do not change.
 
-        Returns:
-            Dense reward float32 ``[K]``, success and failure bool ``[K]``.
+        Return the dense reward float32 ``[K]``, and success and failure bool ``[K]``.
         """
         others = np.setdiff1d(np.arange(self._num_envs), rows)
         before = self._env.get_state_dict() if len(others) else None
@@ -250,9 +226,8 @@ class Scene:
             camera = env.scene.sensors[name]
             camera.capture()
             seen = camera.get_obs(rgb=True, depth=False, position=False, segmentation=False, normal=False, albedo=False)
-            pictures[name] = checked_picture(
-                _array(seen["rgb"])[rows], f"ManiSkill's camera '{name}'", "env.cameras=[]"
-            )
+            picture = _array(seen["rgb"])[rows]
+            pictures[name] = checked_picture(picture, f"ManiSkill's camera '{name}'", "env.cameras=[]")
         return pictures
 
     def state(self, rows: np.ndarray) -> np.ndarray | None:
@@ -267,11 +242,9 @@ class Scene:
 
     def frames(self, rows: Sequence[int], size: int) -> np.ndarray:
         """Return uint8 ``[K, size, size, 3]`` of ManiSkill's camera for human viewers, with all goals drawn."""
-        from PIL import Image
-
-        without = "evaluation.num_videos_per_task=0"
-        pictures = checked_picture(_array(self._env.render_rgb_array())[list(rows)], "ManiSkill", without)
-        return np.stack([np.asarray(Image.fromarray(picture).resize((size, size))) for picture in pictures])
+        pictures = _array(self._env.render_rgb_array())[list(rows)]
+        pictures = checked_picture(pictures, "ManiSkill", "evaluation.num_videos_per_task=0")
+        return np.stack([resized(picture, size) for picture in pictures])
 
     def poses(self, row: int) -> dict[str, list[float]]:
         """Return position and quaternion (w, x, y, z) of the hand, the movable objects and the goals."""
@@ -291,8 +264,7 @@ def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
     the rows. Here each row is initialised separately, with all generators under its seed. The expensive parts of a reset
     (moving states to and from the GPU, observing all rows) still happen once.
 
-    Returns:
-        Row to seed; fill it before each ``env.reset``.
+    Return a mapping from row to seed, to be filled before each ``env.reset``.
     """
     import torch
 

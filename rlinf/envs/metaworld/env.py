@@ -129,13 +129,7 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
 
     Goals are part of the state and drawn in the picture. Dense reward: Meta-World's own (0 to 10) times 0.1.
 
-    Args:
-        config: Settings.
-        num_envs: ``B``.
-        auto_reset: See ``VectorEnv``.
-
     Raises:
-        ConfigError: Unknown task or camera.
         MissingDependencyError: Meta-World, MuJoCo or a GL for its pictures is missing.
     """
 
@@ -162,14 +156,9 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
         """Return the names of the 50 tasks, in Meta-World's order."""
         return list(INSTRUCTIONS)
 
-    @property
-    def state_dim(self) -> int:
-        """4 numbers (proprio); 39, and one for each of the 50 tasks whatever ``config.tasks`` (full); or 0 (none)."""
-        return self.state_width(self.config)
-
     @classmethod
     def state_width(cls, config: MetaWorldConfig) -> int:
-        """Return ``state_dim`` under ``config``."""
+        """Return 4 (proprio); 39, and one for each of the 50 tasks whatever ``config.tasks`` (full); or 0 (none)."""
         return {"full": 39 + len(INSTRUCTIONS), "proprio": 4, "none": 0}[config.state]
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -184,12 +173,7 @@ class MetaWorldVectorEnv(ProcessVectorEnv):
 
 
 class MetaWorldSimulator(Simulator):
-    """One env of Meta-World. It switches scenes when an episode has another task.
-
-    Args:
-        config: Settings.
-        task_names: Tasks that ``config.tasks`` selects.
-    """
+    """One env of Meta-World. It switches scenes when an episode has another task."""
 
     config: MetaWorldConfig
 
@@ -219,17 +203,11 @@ class MetaWorldSimulator(Simulator):
         return SingleStep(REWARD_SCALE * float(reward), bool(info["success"]))
 
     def observe(self) -> View:
-        """Render the cameras and read the state."""
         images = {camera: self._draw(camera, self.config.image_size) for camera in self.config.cameras}
         return View(images, self._state(), INSTRUCTIONS[self._task])
 
     def expert_action(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-        """Return the action of Meta-World's scripted expert.
-
-        Args:
-            aim_offset_m: Error (x, y) of the hand position that the expert sees. It brings the hand to that distance from
-                everything it wants to touch.
-        """
+        """Return the action of Meta-World's scripted expert, off by ``aim_offset_m`` (x, y)."""
         from metaworld.policies import ENV_POLICY_MAP
 
         seen = self._numbers.copy()

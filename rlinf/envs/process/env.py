@@ -44,13 +44,6 @@ class ProcessVectorEnv(VectorEnv):
     Attributes:
         simulator_class: ``"module:Class"`` of a ``rlinf.envs.process.simulator.Simulator``, which the workers import.
 
-    Args:
-        config: Settings.
-        num_envs: ``B``.
-        auto_reset: See ``VectorEnv``.
-        action_low: float32 ``[D]``.
-        action_high: float32 ``[D]``.
-
     Raises:
         ConfigError: See ``VectorEnv``; or the simulator's class is defined in the main script, which workers cannot import.
         SimulatorError: Raised by any call if more than ``config.max_restarts`` workers were lost, if a simulator failed
@@ -65,12 +58,7 @@ class ProcessVectorEnv(VectorEnv):
     config: ProcessEnvConfig
 
     def __init__(
-        self,
-        config: ProcessEnvConfig,
-        num_envs: int,
-        auto_reset: bool,
-        action_low: np.ndarray,
-        action_high: np.ndarray,
+        self, config: ProcessEnvConfig, num_envs: int, auto_reset: bool, action_low: np.ndarray, action_high: np.ndarray
     ) -> None:
         self._workers: list[Worker] = []
         self._local: SimulatorRows | None = None
@@ -85,11 +73,8 @@ class ProcessVectorEnv(VectorEnv):
         self._rows = np.frombuffer(self._memory.map, dtype=self._task.row_type)
         self._instructions = np.full(self.num_envs, "", dtype=object)
         self._num_failures = np.zeros(self.num_envs, dtype=np.int64)  # in the current episode of each row
-        if config.num_processes == 0:
-            self._workers = [Worker(np.arange(self.num_envs))]
-        else:
-            count = min(config.num_processes or num_cores(), self.num_envs)
-            self._workers = [Worker(ids) for ids in np.array_split(np.arange(self.num_envs), count)]
+        count = 1 if config.num_processes == 0 else min(config.num_processes or num_cores(), self.num_envs)
+        self._workers = [Worker(ids) for ids in np.array_split(np.arange(self.num_envs), count)]
 
     @classmethod
     def has_expert(cls) -> bool:
@@ -184,11 +169,7 @@ class ProcessVectorEnv(VectorEnv):
         return Observation(images, state, self._instructions[ids].tolist())
 
     def _ask(self, name: str, ids: np.ndarray, *arguments: Any) -> dict[Worker, Any]:
-        """Ask each worker about its rows among ``ids``. Ask a replaced worker again.
-
-        Raises:
-            ConfigError: One of the rows is idle.
-        """
+        """Ask each worker about its rows among ``ids``. Ask a replaced worker again."""
         idle = np.setdiff1d(ids, self._rows_in_use()).tolist()
         if idle:
             raise ConfigError(f"{name} was called for the rows {idle}, which have no episode since the last reset.")
@@ -198,24 +179,15 @@ class ProcessVectorEnv(VectorEnv):
             if len(at := worker.positions(ids))
         }
         answers: dict[Worker, Any] = {}
-        while len(answers) < len(calls):
-            pending = {worker: call for worker, call in calls.items() if worker not in answers}
+        while pending := {worker: call for worker, call in calls.items() if worker not in answers}:
             answers |= self._call(pending, self.config.step_timeout_s)
-        return {worker: answers[worker] for worker in calls}
+        return answers
 
     def _call(self, calls: dict[Worker, tuple[str, tuple]], timeout_s: float) -> dict[Worker, Any]:
-        """Let the workers do their calls in parallel.
+        """Let each worker call a method of its ``SimulatorRows``, all in parallel, and return the answers.
 
-        Args:
-            calls: Method of ``SimulatorRows`` and its arguments, for each worker.
-            timeout_s: Longest time for one call of a simulator.
-
-        Returns:
-            The answers, without those of lost workers. These are replaced, and all their rows are in the first state of their
-            episodes.
-
-        Raises:
-            SimulatorError: The env is closed.
+        Lost workers are missing there. They are replaced, and all their rows are in the first state of their episodes.
+        ``timeout_s`` is the longest time for one call of a simulator.
         """
         if self.closed:
             raise SimulatorError(
@@ -249,8 +221,7 @@ class ProcessVectorEnv(VectorEnv):
     ) -> tuple[dict[Worker, Any], dict[Worker, Failure]]:
         """Send all calls, then collect answers and failures.
 
-        Raises:
-            RLinfError: A simulator raised one, which the user must fix. It is raised once all workers have answered.
+        An error that the user must fix is raised again, once all workers have answered.
         """
         results: dict[Worker, Any] = {}
         try:
@@ -287,11 +258,7 @@ class ProcessVectorEnv(VectorEnv):
         return int(self._rows["num_calls"][worker.ids].sum())
 
     def _replace(self, worker: Worker, failure: Failure) -> None:
-        """Start a new process for ``worker``.
-
-        Raises:
-            SimulatorError: Too many workers have been lost; the env is closed.
-        """
+        """Start a new process for ``worker``; close the env and raise SimulatorError if too many have been lost."""
         worker.end(deadline=0.0)
         self.num_restarts += 1
         busy = worker.ids[self._rows["busy"][worker.ids]]
@@ -307,15 +274,14 @@ class ProcessVectorEnv(VectorEnv):
                 f"{what}\nThis was failure {MAX_FAILURES} in {self._episode_of(busy)}. To debug it in this process, set "
                 "env.num_processes=0"
             )
-        if self.num_restarts > self.config.max_restarts:
+        count, limit = self.num_restarts, self.config.max_restarts
+        if count > limit:
             self.close()
             raise SimulatorError(
-                f"{what}\n{self.num_restarts} worker processes have been lost (env.max_restarts={self.config.max_restarts}). To "
-                f"continue, set env.max_restarts={2 * self.num_restarts}"
+                f"{what}\n{count} worker processes have been lost (env.max_restarts={limit}). To continue, set "
+                f"env.max_restarts={2 * count}"
             )
-        logger.warning(
-            "%s\nIts episodes restart (restart %d of %d).", what, self.num_restarts, self.config.max_restarts
-        )
+        logger.warning("%s\nIts episodes restart (restart %d of %d).", what, count, limit)
         self._lost[worker.ids] = True
         worker.start(self._task, self._memory)
 

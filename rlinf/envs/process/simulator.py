@@ -67,18 +67,11 @@ class Simulator(ABC):
         """Return the scripted expert's action in the current state, float32 ``[D]``.
 
         An override may take keyword options, see ``VectorEnv.expert_actions``.
-
-        Raises:
-            ConfigError: There is no scripted expert.
         """
         raise ConfigError(f"Environment '{self.config.name}' has no scripted expert.")
 
     def render(self, size: int) -> np.ndarray:
-        """Return a picture for videos, uint8 ``[size, size, 3]``.
-
-        Raises:
-            ConfigError: The environment cannot draw.
-        """
+        """Return a picture for videos, uint8 ``[size, size, 3]``."""
         raise ConfigError(f"Environment '{self.config.name}' cannot draw frames (asked for {size} pixels).")
 
     def poses(self) -> dict[str, list[float]]:

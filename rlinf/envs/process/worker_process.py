@@ -33,15 +33,7 @@ MARGIN_S = 2.0
 
 @dataclass(frozen=True)
 class SimulatorTask:
-    """The settings with which a worker makes simulators.
-
-    Attributes:
-        simulator_class: ``"module:Class"``, a ``Simulator``.
-        config: First argument of the simulator.
-        task_names: Second argument of the simulator.
-        num_envs: Number of rows of the shared memory.
-        state_dim: Width of the state, 0 for none.
-    """
+    """The class (``"module:Class"``) and arguments of a worker's simulators, and the size of their rows in memory."""
 
     simulator_class: str
     config: ProcessEnvConfig
@@ -77,9 +69,7 @@ class Failure(NamedTuple):
 class SimulatorRows:
     """The simulators of some rows, which run one after the other. Each is made when its row is first reset.
 
-    Args:
-        task: Settings of the simulators.
-        memory: ``task.num_envs`` rows of ``task.row_type``, which receive the observations.
+    Observations go into ``memory``, ``task.num_envs`` rows of ``task.row_type``.
     """
 
     def __init__(self, task: SimulatorTask, memory: Any) -> None:

@@ -28,13 +28,7 @@ class TabletopVectorEnv(VectorEnv):
     ``EpisodeSpec``. The dense reward is 3 per metre of progress towards the goal. The first picture opens the GL context.
     Calls may come from any thread, one at a time.
 
-    Args:
-        config: Settings.
-        num_envs: ``B``.
-        auto_reset: See ``VectorEnv``.
-
     Raises:
-        ConfigError: Unknown task or camera.
         MissingDependencyError: MuJoCo or a GL for its pictures is missing.
     """
 
@@ -66,14 +60,9 @@ class TabletopVectorEnv(VectorEnv):
         """Return the names of the task families, from easy to hard."""
         return list(FAMILIES)
 
-    @property
-    def state_dim(self) -> int:
-        """31 numbers (full), 4 (proprio) or 0 (none); see ``_state``."""
-        return self.state_width(self.config)
-
     @classmethod
     def state_width(cls, config: TabletopConfig) -> int:
-        """Return ``state_dim`` under ``config``."""
+        """Return 31 (full), 4 (proprio) or 0 (none); see ``_state``."""
         return {"full": 31, "proprio": 4, "none": 0}[config.state]
 
     def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -129,11 +118,7 @@ class TabletopVectorEnv(VectorEnv):
         return Observation(images, self._state(ids), [self._instructions[index] for index in ids])
 
     def expert_actions(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-        """Return the scripted expert's actions, float32 ``[B, 2]``.
-
-        Args:
-            aim_offset_m: Constant error (x, y) of its aim, as of a badly calibrated camera.
-        """
+        """Return the scripted expert's actions, float32 ``[B, 2]``; ``aim_offset_m`` is a constant error of its aim."""
         self._check_reset()
         actions = np.zeros((self.num_envs, 2), dtype=np.float32)
         for rows, family in self._by_family(np.arange(self.num_envs)):
@@ -161,11 +146,10 @@ class TabletopVectorEnv(VectorEnv):
         self._renderers.clear()
 
     def _render(self, ids: np.ndarray, camera_ids: list[int], size: int) -> np.ndarray:
-        renderer = self._renderers.get(size)
-        if renderer is None:
-            renderer = self._renderers[size] = StateRenderer(self._simulator.model, size)
+        if size not in self._renderers:
+            self._renderers[size] = StateRenderer(self._simulator.model, size)
         states = [self._simulator.states[index] for index in ids]
-        return renderer.render(states, camera_ids, self._simulator.shown(ids))
+        return self._renderers[size].render(states, camera_ids, self._simulator.shown(ids))
 
     def _by_family(self, ids: np.ndarray) -> list[tuple[np.ndarray, Family]]:
         """Return (positions in ``ids``, family) for each family among ``ids``."""

@@ -92,11 +92,7 @@ def tabletop_xml() -> str:
 
 
 class TabletopSimulator:
-    """``B`` independent states of one model. Arrays of positions are in metres.
-
-    Args:
-        num_envs: ``B``.
-    """
+    """``num_envs`` independent states of one model. Arrays of positions are in metres."""
 
     def __init__(self, num_envs: int) -> None:
         mujoco = self._mujoco = import_mujoco()

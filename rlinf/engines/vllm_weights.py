@@ -18,11 +18,7 @@ from rlinf.optim.finite import not_finite
 
 
 class TensorNames:
-    """The tensors that a model needs.
-
-    Args:
-        tensors: Meta tensors by name; tied names share one tensor.
-    """
+    """The tensors that a model needs: meta tensors by name; tied names share one tensor."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
@@ -34,16 +30,11 @@ class TensorNames:
         found = not_finite(weights)
         if found:
             name, number = next(iter(found.items()))
-            raise WeightsRefusedError(
-                f"Weights refused, nothing was changed: '{name}' holds {number} ({len(found)} of {len(weights)} tensors are not finite)"
-            )
+            count = f"{len(found)} of {len(weights)} tensors are not finite"
+            raise WeightsRefusedError(f"Weights refused, nothing was changed: '{name}' holds {number} ({count})")
 
     def read(self, handle: WeightsHandle) -> dict[str, Tensor]:
-        """Return views of the weights under the names that vLLM loads.
-
-        Raises:
-            WeightsRefusedError: The handle is incomplete, or its memory has been overwritten or freed.
-        """
+        """Return views of the weights under the names that vLLM loads; raise WeightsRefusedError if they are incomplete."""
         check_manifest(handle.manifest, self.tensors)
         return complete_tied(handle.open(), self.tensors)
 
@@ -52,9 +43,6 @@ class LanguageModelNames(TensorNames):
     """The tensors of a language model of transformers, under its names in memory or those of a public checkpoint.
 
     They differ if transformers joins or renames weights while loading (experts); vLLM loads those of a checkpoint.
-
-    Args:
-        config: Configuration of the model.
     """
 
     def __init__(self, config: Any) -> None:
@@ -82,11 +70,8 @@ class LanguageModelNames(TensorNames):
 def reload_weights(worker: Any, handle: WeightsHandle, names: TensorNames) -> list[str]:
     """Let a worker of vLLM load weights in place, and return the parameters without new weights, which vLLM only logs.
 
-    Args:
-        worker: Worker of vLLM, from ``collective_rpc``. With tensor parallelism each worker is a process that opens the handle
-            itself; pickled views would copy all of the shared memory to each.
-        handle: Handle of the weights.
-        names: Tensors that vLLM loads.
+    ``collective_rpc`` passes the worker. With tensor parallelism each is a process that opens the handle itself; pickled views
+    would copy all of the shared memory to each.
     """
     weights = list(names.read(handle).items())
     model: nn.Module = worker.get_model()

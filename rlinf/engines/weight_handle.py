@@ -104,9 +104,7 @@ class WeightBuffer:
     def write(self, tensors: Mapping[str, Tensor], version: int) -> WeightsHandle:
         """Copy tensors, which must be on one device, bit for bit; earlier handles become invalid."""
         if not tensors:
-            raise ConfigError(
-                "WeightBuffer.write got no tensors. Pass all tensors of the model, such as model.state_dict()"
-            )
+            raise ConfigError("WeightBuffer.write got no tensors. Pass e.g. model.state_dict()")
         manifest: dict[str, TensorEntry] = {}
         end, nonce = ALIGNMENT, secrets.token_bytes(NONCE_LEN)
         for name, tensor in tensors.items():
@@ -147,15 +145,12 @@ class WeightBuffer:
 
 
 def check_manifest(given: Mapping[str, TensorEntry], required: Mapping[str, Tensor]) -> None:
-    """Check that weights are exactly those of a model.
+    """Raise WeightsRefusedError if tensors are missing, unknown, of another shape, or quantised.
 
     Args:
         given: Manifest of a handle.
         required: ``state_dict(keep_vars=True)`` of the receiving model, for example on the meta device. One name of a tied
             tensor is enough.
-
-    Raises:
-        WeightsRefusedError: Tensors are missing, unknown, of another shape, or quantised.
     """
     present = {id(tensor) for name, tensor in required.items() if name in given}
     missing = sorted(name for name, tensor in required.items() if id(tensor) not in present)

@@ -191,6 +191,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         Returns:
             The parts. With one of the last two arguments also ``order``, the row numbers of all parts concatenated; pass it to
             ``reorder_data`` of the concatenated results.
+
+        Raises:
+            ConfigError: The rows do not divide, a row does not fit, or the arguments exclude each other.
         """
         batch_size = self.size if batch_size is None else batch_size
         self._check_shards(shards, batch_size, allow_uneven_shards, dynamic_batching_args, sequence_packing_args)

@@ -12,7 +12,8 @@ from rlinf.errors import ConfigError
 class RayVirtualCluster:
     """The processes of one machine, one per accelerator. Despite its name it does not use Ray.
 
-    To place a worker in a Ray cluster, use ``ray.remote(VllmGenerationWorker).remote(model_name)``.
+    More machines or GPUs than there are raise ConfigError. To place a worker in a Ray cluster, use
+    ``ray.remote(VllmGenerationWorker).remote(model_name)``.
 
     Args:
         bundle_ct_per_node_list: Processes on each machine: ``[4]`` is one machine with four.

@@ -56,7 +56,7 @@ class VllmGenerationWorker:
         self.engine = VllmEngine(spec, timeout_s=timeout_s)
 
     def start(self) -> None:
-        """Start the engine. Idempotent."""
+        """Start the engine. Idempotent. Raises ConfigError for settings that do not fit the model."""
         verify_sampling_tokens(sampling_config(self.settings), self.vocab_size)
         if self.num_gpus > 1:
             check_tensor_parallel(self._model_config, self.num_gpus, "tensor_parallel_size")
@@ -161,7 +161,11 @@ class VllmGeneration(GenerationInterface):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Generate a completion per row with ``VllmGenerationWorker.generate``; starts the engine if needed."""
+        """Generate a completion per row with ``VllmGenerationWorker.generate``; starts the engine if needed.
+
+        Raises:
+            ConfigError: The batch has images or positions.
+        """
         verify_text_only(data, "VllmGeneration", "HuggingFaceGeneration")
         verify_token_ids(data)
         ids, mask = tokens_and_mask(data)

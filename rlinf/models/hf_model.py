@@ -86,9 +86,8 @@ class HFModel(nn.Module):
                     **quantization,
                 )
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"The weights of '{path}' cannot be read: {error}.", path="<complete checkpoint folder>"
-            ) from error
+            message = f"The weights of '{path}' cannot be read: {error}."
+            raise CheckpointError(message, path="<complete checkpoint folder>") from error
         check_fit(path, info)
         # Loading leaves these buffers of classes outside transformers without values.
         computed = _unsaved_buffers(_without_weights(model_class, config, **arguments))
@@ -108,13 +107,9 @@ class HFModel(nn.Module):
         attn_implementation: str | None = None,
         meta: bool = False,
     ) -> HFModel:
-        """Build a model with random weights, or with weights on torch's meta device, which take no memory.
+        """Build a model with random weights; arguments as in ``from_pretrained``.
 
-        Args:
-            config: Configuration of any causal or image-text-to-text model.
-            dtype: Number format of the weights.
-            attn_implementation: As in ``from_pretrained``.
-            meta: Leave the weights on the meta device for ``materialize``; buffers get their values.
+        With ``meta``, the weights stay on torch's meta device for ``materialize`` and take no memory; buffers get their values.
         """
         model_class = model_class_of(config)
         arguments = {"dtype": dtype, **_attention(model_class, attn_implementation)}
@@ -151,20 +146,16 @@ class HFModel(nn.Module):
         """
         units = [module for module in self.model.modules() if type(module).__name__ in self.fsdp_wrap_modules]
         layers = [item for unit in units for item in unit.named_modules() if isinstance(item[1], (nn.Linear, Conv1D))]
-        return tuple(
-            sorted({name.rpartition(".")[2] for name, layer in layers if "Router" not in type(layer).__name__})
-        )
+        names = {name.rpartition(".")[2] for name, layer in layers if "Router" not in type(layer).__name__}
+        return tuple(sorted(names))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> Any:
-        """Run the wrapped model.
+        """Run the wrapped model; return its output, with ``logits [B, S, V]``.
 
         Args:
             input_ids: int64 ``[B, S]``.
             attention_mask: ``[B, S]``, 0 at padding.
             **inputs: Other arguments of its ``forward``: ``pixel_values``, ``labels``, ``position_ids``, ...
-
-        Returns:
-            The model's output, with ``logits [B, S, V]``.
         """
         return self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
 
@@ -186,7 +177,7 @@ class HFModel(nn.Module):
         Args:
             state_dict: Gathered weights under the names of ``self.state_dict()``; None: the model's own.
         """
-        own = self._inner_names(self.state_dict() if state_dict is None else state_dict)
+        own = self._inner_names(state_dict)
         tied = getattr(self.model, "all_tied_weights_keys", {})
         return revert_weight_conversion(self.model, {name: own[name] for name in own if name not in tied})
 
@@ -200,11 +191,11 @@ class HFModel(nn.Module):
             state_dict: Gathered weights under the names of ``self.state_dict()``; None: the model's own.
             **options: Options of transformers' ``save_pretrained`` (``max_shard_size``).
         """
-        own = self._inner_names(self.state_dict() if state_dict is None else state_dict)
-        self.model.save_pretrained(folder, state_dict=own, **options)
+        self.model.save_pretrained(folder, state_dict=self._inner_names(state_dict), **options)
 
-    def _inner_names(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name.removeprefix("model."): tensor for name, tensor in state_dict.items()}
+    def _inner_names(self, state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        weights = self.state_dict() if state_dict is None else state_dict
+        return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HFModel:
         """Convert or move weights. Buffers outside the state dict only change their device."""
@@ -217,26 +208,15 @@ class HFModel(nn.Module):
 
 
 def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Read the configuration of a folder or hub id.
-
-    Raises:
-        CheckpointError: No configuration can be read.
-        ConfigError: Transformers does not know its model type, and its code is not trusted.
-    """
+    """Read the configuration of a folder or hub id; raise CheckpointError or, for an unknown model type, ConfigError."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except OSError as error:
-        raise CheckpointError(
-            f"'{path}' is neither a checkpoint folder with a config.json nor a reachable hub id ({error}).",
-            path="<folder>",
-        ) from error
+        message = f"'{path}' is neither a checkpoint folder with a config.json nor a reachable hub id ({error})."
+        raise CheckpointError(message, path="<folder>") from error
     except ValueError as error:
-        raise ConfigError(
-            f"The config.json of '{path}' has a model type that transformers does not know, and its own code, if it has any, is "
-            f"not trusted ({error}).",
-            trust_remote_code=True,
-            path="<another folder>",
-        ) from error
+        message = f"Transformers does not know the model type of '{path}', whose own code is not trusted ({error})."
+        raise ConfigError(message, trust_remote_code=True, path="<another folder>") from error
 
 
 def count_weights(path: str | Path, trust_remote_code: bool = False) -> int:
@@ -249,26 +229,18 @@ def count_weights(path: str | Path, trust_remote_code: bool = False) -> int:
 def model_class_of(
     config: PreTrainedConfig, path: str | Path | None = None, trust_remote_code: bool = False
 ) -> type[PreTrainedModel]:
-    """Return the class that ``config.architectures`` names.
+    """Return the class that ``config.architectures`` names, which must be one causal or image-text-to-text model.
 
-    The class comes from transformers, from a registration with an Auto class, or from the folder's own code. If
-    ``architectures`` is empty, the Auto classes choose, ``AUTO_CLASSES`` in order.
-
-    Args:
-        config: Model configuration.
-        path: Folder or hub id that holds the code of ``config.auto_map``.
-        trust_remote_code: Run that code.
-
-    Raises:
-        ConfigError: ``architectures`` has several entries, or names no causal or image-text-to-text model.
+    The class comes from transformers, from a registration with an Auto class, or from the code in ``path``, if it is trusted.
+    If ``architectures`` is empty, the Auto classes choose, ``AUTO_CLASSES`` in order.
     """
     names = list(config.architectures or ())
+    owner = path or type(config).__name__
     if len(names) > 1:
-        raise ConfigError(
-            f"architectures in the config.json of '{path or type(config).__name__}' names {len(names)} classes ({', '.join(names)}); "
-            "required: one.",
-            architectures=names[:1],
+        message = (
+            f"architectures of '{owner}' in config.json names {len(names)} classes ({', '.join(names)}); required: one."
         )
+        raise ConfigError(message, architectures=names[:1])
     code = getattr(config, "auto_map", None) or {}
     for auto_class in AUTO_CLASSES:
         found = auto_class._model_mapping[type(config)] if type(config) in auto_class._model_mapping else None
@@ -277,7 +249,7 @@ def model_class_of(
         if found is not None and names in ([], [found.__name__]):
             return found
     raise ConfigError(
-        f"'{path or type(config).__name__}' has the model type '{config.model_type}' and architectures {names}; required: a "
+        f"'{owner}' has the model type '{config.model_type}' and architectures {names}; required: a "
         f"class of {' or '.join(each.__name__ for each in AUTO_CLASSES)}, in transformers or in trusted code of the folder.",
         trust_remote_code=True,
         path="<another folder>",
@@ -287,27 +259,22 @@ def model_class_of(
 def check_tensor_parallel(config: PreTrainedConfig, tp_size: int, key: str) -> None:
     """Check that a tensor-parallel size of a rollout engine divides the attention heads, before anything is allocated.
 
-    Key-value heads may also be fewer than the ranks and divide them: vLLM copies them.
-
-    Args:
-        config: Model configuration.
-        tp_size: Ranks that share each layer.
-        key: Argument or configuration key that the message names.
+    Key-value heads may also be fewer than the ranks and divide them: vLLM copies them. The message names the setting ``key``.
     """
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    for name, number in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
-        copied = name == "num_key_value_heads" and tp_size % number == 0
-        if number % tp_size and not copied:
-            fitting = max(
-                size
-                for size in range(1, tp_size)
-                if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-            )
-            raise ConfigError(
-                f"{key}={tp_size} does not divide {name}={number} of '{config.model_type}'. Set {key}={fitting}"
-            )
+
+    def refused(size: int) -> str | None:
+        if heads % size:
+            return f"num_attention_heads={heads}"
+        return f"num_key_value_heads={kv_heads}" if kv_heads % size and size % kv_heads else None
+
+    if refused(tp_size):
+        fitting = max(size for size in range(1, tp_size) if not refused(size))
+        raise ConfigError(
+            f"{key}={tp_size} does not divide {refused(tp_size)} of '{config.model_type}'. Set {key}={fitting}"
+        )
 
 
 def _without_weights(model_class: type[PreTrainedModel], config: PreTrainedConfig, **arguments: Any) -> PreTrainedModel:
@@ -333,15 +300,11 @@ def _attention(model_class: type[PreTrainedModel], implementation: str | None) -
         return {}
     kernels = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
     if implementation not in kernels and "/" not in implementation:  # with a slash: a kernel of the hub
-        raise ConfigError(
-            f"attn_implementation='{implementation}'; required: one of {', '.join(kernels)}.",
-            attn_implementation="sdpa",
-        )
+        message = f"attn_implementation='{implementation}'; required: one of {', '.join(kernels)}."
+        raise ConfigError(message, attn_implementation="sdpa")
     if implementation == "flash_attention_2" and not model_class._supports_flash_attn:
-        raise ConfigError(
-            f"attn_implementation='flash_attention_2' does not exist for {model_class.__name__}.",
-            attn_implementation="sdpa",
-        )
+        message = f"attn_implementation='flash_attention_2' does not exist for {model_class.__name__}."
+        raise ConfigError(message, attn_implementation="sdpa")
     return {"attn_implementation": implementation}
 
 
@@ -353,11 +316,8 @@ def _dequantization(config: PreTrainedConfig) -> dict[str, Any]:
     method = str(values.get("quant_method"))
     if method == "mxfp4":
         return {"quantization_config": Mxfp4Config(dequantize=True)}
-    raise ConfigError(
-        f"The checkpoint is quantised by '{method}', so its weights cannot be trained; required: weights in 16 or 32 bits, or "
-        "mxfp4, which is dequantised.",
-        path="<folder of the unquantised model>",
-    )
+    message = f"The checkpoint is quantised by '{method}'; required for training: weights in 16 or 32 bits, or mxfp4."
+    raise ConfigError(message, path="<folder of the unquantised model>")
 
 
 HFLLMModel = HFModel

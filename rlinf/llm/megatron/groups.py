@@ -16,19 +16,12 @@ from rlinf.errors import ConfigError
 class MegatronGroups:
     """The process groups of Megatron-core and this rank's place in them.
 
-    Args:
-        config: ``MegatronPolicyConfig``.
-        device: Device of this rank.
-
     Attributes:
         tensor: Ranks that share each layer.
         pipeline: Ranks that hold successive layers.
         model: All ranks of one model.
         data: Ranks of all models with the same part of the weights.
         stage, num_stages: Position in the pipeline.
-
-    Raises:
-        ConfigError: The process already has groups of other sizes.
     """
 
     def __init__(self, config: Any, device: torch.device) -> None:
@@ -39,10 +32,9 @@ class MegatronGroups:
         if not parallel_state.model_parallel_is_initialized():
             # Its extra gloo groups are not needed here, and each would start two threads (see process_group).
             parallel_state.initialize_model_parallel(*sizes, create_gloo_process_groups=False)
-        found = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_world_size(),
-        )
+        self.tensor = parallel_state.get_tensor_model_parallel_group()
+        self.pipeline = parallel_state.get_pipeline_model_parallel_group()
+        found = (self.tensor.size(), self.pipeline.size())
         if found != sizes:
             raise ConfigError(
                 f"tensor_model_parallel_size and pipeline_model_parallel_size are {sizes}, and this process has Megatron-core's groups "
@@ -50,8 +42,6 @@ class MegatronGroups:
             )
         initialize_rng_tracker(inference_rng_tracker=True)  # unused, but the default tracker needs CUDA
         self._device = device
-        self.tensor = parallel_state.get_tensor_model_parallel_group()
-        self.pipeline = parallel_state.get_pipeline_model_parallel_group()
         self.model = parallel_state.get_model_parallel_group()
         self.data = parallel_state.get_data_parallel_group()
         ranks = dist.get_process_group_ranks(self.pipeline)
@@ -85,19 +75,18 @@ def check_device(config: Any, device: torch.device) -> None:
             raise ConfigError(f"{name}=True, but the device is '{device}': {needed}. Pass {name}=False")
     if config.use_flash_attention and "bfloat16" not in str(config.torch_dtype):
         raise ConfigError(
-            f"use_flash_attention=True, but torch_dtype is {config.torch_dtype}, which the flash kernel does not support. "
-            "Pass torch_dtype='bfloat16'"
+            f"use_flash_attention=True, but torch_dtype is {config.torch_dtype}. Pass torch_dtype='bfloat16'"
         )
 
 
 def check_ranks(config: Any) -> None:
     """Raise ConfigError if the number of ranks is not a multiple of the ranks of one model."""
-    needed = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    needed = tensor * pipeline
     if world_size() % needed:
         raise ConfigError(
-            f"tensor_model_parallel_size={config.tensor_model_parallel_size} and pipeline_model_parallel_size="
-            f"{config.pipeline_model_parallel_size} make a model of {needed} ranks; required: a multiple of {needed}, but there are "
-            f"{world_size()}. Start {needed} ranks with torchrun, and call torch.distributed.init_process_group in each"
+            f"tensor_model_parallel_size={tensor} and pipeline_model_parallel_size={pipeline} need a multiple of {needed} ranks, but "
+            f"there are {world_size()}. Start {needed} ranks with torchrun, and call torch.distributed.init_process_group in each"
         )
 
 

@@ -69,13 +69,9 @@ class MegatronPolicy(TokenPolicy):
         model_name: Folder or hub id of a checkpoint of transformers (``rlinf.llm.megatron.weights.FAMILIES``).
         **kwargs: Fields of ``MegatronPolicyConfig``.
 
-    Attributes:
-        temperature: Temperature of the log-probabilities.
-
     Raises:
         ConfigError: A keyword is unknown, or contradicts another, the ranks, the device or the checkpoint.
         MissingDependencyError: megatron-core is not installed.
-        CheckpointError: ``model_name`` cannot be loaded.
     """
 
     def __init__(self, model_name: str, **kwargs: Any) -> None:
@@ -85,8 +81,7 @@ class MegatronPolicy(TokenPolicy):
         self._dtype = torch_dtype_of(config.torch_dtype)
         if config.sequence_parallel and config.tensor_model_parallel_size == 1:
             raise ConfigError(
-                "sequence_parallel=True needs tensor_model_parallel_size of 2 or more, but it is 1. "
-                "Pass sequence_parallel=False"
+                "sequence_parallel=True needs tensor_model_parallel_size of 2 or more, but it is 1. Pass sequence_parallel=False"
             )
         if importlib.util.find_spec("megatron") is None:
             raise MissingDependencyError(
@@ -134,10 +129,8 @@ class MegatronPolicy(TokenPolicy):
         loaded = HFModel.from_pretrained(self.model_name, config=self._hf_config, dtype=self._dtype).model
         weights = loaded.state_dict()
         model = build_gpt(self._hf_config, set(weights), loaded.model.rotary_emb, self._dtype, self.config)
-        groups = self._groups
-        load_weights(
-            model, weights, self._hf_config, self._first_layer(model), groups.tensor.rank(), groups.tensor.size()
-        )
+        tensor = self._groups.tensor
+        load_weights(model, weights, self._hf_config, self._first_layer(model), tensor.rank(), tensor.size())
         return _CausalLM(model.to(self.device).eval(), loaded, self._next_token_logits)
 
     def _load(self) -> nn.Module:
@@ -175,8 +168,7 @@ class MegatronPolicy(TokenPolicy):
     def _forward(self, model: nn.Module, data: BatchedDataDict) -> tuple[Tensor | None, Tensor]:
         """Run this rank's layers on rows.
 
-        Returns:
-            Input from the previous stage (None on the first), and logits ``[B, W, V / ranks]`` or the input of the next stage.
+        Return the input from the previous stage (None on the first), and logits ``[B, W, V / ranks]`` or the input of the next.
         """
         ids, mask = tokens_and_mask(data)
         shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
@@ -184,9 +176,8 @@ class MegatronPolicy(TokenPolicy):
         ids = F.pad(ids[:, :width], (0, max(0, width - ids.shape[1]))).to(self.device)
         received = None
         if not self._groups.is_first:
-            received = torch.empty(
-                width // shards, len(ids), self._hf_config.hidden_size, dtype=self._dtype, device=self.device
-            )
+            shape = (width // shards, len(ids), self._hf_config.hidden_size)
+            received = torch.empty(shape, dtype=self._dtype, device=self.device)
             dist.recv(received, self._groups.previous)
             model.set_input_tensor(received.requires_grad_(torch.is_grad_enabled()))
         positions = torch.arange(width, device=self.device).expand_as(ids)

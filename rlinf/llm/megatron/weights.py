@@ -48,22 +48,18 @@ def check_family(config: Any, tp_size: int, pp_size: int) -> None:
         ("sliding_window", getattr(config, "sliding_window", None), (None,)),
     ):
         if value not in accepted:
-            raise ConfigError(
-                f"MegatronPolicy got a checkpoint with {name}={value}; required: {' or '.join(map(str, accepted))}. "
-                "Use HuggingFacePolicy"
-            )
+            required = " or ".join(map(str, accepted))
+            raise ConfigError(f"MegatronPolicy cannot have {name}={value}; required: {required}. Use HuggingFacePolicy")
     for size, key, names in (
         (tp_size, "tensor_model_parallel_size", ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")),
         (pp_size, "pipeline_model_parallel_size", ("num_hidden_layers",)),
     ):  # fmt: skip
         for name in names:
             if getattr(config, name) % size:
-                raise ConfigError(
-                    f"{key}={size} does not divide {name}={getattr(config, name)}. Pass {key}=1, or a divisor"
-                )
+                raise ConfigError(f"{key}={size} does not divide {name}={getattr(config, name)}. Pass a divisor")
     if config.tie_word_embeddings and pp_size > 1:
         raise ConfigError(
-            f"pipeline_model_parallel_size={pp_size} puts the embedding and the output layer on different ranks, but this checkpoint "
+            f"pipeline_model_parallel_size={pp_size} puts the embedding and the output layer on different ranks, but the checkpoint "
             "ties them. Pass pipeline_model_parallel_size=1"
         )
 
@@ -74,7 +70,7 @@ def build_gpt(hf_config: Any, names: set[str], rotary: nn.Module, dtype: torch.d
     Args:
         hf_config: Configuration of the checkpoint.
         names: Names of its weights.
-        rotary: Rotary embedding of the transformers model; its frequencies are used.
+        rotary: Rotary embedding of the transformers model.
         dtype: Number format of the weights.
         parallel: ``MegatronPolicyConfig``.
     """
@@ -181,12 +177,7 @@ class RotaryFrequencies(nn.Module):
 
 
 def source_names(name: str, first_layer: int) -> tuple[str, ...]:
-    """Return the checkpoint's tensors that make up one tensor of a ``GPTModel``.
-
-    Args:
-        name: Name in the state dict of the ``GPTModel``.
-        first_layer: Number of its first layer in the whole model.
-    """
+    """Return the checkpoint's tensors that make up the tensor ``name`` of a ``GPTModel`` that begins at ``first_layer``."""
     if name in _AROUND:
         return (_AROUND[name],)
     _, _, layer, rest = name.split(".", 3)
@@ -234,33 +225,26 @@ def needs_tensor_parallel_sum(name: str, sequence_parallel: bool) -> bool:
 def load_weights(
     model: nn.Module, weights: Mapping[str, Tensor], config: Any, first_layer: int, rank: int, tp_size: int
 ) -> None:
-    """Load this rank's part of a ``GPTModel``.
+    """Load this rank's part of a ``GPTModel`` from all weights of a checkpoint.
 
     Args:
         model: Result of ``build_gpt``.
         weights: All weights of the checkpoint, by its names.
         config: Configuration of the checkpoint.
         first_layer: Number of the part's first layer.
-        rank: Tensor-parallel rank.
-        tp_size: Number of tensor-parallel ranks.
-
-    Raises:
-        ConfigError: The checkpoint has weights that the model does not have.
+        rank, tp_size: Place among the tensor-parallel ranks.
     """
-    parameters = dict(model.named_parameters())
     placed = set(_AROUND.values())
-    for name, parameter in parameters.items():
-        parameter.copy_(
-            shard(name, [weights[source] for source in source_names(name, first_layer)], config, tp_size)[rank]
-        )
+    for name, parameter in model.named_parameters():
+        sources = [weights[source] for source in source_names(name, first_layer)]
+        parameter.copy_(shard(name, sources, config, tp_size)[rank])
         if name.startswith("decoder.layers.0."):
             for layer in range(config.num_hidden_layers):
                 placed |= set(source_names(name, layer))
     unplaced = sorted(set(weights) - placed)
     if unplaced:
-        raise ConfigError(
-            f"MegatronPolicy has no place for {len(unplaced)} weights of the checkpoint: {', '.join(unplaced[:4])}. Use HuggingFacePolicy"
-        )
+        some = ", ".join(unplaced[:4])
+        raise ConfigError(f"MegatronPolicy has no place for {len(unplaced)} weights: {some}. Use HuggingFacePolicy")
 
 
 def head_dim(config: Any) -> int:

@@ -185,7 +185,7 @@ def test_vllm_config_is_a_dictionary_of_its_keys():
 
 def test_megatron_checks_its_arguments_and_names_what_is_missing():
     sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "sequence_parallel": True}
-    missing = "extra 'megatron'.*Use HuggingFacePolicy|make a model of 8 ranks.*Start 8 ranks with torchrun"
+    missing = "extra 'megatron'.*use HuggingFacePolicy|make a model of 8 ranks.*Start 8 ranks with torchrun"
     with pytest.raises((MissingDependencyError, ConfigError), match=missing):
         MegatronPolicy("llama3.1-8b", **sizes, use_flash_attention=True)
     with pytest.raises(ConfigError, match="tensor_model_parallel_size of 2 or more, but it is 1"):

@@ -85,7 +85,7 @@ def check_ranks(config: Any) -> None:
     needed = tensor * pipeline
     if world_size() % needed:
         raise ConfigError(
-            f"tensor_model_parallel_size={tensor} and pipeline_model_parallel_size={pipeline} need a multiple of {needed} ranks, but "
+            f"tensor_model_parallel_size={tensor} and pipeline_model_parallel_size={pipeline} make a model of {needed} ranks, but "
             f"there are {world_size()}. Start {needed} ranks with torchrun, and call torch.distributed.init_process_group in each"
         )
 

@@ -5,31 +5,46 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlinf.errors import CheckpointError, MissingDependencyError
+from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.models import MODELS
 
 
-def typed(override: str) -> str:
-    """Return the sentence that ends an error about a field of a model's own configuration."""
-    return f"Set model.override_config.{override}, or model.init_config.{override} for random weights"
+def field_error(problem: str, override: str) -> ConfigError:
+    """Return the error about a field of a model's own configuration, which ``override`` (``field=value``) mends."""
+    return ConfigError(
+        f"{problem}. Set model.override_config.{override}, or model.init_config.{override} for random weights"
+    )
+
+
+def without_logprobs(name: str, value: str, instead: str) -> ConfigError:
+    """Return the error about a setting with which a policy cannot be trained by RL."""
+    problem = (
+        f"{name} is '{value}', which gives actions without log-probabilities: such a policy can be cloned and evaluated"
+    )
+    return field_error(f"{problem}, but not trained by RL; required: e.g. {instead}", f"{name}={instead}")
+
+
+def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
+    """Refuse a field that is not one of the known values, and suggest the first one."""
+    if value not in known:
+        raise field_error(f"{name} is '{value}'; required: {' or '.join(known)}", f"{name}={known[0]}")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
     """Return the object in a JSON file of a checkpoint folder; refuse a file that holds none."""
-    found = ""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
-        if isinstance(values, dict):
-            return values
         found = f"it holds a {type(values).__name__}"
     except ValueError as error:  # of the JSON, or of its encoding
-        found = str(error)
-    raise CheckpointError(f"'{path}' is not a JSON object ({found}). Set model.model_path=<another folder>")
+        values, found = None, str(error)
+    if not isinstance(values, dict):
+        raise CheckpointError(f"'{path}' is not a JSON object ({found}). Set model.model_path=<another folder>")
+    return values
 
 
 def checkpoint_folder(path: str | Path) -> Path:
@@ -68,15 +83,12 @@ def check_fit(folder: str | Path, loading_info: Mapping[str, Any], **cure: Any) 
 
     ``cure``: settings that mend it, besides another folder.
     """
-    missing, unexpected = sorted(loading_info["missing_keys"]), sorted(loading_info["unexpected_keys"])
-    mismatched = [str(key) for key in loading_info["mismatched_keys"]]
-    if missing or unexpected or mismatched:
+    kinds = {"missing": "missing_keys", "unexpected": "unexpected_keys", "of another shape": "mismatched_keys"}
+    found = {kind: sorted(map(str, loading_info[key])) for kind, key in kinds.items()}
+    if any(found.values()):
+        listed = ", ".join(f"{kind} {names[:5]} ({len(names)})" for kind, names in found.items())
         raise CheckpointError(
-            f"The weights in '{folder}' do not fit its config.json: missing {missing[:5]} ({len(missing)}), "
-            f"unexpected {unexpected[:5]} ({len(unexpected)}), of another shape {mismatched[:5]} "
-            f"({len(mismatched)}).",
-            path="<another folder>",
-            **cure,
+            f"The weights in '{folder}' do not fit its config.json: {listed}.", path="<another folder>", **cure
         )
 
 
@@ -104,7 +116,7 @@ def check_attention(implementation: str) -> None:
 
         if not is_flash_attn_2_available():
             raise MissingDependencyError(
-                "attn_implementation='flash_attention_2', but the package flash-attn (or a GPU) is missing. Install it with "
-                "pip install flash-attn, or do without.",
+                "attn_implementation='flash_attention_2', but the package flash-attn (or a GPU) is missing. Install it "
+                "(pip install flash-attn), or do without.",
                 attn_implementation="sdpa",
             )

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.loading import checkpoint_folder, read_json, typed
+from rlinf.models.loading import check_choice, checkpoint_folder, field_error, read_json
 
 OWN_KEY = "hf_vla"
 """Key of a VLM's ``config.json`` under which our fields lie."""
@@ -73,18 +73,14 @@ class HfVlaConfig(PreTrainedConfig):
 
     def _check(self) -> None:
         if type(self.n_action_bins) is not int or self.n_action_bins < 2:
-            raise ConfigError(
-                f"n_action_bins is {self.n_action_bins!r}; required: a whole number of at least 2. {typed('n_action_bins=256')}"
-            )
+            problem = f"n_action_bins is {self.n_action_bins!r}; required: a whole number of at least 2"
+            raise field_error(problem, "n_action_bins=256")
         if self.prompt_template is not None and fields_of(self.prompt_template) != {"image", "instruction"}:
             raise ConfigError(
                 f"prompt_template is '{self.prompt_template}'; required: a text with {{image}} and {{instruction}}. "
                 "Set e.g. 'model.override_config.prompt_template=\"{image}What should the robot do to {instruction}?\"'"
             )
-        if self.weight_init not in ("normal", "fan_in"):
-            raise ConfigError(
-                f"weight_init is '{self.weight_init}'; required: normal or fan_in. Set model.init_config.weight_init=fan_in"
-            )
+        check_choice("weight_init", self.weight_init, ("fan_in", "normal"))
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -102,10 +98,10 @@ class HfVlaConfig(PreTrainedConfig):
         if ends:
             return max(ends)
         longest = max(length for length, _ in free)
-        raise ConfigError(
-            f"n_action_bins is {self.n_action_bins}, and the vocabulary of {vocab_size} ids has at most {longest} in a row that are no "
-            f"special tokens; required: as many as bins. {typed(f'n_action_bins={longest}')}"
-        )
+        raise field_error(
+            f"n_action_bins is {self.n_action_bins}; required: at most {longest}, which the vocabulary of {vocab_size} ids has "
+            "in a row without special tokens", f"n_action_bins={longest}",
+        )  # fmt: skip
 
     def vlm_class(self) -> type:
         """Return the decoder-only image-text-to-text class that transformers has for this configuration."""

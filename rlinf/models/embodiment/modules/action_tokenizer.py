@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.errors import ConfigError
-from rlinf.models.loading import typed
+from rlinf.models.loading import check_choice, field_error
 
 BIN_RULES = ("midpoints", "grid")
 
@@ -31,15 +30,10 @@ class ActionTokenizer:
     """
 
     def __init__(self, num_bins: int, vocab_size: int, rule: str = "midpoints") -> None:
-        if rule not in BIN_RULES:
-            raise ConfigError(
-                f"action_bin_rule is '{rule}'; required: {' or '.join(BIN_RULES)}. {typed('action_bin_rule=midpoints')}"
-            )
+        check_choice("action_bin_rule", rule, BIN_RULES)
         if not 2 <= num_bins <= vocab_size:
-            raise ConfigError(
-                f"n_action_bins is {num_bins}; required: between 2 and the vocabulary size {vocab_size}. "
-                f"{typed(f'n_action_bins={min(256, vocab_size)}')}"
-            )
+            problem = f"n_action_bins is {num_bins}; required: between 2 and the vocabulary size {vocab_size}"
+            raise field_error(problem, f"n_action_bins={min(256, vocab_size)}")
         self.num_bins = num_bins
         self.rule = rule
         self.first_token = vocab_size - num_bins

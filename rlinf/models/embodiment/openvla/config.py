@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from transformers import LlamaConfig, PreTrainedConfig
 
 from rlinf.errors import ConfigError
-from rlinf.models.loading import checkpoint_folder, read_json, typed
+from rlinf.models.loading import check_choice, checkpoint_folder, field_error, read_json
 
 OPENVLA_PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
 
@@ -172,36 +172,30 @@ class OpenVLAConfig(PreTrainedConfig):
     def _check(self) -> None:
         towers = len(self.timm_model_ids)
         if towers != (2 if self.use_fused_vision_backbone else 1):
-            raise ConfigError(
+            raise field_error(
                 f"use_fused_vision_backbone is {self.use_fused_vision_backbone} and timm_model_ids has {towers} names; "
-                f"required: two towers, which are fused, or one. {typed('use_fused_vision_backbone=null')}"
-            )
+                "required: two towers, which are fused, or one", "use_fused_vision_backbone=null",
+            )  # fmt: skip
         for name in ("image_sizes", "timm_override_act_layers", "vision_overrides"):
-            if len(getattr(self, name)) != towers:
-                raise ConfigError(
-                    f"{name} has {len(getattr(self, name))} entries; required: one per vision tower ({towers}). "
-                    f"{typed(f'{name}=null')}"
-                )
-        for name, known in (
-            ("action_decoding", ("autoregressive", "parallel")),
-            ("weight_init", ("normal", "fan_in")),
-            ("image_preparation", ("rlds", "none")),
-        ):
-            check_choice(self, name, known)
+            found = len(getattr(self, name))
+            if found != towers:
+                problem = f"{name} has {found} entries; required: one per vision tower ({towers})"
+                raise field_error(problem, f"{name}=null")
+        check_choice("action_decoding", self.action_decoding, ("autoregressive", "parallel"))
+        check_choice("weight_init", self.weight_init, ("normal", "fan_in"))
+        check_choice("image_preparation", self.image_preparation, ("rlds", "none"))
         if not isinstance(self.center_crop, bool):
-            raise ConfigError(
-                f"center_crop is '{self.center_crop}'; required: true (0.9 of the area) or false. "
-                f"{typed('center_crop=true')}"
-            )
+            problem = f"center_crop is '{self.center_crop}'; required: true (0.9 of the area) or false"
+            raise field_error(problem, "center_crop=true")
         if len(set(self.image_sizes)) > 1 and (self.center_crop or self.image_preparation != "none"):
             raise ConfigError(
-                f"image_sizes are {self.image_sizes}, and center_crop and image_preparation prepare pictures of one size; "
-                "required: one size. Set model.override_config.center_crop=false model.override_config.image_preparation=none"
+                f"image_sizes are {self.image_sizes}; required by center_crop and image_preparation: one size. "
+                "Set model.override_config.center_crop=false model.override_config.image_preparation=none"
             )
         if self.text_config.model_type != "llama":
             raise ConfigError(
-                f"text_config.model_type is '{self.text_config.model_type}'; required: llama. Set model.model_type=hf_vla "
-                "for a vision-language model of another kind"
+                f"text_config.model_type is '{self.text_config.model_type}'; required: llama. "
+                "Set model.model_type=hf_vla for a vision-language model of another kind"
             )
 
     @property
@@ -224,10 +218,10 @@ class OpenVLAConfig(PreTrainedConfig):
         towers = [self._tower(i) for i in range(len(self.timm_model_ids))]
         if len({tower.grid_size for tower in towers}) > 1:
             sizes = ",".join(str(towers[0].grid_size * tower.patch_size) for tower in towers)
-            raise ConfigError(
+            raise field_error(
                 f"image_sizes are {self.image_sizes}, which are {[tower.grid_size for tower in towers]} patches per side; "
-                f"required: as many for both towers. {typed(f'image_sizes=[{sizes}]')}"
-            )
+                "required: as many for both towers", f"image_sizes=[{sizes}]",
+            )  # fmt: skip
         return towers
 
     def token_block(self) -> tuple[int, int]:
@@ -238,10 +232,10 @@ class OpenVLAConfig(PreTrainedConfig):
             return side, side
         if grid_size % patches == 0:
             return 1, patches
-        raise ConfigError(
+        raise field_error(
             f"patches_per_token is {patches}; required: a number that divides a grid of {grid_size} x {grid_size} patches "
-            f"into square blocks or into runs within a row. {typed('patches_per_token=1')}"
-        )
+            "into square blocks or into runs within a row", "patches_per_token=1",
+        )  # fmt: skip
 
     def _tower(self, index: int) -> VisionTowerSpec:
         name, override = self.timm_model_ids[index], dict(self.vision_overrides[index])
@@ -249,10 +243,10 @@ class OpenVLAConfig(PreTrainedConfig):
         patch = re.search(r"patch(\d+)", name)
         kind = "dinov2" if "dinov2" in name else "siglip" if "siglip" in name else None
         if kind is None or size is None or patch is None:
-            raise ConfigError(
+            raise field_error(
                 f"Vision tower '{name}' is not supported; names look like vit_large_patch14_reg4_dinov2.lvd142m or "
-                f"vit_so400m_patch14_siglip_224 (sizes: {', '.join(_VIT_SIZES)}). {typed('timm_model_ids=null')}"
-            )
+                f"vit_so400m_patch14_siglip_224 (sizes: {', '.join(_VIT_SIZES)})", "timm_model_ids=null",
+            )  # fmt: skip
         embed_dim = override.pop("embed_dim", size[0])
         depth = override.pop("depth", size[1])
         num_heads = override.pop("num_heads", size[2])
@@ -260,10 +254,10 @@ class OpenVLAConfig(PreTrainedConfig):
         patch_size = override.pop("patch_size", int(patch[1]))
         act = override.pop("hidden_act", None) or self.timm_override_act_layers[index] or "gelu"
         if override:
-            raise ConfigError(
+            raise field_error(
                 f"vision_overrides[{index}] has unknown keys: {', '.join(sorted(override))}; required: of embed_dim, depth, "
-                f"num_heads, mlp_ratio, patch_size, hidden_act. {typed('vision_overrides=null')}"
-            )
+                "num_heads, mlp_ratio, patch_size, hidden_act", "vision_overrides=null",
+            )  # fmt: skip
         registers = re.search(r"reg(\d+)", name)
         spec = VisionTowerSpec(
             kind=kind,
@@ -280,21 +274,14 @@ class OpenVLAConfig(PreTrainedConfig):
             film_dim=self.text_config.hidden_size if self.use_film else None,
         )
         if not 1 <= spec.num_used_blocks <= depth:
-            raise ConfigError(
-                f"vision_feature_layer is {self.vision_feature_layer}; required: a block of a tower of depth {depth}. "
-                f"{typed('vision_feature_layer=-1')}"
+            problem = (
+                f"vision_feature_layer is {self.vision_feature_layer}; required: a block of a tower of depth {depth}"
             )
+            raise field_error(problem, "vision_feature_layer=-1")
         if spec.image_size % patch_size:
             fitting = [size // patch_size * patch_size for size in self.image_sizes]
-            raise ConfigError(
-                f"image_sizes are {self.image_sizes}; required: a multiple of the patch size {patch_size} of '{name}'. "
-                f"{typed(f'image_sizes={fitting}'.replace(' ', ''))}"
+            problem = (
+                f"image_sizes are {self.image_sizes}; required: a multiple of the patch size {patch_size} of '{name}'"
             )
+            raise field_error(problem, f"image_sizes={fitting}".replace(" ", ""))
         return spec
-
-
-def check_choice(config: PreTrainedConfig, name: str, known: tuple[str, ...]) -> None:
-    """Refuse a field of a configuration that is not one of the known values, and suggest the first one."""
-    value = getattr(config, name)
-    if value not in known:
-        raise ConfigError(f"{name} is '{value}'; required: {' or '.join(known)}. {typed(f'{name}={known[0]}')}")

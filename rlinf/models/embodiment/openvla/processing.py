@@ -19,7 +19,7 @@ from rlinf.models.embodiment.modules.image_resize import crop_and_resize, resize
 from rlinf.models.embodiment.modules.jpeg import jpeg_round_trip
 from rlinf.models.embodiment.modules.tokenizer import load_tokenizer
 from rlinf.models.embodiment.openvla.config import OPENVLA_PROMPT, OpenVLAConfig
-from rlinf.models.loading import typed
+from rlinf.models.loading import field_error
 
 STRATEGIES = ("resize-naive", "letterbox", "resize-crop")
 CROP_AREA = 0.9
@@ -284,10 +284,8 @@ class PrismaticProcessor:
         longest = max(len(row) for row in rows)
         if self.max_prompt_len is not None:
             if longest > self.max_prompt_len:
-                raise ConfigError(
-                    f"A prompt has {longest} tokens and max_prompt_len is {self.max_prompt_len}. "
-                    f"{typed(f'max_prompt_len={longest}')}"
-                )
+                problem = f"A prompt has {longest} tokens and max_prompt_len is {self.max_prompt_len}"
+                raise field_error(problem, f"max_prompt_len={longest}")
             longest = self.max_prompt_len
         pad = self.tokenizer.pad_token_id
         pads = [longest - len(row) for row in rows]

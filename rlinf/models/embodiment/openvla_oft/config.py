@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.openvla.config import OpenVLAConfig, check_choice
+from rlinf.models.embodiment.openvla.config import OpenVLAConfig
+from rlinf.models.loading import check_choice
 from rlinf.options import closest
 
 NEW_PARTS = {
@@ -75,12 +76,9 @@ class OpenVLAOFTConfig(OpenVLAConfig):
         return values, rest
 
     def _check(self) -> None:
-        for name, known in (
-            ("action_head", ("discrete", "l1")),
-            ("action_normalization", tuple(ACTION_BOUNDS)),
-            ("action_decoding", ("parallel",)),
-        ):
-            check_choice(self, name, known)
+        check_choice("action_head", self.action_head, ("discrete", "l1"))
+        check_choice("action_normalization", self.action_normalization, tuple(ACTION_BOUNDS))
+        check_choice("action_decoding", self.action_decoding, ("parallel",))
         super()._check()
         if self.state_dim is not None and not self.use_proprio:
             raise ConfigError(

@@ -17,7 +17,7 @@ from rlinf.models.embodiment.openvla.weights import from_public
 from rlinf.models.embodiment.openvla_oft.action_head import L1ActionHead, ProprioProjector
 from rlinf.models.embodiment.openvla_oft.config import OpenVLAOFTConfig
 from rlinf.models.embodiment.openvla_oft.weights import absent_parts, draw_parts, read_oft_weights
-from rlinf.models.loading import typed
+from rlinf.models.loading import field_error, without_logprobs
 from rlinf.models.sampling import sample_tokens
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
 
@@ -66,19 +66,16 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         """Check that there is a state to read, too."""
         super().check_env(config, env)
         if config.use_proprio and env.state_dim == 0:
-            raise ConfigError(
-                f"The model reads the robot's state (use_proprio=true), but env.name={env.name} gives none as it is set. "
-                f"{typed('use_proprio=false')}; or an option of the env with which it gives one"
+            problem = (
+                f"The model reads the robot's state (use_proprio=true), but env.name={env.name} gives none as it is set"
             )
+            raise field_error(problem, "use_proprio=false")
 
     @classmethod
     def check_rl(cls, config: OpenVLAOFTConfig) -> None:
         """Refuse ``action_head=l1``, which gives one action without a distribution."""
         if config.action_head == "l1":
-            raise ConfigError(
-                "action_head is 'l1', which gives actions without log-probabilities: such a policy can be cloned and "
-                f"evaluated, but not trained by RL; required: discrete. {typed('action_head=discrete')}"
-            )
+            raise without_logprobs("action_head", "l1", "discrete")
 
     @property
     def state_dim(self) -> int:

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.embodiment.pi0.flow import NOISE_METHODS
-from rlinf.models.loading import check_model_type, checkpoint_folder, read_json, typed
+from rlinf.models.loading import check_choice, check_model_type, checkpoint_folder, field_error, read_json
 
 _HEADS = {"num_heads": 8, "num_kv_heads": 1, "head_dim": 256}
 GEMMA_SIZES = {
@@ -150,32 +150,25 @@ class Pi0Config(PreTrainedConfig):
         return self.state_in_prompt or not self.pi05
 
     def _check(self) -> None:
-        if self.noise_method not in NOISE_METHODS:
-            raise ConfigError(
-                f"noise_method is '{self.noise_method}'; required: one of {', '.join(NOISE_METHODS)}. "
-                f"{typed('noise_method=flow_sde')}"
-            )
+        check_choice("noise_method", self.noise_method, NOISE_METHODS)
         if self.num_steps < 1:
-            raise ConfigError(f"num_steps is {self.num_steps}; required: 1 or more. {typed('num_steps=4')}")
+            raise field_error(f"num_steps is {self.num_steps}; required: 1 or more", "num_steps=4")
         bounds = self.noise_std_range
         if bounds is not None and not (len(bounds) == 2 and 0.0 < bounds[0] <= bounds[1]):
-            raise ConfigError(
-                f"noise_std_range is {bounds}; required: two positive deviations, the smaller first, or null. "
-                f"{typed('noise_std_range=[0.08,0.16]')}"
-            )
+            problem = f"noise_std_range is {bounds}; required: two positive deviations, the smaller first, or null"
+            raise field_error(problem, "noise_std_range=[0.08,0.16]")
         if self.state_in_prompt and not self.by_quantiles:
-            raise ConfigError(
-                "discrete_state_input has bins of [-1, 1], to which use_quantile_norm=False does not map the state. "
-                f"{typed('use_quantile_norm=true')}"
+            problem = (
+                "discrete_state_input has bins of [-1, 1], to which use_quantile_norm=False does not map the state"
             )
+            raise field_error(problem, "use_quantile_norm=true")
         shared = ("depth", "num_kv_heads", "head_dim")
         different = [name for name in shared if self.vlm[name] != self.expert[name]]
         if different:
             raise ConfigError(
                 f"vlm and expert differ in {', '.join(different)} ({[self.vlm[name] for name in different]} and "
-                f"{[self.expert[name] for name in different]}); the expert attends to the keys of the VLM's layers, so "
-                f"these must be equal. Set model.init_config.expert.{different[0]}={self.vlm[different[0]]} for random weights, "
-                "or model.model_path=<another folder>"
+                f"{[self.expert[name] for name in different]}); required: the same. Set model.init_config.expert."
+                f"{different[0]}={self.vlm[different[0]]} for random weights, or model.model_path=<another folder>"
             )
 
     @classmethod

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-NOISE_METHODS = ("flow_ode", "flow_sde", "flow_cps", "flow_noise")
+NOISE_METHODS = ("flow_sde", "flow_ode", "flow_cps", "flow_noise")
 MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
 
 

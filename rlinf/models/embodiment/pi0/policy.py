@@ -24,7 +24,7 @@ from rlinf.models.embodiment.pi0.flow import (
 )
 from rlinf.models.embodiment.pi0.network import Pi0Network, Prefix
 from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer, resize_with_pad
-from rlinf.models.loading import typed
+from rlinf.models.loading import field_error, without_logprobs
 from rlinf.models.sampling import draw_uniforms
 from rlinf.options import override_text
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
@@ -118,10 +118,10 @@ class Pi0ForRLActionPrediction(Pi0Network):
         """Check that the env shows the cameras of the policy, and a state that fits into its input."""
         given, names = list(env.cameras), [name for name in config.cameras or [] if name is not None]
         if config.cameras is not None and (not names or not set(names) <= set(given)):
-            raise ConfigError(
-                f"The model reads the cameras {override_text(config.cameras)}, but env.cameras is {override_text(given)}; required: "
-                f"one or more, all of them rendered. {typed(f'cameras={override_text(given)}')}"
-                f"{f'; or env.cameras={override_text(names)}' if names else ''}"
+            raise field_error(
+                f"The model reads the cameras {override_text(config.cameras)}, but env.cameras is {override_text(given)}; "
+                f"required: one or more, all of them rendered{f' (env.cameras={override_text(names)})' if names else ''}",
+                f"cameras={override_text(given)}",
             )
         if config.reads_state and env.state_dim is not None and not 0 < env.state_dim <= config.action_dim:
             fix = env.override_for_state(1, config.action_dim) or "another env.name=<one with such a state>"
@@ -134,10 +134,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
     def check_rl(cls, config: Pi0Config) -> None:
         """Refuse ``noise_method=flow_ode``, whose steps have no noise."""
         if config.noise_method == "flow_ode":
-            raise ConfigError(
-                "noise_method is 'flow_ode', which gives actions without log-probabilities: such a policy can be cloned and "
-                f"evaluated, but not trained by RL; required: another one, such as flow_sde. {typed('noise_method=flow_sde')}"
-            )
+            raise without_logprobs("noise_method", "flow_ode", "flow_sde")
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -233,11 +230,8 @@ class Pi0ForRLActionPrediction(Pi0Network):
         names = [name for name in slots if name is not None]
         missing = [name for name in names if name not in observation.images]
         if missing or not names:
-            given = ",".join(observation.images)
-            raise ConfigError(
-                f"The policy sees the cameras {wanted} and the environment gives {list(observation.images)}. "
-                f"{typed(f'cameras=[{given}]')}"
-            )
+            problem = f"The policy sees the cameras {wanted} and the environment gives {list(observation.images)}"
+            raise field_error(problem, f"cameras=[{','.join(observation.images)}]")
         return names
 
     def _state(self, observation: Observation) -> Tensor:

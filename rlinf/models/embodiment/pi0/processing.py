@@ -13,7 +13,7 @@ from torch import Tensor
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.modules.tokenizer import load_tokenizer
 from rlinf.models.embodiment.pi0.config import Pi0Config
-from rlinf.models.loading import typed
+from rlinf.models.loading import field_error
 
 EPSILON = 1e-6
 _NUM_STATE_BINS = 256
@@ -38,10 +38,10 @@ class StatisticsNormalizer:
     def __init__(self, stats: Mapping[str, Any], dim: int, use_quantiles: bool, name: str) -> None:
         wanted = ("q01", "q99") if use_quantiles else ("mean", "std")
         if any(key not in stats for key in wanted):
-            raise ConfigError(
+            raise field_error(
                 f"use_quantile_norm={use_quantiles} needs {' and '.join(wanted)} of '{name}', and the statistics have "
-                f"{', '.join(stats)}. {typed(f'use_quantile_norm={str(not use_quantiles).lower()}')}"
-            )
+                f"{', '.join(stats)}", f"use_quantile_norm={str(not use_quantiles).lower()}",
+            )  # fmt: skip
         first, second = (np.array(stats[key], dtype=np.float64) for key in wanted)
         spread = second - first if use_quantiles else second
         described = max(np.flatnonzero(spread).max(initial=-1) + 1, min(len(spread), dim))
@@ -118,10 +118,8 @@ class Pi0Processor:
         rows = [[self.tokenizer.bos_token_id, *row, *ending] for row in encoded]
         longest = max(len(row) for row in rows)
         if longest > self.max_token_len:
-            raise ConfigError(
-                f"A prompt has {longest} tokens and max_token_len is {self.max_token_len}. "
-                f"{typed(f'max_token_len={longest}')}"
-            )
+            problem = f"A prompt has {longest} tokens and max_token_len is {self.max_token_len}"
+            raise field_error(problem, f"max_token_len={longest}")
         ids = torch.zeros(len(rows), longest, dtype=torch.int64)
         mask = torch.zeros(len(rows), longest, dtype=torch.bool)
         for i, row in enumerate(rows):

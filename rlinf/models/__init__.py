@@ -28,14 +28,19 @@ __getattr__ = lazy_attributes(
         "HFLLMModel": "rlinf.models.hf_model",
         "HuggingFacePolicy": "rlinf.llm.hf_policy",
         "MegatronPolicy": "rlinf.llm.megatron.policy",
-        "build_policy": "rlinf.models.building",
-        "config_file_names": "rlinf.models.building",
-        "entry_for": "rlinf.models.building",
-        "get_model": "rlinf.models.building",
-        "get_model_config_and_processor": "rlinf.models.building",
-        "local_settings": "rlinf.models.building",
         "torch_dtype_from_precision": "rlinf.models.precision",
-    },
+    }
+    | dict.fromkeys(
+        [
+            "build_policy",
+            "config_file_names",
+            "entry_for",
+            "get_model",
+            "get_model_config_and_processor",
+            "local_settings",
+        ],
+        "rlinf.models.building",
+    ),
 )
 
 
@@ -74,8 +79,8 @@ class ModelEntry:
         missing = sorted(getattr(entry.model, "__abstractmethods__", ()))
         if missing:
             raise ConfigError(
-                f"{entry.model.__name__}, the class of model type '{entry.name}', does not implement {', '.join(missing)}. "
-                "Every policy needs them (docs/adding_a_model.md)"
+                f"{entry.model.__name__}, the class of model type '{entry.name}', does not implement {', '.join(missing)}, "
+                "which every policy needs (docs/adding_a_model.md)"
             )
         if entry.config is None:
             entry = replace(entry, config=getattr(entry.model, "config_class", None))
@@ -120,9 +125,7 @@ def register_model(
 ) -> None:
     """Make a model type known: the single registration. The same name twice keeps the last one.
 
-    Args:
-        name: ``model.model_type`` in the configuration.
-        model: Class, or ``"module:attribute"``, which is imported at first use. This and the others: see ``ModelEntry``.
+    The arguments are those of ``ModelEntry``; a ``"module:attribute"`` is imported at first use.
     """
     MODELS.register(name, ModelEntry(name, model, config, processor, image_processor, load_processor))
 
@@ -130,12 +133,8 @@ def register_model(
 def register_auto_classes() -> None:
     """Make the Auto classes of transformers load every registered policy: ``AutoModel.from_pretrained("my_policy")``.
 
-    An import alone does not, because it would cost the import of torch and of all models. Loading a policy with rlinf makes
-    those of its type known, too. What the Auto classes return does not act until it has its input processor; for a policy that
-    acts, use ``rlinf.load_policy``.
-
-    Raises:
-        MissingDependencyError: A registered model needs a package that is not installed.
+    An import alone does not, because it would import torch and all models. Loading a policy with rlinf registers its type.
+    What the Auto classes return cannot act until it has its processor; for a policy that acts, use ``rlinf.load_policy``.
     """
     for name in MODELS:
         MODELS.get(name).resolve()

@@ -41,11 +41,7 @@ REPLACED_WHOLE = ("norm_stats",)
 
 
 def entry_for(cfg: ModelConfig) -> ModelEntry:
-    """Return the registered entry of ``cfg.model_type``, else the generic one that takes it.
-
-    Raises:
-        ConfigError: Neither registered nor a language or vision-language model of transformers.
-    """
+    """Return the registered entry of ``cfg.model_type``, else the generic one that takes it; ConfigError if none does."""
     return MODELS.get(cfg.model_type) if cfg.model_type in MODELS else _generic_entry(cfg)
 
 
@@ -59,16 +55,14 @@ def _generic_entry(cfg: ModelConfig) -> ModelEntry:
 def get_model_config_and_processor(cfg: Any) -> tuple[Any, Any]:
     """Load the model's configuration and its input processor.
 
+    The folder is ``tokenizer.tokenizer_model``, else ``model.model_path``. Without both, the configuration is built from
+    ``model.init_config``, and the processor from what the package brings.
+
     Args:
-        cfg: Run configuration with ``model.model_type`` and ``tokenizer.tokenizer_model``, as dataclass or mapping. The
-            folder is ``tokenizer.tokenizer_model``, else ``model.model_path``; without both, the configuration is built
-            from ``model.init_config``, and the processor from what the package brings.
+        cfg: Run configuration with ``model.model_type`` and ``tokenizer.tokenizer_model``, as dataclass or mapping.
 
     Returns:
         ``(model_config, input_processor)``; the tokenizer of the processor pads on the left.
-
-    Raises:
-        ConfigError: The model type is unknown, or there is nothing to load a processor from.
     """
     section = _model_section(_section(cfg, "model"))
     return _load_or_fall_back(section, lambda entry: _config_and_processor(entry.resolve(), cfg))
@@ -90,8 +84,9 @@ def get_model(
         MissingDependencyError: ``attn_implementation=flash_attention_2`` without the package.
     """
     section = _model_section(cfg)
-    _log_fallback(section)
-    return _load_or_fall_back(section, lambda entry: _load(entry, section, override_config_kwargs, allow_mismatch))
+    return _load_or_fall_back(
+        section, lambda entry: _load(entry, section, override_config_kwargs, allow_mismatch), log=True
+    )
 
 
 def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -102,7 +97,6 @@ def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = No
     section = _model_section(_section(cfg, "model"))
     evaluation = _section(cfg, "evaluation")
     allowed = evaluation.get("allow_mismatch", ()) if isinstance(evaluation, Mapping) else evaluation.allow_mismatch
-    _log_fallback(section)
 
     def load(entry: ModelEntry) -> Any:
         _, processor = _config_and_processor(entry.resolve(), cfg)
@@ -110,7 +104,7 @@ def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = No
         model.processor = processor
         return model
 
-    return _load_or_fall_back(section, load)
+    return _load_or_fall_back(section, load, log=True)
 
 
 def local_settings(cfg: ModelConfig, folder: str | Path | None = None) -> tuple[Any, Any] | None:
@@ -122,33 +116,27 @@ def local_settings(cfg: ModelConfig, folder: str | Path | None = None) -> tuple[
 
     Returns:
         None for a language model, and where the configuration is not on this machine.
-
-    Raises:
-        ConfigError: The model type or a field is unknown, or fields contradict each other.
-        CheckpointError: The folder is of another model.
     """
     section = _model_section(cfg if folder is None else replace(cfg, model_path=str(folder), init_config={}))
 
     def load(entry: ModelEntry) -> tuple[Any, Any] | None:
         entry, path = entry.resolve(), section.model_path
-        there = path is None or any((Path(path) / name).is_file() for name in config_file_names(entry))
+        there = path is None or _has_config(entry, path)
         return (entry.model, load_model_config(entry, section, path)) if entry.acts and there else None
 
     return _load_or_fall_back(section, load)
 
 
-def _log_fallback(cfg: ModelConfig) -> None:
-    """Log which generic class takes a model type that is not registered."""
-    if cfg.model_type not in MODELS:
-        entry = entry_for(cfg)
+@cured_by_settings("model", path="model_path", architectures="override_config.architectures")
+def _load_or_fall_back(cfg: ModelConfig, load: Callable[[ModelEntry], Any], log: bool = False) -> Any:
+    """Load by the model type's own entry; with ``cfg.strict`` off, by the generic one if the own class raises.
+
+    ``log``: say which generic class takes a model type that is not registered.
+    """
+    entry = entry_for(cfg)
+    if cfg.model_type not in MODELS and log:
         chosen = entry.name if entry.acts else "HFModel"
         logger.warning("Model type '%s' is not registered; falling back to %s.", cfg.model_type, chosen)
-
-
-@cured_by_settings("model", path="model_path", architectures="override_config.architectures")
-def _load_or_fall_back(cfg: ModelConfig, load: Callable[[ModelEntry], Any]) -> Any:
-    """Load by the model type's own entry; with ``cfg.strict`` off, by the generic one if the own class raises."""
-    entry = entry_for(cfg)
     if cfg.strict or cfg.model_type not in MODELS:
         return load(entry)
     try:
@@ -172,9 +160,8 @@ def _load(
     check_attention(cfg.attn_implementation)
     config = override_fields(load_model_config(entry, cfg, cfg.model_path), plain_container(overrides or {}))
     check_declared_sizes(cfg, config)
-    arguments = {
-        "dtype": torch_dtype_from_precision(cfg.precision), "attn_implementation": cfg.attn_implementation
-    }  # fmt: skip
+    dtype = torch_dtype_from_precision(cfg.precision)
+    arguments = {"dtype": dtype, "attn_implementation": cfg.attn_implementation}
     if entry.acts:
         model = switch_off_dropout(_load_action_model(entry.model, cfg, config, arguments))
     elif cfg.model_path is None:
@@ -226,8 +213,8 @@ def _optional_arguments(model_class: type, cfg: ModelConfig) -> dict[str, Any]:
         and cfg.action_chunks_len != public_fields(ModelConfig)["action_chunks_len"].default
     ):
         raise ConfigError(
-            f"model.action_chunks_len is {cfg.action_chunks_len}, but {model_class.__name__} takes none "
-            "and predicts one action. Set model.action_chunks_len=1"
+            f"model.action_chunks_len is {cfg.action_chunks_len}, but {model_class.__name__} predicts one action. "
+            "Set model.action_chunks_len=1"
         )
     return {key: getattr(cfg, key) for key in OPTIONAL_ARGUMENTS if key in accepted}
 
@@ -266,7 +253,7 @@ def _config_and_processor(entry: ModelEntry, cfg: Any) -> tuple[Any, Any]:
     if path is None:
         raise ConfigError(
             f"Model type '{entry.name}' needs a folder to load its processor from, but tokenizer.tokenizer_model and "
-            "model.model_path are null; set tokenizer.tokenizer_model=<folder>."
+            "model.model_path are null. Set tokenizer.tokenizer_model=<folder>"
         )
     return model_config, _standard_processor(entry, path, model.trust_remote_code)
 
@@ -287,6 +274,10 @@ def config_file_names(entry: ModelEntry) -> tuple[str, ...]:
     return getattr(import_target(entry.config), "config_files", ("config.json",))
 
 
+def _has_config(entry: ModelEntry, folder: str | Path) -> bool:
+    return any((Path(folder) / name).is_file() for name in config_file_names(entry))
+
+
 def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> Any:
     """Build the model's own configuration: from ``init_config``, or from the folder with ``override_config`` laid over."""
     if cfg.model_path is None and (cfg.init_config or path is None):
@@ -305,8 +296,8 @@ def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> 
             "Set model.model_path=null or '~model.init_config'"
         )
     loader = AutoConfig if entry.config is None else entry.config
-    files = config_file_names(entry)
-    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in files):
+    if Path(path).is_dir() and not _has_config(entry, path):
+        files = config_file_names(entry)
         raise CheckpointError(
             f"model.model_path is '{path}', a folder without a {' or '.join(files)}. Set model.model_path=<checkpoint folder>"
         )

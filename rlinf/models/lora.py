@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -47,8 +45,7 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
         raise ConfigError("This model has LoRA adapters already; a second set is not supported.")
     targets = lora.target_modules or model.lora_target_modules
     in_full = rf"({'|'.join(model.trained_in_full)})(\..*)?" if model.trained_in_full else None
-    unused = getattr(model, "lora_exclude_modules", None)
-    excluded = [each for each in (in_full, unused) if each]
+    excluded = [each for each in (in_full, getattr(model, "lora_exclude_modules", None)) if each]
     config = PeftLoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -58,9 +55,6 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
     )
     if lora_path is not None:
         _check_same_settings(Path(lora_path), config)
-        if unused and any(re.fullmatch(unused, name) for name in _adapted_modules(Path(lora_path))):
-            # Older folders have adapters there, which add nothing, and so has the state of their optimiser.
-            config.exclude_modules = in_full
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
@@ -229,11 +223,6 @@ def _check_same_settings(folder: Path, config: PeftLoraConfig) -> None:
                 f"The adapter in '{folder}' has {override} {getattr(saved, key)} and model.lora.{override} is "
                 f"{getattr(config, key)}. Set model.lora.{override}={getattr(saved, key)}"
             )
-
-
-def _adapted_modules(folder: Path) -> set[str]:
-    with safe_open(folder / ADAPTER_FILE, "pt") as file:
-        return {name.removeprefix(_PEFT_PREFIX).split(".lora_")[0] for name in file.keys()}
 
 
 def _load_adapter(model: Any, folder: Path) -> None:

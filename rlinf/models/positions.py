@@ -9,11 +9,8 @@ from typing import Any
 def num_positions(config: Any) -> int | None:
     """Positions that a language model was made for; None if its configuration declares none.
 
-    Some models declare in ``max_position_embeddings`` what they have with a scaling of their rotary positions (Llama 3, DeepSeek),
+    Some models declare in ``max_position_embeddings`` what they have with a scaling of rotary positions (Llama 3, DeepSeek),
     others what they had without (Qwen2): the larger of this and of ``factor`` times the original ones counts.
-
-    Args:
-        config: Configuration of the language model alone.
     """
     declared = getattr(config, "max_position_embeddings", None)
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}

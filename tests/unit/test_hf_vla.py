@@ -451,7 +451,7 @@ def test_errors_of_a_model_from_random_weights(zoo, monkeypatch):
             build_policy(config)
         assert all(part in str(caught.value) for part in parts), str(caught.value)
 
-    refused(ConfigError, "weight_init is 'fan'", "Set model.init_config.weight_init=fan_in", weight_init="fan")
+    refused(ConfigError, "weight_init is 'fan'", "model.init_config.weight_init=fan_in", weight_init="fan")
     refused(ConfigError, "no processor_config", "tokenizer.tokenizer_model=", processor_config=None)
     refused(ConfigError, "no vlm_config", "Set model=hf_vla_tiny", vlm_config=None, processor_config=None)
     refused(ConfigError, "model.init_config.n_action_bins=481", "n_action_bins is 512", n_action_bins=512)

@@ -82,17 +82,13 @@ class ActionModel(metaclass=ABCMeta):
         """Refuse an environment that does not show what the model reads. Nothing of either is built yet.
 
         The default compares ``num_cameras``, and ``config.state_dim`` if it is above 0.
-
-        Raises:
-            ConfigError: With what the model reads, what the environment shows, and the override to set.
         """
         wanted, given = cls.num_cameras(config), len(env.cameras)
         if wanted and given != wanted:
             known = list(env.cameras or env.default_cameras)
+            fix = f"model.init_config.num_images_in_input={given or len(known)} for random weights, or {wanted} env.cameras"
             if len(known) >= wanted:
                 fix = f"env.cameras={override_text(known[:wanted])}"
-            else:
-                fix = f"model.init_config.num_images_in_input={given or len(known)} for random weights, or {wanted} names in env.cameras"
             raise ConfigError(
                 f"The model expects {wanted} camera{'s' * (wanted > 1)} (num_images_in_input={wanted}), but env.cameras has {given}: "
                 f"{override_text(list(env.cameras))}. Set {fix}"
@@ -110,11 +106,7 @@ class ActionModel(metaclass=ABCMeta):
 
     @classmethod  # noqa: B027 - most models have log-probabilities under all settings
     def check_rl(cls, config: Any) -> None:
-        """Refuse settings without log-probabilities: such a policy can be cloned and evaluated, but not trained by RL.
-
-        Raises:
-            ConfigError: With the override to set.
-        """
+        """Refuse settings without log-probabilities: such a policy can be cloned and evaluated, but not trained by RL."""
 
     # -- facts ---------------------------------------------------------------------------------------------------
 

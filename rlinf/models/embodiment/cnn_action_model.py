@@ -48,11 +48,6 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
 
     The image features are multiplied by ``1 + w``, the mean vector ``w`` of the instruction's words (the scale of Perez et
     al. 2018, FiLM); their order is not read.
-
-    Args:
-        config: See ``CNNConfig``.
-        hidden_size, unnorm_key, action_dim, action_chunks_len, value_head: See ``MLPForRLActionPrediction``.
-        detach_value: Stop the gradient of the value loss at the features, which the policy then has to itself.
     """
 
     config_class = CNNConfig

@@ -22,9 +22,6 @@ from rlinf.types import ActionEvaluation, ActionPrediction, Observation
 class MLPConfig(PreTrainedConfig):
     """Sizes of the state policy.
 
-    Attributes:
-        num_images_in_input: 0: the env draws no pictures for it.
-
     Args:
         state_dim: Width of ``Observation.state``.
         hidden_sizes: Widths of the hidden layers of policy and critic.
@@ -33,7 +30,7 @@ class MLPConfig(PreTrainedConfig):
     """
 
     model_type = "mlp"
-    num_images_in_input = 0
+    num_images_in_input = 0  # the env draws no pictures for it
 
     state_dim: int = 1
     hidden_sizes: list[int] | None = None

@@ -134,17 +134,11 @@ def _sine(angle: np.ndarray) -> np.ndarray:
 
 
 def crop_and_resize(images: Tensor, area: float, size: tuple[int, int]) -> Tensor:
-    """Cut out the centre and resize it as ``tf.image.crop_and_resize`` (bilinear, without antialiasing) does.
+    """Cut out the centre of uint8 ``[B, C, H, W]`` and resize it as ``tf.image.crop_and_resize`` (bilinear) does.
+
+    ``area`` is the fraction of the image that is kept; both sides are multiplied by its square root.
 
     The image becomes float32 in [0, 1] and uint8 again as with ``tf.image.convert_image_dtype``: times 255.5, cut off.
-
-    Args:
-        images: uint8 ``[B, C, H, W]``.
-        area: Fraction of the image's area that is kept, below 1; both sides are multiplied by its square root.
-        size: Height and width of the result, both above 1.
-
-    Returns:
-        uint8 ``[B, C, *size]``.
     """
     pixels = images.float().mul_(1.0 / 255.0)
     pixels = _interpolate_rows(pixels.transpose(-1, -2), area, size[1]).transpose(-1, -2)

@@ -35,11 +35,7 @@ IMAGES_AT_ONCE = 4
 def jpeg_round_trip(images: Tensor) -> Tensor:
     """Return what ``tf.io.decode_image(tf.io.encode_jpeg(image))`` gives: quality 95, colours at half the resolution.
 
-    Args:
-        images: uint8 RGB ``[B, 3, H, W]``, wider than 4 pixels.
-
-    Returns:
-        uint8 of the same shape.
+    ``images`` are uint8 RGB ``[B, 3, H, W]``, wider than 4 pixels; so is the result.
     """
     slices = images.split(IMAGES_AT_ONCE if images.device.type == "cpu" else max(1, len(images)))
     return torch.cat([_round_trip(part) for part in slices])

@@ -14,12 +14,6 @@ class ValueHead(nn.Module):
 
     Parameter names are those of public RL checkpoints. Initialisation: the hidden layers keep torch's default (uniform in
     +-1/sqrt(fan_in)), the last layer is normal with deviation 0.02 and bias 0, so that values start near 0.
-
-    Args:
-        hidden_size: Width ``H`` of the hidden states.
-        hidden_sizes: Widths of the hidden layers.
-        activation: Between the layers.
-        bias: Of the last layer.
     """
 
     def __init__(

@@ -118,19 +118,10 @@ def run_layers(
     is_causal: bool,
     cache: KVCache | None = None,
 ) -> Tensor:
-    """Run a model of ``LlamaActionLayer`` on embeddings and return the last positions after the final norm.
+    """Run a model of ``LlamaActionLayer`` on ``embeddings [B, S, H]``; return the last ``num_queries`` positions, normed.
 
-    Args:
-        decoder: Layers, rotary embedding and norm.
-        embeddings: ``[B, S, H]``, the last ``S`` positions of the sequence; those before it are in the cache.
-        key_mask: bool ``[B, keys]``, false on padding; None: no padding. With a cache ``[B, cache.max_len]``: positions to
-            come included.
-        num_queries: Positions to return, counted from the end; None: all.
-        is_causal: No position sees one behind itself.
-        cache: Keys and values of earlier positions, extended in place.
-
-    Returns:
-        ``[B, num_queries or S, H]``.
+    The embeddings are the last ``S`` positions of the sequence; those before them are in ``cache``, which grows in place.
+    ``key_mask`` is bool ``[B, keys]``, false on padding; with a cache ``[B, cache.max_len]``, with the positions to come.
     """
     length = num_keys = embeddings.shape[1]
     if cache is None:

@@ -295,16 +295,10 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         labels: Tensor | None = None,
         **_: Any,
     ) -> CausalLMOutput:
-        """Language-model pass over BOS, image tokens and text (padding on the right), as the public fine-tuning does.
+        """Run the language model over BOS, image tokens and text (padding on the right), as the public fine-tuning does.
 
-        Args:
-            input_ids: ``[B, L]``.
-            attention_mask: ``[B, L]``.
-            pixel_values: ``[B, channels, H, W]``.
-            labels: ``[B, L]``, -100 where not scored; the loss is the mean over all scored tokens of the batch.
-
-        Returns:
-            ``logits [B, P + L, vocab_size]``, ``hidden_states`` (the last layer's, after the norm), and ``loss``.
+        ``labels [B, L]`` are -100 where not scored; ``loss`` is the mean over all scored tokens of the batch. Returned with
+        it are ``logits [B, P + L, vocab_size]`` and the last layer's ``hidden_states``, after the norm.
         """
         embeddings, key_mask = self._embed_prompt(input_ids, attention_mask, pixel_values=pixel_values)
         hidden_states = run_layers(self.language_model.model, embeddings, key_mask, None, is_causal=True)

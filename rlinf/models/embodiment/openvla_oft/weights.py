@@ -109,14 +109,10 @@ def _prefixed(prefix: str, module: nn.Module) -> dict[str, Tensor]:
 
 
 def merge_adapters(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add the low-rank updates of PEFT's layers to their weights: ``W + min(r, 16) / r * B A``.
+    """Add the low-rank updates of PEFT's layers to their weights: ``W + min(r, 16) / r * B A``, in the dtype of ``W``.
 
-    Args:
-        state_dict: ``X.base_layer.{weight,bias}``, ``X.lora_A.<adapter>.weight`` ``[r, in]`` and
-            ``X.lora_B.<adapter>.weight`` ``[out, r]``; other names pass through.
-
-    Returns:
-        ``X.{weight,bias}`` in the dtype of the base layer.
+    Tensors are ``X.base_layer.{weight,bias}``, ``X.lora_A.<adapter>.weight [r, in]`` and ``X.lora_B.<adapter>.weight
+    [out, r]``; other names pass through.
     """
     merged = {name.replace(".base_layer.", "."): tensor for name, tensor in state_dict.items() if ".lora_" not in name}
     for name, down in state_dict.items():

@@ -114,13 +114,7 @@ class GemmaActionLayer(GemmaDecoderLayer):
 
 
 class GemmaStack(nn.Module):
-    """Layers and final norm.
-
-    Args:
-        sizes: ``width, depth, mlp_dim, num_heads, num_kv_heads, head_dim``.
-        attn_implementation: ``sdpa`` or ``eager``.
-        adaptive: Use adaptive norms.
-    """
+    """Layers and final norm; ``sizes`` are ``width, depth, mlp_dim, num_heads, num_kv_heads, head_dim``."""
 
     def __init__(self, sizes: Mapping[str, int], attn_implementation: str | None, adaptive: bool = False) -> None:
         super().__init__()
@@ -166,12 +160,7 @@ class GemmaStack(nn.Module):
 
 
 class SiglipTower(nn.Module):
-    """SigLIP without its pooling head (Zhai et al. 2023), with the parameter names of transformers.
-
-    Args:
-        sizes: ``hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, image_size, patch_size``.
-        attn_implementation: ``sdpa`` or ``eager``.
-    """
+    """SigLIP without its pooling head (Zhai et al. 2023), with the parameter names of transformers."""
 
     def __init__(self, sizes: Mapping[str, Any], attn_implementation: str | None) -> None:
         super().__init__()

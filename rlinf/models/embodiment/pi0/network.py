@@ -116,11 +116,7 @@ class Pi0Network(CheckpointPolicy):
     ) -> tuple[Tensor, Tensor]:
         """Return embeddings ``[B, P, width]``, cameras first, and their bool mask ``[B, P]``.
 
-        Args:
-            pixel_values: ``[B, cameras, 3, H, W]`` in [-1, 1].
-            image_mask: bool ``[B, cameras]``.
-            input_ids: ``[B, L]``.
-            attention_mask: bool ``[B, L]``.
+        ``pixel_values`` are ``[B, cameras, 3, H, W]``, ``image_mask`` bool ``[B, cameras]``, ids and their mask ``[B, L]``.
         """
         images = self.projector(self.vision_tower(pixel_values.flatten(0, 1))).unflatten(0, pixel_values.shape[:2])
         text = self.language_model.embed_tokens(input_ids) * self.config.hidden_size**0.5
@@ -142,10 +138,9 @@ class Pi0Network(CheckpointPolicy):
         return Prefix(keys_values, mask)
 
     def velocity(self, prefix: Prefix, state: Tensor | None, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Predict ``noise - action`` at ``x [B, horizon, action_dim]``, ``t [B]``.
+        """Predict ``noise - action`` at ``x [B, horizon, action_dim]``, ``t [B]``: float32, of the shape of ``x``.
 
-        Returns:
-            float32 velocities of the shape of ``x``, and the expert's outputs ``[B, horizon, width]``.
+        Returned with it are the expert's outputs ``[B, horizon, width]``.
         """
         dtype, (batch, horizon, _) = self.action_in_proj.weight.dtype, x.shape
         with without_autocast(x):

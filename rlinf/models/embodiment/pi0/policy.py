@@ -51,12 +51,6 @@ class Pi0ForRLActionPrediction(Pi0Network):
 
     ``sequences`` is the chain ``[n + 1, horizon, action_dim of the config]`` flattened, and the chosen step (-1: all);
     ``logits`` are means and deviations, ``[B, n, horizon, action_dim, 2]``, temperature included.
-
-    Args:
-        config: See ``Pi0Config``.
-        hidden_size, unnorm_key, value_head, detach_value: See ``ActionModel``.
-        action_dim: At most ``config.action_dim``.
-        action_chunks_len: Executed actions of one call, at most ``config.action_horizon``.
     """
 
     fsdp_wrap_modules: ClassVar[tuple[str, ...]] = ("GemmaActionLayer", "SiglipEncoderLayer")
@@ -172,13 +166,10 @@ class Pi0ForRLActionPrediction(Pi0Network):
     def preprocess(self, observation: Observation, image_mask: Tensor | None = None) -> dict[str, Tensor]:
         """Tokenise prompts, normalise states, resize images, and send all of it to the model's device.
 
+        ``image_mask``: bool ``[B, cameras]``, False where a camera is absent in this row; None: all are there.
+
         Absent cameras are left out. They would only be masked keys, and positions count present tokens, so the numbers are
         those of a sequence with black images in their places.
-
-        Args:
-            observation: Of ``B`` envs.
-            image_mask: bool ``[B, cameras]``, False where a camera that the policy sees is absent in this row; None: all
-                are there.
         """
         processor = self._ready_processor()
         images = [
@@ -261,14 +252,9 @@ class Pi0ForRLActionPrediction(Pi0Network):
     def _transition(
         self, prefix: Prefix, state: Tensor | None, x: Tensor, step: Tensor, sampled: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean and deviation of the step from ``x``, and the value there.
+        """Return mean and deviation of the step from ``x [B, horizon, action_dim]``, and the value there.
 
-        Args:
-            prefix, state: As for ``velocity``.
-            x: ``[B, horizon, action_dim]``.
-            step: int64 ``[B]``, in ``0..n-1``.
-            sampled: bool ``[B]``: where false, the deviation is 0 and the mean the Euler step.
-            temperature: Multiplies the variance.
+        ``step`` is int64 ``[B]``, in ``0..n-1``. Where ``sampled`` (bool ``[B]``) is false, this is the Euler step without noise.
         """
         config, times = self.config, denoising_times(self.config.num_steps, x.device)
         t, t_next = times[step][:, None, None], times[step + 1][:, None, None]
@@ -319,15 +305,9 @@ class Pi0ForRLActionPrediction(Pi0Network):
         joint: bool,
         temperature: float,
     ) -> ActionPrediction:
-        """Run the chain from given random numbers.
+        """Run the chain from ``noise [B, horizon, action_dim]`` and ``step_noise [B, n or 1, horizon, action_dim]``.
 
-        Args:
-            inputs: What ``preprocess`` returned.
-            noise: ``[B, horizon, action_dim]``, ``x`` at ``t = 1``.
-            step_noise: ``[B, n or 1, horizon, action_dim]``; one for all steps where only one is sampled.
-            step: int64 ``[B]``, the step to sample; -1: none, or all with ``joint``.
-            joint: Sample every step.
-            temperature: Multiplies the variance of the steps.
+        ``step`` (int64 ``[B]``) is the one to sample; -1: none, or all with ``joint``.
         """
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")
         num_steps, chain, moments, values = self.config.num_steps, [noise], [], []
@@ -387,12 +367,10 @@ class Pi0ForRLActionPrediction(Pi0Network):
         return ActionEvaluation(self._executed(logprobs.mean(1)), self._executed(entropy.mean(1)), values.mean(1))
 
     def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
-        """Flow-matching loss (Black et al. 2024, section IV): mean squared error of the velocity at one random time.
+        """Return the flow-matching loss (Black et al. 2024, section IV): the velocity's mean squared error at a random time.
 
-        Args:
-            inputs: What ``preprocess`` returned.
-            actions: ``[B, horizon, D]`` in env units; padded with zeros to ``config.action_dim``, which the loss covers.
-            uniforms: ``[B, num_sft_uniforms]``: noise, and last the time.
+        ``actions [B, horizon, D]`` are padded with zeros to ``config.action_dim``, which the loss covers. ``uniforms`` are
+        ``[B, num_sft_uniforms]``: noise, and last the time.
         """
         actions = self.action_normalizer.normalize(actions).float().to(self.device)
         actions = nn.functional.pad(actions, (0, self.config.action_dim - actions.shape[-1]))

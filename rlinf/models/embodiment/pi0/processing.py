@@ -30,9 +30,6 @@ class StatisticsNormalizer:
         dim: Width of what is normalised.
         use_quantiles: Which of the two.
         name: ``action`` or ``proprio``, for messages.
-
-    Raises:
-        ConfigError: A list is missing, or describes another number of dimensions.
     """
 
     def __init__(self, stats: Mapping[str, Any], dim: int, use_quantiles: bool, name: str) -> None:
@@ -104,9 +101,7 @@ class Pi0Processor:
     def encode(self, instructions: Sequence[str], states: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """Return int64 ids and a bool mask ``[B, L]``, padded on the right to the longest prompt.
 
-        Args:
-            instructions: ``B`` sentences; underscores and newlines become spaces.
-            states: ``[B, S]`` in the network's units; None: not part of the prompt.
+        Underscores and newlines become spaces. ``states [B, S]`` are in the network's units; None: not in the prompt.
         """
         texts = [each.strip().replace("_", " ").replace("\n", " ") for each in instructions]
         ending = self._newline

@@ -22,11 +22,7 @@ _PREFIXES = {
 
 
 def from_public(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of an openpi or lerobot checkpoint. The token embedding is tied to ``lm_head`` there.
-
-    Raises:
-        CheckpointError: The file holds embedding and ``lm_head``, and they differ.
-    """
+    """Rename the tensors of an openpi or lerobot checkpoint, where the token embedding is tied to ``lm_head``."""
     if all(name.startswith("model.") for name in state_dict):
         state_dict = {name.removeprefix("model."): tensor for name, tensor in state_dict.items()}
     tensors = dict(state_dict)

@@ -20,13 +20,7 @@ from rlinf.models.config import ModelConfig, TokenizerConfig
 from rlinf.models.dropout import switch_off_dropout
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.fallback import TEXT, folder_config, generic_kind
-from rlinf.models.loading import (
-    check_attention,
-    check_fit,
-    check_model_type,
-    read_json,
-    without_load_report,
-)
+from rlinf.models.loading import check_attention, check_fit, check_model_type, read_json, without_load_report
 from rlinf.models.precision import torch_dtype_from_precision
 from rlinf.optim.finite import check_loaded
 from rlinf.options import cured_by_settings, from_mapping, override_text, plain_container, public_fields

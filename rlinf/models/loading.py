@@ -47,6 +47,12 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return values
 
 
+def dataset_statistics(folder: Path) -> dict[str, Any]:
+    """Return the statistics by data set name that public code writes next to a checkpoint; empty without the file."""
+    path = folder / "dataset_statistics.json"
+    return read_json(path) if path.is_file() else {}
+
+
 def checkpoint_folder(path: str | Path) -> Path:
     """Return a checkpoint's folder; a hub id (``owner/name``) is downloaded."""
     folder = Path(path)

@@ -5,7 +5,6 @@ from rlinf.imports import lazy_attributes
 __getattr__ = lazy_attributes(
     __name__,
     dict.fromkeys(
-        ["log_probability_error", "validate_log_probability_consistency", "vocab_size"],
-        "rlinf.checks.generation",
+        ["log_probability_error", "validate_log_probability_consistency", "vocab_size"], "rlinf.checks.generation"
     ),
 )

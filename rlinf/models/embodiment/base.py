@@ -6,6 +6,7 @@ from abc import ABCMeta, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -211,6 +212,16 @@ class ActionModel(metaclass=ABCMeta):
     def implements(cls, method: str) -> bool:
         """Return whether the class defines an optional method."""
         return getattr(cls, method) is not getattr(ActionModel, method)
+
+    def _camera_images(self, observation: Observation, wanted: int) -> list[np.ndarray]:
+        """Return the images of the first ``wanted`` cameras, each uint8 ``[B, H, W, 3]``."""
+        images = observation.images
+        if len(images) < wanted:
+            raise ConfigError(
+                f"The model sees {wanted} cameras and the environment gives {len(images)} ({', '.join(images)}). "
+                "Set env.cameras to more of them"
+            )
+        return list(images.values())[:wanted]
 
     def _ready_processor(self) -> Any:
         """Return ``processor``, or raise ConfigError if there is none."""

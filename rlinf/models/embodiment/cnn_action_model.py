@@ -108,13 +108,9 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Send uint8 images, rows of the word table (and the state, where it is read) to the model's device."""
-        config, names = self.config, list(observation.images)[: self.config.num_images_in_input]
-        if len(names) < config.num_images_in_input:
-            raise ConfigError(
-                f"The policy sees {config.num_images_in_input} cameras and the environment gives {len(names)} "
-                f"({', '.join(names)}); add cameras to env.cameras."
-            )
-        images = torch.cat([torch.from_numpy(observation.images[name]) for name in names], dim=-1)
+        config = self.config
+        cameras = self._camera_images(observation, config.num_images_in_input)
+        images = torch.cat([torch.from_numpy(camera) for camera in cameras], dim=-1)
         if images.shape[1:3] != (config.image_size, config.image_size):
             raise ConfigError(
                 f"The policy sees images of {config.image_size} x {config.image_size} pixels, and the environment gives "

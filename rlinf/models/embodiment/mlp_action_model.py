@@ -128,11 +128,7 @@ class MLPForRLActionPrediction(CheckpointPolicy):
 
     @torch.no_grad()
     def predict_action_batch(
-        self,
-        do_sample: bool = True,
-        temperature: float = 1.0,
-        uniforms: Tensor | None = None,
-        **inputs: Tensor,
+        self, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
     ) -> ActionPrediction:
         """Act; see ``ActionModel.predict_action_batch``."""
         features = self._features(**inputs)

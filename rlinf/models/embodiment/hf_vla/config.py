@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.loading import check_choice, checkpoint_folder, field_error, read_json
+from rlinf.models.loading import check_choice, checkpoint_folder, dataset_statistics, field_error, read_json
 
 OWN_KEY = "hf_vla"
 """Key of a VLM's ``config.json`` under which our fields lie."""
@@ -137,9 +137,7 @@ class HfVlaConfig(PreTrainedConfig):
             from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor, reserved_ranges
 
             config.reserved_tokens = reserved_ranges(load_vlm_processor(folder, config.vlm_config).tokenizer)
-        statistics = folder / "dataset_statistics.json"
-        if statistics.is_file():
-            config.norm_stats = {**config.norm_stats, **read_json(statistics)}
+        config.norm_stats = {**config.norm_stats, **dataset_statistics(folder)}
         return config
 
     def save_pretrained(self, save_directory: str | Path, **_: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from transformers import LlamaConfig, PreTrainedConfig
 
 from rlinf.errors import ConfigError
-from rlinf.models.loading import check_choice, checkpoint_folder, field_error, read_json
+from rlinf.models.loading import check_choice, checkpoint_folder, dataset_statistics, field_error
 
 OPENVLA_PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
 
@@ -105,6 +105,8 @@ class OpenVLAConfig(PreTrainedConfig):
     model_type = "openvla"
     sub_configs = {"text_config": LlamaConfig}
     accepted_model_types: ClassVar[tuple[str, ...]] = ("openvla",)
+    action_bounds: ClassVar[tuple[str, str]] = ("q01", "q99")
+    unnormalize_epsilon: ClassVar[float] = 0.0
 
     vision_backbone_id: str = "dinosiglip-vit-so-224px"
     llm_backbone_id: str = "llama2-7b-pure"
@@ -164,9 +166,7 @@ class OpenVLAConfig(PreTrainedConfig):
         folder = checkpoint_folder(pretrained_model_name_or_path)
         result = super().from_pretrained(folder, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
-        statistics = folder / "dataset_statistics.json"
-        if statistics.is_file():
-            config.norm_stats = {**config.norm_stats, **read_json(statistics)}
+        config.norm_stats = {**config.norm_stats, **dataset_statistics(folder)}
         return result
 
     def _check(self) -> None:
@@ -197,16 +197,6 @@ class OpenVLAConfig(PreTrainedConfig):
                 f"text_config.model_type is '{self.text_config.model_type}'; required: llama. "
                 "Set model.model_type=hf_vla for a vision-language model of another kind"
             )
-
-    @property
-    def action_bounds(self) -> tuple[str, str]:
-        """Names of the statistics that actions are normalised by."""
-        return "q01", "q99"
-
-    @property
-    def unnormalize_epsilon(self) -> float:
-        """Added to the range of the statistics when actions are unnormalised."""
-        return 0.0
 
     @property
     def action_vocab_size(self) -> int:

@@ -13,7 +13,6 @@ from transformers import LlamaForCausalLM
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput
 
-from rlinf.errors import ConfigError
 from rlinf.models.embodiment.base import check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, read_safetensors
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
@@ -160,15 +159,10 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         """Tokenise instructions and send uint8 images to the model's device, where they are resized and normalised."""
         processor = self._ready_processor()
         wanted = self.config.num_images_in_input
-        if len(observation.images) < wanted:
-            raise ConfigError(
-                f"The model sees {wanted} cameras and the environment gives {len(observation.images)} "
-                f"({', '.join(observation.images)}); add cameras to env.cameras."
-            )
         device = self.device
         input_ids, attention_mask = processor.encode_instructions(observation.instruction)
         pixels = []
-        for image in list(observation.images.values())[:wanted]:
+        for image in self._camera_images(observation, wanted):
             frames = torch.from_numpy(image).to(device, non_blocking=True).permute(0, 3, 1, 2)
             pixels.append(processor.image_processor.preprocess_tensors(frames, observation.is_resized))
         return {

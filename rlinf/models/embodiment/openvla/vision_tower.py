@@ -112,13 +112,7 @@ class VisionTower(nn.Module):
             num_registers = spec.num_prefix_tokens - 1
             self.reg_token = nn.Parameter(torch.zeros(1, num_registers, width)) if num_registers else None
             num_patches += 0 if num_registers else 1
-            self.blocks = nn.ModuleList(
-                DinoBlock(_dino_config(spec, config), spec.mlp_dim, spec.film_dim) for _ in range(spec.depth)
-            )
-        else:
-            self.blocks = nn.ModuleList(
-                SiglipBlock(_siglip_config(spec, config), spec.film_dim) for _ in range(spec.depth)
-            )
+        self.blocks = nn.ModuleList(_new_block(spec, config._attn_implementation) for _ in range(spec.depth))
         self.pos_embed = nn.Parameter(torch.zeros(1, num_patches, width))
         if spec.feature_layer != -1:
             self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
@@ -213,25 +207,9 @@ class Projector(nn.Module):
         return blocks.reshape(batch, -1, height * run * width)
 
 
-def _dino_config(spec: VisionTowerSpec, config: OpenVLAConfig) -> Dinov2WithRegistersConfig:
-    result = Dinov2WithRegistersConfig(
-        hidden_size=spec.embed_dim,
-        num_attention_heads=spec.num_heads,
-        mlp_ratio=1,
-        hidden_act=spec.hidden_act,
-        layer_norm_eps=LAYER_NORM_EPS,
-    )
-    result._attn_implementation = config._attn_implementation
-    return result
-
-
-def _siglip_config(spec: VisionTowerSpec, config: OpenVLAConfig) -> SiglipVisionConfig:
-    result = SiglipVisionConfig(
-        hidden_size=spec.embed_dim,
-        num_attention_heads=spec.num_heads,
-        intermediate_size=spec.mlp_dim,
-        hidden_act=spec.hidden_act,
-        layer_norm_eps=LAYER_NORM_EPS,
-    )
-    result._attn_implementation = config._attn_implementation
-    return result
+def _new_block(spec: VisionTowerSpec, attn_implementation: str | None) -> DinoBlock | SiglipBlock:
+    sizes = {"hidden_size": spec.embed_dim, "num_attention_heads": spec.num_heads, "hidden_act": spec.hidden_act}
+    sizes |= {"layer_norm_eps": LAYER_NORM_EPS, "attn_implementation": attn_implementation}
+    if spec.kind == "dinov2":
+        return DinoBlock(Dinov2WithRegistersConfig(**sizes, mlp_ratio=1), spec.mlp_dim, spec.film_dim)
+    return SiglipBlock(SiglipVisionConfig(**sizes, intermediate_size=spec.mlp_dim), spec.film_dim)

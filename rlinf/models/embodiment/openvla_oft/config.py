@@ -48,6 +48,7 @@ class OpenVLAOFTConfig(OpenVLAConfig):
 
     model_type = "openvla_oft"
     accepted_model_types: ClassVar[tuple[str, ...]] = ("openvla", "openvla_oft")
+    unnormalize_epsilon: ClassVar[float] = 1e-8
     manifest_fields: ClassVar[tuple[str, ...]] = (
         "action_head", "action_normalization", "stop_token_in_input", "greedy_over_vocabulary", "use_proprio", "use_film",
     )  # fmt: skip
@@ -112,8 +113,3 @@ class OpenVLAOFTConfig(OpenVLAConfig):
     def action_bounds(self) -> tuple[str, str]:
         """Names of the statistics that actions and states are normalised by."""
         return ACTION_BOUNDS[self.action_normalization]
-
-    @property
-    def unnormalize_epsilon(self) -> float:
-        """Added to the range of the statistics when actions are unnormalised."""
-        return 1e-8

@@ -99,14 +99,7 @@ class GemmaActionLayer(GemmaDecoderLayer):
             attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         attended, _ = kernel(
-            attention,
-            query,
-            keys,
-            values,
-            attention_mask,
-            dropout=0.0,
-            scaling=attention.scaling,
-            is_causal=False,
+            attention, query, keys, values, attention_mask, dropout=0.0, scaling=attention.scaling, is_causal=False
         )
         hidden_states = _gated_sum(hidden_states, attention.o_proj(attended.flatten(2)), gate)
         normed, gate = _normed(self.post_attention_layernorm, hidden_states, condition)

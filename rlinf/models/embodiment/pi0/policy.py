@@ -271,12 +271,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
 
     @torch.no_grad()
     def predict_action_batch(
-        self,
-        *,
-        do_sample: bool = True,
-        temperature: float = 1.0,
-        uniforms: Tensor | None = None,
-        **inputs: Tensor,
+        self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
     ) -> ActionPrediction:
         """Act; see the class and ``ActionModel.predict_action_batch``."""
         config = self.config

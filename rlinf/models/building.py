@@ -23,7 +23,7 @@ from rlinf.models.fallback import TEXT, folder_config, generic_kind
 from rlinf.models.loading import check_attention, check_fit, check_model_type, read_json, without_load_report
 from rlinf.models.precision import torch_dtype_from_precision
 from rlinf.optim.finite import check_loaded
-from rlinf.options import cured_by_settings, from_mapping, override_text, plain_container, public_fields
+from rlinf.options import cured_by_settings, from_mapping, override_text, plain_container
 
 logger = logging.getLogger("rlinf")
 
@@ -184,17 +184,9 @@ def _load_action_model(model_class: Any, cfg: ModelConfig, config: Any, argument
     own = {"hidden_size": cfg.hidden_size, "unnorm_key": cfg.unnorm_key, "action_dim": cfg.action_token_len}
     own |= _optional_arguments(model_class, cfg)
     if cfg.model_path is not None:
-        model = _load_exactly(
-            model_class,
-            cfg.model_path,
-            config=config,
-            torch_dtype=arguments["dtype"],
-            attn_implementation=cfg.attn_implementation,
-            low_cpu_mem_usage=cfg.low_cpu_mem_usage,
-            trust_remote_code=cfg.trust_remote_code,
-            **own,
-        )
-        return heads_in_float32(model)
+        loading = {"torch_dtype": arguments["dtype"], "attn_implementation": cfg.attn_implementation}
+        loading |= {"low_cpu_mem_usage": cfg.low_cpu_mem_usage, "trust_remote_code": cfg.trust_remote_code}
+        return heads_in_float32(_load_exactly(model_class, cfg.model_path, config=config, **loading, **own))
     if hasattr(config, "norm_stats") and not config.norm_stats:
         config.norm_stats = unit_range_stats(cfg.action_token_len, getattr(config, "state_dim", None))
     return heads_in_float32(model_class._from_config(config, **arguments, **own))
@@ -202,10 +194,7 @@ def _load_action_model(model_class: Any, cfg: ModelConfig, config: Any, argument
 
 def _optional_arguments(model_class: type, cfg: ModelConfig) -> dict[str, Any]:
     accepted = inspect.signature(model_class.__init__).parameters
-    if (
-        "action_chunks_len" not in accepted
-        and cfg.action_chunks_len != public_fields(ModelConfig)["action_chunks_len"].default
-    ):
+    if "action_chunks_len" not in accepted and cfg.action_chunks_len != 1:
         raise ConfigError(
             f"model.action_chunks_len is {cfg.action_chunks_len}, but {model_class.__name__} predicts one action. "
             "Set model.action_chunks_len=1"
@@ -223,8 +212,8 @@ def heads_in_float32(model: Any) -> Any:
 
 def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:
     """Call ``from_pretrained``; where that is transformers' own, which draws what does not fit at random, refuse the folder."""
-    own, theirs = (inspect.getattr_static(each, "from_pretrained", None) for each in (model_class, PreTrainedModel))
-    if own is not theirs:
+    theirs = inspect.getattr_static(PreTrainedModel, "from_pretrained")
+    if inspect.getattr_static(model_class, "from_pretrained", None) is not theirs:
         return model_class.from_pretrained(path, **arguments)
     arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with without_load_report():
@@ -278,7 +267,7 @@ def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> 
         if not cfg.init_config:
             raise ConfigError(
                 f"model.model_path is null and model.init_config is empty: nothing to build '{entry.name}' from. "
-                "Set model.model_path=<checkpoint folder>, or take a model that is drawn at random: model=openvla_tiny"
+                "Set model.model_path=<checkpoint folder>, or model=openvla_tiny for random weights"
             )
         if entry.config is None:
             raise ConfigError(f"Model type '{entry.name}' has no config class; set model.model_path=<folder>.")

@@ -98,9 +98,7 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
         for name, head in cls._new_heads(config, arguments).items():
             own = {key for key in state_dict if key.startswith(f"{name}.")}
             if head is None and own:
-                logger.warning(
-                    f"{folder}: the weights of {name} are not used, because the model is configured without it"
-                )
+                logger.warning("%s: the weights of %s are not used: the model is configured without it", folder, name)
                 state_dict = {key: tensor for key, tensor in state_dict.items() if key not in own}
             elif head is not None and not own:
                 state_dict |= {f"{name}.{key}": tensor for key, tensor in head.state_dict().items()}
@@ -144,20 +142,17 @@ def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         wanted = set(read_json(index).get("weight_map", {}).values())
-        missing = wanted - {file.name for file in files}
+        missing = sorted(wanted - {file.name for file in files})
         if missing:
-            raise CheckpointError(
-                f"'{folder}' is incomplete: {', '.join(sorted(missing))} named by its index is missing."
-            )
+            raise CheckpointError(f"'{folder}' is incomplete: {', '.join(missing)} named by its index is missing.")
         files = [folder / name for name in sorted(wanted)]
     state_dict: dict[str, Tensor] = {}
     for file in files:
         try:
             state_dict.update(load_file(file))
         except SafetensorError as error:
-            raise CheckpointError(
-                f"'{file}' cannot be read as safetensors ({error}). Set model.model_path=<another folder>"
-            ) from error
+            problem = f"'{file}' cannot be read as safetensors ({error})"
+            raise CheckpointError(f"{problem}. Set model.model_path=<another folder>") from error
     return state_dict
 
 

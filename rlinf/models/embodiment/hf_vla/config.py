@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor, new_vlm_processor, reserved_ranges
 from rlinf.models.loading import check_choice, checkpoint_folder, dataset_statistics, field_error, read_json
 
 OWN_KEY = "hf_vla"
@@ -67,8 +68,6 @@ class HfVlaConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self._check()
         if self.vlm_config is not None and self.reserved_tokens is None and self.processor_config is not None:
-            from rlinf.models.embodiment.hf_vla.processing import new_vlm_processor, reserved_ranges
-
             self.reserved_tokens = reserved_ranges(new_vlm_processor(self).tokenizer)
 
     def _check(self) -> None:
@@ -112,10 +111,10 @@ class HfVlaConfig(PreTrainedConfig):
             )
         found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(vlm_config), None)
         if found is None or vlm_config.is_encoder_decoder or not found.can_generate():
+            named = ", ".join(vlm_config.architectures or ["no architecture named"])
             raise ConfigError(
-                f"The model is a '{vlm_config.model_type}' ({', '.join(vlm_config.architectures or ['no architecture named'])}); "
-                "model=hf_vla needs a decoder-only architecture of AutoModelForImageTextToText, which reads images and text. "
-                "Set model.model_path=<folder of such a model>"
+                f"The model is a '{vlm_config.model_type}' ({named}); model=hf_vla needs a decoder-only architecture of "
+                "AutoModelForImageTextToText. Set model.model_path=<folder of such a model>"
             )
         return found
 
@@ -134,8 +133,6 @@ class HfVlaConfig(PreTrainedConfig):
         )
         config.vlm_class()
         if config.reserved_tokens is None:
-            from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor, reserved_ranges
-
             config.reserved_tokens = reserved_ranges(load_vlm_processor(folder, config.vlm_config).tokenizer)
         config.norm_stats = {**config.norm_stats, **dataset_statistics(folder)}
         return config
@@ -164,6 +161,6 @@ def _vlm_config(fields: dict[str, Any], source: str = "model.init_config.vlm_con
         return AutoConfig.for_model(model_type, **fields)
     except ValueError as error:
         raise CheckpointError(
-            f"The configuration in {source} has model_type {model_type or 'null'}, which this version of transformers does not know. "
+            f"The configuration in {source} has model_type {model_type or 'null'}, which transformers does not know. "
             "Set model.model_path=<folder of a VLM that AutoModelForImageTextToText loads>"
         ) from error

@@ -213,19 +213,13 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         if not isinstance(config, HfVlaConfig):
             config = HfVlaConfig.from_pretrained(config or folder)
         loading = {name: kwargs.pop(name) for name in ("attn_implementation", "low_cpu_mem_usage") if name in kwargs}
+        loading |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # what does not fit is refused below
+        loading["dtype"] = kwargs.pop("torch_dtype", kwargs.pop("dtype", torch.float32))
         kwargs.pop("trust_remote_code", None)  # the classes are those of transformers
-        dtype = kwargs.pop("torch_dtype", kwargs.pop("dtype", torch.float32))
         _check_before_loading(folder, config, kwargs)
         try:
             with no_progress_bars(), without_load_report():
-                vlm, info = config.vlm_class().from_pretrained(
-                    folder,
-                    config=config.vlm_config,
-                    dtype=dtype,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,
-                    **loading,
-                )
+                vlm, info = config.vlm_class().from_pretrained(folder, config=config.vlm_config, **loading)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"The weights of '{folder}' cannot be read: {error}. Set model.model_path=<complete checkpoint folder>"
@@ -244,10 +238,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     def save_pretrained(
         self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
     ) -> None:
-        """Write a folder of the VLM's own format, and next to it the value head and the processor's files.
-
-        See ``CheckpointPolicy.save_pretrained``.
-        """
+        """Write a folder of the VLM's own format, with the value head and the processor's files next to it."""
         state = self.state_dict() if state_dict is None else state_dict
         refuse_adapters(state)
         folder = Path(save_directory)
@@ -257,10 +248,9 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
             self.vlm.save_pretrained(folder, state_dict=weights, **kwargs)
         self.config.save_pretrained(folder)
         if self.value_head is not None:
-            value_head = {
-                name: tensor.detach().cpu().contiguous() for name, tensor in _part(state, "value_head.").items()
-            }
-            save_file(value_head, folder / VALUE_HEAD_FILE, metadata={"format": "pt"})
+            head = _part(state, "value_head.")
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.items()}
+            save_file(tensors, folder / VALUE_HEAD_FILE, metadata={"format": "pt"})
         if self.processor is not None:
             self.processor.save_pretrained(folder)
 
@@ -272,8 +262,8 @@ def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _check_before_loading(folder: Path, config: HfVlaConfig, arguments: dict[str, Any]) -> None:
     if not config.norm_stats:
         raise ConfigError(
-            f"'{folder}' holds no action statistics and model.unnorm_key is {arguments.get('unnorm_key') or 'null'}; a VLM that never acted takes "
-            "those of the environment, by its name. Set e.g. model.unnorm_key=tabletop"
+            f"'{folder}' holds no action statistics and model.unnorm_key is {arguments.get('unnorm_key') or 'null'}; "
+            "a VLM that never acted takes those of the environment, by its name. Set e.g. model.unnorm_key=tabletop"
         )
     ActionNormalizer(select_action_stats(config.norm_stats, arguments.get("unnorm_key")), arguments.get("action_dim"))
     config.action_tokens_end  # noqa: B018  (raises)

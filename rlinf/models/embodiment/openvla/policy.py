@@ -271,9 +271,8 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         key_mask = None if key_mask is None else nn.functional.pad(key_mask, (0, num_later), value=True)
         bins, logits, value_state = [], [], None
         for i in range(self.num_logprobs):
-            hidden_states = run_layers(self.language_model.model, embeddings, key_mask, 1, is_causal=True, cache=cache)[
-                :, -1
-            ]
+            decoder = self.language_model.model
+            hidden_states = run_layers(decoder, embeddings, key_mask, 1, is_causal=True, cache=cache)[:, -1]
             value_state = hidden_states if value_state is None else value_state
             logits.append(self._bin_logits(hidden_states))
             drawn = None if uniforms is None else uniforms[:, i]
@@ -301,9 +300,8 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         if labels is not None:
             image = labels.new_full((len(labels), self.num_image_tokens), -100)
             targets = torch.cat([labels[:, :1], image, labels[:, 1:]], dim=1)[:, 1:]
-            loss = nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=-100
-            )
+            scored = logits[:, :-1].flatten(0, 1).float()
+            loss = nn.functional.cross_entropy(scored, targets.flatten(), ignore_index=-100)
         return CausalLMOutput(loss=loss, logits=logits, hidden_states=(hidden_states,))
 
     # -- files ---------------------------------------------------------------------------------------------------

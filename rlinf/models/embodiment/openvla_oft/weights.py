@@ -45,16 +45,12 @@ def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Tensor
     for part, path in chosen.items():
         is_wanted, override = wanted[part]
         if not is_wanted:
-            raise CheckpointError(
-                f"'{folder}' holds {path.name}, which the model would not use. Set model.override_config.{override}, or "
-                "move the file away"
-            )
+            problem = f"'{folder}' holds {path.name}, which the model would not use"
+            raise CheckpointError(f"{problem}. Set model.override_config.{override}, or move the file away")
         tensors = torch.load(path, map_location="cpu", weights_only=True)
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
         if part == "vision_backbone":
-            state_dict = {
-                name: tensor for name, tensor in state_dict.items() if not name.startswith("vision_backbone.")
-            }
+            state_dict = {name: each for name, each in state_dict.items() if not name.startswith("vision_backbone.")}
             state_dict |= {_film_name(name): tensor for name, tensor in merge_adapters(tensors).items()}
         else:
             state_dict |= {f"{part}.{name}": tensor for name, tensor in tensors.items()}
@@ -73,9 +69,8 @@ def absent_parts(folder: Path, config: OpenVLAOFTConfig, names: Iterable[str]) -
             f"again: model.override_config.new_parts=[{','.join([*config.new_parts, *refused])}]"
         )
     if absent:
-        logger.info(
-            "'%s' does not hold %s: started again (model.override_config.new_parts).", folder, ", ".join(absent)
-        )
+        listed = ", ".join(absent)
+        logger.info("'%s' does not hold %s: started again (model.override_config.new_parts).", folder, listed)
     return absent
 
 

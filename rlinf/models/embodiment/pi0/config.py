@@ -195,8 +195,7 @@ def check_attention(implementation: str | None) -> None:
     """Refuse a kernel that takes no masks."""
     if implementation not in (None, "sdpa", "eager"):
         raise ConfigError(
-            f"model.attn_implementation is {implementation}, whose kernels take none of the masks of this "
-            "policy. Set model.attn_implementation=sdpa"
+            f"model.attn_implementation is {implementation}, whose kernels take no masks. Set model.attn_implementation=sdpa"
         )
 
 
@@ -218,9 +217,8 @@ def _gemma_sizes(field: str, variant: str) -> dict[str, int]:
     if variant not in GEMMA_SIZES:
         hint = " Merge the LoRA weights into the base weights first." if variant.endswith("_lora") else ""
         raise ConfigError(
-            f"{field} is '{variant}'; required: one of {', '.join(GEMMA_SIZES)}.{hint} "
-            f'Write e.g. "{field}": "{variant.removesuffix("_lora")}" into config.json, or type '
-            "model.model_path=<folder of the merged checkpoint>"
+            f"{field} is '{variant}'; required: one of {', '.join(GEMMA_SIZES)}.{hint} Set model.model_path=<folder of the "
+            f'merged checkpoint>, or write e.g. "{field}": "{variant.removesuffix("_lora")}" into config.json'
         )
     return GEMMA_SIZES[variant]
 

@@ -169,9 +169,8 @@ class Pi0Network(CheckpointPolicy):
     def _read_weights(cls, folder: Path, config: Pi0Config, arguments: dict[str, Any]) -> dict[str, Tensor]:
         state_dict = from_public(read_safetensors(folder))
         if config.noise_std_range is not None and any(name.startswith("noise_head.") for name in state_dict):
-            state_dict |= {
-                f"noise_head.{name}": bound for name, bound in deviation_bounds(config.noise_std_range).items()
-            }
+            bounds = deviation_bounds(config.noise_std_range)
+            state_dict |= {f"noise_head.{name}": bound for name, bound in bounds.items()}
         return state_dict
 
     @classmethod
@@ -204,9 +203,8 @@ def prefix_positions(mask: Tensor) -> Tensor:
 def _heads(config: Pi0Config, value_head: bool) -> dict[str, nn.Module | None]:
     width, noise_head = config.expert["width"], None
     if config.noise_method == "flow_noise":
-        noise_head = NoiseHead(
-            width, config.noise_hidden_sizes, config.action_dim, config.noise_std_range or NEW_STD_RANGE
-        )
+        std_range = config.noise_std_range or NEW_STD_RANGE
+        noise_head = NoiseHead(width, config.noise_hidden_sizes, config.action_dim, std_range)
     return {
         "value_head": ValueHead(width, config.value_hidden_sizes, nn.ReLU, bias=True) if value_head else None,
         "noise_head": noise_head,

@@ -71,13 +71,8 @@ class Pi0ForRLActionPrediction(Pi0Network):
         value_head: bool = True,
         detach_value: bool = True,
     ) -> None:
-        self.check_settings(
-            config,
-            hidden_size=hidden_size,
-            unnorm_key=unnorm_key,
-            action_dim=action_dim,
-            action_chunks_len=action_chunks_len,
-        )
+        settings = {"hidden_size": hidden_size, "unnorm_key": unnorm_key, "action_dim": action_dim}
+        self.check_settings(config, **settings, action_chunks_len=action_chunks_len)
         super().__init__(config, value_head)
         self.action_dim, self.action_chunks_len = action_dim, action_chunks_len
         self.detach_value = detach_value
@@ -186,9 +181,9 @@ class Pi0ForRLActionPrediction(Pi0Network):
         input_ids, attention_mask = processor.encode(observation.instruction, in_prompt)
         present = torch.ones(pixel_values.shape[:2], dtype=torch.bool) if image_mask is None else image_mask.bool()
         if present.shape != pixel_values.shape[:2]:
+            rows_cameras = list(pixel_values.shape[:2])
             raise ConfigError(
-                f"image_mask has the shape {list(present.shape)}; required: {list(pixel_values.shape[:2])}, a bool for each row "
-                "and camera"
+                f"image_mask has the shape {list(present.shape)}; required: rows and cameras, {rows_cameras}"
             )
         inputs = {
             "pixel_values": pixel_values,
@@ -233,17 +228,13 @@ class Pi0ForRLActionPrediction(Pi0Network):
             )
         width = observation.state.shape[1]
         if width > self.config.action_dim:
-            raise ConfigError(
-                f"The environment's state has {width} numbers and the policy takes {self.config.action_dim} (action_dim of "
-                "its config). Set env.state=proprio"
-            )
+            problem = f"The environment's state has {width} numbers and the policy takes {self.config.action_dim} (action_dim)"
+            raise ConfigError(f"{problem}. Set env.state=proprio")
         stats = select_stats(self.config.norm_stats, self.unnorm_key).get("proprio")
         if stats is None:
             key = self.unnorm_key or next(iter(self.config.norm_stats))
-            raise ConfigError(
-                f"The policy reads the robot's state, and the statistics of '{key}' are about actions only. Set "
-                "model.unnorm_key=<data set with 'proprio' statistics>"
-            )
+            problem = f"The policy reads the robot's state, and the statistics of '{key}' are about actions only"
+            raise ConfigError(f"{problem}. Set model.unnorm_key=<data set with 'proprio' statistics>")
         normalizer = StatisticsNormalizer(stats, width, self.config.by_quantiles, "proprio")
         return normalizer.normalize(torch.from_numpy(observation.state))
 

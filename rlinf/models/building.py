@@ -127,11 +127,11 @@ def _load_or_fall_back(cfg: ModelConfig, load: Callable[[ModelEntry], Any], log:
 
     ``log``: say which generic class takes a model type that is not registered.
     """
-    entry = entry_for(cfg)
-    if cfg.model_type not in MODELS and log:
+    entry, is_registered = entry_for(cfg), cfg.model_type in MODELS
+    if log and not is_registered:
         chosen = entry.name if entry.acts else "HFModel"
         logger.warning("Model type '%s' is not registered; falling back to %s.", cfg.model_type, chosen)
-    if cfg.strict or cfg.model_type not in MODELS:
+    if cfg.strict or not is_registered:
         return load(entry)
     try:
         return load(entry)
@@ -161,9 +161,8 @@ def _load(
     elif cfg.model_path is None:
         model = entry.model.from_config(config, **arguments)
     else:
-        model = entry.model.from_pretrained(
-            cfg.model_path, config=config, trust_remote_code=cfg.trust_remote_code, **arguments
-        )
+        arguments["trust_remote_code"] = cfg.trust_remote_code
+        model = entry.model.from_pretrained(cfg.model_path, config=config, **arguments)
     if cfg.model_path is not None:
         check_loaded(model.state_dict(), cfg.model_path)
     if cfg.gradient_checkpointing:
@@ -321,8 +320,8 @@ def _check_names(config: Any, values: Mapping[str, Any], where: str) -> None:
     known = set(vars(config)) | set(inspect.signature(type(config).__init__).parameters) - {"self", "kwargs"}
     for name in values:
         if name not in known:
-            names = [each for each in known if not each.startswith("_")]
-            raise ConfigError(f"{where} has the unknown key '{name}'.{did_you_mean(name, names)}")
+            public = [each for each in known if not each.startswith("_")]
+            raise ConfigError(f"{where} has the unknown key '{name}'.{did_you_mean(name, public)}")
 
 
 def check_declared_sizes(cfg: ModelConfig, config: Any) -> None:

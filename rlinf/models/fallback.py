@@ -46,8 +46,8 @@ def generic_kind(cfg: ModelConfig, registered: Iterable[str]) -> str:
             return kind
     if name in CONFIG_MAPPING_NAMES:
         raise ConfigError(
-            f"model.model_type '{name}' is of transformers, but neither a causal nor an image-text-to-text model, which is "
-            "required of a type that is not registered. Set model.model_type=<one that is>, or register it: plugins=[module]"
+            f"model.model_type '{name}' is of transformers, but neither a causal nor an image-text-to-text model. "
+            "Set model.model_type=<one that is>, or register it: plugins=[module]"
         )
     alike = closest(name, [*registered, *by_kind[TEXT], *by_kind[IMAGE_TEXT]])
     raise ConfigError(

@@ -91,8 +91,8 @@ class ActionModel(metaclass=ABCMeta):
             if len(known) >= wanted:
                 fix = f"env.cameras={override_text(known[:wanted])}"
             raise ConfigError(
-                f"The model expects {wanted} camera{'s' * (wanted > 1)} (num_images_in_input={wanted}), but env.cameras has {given}: "
-                f"{override_text(list(env.cameras))}. Set {fix}"
+                f"The model expects {wanted} camera{'s' * (wanted > 1)} (num_images_in_input={wanted}), but env.cameras has "
+                f"{given}: {override_text(list(env.cameras))}. Set {fix}"
             )
         width = getattr(config, "state_dim", None)
         if width and env.state_dim not in (None, width):

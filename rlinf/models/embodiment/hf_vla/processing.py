@@ -55,7 +55,7 @@ def load_vlm_processor(folder: str | Path, vlm_config: PreTrainedConfig) -> Any:
 
 
 def _without_video(processor_class: type) -> type:
-    """The same class, under the same name, of which ``video_processor`` is not part."""
+    """Return the class, under the same name, without its ``video_processor``."""
 
     def get_attributes(cls: type) -> list[str]:
         return [name for name in processor_class.get_attributes() if name != "video_processor"]

@@ -39,7 +39,7 @@ def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Tensor
     if len(set(steps.values())) > 1:
         found = ", ".join(path.name for path in chosen.values())
         raise CheckpointError(
-            f"The newest parts in '{folder}' are of different steps: {found}. Move the files of other steps away, or type "
+            f"The newest parts in '{folder}' are of different steps: {found}. Move the files of other steps away, or set "
             "model.model_path=<another folder>"
         )
     for part, path in chosen.items():

@@ -183,7 +183,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
         if present.shape != pixel_values.shape[:2]:
             rows_cameras = list(pixel_values.shape[:2])
             raise ConfigError(
-                f"image_mask has the shape {list(present.shape)}; required: rows and cameras, {rows_cameras}"
+                f"image_mask has the shape {list(present.shape)}; required: {rows_cameras} (rows, cameras)"
             )
         inputs = {
             "pixel_values": pixel_values,

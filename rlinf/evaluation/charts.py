@@ -70,14 +70,14 @@ class _Axis:
     def __init__(self, ticks: list[float], start: float, end: float, log: bool = False) -> None:
         self.ticks, self.log = ticks, log
         self._low, self._high = self._of(ticks[0]), self._of(ticks[-1])
-        self._start, self._end = start, end
+        self.start, self.end = start, end
 
     def _of(self, value: float) -> float:
         return math.log10(value) if self.log else value
 
     def __call__(self, value: float) -> float:
         share = (self._of(value) - self._low) / (self._high - self._low)
-        return round(self._start + share * (self._end - self._start), 1)
+        return round(self.start + share * (self.end - self.start), 1)
 
 
 def line_chart(
@@ -127,29 +127,23 @@ def line_chart(
     for tick in y_ticks:
         y = y_axis(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y}" y2="{y}"/>')
-        parts.append(
-            f'<text class="tick" x="{LEFT - 7}" y="{y + 3.5}" text-anchor="end">{format_number(tick, percent)}</text>'
-        )
+        parts.append(_text("tick", f'x="{LEFT - 7}" y="{y + 3.5}"', "end", format_number(tick, percent)))
     for tick in visible:
         x = x_axis(tick)
         parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 4}"/>')
         anchor = "end" if x > right - 12 else "middle"
-        parts.append(
-            f'<text class="tick" x="{x}" y="{bottom + 17}" text-anchor="{anchor}">{format_number(tick)}</text>'
-        )
-    middle = (TOP + bottom) / 2
-    parts.append(
-        f'<text class="label" x="{(LEFT + right) / 2}" y="{height - 7}" text-anchor="middle">{escape(x_label)}</text>'
-    )
-    parts.append(
-        f'<text class="label" transform="translate(13 {middle}) rotate(-90)" text-anchor="middle">'
-        f"{escape(y_label)}</text>"
-    )
+        parts.append(_text("tick", f'x="{x}" y="{bottom + 17}"', anchor, format_number(tick)))
+    parts.append(_text("label", f'x="{(LEFT + right) / 2}" y="{height - 7}"', "middle", x_label))
+    parts.append(_text("label", f'transform="translate(13 {(TOP + bottom) / 2}) rotate(-90)"', "middle", y_label))
     for one in series:
         parts += _curve(one, x_axis, y_axis)
-    parts += _hover(series, _thin(xs, MAX_HOVER_POINTS), x_axis, y_axis, (right, bottom), x_label, percent)
+    parts += _hover(series, _thin(xs, MAX_HOVER_POINTS), x_axis, y_axis, x_label.split(" (")[0], percent)
     parts.append("</svg>")
     return "".join(parts)
+
+
+def _text(style: str, place: str, anchor: str, text: str) -> str:
+    return f'<text class="{style}" {place} text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def legend(series: Sequence[Series]) -> str:
@@ -162,9 +156,10 @@ def legend(series: Sequence[Series]) -> str:
 
 
 def _finite(one: Series, log: bool) -> Series:
-    usable = [y is not None and math.isfinite(y) and (y > 0 or not log) for _, y in one.points]
-    points = [(x, y if ok else None) for (x, y), ok in zip(one.points, usable, strict=True)]
-    return replace(one, points=points)
+    def is_drawn(y: float | None) -> bool:
+        return y is not None and math.isfinite(y) and (y > 0 or not log)
+
+    return replace(one, points=[(x, y if is_drawn(y) else None) for x, y in one.points])
 
 
 def _curve(one: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:
@@ -202,16 +197,10 @@ def _area(one: Series, x_axis: _Axis, y_axis: _Axis) -> str:
 
 
 def _hover(
-    series: Sequence[Series],
-    xs: Sequence[float],
-    x_axis: _Axis,
-    y_axis: _Axis,
-    edges: tuple[int, int],
-    x_label: str,
-    percent: bool,
+    series: Sequence[Series], xs: Sequence[float], x_axis: _Axis, y_axis: _Axis, x_name: str, percent: bool
 ) -> list[str]:
     """Return one invisible strip per x value, which shows a line, dots and a box of values under the pointer."""
-    right, bottom = edges
+    right, bottom = x_axis.end, y_axis.start
     lookup = [dict(one.points) for one in series]
     bands = [dict(zip([x for x, _ in one.points], one.bands, strict=True)) if one.bands else {} for one in series]
     pixels = [x_axis(x) for x in xs]
@@ -219,7 +208,7 @@ def _hover(
     for number, (x, px) in enumerate(zip(xs, pixels, strict=True)):
         start = (pixels[number - 1] + px) / 2 if number else LEFT
         end = (px + pixels[number + 1]) / 2 if number + 1 < len(xs) else right
-        lines, dots = [f"{x_label.split(' (')[0]} {format_number(x)}"], []
+        lines, dots = [f"{x_name} {format_number(x)}"], []
         for one, values, intervals in zip(series, lookup, bands, strict=True):
             y = values.get(x)
             if y is None:
@@ -248,28 +237,21 @@ def _hover(
 
 def interval_bar(rate: float, low: float, high: float, colour: int) -> str:
     """Return a success rate with its interval on a 0 to 100 % scale, as a small ``<svg>`` for a table."""
-    width, height = 160, 16
-    return (
-        f'<svg class="interval" viewBox="0 0 {width} {height}" role="img" aria-label="{format_interval(low, high)}">'
-        f'<rect class="track" x="0" y="6.5" width="{width}" height="3" rx="1.5"/>'
-        f'<rect class="range s{colour}" x="{low * width:.1f}" y="4" width="{max((high - low) * width, 1):.1f}" '
-        f'height="8" rx="3"/>'
-        f'<circle class="dot s{colour}" cx="{min(max(rate * width, 4), width - 4):.1f}" cy="8" r="4"/></svg>'
-    )
+    return _bar(format_interval(low, high), rate, low, high, colour)
 
 
 def difference_bar(difference: float, low: float, high: float) -> str:
     """Return a difference of success rates with its interval on a scale of -100 to +100 %, as a small ``<svg>``."""
-    width, height = 160, 16
+    zero = '<line class="zero" x1="80.0" x2="80.0" y1="1" y2="15"/>'
+    shares = ((value + 1) / 2 for value in (difference, low, high))
+    return _bar(f"{difference:+.1%}, {low:+.1%} to {high:+.1%}", *shares, 1, zero)
 
-    def x(value: float) -> float:
-        return (value + 1) * width / 2
 
+def _bar(label: str, value: float, low: float, high: float, colour: int, marks: str = "") -> str:
+    """Return a dot and its interval on a track; all three are shares of its 160 units."""
     return (
-        f'<svg class="interval" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{difference:+.1%}, {low:+.1%} to {high:+.1%}">'
-        f'<rect class="track" x="0" y="6.5" width="{width}" height="3" rx="1.5"/>'
-        f'<line class="zero" x1="{width / 2}" x2="{width / 2}" y1="1" y2="15"/>'
-        f'<rect class="range s1" x="{x(low):.1f}" y="4" width="{max(x(high) - x(low), 1):.1f}" height="8" rx="3"/>'
-        f'<circle class="dot s1" cx="{min(max(x(difference), 4), width - 4):.1f}" cy="8" r="4"/></svg>'
+        f'<svg class="interval" viewBox="0 0 160 16" role="img" aria-label="{label}">'
+        f'<rect class="track" x="0" y="6.5" width="160" height="3" rx="1.5"/>{marks}<rect class="range s{colour}" '
+        f'x="{low * 160:.1f}" y="4" width="{max((high - low) * 160, 1):.1f}" height="8" rx="3"/>'
+        f'<circle class="dot s{colour}" cx="{min(max(value * 160, 4), 156):.1f}" cy="8" r="4"/></svg>'
     )

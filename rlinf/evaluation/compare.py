@@ -7,7 +7,7 @@ episodes, which both share. Pairing removes it, so fewer episodes reveal the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from rlinf.errors import ConfigError
@@ -90,9 +90,7 @@ class Comparison:
     @property
     def total(self) -> Pairs:
         """Pairs of all tasks together."""
-        pairs = self.per_task.values()
-        names = ("both", "only_a", "only_b", "neither")
-        return Pairs(*(sum(getattr(one, name) for one in pairs) for name in names))
+        return Pairs(*map(sum, zip(*map(astuple, self.per_task.values()), strict=True)))
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -106,8 +104,8 @@ class Comparison:
         """Return a text table, one line per task and the total, and a sentence about the total."""
         rows = [*self.per_task.items(), ("total", self.total)]
         width = max(len(name) for name, _ in rows)
-        lines = [f"a: {self.a}", f"b: {self.b}"]
-        lines.append(f"{'task'.ljust(width)}    a k/n    b k/n   b - a  only a  only b  p (McNemar)")
+        head = f"{'task'.ljust(width)}    a k/n    b k/n   b - a  only a  only b  p (McNemar)"
+        lines = [f"a: {self.a}", f"b: {self.b}", head]
         for name, pairs in rows:
             lines.append(
                 f"{name.ljust(width)}  {pairs.a.count:>7}  {pairs.b.count:>7}  {format_points(pairs.difference):>6}  "
@@ -131,9 +129,6 @@ def mcnemar_exact(only_a: int, only_b: int) -> float:
     McNemar 1947 (Psychometrika 12:153), in the exact conditional form instead of the chi-squared approximation: of
     ``n = only_a + only_b`` episodes on which they differ, ``only_a`` is binomial(n, 1/2) if neither is better, and
     ``p = min(1, 2 sum_{i <= min(only_a, only_b)} C(n, i) / 2^n)``.
-
-    Args:
-        only_a, only_b: Number of episodes on which only the first, or only the second, succeeded.
     """
     count = only_a + only_b
     ways, tail = 1, 0
@@ -160,17 +155,14 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
     first, second = _by_episode(result_a, "first"), _by_episode(result_b, "second")
     common = [key for key in first if key in second]
     unpaired = len(first) + len(second) - 2 * len(common)
+    sizes = f"The first result has {len(first)} episodes and the second {len(second)}"
+    cure = "Evaluate both with the same env, evaluation.split and evaluation.num_episodes"
     if not common:
-        raise ConfigError(
-            f"The first result has {len(first)} episodes and the second {len(second)}, and they have none in common. "
-            "Evaluate both with the same env, evaluation.split and evaluation.num_episodes"
-        )
+        raise ConfigError(f"{sizes}, and they have none in common. {cure}")
     if unpaired and EPISODES not in allow_mismatch:
         raise ConfigError(
-            f"The first result has {len(first)} episodes and the second {len(second)}, {len(common)} of them in "
-            "common; a paired comparison needs the same list. Evaluate both with the same env.tasks and "
-            "evaluation.num_episodes, or compare the common ones: set "
-            f"'evaluation.allow_mismatch=[{','.join([*allow_mismatch, EPISODES])}]'"
+            f"{sizes}, {len(common)} of them in common; a paired comparison needs the same list. {cure}, or compare the "
+            f"common ones: set 'evaluation.allow_mismatch=[{','.join([*allow_mismatch, EPISODES])}]'"
         )
     outcomes: dict[str, list[tuple[bool, bool]]] = {}
     for key in common:
@@ -191,8 +183,6 @@ def _by_episode(result: EvaluationResult, which: str) -> dict[tuple[str, str, in
     """Return the results by suite, task, initial state and seed, without ``task_id``, which depends on ``env.tasks``."""
     found = {(one.spec.suite, one.task, one.spec.init_state_id, one.spec.seed): one for one in result.results}
     if len(found) < len(result.results):
-        raise ConfigError(
-            f"The {which} result has {len(result.results)} rows for {len(found)} episodes; each must have been run "
-            "once. Evaluate again"
-        )
+        rows = f"{len(result.results)} rows for {len(found)} episodes"
+        raise ConfigError(f"The {which} result has {rows}; each must have been run once. Evaluate again")
     return found

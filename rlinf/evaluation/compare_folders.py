@@ -43,8 +43,7 @@ def compare_folders(
     folders = [evaluation_folder(path) for path in (folder_a, folder_b)]
     if folders[0].resolve() == folders[1].resolve():
         raise ConfigError(
-            f"{folder_a} and {folder_b} are one evaluation, which cannot be compared with itself; required: two folders. "
-            "Run rlinf evaluate --compare <baseline folder> <other folder>"
+            f"{folder_a} and {folder_b} are one evaluation. Run rlinf evaluate --compare <baseline folder> <other folder>"
         )
     mismatches = check_conditions(*folders, allow_mismatch)
     results = [EvaluationResult.from_json(folder / RESULT_FILE) for folder in folders]
@@ -73,14 +72,7 @@ def evaluation_folder(path: str | os.PathLike) -> Path:
 def check_conditions(folder_a: Path, folder_b: Path | Manifest, allow_mismatch: Sequence[str]) -> list[str]:
     """Return the accepted differences between the conditions of two evaluations; policies may differ.
 
-    Args:
-        folder_a: Folder of an evaluation.
-        folder_b: Folder of another, or the manifest of one that has not run yet.
-        allow_mismatch: As in ``compare_folders``.
-
-    Raises:
-        CheckpointError: A manifest is missing.
-        ManifestMismatchError: Conditions that change numbers differ.
+    ``folder_b`` may be the manifest of an evaluation that has not run yet; the errors are those of ``compare_folders``.
     """
     places = [folder for folder in (folder_a, folder_b) if isinstance(folder, Path)]
     missing = [str(folder) for folder in places if not (folder / MANIFEST_FILE).is_file()]

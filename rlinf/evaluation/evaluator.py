@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,14 +37,15 @@ MAX_SLUG_LEN = 100
 """Letters of a task's name in the name of a video; file names have at most 255."""
 
 
+@dataclass
 class RowPolicy:
     """Acts for rows, each with its own random stream, in calls of ``NUM_ROWS`` rows."""
 
-    def __init__(
-        self, model: ActionModel, task_names: Sequence[str], greedy: bool, temperature: float, seed: int
-    ) -> None:
-        self.model, self.task_names = model, task_names
-        self.greedy, self.temperature, self.seed = greedy, temperature, seed
+    model: ActionModel
+    task_names: Sequence[str]
+    greedy: bool
+    temperature: float
+    seed: int
 
     def stream(self, spec: EpisodeSpec) -> np.random.Generator:
         """Return the random stream of an episode, keyed by its task's name, since ``task_id`` depends on ``env.tasks``."""
@@ -80,7 +82,7 @@ class ObjectPolicy(RowPolicy):
         if actions.ndim != 3 or len(actions) != len(streams) or not np.isfinite(actions).all():
             raise ConfigError(
                 f"act of {type(self.model).__name__} returned actions of the shape {list(actions.shape)}; required: finite "
-                f"numbers [{len(streams)}, C, D] or [{len(streams)}, D], one row for each of the {len(streams)} observations"
+                f"numbers [{len(streams)}, C, D] or [{len(streams)}, D], one row for each observation"
             )
         return actions
 
@@ -157,27 +159,18 @@ def evaluate_policy(
     found = {result.spec: result for result in known}
     queue = [spec for spec in specs if spec not in found][rank::num_ranks]
 
-    def play() -> tuple[list[EpisodeResult], int]:
+    def play() -> list[EpisodeResult]:
         batches = [queue[first : first + env.num_envs] for first in range(0, len(queue), env.num_envs)]
-        played = [result for batch in batches for result in _run(policy, env, batch, on_result)]
-        return played, env.num_restarts - restarts_before
+        return [result for batch in batches for result in _run(policy, env, batch, on_result)]
 
     with evaluation_mode(model):
-        parts = together(play)
-        found |= {result.spec: result for played, _ in parts for result in played}
-        num_restarts = sum(number for _, number in parts)
+        found |= {result.spec: result for played in together(play) for result in played}
         evaluation = EvaluationResult([found[spec] for spec in specs], greedy, temperature, seed)
         if video_folder is not None:
             chosen = _chosen(evaluation.results, num_videos_per_task)
-            restarts_before = env.num_restarts
-
-            def record() -> tuple[list[tuple[int, dict[str, Any], str]], int]:
-                mine = list(enumerate(chosen))[rank::num_ranks]
-                return _record(policy, env, mine, Path(video_folder), video_size), env.num_restarts - restarts_before
-
-            parts = together(record)
-            recorded = sorted((item for items, _ in parts for item in items), key=lambda item: item[0])
-            num_restarts += sum(number for _, number in parts)
+            mine = list(enumerate(chosen))[rank::num_ranks]
+            parts = together(lambda: _record(policy, env, mine, Path(video_folder), video_size))
+            recorded = sorted((item for part in parts for item in part), key=lambda item: item[0])
             evaluation.videos = [video for _, video, _ in recorded]
             changed = [episode for _, _, episode in recorded if episode]
             if changed:
@@ -185,10 +178,10 @@ def evaluate_policy(
                     f"{len(changed)} of {len(chosen)} episodes ended differently when replayed for the videos (first: "
                     f"{changed[0]}): the simulator or the policy is not deterministic, so another evaluation may give other numbers"
                 )
+    num_restarts = sum(together(lambda: env.num_restarts - restarts_before))
     if num_restarts:
         evaluation.warnings.append(
-            f"{num_restarts} of the simulators' worker processes were lost and replaced, and their episodes restarted; the log "
-            "shows why"
+            f"{num_restarts} of the simulators' worker processes were lost and replaced, and their episodes restarted; see the log"
         )
     num_missing = len(env.task_names) - len({spec.task_id for spec in specs})
     if num_missing:
@@ -259,11 +252,7 @@ def _chosen(results: Sequence[EpisodeResult], num_per_task: int) -> list[Episode
 def _record(
     policy: RowPolicy, env: VectorEnv, queue: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int
 ) -> list[tuple[int, dict[str, Any], str]]:
-    """Replay numbered episodes and write them as MP4s.
-
-    Returns:
-        Number and description of each video, and the episode's name if it ended differently this time, else "".
-    """
+    """Replay numbered episodes; return each video's number and description, and the episode if its end differed."""
     videos = []
     for first in range(0, len(queue), env.num_envs):
         batch = queue[first : first + env.num_envs]
@@ -284,11 +273,8 @@ def replay_episodes(
 ) -> list[tuple[EpisodeResult, str, list[np.ndarray]]]:
     """Run at most ``env.num_envs`` episodes and record their frames; a lost simulator restarts all of them.
 
-    Each chunk is executed action by action, so that every env step has a frame.
-
-    Returns:
-        For each episode its result, its instruction, and frames ``uint8 [size, size, 3]``: the first observation, and one
-        after each env step.
+    Each chunk is executed action by action, so that every env step has a frame. Returned for each episode: its result, its
+    instruction, and frames ``uint8 [size, size, 3]`` of the first observation and after each env step.
     """
     observation = _reset(env, specs)
     instructions = observation.instruction[: len(specs)]

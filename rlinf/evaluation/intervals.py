@@ -41,13 +41,8 @@ def paired_difference_interval(both: int, only_first: int, only_second: int, nei
     ``upper = p1 - p2 + sqrt((u1-p1)^2 - 2 phi (u1-p1)(p2-l2) + (p2-l2)^2)``,
 
     where ``phi = c / sqrt((e+f)(g+h)(e+g)(f+h))`` for the cells e, f, g, h in the order of the arguments. ``c`` is
-    ``eh - fg``, reduced by n/2 (but not below 0) if it is positive. phi is 0 if a margin is 0.
-
-    Args:
-        both, only_first, only_second, neither: Number of trials on which these succeeded.
-
-    Returns:
-        Lower and upper end within [-1, 1]; (-1, 1) without trials.
+    ``eh - fg``, reduced by n/2 (but not below 0) if it is positive. phi is 0 if a margin is 0. Without trials the interval
+    is (-1, 1).
     """
     trials = both + only_first + only_second + neither
     if trials == 0:

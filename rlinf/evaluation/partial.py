@@ -25,12 +25,9 @@ class PartialResults:
     those that this process would compute.
 
     Attributes:
+        conditions: Everything that results depend on, as JSON values.
         known: Results of earlier processes.
         earlier_s: Seconds that these processes took until their last result.
-
-    Args:
-        folder: Folder of the evaluation.
-        conditions: Everything that results depend on, as JSON values.
 
     Raises:
         ConfigError: The file holds results under other conditions, or another process is writing to it.
@@ -46,10 +43,8 @@ class PartialResults:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a", encoding="utf-8")
         try:
-            lock(
-                self._file,
-                f"Another evaluation is writing to {self.path}. Wait until it ends, or set output_dir=<another folder>",
-            )
+            busy = f"Another evaluation is writing to {self.path}. Wait until it ends"
+            lock(self._file, f"{busy}, or set output_dir=<another folder>")
             self._read()
         except BaseException:
             self._file.close()
@@ -88,9 +83,7 @@ class PartialResults:
             saved = lines[0] if lines else self.conditions
             seconds = [line.pop("wall_s") for line in lines[1:]]
             results = [EpisodeResult(**{**line, "spec": EpisodeSpec(**line["spec"])}) for line in lines[1:]]
-            differ = sorted(
-                name for name in {**saved, **self.conditions} if saved.get(name) != self.conditions.get(name)
-            )
+            differ = sorted(key for key in {**saved, **self.conditions} if saved.get(key) != self.conditions.get(key))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
                 f"{self.path} cannot be read ({type(error).__name__}: {error}). Delete it, or set output_dir=<another folder>"

@@ -39,7 +39,8 @@ def write_report(run_folder: str | os.PathLike) -> Path:
         _texts,
     )  # fmt: skip
     sections = [_header(title, data), *(part(data) for part in parts)]
-    tab = ": ".join([title, *_newest_result(data)])
+    newest = data.after or next(reversed(data.evaluations), None)
+    tab = f"{title}: {newest.result.total}" if newest else title
     return write_text(data.folder / REPORT_FILE, page(tab, sections))
 
 
@@ -71,11 +72,6 @@ def _place(folder: Path) -> str:
     return f"{run}/{folder.name}" if run else folder.name
 
 
-def _newest_result(data: RunData) -> list[str]:
-    shown = data.after or next(reversed(data.evaluations), None)
-    return [str(shown.result.total)] if shown else []
-
-
 def _header(title: str, data: RunData) -> str:
     config = data.settings
     facts = {
@@ -85,9 +81,8 @@ def _header(title: str, data: RunData) -> str:
         "checkpoint": config.get("checkpoint"), "actions": _actions(data),
         "training time": format_duration(data.summary["train_wall_s"]) if "train_wall_s" in data.summary else None,
     }  # fmt: skip
-    chips = "".join(
-        f"<span>{name} <b>{escape(str(value))}</b></span>" for name, value in facts.items() if value is not None
-    )
+    given = {name: escape(str(value)) for name, value in facts.items() if value is not None}
+    chips = "".join(f"<span>{name} <b>{value}</b></span>" for name, value in given.items())
     return f'<header><h1>{escape(title)}</h1><div class="facts">{chips}</div></header>'
 
 
@@ -107,21 +102,25 @@ def _success_curves(data: RunData) -> str:
     ):
         # Rollouts sample actions and evaluations usually do not, so the two differ for the same policy.
         rollouts = _series(shown, x, "rollout/success_rate", "rollouts (sampled, training episodes)", 3)
-        cards.append(
-            card(title, [rollouts, _evaluated(shown, x, data.episodes)], x_label, "success rate", percent=True)
-        )
-    return f'<section class="charts">{"".join(cards)}</section>' if any(cards) else ""
+        series = [rollouts, _evaluated(shown, x, data.episodes)]
+        cards.append(card(title, series, x_label, "success rate", percent=True))
+    return charts(cards)
+
+
+def charts(cards: Sequence[str], heading: str = "", style: str = "charts") -> str:
+    """Return a section of cards below its heading; "" if all of them are empty."""
+    return f'{heading}<section class="{style}">{"".join(cards)}</section>' if any(cards) else ""
+
+
+def training_curves(cards: Sequence[str]) -> str:
+    """Return the section of small charts over iterations."""
+    return charts(cards, "<h2>Training curves</h2>", "charts small")
 
 
 def _success_by_step(data: RunData) -> str:
     """Return a chart of how soon episodes were solved, for the evaluations in the table of tasks."""
-    shown = [one for one in (data.before, data.after) if one] or data.evaluations[-1:]
-    colours = [1] if len(shown) == 1 else [2, 1]
-    series = [
-        Series(one.name, one.result.success_by_step(), colour) for one, colour in zip(shown, colours, strict=True)
-    ]
-    chart = card("Solved within t env steps", series, "t (env steps)", "share of episodes", percent=True)
-    return f'<section class="charts">{chart}</section>' if chart else ""
+    series = [Series(one.name, one.result.success_by_step(), colour) for one, colour in data.in_the_table]
+    return charts([card("Solved within t env steps", series, "t (env steps)", "share of episodes", percent=True)])
 
 
 RL_CURVES: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (
@@ -130,9 +129,7 @@ RL_CURVES: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (
     ("Policy loss", {"train/policy_loss": "policy loss"}, "policy loss", {}),
     ("Value loss", {"train/value_loss": "value loss"}, "value loss", {"zero": True}),
     (
-        "KL",
-        {"train/approx_kl": "old to new policy", "train/kl_to_reference": "policy to reference"},
-        "KL (nat)",
+        "KL", {"train/approx_kl": "old to new policy", "train/kl_to_reference": "policy to reference"}, "KL (nat)",
         {"zero": True},
     ),
     ("Entropy", {"train/entropy": "entropy"}, "entropy (nat)", {}),
@@ -151,19 +148,12 @@ RL_CURVES: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (
 def _training_curves(data: RunData) -> str:
     sft = [line for line in data.lines if line["phase"] == "sft"]
     rl = [line for line in data.lines if line["phase"] == "rl"]
-    cards = [
-        card(
-            "Behaviour cloning loss",
-            [_series(sft, "step", "sft/loss", "loss", 2)],
-            "SFT step",
-            "loss (nat)",
-            size=SMALL,
-        )
-    ]
+    loss = _series(sft, "step", "sft/loss", "loss", 2)
+    cards = [card("Behaviour cloning loss", [loss], "SFT step", "loss (nat)", size=SMALL)]
     for title, names, y_label, options in RL_CURVES:
         shown = [_series(rl, "step", name, label, 1 + number) for number, (name, label) in enumerate(names.items())]
         cards.append(card(title, shown, "RL iteration", y_label, size=SMALL, **options))
-    return f'<h2>Training curves</h2><section class="charts small">{"".join(cards)}</section>' if any(cards) else ""
+    return training_curves(cards)
 
 
 def with_axes(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -202,14 +192,11 @@ def _gallery(data: RunData) -> str:
         figures = []
         for video in one.result.videos:
             source = quote(video["path"] if one.folder == "." else f"{one.folder}/{video['path']}")
-            badge = (
-                '<span class="badge yes">success</span>'
-                if video["success"]
-                else '<span class="badge no">failure</span>'
-            )
+            badge, word = ("yes", "success") if video["success"] else ("no", "failure")
+            caption = f"{escape(video['instruction'])}<small>{escape(video['task'])}</small>"
             figures.append(
-                f'<figure class="card"><video controls muted loop playsinline preload="metadata" src="{source}">'
-                f"</video><figcaption><span>{escape(video['instruction'])}<small>{escape(video['task'])}</small></span>{badge}</figcaption></figure>"
+                f'<figure class="card"><video controls muted loop playsinline preload="metadata" src="{source}"></video>'
+                f'<figcaption><span>{caption}</span><span class="badge {badge}">{word}</span></figcaption></figure>'
             )
         if figures:
             name = one.name[:1].upper() + one.name[1:]

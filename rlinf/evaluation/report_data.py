@@ -17,12 +17,7 @@ from rlinf.evaluation.compare import compare, sampling_differences
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.tracking.tracker import read_metrics
 
-TAG_NAMES = {
-    "before_training": "before training",
-    "after_sft": "after SFT",
-    "before_rl": "before RL",
-    "after_rl": "after RL",
-}
+TAG_NAMES = {"after_sft": "after SFT", "before_rl": "before RL", "after_rl": "after RL"}
 
 COMPARISON_FILE, RESULT_FILE = "compare.json", "result.json"
 CLOSING_TAGS = ("after_rl", "after_sft")
@@ -90,6 +85,12 @@ class RunData:
         return self.evaluation("before_rl", "after_sft", "before_training")
 
     @property
+    def in_the_table(self) -> list[tuple[Evaluation, int]]:
+        """The evaluations whose tasks are shown, with their colours: before and after RL, or else the newest."""
+        shown = [one for one in (self.before, self.after) if one] or self.evaluations[-1:]
+        return list(zip(shown, [1] if len(shown) == 1 else [2, 1], strict=False))
+
+    @property
     def after(self) -> Evaluation | None:
         """The evaluation after RL."""
         return self.evaluation("after_rl")
@@ -124,15 +125,11 @@ def read_run(folder: str | os.PathLike) -> RunData:
     paths = sorted(folder.glob("eval/*/result.json"), key=lambda path: (path.stat().st_mtime, path.parent.name))
     for path in [*paths, *folder.glob("result.json")]:
         relative = path.parent.relative_to(folder).as_posix()
-        data.evaluations.append(
-            Evaluation(
-                path.parent.name if relative != "." else "evaluation", relative, EvaluationResult.from_json(path)
-            )
-        )
+        tag = path.parent.name if relative != "." else "evaluation"
+        data.evaluations.append(Evaluation(tag, relative, EvaluationResult.from_json(path)))
     if not data.lines and not data.evaluations:
-        raise CheckpointError(
-            f"{folder} is not a run folder: it has neither metrics.jsonl nor eval/*/result.json nor result.json."
-        )
+        missing = "neither metrics.jsonl nor eval/*/result.json nor result.json"
+        raise CheckpointError(f"{folder} is not a run folder: it has {missing}.")
     if (folder / "summary.json").exists():
         data.summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     if (folder / COMPARISON_FILE).exists():

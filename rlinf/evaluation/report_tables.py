@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -14,17 +15,16 @@ from rlinf.number_formats import format_interval, format_p_value, format_points
 def headline(data: RunData) -> str:
     """Return tiles with success before and after RL, or of the newest evaluation."""
     before, after = data.before, data.after
+    if after is None and not data.evaluations:
+        return ""
     if after is None:
-        last = data.evaluations[-1] if data.evaluations else None
-        name = "Success" if last is None or last.folder == "." else f"Success {last.name}"
-        tiles = [_tile(name, last.result.total, 1)] if last else []
-        return f'<section class="headline">{"".join(tiles)}</section>' if tiles else ""
-    tiles = []
-    if before is not None:
-        tiles.append(_tile(f"Success {before.name}", before.result.total, 2))
-    tiles.append(_tile("Success after RL", after.result.total, 1))
-    if before is not None:
-        tiles.append(_gain_tile(before.result.success_rate, after.result.success_rate, data.gain))
+        last = data.evaluations[-1]
+        tiles = [_tile("Success" if last.folder == "." else f"Success {last.name}", last.result.total, 1)]
+    else:
+        tiles = [_tile("Success after RL", after.result.total, 1)]
+        if before is not None:
+            gain = _gain_tile(before.result.success_rate, after.result.success_rate, data.gain)
+            tiles = [_tile(f"Success {before.name}", before.result.total, 2), *tiles, gain]
     return f'<section class="headline">{"".join(tiles)}</section>'
 
 
@@ -56,28 +56,39 @@ def _tile(name: str, success: Success, colour: int) -> str:
 
 def tasks(data: RunData) -> str:
     """Return a table of success per task, with intervals."""
-    shown = [one for one in (data.before, data.after) if one]
-    shown = shown or data.evaluations[-1:]
+    shown = data.in_the_table
     if not shown:
         return ""
-    colours = [1] if len(shown) == 1 else [2, 1]
-    tasks = list(dict.fromkeys(task for one in shown for task in one.result.per_task))
-    rows = [(task, [one.result.per_task.get(task) for one in shown], "") for task in tasks]
+    tasks = list(dict.fromkeys(task for one, _ in shown for task in one.result.per_task))
+    rows = [(task, [(one.result.per_task.get(task), colour) for one, colour in shown], "") for task in tasks]
     if len(tasks) > 1:
-        rows.append(("all tasks", [one.result.total for one in shown], ' class="total"'))
-    head = "".join(f"<th>{escape(one.name)}</th>" for one in shown) + ("<th>gain</th>" if len(shown) > 1 else "")
+        rows.append(("all tasks", [(one.result.total, colour) for one, colour in shown], "total"))
     body = []
     for task, successes, style in rows:
-        cells = "".join(_success_cell(success, colour) for success, colour in zip(successes, colours, strict=True))
+        cells = [_success_cell(success, colour) for success, colour in successes]
         if len(successes) > 1:
-            gain = format_points(successes[1].success_rate - successes[0].success_rate) if all(successes) else ""
-            cells += f"<td>{gain}</td>"
-        body.append(f'<tr{style}><td class="wrap">{escape(task)}</td>{cells}</tr>')
+            first, second = (success for success, _ in successes)
+            gain = format_points(second.success_rate - first.success_rate) if first and second else ""
+            cells.append(f"<td>{gain}</td>")
+        body.append(row(task, cells, style))
+    columns = ["task", *(escape(one.name) for one, _ in shown), *(["gain"] if len(shown) > 1 else [])]
     return (
-        f'<h2>Success per task</h2><div class="card scroll"><table><thead><tr><th>task</th>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
+        f"<h2>Success per task</h2>{table(columns, body, 'card scroll')}"
         f'<p class="note">{data.episodes.capitalize()}, each run once; the intervals are 95 % Wilson intervals.</p>'
     )
+
+
+def row(name: str, cells: Sequence[str], style: str = "") -> str:
+    """Return a table row of ``<td>`` cells after ``name``; the style ``total`` is bold."""
+    style = f' class="{style}"' if style else ""
+    return f'<tr{style}><td class="wrap">{escape(name)}</td>{"".join(cells)}</tr>'
+
+
+def table(columns: Sequence[str], rows: Sequence[str], style: str = "scroll") -> str:
+    """Return a table of ``rows`` below the names of its columns."""
+    head = "".join(f"<th>{name}</th>" for name in columns)
+    body = f"<tbody>{''.join(rows)}</tbody>"
+    return f'<div class="{style}"><table><thead><tr>{head}</tr></thead>{body}</table></div>'
 
 
 def _success_cell(success: Success | None, colour: int) -> str:
@@ -111,15 +122,9 @@ def comparisons(data: RunData) -> str:
     found = data.comparison
     if found is None:
         return ""
-    rows = [(task, pairs, "") for task, pairs in found["per_task"].items()]
+    rows = [row(task, _pair_cells(pairs)) for task, pairs in found["per_task"].items()]
     if len(rows) > 1:
-        rows.append(("all tasks", found["total"], ' class="total"'))
-    body = "".join(
-        f'<tr{style}><td class="wrap">{escape(task)}</td>{_count_cell(pairs, "a")}{_count_cell(pairs, "b")}'
-        f"<td>{_difference(pairs)}</td><td>{pairs['only_a']}</td><td>{pairs['only_b']}</td>"
-        f"<td>{escape(format_p_value(pairs['p_value']).removeprefix('p = '))}</td></tr>"
-        for task, pairs, style in rows
-    )
+        rows.append(row("all tasks", _pair_cells(found["total"]), "total"))
     notes = [
         f"{found['total']['episodes']} episodes that both have run; the difference is b - a in percentage points.",
         f"{found['method']}.",
@@ -129,35 +134,33 @@ def comparisons(data: RunData) -> str:
     return (
         f'<h2>Paired comparison</h2><div class="facts"><span>a <b>{escape(found["a"])}</b></span>'
         f"<span>b <b>{escape(found['b'])}</b></span></div>"
-        '<div class="card scroll"><table><thead><tr><th>task</th><th>a</th><th>b</th><th>difference</th><th>only a</th>'
-        f"<th>only b</th><th>p (McNemar)</th></tr></thead><tbody>{body}</tbody></table></div>"
+        f"{table(('task', 'a', 'b', 'difference', 'only a', 'only b', 'p (McNemar)'), rows, 'card scroll')}"
         f'<p class="note">{escape(" ".join(note for note in notes if note))}</p>'
     )
 
 
-def _count_cell(pairs: dict[str, Any], which: str) -> str:
-    successes = pairs[f"successes_{which}"]
-    return f"<td>{successes / pairs['episodes']:.1%} <small>{successes}/{pairs['episodes']}</small></td>"
-
-
-def _difference(pairs: dict[str, Any]) -> str:
-    interval = pairs["interval"]
-    return (
-        f"{difference_bar(pairs['difference'], *interval)} <small>{format_points(pairs['difference'])} "
-        f"({format_points(*interval)})</small>"
-    )
+def _pair_cells(pairs: dict[str, Any]) -> list[str]:
+    count, difference, interval = pairs["episodes"], pairs["difference"], pairs["interval"]
+    points = f"{format_points(difference)} ({format_points(*interval)})"
+    cells = [
+        f"{wins / count:.1%} <small>{wins}/{count}</small>" for wins in (pairs["successes_a"], pairs["successes_b"])
+    ]
+    cells += [f"{difference_bar(difference, *interval)} <small>{points}</small>", pairs["only_a"], pairs["only_b"]]
+    cells.append(escape(format_p_value(pairs["p_value"]).removeprefix("p = ")))
+    return [f"<td>{cell}</td>" for cell in cells]
 
 
 def all_evaluations(data: RunData) -> str:
     """Return a table with a line per evaluation, if there are three or more."""
     if len(data.evaluations) < 3:
         return ""
-    rows = "".join(
-        f'<tr><td class="wrap">{escape(one.name)}</td>{_success_cell(one.result.total, 1)}'
-        f"<td>{'greedy' if one.result.greedy else 'sampled'}</td></tr>"
+    rows = [
+        row(one.name, [_success_cell(one.result.total, 1), f"<td>{'greedy' if one.result.greedy else 'sampled'}</td>"])
         for one in data.evaluations
-    )
-    return (
-        f'<details class="card"><summary>All {len(data.evaluations)} evaluations</summary><div class="scroll"><table>'
-        f"<thead><tr><th>evaluation</th><th>success</th><th>actions</th></tr></thead><tbody>{rows}</tbody></table></div></details>"
-    )
+    ]
+    return details(f"All {len(data.evaluations)} evaluations", table(("evaluation", "success", "actions"), rows))
+
+
+def details(summary: str, content: str) -> str:
+    """Return a card that opens at a click."""
+    return f'<details class="card"><summary>{summary}</summary>{content}</details>'

@@ -44,12 +44,7 @@ class Success:
     def as_dict(self) -> dict[str, Any]:
         """Return ``success_rate``, ``successes``, ``episodes`` and ``interval``."""
         rate = self.success_rate if self.episodes else None
-        return {
-            "success_rate": rate,
-            "successes": self.successes,
-            "episodes": self.episodes,
-            "interval": list(self.interval),
-        }
+        return {"success_rate": rate, **asdict(self), "interval": list(self.interval)}
 
 
 @dataclass
@@ -130,17 +125,10 @@ class EvaluationResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON values."""
-        return {
-            **self.summary(),
-            "per_task": {task: success.as_dict() for task, success in self.per_task.items()},
-            "greedy": self.greedy,
-            "temperature": self.temperature,
-            "seed": self.seed,
-            "wall_s": self.wall_s,
-            "warnings": self.warnings,
-            "videos": self.videos,
-            "results": [asdict(result) for result in self.results],
-        }
+        values = asdict(self)
+        results = values.pop("results")
+        per_task = {task: success.as_dict() for task, success in self.per_task.items()}
+        return {**self.summary(), "per_task": per_task, **values, "results": results}
 
     def to_json(self, path: str | os.PathLike) -> Path:
         """Write ``as_dict()`` to ``path``, atomically."""
@@ -159,8 +147,7 @@ class EvaluationResult:
 
     def table(self) -> str:
         """Return a text table: one line per task and the total, with intervals."""
-        rows = [(task, success) for task, success in self.per_task.items()]
-        rows.append(("total", self.total))
+        rows = [*self.per_task.items(), ("total", self.total)]
         width = max(len(name) for name, _ in rows)
         lines = [f"{'task'.ljust(width)}  success     k/n  95 % interval"]
         for name, success in rows:

@@ -62,9 +62,8 @@ def closing_evaluation(run: RunData) -> Evaluation | None:
 def _age(run: RunData) -> tuple[bool, float]:
     """Return a sort key for the runs of a seed: unfinished runs first, then oldest to newest."""
     files = [run.folder / name for name in (METRICS_FILE, "summary.json")]
-    return closing_evaluation(run) is not None, max(
-        (file.stat().st_mtime for file in files if file.is_file()), default=0.0
-    )
+    times = [file.stat().st_mtime for file in files if file.is_file()]
+    return closing_evaluation(run) is not None, max(times, default=0.0)
 
 
 def seed_of(run: RunData) -> int | None:
@@ -85,10 +84,8 @@ def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
     found: dict[Path, RunData] = {}
     for name in folders:
         folder = follow_latest(Path(name).expanduser())
-        below = sorted(
-            (path for path in folder.glob("*") if (path / METRICS_FILE).is_file()),
-            key=lambda path: (len(path.name), path.name),
-        )
+        below = [path for path in folder.glob("*") if (path / METRICS_FILE).is_file()]
+        below.sort(key=lambda path: (len(path.name), path.name))
         is_run = (folder / METRICS_FILE).is_file() or not below
         for place in [folder] if is_run else below:
             if not place.is_dir():
@@ -145,13 +142,11 @@ def seed_in_words(group: RunGroup, run: RunData) -> str:
 
 def repeated_seeds(groups: Sequence[RunGroup]) -> list[str]:
     """Return a sentence about runs that repeat a seed, or an empty list."""
-    left_out = sum(len(group.runs) - len(group.counted) for group in groups)
-    if not left_out:
-        return []
-    return [
-        f"{left_out} run{'s' if left_out > 1 else ''} with a seed that another run of the same configuration has, not counted: of "
-        "each seed, the newest run that ended counts."
-    ]
+    count = sum(len(group.runs) - len(group.counted) for group in groups)
+    runs = (
+        f"{count} run{'s' if count > 1 else ''} with a seed that another run of the same configuration has, not counted"
+    )
+    return [f"{runs}: of each seed, the newest run that ended counts."] if count else []
 
 
 def rates_in_words(rates: Sequence[float]) -> tuple[str, str, str]:

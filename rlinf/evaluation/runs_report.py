@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from rlinf.evaluation.charts import NUM_COLOURS, SMALL, Series, interval_bar
 from rlinf.evaluation.intervals import mean_interval
-from rlinf.evaluation.report import REPORT_FILE, RL_CURVES, card, page, with_axes
+from rlinf.evaluation.report import REPORT_FILE, RL_CURVES, card, charts, page, training_curves, with_axes
 from rlinf.evaluation.report_data import RunData
+from rlinf.evaluation.report_tables import details, row, table
 from rlinf.evaluation.runs import (
     RunGroup,
     closing_evaluation,
@@ -30,6 +30,7 @@ SUCCESS_CURVES = (
     ("Success of rollouts against env steps", "rollout/success_rate", "env_steps", "env steps"),
 )
 """Title, metric, x axis and its label."""
+RUN_COLUMNS = ("configuration", "seed", "success", "95 % interval over episodes", "folder")
 
 
 def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Path:
@@ -45,13 +46,14 @@ def write_runs_report(runs: Sequence[RunData], output: str | os.PathLike) -> Pat
         card(name, _series(drawn, next(iter(metrics)), "step"), "RL iteration", y_label, size=SMALL, **options)
         for name, metrics, y_label, options in RL_CURVES
     ]
+    rows = [_run_row(group, run, output) for group in groups for run in group.runs]
     sections = [
         f"<header><h1>{escape(title)}</h1></header>",
         _configurations(groups),
-        f'<section class="charts">{"".join(cards)}</section>' if any(cards) else "",
+        charts(cards),
         f'<p class="note">{escape(_note(groups))}</p>',
-        _runs(groups, output),
-        f'<h2>Training curves</h2><section class="charts small">{"".join(small)}</section>' if any(small) else "",
+        details(f"All {len(runs)} runs", table(RUN_COLUMNS, rows)),
+        training_curves(small),
     ]
     return write_text(output, page(title, sections))
 
@@ -60,11 +62,7 @@ def curve(group: RunGroup, metric: str, x: str) -> Series:
     """Return the mean of a metric over the counted runs of a group with its 95 % interval.
 
     Only RL iterations that all runs with this metric have are drawn, so that a run that ended early does not bend the curve.
-
-    Args:
-        group: Runs of one configuration.
-        metric: Name in ``metrics.jsonl``.
-        x: ``step``, or the mean over the runs of ``env_steps`` or ``minutes``.
+    ``x`` is ``step``, or the mean over the runs of ``env_steps`` or ``minutes``.
     """
     found = [
         {line["step"]: line for line in with_axes(run.lines) if line["phase"] == "rl" and line.get(metric) is not None}
@@ -108,37 +106,18 @@ def _configurations(groups: Sequence[RunGroup]) -> str:
         if rates:
             centre, low, high = mean_interval(rates)
             bar = interval_bar(centre, max(low, 0.0), min(high, 1.0), number) if len(rates) > 1 else ""
-        rows.append(
-            f'<tr><td class="wrap">{escape(group.label)}</td><td>{len(rates)} of {len(group.counted)}</td><td>{mean}</td>'
-            f"<td>{least}</td><td>{bar} <small>{interval}</small></td></tr>"
-        )
-    return (
-        '<h2>Success of the closing evaluation</h2><div class="card scroll"><table><thead><tr><th>configuration</th>'
-        "<th>seeds that ended</th><th>mean</th><th>least</th><th>95 % interval of the mean over seeds</th></tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
-def _runs(groups: Sequence[RunGroup], output: Path) -> str:
-    rows = "".join(_run_row(group, run, output) for group in groups for run in group.runs)
-    return (
-        f'<details class="card"><summary>All {sum(len(group.runs) for group in groups)} runs</summary><div class="scroll">'
-        "<table><thead><tr><th>configuration</th><th>seed</th><th>success</th><th>95 % interval over episodes</th><th>folder</th>"
-        f"</tr></thead><tbody>{rows}</tbody></table></div></details>"
-    )
+        cells = f"{len(rates)} of {len(group.counted)}", mean, least, f"{bar} <small>{interval}</small>"
+        rows.append(row(group.label, [f"<td>{cell}</td>" for cell in cells]))
+    columns = ("configuration", "seeds that ended", "mean", "least", "95 % interval of the mean over seeds")
+    return f"<h2>Success of the closing evaluation</h2>{table(columns, rows, 'card scroll')}"
 
 
 def _run_row(group: RunGroup, run: RunData, output: Path) -> str:
     closing = closing_evaluation(run)
-    cells: tuple[Any, Any] = ("-", "-")
-    if closing is not None:
-        total = closing.result.total
-        cells = str(total), format_interval(*total.interval)
+    total = None if closing is None else closing.result.total
+    numbers = ("-", "-") if total is None else (str(total), format_interval(*total.interval))
     relative = os.path.relpath(run.folder.resolve(), output.resolve().parent)
     name = escape(relative)
     if (run.folder / REPORT_FILE).is_file():
         name = f'<a href="{quote(f"{relative}/{REPORT_FILE}")}">{name}</a>'
-    return (
-        f'<tr><td class="wrap">{escape(group.label)}</td><td>{escape(seed_in_words(group, run))}</td><td>{cells[0]}</td><td>{cells[1]}</td>'
-        f"<td>{name}</td></tr>"
-    )
+    return row(group.label, [f"<td>{cell}</td>" for cell in (escape(seed_in_words(group, run)), *numbers, name)])

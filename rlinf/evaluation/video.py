@@ -78,17 +78,9 @@ def write_video(
 ) -> Path:
     """Write an MP4 (H.264, yuv420p, index at the front) atomically, and return its path.
 
-    Args:
-        path: Name that ends in ``.mp4``.
-        frames: uint8 ``[H, W, 3]``: the first observation and one frame after each env step.
-        instruction: Text above every frame.
-        success: Outcome, shown above the last frame.
-        fps: Env steps per second.
-        hold_s: Seconds for which the last frame stays.
-
-    Raises:
-        MissingDependencyError: imageio-ffmpeg is not installed.
-        OSError: ffmpeg could not write the file.
+    ``frames`` are uint8 ``[H, W, 3]``, the first observation and one after each env step, of which ``fps`` are shown per
+    second. The last one, with the outcome above it, stays for ``hold_s`` seconds. Without imageio-ffmpeg a
+    MissingDependencyError is raised, and an OSError if ffmpeg cannot write the file.
     """
     try:
         import imageio_ffmpeg

@@ -188,10 +188,11 @@ def _plain(value: Any) -> Any:
 
 def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> Any:
     """Return one value as its declared type, checked against its choices and bounds."""
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else from_mapping(hint, value, dotted)
     accepted, converted = _match(value, hint)
-    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    factory = field.default_factory
+    default = field.default if factory is dataclasses.MISSING else factory()
     example = f"{dotted}={override_text(default)}"
     if not accepted:
         if _match([value], hint)[0]:

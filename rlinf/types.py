@@ -82,11 +82,11 @@ class Observation:
 
     def select(self, index: Sequence[int] | np.ndarray | slice) -> Observation:
         """Return the rows ``index`` (integers) as a new observation; a slice gives views instead of copies."""
-        rows = index if isinstance(index, slice) else np.asarray(index, dtype=np.int64)
+        rows: Any = index if isinstance(index, slice) else np.asarray(index, dtype=np.int64)
         return Observation(
             images={name: image[rows] for name, image in self.images.items()},
             state=None if self.state is None else self.state[rows],
-            instruction=self.instruction[index] if isinstance(index, slice) else [self.instruction[i] for i in rows],
+            instruction=self.instruction[rows] if isinstance(index, slice) else [self.instruction[i] for i in rows],
             is_resized=self.is_resized,
         )
 
@@ -250,23 +250,15 @@ class RolloutBatch:
 
     def select_envs(self, columns: Tensor) -> RolloutBatch:
         """Return the envs ``columns`` of a time-major batch; ``episodes`` remain those of the whole batch."""
-        import torch
-
         num_chunks, num_envs = self.loss_mask.shape
-        rows = (torch.arange(num_chunks)[:, None] * num_envs + columns[None]).flatten()
-        return replace(
-            self,
-            observation=self.observation.select(rows.numpy()),
-            **{name: value[:, columns] for name, value in self.tensors().items()},
-        )
+        rows = np.arange(num_chunks)[:, None] * num_envs + columns.numpy()
+        return self._changed(lambda tensor: tensor[:, columns], self.observation.select(rows.ravel()))
 
     @classmethod
     def concatenate(cls, parts: Sequence[RolloutBatch], observation: Observation | None = None) -> RolloutBatch:
-        """Join time-major rollouts of different envs along ``B``, in the order given.
+        """Join time-major rollouts of different envs and equally many chunks along ``B``, in the order given.
 
-        Args:
-            parts: Rollouts with the same number of chunks.
-            observation: The joined ``T * B`` rows if the caller already has them; None joins those of the parts.
+        ``observation`` is the joined ``T * B`` rows if the caller already has them; None joins those of the parts.
         """
         import torch
 
@@ -279,23 +271,25 @@ class RolloutBatch:
                 [offsets[p] + t * width + np.arange(width) for t in range(num_chunks) for p, width in enumerate(widths)]
             )
             observation = Observation.concatenate([part.observation for part in parts]).select(order)
-        tensors = [part.tensors() for part in parts]
-        return replace(
-            parts[0],
-            observation=observation,
-            episodes=[episode for part in parts for episode in part.episodes],
-            specs={key: spec for part in parts for key, spec in part.specs.items()},
-            **{name: torch.cat([each[name] for each in tensors], dim=1) for name in tensors[0]},
-        )
+        joined: dict[str, Any] = {name: [part.tensors()[name] for part in parts] for name in parts[0].tensors()}
+        joined = {name: torch.cat(tensors, dim=1) for name, tensors in joined.items()}
+        episodes = [episode for part in parts for episode in part.episodes]
+        specs = {key: spec for part in parts for key, spec in part.specs.items()}
+        return replace(parts[0], observation=observation, episodes=episodes, specs=specs, **joined)
+
+    def _changed(self, change: Callable[[Tensor], Tensor], observation: Observation) -> RolloutBatch:
+        """Return a copy with ``change`` applied to every tensor, and another observation."""
+        tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
+        return replace(self, observation=observation, **tensors)
 
     def flatten(self) -> RolloutBatch:
         """Merge ``T`` and ``B`` into one row axis ``N``."""
-        return replace(self, **{name: value.flatten(0, 1) for name, value in self.tensors().items()})
+        return self._changed(lambda tensor: tensor.flatten(0, 1), self.observation)
 
     def select(self, index: Tensor, observation: bool = True) -> RolloutBatch:
         """Return the rows ``index`` of a flattened batch; without ``observation`` that of the whole batch stays in it."""
         seen = self.observation.select(index.cpu().numpy()) if observation else self.observation
-        return replace(self, observation=seen, **{name: value[index] for name, value in self.tensors().items()})
+        return self._changed(lambda tensor: tensor[index], seen)
 
 
 @dataclass

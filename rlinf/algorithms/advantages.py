@@ -58,14 +58,7 @@ def action_advantages(advantages: Tensor, action_rewards: Tensor) -> Tensor:
 
     ``A_{t,c} = A_t - sum_{c' < c} r_{t,c'}``: an action cannot change earlier rewards. Given the observation and the
     earlier actions they are a baseline, so the gradient stays unbiased. Rewards inside a chunk are not discounted, as in
-    the chunk's reward.
-
-    Args:
-        advantages: ``[T, B]``.
-        action_rewards: ``[T, B, C]``.
-
-    Returns:
-        ``[T, B, C]``.
+    the chunk's reward. From ``advantages [T, B]`` and ``action_rewards [T, B, C]`` to ``[T, B, C]``.
     """
     earlier = action_rewards.cumsum(-1) - action_rewards
     return advantages.unsqueeze(-1) - earlier
@@ -127,11 +120,9 @@ def leave_one_out_advantages(returns: Tensor, group_ids: Tensor, eps: float = 1e
 
 
 def _compare_in_groups(returns: Tensor, group_ids: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compare each return with those of its group.
+    """Return for each episode ``[B]``: return minus group mean, the group's deviation and size, and whether its returns differ.
 
-    Returns:
-        Return minus group mean, group deviation, group size, and whether the group's returns differ, ``[B]`` each. A NaN
-        deviation counts as different returns.
+    A NaN deviation counts as different returns.
     """
     _, inverse = torch.unique(group_ids, return_inverse=True)
     values, num_groups = returns.double(), int(inverse.max()) + 1
@@ -163,6 +154,6 @@ def refuse_not_finite(**tensors: Tensor) -> None:
         if bad:
             step, env = bad[0]
             raise ValueError(
-                f"{name} of the rollout are not finite in {len(bad)} of {tensor.numel()} policy calls; the first is {tensor[step, env]} "
-                f"at call {step} of env {env}. No setting fixes this: check what computes these numbers"
+                f"{name} of the rollout are not finite in {len(bad)} of {tensor.numel()} policy calls; the first is "
+                f"{tensor[step, env]} at call {step} of env {env}. No setting fixes this: check what computes these numbers"
             )

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from rlinf.algorithms.advantages import action_advantages
 from rlinf.algorithms.config import AlgorithmConfig
 from rlinf.algorithms.losses import aggregate_logprobs, clipped_policy_loss, kl_penalty, truncated_importance_weights
 from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
@@ -75,6 +76,12 @@ class Algorithm(ABC):
         """Return whether only the value head may change in this iteration."""
         return False
 
+    def per_action(self, advantages: Tensor, action_rewards: Tensor) -> Tensor:
+        """Return the advantages ``[T, B]`` of calls for their actions, ``[T, B, C]``, as ``advantage_level`` says."""
+        if self.config.advantage_level == "action":
+            return action_advantages(advantages, action_rewards)
+        return spread_over_actions(advantages, action_rewards.shape[-1])
+
     @abstractmethod
     def compute_advantages(self, batch: RolloutBatch) -> dict[str, float]:
         """Fill ``advantages [T, B, C]`` and ``returns [T, B]`` of the time-major rollout of all ranks; return metrics.
@@ -86,24 +93,19 @@ class Algorithm(ABC):
         """Return the loss of one flattened micro-batch, already divided by the counts of the whole minibatch."""
         config = self.config
         action_mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
+
+        def units(logprobs: Tensor) -> Tensor:
+            return aggregate_logprobs(logprobs, action_mask, config.logprob_level)[0]
+
         logprobs, mask = aggregate_logprobs(evaluation.logprobs, action_mask, config.logprob_level)
-        old_logprobs, _ = aggregate_logprobs(batch.old_logprobs, action_mask, config.logprob_level)
+        old_logprobs = units(batch.old_logprobs)
         # Advantages are [N, C]. A chunk-level ratio needs one per call: the first column, as all are equal then.
         advantages = batch.advantages.unsqueeze(-1)[:, : logprobs.shape[1]]
         weights = None
         if config.tis_cap is not None:
-            rollout_logprobs, _ = aggregate_logprobs(batch.rollout_logprobs, action_mask, config.logprob_level)
-            weights = truncated_importance_weights(old_logprobs, rollout_logprobs, mask, config.tis_cap)
-        total, sums = clipped_policy_loss(
-            logprobs,
-            old_logprobs,
-            advantages,
-            mask,
-            config.clip_range_low,
-            config.clip_range_high,
-            config.dual_clip,
-            weights,
-        )
+            weights = truncated_importance_weights(old_logprobs, units(batch.rollout_logprobs), mask, config.tis_cap)
+        bounds = (config.clip_range_low, config.clip_range_high, config.dual_clip)
+        total, sums = clipped_policy_loss(logprobs, old_logprobs, advantages, mask, *bounds, weights)
         policy_loss = total / counts.units
         metrics = {name: value / counts.units for name, value in sums.items()}
 
@@ -111,8 +113,7 @@ class Algorithm(ABC):
         entropy = torch.where(entropy_mask, unit_entropy, 0.0).sum() / counts.entropies
         loss = policy_loss - config.entropy_coef * entropy
         if self.needs_reference:
-            ref_logprobs, _ = aggregate_logprobs(batch.ref_logprobs, action_mask, config.logprob_level)
-            kl = kl_penalty(logprobs, ref_logprobs, mask, config.kl_estimator) / counts.units
+            kl = kl_penalty(logprobs, units(batch.ref_logprobs), mask, config.kl_estimator) / counts.units
             if not self.penalizes_rewards:
                 loss = loss + config.kl_coef * kl
             metrics["kl_to_reference"] = kl.detach()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rlinf.algorithms.advantages import action_advantages, gae, masked_normalize
-from rlinf.algorithms.base import Algorithm, LossCounts, spread_over_actions
+from rlinf.algorithms.advantages import gae, masked_normalize
+from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.algorithms.config import PPOConfig
 from rlinf.algorithms.losses import explained_variance, value_loss
 from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
@@ -28,10 +28,7 @@ class PPO(Algorithm):
             config.gamma, config.gae_lambda,
         )  # fmt: skip
         mask = batch.loss_mask
-        if config.advantage_level == "action":
-            per_action = action_advantages(advantages, batch.action_rewards)
-        else:
-            per_action = spread_over_actions(advantages, batch.action_rewards.shape[-1])
+        per_action = self.per_action(advantages, batch.action_rewards)
         action_mask = batch.action_mask & mask.unsqueeze(-1)
         metrics = {
             "train/explained_variance": explained_variance(batch.values, batch.returns, mask),
@@ -44,17 +41,8 @@ class PPO(Algorithm):
     def loss(self, batch: RolloutBatch, evaluation: ActionEvaluation, counts: LossCounts, iteration: int) -> LossOutput:
         config = self.config
         output = super().loss(batch, evaluation, counts, iteration)
-        critic = (
-            value_loss(
-                evaluation.values,
-                batch.values,
-                batch.returns,
-                batch.loss_mask,
-                config.value_clip_range,
-                config.huber_delta,
-            )
-            / counts.calls
-        )
+        bounds = (config.value_clip_range, config.huber_delta)
+        critic = value_loss(evaluation.values, batch.values, batch.returns, batch.loss_mask, *bounds) / counts.calls
         policy = 0.0 if self.policy_is_frozen(iteration) else output.loss
         total = policy + config.value_coef * critic
         output.metrics |= {"value_loss": critic.detach(), "loss": total.detach()}

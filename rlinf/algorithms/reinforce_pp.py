@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rlinf.algorithms.advantages import action_advantages, gae, masked_normalize
-from rlinf.algorithms.base import Algorithm, spread_over_actions
+from rlinf.algorithms.advantages import gae, masked_normalize
+from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.config import ReinforcePPConfig
 from rlinf.algorithms.groups import check_one_episode, known_episodes
 from rlinf.algorithms.losses import kl_estimates
@@ -43,11 +43,7 @@ class ReinforcePP(Algorithm):
         zeros = torch.zeros_like(sums)
         # With values of 0 and lambda 1, GAE is the discounted return-to-go within the episode.
         returns, _ = gae(sums, zeros, batch.terminated, batch.truncated, zeros, config.gamma, 1.0)
-        if config.advantage_level == "action":
-            advantages = action_advantages(returns, rewards)
-        else:
-            advantages = spread_over_actions(returns, rewards.shape[-1])
-        batch.returns, batch.advantages = returns.float(), advantages.float()
+        batch.returns, batch.advantages = returns.float(), self.per_action(returns, rewards).float()
         mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
         count = mask.sum().clamp_min(1)
         metrics = {

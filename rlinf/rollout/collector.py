@@ -338,10 +338,10 @@ class _Rollout:
         final = Observation.concatenate(observations)
         block = len(self.env_ids)
         for start in range(0, len(where), block):
-            rows = where[start : start + block]
-            inputs = self.model.preprocess(final.select(np.arange(start, start + len(rows))))
+            places = where[start : start + block]
+            inputs = self.model.preprocess(final.select(np.arange(start, start + len(places))))
             values = self.model.predict_values(**inputs).cpu()
-            batch.bootstrap_values[[t for t, _ in rows], [row for _, row in rows]] = values
+            batch.bootstrap_values[[t for t, _ in places], [row for _, row in places]] = values
 
 
 def _spread(values: Tensor, rows: np.ndarray, count: int) -> Tensor:

@@ -49,7 +49,7 @@ class VllmPolicy:
             ),
             timeout_s=options.timeout_s,
         )
-        tokenizer = model.action_tokenizer
+        tokenizer: Any = model.action_tokenizer
         self.allowed_token_ids = list(range(tokenizer.first_token, tokenizer.vocab_size))
 
     # -- weights -------------------------------------------------------------------------------------------------

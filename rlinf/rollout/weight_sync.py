@@ -10,6 +10,7 @@ from torch import nn
 
 from rlinf.distributed.fsdp import full_tensor, local_part
 from rlinf.errors import RLinfError
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.optim.finite import check_finite
 
 
@@ -26,7 +27,7 @@ class WeightSync:
             ``update_weights(version)``; None: ``rollout_model`` plays.
     """
 
-    def __init__(self, trainer_model: nn.Module, rollout_model: nn.Module, generator: Any = None) -> None:
+    def __init__(self, trainer_model: nn.Module, rollout_model: ActionModel, generator: Any = None) -> None:
         self.trainer_model, self.rollout_model, self.generator = trainer_model, rollout_model, generator
         self.version = 0
 
@@ -84,6 +85,6 @@ class WeightSync:
             )
 
 
-def frozen_copy(model: nn.Module) -> nn.Module:
+def frozen_copy(model: ActionModel) -> ActionModel:
     """Return a copy of a plain model that is never trained: the reference policy, or a rollout replica."""
     return copy.deepcopy(model).requires_grad_(False).eval()

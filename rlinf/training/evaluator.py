@@ -10,6 +10,7 @@ from rlinf.distributed.process_group import rank, world_size
 from rlinf.envs.base import VectorEnv
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.result import EvaluationResult
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.training.outcome import SUMMARY_TAGS, evaluation_folder
 from rlinf.training.stop_signal import StopRequested, StopSignal
 
@@ -33,7 +34,7 @@ class Evaluator:
     ) -> None:
         self.config, self.env, self.stop_signal, self.autocast = config, env, stop_signal, autocast
 
-    def run(self, model: object, tag: str) -> EvaluationResult | None:
+    def run(self, model: ActionModel, tag: str) -> EvaluationResult | None:
         """Return the result on all ranks (a collective call), or None if a signal has stopped it."""
         settings = self.config.evaluation
         with_videos = tag in SUMMARY_TAGS.values() and settings.num_videos_per_task > 0

@@ -7,12 +7,13 @@ import time
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm
 from rlinf.distributed.process_group import any_rank, gather_rollout, rank
 from rlinf.errors import CheckpointError
 from rlinf.memory import memory_metrics
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.preflight.derived import parity_gate
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.weight_sync import frozen_copy
@@ -38,7 +39,7 @@ class RLTrainer:
         self.session, self.collector, self.algorithm = session, collector, algorithm
         self.worker, self.sync = session.worker, session.sync
         self.gate = parity_gate(session.config)
-        self.reference: nn.Module | None = None
+        self.reference: ActionModel | None = None
 
     def fit(self) -> None:
         """Iterate from ``state.step`` to ``trainer.max_steps``, between two evaluations."""
@@ -77,7 +78,7 @@ class RLTrainer:
             return False
         return any_rank(tag in evaluations and evaluations[tag]["success_rate"] >= target)
 
-    def _make_reference(self) -> nn.Module | None:
+    def _make_reference(self) -> ActionModel | None:
         """Return a frozen copy of the policy with which RL began, for the KL penalty; kept on disk for a resumed run.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.config.training import TrainerConfig
@@ -17,6 +17,7 @@ from rlinf.data.config import SFTConfig
 from rlinf.distributed.fsdp import grad_norm
 from rlinf.distributed.process_group import max_over_ranks, rank, world_size
 from rlinf.errors import ConfigError, NonFiniteError
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.optim.train_step import Totals, TrainStep
@@ -64,7 +65,7 @@ class TrainWorker:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: ActionModel,
         config: TrainerConfig,
         *,
         temperature: float,
@@ -118,7 +119,7 @@ class TrainWorker:
         return autocast(self.model, self.precision)
 
     @torch.no_grad()
-    def evaluate(self, batch: RolloutBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+    def evaluate(self, batch: RolloutBatch, model: ActionModel | None = None) -> tuple[Tensor, Tensor]:
         """Score the valid rows of a time-major rollout of this rank (a collective call).
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,8 +14,13 @@ from rlinf.errors import ConfigError
 from rlinf.options import override_text
 from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
 
+if TYPE_CHECKING:
+    Module = nn.Module  # of every action model, by way of PreTrainedModel
+else:
+    Module = object
 
-class ActionModel(metaclass=ABCMeta):
+
+class ActionModel(Module, metaclass=ABCMeta):
     """Mixin of every policy that acts in an environment; the other base is a Hugging Face ``PreTrainedModel``.
 
     Model code is single-device code. What distributed training and adapters need is declared.
@@ -50,6 +55,8 @@ class ActionModel(metaclass=ABCMeta):
     vllm_adapter: ClassVar[str | None] = None
     processor: Any = None
     _supports_sdpa: ClassVar[bool] = True  # transformers refuses the default kernel to a class that does not say so
+    config: Any
+    dtype: torch.dtype
     action_dim: int
     action_chunks_len: int = 1
     value_head: nn.Module | None
@@ -105,7 +112,7 @@ class ActionModel(metaclass=ABCMeta):
                 f"{f'one of width {env.state_dim}' if env.state_dim else 'no state'}. Set {fix}"
             )
 
-    @classmethod  # noqa: B027 - most models have log-probabilities under all settings
+    @classmethod
     def check_rl(cls, config: Any) -> None:
         """Refuse settings without log-probabilities: such a policy can be cloned and evaluated, but not trained by RL."""
 

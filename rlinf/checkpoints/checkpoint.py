@@ -149,12 +149,9 @@ def _load_state(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Check that the files of a checkpoint or an export are those of its manifest, on rank 0 while the others wait.
+    """Raise CheckpointError if a file of a checkpoint or an export is missing or differs from its manifest.
 
-    A folder whose files stay the same is hashed once in a process, however often it is verified.
-
-    Raises:
-        CheckpointError: A file is missing or differs.
+    Rank 0 checks while the others wait. A folder whose files stay the same is hashed once in a process.
     """
 
     def verify() -> None:
@@ -194,9 +191,8 @@ def policy_folder(folder: str | os.PathLike) -> Path:
     for place in places:
         if _has_policy(place):
             return place
-    raise CheckpointError(
-        f"{folder} holds no policy: no config.json or adapter_config.json in {', '.join(map(str, places))}."
-    )
+    looked = ", ".join(map(str, places))
+    raise CheckpointError(f"{folder} holds no policy: no config.json or adapter_config.json in {looked}.")
 
 
 def _has_policy(folder: Path) -> bool:
@@ -204,14 +200,10 @@ def _has_policy(folder: Path) -> bool:
 
 
 def resolve_checkpoint(path: str | os.PathLike) -> Path:
-    """Return the checkpoint folder that a user's path stands for.
+    """Return the checkpoint folder that a user's path stands for; raise CheckpointError if there is none.
 
-    Args:
-        path: A checkpoint or an export, which stands for itself; a run folder or its ``checkpoints``, for the last
-            undamaged checkpoint in it; ``latest``, for the newest run.
-
-    Raises:
-        CheckpointError: There is none.
+    A checkpoint or an export stands for itself, a run folder or its ``checkpoints`` for the last undamaged checkpoint in
+    it, and ``latest`` for the newest run.
     """
     path = follow_latest(path)
     if not path.exists():
@@ -225,11 +217,9 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
         if damage is None:
             return folder
         _warn_once(f"{folder} is skipped: {damage}")
-    looked = (
-        f"{len(found)} checkpoints in {parent} are all damaged"
-        if found
-        else f"no {STATE_FILE} in {path} or in {parent}/*"
-    )
+    looked = f"no {STATE_FILE} in {path} or in {parent}/*"
+    if found:
+        looked = f"{len(found)} checkpoints in {parent} are all damaged"
     raise CheckpointError(
         f"{path} holds no usable checkpoint: {looked}. Name a checkpoint folder or a run folder; a run that ended before its "
         "first checkpoint can only be started again."
@@ -237,19 +227,14 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
 
 
 def on_rank_zero(action: Callable[[], Result], what: str) -> Result:
-    """Run ``action`` on rank 0 while the others wait; every rank returns its result, or raises if it fails.
-
-    Raises:
-        CheckpointError: ``action`` raised an ``OSError`` or a ``CheckpointError``.
-    """
+    """Run ``action`` on rank 0 while the others wait; every rank returns its result, or raises like ``on_every_rank``."""
     return on_every_rank(action if rank() == 0 else lambda: None, what)[0]
 
 
 def on_every_rank(action: Callable[[], Result], what: str) -> list[Result]:
-    """Run ``action`` on all ranks and return their results; if it fails on one, every rank raises.
+    """Run ``action`` on all ranks and return their results.
 
-    Raises:
-        CheckpointError: ``action`` raised an ``OSError`` or a ``CheckpointError`` on some rank.
+    If it raises an ``OSError`` or a ``CheckpointError`` on one rank, every rank raises a ``CheckpointError``.
     """
     result, failure = None, None
     try:
@@ -378,9 +363,8 @@ def _read_state(folder: Path) -> dict[str, Any]:
             hint = "It is an exported policy, which can start a run (init_from=) but not resume one."
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {STATE_FILE}. {hint}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {error}). Use another checkpoint."
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path} cannot be read ({reason}). Use another checkpoint.") from error
     if not complete:
         raise CheckpointError(f"{path} is not of format {FORMAT}, which this version of rlinf reads.")
     return state

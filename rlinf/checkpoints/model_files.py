@@ -17,15 +17,15 @@ STATISTICS_FILE = "dataset_statistics.json"
 
 
 def save_model_files(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
-    """Write the whole state dict ``weights`` into ``folder/model``, or ``folder/adapter`` for a model with adapters.
-
-    Call it on one rank; ``model`` is a ``PreTrainedModel``, sharded or not.
-    """
+    """Write the whole state dict ``weights`` into ``folder/model``, or ``folder/adapter`` for a model with adapters."""
     write_policy(folder / (ADAPTER_FOLDER if is_adapter(model) else MODEL_FOLDER), model, weights)
 
 
 def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
-    """Write weights (or adapters), config, processor and action statistics into ``folder`` itself; may raise OSError."""
+    """Write weights (or adapters), config, processor and action statistics into ``folder`` itself; may raise OSError.
+
+    Call it on one rank; ``model`` is a ``PreTrainedModel``, sharded or not.
+    """
     try:
         if is_adapter(model):
             from rlinf.models.lora import save_adapter  # imports peft and transformers
@@ -35,10 +35,9 @@ def write_policy(folder: Path, model: Any, weights: dict[str, Tensor]) -> None:
             model.save_pretrained(folder, state_dict=weights)
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    if not is_adapter(model):
-        processor = getattr(model, "processor", None)
-        if processor is not None:
-            processor.save_pretrained(folder)
+    processor = getattr(model, "processor", None)
+    if processor is not None and not is_adapter(model):
+        processor.save_pretrained(folder)
     statistics = getattr(model.config, "norm_stats", None)
     if statistics:
         write_text(folder / STATISTICS_FILE, json.dumps(statistics, indent=1))

@@ -26,9 +26,8 @@ def load_rng_state(path: Path) -> None:
         _set_state(torch.load(path, weights_only=True))
     except (pickle.UnpicklingError, EOFError, KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         # Without the error's text, which recommends loading the file with pickled code.
-        raise CheckpointError(
-            f"{path} holds no random states ({type(error).__name__}). Use another checkpoint."
-        ) from error
+        reason = type(error).__name__
+        raise CheckpointError(f"{path} holds no random states ({reason}). Use another checkpoint.") from error
 
 
 def _state() -> dict[str, Any]:

@@ -18,9 +18,8 @@ def read_saved_config(folder: Path) -> dict[str, Any]:
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {error}). Use another checkpoint."
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path} cannot be read ({reason}). Use another checkpoint.") from error
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path} holds no configuration. Use another checkpoint.")
     return saved

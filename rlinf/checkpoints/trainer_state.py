@@ -81,21 +81,17 @@ def save_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
     for name, stepped in _stepped(model, optimizer).items():
         for key, value in optimizer.state.get(stepped, {}).items():
             if not isinstance(value, Tensor):
-                raise CheckpointError(
-                    f"{type(optimizer).__name__} keeps '{key}' of '{name}' as {type(value).__name__}; only tensors "
-                    "can be saved. Use another optimiser."
-                )
+                what = f"{type(optimizer).__name__} keeps '{key}' of '{name}' as {type(value).__name__}"
+                raise CheckpointError(f"{what}; only tensors can be saved. Use another optimiser.")
             tensors[f"{OPTIMIZER}{name}.{key}"] = value
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
             dcp.save(tensors, storage_writer=_Writer(folder), no_dist=not dist.is_initialized())
         except (CheckpointException, OSError) as error:
-            cause = _cause(error)
-            named = write_error(cause, Path(folder) / f"__{rank()}_0.distcp")
-            raise CheckpointError(
-                f"Cannot write {folder}: {named or _reason(error)}. Check space and permissions, or choose another output_dir."
-            ) from error
+            reason = write_error(_cause(error), Path(folder) / f"__{rank()}_0.distcp") or _reason(error)
+            cure = "Check space and permissions, or choose another output_dir."
+            raise CheckpointError(f"Cannot write {folder}: {reason}. {cure}") from error
 
 
 def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -111,30 +107,19 @@ def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
     """
     try:
         entries = _checked_entries(Path(folder), _Reader(folder).read_metadata())
-    except (
-        OSError,
-        pickle.UnpicklingError,
-        EOFError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        IndexError,
-    ) as error:
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}. Use another checkpoint.") from error
     weights = model.state_dict()
-    _compare_names(
-        folder, {name.removeprefix(MODEL): e for name, e in entries.items() if name.startswith(MODEL)}, weights
-    )
+    saved = {name.removeprefix(MODEL): entry for name, entry in entries.items() if name.startswith(MODEL)}
+    _compare_names(folder, saved, weights)
     stepped = _stepped(model, optimizer)
     targets = {f"{MODEL}{name}": tensor for name, tensor in weights_to_save(model, optimizer).items()}
     states: dict[nn.Parameter, dict[str, Tensor]] = {}
-    for name, tensor in stepped.items():
-        prefix = f"{OPTIMIZER}{name}."
-        keys = [entry for entry in entries if entry.startswith(prefix) and "." not in entry[len(prefix) :]]
-        for entry in keys:
-            target = _empty_like(entries[entry], tensor, optimizer)
-            targets[entry] = states.setdefault(tensor, {})[entry[len(prefix) :]] = target
+    for entry in entries:
+        name, _, key = entry.removeprefix(OPTIMIZER).rpartition(".")
+        if entry.startswith(OPTIMIZER) and name in stepped:
+            target = _empty_like(entries[entry], stepped[name], optimizer)
+            targets[entry] = states.setdefault(stepped[name], {})[key] = target
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
@@ -156,9 +141,7 @@ def _checked_entries(folder: Path, metadata: Metadata) -> dict[str, TensorStorag
             raise ValueError(f"{METADATA_FILE} holds '{name}' as {type(entry).__name__}, and only tensors are read")
     for place in metadata.storage_data.values():
         if not _DATA_FILE.fullmatch(place.relative_path):
-            raise ValueError(
-                f"{METADATA_FILE} names the file '{place.relative_path}', which is not one of the folder's"
-            )
+            raise ValueError(f"{METADATA_FILE} names '{place.relative_path}', which is not a file of the folder")
     return metadata.state_dict_metadata
 
 

@@ -40,10 +40,6 @@ def check_env(env_factory: EnvFactory, max_steps: int = 64) -> list[str]:
     Episodes are driven by seeded uniform actions. Properties that need the end of an episode (truncation, frozen
     rows, auto-reset) are checked up to ``max_steps`` env steps, so build the env with a short ``max_episode_steps``.
 
-    Args:
-        env_factory: ``env_factory(num_envs, auto_reset)`` returns a new environment.
-        max_steps: Env steps per trajectory.
-
     Returns:
         One sentence per violation; empty if the contract holds.
 
@@ -198,11 +194,9 @@ class _EnvChecker:
             sample = [specs[index] for index in ends]
             if any(spec.suite != env.suite for spec in sample):
                 yield f"Episodes of '{split}' must have suite '{env.suite}'."
-            first = [spec.task_id for spec in sample[:num_tasks]]
-            if sorted(first) != list(range(num_tasks)):
-                yield (
-                    f"The first {num_tasks} episodes of '{split}' have the tasks {first}, not each task once (round robin)."
-                )
+            tasks = [spec.task_id for spec in sample[:num_tasks]]
+            if sorted(tasks) != list(range(num_tasks)):
+                yield f"The first {num_tasks} episodes of '{split}' have the tasks {tasks}, not each once (round robin)."
             seen[split] = {(spec.task_id, spec.init_state_id, spec.seed) for spec in sample}
         if common := seen["train"] & seen["eval"]:
             yield f"The splits are not disjoint: both hold (task_id, init_state_id, seed) = {min(common)}."
@@ -218,23 +212,17 @@ class _EnvChecker:
 
     def repeatability(self) -> Iterator[str]:
         """An episode does not depend on what ran before it, on its row, or on ``num_envs``."""
-        first, again = (play(self.frozen, self.specs, self.max_steps) for _ in range(2))
-        for row, spec in enumerate(self.specs):
-            if (difference := first_difference(first, row, again, row)) is not None:
-                yield f"Not repeatable: two episodes of {spec} in the same row differ in {difference}."
-                return
-        order = [2, 0, 1]
-        moved = play(self.frozen, [self.specs[i] for i in order], self.max_steps)
-        for row, source in enumerate(order):
-            if (difference := first_difference(first, source, moved, row)) is not None:
-                spec = self.specs[source]
-                yield f"An episode depends on its row: {spec} in rows {source} and {row} differs in {difference}."
-                return
-        for row, spec in enumerate(self.specs):
-            alone = play(self.single, [spec], self.max_steps)
-            if (difference := first_difference(first, row, alone, 0)) is not None:
-                yield f"An episode depends on num_envs: {spec} among {NUM_ENVS} envs and alone differs in {difference}."
-                return
+        first = play(self.frozen, self.specs, self.max_steps)
+        again = "Not repeatable: two episodes of {} in the same row differ in {}."
+        moved = "An episode depends on its row: {} in two rows differs in {}."
+        alone = f"An episode depends on num_envs: {{}} among {NUM_ENVS} envs and alone differs in {{}}."
+        trials = [(again, self.frozen, [0, 1, 2]), (moved, self.frozen, [2, 0, 1])]
+        for sentence, env, order in [*trials, *((alone, self.single, [row]) for row in range(NUM_ENVS))]:
+            other = play(env, [self.specs[source] for source in order], self.max_steps)
+            for row, source in enumerate(order):
+                if (difference := first_difference(first, source, other, row)) is not None:
+                    yield sentence.format(self.specs[source], difference)
+                    return
 
     def chunks(self) -> Iterator[str]:
         env, start = self.frozen, {"episodes": self.specs}
@@ -282,10 +270,8 @@ class _EnvChecker:
             ended |= step.terminated | step.truncated
             last = step.observation
         if not ended.all():
-            yield (
-                f"Rows {np.flatnonzero(~ended).tolist()} did not end within {self.max_steps} steps "
-                f"(max_episode_steps={env.max_episode_steps})."
-            )
+            limits = f"{self.max_steps} steps (max_episode_steps={env.max_episode_steps})"
+            yield f"Rows {np.flatnonzero(~ended).tolist()} did not end within {limits}."
 
     def auto_reset(self) -> Iterator[str]:
         env, pool = self.running, spread_specs(self.running, 4 * NUM_ENVS)
@@ -422,10 +408,8 @@ class _EnvChecker:
             if result.spec != spec:
                 yield f"The result of row {row} carries {result.spec}; it ran {spec}."
             if result.num_env_steps != length or length > horizon:
-                yield (
-                    f"The episode of row {row} reports {result.num_env_steps} steps; {length} were executed, "
-                    f"and the limit is {horizon}."
-                )
+                counts = f"{result.num_env_steps} steps; {length} were executed, and the limit is {horizon}"
+                yield f"The episode of row {row} reports {counts}."
             if not step.terminated[row] and length != horizon:
                 yield f"Row {row} was truncated after {length} of {horizon} steps."
 

@@ -51,7 +51,7 @@ def check_generation(backend: GenerationInterface | PolicyInterface, prompts: Ba
 
     Args:
         backend: Ready to generate, with ``do_sample`` on.
-        prompts: A few right-padded prompts of different lengths.
+        prompts: A few right-padded prompts of different lengths, of two tokens or more.
 
     Returns:
         One sentence per violation; empty if the contract holds.
@@ -66,22 +66,15 @@ def check_generation(backend: GenerationInterface | PolicyInterface, prompts: Ba
         report.append("Greedy generation of the same prompts gave other tokens the second time.")
     probability = float(sampled["logprobs"][response_mask(sampled)].sum().exp())
     if _responses(sampled) == _responses(greedy.repeat_interleave(NUM_SAMPLES)) and probability < CHANCE:
-        report.append(
-            f"generate with greedy=False gave the greedy tokens of all {many.size} rows; by its own logprobs the "
-            f"probability of that is {probability:.1g}."
-        )
+        chance = f"by its own logprobs the probability of that is {probability:.1g}"
+        report.append(f"generate with greedy=False gave the greedy tokens of all {many.size} rows; {chance}.")
     return report
 
 
 def check_policy(policy: PolicyInterface, prompts: BatchedDataDict) -> list[str]:
     """Check generation, log-probabilities, the reference (if there is one) and one training step, which changes the policy.
 
-    Args:
-        policy: Before its first step.
-        prompts: A few right-padded prompts of different lengths, of two tokens or more.
-
-    Returns:
-        One sentence per violation; empty if the contract holds.
+    ``policy`` must not have been trained; prompts and result are those of ``check_generation``.
     """
     report = check_generation(policy, prompts)
     if report:
@@ -94,9 +87,7 @@ def check_policy(policy: PolicyInterface, prompts: BatchedDataDict) -> list[str]
         return ["get_logprobs must be finite, and 0 for the first token and for padding."]
     gap = log_probability_error(logprobs, sampled["logprobs"], response_mask(sampled))
     if not gap <= MAX_EXP_GAP:
-        report.append(
-            f"generate and get_logprobs disagree: mean exp|difference| is {gap:.3f}, more than {MAX_EXP_GAP}."
-        )
+        report.append(f"generate and get_logprobs disagree: mean exp|difference| is {gap:.3f}, over {MAX_EXP_GAP}.")
 
     def is_close(found: Tensor, expected: Tensor) -> bool:
         return torch.allclose(found, expected, rtol=0, atol=ROUNDING)
@@ -124,10 +115,8 @@ def _output_faults(output: BatchedDataDict, prompts: BatchedDataDict, kind: str)
     shape, lengths = list(output["output_ids"].shape), output["unpadded_sequence_lengths"]
     totals = mask.sum(-1) + output["generation_lengths"]
     if not lengths.equal(totals):
-        yield (
-            f"{kind}: unpadded_sequence_lengths are {lengths.tolist()}, prompt plus generation_lengths are "
-            f"{totals.tolist()}."
-        )
+        sums = f"prompt plus generation_lengths are {totals.tolist()}"
+        yield f"{kind}: unpadded_sequence_lengths are {lengths.tolist()}, {sums}."
     if shape[1] < int(totals.max()):
         yield f"{kind}: output_ids are {shape}, too narrow for {int(totals.max())} tokens."
         return
@@ -154,16 +143,11 @@ def validate_log_probability_consistency(
     test_data: BatchedDataDict,
     threshold: float = MAX_EXP_GAP,
 ) -> bool:
-    """Generate with one backend, score the result with the other, and compare.
-
-    Args:
-        training_backend: Scores.
-        inference_backend: Generates, sampling.
-        test_data: Prompts.
-        threshold: Largest accepted ``mean(exp|training - inference|)`` over the generated tokens; 1 is equality.
+    """Sample from ``test_data`` (prompts) with the inference backend, score the result with the other, and compare.
 
     Returns:
-        Whether it is within the threshold; NaN is not. The reason of a False is logged as a warning.
+        Whether ``mean(exp|training - inference|)`` over the generated tokens is at most ``threshold`` (1 is equality); NaN
+        is not. The reason of a False is logged as a warning.
 
     Raises:
         ConfigError: The backends know different vocabularies, return log-probabilities of different shapes, or nothing was
@@ -172,10 +156,8 @@ def validate_log_probability_consistency(
     backends = (training_backend, inference_backend)
     training_size, inference_size = map(vocab_size, backends)
     if None not in (training_size, inference_size) and training_size != inference_size:
-        raise ConfigError(
-            f"The training backend has vocab_size={training_size}, the inference backend {inference_size}; required: one "
-            "vocabulary. Pass one model_name to both"
-        )
+        sizes = f"The training backend has vocab_size={training_size}, the inference backend {inference_size}"
+        raise ConfigError(f"{sizes}; required: one vocabulary. Pass one model_name to both")
     inference_backend.prepare_for_generation()
     try:
         output = inference_backend.generate(test_data, greedy=False)
@@ -183,10 +165,8 @@ def validate_log_probability_consistency(
         inference_backend.finish_generation()
     training = training_backend.get_logprobs(output)["logprobs"]
     if training.shape != output["logprobs"].shape:
-        raise ConfigError(
-            f"get_logprobs returned {list(training.shape)} for generated log-probs {list(output['logprobs'].shape)}; "
-            "required: one number per token, [B, S]"
-        )
+        shapes = f"{list(training.shape)} for generated log-probs {list(output['logprobs'].shape)}"
+        raise ConfigError(f"get_logprobs returned {shapes}; required: one number per token, [B, S]")
     error = log_probability_error(training, output["logprobs"], response_mask(output))
     if error <= threshold:
         return True
@@ -206,15 +186,9 @@ def vocab_size(backend: Any) -> int | None:
 
 
 def log_probability_error(training: Tensor, inference: Tensor, mask: Tensor) -> float:
-    """Return ``mean(exp|training - inference|)`` over the tokens of ``mask``; NaN if one of them is.
-
-    Raises:
-        ConfigError: ``mask`` is empty.
-    """
+    """Return ``mean(exp|training - inference|)`` over the tokens of ``mask``; raise ConfigError if there are none."""
     if not mask.any():
-        raise ConfigError(
-            "No token was generated, so there is nothing to compare. Give shorter prompts or max_new_tokens=8"
-        )
+        raise ConfigError("No token was generated to compare. Give shorter prompts or max_new_tokens=8")
     differences = (training.float() - inference.to(training.device).float()).abs()[mask.to(training.device)]
     return float(differences.exp().mean())
 
@@ -226,22 +200,13 @@ class DiagnosticError(RLinfError):
 def test_max_model_len_respected(model_name: str, **kwargs: Any) -> list[Check]:
     """Ask for more tokens than ``max_model_len`` leaves room for: prompt and response must fill it exactly.
 
-    Args:
-        model_name: Folder or hub id.
-        **kwargs: Fields of ``CausalLMConfig``.
-
-    Raises:
-        DiagnosticError: A check failed.
+    ``model_name`` is a folder or hub id, ``kwargs`` are fields of ``CausalLMConfig``. A failed check raises DiagnosticError.
     """
     return _all_passed(length_checks, model_name, kwargs)
 
 
 def test_generation_consistency(model_name: str, **kwargs: Any) -> list[Check]:
-    """Compare log-probabilities of decoding with a cache with those of one pass; arguments as above.
-
-    Raises:
-        DiagnosticError: A check failed.
-    """
+    """Compare log-probabilities of decoding with a cache with those of one pass; arguments and error as above."""
     return _all_passed(consistency_checks, model_name, kwargs)
 
 
@@ -297,13 +262,7 @@ def torch_engine(model: Any) -> Generate:
 
 @contextmanager
 def vllm_engine(model_name: str, model: Any, config: CausalLMConfig) -> Iterator[Generate]:
-    """Run a vLLM engine and give a function that generates with it.
-
-    Args:
-        model_name: Folder or hub id of ``model``.
-        model: Loaded, for its sizes and number format.
-        config: How it was loaded.
-    """
+    """Run a vLLM engine for a loaded ``model``, which ``config`` describes, and give a function that generates with it."""
     worker = VllmGenerationWorker(
         model_name, temperature=1.0, eos_token_id=[], max_model_len=length_limit(model), max_num_seqs=max(BATCH_SIZES),
         dtype=str(model.dtype).removeprefix("torch."), trust_remote_code=config.trust_remote_code,
@@ -344,7 +303,6 @@ def _all_passed(
     checks = run(model, torch_engine(model), "torch")
     failed = [f"{check.name}: {check.detail}" for check in checks if not check.passed]
     if failed:
-        raise DiagnosticError(
-            f"{len(failed)} of {len(checks)} checks of '{model_name}' failed:\n  " + "\n  ".join(failed)
-        )
+        lines = [f"{len(failed)} of {len(checks)} checks of '{model_name}' failed:", *failed]
+        raise DiagnosticError("\n  ".join(lines))
     return checks

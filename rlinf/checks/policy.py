@@ -158,18 +158,11 @@ class PolicyChecker:
     @torch.no_grad()
     def rollout_checks(self, policy: ActionModel | VllmPolicy, engine: str) -> list[Check]:
         """Check a policy that acts: it scores as the trainer does, its rows are independent, its draws repeat."""
-        return [
-            *self.parity_checks(policy, engine),
-            *self.row_checks(policy, engine),
-            *self.repeat_checks(policy, engine),
-            self.draw_check(policy, engine),
-        ]
+        checks = self.parity_checks(policy, engine) + self.row_checks(policy, engine)
+        return [*checks, *self.repeat_checks(policy, engine), self.draw_check(policy, engine)]
 
     def parity_checks(self, policy: ActionModel | VllmPolicy, engine: str) -> list[Check]:
-        """Compare log-probabilities of ``policy`` with those of ``self.model``, of samples and of the most likely tokens.
-
-        Greedy actions that are not tokens have no log-probabilities.
-        """
+        """Compare log-probabilities of samples, and of greedy tokens (other greedy actions have none), with the model's."""
         name, checks, other = f"{engine}: rollout against training", [], self.other_temperature
         settings = [
             (observation, size, self.temperature, f"batch {size}, {length} prompts")
@@ -234,11 +227,8 @@ class PolicyChecker:
         error = (variance / difference.numel()) ** 0.5
         two_rare = 2 * float(difference.abs().max()) / difference.numel()
         mean = float(difference.mean())
-        return Check(
-            name,
-            abs(mean) <= MAX_DEVIATIONS * error + two_rare + MAX_GAP,
-            f"{mean:+.1e} nat from the entropy, error {error:.0e}",
-        )
+        detail = f"{mean:+.1e} nat from the entropy, error {error:.0e}"
+        return Check(name, abs(mean) <= MAX_DEVIATIONS * error + two_rare + MAX_GAP, detail)
 
     def transform_check(self) -> Check:
         """Compare samples with the inverse transform of the scored distribution at given random numbers, half of them in its tails."""
@@ -353,19 +343,14 @@ class PolicyChecker:
             scored = self.score(inputs, prediction.sequences)
             return policy.rollout_logprobs(prediction, self.temperature), scored.logprobs
 
-        def mean_gap(found: Tensor, expected: Tensor) -> float:
-            return float((found - expected).abs().mean())
-
-        stale = mean_gap(*logprobs())
+        found, expected = logprobs()
+        stale = float((found - expected).abs().mean())
         policy.update_weights(2)
         found, expected = logprobs()
-        fresh = mean_gap(found, expected)
-        name, detail = (
-            "vllm: before the update was sent, log-probs differed",
-            f"mean gap {stale:.1e}, afterwards {fresh:.1e}",
-        )
+        fresh = float((found - expected).abs().mean())
         checks.append(self.agreement("vllm: rollout against training, after an update", found, expected))
-        return [*checks, Check(name, stale > max(MAX_GAP, 2 * fresh), detail)]
+        name, detail = "before the update was sent, log-probs differed", f"mean gap {stale:.1e}, afterwards {fresh:.1e}"
+        return [*checks, Check(f"vllm: {name}", stale > max(MAX_GAP, 2 * fresh), detail)]
 
 
 def _bounded(name: str, number: Tensor, limit: float, text: str) -> Check:

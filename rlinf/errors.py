@@ -120,4 +120,4 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
     names = sorted(str(option) for option in options)
     close = closest(name, names)
     hint = f" Did you mean '{close}'?" if close else ""
-    return f"{hint} Known: {', '.join(names) if names else '(none)'}."
+    return f"{hint} Known: {', '.join(names) or '(none)'}."

@@ -21,9 +21,6 @@ logger = logging.getLogger("rlinf")
 LOCK_FILE = ".lock"
 FULL_BELOW = 2**20
 """A write that fails without a reason is blamed on a full disk if fewer bytes than these are free."""
-
-_TORCH_WRITER = ("inline_container", "PytorchStreamWriter")
-
 LATEST = "latest"
 """Name of the link, next to the run folders of an experiment, to the one started last."""
 
@@ -54,22 +51,17 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
 def write_error(error: BaseException, path: str | os.PathLike) -> OSError | None:
     """Return a write error with the path and the free space; None if ``error`` is not a write error."""
     path = getattr(error, "filename", None) or path
-    free = free_bytes(path)
+    existing = next(place for place in (Path(path).absolute(), *Path(path).absolute().parents) if place.exists())
+    free = shutil.disk_usage(existing).free
+    by_torch = "inline_container" in str(error) or "PytorchStreamWriter" in str(error)
     if isinstance(error, OSError) and error.errno is not None:
-        number, reason = error.errno, os.strerror(error.errno)
-    elif isinstance(error, OSError) or any(word in str(error) for word in _TORCH_WRITER):
+        number = error.errno
+    elif isinstance(error, OSError) or by_torch:
         full = free < FULL_BELOW or "No space left" in str(error)
         number = errno.ENOSPC if full else errno.EIO
-        reason = os.strerror(number)
     else:
         return None
-    return OSError(number, f"{reason} ({free / 2**20:,.1f} MiB free)", str(path))
-
-
-def free_bytes(path: str | os.PathLike) -> int:
-    """Return the free bytes on the disk of ``path``, which need not exist."""
-    folder = next(folder for folder in (Path(path).absolute(), *Path(path).absolute().parents) if folder.exists())
-    return shutil.disk_usage(folder).free
+    return OSError(number, f"{os.strerror(number)} ({free / 2**20:,.1f} MiB free)", str(path))
 
 
 @contextmanager
@@ -78,11 +70,8 @@ def locked_folder(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK_FILE, "a+", encoding="utf-8") as file:
         file.seek(0)
-        lock(
-            file,
-            f"Another run is writing to {folder} ({file.read().strip() or 'it has just started'}). Wait until it ends, "
-            "or set output_dir=<another folder>",
-        )
+        busy = f"Another run is writing to {folder} ({file.read().strip() or 'it has just started'})"
+        lock(file, f"{busy}. Wait until it ends, or set output_dir=<another folder>")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

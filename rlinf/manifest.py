@@ -95,17 +95,14 @@ class Manifest:
             data = json.loads(path.read_text(encoding="utf-8"))
             number = data.pop("format")
             if number != FORMAT:
-                raise CheckpointError(
-                    f"{path} has format {number}; this version of rlinf reads {FORMAT}. "
-                    "Install the version of rlinf that wrote it."
-                )
+                formats = f"{path} has format {number}; this version of rlinf reads {FORMAT}"
+                raise CheckpointError(f"{formats}. Install the version of rlinf that wrote it.")
             manifest = cls(**data)
             manifest._check_types()
             return manifest
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{folder} has no {MANIFEST_FILE}, so it is not a complete rlinf checkpoint or export."
-            ) from error
+            missing = f"{folder} has no {MANIFEST_FILE}"
+            raise CheckpointError(f"{missing}, so it is not a complete rlinf checkpoint or export.") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read as a manifest ({type(error).__name__}: {error}).") from error
 
@@ -152,12 +149,9 @@ def compare(saved: Manifest, present: Manifest) -> list[Mismatch]:
 
 
 def check(saved: Manifest, present: Manifest, allow_mismatch: Sequence[str] = ()) -> list[Mismatch]:
-    """Return the differences from the checkpoint's conditions, unless one is refused.
+    """Return the differences of the present conditions from the checkpoint's, unless one is refused.
 
-    Args:
-        saved: The manifest of the checkpoint.
-        present: The present conditions.
-        allow_mismatch: Fields that may differ; ``env`` stands for all that begin with ``env.``.
+    Of the fields in ``allow_mismatch``, which may differ, ``env`` stands for all that begin with ``env.``.
 
     Raises:
         ManifestMismatchError: Fields that must match differ.
@@ -174,10 +168,8 @@ def check_allowed(allow_mismatch: Sequence[str], *manifests: Manifest, also: Seq
     known |= {name.rsplit(".", depth)[0] for name in known for depth in range(1, name.count(".") + 1)}
     for name in allow_mismatch:
         if name not in known:
-            sections = sorted(known, key=lambda option: (option.count("."), option))
-            raise ConfigError(
-                f"evaluation.allow_mismatch names '{name}', which no manifest has.{did_you_mean(name, sections)}"
-            )
+            hint = did_you_mean(name, known)
+            raise ConfigError(f"evaluation.allow_mismatch names '{name}', which no manifest has.{hint}")
 
 
 def refuse(mismatches: list[Mismatch], allow_mismatch: Sequence[str], sentence: str) -> list[Mismatch]:
@@ -201,26 +193,20 @@ def hash_files(folder: str | Path) -> dict[str, str]:
 
 def changed_files(folder: str | Path, manifest: Manifest) -> list[str]:
     """Return the files of the manifest that are missing or changed; other files are ignored."""
-    folder = Path(folder)
-    return [
-        name
-        for name, digest in manifest.files.items()
-        if not (folder / name).is_file() or sha256_of(folder / name) != digest
-    ]
+    paths = {name: Path(folder) / name for name in manifest.files}
+    return [name for name, path in paths.items() if not path.is_file() or sha256_of(path) != manifest.files[name]]
 
 
 def verify_files(folder: str | Path, manifest: Manifest) -> None:
     """Raise CheckpointError if a file of the manifest is missing or changed, or if the manifest lists none."""
+    cure = "Use another checkpoint, or copy it again."
     if not manifest.files:
-        raise CheckpointError(
-            f"The {MANIFEST_FILE} in {folder} lists no files, so they cannot be verified. Use another checkpoint, "
-            "or copy it again."
-        )
+        raise CheckpointError(f"The {MANIFEST_FILE} in {folder} lists no files, so they cannot be verified. {cure}")
     changed = changed_files(folder, manifest)
     if changed:
         raise CheckpointError(
             f"{folder} is damaged or was edited: {len(changed)} of {len(manifest.files)} files differ from its "
-            f"{MANIFEST_FILE} or are missing ({', '.join(changed[:5])}). Use another checkpoint, or copy it again."
+            f"{MANIFEST_FILE} or are missing ({', '.join(changed[:5])}). {cure}"
         )
 
 

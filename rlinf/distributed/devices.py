@@ -16,12 +16,10 @@ from rlinf.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-LAUNCHER_VARIABLES = (
-    ("RANK", "WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-)
-"""Rank and number of ranks, as torchrun, srun and mpirun set them."""
+LAUNCHER_VARIABLES = {
+    "RANK": "WORLD_SIZE", "SLURM_PROCID": "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
+}  # fmt: skip
+"""Variable of the rank to that of the number of ranks, as torchrun, srun and mpirun set them."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 EGL_DEVICE = "MUJOCO_EGL_DEVICE_ID"
@@ -42,15 +40,9 @@ def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
 
 
 def rank_environment(environment: Mapping[str, str], gpus: Sequence[str], rank: int) -> dict[str, str]:
-    """Return the environment of one rank, in which CUDA shows only the rank's GPU.
+    """Return the launcher's ``environment`` for one rank, in which CUDA shows only the rank's GPU, ``gpus[rank]``.
 
-    Args:
-        environment: The launcher's. A ``MUJOCO_EGL_DEVICE_ID`` set by the user is kept.
-        gpus: ``visible_gpus`` of the launcher.
-        rank: Index into ``gpus``.
-
-    Raises:
-        ConfigError: There are fewer GPUs than ranks.
+    A ``MUJOCO_EGL_DEVICE_ID`` set by the user is kept. Raises ConfigError if there are fewer GPUs than ranks.
     """
     if rank >= len(gpus):
         raise ConfigError(
@@ -78,10 +70,7 @@ def engine_gpus(gpus: Sequence[str], first: int, count: int, key: str) -> list[s
         gpus: ``visible_gpus`` of the process that owns the engine; empty: the engine runs on the CPU.
         first: Index of that process's own GPU.
         count: Tensor parallel size times pipeline parallel size.
-        key: Override that sets ``count``, for the message.
-
-    Raises:
-        ConfigError: There are fewer GPUs.
+        key: Override that sets ``count``; a ConfigError names it if there are fewer GPUs.
     """
     if gpus and first + count > len(gpus):
         raise ConfigError(
@@ -111,24 +100,14 @@ def own_index() -> int:
 def rank_index(environment: Mapping[str, str], count: int, current: int, has_ranks: bool) -> int:
     """Return the current device if one was set or only one is visible, else ``LOCAL_RANK``.
 
-    torchrun shows all GPUs to every rank, so there ``LOCAL_RANK`` decides.
-
-    Args:
-        environment: May have ``LOCAL_RANK``.
-        count: Number of GPUs that this process sees.
-        current: Index of its current device.
-        has_ranks: ``torch.distributed`` is initialised.
-
-    Raises:
-        ConfigError: There are fewer GPUs than ranks on this machine.
+    torchrun shows all ``count`` GPUs to every rank, so there ``LOCAL_RANK`` decides. Raises ConfigError if there are fewer
+    GPUs than ranks on this machine.
     """
     local = environment.get("LOCAL_RANK", "")
     if not has_ranks or current or count <= 1 or not local.isdigit():
         return current
     if int(local) >= count:
-        raise ConfigError(
-            f"LOCAL_RANK={local} needs its own GPU, but torch sees {count}. Start {count} ranks on this machine"
-        )
+        raise ConfigError(f"LOCAL_RANK={local} needs its own GPU, but torch sees {count}. Start {count} ranks here")
     return int(local)
 
 
@@ -162,7 +141,7 @@ def index_of_gpu(uuid: str, visible: Sequence[str]) -> int | None:
 
 def refuse_another_launcher(environment: Mapping[str, str]) -> None:
     """Raise ConfigError if torchrun, srun or mpirun started several of this process: each would do all of the work."""
-    for number, count in LAUNCHER_VARIABLES:
+    for number, count in LAUNCHER_VARIABLES.items():
         if number in environment and environment.get(count, "").strip() not in ("", "1"):
             raise ConfigError(
                 f"Another launcher started several of this process ({number}={environment[number]}, {count}={environment[count]}), and "

@@ -25,8 +25,7 @@ def shard(model: nn.Module, device: str) -> nn.Module:
     weights stay in 16 bits, and modules in ``float32_modules`` stay in float32.
 
     Raises:
-        ConfigError: No declared module class occurs in the model, so nothing would be sharded as a unit; or
-            ``float32_modules`` of a model with 16-bit weights names a parameter, which is not a module.
+        ConfigError: No declared module class occurs in the model, or ``float32_modules`` names a 16-bit model's parameter.
     """
     # FSDP2 warns about in-place writes to the model's outputs; nothing here writes to them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
@@ -35,18 +34,16 @@ def shard(model: nn.Module, device: str) -> nn.Module:
     units = [module for module in model.modules() if type(module).__name__ in names]
     if names and not units:
         raise ConfigError(f"None of the declared fsdp_wrap_modules {sorted(names)} occurs in {type(model).__name__}.")
-    model.compute_dtypes = {
-        name: p.dtype for name, p in model.named_parameters() if p.requires_grad and p.element_size() == 2
-    }
-    dtype = next((p.dtype for p in model.parameters() if p.element_size() == 2), None)
+    halves = {name: parameter for name, parameter in model.named_parameters() if parameter.element_size() == 2}
+    model.compute_dtypes = {name: parameter.dtype for name, parameter in halves.items() if parameter.requires_grad}
+    dtype = next((parameter.dtype for parameter in halves.values()), None)
     if dtype is not None:
         for name in getattr(model, "float32_modules", ()):
             module = getattr(model, name, None)
             if isinstance(module, nn.Parameter):
                 raise ConfigError(
-                    f"{name} of {type(model).__name__} is not a module: its shards would be used in {str(dtype)[6:]}, but the rollout "
-                    "policy uses it in float32. Leave it out of float32_modules, put it into its own module, or set "
-                    "model.precision=bf16-mixed"
+                    f"{name} of {type(model).__name__} is not a module, so its shards would be used in {str(dtype)[6:]}. Put it "
+                    "into its own module, leave it out of float32_modules, or set model.precision=bf16-mixed"
                 )
             if isinstance(module, nn.Module):
                 fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))

@@ -62,13 +62,7 @@ def launch(
     """
     if num_processes == 1:
         if process_group:
-            dist.init_process_group(
-                backend_of(device),
-                store=dist.HashStore(),
-                rank=0,
-                world_size=1,
-                device_id=own_device() if device == "cuda" else None,
-            )
+            _join_group(device, dist.HashStore(), 0, 1)
         try:
             function(argument)
         finally:
@@ -140,6 +134,11 @@ def launch(
             process.join()
 
 
+def _join_group(device: str, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None) -> None:
+    gpu = own_device() if device == "cuda" else None
+    dist.init_process_group(backend_of(device), timeout=timeout, world_size=size, rank=rank, store=store, device_id=gpu)
+
+
 def _run_rank(
     rank: int, function: Callable, argument: Any, num_processes: int, port: int, device: str, errors: Any,
     gpus: Sequence[str], timeout_s: float,
@@ -152,28 +151,18 @@ def _run_rank(
     os.environ["LOCAL_RANK"] = str(rank)
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group(
-        backend_of(device),
-        store=store,
-        rank=rank,
-        world_size=num_processes,
-        timeout=timeout,
-        device_id=own_device() if device == "cuda" else None,
-    )
+    _join_group(device, store, rank, num_processes, timeout)
     try:
         function(argument)
         dist.barrier()  # gloo aborts if one rank closes its connections while another still uses them
     except Exception as error:
         # Reported before this rank closes its connections, which makes the other ranks fail with errors that hide the cause.
         if errors.empty():
-            text = "\n".join([str(error), *getattr(error, "__notes__", [])])
-            own = isinstance(error, RLinfError)
-            waited = TIMEOUT_HINT.format(timeout_s) if waited_for_a_rank(error) else ""
-            errors.put(
-                type(error)(text)
-                if own
-                else RankError(f"Rank {rank} failed.{waited}\n{traceback.format_exc()[-20000:]}")
-            )
+            if isinstance(error, RLinfError):
+                errors.put(type(error)("\n".join([str(error), *getattr(error, "__notes__", [])])))
+            else:
+                waited = TIMEOUT_HINT.format(timeout_s) if waited_for_a_rank(error) else ""
+                errors.put(RankError(f"Rank {rank} failed.{waited}\n{traceback.format_exc()[-20000:]}"))
         raise
     finally:
         dist.destroy_process_group()

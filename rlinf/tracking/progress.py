@@ -30,9 +30,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream or sys.stderr
-        self._enabled, self._updates = enabled, updates
-        self._interval_s = interval_s
-        self._clock = clock
+        self._enabled, self._updates, self._interval_s, self._clock = enabled, updates, interval_s, clock
         self._live = enabled and self._stream.isatty()
         self._phase: str | None = None
         self._phase_start = (0.0, 0)  # time and step at which this process entered the phase
@@ -55,8 +53,7 @@ class Progress:
             step: Steps done; the first call of a resumed run passes the step at which it resumes.
             num_steps: Steps of the phase.
             success_rate: Latest success rate in [0, 1].
-            env_steps_per_s: Speed of the simulators.
-            **extra: More numbers to show, by name.
+            env_steps_per_s, **extra: More numbers to show, by name.
         """
         if not (self._enabled and self._updates):
             return
@@ -99,10 +96,9 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print a separate line without breaking the live line."""
-        if not self._enabled:
-            return
-        self._finish_line()
-        self._write(text + "\n")
+        if self._enabled:
+            self._finish_line()
+            self._write(text + "\n")
 
     def close(self) -> None:
         """End the live line."""

@@ -23,14 +23,14 @@ PHASES = ("sft", "rl")
 logger = logging.getLogger("rlinf")
 
 
-def _require(module: str, package: str, option: str) -> Any:
-    """Import an optional package; raise MissingDependencyError with the cure if that fails."""
+def _require(module: str, package: str) -> Any:
+    """Import the optional package of a sink; raise MissingDependencyError with the cure if that fails."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingDependencyError(
-            f"{option}=true needs the package '{package}', which cannot be imported ({error}). "
-            f"Install it with `pip install {package}` or set {option}=false."
+            f"tracking.{package}=true needs the package '{package}', which cannot be imported ({error}). "
+            f"Install it with `pip install {package}` or set tracking.{package}=false."
         ) from error
 
 
@@ -76,9 +76,6 @@ class Tracker:
         run_id: Identity of the run to continue; None starts a new one.
         resume_step: First step that will be logged again; None keeps all lines.
         resume_phase: Phase of ``resume_step``. Lines of ``"sft"`` survive a resume in ``"rl"``, not the reverse.
-
-    Raises:
-        MissingDependencyError: The package of a configured sink is not installed.
     """
 
     def __init__(
@@ -97,36 +94,30 @@ class Tracker:
         if damaged:
             with naming(self.folder / DAMAGED_FILE), open(self.folder / DAMAGED_FILE, "ab") as file:
                 file.write(b"".join(line + b"\n" for line in damaged))
-            logger.warning(
-                "%d damaged lines of %s are moved to %s", len(damaged), self.folder / METRICS_FILE, DAMAGED_FILE
-            )
+            where = self.folder / METRICS_FILE
+            logger.warning("%d damaged lines of %s are moved to %s", len(damaged), where, DAMAGED_FILE)
         if resume_step is not None:
             point = (PHASES.index(resume_phase), resume_step)
             kept = [line for line in kept if (PHASES.index(line["phase"]), line["step"]) < point]
         write_text(self.folder / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in kept))
         self._start = time.monotonic() - (kept[-1]["time_s"] if kept else 0.0)
         self._file = open(self.folder / METRICS_FILE, "a", encoding="utf-8")
-        self._tensorboard = self._open_tensorboard(resume_step) if config.tensorboard else None
-        self._wandb = self._open_wandb(config.wandb_project, run_config) if config.wandb else None
-
-    def _open_tensorboard(self, resume_step: int | None) -> Any:
-        module = _require("torch.utils.tensorboard", "tensorboard", "tracking.tensorboard")
-        return module.SummaryWriter(str(self.folder / "tensorboard"), purge_step=resume_step)
+        self._tensorboard = self._wandb = None
+        if config.tensorboard:
+            writer = _require("torch.utils.tensorboard", "tensorboard").SummaryWriter
+            self._tensorboard = writer(str(self.folder / "tensorboard"), purge_step=resume_step)
+        if config.wandb:
+            self._wandb = self._open_wandb(config.wandb_project, run_config)
 
     def _open_wandb(self, project: str, run_config: dict[str, Any]) -> Any:
-        wandb = _require("wandb", "wandb", "tracking.wandb")
+        wandb = _require("wandb", "wandb")
         online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE", "online") == "online"
         try:
             run = wandb.init(
-                project=project,
-                dir=str(self.folder),
-                id=self.run_id,
-                name=self.folder.name,
-                config=run_config,
-                mode="online" if online else "offline",
-                resume="allow" if online else None,
+                project=project, dir=str(self.folder), id=self.run_id, name=self.folder.name, config=run_config,
+                mode="online" if online else "offline", resume="allow" if online else None,
                 settings=wandb.Settings(silent=True, console="off"),
-            )
+            )  # fmt: skip
         except wandb.errors.Error as error:
             logger.warning(
                 "Weights & Biases takes no metrics (%s); the run continues without it, and they are in %s. For the next run, use a "
@@ -144,17 +135,14 @@ class Tracker:
 
         Args:
             step: Iteration of RL, or optimiser step of SFT.
-            metrics: Names of ``METRICS``, or ``<name>/<task>``, to numbers.
+            metrics: Names of ``METRICS``, or ``<name>/<task>``, to numbers; another name raises ConfigError.
             phase: ``"sft"`` or ``"rl"``; None means ``"sft"`` if there is a metric under ``sft/``.
-
-        Raises:
-            ConfigError: A metric name is unknown.
         """
         check_names(metrics)
         if phase is None:
             phase = "sft" if any(name.startswith("sft/") for name in metrics) else "rl"
         numbers = {name: float(value) for name, value in metrics.items()}
-        line = {"step": int(step), "phase": phase, "time_s": round(time.monotonic() - self._start, 3)}
+        line: dict[str, Any] = {"step": int(step), "phase": phase, "time_s": round(time.monotonic() - self._start, 3)}
         line |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         with naming(self.folder / METRICS_FILE):
             self._file.write(json.dumps(line, allow_nan=False) + "\n")

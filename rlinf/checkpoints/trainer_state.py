@@ -141,7 +141,7 @@ def _checked_entries(folder: Path, metadata: Metadata) -> dict[str, TensorStorag
             raise ValueError(f"{METADATA_FILE} holds '{name}' as {type(entry).__name__}, and only tensors are read")
     for place in metadata.storage_data.values():
         if not _DATA_FILE.fullmatch(place.relative_path):
-            raise ValueError(f"{METADATA_FILE} names '{place.relative_path}', which is not a file of the folder")
+            raise ValueError(f"{METADATA_FILE} names the file '{place.relative_path}', which is not in the folder")
     return metadata.state_dict_metadata
 
 

@@ -42,8 +42,8 @@ def shard(model: nn.Module, device: str) -> nn.Module:
             module = getattr(model, name, None)
             if isinstance(module, nn.Parameter):
                 raise ConfigError(
-                    f"{name} of {type(model).__name__} is not a module, so its shards would be used in {str(dtype)[6:]}. Put it "
-                    "into its own module, leave it out of float32_modules, or set model.precision=bf16-mixed"
+                    f"{name} of {type(model).__name__} is not a module, so its shards would be used in {str(dtype)[6:]}. "
+                    "Leave it out of float32_modules, put it into its own module, or set model.precision=bf16-mixed"
                 )
             if isinstance(module, nn.Module):
                 fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))

@@ -174,7 +174,8 @@ def check_allowed(allow_mismatch: Sequence[str], *manifests: Manifest, also: Seq
 
 def refuse(mismatches: list[Mismatch], allow_mismatch: Sequence[str], sentence: str) -> list[Mismatch]:
     """Return ``mismatches``, or raise ManifestMismatchError with those that must match and are not in ``allow_mismatch``."""
-    refused = [m for m in mismatches if m.must_match and not any(_within(m.field, name) for name in allow_mismatch)]
+    prefixes = tuple(f"{name}." for name in allow_mismatch)
+    refused = [m for m in mismatches if m.must_match and not f"{m.field}.".startswith(prefixes)]
     if refused:
         lines = "\n".join(f"  {mismatch}" for mismatch in refused)
         names = ",".join([*allow_mismatch, *(mismatch.field for mismatch in refused)])
@@ -257,10 +258,6 @@ def _must_match(name: str, saved: Any, present: Any, on_both_sides: bool) -> boo
 def _minor(text: str) -> tuple[list[str], str]:
     number, _, origin = text.partition(" ")
     return number.split(".")[:2], origin
-
-
-def _within(name: str, section: str) -> bool:
-    return name == section or name.startswith(f"{section}.")
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, Any]:

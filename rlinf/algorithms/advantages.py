@@ -67,10 +67,8 @@ def action_advantages(advantages: Tensor, action_rewards: Tensor) -> Tensor:
 def episode_returns(rewards: Tensor, loss_mask: Tensor) -> Tensor:
     """Return the undiscounted return of the episode in each column: ``[T, B] -> [B]``.
 
-    The sum is in float64, so that equal rewards in another order give equal returns.
-
-    Raises:
-        ValueError: A valid reward is NaN or infinite; a NaN deviation would pass for a group without variance.
+    The sum is in float64, so that equal rewards in another order give equal returns. Raises ValueError if a valid reward
+    is NaN or infinite: a NaN deviation would pass for a group without variance.
     """
     valid = torch.where(loss_mask, rewards, 0.0)
     refuse_not_finite(rewards=valid)
@@ -104,15 +102,8 @@ def leave_one_out_advantages(returns: Tensor, group_ids: Tensor, eps: float = 1e
 
     RLOO (Kool et al. 2019; Ahmadian et al. 2024). Equal to ``n / (n - 1) (R_i - mean)``: the advantages of a group sum to
     0, and none exceeds the largest difference of two returns. Dividing by the deviation of the other episodes would
-    fail in a group ``[y, x, x, x]``, where it is 0.
-
-    Args:
-        returns: ``[B]``, one per episode.
-        group_ids: int64 ``[B]``; a single episode has advantage 0.
-        eps: A deviation within this or rounding counts as 0.
-
-    Returns:
-        Advantages ``[B]`` and bool ``[B]``: the returns of the episode's group differ.
+    fail in a group ``[y, x, x, x]``, where it is 0. A group of one episode has advantage 0, and a deviation within ``eps``
+    or rounding counts as 0. Shapes are those of ``group_advantages``.
     """
     centred, _, counts, varied = _compare_in_groups(returns, group_ids, eps)
     advantages = centred * counts / (counts - 1).clamp_min(1)

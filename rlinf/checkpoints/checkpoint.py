@@ -70,8 +70,7 @@ def save_checkpoint(
         folder: Final name, ``<run folder>/checkpoints/<phase>_<step>``.
         model: The policy, sharded or not.
         optimizer: Its optimiser; None omits the state.
-        loop_state: Counters as JSON values.
-        run_config: Resolved configuration.
+        loop_state, run_config: Counters and the resolved configuration, as JSON values.
         manifest: Conditions; ``files`` are filled in here.
         max_keep: Number of newest checkpoints of the same phase to keep; -1 keeps all.
         best: Name of the checkpoint with the best evaluation, which is kept too.
@@ -110,13 +109,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Restore weights, optimiser state and random states, and return ``loop_state``; a collective call on all ranks.
 
-    The number of ranks may differ from that at saving; ranks without a saved random state keep their present one.
-    Hyperparameters of the optimiser (learning rate, betas, ...) are those of the present configuration.
-
-    Args:
-        folder: Checkpoint folder.
-        model: Model of the same architecture, sharded or not, whose weights are overwritten.
-        optimizer: Optimiser over parameters of ``model``.
+    ``model`` may be sharded in another way and over other ranks than at saving; ranks without a saved random state keep
+    their present one. Hyperparameters of the optimiser (learning rate, betas, ...) are those of the present configuration.
 
     Raises:
         CheckpointError: The folder is not a checkpoint, is damaged, or does not fit the model.

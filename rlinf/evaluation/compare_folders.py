@@ -79,10 +79,8 @@ def check_conditions(folder_a: Path, folder_b: Path | Manifest, allow_mismatch: 
     if missing:
         if CONDITIONS in allow_mismatch:
             return [f"{folder} has no {MANIFEST_FILE}; its conditions are unknown" for folder in missing]
-        raise CheckpointError(
-            f"{' and '.join(missing)} has no {MANIFEST_FILE}, so the conditions of the evaluation are unknown. "
-            f"Evaluate again, or set 'evaluation.allow_mismatch=[{','.join([*allow_mismatch, CONDITIONS])}]'"
-        )
+        cure = f"Evaluate again, or set 'evaluation.allow_mismatch=[{','.join([*allow_mismatch, CONDITIONS])}]'"
+        raise CheckpointError(f"{' and '.join(missing)} has no {MANIFEST_FILE}, so conditions are unknown. {cure}")
     first, second = (Manifest.load(one) if isinstance(one, Path) else one for one in (folder_a, folder_b))
     check_allowed(allow_mismatch, first, second, also=COMPARISON_NAMES)
     worlds = [one for one in compare_manifests(first, second) if one.field.partition(".")[0] not in POLICY_FIELDS]

@@ -133,17 +133,14 @@ def thumbnail(image: np.ndarray) -> np.ndarray:
     return np.array(cells).round().astype(np.uint8)
 
 
-def _levels(thumbnail_text: str) -> np.ndarray:
-    return np.frombuffer(bytes.fromhex(thumbnail_text), np.uint8).astype(np.float64)
-
-
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     lines = []
     for camera, old in before["images"].items():
         new = now["images"].get(camera)
         if new is None or old["shape"] != new["shape"] or old["sha256"] == new["sha256"]:
             continue
-        gap = _levels(new["thumbnail"]) - _levels(old["thumbnail"])
+        cells = (np.frombuffer(bytes.fromhex(side["thumbnail"]), np.uint8) for side in (new, old))
+        gap = np.subtract(*cells, dtype=np.float64)
         if np.abs(gap).max() > MAX_GREY_GAP:
             lines.append(
                 f"camera {camera} differs by up to {np.abs(gap).max():.0f} of 255 grey levels "

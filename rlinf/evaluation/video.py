@@ -37,12 +37,7 @@ def wrap_text(text: str, font: Any, width: int) -> list[str]:
 def overlay(frame: np.ndarray, instruction: str, step: int, num_steps: int, success: bool | None) -> np.ndarray:
     """Return a frame with a band of text above it, uint8 ``[H + band, W, 3]``, both sides even as H.264 requires.
 
-    Args:
-        frame: uint8 ``[H, W, 3]``.
-        instruction: The policy's instruction; long ones are wrapped.
-        step: Env step of the frame, from 0.
-        num_steps: Env steps of the episode.
-        success: Outcome, shown as a word and a coloured bar; None while the episode runs.
+    Env steps count from 0. The outcome is shown as a word and a coloured bar; it is None while the episode runs.
     """
     from PIL import Image, ImageDraw, ImageFont
 

@@ -16,23 +16,17 @@ class Metric(NamedTuple):
 
 
 METRICS: dict[str, Metric] = {
-    "rollout/success_rate": Metric(
-        "Share of successes among the first episode of each env in the rollout (sampled actions).", "1"
-    ),
+    "rollout/success_rate": Metric("Share of successes among the first episodes of the envs (sampled actions).", "1"),
     "rollout/return_mean": Metric("Mean undiscounted return of these episodes.", "reward"),
     "rollout/episode_len": Metric("Mean length of these episodes.", "env steps"),
-    "rollout/num_episodes": Metric(
-        "First episodes of the envs in the rollout, which the three above are over.", "episodes"
-    ),
+    "rollout/num_episodes": Metric("First episodes of the envs, which the three above are over.", "episodes"),
     "rollout/lost_episodes": Metric(
         "Episodes that began again because their simulator was lost; their first part is not trained on, and where it was the "
         "first episode of an env, the envs of that process have no success, return and length.",
         "episodes",
     ),
     "rollout/env_steps_total": Metric("Env steps executed since the run began, over all ranks.", "env steps"),
-    "rollout/zero_variance_group_fraction": Metric(
-        "Share of groups in which all returns are equal, but for rounding.", "1"
-    ),
+    "rollout/zero_variance_group_fraction": Metric("Share of groups whose returns are equal, but for rounding.", "1"),
     "rollout/logprob_gap_mean": Metric("Mean |rollout log-prob - trainer log-prob| before the update.", "nat"),
     "rollout/logprob_gap_max": Metric("Largest |rollout log-prob - trainer log-prob| before the update.", "nat"),
     "rollout/logprob_gap_exp_mean": Metric(
@@ -48,18 +42,13 @@ METRICS: dict[str, Metric] = {
         "Largest |rollout value - trainer value| before the update, in shares of the largest value (of 1, where all are smaller).",
         "1",
     ),
-    "rollout/parity_exceeded": Metric(
-        "1 where the gap was larger than accepted and the run went on, as in 16 bits after the first update; else 0.",
-        "1",
-    ),
+    "rollout/parity_exceeded": Metric("1 if the gap exceeded the limit and the run went on (16 bits), else 0.", "1"),
     "train/loss": Metric("Total loss, mean over the minibatches of the iteration.", "1"),
     "train/policy_loss": Metric("Clipped policy-gradient loss.", "1"),
     "train/value_loss": Metric("Value loss before its coefficient.", "reward^2"),
     "train/entropy": Metric("Mean entropy of one action token (or action number).", "nat"),
     "train/approx_kl": Metric("KL(old || new) estimated as mean of ratio - 1 - log ratio (Schulman 2020, k3).", "nat"),
-    "train/clip_fraction": Metric(
-        "Share of importance ratios that the clip range bounds (the clipped loss is the larger one).", "1"
-    ),
+    "train/clip_fraction": Metric("Share of importance ratios at which the clipped loss is the larger one.", "1"),
     "train/explained_variance": Metric("1 - Var[returns - values] / Var[returns]; 1 is a perfect critic.", "1"),
     "train/grad_norm": Metric("Global gradient norm before clipping, mean over the optimiser steps.", "1"),
     "train/learning_rate": Metric("Learning rate of the policy, mean over the optimiser steps.", "1"),
@@ -80,17 +69,11 @@ METRICS: dict[str, Metric] = {
     "time/rollout_s": Metric("Collecting the rollout.", "s"),
     "time/logprob_s": Metric("The trainer's log-probs and values of the rollout.", "s"),
     "time/update_s": Metric("Optimiser steps of the iteration.", "s"),
-    "time/data_wait_s": Metric(
-        "Waiting for the rows of an optimiser step of behaviour cloning, mean of the steps logged.", "s"
-    ),
+    "time/data_wait_s": Metric("Waiting for the rows of a step of behaviour cloning, mean of the steps logged.", "s"),
     "time/sync_s": Metric("Bringing new weights to the rollout workers.", "s"),
     "time/eval_s": Metric("Evaluation.", "s"),
-    "time/total_s": Metric(
-        "Training time since the run began: demonstrations, behaviour cloning and RL, without evaluation.", "s"
-    ),
-    "throughput/env_steps_per_s": Metric(
-        "Env steps of the iteration / its time (rollout, log-probs, update, sync).", "env steps/s"
-    ),
+    "time/total_s": Metric("Training time since the run began (demonstrations, cloning, RL), no evaluation.", "s"),
+    "throughput/env_steps_per_s": Metric("Env steps / time of rollout, log-probs, update and sync.", "env steps/s"),
     "throughput/samples_per_s": Metric("Policy calls trained on / time/update_s.", "samples/s"),
     "throughput/data_wait_fraction": Metric(
         "Share of behaviour cloning's time that was waiting for rows, since the last line.", "1"

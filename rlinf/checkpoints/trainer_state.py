@@ -170,19 +170,17 @@ def _empty_like(entry: TensorStorageMetadata, stepped: nn.Parameter, optimizer: 
 
 
 def _compare_names(folder: str | Path, saved: dict[str, TensorStorageMetadata], weights: dict[str, Tensor]) -> None:
+    what, cure = f"{folder} belongs to another model", "Use the model section of its config.yaml."
     missing, unexpected = sorted(weights.keys() - saved.keys()), sorted(saved.keys() - weights.keys())
     if missing or unexpected:
         raise CheckpointError(
-            f"{folder} belongs to another model: {len(missing)} tensors of the model are not in it "
-            f"({', '.join(missing[:3])}), and it has {len(unexpected)} others ({', '.join(unexpected[:3])}). "
-            "Use the model section of its config.yaml."
+            f"{what}: {len(missing)} tensors of the model are not in it ({', '.join(missing[:3])}), and it has "
+            f"{len(unexpected)} others ({', '.join(unexpected[:3])}). {cure}"
         )
     for name, tensor in weights.items():
-        if saved[name].size != tensor.shape:
-            raise CheckpointError(
-                f"{folder} belongs to another model: '{name}' is {list(saved[name].size)} there and {list(tensor.shape)} "
-                "here. Use the model section of its config.yaml."
-            )
+        there, here = list(saved[name].size), list(tensor.shape)
+        if there != here:
+            raise CheckpointError(f"{what}: '{name}' is {there} there and {here} here. {cure}")
 
 
 def _cause(error: BaseException) -> BaseException:

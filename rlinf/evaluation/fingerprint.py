@@ -142,10 +142,8 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         cells = (np.frombuffer(bytes.fromhex(side["thumbnail"]), np.uint8) for side in (new, old))
         gap = np.subtract(*cells, dtype=np.float64)
         if np.abs(gap).max() > MAX_GREY_GAP:
-            lines.append(
-                f"camera {camera} differs by up to {np.abs(gap).max():.0f} of 255 grey levels "
-                f"(brightness {gap.mean():+.1f} on average)"
-            )
+            largest, brightness = np.abs(gap).max(), f"brightness {gap.mean():+.1f} on average"
+            lines.append(f"camera {camera} differs by up to {largest:.0f} of 255 grey levels ({brightness})")
     for name, old in before["poses"].items():
         new = now["poses"].get(name)
         if new is None:

@@ -80,10 +80,8 @@ def write_video(
     try:
         import imageio_ffmpeg
     except ImportError as error:
-        raise MissingDependencyError(
-            "Videos need the package 'imageio-ffmpeg'. Install it with `pip install imageio-ffmpeg` or set "
-            "evaluation.num_videos_per_task=0."
-        ) from error
+        cure = "Install it with `pip install imageio-ffmpeg` or set evaluation.num_videos_per_task=0."
+        raise MissingDependencyError(f"Videos need the package 'imageio-ffmpeg'. {cure}") from error
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     num_steps = len(frames) - 1

@@ -92,7 +92,5 @@ def check_names(metrics: Mapping[str, float]) -> None:
     """Raise ConfigError for an unknown metric name; ``<known name>/<part>`` (``eval/success_rate/reach``) is accepted."""
     for name in metrics:
         if name not in METRICS and "/".join(name.split("/")[:2]) not in METRICS:
-            raise ConfigError(
-                f"Unknown metric '{name}'.{did_you_mean(name, METRICS)} "
-                "Declare a new one with rlinf.tracking.register_metric(name, meaning, unit)."
-            )
+            cure = "Declare a new one with rlinf.tracking.register_metric(name, meaning, unit)."
+            raise ConfigError(f"Unknown metric '{name}'.{did_you_mean(name, METRICS)} {cure}")

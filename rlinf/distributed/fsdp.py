@@ -34,9 +34,10 @@ def shard(model: nn.Module, device: str) -> nn.Module:
     units = [module for module in model.modules() if type(module).__name__ in names]
     if names and not units:
         raise ConfigError(f"None of the declared fsdp_wrap_modules {sorted(names)} occurs in {type(model).__name__}.")
-    halves = {name: parameter for name, parameter in model.named_parameters() if parameter.element_size() == 2}
-    model.compute_dtypes = {name: parameter.dtype for name, parameter in halves.items() if parameter.requires_grad}
-    dtype = next((parameter.dtype for parameter in halves.values()), None)
+    model.compute_dtypes = {
+        name: p.dtype for name, p in model.named_parameters() if p.requires_grad and p.element_size() == 2
+    }
+    dtype = next((p.dtype for p in model.parameters() if p.element_size() == 2), None)
     if dtype is not None:
         for name in getattr(model, "float32_modules", ()):
             module = getattr(model, name, None)

@@ -141,7 +141,8 @@ def _checked_entries(folder: Path, metadata: Metadata) -> dict[str, TensorStorag
             raise ValueError(f"{METADATA_FILE} holds '{name}' as {type(entry).__name__}, and only tensors are read")
     for place in metadata.storage_data.values():
         if not _DATA_FILE.fullmatch(place.relative_path):
-            raise ValueError(f"{METADATA_FILE} names the file '{place.relative_path}', which is not in the folder")
+            file = place.relative_path
+            raise ValueError(f"{METADATA_FILE} names the file '{file}', which is not one of the folder's")
     return metadata.state_dict_metadata
 
 

@@ -20,13 +20,7 @@ from rlinf.commands import evaluate as evaluation
 from rlinf.commands.hydra_app import configure, parse, run_training
 from rlinf.commands.open_checkpoint import open_checkpoint, read_config
 from rlinf.config import search
-from rlinf.config.compose import (
-    compose_config,
-    compose_on_saved,
-    no_such_option,
-    normalize_overrides,
-    parse_overrides,
-)
+from rlinf.config.compose import compose_config, compose_on_saved, no_such_option, normalize_overrides, parse_overrides
 from rlinf.config.plugins import load_plugins
 from rlinf.config.saved_code import code_values
 from rlinf.config.schema import RunConfig, build_config, section_class
@@ -43,6 +37,7 @@ from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest
 from rlinf.models import build_policy
+from rlinf.models.loading import read_json
 from rlinf.models.precision import autocast
 from rlinf.options import override_text, plain_container, public_fields, to_mapping
 from rlinf.policy import Policy
@@ -187,10 +182,8 @@ def evaluate(
         overrides.append(f"evaluation.num_episodes={episodes}")
     if isinstance(policy, (str, os.PathLike)):
         if env is not None and not isinstance(env, str):
-            raise ConfigError(
-                "evaluate got a folder and an env configuration; required with a folder: the name of an env, with "
-                "overrides=['env.<key>=...'] for its settings"
-            )
+            required = "with a folder the name of an env, and overrides=['env.<key>=...'] for its settings"
+            raise ConfigError(f"evaluate got a folder and an env configuration; required: {required}")
         chosen = [] if env is None else [f"env={env}"]
         return evaluation.evaluate(configure(parse([f"checkpoint={_quoted(policy)}", *chosen, *overrides]), "evaluate"))
     return _evaluate_object(policy, env, overrides)
@@ -227,14 +220,19 @@ def compare(
 def _evaluate_object(policy: Policy | Acts, env: str | EnvConfig | None, overrides: Sequence[str]) -> EvaluationResult:
     is_ours = isinstance(policy, Policy)
     if not callable(getattr(policy, "act", None)):
-        raise ConfigError(
-            f"evaluate got a {type(policy).__name__}; required: a folder, a policy of rlinf.load_policy, or an object with act"
-        )
+        required = "a folder, a policy of rlinf.load_policy, or an object with act"
+        raise ConfigError(f"evaluate got a {type(policy).__name__}; required: {required}")
     if env is None and not (is_ours and policy.cameras is not None):
-        raise ConfigError(
-            "evaluate needs the env of this policy. Pass env='tabletop', or another one of `rlinf models`"
-        )
-    config = run_config(env, _check_in_memory(overrides), base=policy.config if is_ours else None)
+        raise ConfigError("evaluate needs the env of this policy. Pass env='tabletop', or another of `rlinf models`")
+    for key in _typed_values(overrides):
+        if key not in IN_MEMORY_KEYS and key.partition(".")[0] != "env":
+            required = (
+                f"keys of env, {', '.join(IN_MEMORY_KEYS)}. Pass other overrides to load_policy, or evaluate the folder"
+            )
+            raise ConfigError(
+                f"evaluate got the override '{key}', which has no effect on an object; required: {required}"
+            )
+    config = run_config(env, overrides, base=policy.config if is_ours else None)
     settings = config.evaluation
     num_envs = min(settings.num_envs, settings.num_episodes or settings.num_envs)
     made = make_vector_env(config.env, num_envs, auto_reset=False)
@@ -269,10 +267,8 @@ def run_config(
         config_dir: Folder of the user's own groups.
     """
     if not (env is None or isinstance(env, str) or dataclasses.is_dataclass(env)):
-        raise ConfigError(
-            f"env is {env!r} ({type(env).__name__}); required: the name of an env, or its configuration. Pass 'tabletop', and its "
-            "settings by overrides=['env.<key>=...']"
-        )
+        cure = "Pass 'tabletop', and its settings by overrides=['env.<key>=...']"
+        raise ConfigError(f"env is {env!r} ({type(env).__name__}); required: a name or a configuration. {cure}")
     search.register(config_dir)
     options = search.group_options("env")
     is_group = isinstance(env, str) and env in options
@@ -289,19 +285,9 @@ def run_config(
         elif env is not None and not is_group:
             saved["env"] = to_mapping(env)
         composed = plain_container(compose_on_saved(saved, [*_loaded_code(saved, chosen), *chosen], config_dir))
-    _check_settings(settings or {}, composed)
+    if settings:
+        _check_settings(settings, composed)
     return build_config({**composed, "env": {**composed["env"], **(settings or {})}})
-
-
-def _check_in_memory(overrides: Sequence[str]) -> Sequence[str]:
-    """Return the overrides of an in-memory evaluation; raise ConfigError if one would have no effect."""
-    for key in _typed_values(overrides):
-        if key not in IN_MEMORY_KEYS and key.partition(".")[0] != "env":
-            raise ConfigError(
-                f"evaluate got the override '{key}', which has no effect on an object; required with an object: keys of env, "
-                f"{', '.join(IN_MEMORY_KEYS)}. Pass other overrides to load_policy, or evaluate the folder"
-            )
-    return overrides
 
 
 def _typed_values(overrides: Sequence[str]) -> dict[str, Any]:
@@ -318,41 +304,30 @@ def _loaded_code(saved: Mapping[str, Any], overrides: Sequence[str]) -> list[str
 def _check_settings(settings: Mapping[str, Any], composed: Mapping[str, Any]) -> None:
     """Raise ConfigError for an unknown setting that looks like a misspelt argument of ``make_env``."""
     arguments = [name for name in inspect.signature(make_env).parameters if name not in ("env", "settings")]
-    unknown = []
-    if settings:
-        load_plugins(composed["plugins"])
-        known = public_fields(section_class("env", composed["env"]["name"]))
-        unknown = [key for key in settings if key not in known]
-    for key in unknown:
+    load_plugins(composed["plugins"])
+    known = public_fields(section_class("env", composed["env"]["name"]))
+    for key, value in settings.items():
         meant = closest(key, [*known, *arguments])
-        if meant in arguments:
-            raise ConfigError(
-                f"make_env got {key}={settings[key]!r}, which is neither an argument nor a key of the env. Pass "
-                f"{meant}={settings[key]!r}"
-            )
+        if key not in known and meant in arguments:
+            found = f"make_env got {key}={value!r}, which is neither an argument nor a key of the env"
+            raise ConfigError(f"{found}. Pass {meant}={value!r}")
 
 
 def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str] | None:
     """Return the overrides that name a public model and its type; None for a run, a checkpoint or an export."""
-    # These import transformers, which make_env and train do without.
-    from rlinf.models.embodiment.checkpoint_policy import POLICY_FILE
-    from rlinf.models.loading import read_json
+    from rlinf.models.embodiment.checkpoint_policy import POLICY_FILE  # imports transformers
 
-    path = Path(folder).expanduser()
+    path, typed = Path(folder).expanduser(), "Pass model_type='openvla', or another of `rlinf models`"
     if is_checkpoint(path) or is_export(path) or is_run(path):
         return None
     if model_type is None and not path.exists() and not follow_latest(path).exists():
-        raise CheckpointError(
-            f"There is no folder {folder}; required: a run, a checkpoint, an export or the folder of a model. A model of the Hugging "
-            "Face hub needs its type. Pass model_type='openvla', or another of `rlinf models`"
-        )
+        required = "a run, a checkpoint, an export or the folder of a model"
+        raise CheckpointError(f"There is no folder {folder}; required: {required}. For a model of the hub {typed}")
     if model_type is None and not (path / "config.json").is_file():
         return None
     name = model_type or read_json(path / "config.json").get("model_type")
     if name is None:
-        raise CheckpointError(
-            f"{path / 'config.json'} names no model_type. Pass model_type='openvla', or another of `rlinf models`"
-        )
+        raise CheckpointError(f"{path / 'config.json'} names no model_type. {typed}")
     chosen = f"model={name}" if name in search.group_options("model") else f"model.model_type={name}"
     keys = {"action_dim": "action_token_len", "action_chunks_len": "action_chunks_len", "unnorm_key": "unnorm_key"}
     saved = read_json(path / POLICY_FILE) if (path / POLICY_FILE).is_file() else {}  # a model folder of a checkpoint
@@ -366,10 +341,8 @@ def _check_overrides(overrides: Sequence[str], function: str) -> None:
     _check_list(overrides, f"overrides of {function}")
     for word in overrides:
         if not isinstance(word, str) or word.startswith("-"):
-            raise ConfigError(
-                f"{function} got the override {word!r}; required: strings such as 'seed=3'. Flags are for the command line: "
-                "in Python, plugins=[...] imports code, and a loop makes a sweep"
-            )
+            flags = "Flags are for the command line: in Python, plugins=[...] imports code, and a loop makes a sweep"
+            raise ConfigError(f"{function} got the override {word!r}; required: strings such as 'seed=3'. {flags}")
 
 
 def _code(plugins: Sequence[str], trust_remote_code: bool) -> list[str]:

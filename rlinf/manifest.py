@@ -159,7 +159,7 @@ def check(saved: Manifest, present: Manifest, allow_mismatch: Sequence[str] = ()
     """
     check_allowed(allow_mismatch, saved, present)
     sentence = "The checkpoint was made under conditions that differ from the present ones"
-    return refuse(compare(saved, present), allow_mismatch, sentence)
+    return refuse_mismatches(compare(saved, present), allow_mismatch, sentence)
 
 
 def check_allowed(allow_mismatch: Sequence[str], *manifests: Manifest, also: Sequence[str] = ()) -> None:
@@ -172,7 +172,7 @@ def check_allowed(allow_mismatch: Sequence[str], *manifests: Manifest, also: Seq
             raise ConfigError(f"evaluation.allow_mismatch names '{name}', which no manifest has.{hint}")
 
 
-def refuse(mismatches: list[Mismatch], allow_mismatch: Sequence[str], sentence: str) -> list[Mismatch]:
+def refuse_mismatches(mismatches: list[Mismatch], allow_mismatch: Sequence[str], sentence: str) -> list[Mismatch]:
     """Return ``mismatches``, or raise ManifestMismatchError with those that must match and are not in ``allow_mismatch``."""
     prefixes = tuple(f"{name}." for name in allow_mismatch)
     refused = [m for m in mismatches if m.must_match and not f"{m.field}.".startswith(prefixes)]

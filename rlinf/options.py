@@ -57,13 +57,9 @@ def from_mapping(cls: type, mapping: Mapping[str, Any], path: str = "") -> Any:
     """
     mapping = plain_container(mapping)
     if not isinstance(mapping, Mapping):
-        raise ConfigError(
-            f"{path or 'The configuration'} is {override_text(mapping)!r}; "
-            f"required: a section with the keys {', '.join(public_fields(cls))}."
-        )
-    known = public_fields(cls)
-    hints = typing.get_type_hints(cls)
-    values = {}
+        found, keys = f"{path or 'The configuration'} is {override_text(mapping)!r}", ", ".join(public_fields(cls))
+        raise ConfigError(f"{found}; required: a section with the keys {keys}.")
+    known, hints, values = public_fields(cls), typing.get_type_hints(cls), {}
     for key, value in mapping.items():
         dotted = f"{path}.{key}" if path else str(key)
         if key not in known:
@@ -95,15 +91,11 @@ def unknown_key_message(
         known: Keys of its section.
         hints: Types of the known keys; the value of a list is shown in brackets.
     """
-    section, _, key = dotted.rpartition(".")
+    section, dot, key = dotted.rpartition(".")
     names = list(known)
-    message = f"There is no key '{dotted}'.{did_you_mean(key, names)}"
     close = closest(key, names)
-    if close:
-        message += (
-            f" Set {override_of(f'{section}.{close}' if section else close, value, (hints or {}).get(close, Any))}"
-        )
-    return message
+    fix = f" Set {override_of(section + dot + close, value, (hints or {}).get(close, Any))}" if close else ""
+    return f"There is no key '{dotted}'.{did_you_mean(key, names)}{fix}"
 
 
 def override_of(dotted: str, value: Any, hint: Any = Any) -> str:
@@ -197,15 +189,13 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
     if not accepted:
         if _match([value], hint)[0]:
             example = override_of(dotted, value, hint)
-        raise ConfigError(
-            f"{dotted} is {override_text(value)!r} ({type(value).__name__}); required: {type_name(hint)}. Set e.g. {example}"
-        )
+        found = f"{dotted} is {override_text(value)!r} ({type(value).__name__})"
+        raise ConfigError(f"{found}; required: {type_name(hint)}. Set e.g. {example}")
     choices = field.metadata.get("choices")
     if choices and converted is not None and converted not in choices:
         close = closest(str(converted), map(str, choices)) or override_text(choices[0])
-        raise ConfigError(
-            f"{dotted} is {override_text(converted)!r}; required: one of {', '.join(map(str, choices))}. Set {dotted}={close}"
-        )
+        found, required = f"{dotted} is {override_text(converted)!r}", f"one of {', '.join(map(str, choices))}"
+        raise ConfigError(f"{found}; required: {required}. Set {dotted}={close}")
     numbers = converted if isinstance(converted, list) else [converted]
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         what = "a finite number" if numbers is not converted else "finite numbers"
@@ -223,11 +213,8 @@ def bounds_text(metadata: Mapping[str, Any]) -> str:
 
 def _within(number: float, metadata: Mapping[str, Any]) -> bool:
     minimum, maximum, below = (metadata.get(key) for key in ("minimum", "maximum", "below"))
-    return (
-        (minimum is None or number >= minimum)
-        and (maximum is None or number <= maximum)
-        and (below is None or number < below)
-    )
+    in_bounds = (minimum is None or number >= minimum) and (maximum is None or number <= maximum)
+    return in_bounds and (below is None or number < below)
 
 
 def _match(value: Any, hint: Any) -> tuple[bool, Any]:

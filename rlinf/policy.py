@@ -47,9 +47,8 @@ class Policy:
 
     def __repr__(self) -> str:
         given = "any images" if self.cameras is None else f"cameras={self.cameras}"
-        return (
-            f"Policy({type(self.model).__name__}, {given}, {self.action_chunks_len} x {self.action_dim} numbers a call)"
-        )
+        size = f"{self.action_chunks_len} x {self.action_dim} numbers a call"
+        return f"Policy({type(self.model).__name__}, {given}, {size})"
 
     @property
     def action_dim(self) -> int:
@@ -99,26 +98,21 @@ class Policy:
             for name in observation:
                 if name not in FIELDS:
                     raise ConfigError(f"The observation has the key '{name}'.{did_you_mean(name, FIELDS)}")
-            images = observation.get("images")
-            observation = Observation(
-                {} if images is None else images, observation.get("state"), observation.get("instruction")
-            )
+            images, *others = (observation.get(name) for name in FIELDS)
+            observation = Observation({} if images is None else images, *others)
         elif not isinstance(observation, Observation):
-            raise ConfigError(
-                f"act got a {type(observation).__name__}; required: an rlinf.Observation, or a mapping with the keys "
-                f"{', '.join(FIELDS)}"
-            )
+            required = f"an rlinf.Observation, or a mapping with the keys {', '.join(FIELDS)}"
+            raise ConfigError(f"act got a {type(observation).__name__}; required: {required}")
         if not isinstance(observation.images, Mapping):
-            raise ConfigError(
-                f"images is a {type(observation.images).__name__}; required: a mapping of camera names to uint8 pictures. Pass "
-                f"{{'images': {{'{(self.cameras or ['front'])[0]}': picture}}}}"
-            )
+            found = f"images is a {type(observation.images).__name__}; required: a mapping of camera names to uint8 pictures"
+            raise ConfigError(f"{found}. Pass {{'images': {{'{(self.cameras or ['front'])[0]}': picture}}}}")
         sentences, is_single = _sentences(observation.instruction)
         cameras = list(observation.images) if self.cameras is None else self.cameras
         missing = [name for name in cameras if name not in observation.images]
         if missing:
+            given = list(observation.images)
             raise ConfigError(
-                f"The observation has the cameras {list(observation.images)}; required: {cameras} (missing: {', '.join(missing)})"
+                f"The observation has the cameras {given}; required: {cameras} (missing: {', '.join(missing)})"
             )
         images = {name: self._image(name, observation.images[name], len(sentences), is_single) for name in cameras}
         state = None if observation.state is None else self._state(observation.state, len(sentences), is_single)
@@ -127,33 +121,37 @@ class Policy:
     def _image(self, name: str, image: Any, num_rows: int, is_single: bool) -> np.ndarray:
         image = np.asarray(image)
         if image.dtype != np.uint8:
-            raise ConfigError(
-                f"images['{name}'] is {image.dtype}; required: uint8, 0 to 255. Pictures of 0 to 1: (255 * image).astype('uint8')"
-            )
+            cure = "Pictures of 0 to 1: (255 * image).astype('uint8')"
+            raise ConfigError(f"images['{name}'] is {image.dtype}; required: uint8, 0 to 255. {cure}")
         size = self._image_size
-        fits = image.ndim == (3 if is_single else 4) and image.shape[-1] == 3 and (is_single or len(image) == num_rows)
-        if not fits or (size is not None and image.shape[-3:-1] != (size, size)):
-            height, width = (size, size) if size is not None else ("H", "W")
-            wanted = f"[{height}, {width}, 3]" if is_single else f"[{num_rows}, {height}, {width}, 3]"
-            which = "one instruction" if is_single else f"{num_rows} instructions"
-            raise ConfigError(f"images['{name}'] has the shape {list(image.shape)}; required with {which}: {wanted}")
-        return image[None] if is_single else image
+        row = ("H", "W", 3) if size is None else (size, size, 3)
+        return _rows_of_shape(f"images['{name}']", image, row, num_rows, is_single)
 
     def _state(self, state: Any, num_rows: int, is_single: bool) -> np.ndarray:
         state = np.asarray(state)
         if state.dtype.kind not in "fiu":
             raise ConfigError(f"state is {state.dtype}; required: numbers, float32")
-        width = self._state_dim
-        fits = state.ndim == (1 if is_single else 2) and (is_single or len(state) == num_rows)
-        if not fits or (width is not None and state.shape[-1] != width):
-            shown = "S" if width is None else width
-            wanted = f"[{shown}]" if is_single else f"[{num_rows}, {shown}]"
-            which = "one instruction" if is_single else f"{num_rows} instructions"
-            raise ConfigError(f"state has the shape {list(state.shape)}; required with {which}: {wanted}")
+        state = _rows_of_shape(
+            "state", state, ("S" if self._state_dim is None else self._state_dim,), num_rows, is_single
+        )
         if not np.isfinite(state).all():
             raise ConfigError(f"state has {int((~np.isfinite(state)).sum())} numbers that are NaN or infinite")
-        state = np.ascontiguousarray(state, dtype=np.float32)
-        return state[None] if is_single else state
+        return np.ascontiguousarray(state, dtype=np.float32)
+
+
+def _rows_of_shape(
+    name: str, array: np.ndarray, row: tuple[int | str, ...], num_rows: int, is_single: bool
+) -> np.ndarray:
+    """Return the array with an axis of rows, checked against the shape of a row; a letter in it is any size."""
+    wanted = row if is_single else (num_rows, *row)
+    fits = len(wanted) == array.ndim and all(
+        isinstance(size, str) or size == given for size, given in zip(wanted, array.shape, strict=True)
+    )
+    if not fits:
+        which = "one instruction" if is_single else f"{num_rows} instructions"
+        shape = ", ".join(map(str, wanted))
+        raise ConfigError(f"{name} has the shape {list(array.shape)}; required with {which}: [{shape}]")
+    return array[None] if is_single else array
 
 
 def _sentences(instruction: Any) -> tuple[list[str], bool]:
@@ -164,7 +162,6 @@ def _sentences(instruction: Any) -> tuple[list[str], bool]:
     except TypeError:
         sentences = []
     if not sentences or not all(isinstance(one, str) and one.strip() for one in sentences):
-        raise ConfigError(
-            f"instruction is {instruction!r}; required: a sentence for one observation, or a list with a sentence for each row"
-        )
+        required = "a sentence for one observation, or a list with a sentence for each row"
+        raise ConfigError(f"instruction is {instruction!r}; required: {required}")
     return sentences, is_single

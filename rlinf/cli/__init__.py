@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import sys
 from collections.abc import Sequence
 
+from rlinf import __version__
 from rlinf.errors import RankError, RLinfError, did_you_mean
 from rlinf.imports import import_string
 
@@ -30,6 +32,18 @@ COMMANDS = {
     ),
     "models": ("rlinf.cli.listing:models", "registered models, envs, algorithms and experiments"),
 }
+
+USAGES = {
+    "evaluate": "checkpoint=<folder> [key=value ...]\n       rlinf evaluate --compare A B",
+    "play": "checkpoint=<folder> [episode=...] [output=...] [window=...] [key=value ...]",
+    "report": "<run folder> ... [output=runs.html]",
+    "collect": "dataset=<new folder> [checkpoint=<folder>] [key=value ...]",
+    "export": "checkpoint=<folder> output=<new folder> [merge_lora=...] [key=value ...]",
+    "doctor": "[experiment=<name> | checkpoint=<folder> | env=<name>] [key=value ...]",
+    "check": "env=<name> [env.key=value ...] [plugins=[my_env.py]]",
+    "diagnose": "model=<name> [key=value ...]\n       rlinf diagnose <folder or hub id> [key=value ...]",
+}
+"""What follows the command. The others print the help of Hydra."""
 
 EXAMPLES = """examples:
   rlinf train experiment=quickstart                      a small VLA on a laptop: SFT, then PPO, in minutes
@@ -73,15 +87,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage())
         return 0 if words else EXIT_USER_ERROR
     if words[0] in ("-V", "--version", "version"):
-        from rlinf import __version__
-
         print(__version__)
         return 0
     if words[0] not in COMMANDS:
         print(f"rlinf: there is no command '{words[0]}'.{did_you_mean(words[0], COMMANDS)}", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
-        status = import_string(COMMANDS[words[0]][0])(words[1:])
+        command = import_string(COMMANDS[words[0]][0])
+        if words[0] in USAGES and {"-h", "--help"} & set(words):
+            print(f"usage: rlinf {words[0]} {USAGES[words[0]]}\n\n{inspect.cleandoc(command.__doc__)}")
+            return 0
+        status = command(words[1:])
         sys.stdout.flush()  # here a closed pipe is handled below; at the exit it would print a traceback
         return status
     except RLinfError as error:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rlinf.api import run_config
+from rlinf.checks.env import PROPERTIES, check_properties
+from rlinf.commands.hydra_app import given_value, parse
+from rlinf.config.compose import parse_overrides
+from rlinf.envs import ENVS, make_env
+from rlinf.envs.base import VectorEnv
 from rlinf.errors import ConfigError
 
 MAX_STEPS = 64
@@ -18,39 +23,29 @@ def check(arguments: Sequence[str]) -> int:
     The env is a packaged or registered name, with its keys as overrides; plugins=[...] imports yours first. The exit status is
     1 if a property is violated. Long episodes are cut at 64 env steps, unless env.max_episode_steps says how many.
     """
-    from rlinf.api import run_config
-    from rlinf.checks.env import PROPERTIES, check_properties
-    from rlinf.commands.hydra_app import given_value, parse
-    from rlinf.config.compose import parse_overrides
-    from rlinf.envs import ENVS, make_env
-
     args = parse(arguments)
-    usage = "rlinf check env=tabletop, or rlinf check env=gymnasium env.id=Pendulum-v1"
-    if args.help:
-        print(
-            f"usage: rlinf check env=<name> [env.key=value ...] [plugins=[my_env.py]]\n\n{inspect.cleandoc(check.__doc__)}"
-        )
-        return 0
     name = given_value(args.overrides, "env")
     keys = [item.key_or_group for item in parse_overrides(args.overrides)]
     others = [key for key in keys if key.partition(".")[0] not in ("env", "plugins")]
     if name is None or others or args.multirun or args.cfg:
         given = f"got {', '.join(others)}" if others else "needs one env, and no flag but --config-dir"
+        usage = "rlinf check env=tabletop, or rlinf check env=gymnasium env.id=Pendulum-v1"
         raise ConfigError(f"`rlinf check` {given}; required: env=<name>, env.<key>=... and plugins=[...]. Run {usage}")
     rest = [word for word, key in zip(args.overrides, keys, strict=True) if key != "env"]
     config = run_config(name, rest, config_dir=args.config_dir).env
     horizon = ENVS.get(config.name).longest_horizon(config)
     if horizon > MAX_STEPS and "env.max_episode_steps" not in keys:
         config = replace(config, max_episode_steps=MAX_STEPS)
-        print(
-            f"episodes of up to {horizon} env steps are cut at {MAX_STEPS}; env.max_episode_steps=<number> checks another length"
-        )
+        other = "env.max_episode_steps=<number> checks another length"
+        print(f"episodes of up to {horizon} env steps are cut at {MAX_STEPS}; {other}")
         horizon = MAX_STEPS
     width = max(map(len, PROPERTIES.values()))
     left, num_violated = list(PROPERTIES), 0
-    for key, violations in check_properties(
-        lambda num_envs, auto_reset: make_env(config, num_envs, auto_reset=auto_reset), max(horizon, MAX_STEPS)
-    ):
+
+    def make(num_envs: int, auto_reset: bool) -> VectorEnv:
+        return make_env(config, num_envs, auto_reset=auto_reset)
+
+    for key, violations in check_properties(make, max(horizon, MAX_STEPS)):
         left.remove(key)
         num_violated += bool(violations)
         print(f"{PROPERTIES[key]:<{width}}  {'FAIL' if violations else 'pass'}", flush=True)

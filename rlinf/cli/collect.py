@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 from rlinf.commands import collect as command
@@ -15,12 +14,7 @@ def collect(arguments: Sequence[str]) -> int:
     With a checkpoint, model and env come from its configuration. Overrides change single keys; a whole group
     (``env=tabletop``) replaces a section.
     """
-    args = parse(arguments)
-    if args.help:
-        usage = "usage: rlinf collect dataset=<new folder> [checkpoint=<folder>] [key=value ...]"
-        print(f"{usage}\n\n{inspect.cleandoc(collect.__doc__)}")
-        return 0
-    config = configure(args, "collect")
+    config = configure(parse(arguments), "collect")
     if config is not None:
         command.collect(config)
     return 0

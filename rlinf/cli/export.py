@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,30 +24,20 @@ class ExportConfig:
     merge_lora: bool = option(False, "Add the adapters into the weights.")
 
 
-REQUIRED = ("checkpoint", "output")
-
-
 def export(arguments: Sequence[str]) -> int:
     """Write a checkpoint as a folder that ``from_pretrained`` loads.
 
     Other keys override the checkpoint's configuration, e.g. ``plugins=[my_model.py]``.
     """
-    if {"-h", "--help"} & set(arguments):
-        keys = " ".join(f"[{name}=...]" for name in public_fields(ExportConfig) if name not in REQUIRED)
-        print(
-            f"usage: rlinf export checkpoint=<folder> output=<new folder> {keys} [key=value ...]\n\n{inspect.cleandoc(export.__doc__)}"
-        )
-        return 0
     own, overrides = _split(arguments)
     config = from_mapping(ExportConfig, own)
-    usage = "Run rlinf export checkpoint=outputs/quickstart/latest output=my_policy"
-    for key in REQUIRED:
+    for key in ("checkpoint", "output"):
         if getattr(config, key) is None:
-            raise ConfigError(f"`rlinf export` needs {key}=<folder>. {usage}")
+            usage = "rlinf export checkpoint=outputs/quickstart/latest output=my_policy"
+            raise ConfigError(f"`rlinf export` needs {key}=<folder>. Run {usage}")
     output = Path(config.output).expanduser()
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise ConfigError(f"output is '{config.output}', which exists and is not empty. Set output=<a new folder>")
-
     check_writable(config.output, "output")
     hide_progress_bars()
     checkpoint = resolve_checkpoint(Path(config.checkpoint).expanduser())
@@ -58,17 +47,16 @@ def export(arguments: Sequence[str]) -> int:
 
 def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
     """Return the values of the command's own keys, and the overrides of the configuration."""
-    own: dict = {}
-    others = []
-    known = [*public_fields(ExportConfig), *public_fields(RunConfig)]
+    own, others = {}, []
+    own_keys, other_keys = public_fields(ExportConfig), public_fields(RunConfig)
     for word in arguments:
         key, equals, value = word.partition("=")
         if not equals:
-            raise ConfigError(f"'{word}' is not a key=value; keys are {', '.join(public_fields(ExportConfig))}.")
-        if key in public_fields(ExportConfig):
+            raise ConfigError(f"'{word}' is not a key=value; keys are {', '.join(own_keys)}.")
+        if key in own_keys:
             own[key] = {"true": True, "false": False}.get(value.lower(), value) if key == "merge_lora" else value
-        elif key.partition(".")[0] in public_fields(RunConfig):
+        elif key.partition(".")[0] in other_keys:
             others.append(word)
         else:
-            raise ConfigError(unknown_key_message(key, value, known))
+            raise ConfigError(unknown_key_message(key, value, [*own_keys, *other_keys]))
     return own, others

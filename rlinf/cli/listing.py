@@ -29,12 +29,10 @@ def models(arguments: Sequence[str]) -> int:
     rows = []
     for registry in (MODELS, ENVS, ALGORITHMS):
         rows += [(registry.kind, name, entry.origin) for name, entry in sorted(registry.entries().items())]
-        rows += [
-            (registry.kind, entry.name, f"{entry.origin}, not used: the name is taken") for entry in registry.hidden
-        ]
+        hidden = [(entry.name, f"{entry.origin}, not used: the name is taken") for entry in registry.hidden]
+        rows += [(registry.kind, *row) for row in hidden]
     print(format_table(("kind", "name", "from"), rows))
     print(f"\n{FALLBACK}\n")
     for group in ("model", "env", "algorithm", "experiment"):
-        label = f"{group}=..."
-        print(f"{label:<16}{format_columns(group_options(group), 16)}")
+        print(f"{f'{group}=...':<16}{format_columns(group_options(group), 16)}")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from rlinf.evaluation.evaluator import RowPolicy, replay_episodes
 from rlinf.evaluation.video import write_video
 from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.options import from_mapping, option, public_fields
+from rlinf.preflight.refuse import refuse
 from rlinf.seeding import seed_everything
 
 
@@ -42,19 +42,13 @@ def play(arguments: Sequence[str]) -> int:
     """
     own = {word: word.partition("=")[0] for word in arguments if word.partition("=")[0] in public_fields(PlayConfig)}
     args = parse([word for word in arguments if word not in own])
-    usage = "rlinf play checkpoint=outputs/quickstart/latest episode=3"
-    if args.help:
-        keys = " ".join(f"[{name}=...]" for name in public_fields(PlayConfig))
-        print(f"usage: rlinf play checkpoint=<folder> {keys} [key=value ...]\n\n{inspect.cleandoc(play.__doc__)}")
-        return 0
     settings = from_mapping(PlayConfig, {item.key_or_group: item.value() for item in parse_overrides(list(own))})
     if not any(word.partition("=")[0] == "checkpoint" for word in arguments):
+        usage = "rlinf play checkpoint=outputs/quickstart/latest episode=3"
         raise ConfigError(f"`rlinf play` needs a checkpoint or run folder. Run {usage}")
     output = None if settings.output is None else Path(settings.output).expanduser()
     if output is not None and output.exists() and output.suffix != ".mp4":
-        raise ConfigError(
-            f"output is '{settings.output}', which exists and is not an .mp4 file; the video would overwrite it. Set output=play.mp4"
-        )
+        refuse(f"output='{output}', which exists and is not an .mp4 file", "a new file or an .mp4", "output=play.mp4")
     config = configure(args, "evaluate")
     if config is not None:
         play_episode(config, settings)
@@ -62,11 +56,7 @@ def play(arguments: Sequence[str]) -> int:
 
 
 def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
-    """Play an episode of ``config.checkpoint``, write and show its video, and return the MP4.
-
-    Raises:
-        ConfigError: The split has no such episode, or the env cannot render.
-    """
+    """Play an episode of ``config.checkpoint``, write and show its video, and return the MP4."""
     set_num_threads(config.cluster.num_threads, 1)
     seed_everything(config.seed)
     evaluation = config.evaluation
@@ -74,17 +64,15 @@ def play_episode(config: RunConfig, settings: PlayConfig) -> Path:
     try:
         specs = env.episode_specs(evaluation.split)
         if settings.episode >= len(specs):
-            raise ConfigError(
-                f"episode={settings.episode}, and the split '{evaluation.split}' has {len(specs)} episodes, from 0. "
-                f"Set episode={len(specs) - 1}, or raise env.num_{evaluation.split}_init_states"
-            )
+            found = f"episode={settings.episode}, and the split '{evaluation.split}' has {len(specs)} episodes, from 0"
+            more = f"raise env.num_{evaluation.split}_init_states"
+            raise ConfigError(f"{found}. Set episode={len(specs) - 1}, or {more}")
         model, *_ = open_policy(replace(config, evaluation=replace(evaluation, probe=False)), env)
         model = model.to(resolve_device(config.cluster.device, 1))
         policy = RowPolicy(model, env.task_names, evaluation.greedy, config.rollout.temperature, config.seed)
         with evaluation_mode(model), autocast(model, config.model.precision):
-            ((result, instruction, frames),) = replay_episodes(
-                policy, env, [specs[settings.episode]], evaluation.video_size
-            )
+            played = replay_episodes(policy, env, [specs[settings.episode]], evaluation.video_size)
+            ((result, instruction, frames),) = played
     finally:
         env.close()
     outcome = "success" if result.success else "failure"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from rlinf.errors import ConfigError
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.runs import group_runs, read_runs, repeated_seeds
 from rlinf.evaluation.runs_report import write_runs_report
+from rlinf.preflight.refuse import refuse
 
 OUTPUT = "runs.html"
 
@@ -20,23 +20,17 @@ def report(arguments: Sequence[str]) -> int:
     Runs that differ only in their seed share one curve: their mean, with a 95 % interval over seeds. Of several runs with the
     same seed, the newest finished one counts. A sweep folder (multirun/...) means all of its runs; `latest` the newest run.
     """
-    if {"-h", "--help"} & set(arguments):
-        print(f"usage: rlinf report <run folder> ... [output={OUTPUT}]\n\n{inspect.cleandoc(report.__doc__)}")
-        return 0
     outputs = [word.partition("=")[2] for word in arguments if word.startswith("output=")]
     folders = [word for word in arguments if not word.startswith("output=")]
     wrong = [word for word in folders if word.startswith("-") or ("=" in word and not Path(word).expanduser().exists())]
     if not folders or wrong or len(outputs) > 1:
         given = f"'{wrong[0]}'" if wrong else "no folder" if not folders else "two outputs"
-        raise ConfigError(
-            f"`rlinf report` got {given}; required: run folders, and output=<file.html> at most. Run rlinf report "
-            "outputs/quickstart/latest, or rlinf report multirun/quickstart/latest output=seeds.html"
-        )
+        required = "run folders, and output=<file.html> at most"
+        usage = "rlinf report outputs/quickstart/latest, or rlinf report multirun/quickstart/latest output=seeds.html"
+        raise ConfigError(f"`rlinf report` got {given}; required: {required}. Run {usage}")
     taken = next((word for word in outputs if Path(word).expanduser().exists() and Path(word).suffix != ".html"), None)
     if taken is not None:
-        raise ConfigError(
-            f"output is '{taken}', which exists and is not an .html file; the page would overwrite it. Set output={OUTPUT}"
-        )
+        refuse(f"output='{taken}', which exists and is not an .html file", "a new file or a page", f"output={OUTPUT}")
     runs = read_runs(folders)
     if len(runs) == 1 and not outputs:
         print(f"report: {write_report(runs[0].folder)}")

@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from rlinf.distributed.process_group import resolve_device
 from rlinf.envs.config import num_cores
 from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.evaluation.config import TRAINING_SPLIT
+from rlinf.evaluation.runs import sweep_table
 from rlinf.files import mark_latest
 from rlinf.preflight.derived import format_derived
 from rlinf.preflight.folders import check_new_folder
@@ -56,11 +57,7 @@ def split(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    """Parse the flags and overrides that Hydra knows; ``--config-name`` of an experiment becomes ``experiment=``.
-
-    Raises:
-        ConfigError: The named config, or the folder of ``--config-dir``, does not exist, a flag is none, or two exclude each other.
-    """
+    """Parse the flags and overrides that Hydra knows; ``--config-name`` of an experiment becomes ``experiment=``."""
     args, unknown = split(arguments)
     if unknown:
         raise _no_flag(unknown[0], args.overrides)
@@ -75,9 +72,8 @@ def parse(arguments: Sequence[str]) -> Namespace:
     if name is not None and name.removesuffix(".yaml") != ROOT:
         path = search.find_experiment(name)
         if path is None:
-            raise ConfigError(
-                f"--config-name is '{name}'. {no_such_option(search.GROUP, name, search.experiment_names())}"
-            )
+            reason = no_such_option(search.GROUP, name, search.experiment_names())
+            raise ConfigError(f"--config-name is '{name}'. {reason}")
         if search.is_complete(path):
             args.config_name = path.stem
         else:
@@ -95,20 +91,15 @@ def _no_flag(flag: str, others: Sequence[str]) -> ConfigError:
     return ConfigError(f"'{flag}' is not a flag; settings have no dashes: key=value. Set {example}")
 
 
-def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], object]) -> list[Path]:
-    """Compose, check and run; a sweep ends with a table of its runs.
+def run_training(arguments: Sequence[str], command: str) -> list[Path]:
+    """Compose, check and run ``train`` or ``sft``; a sweep ends with a table of its runs.
 
     Every run (of a sweep, too) is checked before Hydra makes a folder, so that a refused configuration leaves nothing. Hydra
     then makes the folders, and each run takes the configuration that was checked. Runs that are not known before, because
     a sweeper plugin chooses them or a launcher plugin starts them in other processes, are checked when they start.
 
-    Args:
-        arguments: Words after the command.
-        command: ``train`` or ``sft``.
-        task: Called with the configuration of each run; ``output_dir`` is set and exists.
-
     Returns:
-        The folders of the runs that ended in this process.
+        The folders of the runs that ended in this process; none if the arguments only ask for information.
     """
     args = parse(arguments)
     only_tells = args.info or args.help or args.hydra_help or args.shell_completion
@@ -117,10 +108,10 @@ def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], obje
         composed = compose_resumed(args, resumed)
         config = build(composed, command)
         if args.cfg:
-            show(composed, args)
+            print(OmegaConf.to_yaml(composed, resolve=args.resolve))
             return []
         validate(config, command)
-        start(config, task)
+        start(config, command)
         return [Path(config.output_dir)]
     checked: dict[tuple[str, ...], RunConfig] = {}
     if not only_tells:
@@ -143,7 +134,7 @@ def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], obje
                 validate(config, command)
             config.output_dir = hydra_config.runtime.output_dir
             check_new_folder(config)
-            start(config, task)
+            start(config, command)
             folders.append(Path(config.output_dir))
         except (RLinfError, RankError) as error:  # Hydra would print it its own way; the other runs of a sweep go on.
             if os.getpid() != process:
@@ -157,8 +148,6 @@ def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], obje
         raise explain(error, args.overrides, args.config_name) from error
     finished = [folder for folder in folders if (folder / SUMMARY_FILE).is_file()]
     if args.multirun and len(finished) > 1:
-        from rlinf.evaluation.runs import sweep_table
-
         print(sweep_table(finished), flush=True)
     if failures:
         raise failures[0]
@@ -168,21 +157,6 @@ def run(arguments: Sequence[str], command: str, task: Callable[[RunConfig], obje
 def _of_the_task(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return the overrides that are not of Hydra itself, as it names them in ``hydra.overrides.task``."""
     return tuple(item.input_line for item in parse_overrides(overrides) if not item.is_hydra_override())
-
-
-def run_training(arguments: Sequence[str], command: str) -> list[Path]:
-    """Run ``train`` or ``sft``, for a command and for ``rlinf.train``.
-
-    Returns:
-        The folder of each run; none where the arguments only ask to be told something.
-    """
-
-    def task(config: RunConfig) -> None:
-        from rlinf.commands import train as training
-
-        getattr(training, command)(config)
-
-    return run(arguments, command, task)
 
 
 def mark_as_latest(folder: Path) -> None:
@@ -202,13 +176,10 @@ def build(composed: DictConfig, command: str) -> RunConfig:
     return config
 
 
-def show(composed: DictConfig, args: Namespace) -> None:
-    """Print what ``--cfg job`` asks for."""
-    print(OmegaConf.to_yaml(composed, resolve=args.resolve))
-
-
-def start(config: RunConfig, task: Callable[[RunConfig], object]) -> None:
+def start(config: RunConfig, command: str) -> None:
     """Make the folder of a checked configuration, print its numbers and what a resumed run changes, and run."""
+    from rlinf.commands import train as training
+
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     mark_as_latest(Path(config.output_dir))
     print(format_derived(config), flush=True)
@@ -221,15 +192,12 @@ def start(config: RunConfig, task: Callable[[RunConfig], object]) -> None:
         print(f"warning: cluster.num_processes={ranks}, and this machine has {cores} cores for them", flush=True)
     envs_per_core = config.rollout.num_envs / cores
     if config.trainer.max_steps > 0 and envs_per_core > MOST_ENVS_PER_CORE:
-        print(
-            f"warning: rollout.num_envs={config.rollout.num_envs} is {envs_per_core:,.0f} envs for each of {cores} cores, which "
-            "simulate them one after the other; each takes memory too",
-            flush=True,
-        )
+        given = f"rollout.num_envs={config.rollout.num_envs} is {envs_per_core:,.0f} envs for each of {cores} cores"
+        print(f"warning: {given}, which simulate them one after the other; each takes memory too", flush=True)
     if config.evaluation.split == "train":
         print(f"warning: {TRAINING_SPLIT}", flush=True)
     hide_progress_bars()
-    task(config)
+    getattr(training, command)(config)
 
 
 def hide_progress_bars() -> None:
@@ -240,14 +208,10 @@ def hide_progress_bars() -> None:
 
 
 def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
-    """Compose the continuation of a run, which goes on in its own folder unless ``output_dir`` is given.
+    """Compose the continuation of the run ``resumed``, which goes on in its own folder unless ``output_dir`` is given.
 
     Its configuration is the one that lies in the checkpoint, with the overrides laid over it; a chosen experiment (or a
     config of the user) is composed afresh instead.
-
-    Args:
-        args: Parsed arguments.
-        resumed: Value of ``resume``.
     """
     folder = resolve_checkpoint(Path(resumed).expanduser())
     keys = [item.key_or_group for item in parse_overrides(args.overrides)]
@@ -262,37 +226,25 @@ def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
 
 
 def given_value(overrides: Sequence[str], key: str) -> str | None:
-    """Return what the last override of ``key`` says, or None.
-
-    Raises:
-        ConfigError: It lists several values.
-    """
+    """Return what the last override of ``key`` says, or None; raise ConfigError if it lists several values."""
     given = [item for item in parse_overrides(overrides) if item.key_or_group == key]
     if not given or given[-1].value() is None:
         return None
     if given[-1].is_sweep_override():
         text = given[-1].input_line
-        raise ConfigError(
-            f"'{text}' lists several values; required: one. A path with a comma in it needs quotes of its own. "
-            f"Set '{key}=\"{text.partition('=')[2]}\"'"
-        )
+        cure = f"Quote a path with a comma in it. Set '{key}=\"{text.partition('=')[2]}\"'"
+        raise ConfigError(f"'{text}' lists several values; required: one. {cure}")
     return str(given[-1].value())
 
 
 def configure(args: Namespace, command: str) -> RunConfig | None:
     """Compose and check the configuration of a command that runs once, on top of that of ``checkpoint=`` if it is given.
 
-    Returns:
-        The configuration, or None where ``--cfg`` asked to print it only.
-
-    Raises:
-        ConfigError: A sweep was asked for, or the configuration is refused.
-        CheckpointError: The checkpoint is none.
+    Return None if ``--cfg`` asks to print the configuration only.
     """
     if args.multirun:
-        raise ConfigError(
-            f"`rlinf {command}` runs once; sweeps (-m) are for `rlinf train` and `rlinf sft`. Leave -m out"
-        )
+        sweeps = "sweeps (-m) are for `rlinf train` and `rlinf sft`"
+        raise ConfigError(f"`rlinf {command}` runs once; {sweeps}. Leave -m out")
     checkpoint = given_value(args.overrides, "checkpoint")
     if checkpoint is None:
         composed = compose_config(args.overrides, args.config_dir, args.config_name)
@@ -302,7 +254,7 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
         composed.checkpoint = str(folder)
     config = build_config(composed)
     if args.cfg:
-        show(composed, args)
+        print(OmegaConf.to_yaml(composed, resolve=args.resolve))
         return None
     validate(config, command)
     hide_progress_bars()

@@ -34,14 +34,7 @@ _KEY = re.compile(r"^(\+\+|\+|~)?([\w/.@:-]+)(=.*)?$", re.DOTALL)
 
 
 def normalize_overrides(overrides: Iterable[str]) -> list[str]:
-    """Accept what users naturally type: ``+experiment=x`` like ``experiment=x``, and new keys in free-form sections.
-
-    Args:
-        overrides: Command-line overrides in Hydra's grammar.
-
-    Raises:
-        ConfigError: One is no ``key=value`` at all.
-    """
+    """Accept what users naturally type: ``+experiment=x`` like ``experiment=x``, and new keys in free-form sections."""
     result, overrides = [], list(overrides)
     for position, override in enumerate(overrides):
         match = _KEY.match(override)
@@ -95,9 +88,6 @@ def compose_config(overrides: Iterable[str] = (), config_dir: str | None = None,
         overrides: As on the command line, e.g. ``["experiment=quickstart", "trainer.max_steps=3"]``.
         config_dir: Folder of the user's own groups and experiments.
         root: Primary config.
-
-    Raises:
-        ConfigError: An override is not an override, or names a key or a group option that does not exist.
     """
     overrides = normalize_overrides(overrides)
     search.register(config_dir)
@@ -114,17 +104,10 @@ def _compose(overrides: list[str], root: str) -> DictConfig:
 
 
 def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigError:
-    """Turn an error of the composition into one sentence with the correction.
-
-    Args:
-        error: What Hydra, OmegaConf or the YAML reader raised.
-        overrides: Normalised overrides of the command line.
-        root: Primary config.
-    """
+    """Turn an error of Hydra, OmegaConf or the YAML reader into one sentence; ``overrides`` are normalised."""
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
-        options = error.options or []
-        return ConfigError(no_such_option(group, name, options))
+        return ConfigError(no_such_option(group, name, error.options or []))
     if isinstance(error, OverrideParseException):
         written = str(error.override).removeprefix("++")  # which ``normalize_overrides`` may have added
         key, _, value = written.partition("=")
@@ -137,17 +120,13 @@ def explain(error: Exception, overrides: list[str], root: str = ROOT) -> ConfigE
     ambiguous = re.match(r"Ambiguous value for argument '(?:\+\+)?([^=]+)=(.*)'", str(error))
     if ambiguous:
         key, value = ambiguous.groups()
-        return ConfigError(
-            f"{key}={value} holds several values. For one run per value type rlinf train -m {key}={value}; for a list type "
-            f"'{key}=[{value}]'"
-        )
+        sweep = f"Run rlinf train -m {key}={value} for one run per value"
+        return ConfigError(f"{key}={value} holds several values. {sweep}, or set '{key}=[{value}]' for a list")
     match = re.search(r"Could not (?:override|append to config|delete from config)[^']*'?([\w./@-]+)'?", str(error))
     if match:
         override = next((item for item in parse_overrides(overrides) if item.key_or_group == match[1]), None)
-        if override is not None:
-            message = _unknown_key(override, root)
-            if message:
-                return ConfigError(message)
+        if override is not None and (message := _unknown_key(override, root)):
+            return ConfigError(message)
     return ConfigError(first_line(error))
 
 
@@ -199,11 +178,7 @@ def _unknown_key(override: Override, root: str) -> str | None:
 
 
 def parse_overrides(overrides: Iterable[str]) -> list[Override]:
-    """Parse overrides with Hydra's grammar.
-
-    Raises:
-        ConfigError: One is not of the grammar.
-    """
+    """Parse overrides with Hydra's grammar; raise ConfigError if one does not follow it."""
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except OverrideParseException as error:
@@ -237,25 +212,19 @@ def compose_on_saved(
         ConfigError: An override cannot be laid over it.
         CheckpointError: ``saved`` names code that no override names.
     """
-    parsed = [
-        item for item in parse_overrides(normalize_overrides(overrides)) if not item.key_or_group.startswith("hydra.")
-    ]
+    parsed = parse_overrides(normalize_overrides(overrides))
+    parsed = [item for item in parsed if not item.key_or_group.startswith("hydra.")]
     sections = {name for name, hint in typing.get_type_hints(RunConfig).items() if dataclasses.is_dataclass(hint)}
     for override in parsed:
+        key, given = override.key_or_group, f"'{override.input_line}'"
         if override.is_sweep_override():
-            raise ConfigError(
-                f"'{override.input_line}' asks for a sweep; only `rlinf train -m` and `rlinf sft -m` do sweeps."
-            )
-        if override.key_or_group == search.GROUP:
-            raise ConfigError(
-                f"{override.input_line} cannot be laid over the configuration of a checkpoint, which has one already. "
-                "Leave it out, and override single keys or whole groups, e.g. env=tabletop"
-            )
-        key = override.key_or_group
+            raise ConfigError(f"{given} asks for a sweep; only `rlinf train -m` and `rlinf sft -m` do sweeps.")
+        if key == search.GROUP:
+            instead = "Leave it out, and override single keys or whole groups, e.g. env=tabletop"
+            raise ConfigError(f"{given} cannot be laid over a checkpoint, which has its own configuration. {instead}")
         if override.is_delete():
             raise ConfigError(
-                f"'{override.input_line}' cannot be done: the configuration of a checkpoint has a value for every key. "
-                f"Set {key}=<value>"
+                f"{given}: the configuration of a checkpoint has a value for every key. Set {key}=<value>"
             )
         if key.partition(".")[0] not in public_fields(RunConfig):
             raise ConfigError(unknown_key_error(key, override.value(), public_fields(RunConfig)))
@@ -274,10 +243,7 @@ def compose_on_saved(
             OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
     name = str(config.get("experiment_name", "default"))
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ConfigError(
-            f"experiment_name is '{name}', which leads out of the folder outputs. Set experiment_name=<a name>"
-        )
+        raise ConfigError(f"experiment_name is '{name}', which leads out of outputs. Set experiment_name=<a name>")
     if "output_dir" not in typed:
-        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        config.output_dir = f"outputs/{name}/evaluate_{stamp}"
+        config.output_dir = f"outputs/{name}/evaluate_{datetime.now():%Y-%m-%d_%H-%M-%S}"
     return config

@@ -42,10 +42,8 @@ def _load_module(plugin: str) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or not (plugin + ".").startswith(error.name + "."):
             raise  # The plugin is there; something that it imports is not.
-        raise ConfigError(
-            f"plugins names '{plugin}', but there is no module '{error.name}' in this Python environment. "
-            f"Install its package, or give the file: plugins=[path/to/{plugin.rpartition('.')[2]}.py]"
-        ) from None
+        cure = f"Install its package, or set plugins=[path/to/{plugin.rpartition('.')[2]}.py]"
+        raise ConfigError(f"plugins names '{plugin}', and there is no module '{error.name}'. {cure}") from None
 
 
 def _find_file(plugin: str) -> Path:
@@ -53,10 +51,8 @@ def _find_file(plugin: str) -> Path:
     candidates = list(dict.fromkeys(folder / given for folder in (Path.cwd(), *user_folders)))
     path = next((path.resolve() for path in candidates if path.is_file()), None)
     if path is None:
-        raise ConfigError(
-            f"plugins names the file '{plugin}', which does not exist (looked for {', '.join(map(str, candidates))}). "
-            "Set plugins=[path/to/file.py]"
-        )
+        looked = ", ".join(map(str, candidates))
+        raise ConfigError(f"plugins=[{plugin}] does not exist (looked for {looked}). Set plugins=[path/to/file.py]")
     return path
 
 
@@ -67,7 +63,5 @@ def _load_file(path: Path) -> None:
     module = importlib.import_module(path.stem)
     found = Path(module.__file__ or "").resolve()
     if found != path:
-        raise ConfigError(
-            f"plugins names the file '{path}', but a module '{path.stem}' is already loaded from '{found}'. Rename your file, "
-            f"e.g. my_{path.name}"
-        )
+        taken = f"plugins=[{path}], and a module '{path.stem}' is already loaded from '{found}'"
+        raise ConfigError(f"{taken}. Rename your file, e.g. my_{path.name}")

@@ -34,16 +34,11 @@ def check_code(saved: Mapping[str, Any], typed: Collection[str], folder: str | P
     Raises:
         CheckpointError: With everything that has to be typed.
     """
-    found = [
-        (key, value)
-        for key, value in code_values(saved)
-        if not any(key == name or key.startswith(f"{name}.") for name in typed)
-    ]
+    names = tuple(f"{name}." for name in typed)
+    found = [(key, value) for key, value in code_values(saved) if not f"{key}.".startswith(names)]
     if found:
-        raise CheckpointError(
-            f"The configuration in {folder} names Python code to run, and a checkpoint runs none by itself. Read that code "
-            f"first. Set {_overrides(found)}"
-        )
+        reason = f"The configuration in {folder} names Python code to run, and a checkpoint runs none by itself"
+        raise CheckpointError(f"{reason}. Read that code first. Set {_overrides(found)}")
 
 
 def code_overrides(config: Mapping[str, Any]) -> str:

@@ -73,7 +73,6 @@ class RunConfig:
 REGISTRIES = {"env": ENVS, "algorithm": ALGORITHMS}
 """Sections whose dataclass is the ``config_class`` of what their ``name`` stands for in a registry."""
 
-
 SOURCES = (
     "checkpoint",
     "resume",
@@ -87,17 +86,12 @@ SOURCES = (
 
 
 def section_class(section: str, name: str) -> type:
-    """Return the configuration dataclass that ``section.name`` selects.
-
-    Raises:
-        ConfigError: The name is not registered.
-    """
+    """Return the configuration dataclass that ``section.name`` selects."""
     registry = REGISTRIES[section]
     if name not in registry:
-        raise ConfigError(
-            f"{section}.name is {override_text(name)!r}, which is not registered.{did_you_mean(name, registry)} "
-            f"Set {section}={closest(name, registry) or '<name>'}, or import its module with plugins=[module]."
-        )
+        fix = f"Set {section}={closest(name, registry) or '<name>'}, or plugins=[<its module>]"
+        found = f"{section}.name is {override_text(name)!r}, which is not registered"
+        raise ConfigError(f"{found}.{did_you_mean(name, registry)} {fix}")
     return registry.get(name).config_class
 
 
@@ -153,12 +147,7 @@ def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapp
 
 
 def chunks_needed(config: RunConfig) -> int:
-    """Return the policy calls that reach the end of the longest episode.
-
-    Raises:
-        ConfigError: A task does not exist, or its episodes have no end.
-        MissingDependencyError: The simulator is not installed.
-    """
+    """Return the policy calls that reach the end of the longest episode."""
     longest = ENVS.get(config.env.name).longest_horizon(config.env)
     return math.ceil(longest / config.model.action_chunks_len)
 
@@ -171,32 +160,28 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
 
     Args:
         mapping: Nested mapping or OmegaConf ``DictConfig``; missing keys and sections take their defaults.
-
-    Raises:
-        ConfigError: Unknown key, wrong type, value out of range, unknown env or algorithm.
     """
     values = dict(plain_container(mapping))
     values["plugins"] = load_plugins(from_mapping(RunConfig, {"plugins": values.get("plugins", [])}).plugins)
     env = values.get("env", {})
     cameras_follow = isinstance(env, Mapping) and env.get("cameras") is None
     for section in REGISTRIES:
-        given = values.get(section)
+        given, default = values.get(section), getattr(RunConfig(), section).name
         if isinstance(given, Mapping):
-            cls = section_class(section, given.get("name", getattr(RunConfig(), section).name))
-            known, default = public_fields(cls), getattr(RunConfig(), section).name
+            name = given.get("name", default)
+            cls = section_class(section, name)
+            known = public_fields(cls)
             unknown, absent = set(given) - set(known), set(known) - set(given)
             of_default = set(given) >= set(public_fields(section_class(section, default)))
             if of_default and unknown and (absent or len(unknown) > 1):  # the name was changed alone
-                raise ConfigError(
-                    f"{section}.name is '{given['name']}', with the settings of {default}. Choose the group instead of the "
-                    f"name. Set {section}={given['name']}"
-                )
+                found = f"{section}.name is '{name}', with the settings of {default}"
+                raise ConfigError(f"{found}. Choose the group instead of the name. Set {section}={name}")
             for key, value in given.items():
                 if key not in known:
                     raise ConfigError(unknown_key_error(f"{section}.{key}", value, known, typing.get_type_hints(cls)))
             values[section] = from_mapping(cls, given, section)
         elif section not in values:
-            values[section] = section_class(section, getattr(RunConfig(), section).name)()
+            values[section] = section_class(section, default)()
     config = from_mapping(RunConfig, values)
     if cameras_follow:
         config.env.cameras = cameras_read(config)

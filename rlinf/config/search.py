@@ -94,8 +94,7 @@ class ExperimentSource(FileConfigSource):
         return group == GROUP and super().is_config(name)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        inside = config_path.strip("/") == GROUP
-        if not inside:
+        if config_path.strip("/") != GROUP:
             return [] if results_filter == ObjectType.CONFIG else [GROUP]
         return (
             [] if results_filter == ObjectType.GROUP else sorted(path.stem for path in Path(self.path).glob("*.yaml"))
@@ -106,8 +105,7 @@ class ExperimentSource(FileConfigSource):
         if group != GROUP:
             raise ConfigLoadError(f"Config not found: {config_path}")
         result = super().load_config(name)
-        result.header.setdefault("package", None)
-        result.header["package"] = result.header["package"] or "_global_"
+        result.header["package"] = result.header.get("package") or "_global_"
         if isinstance(result.config, DictConfig) and "experiment_name" not in result.config:
             with open_dict(result.config):
                 result.config.experiment_name = Path(name).stem
@@ -138,28 +136,20 @@ def choose_by(key: str, values: dict) -> Any:
     return values[key]
 
 
-def register(config_dir: str | None = None) -> Path | None:
-    """Make Hydra see the above.
-
-    Args:
-        config_dir: The user's ``--config-dir``, whose YAML files become experiments too.
-
-    Returns:
-        Its absolute path.
+def register(config_dir: str | None = None) -> None:
+    """Make Hydra see the above, and the YAML files of the user's ``--config-dir`` as groups and experiments.
 
     Raises:
         ConfigError: It is not a folder, or a file in it has the name of a packaged one, which Hydra would take instead.
     """
     folder = None if config_dir is None else Path(config_dir).expanduser().resolve()
     if folder is not None and not folder.is_dir():
-        raise ConfigError(
-            f"--config-dir is '{config_dir}', which is not a folder. Set --config-dir <folder with YAML files>"
-        )
+        raise ConfigError(f"--config-dir is '{config_dir}', which is not a folder. Set --config-dir <folder>")
     for path in sorted(folder.rglob("*.yaml")) if folder is not None else ():
         if (Path(__file__).parent / path.relative_to(folder)).is_file():
+            other_name = path.with_name(f"my_{path.name}")
             raise ConfigError(
-                f"{path} has the name of a file that comes with rlinf, which would be taken instead. Rename it, e.g. "
-                f"{path.parent / f'my_{path.name}'}"
+                f"{path} has the name of a file of rlinf, which would be taken. Rename it, e.g. {other_name}"
             )
     OmegaConf.register_new_resolver("by", choose_by, replace=True)
     plugins = Plugins.instance()
@@ -167,7 +157,6 @@ def register(config_dir: str | None = None) -> Path | None:
     plugins.register(ExperimentSource)
     plugins.register(RLinfSearchPath)
     user_folders[:] = [] if folder is None else [folder]
-    return folder
 
 
 def group_options(group: str) -> list[str]:

@@ -45,11 +45,7 @@ def language_model_in(path: str | Path) -> str | None:
 
 
 def check_no_text(config: RunConfig, command: str) -> None:
-    """A dataset must be demonstrations, and a model must be able to see.
-
-    Raises:
-        ConfigError: ``sft.dataset`` or ``model.model_path`` is text; it names the page on text.
-    """
+    """Check that the dataset holds demonstrations, and that the model can see."""
     for key, path, instead in (
         ("sft.dataset", config.sft.dataset, "demonstrations. Set sft.dataset=<LeRobotDataset or RLDS folder>"),
         ("model.model_path", config.model.model_path, "a policy or a vision-language model. Set model=openvla_tiny"),

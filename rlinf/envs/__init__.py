@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlinf.envs.config import EnvConfig
 from rlinf.errors import ConfigError
 from rlinf.registry import Registry
 
 if TYPE_CHECKING:
     from rlinf.envs.base import VectorEnv
-    from rlinf.envs.config import EnvConfig
 
 ENVS: Registry[type[VectorEnv]] = Registry(
     "env",
@@ -41,8 +41,6 @@ def make_env(config: EnvConfig, num_envs: int, *, auto_reset: bool) -> VectorEnv
     Raises:
         ConfigError: The name is not registered, or the config is not of the environment's ``config_class``.
     """
-    from rlinf.envs.config import EnvConfig
-
     if not isinstance(config, EnvConfig):
         raise ConfigError(
             f"make_env got a {type(config).__name__}; required: an EnvConfig. Pass build_config(<composed "

@@ -13,7 +13,7 @@ from typing import Any
 from rlinf.errors import ConfigError
 from rlinf.evaluation.intervals import paired_difference_interval
 from rlinf.evaluation.result import EvaluationResult, Success
-from rlinf.manifest import Mismatch, refuse
+from rlinf.manifest import Mismatch, refuse_mismatches
 from rlinf.number_formats import format_p_value, format_points
 from rlinf.types import EpisodeResult
 
@@ -151,7 +151,7 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
         ConfigError: The lists differ and that is not allowed, an episode occurs twice, or none is common.
     """
     sentence = "Actions were drawn in different ways in the two evaluations (first: saved, second: present)"
-    mismatches = refuse(sampling_differences(result_a, result_b), allow_mismatch, sentence)
+    mismatches = refuse_mismatches(sampling_differences(result_a, result_b), allow_mismatch, sentence)
     first, second = _by_episode(result_a, "first"), _by_episode(result_b, "second")
     common = [key for key in first if key in second]
     unpaired = len(first) + len(second) - 2 * len(common)

@@ -13,7 +13,7 @@ from rlinf.evaluation.report import write_report
 from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE, closing_tags
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.files import follow_latest, write_text
-from rlinf.manifest import MANIFEST_FILE, POLICY_FIELDS, Manifest, check_allowed, refuse
+from rlinf.manifest import MANIFEST_FILE, POLICY_FIELDS, Manifest, check_allowed, refuse_mismatches
 from rlinf.manifest import compare as compare_manifests
 from rlinf.tracking.tracker import read_metrics
 
@@ -85,4 +85,4 @@ def check_conditions(folder_a: Path, folder_b: Path | Manifest, allow_mismatch: 
     check_allowed(allow_mismatch, first, second, also=COMPARISON_NAMES)
     worlds = [one for one in compare_manifests(first, second) if one.field.partition(".")[0] not in POLICY_FIELDS]
     sentence = "The two evaluations ran under conditions that differ (first: saved, second: present)"
-    return [str(one) for one in refuse(worlds, allow_mismatch, sentence) if one.must_match]
+    return [str(one) for one in refuse_mismatches(worlds, allow_mismatch, sentence) if one.must_match]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlinf.files import sha256_of
-from rlinf.manifest import BASE_FIELD, MANIFEST_FILE, Manifest, Mismatch, refuse
+from rlinf.manifest import BASE_FIELD, MANIFEST_FILE, Manifest, Mismatch, refuse_mismatches
 from rlinf.models.config import ModelConfig
 
 ADAPTER_FOLDER = "adapter"
@@ -42,7 +42,7 @@ def check_base(model: ModelConfig, allow_mismatch: Sequence[str] = ()) -> None:
         sentence = (
             f"The adapters of {folder} belong to other base weights than model.model_path={model.model_path or 'null'}"
         )
-        refuse([Mismatch(BASE_FIELD, saved, present, must_match=True)], allow_mismatch, sentence)
+        refuse_mismatches([Mismatch(BASE_FIELD, saved, present, must_match=True)], allow_mismatch, sentence)
 
 
 def weights_digest(model_path: str | None) -> str | None:

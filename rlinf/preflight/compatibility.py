@@ -19,6 +19,7 @@ from rlinf.envs import ENVS
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
 from rlinf.options import override_text, public_fields, to_mapping
 from rlinf.preflight.folders import check_writable
+from rlinf.preflight.refuse import refuse
 from rlinf.rollout.demonstrations import expert_options
 from rlinf.types import EnvSpec
 
@@ -30,10 +31,8 @@ def check_precision(config: RunConfig) -> None:
     """Training needs a number format whose gradients do not vanish."""
     precision = config.model.precision
     if models.torch_dtype_from_precision(precision) is torch.float16:
-        raise ConfigError(
-            f"model.precision={precision} is for evaluation: in float16 small gradients become 0, and training scales no loss. "
-            "Required for training: fp32, bf16 or bf16-mixed. Set model.precision=bf16-mixed"
-        )
+        found = f"model.precision={precision} is for evaluation: in float16 small gradients become 0"
+        refuse(found, "fp32, bf16 or bf16-mixed for training", "model.precision=bf16-mixed")
 
 
 def check_inputs(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
@@ -83,10 +82,10 @@ def check_rollout(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
     check_temperature(rollout.temperature, "rollout.temperature")
     size, ranks = rollout.vllm.tensor_parallel_size, config.cluster.num_processes
     if size > 1 and ranks > 1:
-        raise ConfigError(
-            f"rollout.vllm.tensor_parallel_size={size} and cluster.num_processes={ranks}: each rank has an engine, which begins at the "
-            "rank's own GPU and would spread over those of the next ranks. Set rollout.vllm.tensor_parallel_size=1, or "
-            "cluster.num_processes=1"
+        refuse(
+            f"rollout.vllm.tensor_parallel_size={size} and cluster.num_processes={ranks}",
+            "one of them 1, because each rank has an engine, which would spread over the GPUs of the next ranks",
+            "rollout.vllm.tensor_parallel_size=1, or cluster.num_processes=1",
         )
     require_vllm("set rollout.backend=torch")
 
@@ -109,11 +108,11 @@ def _check_num_episodes(config: RunConfig, section: str) -> None:
     """Check that the split of ``section`` has enough episodes."""
     env, wanted, env_class = config.env, getattr(config, section), ENVS.get(config.env.name)
     num_tasks, per_task = len(env.tasks or env_class.all_task_names(env)), env_class.num_init_states(env, wanted.split)
-    if wanted.num_episodes > num_tasks * per_task:
-        raise ConfigError(
-            f"{section}.num_episodes={wanted.num_episodes}, but the split '{wanted.split}' has {num_tasks} tasks x {per_task} "
-            f"initial states = {num_tasks * per_task}. Set {section}.num_episodes={num_tasks * per_task}"
-        )
+    available = num_tasks * per_task
+    if wanted.num_episodes > available:
+        split = f"the split '{wanted.split}' has {num_tasks} tasks x {per_task} initial states = {available}"
+        key = f"{section}.num_episodes"
+        raise ConfigError(f"{key}={wanted.num_episodes}, but {split}. Set {key}={available}")
 
 
 def check_dataset(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
@@ -125,34 +124,29 @@ def check_dataset(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
         require_package(package, f"sft.dataset={sft.dataset} ({info.format})", package, "sft.dataset=null")
     made_for = info.env.get("name", env.name)
     if made_for != env.name:
-        raise ConfigError(
-            f"{info.folder} was collected with env.name={made_for}, and env.name is {env.name}. Set env={made_for}, or {instead}"
-        )
+        found = f"{info.folder} was collected with env.name={made_for}"
+        refuse(found, f"env.name={env.name}", f"env={made_for}, or {instead}")
     _check_recorded_env(config, info.folder, info.env)
     for camera, column in zip(env.cameras, image_columns(info, env.cameras, sft.cameras), strict=True):
         height, width = info.image_shapes[column]
         if (height, width) != (env.image_size, env.image_size):
-            mended = (
-                f"env.image_size={height}" if height == width else "another sft.cameras=<cameras with square images>"
-            )
-            raise ConfigError(
-                f"The images '{column}' of {info.folder} have {height} x {width} pixels, and the camera '{camera}' of the env has "
-                f"{env.image_size} x {env.image_size} (env.image_size); required: the same. Set {mended}, or {instead}"
+            mended = f"env.image_size={height}" if height == width else "sft.cameras=<cameras with square images>"
+            refuse(
+                f"The images '{column}' of {info.folder} have {height} x {width} pixels",
+                f"{env.image_size} x {env.image_size} (env.image_size) for the camera '{camera}' of the env",
+                f"{mended}, or {instead}",
             )
     if info.action_dim != config.model.action_token_len:
-        raise ConfigError(
-            f"The actions of {info.folder} have {info.action_dim} numbers, and the model's {config.model.action_token_len} "
-            f"(model.action_token_len); required: the same. Set model.action_token_len={info.action_dim}, or {instead}"
-        )
+        found, required = f"The actions of {info.folder} have {info.action_dim} numbers", config.model.action_token_len
+        fix = f"model.action_token_len={info.action_dim}, or {instead}"
+        refuse(found, f"model.action_token_len={required}", fix)
     column, wanted = state_column(info, sft.state_key), ENVS.get(env.name).state_width(env)
     given = 0 if column is None else info.state_dims[column]
     reads_state = policy is not None and policy[0].reads_state(policy[1])
     if wanted and given != wanted and (reads_state or sft.state_key is not None):
         same = [name for name, width in info.state_dims.items() if width == wanted]
-        raise ConfigError(
-            f"The state of {info.folder} ({column or info.state_key}) has width {given}, and the env's has {wanted}; required: the "
-            f"same. Set {f'sft.state_key={same[0]}' if same else instead}"
-        )
+        found = f"The state of {info.folder} ({column or info.state_key}) has width {given}"
+        refuse(found, f"{wanted}, as the env gives it", f"sft.state_key={same[0]}" if same else instead)
 
 
 def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, Any]) -> None:
@@ -160,9 +154,8 @@ def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, 
     present, allowed = to_mapping(config.env), config.sft.allow_mismatch
     for name in allowed:
         if name not in present:
-            raise ConfigError(
-                f"sft.allow_mismatch names '{name}', which is not a key of env.{did_you_mean(name, present)}"
-            )
+            hint = did_you_mean(name, present)
+            raise ConfigError(f"sft.allow_mismatch names '{name}', which is not a key of env.{hint}")
     free = {*ENVS.get(config.env.name).free_settings, *KEYS_OF_THE_COLUMNS, *allowed}
     differing = [name for name in present if name in recorded and name not in free and recorded[name] != present[name]]
     if not differing:
@@ -184,9 +177,7 @@ def check_collect(config: RunConfig) -> None:
     if config.dataset is None:
         raise ConfigError("`rlinf collect` needs a folder to write. Set dataset=data/<name>")
     if os.path.lexists(Path(config.dataset).expanduser()):
-        raise ConfigError(
-            f"dataset is '{config.dataset}', which exists, and nothing is overwritten. Set dataset=<a new folder>"
-        )
+        refuse(f"dataset='{config.dataset}' exists", "a new folder", "dataset=<a new folder>")
     check_writable(config.dataset, "dataset")
     require_package("pyarrow", "`rlinf collect`", "pyarrow", "sft.dataset=null to clone the expert without a dataset")
     if collect.video:
@@ -196,19 +187,12 @@ def check_collect(config: RunConfig) -> None:
         ENVS.get(env.name).check_expert(env, expert_options(config.sft.expert), instead)
     _check_num_episodes(config, "collect")
     if collect.video and env.image_size % 2:
-        raise ConfigError(
-            f"env.image_size={env.image_size} is odd, which MP4 files cannot hold. Set collect.video=false, or "
-            f"env.image_size={env.image_size + 1}"
-        )
+        fix = f"collect.video=false, or env.image_size={env.image_size + 1}"
+        refuse(f"env.image_size={env.image_size}", "an even number for MP4 files", fix)
 
 
 def require_package(module: str, wanted_by: str, package: str, instead: str) -> None:
-    """Refuse an option whose optional package is not installed.
-
-    Raises:
-        MissingDependencyError: With the command that installs it and the override that does without.
-    """
+    """Refuse an option whose optional package is not installed."""
     if importlib.util.find_spec(module) is None:
-        raise MissingDependencyError(
-            f"{wanted_by} needs the package '{package}'. Install it: pip install {package}. Or type {instead}"
-        )
+        cure = f"Run pip install {package}, or set {instead}"
+        raise MissingDependencyError(f"{wanted_by} needs the package '{package}'. {cure}")

@@ -43,7 +43,6 @@ def build_manifest(
         policy_version: Number of weight updates so far.
         fingerprint: What ``take_fingerprint`` returned; None: not taken.
     """
-
     settings = model.config.to_dict()
     lora: dict[str, Any] = {"state": "merged" if settings.get("merged_adapters") else "none"}
     if config.model.is_lora:
@@ -77,8 +76,8 @@ def build_manifest(
 def _normalization(unnorm_key: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     statistics = settings.get("norm_stats") or {}
     if unnorm_key is None and len(statistics) == 1:
-        unnorm_key = next(iter(statistics))
-    return {"unnorm_key": unnorm_key, "statistics": statistics.get(unnorm_key) if unnorm_key else None}
+        (unnorm_key,) = statistics
+    return {"unnorm_key": unnorm_key, "statistics": statistics.get(unnorm_key)}
 
 
 def _processor_settings(processor: Any) -> dict[str, Any] | None:

@@ -65,49 +65,32 @@ def derive(config: RunConfig) -> DerivedNumbers:
 
 def format_derived(config: RunConfig) -> str:
     """Return the numbers as a small table."""
-    numbers, rollout, trainer = derive(config), config.rollout, config.trainer
-    ranks = config.cluster.num_processes
-    rows: list[tuple[str, str]] = [
-        (
-            "policy",
-            f"{config.model.model_type}, {config.model.action_chunks_len} x {config.model.action_token_len} numbers a call",
-        ),
-        ("tasks", f"{config.env.name}: {', '.join(config.env.tasks) if config.env.tasks else 'all tasks'}"),
-    ]
-    if config.sft.max_steps > 0:
-        passes = numbers.sft_micro_batches_per_rank
-        rows.append(
-            (
-                "behaviour cloning",
-                f"{config.sft.max_steps} steps of {config.sft.batch_size} in {_count(passes, 'micro-batch')} a rank",
-            )
-        )
+    numbers, rollout, trainer, sft, model = derive(config), config.rollout, config.trainer, config.sft, config.model
+    ranks = _count(config.cluster.num_processes, "rank")
+    rows = {
+        "policy": f"{model.model_type}, {model.action_chunks_len} x {model.action_token_len} numbers a call",
+        "tasks": f"{config.env.name}: {', '.join(config.env.tasks or ['all tasks'])}",
+    }
+    if sft.max_steps > 0:
+        passes = _count(numbers.sft_micro_batches_per_rank, "micro-batch")
+        rows["behaviour cloning"] = f"{sft.max_steps} steps of {sft.batch_size} in {passes} a rank"
     if trainer.max_steps > 0:
         groups = f" = {numbers.num_groups} groups of {rollout.group_size}" if rollout.group_size > 1 else ""
-        rows += [
-            (
-                "rollout",
-                f"{rollout.num_envs} envs{groups} x {rollout.num_chunks} chunks = {numbers.num_samples} samples",
-            ),
-            (
-                "minibatches",
-                f"{numbers.minibatches_per_epoch} of {trainer.minibatch_size} x {_count(config.algorithm.update_epochs, 'epoch')}",
-            ),
-            (
-                f"each of {_count(ranks, 'rank')}",
-                f"{_count(numbers.envs_per_rank, 'env')}, {numbers.rows_per_rank} rows a minibatch in {_count(numbers.micro_batches_per_rank, 'micro-batch')}",
-            ),
-            (
-                "in all",
-                f"{trainer.max_steps} iterations, {numbers.optimizer_steps:,} optimiser steps, up to {numbers.env_steps:,} env steps",
-            ),
-        ]
+        envs, passes = _count(numbers.envs_per_rank, "env"), _count(numbers.micro_batches_per_rank, "micro-batch")
+        epochs = _count(config.algorithm.update_epochs, "epoch")
+        steps = f"{numbers.optimizer_steps:,} optimiser steps, up to {numbers.env_steps:,} env steps"
+        rows["rollout"] = (
+            f"{rollout.num_envs} envs{groups} x {rollout.num_chunks} chunks = {numbers.num_samples} samples"
+        )
+        rows["minibatches"] = f"{numbers.minibatches_per_epoch} of {trainer.minibatch_size} x {epochs}"
+        rows[f"each of {ranks}"] = f"{envs}, {numbers.rows_per_rank} rows a minibatch in {passes}"
+        rows["in all"] = f"{trainer.max_steps} iterations, {steps}"
     num_episodes = "all" if config.evaluation.num_episodes is None else config.evaluation.num_episodes
-    rows.append(("evaluation", f"{num_episodes} episodes of the split '{config.evaluation.split}'"))
+    rows["evaluation"] = f"{num_episodes} episodes of the split '{config.evaluation.split}'"
     if config.output_dir:
-        rows.append(("output", config.output_dir))
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+        rows["output"] = config.output_dir
+    width = max(map(len, rows))
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in rows.items())
 
 
 def _count(number: int, noun: str) -> str:

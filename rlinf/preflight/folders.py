@@ -6,64 +6,55 @@ import os
 import tempfile
 from pathlib import Path
 
+from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, STATE_FILE, resolve_checkpoint
 from rlinf.config.schema import RunConfig
 from rlinf.errors import ConfigError
+from rlinf.models import config_file_names, entry_for
+from rlinf.models.base_weights import check_base
 from rlinf.preflight.refuse import refuse
 
 
 def check_sources(config: RunConfig) -> None:
     """Check that the folders to load exist and hold what they should."""
-    from rlinf.checkpoints.checkpoint import resolve_checkpoint
-
     if config.resume is not None and config.init_from is not None:
-        raise ConfigError(
-            f"resume={config.resume} and init_from={config.init_from} exclude each other: resume continues a run, init_from "
-            "starts a new run from its weights. Set resume=null or init_from=null"
+        found = (
+            f"resume={config.resume}, which continues a run, and init_from={config.init_from}, which starts a new one"
         )
-    for key in ("resume", "init_from", "checkpoint"):
-        folder = getattr(config, key)
+        refuse(found, "they exclude each other", "resume=null or init_from=null")
+    for folder in (config.resume, config.init_from, config.checkpoint):
         if folder is not None:
             resolve_checkpoint(folder)
     if config.checkpoint is not None:
         return  # Weights and processor come from there.
-    model = config.model
-    if (config.resume or config.init_from) is None and model.model_path is None and not model.init_config:
+    model, is_new = config.model, config.resume is None and config.init_from is None
+    if is_new and model.model_path is None and not model.init_config:
         refuse(
             "model.model_path is null and model.init_config is empty",
             "weights to load, or sizes for random ones",
             "model.model_path=<folder or hub id>, or model=openvla_tiny",
         )
-    from rlinf.models import config_file_names, entry_for
-
-    markers = config_file_names(entry_for(model))
-    for key, names in (("model_path", markers), ("lora_path", ("adapter_config.json",))):
-        path = getattr(model, key)
-        if path is not None:
-            check_hub_folder(f"model.{key}", path, names)
-    if config.resume is None and config.init_from is None and Path(model.model_path or "").expanduser().is_dir():
-        from rlinf.models.base_weights import check_base
-
+    if model.model_path is not None:
+        check_hub_folder("model.model_path", model.model_path, config_file_names(entry_for(model)))
+    if model.lora_path is not None:
+        check_hub_folder("model.lora_path", model.lora_path, ("adapter_config.json",))
+    if is_new and Path(model.model_path or "").expanduser().is_dir():
         check_base(model, config.evaluation.allow_mismatch)
     if config.tokenizer.tokenizer_model is not None:
         check_hub_folder("tokenizer.tokenizer_model", config.tokenizer.tokenizer_model, ())
 
 
 def check_hub_folder(key: str, path: str, markers: tuple[str, ...]) -> None:
-    """Check that ``path`` is a folder with one of the files ``markers``, or looks like a hub id (``organisation/name``).
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Check that ``path`` is a folder with one of the files ``markers``, or looks like a hub id (``organisation/name``)."""
     folder = Path(path).expanduser()
     if folder.is_dir():
-
-        def fits(candidate: Path) -> bool:
-            return not markers or any((candidate / name).is_file() for name in markers)
-
-        if not fits(folder):
+        with_marker = [
+            candidate
+            for candidate in (folder, folder / "model", folder / "adapter")
+            if not markers or any((candidate / name).is_file() for name in markers)
+        ]
+        if folder not in with_marker:
             wanted = " or ".join(markers)
-            inside = [child for child in ("model", "adapter") if fits(folder / child)]
-            fitting = folder / inside[0] if inside else f"<folder with {wanted}>"
+            fitting = with_marker[0] if with_marker else f"<folder with {wanted}>"
             raise ConfigError(f"{key}='{path}' is a folder without {wanted}. Set {key}={fitting}")
     elif path.startswith(("/", ".", "~")) or path.count("/") != 1 or folder.exists():
         raise ConfigError(f"{key}='{path}' is neither a folder nor a hub id (organisation/name). Set {key}=<folder>")
@@ -71,13 +62,9 @@ def check_hub_folder(key: str, path: str, markers: tuple[str, ...]) -> None:
 
 def check_new_folder(config: RunConfig) -> None:
     """Check that the output folder holds no run, except the one that is resumed."""
-    from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, STATE_FILE, resolve_checkpoint
-
     folder = Path(config.output_dir).expanduser().resolve()
     found = [name for name in ("metrics.jsonl", CHECKPOINTS_FOLDER) if (folder / name).exists()]
-    if not found:
-        return
-    if config.resume is not None and folder in resolve_checkpoint(config.resume).resolve().parents:
+    if not found or (config.resume is not None and folder in resolve_checkpoint(config.resume).resolve().parents):
         return
     instead = f"resume={config.output_dir} to continue it, or output_dir=<another folder>"
     if not any(folder.glob(f"{CHECKPOINTS_FOLDER}/*/{STATE_FILE}")):
@@ -94,6 +81,5 @@ def check_writable(output_dir: str, key: str = "output_dir") -> None:
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".rlinf-", dir=existing))
     except OSError as error:
-        raise ConfigError(
-            f"{key}='{output_dir}', but nothing can be written in '{existing}' ({error.strerror}). Set {key}=<another folder>"
-        ) from error
+        message = f"{key}='{output_dir}', but nothing can be written in '{existing}' ({error.strerror})"
+        raise ConfigError(f"{message}. Set {key}=<another folder>") from error

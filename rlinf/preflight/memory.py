@@ -6,7 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlinf.config.schema import RunConfig
+from rlinf.envs import ENVS
+from rlinf.models import entry_for, get_model
 from rlinf.models.config import ModelConfig
 from rlinf.number_formats import format_bytes
 
@@ -47,19 +51,10 @@ class MemoryEstimate:
     rollout_buffer: int
 
     @property
-    def trainer(self) -> int:
-        """Bytes of the trainer role."""
-        return self.weights + self.masters + self.gradients + self.optimizer + self.reference_weights
-
-    @property
-    def rollout(self) -> int:
-        """Bytes of the rollout role."""
-        return self.rollout_weights + self.engine + self.rollout_buffer
-
-    @property
     def total(self) -> int:
         """Bytes of one rank, whose two roles share a process."""
-        return self.trainer + self.rollout
+        trainer = self.weights + self.masters + self.gradients + self.optimizer + self.reference_weights
+        return trainer + self.rollout_weights + self.engine + self.rollout_buffer
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return ``(role, part, size)`` for a table; parts of size 0 are left out."""
@@ -79,15 +74,10 @@ class MemoryEstimate:
 
 
 def estimate_memory(config: RunConfig) -> MemoryEstimate:
-    """Estimate the bytes of each role from the policy's parameters, without allocating them.
-
-    Args:
-        config: Checked configuration; ``model.model_path`` must be null or a folder.
-    """
+    """Estimate the bytes of each role, without allocating them; ``model.model_path`` must be null or a folder."""
     model = policy_on_meta_device(config)
     parameters = [(p.numel(), p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
-    ranks = config.cluster.num_processes
-    sharding = config.trainer.sharding
+    ranks, sharding = config.cluster.num_processes, config.trainer.sharding
     sharded = ranks > 1 if sharding == "auto" else sharding == "fsdp2"
     all_bytes = sum(size for _, size, _ in parameters)
     num_trained = sum(count for count, _, trained in parameters if trained)
@@ -115,8 +105,6 @@ def engine_bytes(config: RunConfig, model: Any, weights: int) -> int:
     """
     if config.rollout.backend != "vllm":
         return 0
-    import torch
-
     from rlinf.rollout.vllm_policy import engine_arguments
 
     options, num_envs = config.rollout.vllm, config.rollout.num_envs // config.cluster.num_processes
@@ -131,8 +119,6 @@ def sample_bytes(config: RunConfig, model: Any) -> int:
 
     Samples are counted as int64; continuous policies keep float32, which takes half of that.
     """
-    from rlinf.envs import ENVS
-
     env, chunk_len = config.env, model.action_chunks_len
     observation = ENVS.get(env.name).observation_bytes(env)
     logprobs = (3 if config.algorithm.kl_coef > 0 else 2) * 4 * model.num_logprobs
@@ -143,10 +129,6 @@ def sample_bytes(config: RunConfig, model: Any) -> int:
 
 def policy_on_meta_device(config: RunConfig) -> Any:
     """Build the policy on torch's meta device: all shapes and number formats, but no memory."""
-    import torch
-
-    from rlinf.models import get_model
-
     model_config, overrides = replace(config.model, lora_path=None), {}
     if model_config.model_path is not None:
         name, sizes = _architecture(model_config)
@@ -161,8 +143,6 @@ def policy_on_meta_device(config: RunConfig) -> Any:
 
 def available_memory(num_ranks: int) -> int | None:
     """Return the free bytes on the GPUs of all ranks, or in main memory without a GPU; None: unknown."""
-    import torch
-
     if torch.cuda.is_available():
         return sum(torch.cuda.mem_get_info(i)[0] for i in range(min(num_ranks, torch.cuda.device_count())))
     for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
@@ -174,8 +154,6 @@ def available_memory(num_ranks: int) -> int | None:
 def _architecture(model_config: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Return model type and configuration fields of a checkpoint, as for random weights."""
     from transformers import AutoConfig
-
-    from rlinf.models import entry_for
 
     entry = entry_for(model_config).resolve()
     loaded = (entry.config or AutoConfig).from_pretrained(

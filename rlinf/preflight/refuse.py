@@ -8,14 +8,11 @@ from rlinf.errors import ConfigError
 
 
 def refuse(found: str, required: str, fix: str) -> NoReturn:
-    """Refuse a configuration.
+    """Raise a ``ConfigError``.
 
     Args:
         found: The values, as ``key=value`` where possible.
         required: What was required of them, or why they do not work.
         fix: Overrides that fix it.
-
-    Raises:
-        ConfigError: Always.
     """
     raise ConfigError(f"{found}; required: {required}. Set {fix}")

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlinf.checkpoints.checkpoint import SUPERSEDED, read_loop_state, resolve_checkpoint
 from rlinf.checkpoints.saved_config import flat, read_saved_config
 from rlinf.config.schema import RunConfig
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.manifest import Manifest, compare, refuse
+from rlinf.manifest import Manifest, compare, refuse_mismatches
 from rlinf.options import override_text, to_mapping
 from rlinf.preflight.conditions import conditions_of
+from rlinf.preflight.refuse import refuse
 
 KEYS_OF_OTHER_COMMANDS = {
     "checkpoint": "resume={0} to continue its run, or init_from={0} to start with its weights",
@@ -27,18 +29,12 @@ LAUNCH_KEYS = ("output_dir", "resume", "init_from")
 def check_start(config: RunConfig, command: str) -> None:
     """Check that the checkpoint of ``resume`` or ``init_from`` can continue as configured, and that no unused key is set.
 
-    Args:
-        config: Typed configuration.
-        command: ``train`` or ``sft``.
-
     Raises:
-        CheckpointError: The checkpoint holds another model type, or is an exported policy, which cannot be resumed; or env,
-            number format or versions differ from those of the resumed run (``ManifestMismatchError``).
-        ConfigError: The resumed run has another seed, or has already done more than requested; its checkpoint was set aside;
-            or a key of another command is set.
+        CheckpointError: The checkpoint holds another model type, or cannot be resumed, because it is an export or because env,
+            number format or versions differ (``ManifestMismatchError``).
+        ConfigError: The seed differs, the run has already done more, its checkpoint was set aside, or a key of another command
+            is set.
     """
-    from rlinf.checkpoints.checkpoint import SUPERSEDED, read_loop_state, resolve_checkpoint
-
     for key, instead in KEYS_OF_OTHER_COMMANDS.items():
         value = getattr(config, key)
         if value is not None:
@@ -50,10 +46,9 @@ def check_start(config: RunConfig, command: str) -> None:
     if config.resume is not None and SUPERSEDED.fullmatch(folder.parent.name):
         back = folder.parent.parent / folder.name
         place = f"{back} (replacing the one there)" if back.exists() else back
-        raise ConfigError(
-            f"resume={config.resume} was set aside when its run continued from an earlier checkpoint; required: one in "
-            f"{back.parent}. Move {folder} back to {place}, and set resume={back}"
-        )
+        found = f"resume={config.resume} was set aside when its run continued from an earlier checkpoint"
+        move = f"Move {folder} back to {place}, and set resume={back}"
+        raise ConfigError(f"{found}; required: one in {back.parent}. {move}")
     state = read_loop_state(folder) if config.resume is not None else None
     saved = Manifest.load(folder)
     check_model_type(folder, saved, config)
@@ -62,12 +57,10 @@ def check_start(config: RunConfig, command: str) -> None:
     begin_again = f"init_from={config.resume} resume=null output_dir=<a new folder>"
     seed = read_saved_config(folder).get("seed")
     if seed != config.seed:
-        raise ConfigError(
-            f"seed is {config.seed}, and {folder} was made with seed={seed}; a run has one seed. Set seed={seed}, or start a new "
-            f"run: {begin_again}"
-        )
+        found = f"seed={config.seed}, and {folder} was made with seed={seed}"
+        refuse(found, "one seed in a run", f"seed={seed}, or for a new run {begin_again}")
     preprocessing = {**saved.preprocessing, "cameras": list(config.env.cameras)}
-    refuse(
+    refuse_mismatches(
         compare(saved, replace(saved, **conditions_of(config), preprocessing=preprocessing)),
         config.evaluation.allow_mismatch,
         f"{folder} was made under conditions that differ from the present ones (a new run may start with its weights: {begin_again})",
@@ -75,17 +68,13 @@ def check_start(config: RunConfig, command: str) -> None:
     if command == "sft" and state["phase"] == "rl":
         raise ConfigError(f"{folder} has finished cloning and is in RL. Run rlinf train resume={config.resume}")
     if command == "train" and state["step"] > config.trainer.max_steps:
-        raise ConfigError(
-            f"trainer.max_steps={config.trainer.max_steps}, but {folder} has already done {state['step']} iterations. Set trainer.max_steps={state['step'] + 10}, or resume=<an earlier checkpoint>"
-        )
+        found = f"trainer.max_steps={config.trainer.max_steps} for {folder}"
+        required = f"at least the {state['step']} iterations that it has done"
+        refuse(found, required, f"trainer.max_steps={state['step'] + 10}, or resume=<an earlier checkpoint>")
 
 
 def check_model_type(folder: Path, saved: Manifest, config: RunConfig) -> None:
-    """Check that the checkpoint holds the configured model type.
-
-    Raises:
-        CheckpointError: It holds another.
-    """
+    """Check that the checkpoint holds the configured model type."""
     found = saved.model.get("model_type")
     if found != config.model.model_type:
         raise CheckpointError(

@@ -50,9 +50,6 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
         config: Typed configuration.
         command: One of ``COMMANDS``. Only what the command uses is checked.
 
-    Returns:
-        The numbers that follow from the configuration.
-
     Raises:
         ConfigError: Values contradict each other, or name something that does not exist.
         MissingDependencyError: An option needs a package that is not installed.
@@ -60,19 +57,20 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     """
     if command not in COMMANDS:
         raise ValueError(f"command is {command!r}; required: one of {', '.join(COMMANDS)}")
+    trains = command in ("train", "sft")
     check_names(config)
     if config.rollout.num_chunks is None:
         config.rollout.num_chunks = chunks_needed(config)
-    if command in ("train", "sft"):
+    if trains:
         check_no_text(config, command)
     if command == "collect":
         check_collect(config)
         if config.checkpoint is None:  # The scripted expert acts.
             return derive(config)
     check_model(config)
-    check_devices(config, config.cluster.num_processes if command in ("train", "sft") else 1)
+    check_devices(config, config.cluster.num_processes if trains else 1)
     check_sources(config)
-    if command in ("train", "sft"):
+    if trains:
         check_start(config, command)
     policy = declared_policy(config)
     check_inputs(config, policy)
@@ -81,7 +79,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     if command in ("collect", "diagnose"):
         return derive(config)
     check_evaluation(config)
-    if command != "evaluate":
+    if trains:
         check_no_comparison(config, command)
         check_phases(config, command)
         check_precision(config)
@@ -89,17 +87,13 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
         check_batches(config)
         check_algorithm(config)
         check_rollout(config, policy)
-    if command != "evaluate" and config.sft.max_steps > 0:
+    if trains and config.sft.max_steps > 0:
         check_sft(config, policy)
-        if config.sft.dataset is None:
-            check_demonstrator(config)
-        else:
-            check_dataset(config, policy)
-    if command != "evaluate" and config.tracking.wandb:
+    if trains and config.tracking.wandb:
         require_package("wandb", "tracking.wandb=true", "wandb", "tracking.wandb=false")
     if config.output_dir is not None:
         check_writable(config.output_dir)
-        if command != "evaluate":
+        if trains:
             check_new_folder(config)
     return derive(config)
 
@@ -133,17 +127,16 @@ def check_model(config: RunConfig) -> None:
         fix = f"model.attn_implementation={closest(attention, ATTENTION) or ATTENTION[0]}"
         refuse(f"model.attn_implementation='{attention}'", f"one of {', '.join(ATTENTION)}", fix)
     if attention == "flash_attention_2":
-        instead = "model.attn_implementation=sdpa"
+        found, instead = f"model.attn_implementation={attention}", "model.attn_implementation=sdpa"
         if not torch.cuda.is_available():
-            refuse(f"model.attn_implementation={attention}, but torch sees no NVIDIA GPU", "a GPU", instead)
-        require_package("flash_attn", f"model.attn_implementation={attention}", "flash-attn", instead)
+            refuse(f"{found}, but torch sees no NVIDIA GPU", "a GPU", instead)
+        require_package("flash_attn", found, "flash-attn", instead)
     if model.image_size is not None and (len(model.image_size) != 2 or min(model.image_size) < 1):
         found = f"model.image_size={override_text(model.image_size)}"
         refuse(found, "[height, width] in pixels", "'model.image_size=[224,224]'")
     if model.lora_path is not None and not model.is_lora:
-        refuse(
-            f"model.lora_path={model.lora_path} with model.is_lora=false", "an adapter to load", "model.is_lora=true"
-        )
+        found = f"model.lora_path={model.lora_path} with model.is_lora=false"
+        refuse(found, "an adapter to load", "model.is_lora=true")
     if model.is_lora and model.lora.dropout > 0 and config.trainer.max_steps > 0:
         reason = "0 for RL, because dropout makes the log-probs of rollout and training differ"
         refuse(f"model.lora.dropout={model.lora.dropout}", reason, "model.lora.dropout=0")
@@ -159,9 +152,7 @@ def check_devices(config: RunConfig, num_processes: int) -> None:
     if cluster.device == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count < num_processes:
-            found = (
-                f"cluster.device=cuda with {num_processes} processes (cluster.num_processes), but torch sees {count}"
-            )
+            found = f"cluster.device=cuda for {num_processes} processes (cluster.num_processes), and torch sees {count}"
             refuse(found, "a GPU for each", f"cluster.num_processes={count}" if count else "cluster.device=cpu")
 
 
@@ -170,10 +161,8 @@ def check_phases(config: RunConfig, command: str) -> None:
     cloning = config.sft.max_steps > 0
     if command == "sft" and not cloning:
         raise ConfigError("`rlinf sft` with sft.max_steps=0 has nothing to do. Set sft.max_steps=700")
-    if command == "train" and not cloning and config.trainer.max_steps == 0:
-        raise ConfigError(
-            "There is nothing to train: trainer.max_steps=0 and sft.max_steps=0. Set trainer.max_steps=100"
-        )
+    if not cloning and config.trainer.max_steps == 0:
+        raise ConfigError("trainer.max_steps=0 and sft.max_steps=0: nothing to train. Set trainer.max_steps=100")
     if config.sft.dataset is not None and not cloning:
         found = f"sft.dataset={config.sft.dataset} with sft.max_steps=0"
         refuse(found, "steps in which to clone it", "sft.max_steps=500, or sft.dataset=null")
@@ -251,16 +240,15 @@ def check_algorithm(config: RunConfig) -> None:
         fixes = ["rollout.group_size=8"] if rollout.group_size < 2 else []
         fixes += ["rollout.auto_reset=false"] if rollout.auto_reset else []
         if fixes:
-            refuse(
-                f"{name} with rollout.group_size={rollout.group_size} and rollout.auto_reset={override_text(rollout.auto_reset)}",
-                "groups of episodes, one per env and iteration (the group rollout=groups sets both)",
-                " ".join(fixes),
+            given = (
+                f"rollout.group_size={rollout.group_size} and rollout.auto_reset={override_text(rollout.auto_reset)}"
             )
+            required = "groups of episodes, one per env and iteration (the group rollout=groups sets both)"
+            refuse(f"{name} with {given}", required, " ".join(fixes))
     elif algorithm_class.needs_whole_episodes and rollout.auto_reset:
         required = "whole episodes, one per env and iteration (the group rollout=episodes sets this)"
         refuse(f"{name} with rollout.auto_reset=true", required, "rollout.auto_reset=false")
-    longest = ENVS.get(config.env.name).longest_horizon(config.env)
-    chunk_len = config.model.action_chunks_len
+    longest, chunk_len = ENVS.get(config.env.name).longest_horizon(config.env), config.model.action_chunks_len
     covered = rollout.num_chunks * chunk_len
     if covered < longest:
         refuse(
@@ -271,7 +259,7 @@ def check_algorithm(config: RunConfig) -> None:
 
 
 def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check that the policy can be cloned, and the batch size of behaviour cloning."""
+    """Check that the policy can be cloned, and the batch size and the demonstrations of behaviour cloning."""
     policy_class = entry_for(config.model).resolve().model if policy is None else policy[0]
     if not policy_class.implements("sft_loss"):
         found = f"sft.max_steps={config.sft.max_steps}, but {policy_class.__name__} does not implement sft_loss"
@@ -281,16 +269,18 @@ def check_sft(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
         fix = f"sft.batch_size={nearest_multiple(sft.batch_size, ranks)}"
         refuse(f"sft.batch_size={sft.batch_size}", f"a multiple of cluster.num_processes={ranks}", fix)
     check_micro_batch(config, sft.batch_size, "sft.batch_size")
+    if sft.dataset is None:
+        check_demonstrator(config)
+    else:
+        check_dataset(config, policy)
 
 
 def check_no_comparison(config: RunConfig, command: str) -> None:
     """Check that only ``rlinf evaluate`` compares; a run's evaluations can be compared after it."""
     compare = config.evaluation.compare
     if compare is not None:
-        raise ConfigError(
-            f"evaluation.compare={compare} is for `rlinf evaluate`, not for `rlinf {command}`. Set evaluation.compare=null, and "
-            f"later run: rlinf evaluate --compare {compare} <run folder>/eval/<tag>"
-        )
+        later = f"evaluation.compare=null, and later run rlinf evaluate --compare {compare} <run folder>/eval/<tag>"
+        refuse(f"evaluation.compare={compare} with `rlinf {command}`", "`rlinf evaluate`", later)
 
 
 def nearest_multiple(number: int, of: int) -> int:

@@ -195,7 +195,7 @@ def test_multirun_starts_one_run_per_value_each_in_its_own_folder(here, started)
 def test_sweep_with_one_bad_run_starts_none_of_them(here, started, capsys):
     assert main(["train", "-m", *SMALL, "trainer.minibatch_size=256,100"]) == EXIT_USER_ERROR
     assert started == [] and list(here.iterdir()) == []
-    assert "minibatches of 100" in capsys.readouterr().err
+    assert "trainer.minibatch_size=100 for 1024 samples" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "runs"), [([], 1), (["-m", "seed=1,2"], 2)])
@@ -278,7 +278,7 @@ def test_user_errors_are_one_line_with_status_2_and_leave_nothing_behind(argumen
 def test_an_export_that_cannot_be_written_names_its_own_key(here, capsys):
     assert main(["export", "checkpoint=nowhere", "output=/proc/new"]) == EXIT_USER_ERROR
     printed = capsys.readouterr().err
-    assert "Error: output is '/proc/new'" in printed and "Set output=<another folder>" in printed
+    assert "Error: output='/proc/new'" in printed and "Set output=<another folder>" in printed
 
 
 def test_error_of_the_run_is_printed_with_its_notes_and_a_bug_keeps_its_traceback(here, monkeypatch, capsys):

@@ -220,7 +220,7 @@ def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
     validate(build(f"output_dir={finished}"), "evaluate")
     validate(build(f"output_dir={finished}_2"))
     monkeypatch.setattr(validation, "check_start", lambda *_: None)
-    monkeypatch.setattr("rlinf.checkpoints.checkpoint.resolve_checkpoint", lambda folder: checkpoint)
+    monkeypatch.setattr("rlinf.preflight.folders.resolve_checkpoint", lambda folder: checkpoint)
     validate(build(f"output_dir={finished}", f"resume={finished}"))
     (finished.parent / "other" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="already holds a run"):
@@ -230,7 +230,7 @@ def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_a_comparison_is_refused_where_it_would_be_left_out(command):
     with pytest.raises(
-        ConfigError, match=rf"evaluation.compare=a is for .*`rlinf {command}`. Set evaluation.compare=null"
+        ConfigError, match=rf"evaluation.compare=a with `rlinf {command}`.* Set evaluation.compare=null"
     ):
         validate(build("evaluation.compare=a"), command)
     validate(build("evaluation.compare=a"), "evaluate")

@@ -50,6 +50,12 @@ FACES = {
 }
 """Modules that may name modules of a higher layer in a table of lazy attributes: the import paths that users know."""
 
+HEAVY = {
+    "av", "gymnasium", "hydra", "libero", "mani_skill", "megatron", "metaworld", "mujoco", "peft", "pyarrow", "ray", "robosuite",
+    "safetensors", "sapien", "tensorboard", "torch", "transformers", "vllm", "wandb",
+}  # fmt: skip
+"""Libraries that are slow to import or optional: the reasons for an import inside a function."""
+
 
 def modules(package: Path) -> dict[str, Path]:
     """Return dotted name to file of every module."""
@@ -112,6 +118,41 @@ def circles(package: Path) -> list[list[str]]:
     return sorted(map(list, found))
 
 
+def import_statements(node: ast.AST, is_hidden: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Yield each import that is not for type checkers, and whether it is inside a function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child, is_hidden
+        elif not is_type_checking(child):
+            yield from import_statements(child, is_hidden or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def heavy_libraries(statement: ast.Import | ast.ImportFrom) -> set[str]:
+    """Return the heavy libraries that one statement imports."""
+    is_from = isinstance(statement, ast.ImportFrom)
+    names = [statement.module or ""] if is_from else [alias.name for alias in statement.names]
+    return {name.partition(".")[0] for name in names} & HEAVY
+
+
+def needlessly_hidden(package: Path) -> list[str]:
+    """Return each import of a module of the package inside a function that keeps no heavy library out of the module."""
+    known = modules(package)
+    hidden: dict[str, set[str]] = {}
+    graph: dict[str, set[str]] = {}
+    own: dict[str, set[str]] = {}
+    for module, path in known.items():
+        statements = list(import_statements(ast.parse(path.read_text(encoding="utf-8"))))
+        shown = [statement for statement, is_hidden in statements if not is_hidden]
+        hidden[module] = {
+            name for statement, is_hidden in statements if is_hidden for name in imports(statement, known)
+        }
+        parent = {module.rpartition(".")[0]} & set(known)  # importing a module imports its package
+        graph[module] = parent.union(*(imports(statement, known) for statement in shown))
+        own[module] = set().union(*map(heavy_libraries, shown))
+    loaded = {module: own[module].union(*(own[name] for name in reachable(graph, module))) for module in known}
+    return [f"{m} imports {name}" for m in known for name in sorted(hidden[m]) if loaded[name] <= loaded[m]]
+
+
 def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
@@ -143,6 +184,35 @@ def test_imports_go_down():
 
 def test_no_modules_import_each_other():
     assert circles(PACKAGE) == []
+
+
+def test_an_import_inside_a_function_keeps_a_heavy_library_out():
+    assert needlessly_hidden(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("def f():\n    from rlinf import light", ["rlinf.user imports rlinf.light"]),
+        ("class A:\n    def f(self):\n        import rlinf.heavy", []),
+        ("import torch\ndef f():\n    import rlinf.heavy", ["rlinf.user imports rlinf.heavy"]),
+        ("import rlinf.other\ndef f():\n    import rlinf.heavy", ["rlinf.user imports rlinf.heavy"]),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import rlinf.light", []),
+    ],
+)
+def test_an_import_that_is_hidden_for_nothing_is_seen(tmp_path, line, found):
+    package = tmp_path / "rlinf"
+    package.mkdir()
+    texts = {
+        "__init__": "",
+        "light": "",
+        "heavy": "from torch import nn",
+        "other": "from rlinf import heavy",
+        "user": line,
+    }
+    for name, text in texts.items():
+        (package / f"{name}.py").write_text(text)
+    assert needlessly_hidden(package) == found
 
 
 @pytest.mark.parametrize(

@@ -257,14 +257,9 @@ def run_config(
     base: RunConfig | None = None,
     config_dir: str | None = None,
 ) -> RunConfig:
-    """Return the configuration ``base`` (of a loaded policy, or the defaults) with an env, overrides and keys of the env.
+    """Return the configuration of a loaded policy (``base``), or the defaults, with another env and overrides.
 
-    Args:
-        env: Name or configuration; None: that of ``base``.
-        overrides: As on the command line.
-        settings: Keys of the env, applied last.
-        base: Configuration of a loaded policy; None: the defaults.
-        config_dir: Folder of the user's own groups.
+    ``settings`` are keys of the env, applied last; ``config_dir`` is a folder of the user's own groups.
     """
     if not (env is None or isinstance(env, str) or dataclasses.is_dataclass(env)):
         cure = "Pass 'tabletop', and its settings by overrides=['env.<key>=...']"

@@ -83,13 +83,9 @@ def to_mapping(config: Any) -> dict[str, Any]:
 def unknown_key_message(
     dotted: str, value: Any, known: typing.Iterable[str], hints: Mapping[str, Any] | None = None
 ) -> str:
-    """Return a message that a key does not exist, with the known keys and the override to set instead.
+    """Return a message that a key does not exist, with the known keys of its section and the override to set instead.
 
-    Args:
-        dotted: The key in the whole configuration.
-        value: The value given to it.
-        known: Keys of its section.
-        hints: Types of the known keys; the value of a list is shown in brackets.
+    ``hints`` are the types of the known keys: the value of a list is shown in brackets.
     """
     section, dot, key = dotted.rpartition(".")
     names = list(known)

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlinf.config import search
 from rlinf.config.saved_code import check_code, leaves, literal
-from rlinf.config.schema import REGISTRIES, RunConfig, fields_meant, overrides_text, unknown_key_error
+from rlinf.config.schema import REGISTRIES, RunConfig, field_types, fields_meant, overrides_text, unknown_key_error
 from rlinf.config.text_inputs import PAGE, text_in
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
@@ -36,6 +36,8 @@ _KEY = re.compile(r"^(\+\+|\+|~)?([\w/.@:-]+)(=.*)?$", re.DOTALL)
 def normalize_overrides(overrides: Iterable[str]) -> list[str]:
     """Accept what users naturally type: ``+experiment=x`` like ``experiment=x``, and new keys in free-form sections."""
     result, overrides = [], list(overrides)
+    any_keys = [key for key, hint in field_types().items() if typing.get_origin(hint) is dict]  # ``model.init_config``
+    free = tuple(f"{path}." for path in (*any_keys, *REGISTRIES))
     for position, override in enumerate(overrides):
         match = _KEY.match(override)
         if not match or (match[3] is None and match[1] != "~"):
@@ -44,7 +46,7 @@ def normalize_overrides(overrides: Iterable[str]) -> list[str]:
         if key == search.GROUP and prefix in ("+", "++"):
             prefix = ""
         # The keys of ``env`` and ``algorithm`` are those of the class that was chosen; ``build_config`` checks them against it.
-        if not prefix and any(key.startswith(f"{path}.") for path in (*free_form_sections(), *REGISTRIES)):
+        if not prefix and key.startswith(free):
             prefix = "++"
         result.append(f"{prefix}{key}{value}")
     return result
@@ -67,18 +69,6 @@ def _bare_word(word: str, following: str) -> ConfigError:
 def keys_named(name: str) -> list[str]:
     """Return what a user may mean by ``name``: the keys with this last part, or ``experiment``."""
     return [name] if name == search.GROUP else fields_meant(name)
-
-
-def free_form_sections(cls: type = RunConfig, path: str = "") -> list[str]:
-    """Return the dotted paths of the sections that take any key (``model.init_config``)."""
-    found = []
-    for name, hint in typing.get_type_hints(cls).items():
-        dotted = f"{path}.{name}" if path else name
-        if dataclasses.is_dataclass(hint):
-            found += free_form_sections(hint, dotted)
-        elif typing.get_origin(hint) is dict:
-            found.append(dotted)
-    return found
 
 
 def compose_config(overrides: Iterable[str] = (), config_dir: str | None = None, root: str = ROOT) -> DictConfig:

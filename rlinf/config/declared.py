@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 def declared_policy(config: RunConfig) -> tuple[Any, Any] | None:
     """Return the policy's class and its own configuration: of the checkpoint whose weights are taken, else of the model section.
 
-    Returns:
-        None where the configuration is not on this machine.
-
-    Raises:
-        ConfigError: As ``local_settings``.
-        CheckpointError: As ``local_settings``; or there is no such checkpoint.
+    Return None if that configuration is not on this machine.
     """
     source = config.checkpoint or config.init_from
     if source is not None:

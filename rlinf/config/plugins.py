@@ -23,9 +23,6 @@ def load_plugins(plugins: Iterable[str]) -> list[str]:
 
     Returns:
         The same with absolute paths, which mean the same files to every process.
-
-    Raises:
-        ConfigError: There is no such module or file. Errors inside the plugin are passed on as they are.
     """
     found = [str(_find_file(plugin)) if plugin.endswith(".py") else plugin for plugin in plugins]
     for plugin in found:

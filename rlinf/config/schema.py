@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -95,18 +95,15 @@ def section_class(section: str, name: str) -> type:
     return registry.get(name).config_class
 
 
-def field_types() -> dict[str, Any]:
+def field_types(config: Any = None, path: str = "") -> dict[str, Any]:
     """Return the type of every dotted key, sections included, under the default env and algorithm."""
-
-    def below(config: Any, path: str) -> Iterator[tuple[str, Any]]:
-        hints = typing.get_type_hints(type(config))
-        for name in public_fields(type(config)):
-            yield path + name, hints[name]
-        for name in public_fields(type(config)):
-            if dataclasses.is_dataclass(getattr(config, name)):
-                yield from below(getattr(config, name), f"{path}{name}.")
-
-    return dict(below(RunConfig(), ""))
+    config = RunConfig() if config is None else config
+    names, hints = public_fields(type(config)), typing.get_type_hints(type(config))
+    found = {path + name: hints[name] for name in names}
+    for name in names:
+        if dataclasses.is_dataclass(getattr(config, name)):
+            found |= field_types(getattr(config, name), f"{path}{name}.")
+    return found
 
 
 def fields_meant(name: str) -> list[str]:
@@ -123,13 +120,9 @@ def overrides_text(keys: Iterable[str], value: Any) -> str:
 
 
 def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, Any] | None = None) -> str:
-    """Say that there is no such key, and where its name is one, or which of the ``known`` ones was meant.
+    """Say that there is no such key, and where its name is one, or which of the ``known`` ones of its section was meant.
 
-    Args:
-        dotted: The key.
-        value: What was to be its value.
-        known: Keys of its section.
-        hints: Their types; None: those of the default env and algorithm.
+    ``hints`` are the types of the known keys; None: those of the default env and algorithm.
     """
     name, known = dotted.rpartition(".")[2], list(known)
     elsewhere = [key for key in fields_meant(name) if key != dotted]

@@ -36,12 +36,7 @@ def check_precision(config: RunConfig) -> None:
 
 
 def check_inputs(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
-    """Check that the env shows what the policy reads, and that both mean the same actions.
-
-    Args:
-        config: Typed configuration.
-        policy: What ``declared_policy`` returned.
-    """
+    """Check that the env shows what the policy (of ``declared_policy``) reads, and that both mean the same actions."""
     if policy is None:
         return
     policy_class, settings = policy

@@ -38,9 +38,7 @@ def build_manifest(
     """Record the current conditions.
 
     Args:
-        config: The run's configuration.
         model: The policy. Its ``config`` holds ``norm_stats`` and preprocessing; it may have a ``processor``.
-        policy_version: Number of weight updates so far.
         fingerprint: What ``take_fingerprint`` returned; None: not taken.
     """
     settings = model.config.to_dict()

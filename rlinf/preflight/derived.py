@@ -13,18 +13,8 @@ from rlinf.rollout.parity import MAX_GAP, ParityGate
 class DerivedNumbers:
     """Counts that follow from a configuration.
 
-    Attributes:
-        num_samples: Policy calls per rollout, over all ranks.
-        num_groups: Groups of environments that share an ``EpisodeSpec``.
-        max_env_steps: Largest number of env steps of one rollout.
-        envs_per_rank: Environments on one rank.
-        minibatches_per_epoch: Optimiser steps of one pass over the rollout.
-        rows_per_rank: Samples of a minibatch on one rank.
-        micro_batches_per_rank: Forward-backward passes of a minibatch on one rank.
-        optimizer_steps_per_iteration: Optimiser steps of all update epochs.
-        optimizer_steps: Optimiser steps of the RL phase.
-        env_steps: Largest number of env steps of the RL phase.
-        sft_micro_batches_per_rank: Forward-backward passes of one SFT step on one rank.
+    A sample is one policy call. ``max_env_steps`` is for one rollout. ``rows_per_rank`` and ``micro_batches_per_rank`` are for
+    one minibatch. ``optimizer_steps`` and ``env_steps`` (at most) are for the RL phase.
     """
 
     num_samples: int

@@ -226,12 +226,9 @@ def _evaluate_object(policy: Policy | Acts, env: str | EnvConfig | None, overrid
         raise ConfigError("evaluate needs the env of this policy. Pass env='tabletop', or another of `rlinf models`")
     for key in _typed_values(overrides):
         if key not in IN_MEMORY_KEYS and key.partition(".")[0] != "env":
-            required = (
-                f"keys of env, {', '.join(IN_MEMORY_KEYS)}. Pass other overrides to load_policy, or evaluate the folder"
-            )
-            raise ConfigError(
-                f"evaluate got the override '{key}', which has no effect on an object; required: {required}"
-            )
+            found = f"evaluate got the override '{key}', which has no effect on an object"
+            cure = "Pass other overrides to load_policy, or evaluate the folder"
+            raise ConfigError(f"{found}; required: keys of env, {', '.join(IN_MEMORY_KEYS)}. {cure}")
     config = run_config(env, overrides, base=policy.config if is_ours else None)
     settings = config.evaluation
     num_envs = min(settings.num_envs, settings.num_episodes or settings.num_envs)

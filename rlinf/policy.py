@@ -110,10 +110,8 @@ class Policy:
         cameras = list(observation.images) if self.cameras is None else self.cameras
         missing = [name for name in cameras if name not in observation.images]
         if missing:
-            given = list(observation.images)
-            raise ConfigError(
-                f"The observation has the cameras {given}; required: {cameras} (missing: {', '.join(missing)})"
-            )
+            found = f"The observation has the cameras {list(observation.images)}"
+            raise ConfigError(f"{found}; required: {cameras} (missing: {', '.join(missing)})")
         images = {name: self._image(name, observation.images[name], len(sentences), is_single) for name in cameras}
         state = None if observation.state is None else self._state(observation.state, len(sentences), is_single)
         return Observation(images, state, sentences), is_single

@@ -46,9 +46,7 @@ def diagnose(arguments: Sequence[str]) -> int:
     # ~key is an override, which leaves the key out; ~/folder is a folder.
     names = [word for word in args.overrides if "=" not in word and (word[:1] != "~" or word[1:2] == "/")]
     if len(names) > 1 or not (args.overrides or args.config_name):
-        usage = (
-            "<folder or hub id> for a language model; experiment=quickstart, model=<name> or <run folder> for a policy"
-        )
+        usage = "<folder or hub id> for a language model; model=<name>, experiment=<name> or <run folder> for a policy"
         raise ConfigError(f"`rlinf diagnose` got {names or 'no model'}; required: one. Run rlinf diagnose {usage}")
     if names and not unknown and not _is_checkpoint(names[0]):
         return _diagnose_language_model(names[0], [word for word in args.overrides if word not in names])

@@ -73,10 +73,10 @@ def doctor(arguments: Sequence[str]) -> int:
 
 def import_plugins(arguments: Sequence[str]) -> None:
     """Import the plugins of the choice so that they are listed; ``check_choice`` reports their errors."""
-    from rlinf.commands.hydra_app import parse
-    from rlinf.config.compose import compose_config
+    with contextlib.suppress(RLinfError, ImportError):
+        from rlinf.commands.hydra_app import parse
+        from rlinf.config.compose import compose_config
 
-    with contextlib.suppress(RLinfError):
         args = parse(arguments)
         load_plugins(compose_config(args.overrides, args.config_dir, args.config_name).plugins)
 
@@ -103,9 +103,8 @@ def check_packages() -> list[Finding]:
         if found is None or not requirement.specifier.contains(found, prereleases=True):
             cure = f'pip install "{requirement}"'
             wrong.append(Finding("packages", NO, f"{requirement.name} is {found or 'missing'}: {cure}"))
-    return wrong or [
-        Finding("packages", YES, f"rlinf {version('rlinf')} and the {len(requirements)} packages that it names")
-    ]
+    detail = f"rlinf {version('rlinf')} and the {len(requirements)} packages that it names"
+    return wrong or [Finding("packages", YES, detail)]
 
 
 def check_torch() -> Finding:
@@ -213,14 +212,14 @@ def check_disk(folder: Path) -> Finding:
 
 def check_choice(words: list[str]) -> list[Finding]:
     """Check the choice in ``words`` (as for `rlinf train`): an experiment or model, a checkpoint, or an env alone."""
-    from rlinf.commands.hydra_app import configure, given_value, parse
-    from rlinf.config.compose import ROOT, compose_config, parse_overrides
-    from rlinf.config.schema import build_config
-    from rlinf.config.search import GROUP
-    from rlinf.preflight.validation import check_names
-
     label = " ".join(words)
     try:
+        from rlinf.commands.hydra_app import configure, given_value, parse
+        from rlinf.config.compose import ROOT, compose_config, parse_overrides
+        from rlinf.config.schema import build_config
+        from rlinf.config.search import GROUP
+        from rlinf.preflight.validation import check_names
+
         args = parse(words)
         args.cfg = None  # --cfg would print a configuration and check nothing
         chosen = {item.key_or_group.partition(".")[0] for item in parse_overrides(args.overrides)}

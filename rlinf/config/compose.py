@@ -213,9 +213,7 @@ def compose_on_saved(
             instead = "Leave it out, and override single keys or whole groups, e.g. env=tabletop"
             raise ConfigError(f"{given} cannot be laid over a checkpoint, which has its own configuration. {instead}")
         if override.is_delete():
-            raise ConfigError(
-                f"{given}: the configuration of a checkpoint has a value for every key. Set {key}=<value>"
-            )
+            raise ConfigError(f"{given}: a checkpoint's configuration has a value for every key. Set {key}=<value>")
         if key.partition(".")[0] not in public_fields(RunConfig):
             raise ConfigError(unknown_key_error(key, override.value(), public_fields(RunConfig)))
     groups = [item for item in parsed if item.key_or_group in sections and isinstance(item.value(), str)]

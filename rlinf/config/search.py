@@ -96,9 +96,8 @@ class ExperimentSource(FileConfigSource):
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         if config_path.strip("/") != GROUP:
             return [] if results_filter == ObjectType.CONFIG else [GROUP]
-        return (
-            [] if results_filter == ObjectType.GROUP else sorted(path.stem for path in Path(self.path).glob("*.yaml"))
-        )
+        names = sorted(path.stem for path in Path(self.path).glob("*.yaml"))
+        return [] if results_filter == ObjectType.GROUP else names
 
     def load_config(self, config_path: str) -> ConfigResult:
         group, _, name = config_path.rpartition("/")
@@ -149,7 +148,7 @@ def register(config_dir: str | None = None) -> None:
         if (Path(__file__).parent / path.relative_to(folder)).is_file():
             other_name = path.with_name(f"my_{path.name}")
             raise ConfigError(
-                f"{path} has the name of a file of rlinf, which would be taken. Rename it, e.g. {other_name}"
+                f"{path} has the name of a file of rlinf, which Hydra takes. Rename it, e.g. {other_name}"
             )
     OmegaConf.register_new_resolver("by", choose_by, replace=True)
     plugins = Plugins.instance()

@@ -160,10 +160,9 @@ def _check_recorded_env(config: RunConfig, folder: Path, recorded: Mapping[str, 
         text = {name: value if isinstance(value, dict) else override_text(value) for name, value in settings.items()}
         return " ".join(f"env.{name}={text[name]}" for name in differing)
 
-    raise ConfigError(
-        f"{folder} was collected with {overrides(recorded)}, and the present env has {overrides(present)}. "
-        f"Set {overrides(recorded)}, or sft.allow_mismatch={override_text([*allowed, *differing])} to clone it all the same"
-    )
+    found = f"{folder} was collected with {overrides(recorded)}, and the present env has {overrides(present)}"
+    anyway = f"sft.allow_mismatch={override_text([*allowed, *differing])} to clone it all the same"
+    raise ConfigError(f"{found}. Set {overrides(recorded)}, or {anyway}")
 
 
 def check_collect(config: RunConfig) -> None:

@@ -69,9 +69,8 @@ def format_derived(config: RunConfig) -> str:
         envs, passes = _count(numbers.envs_per_rank, "env"), _count(numbers.micro_batches_per_rank, "micro-batch")
         epochs = _count(config.algorithm.update_epochs, "epoch")
         steps = f"{numbers.optimizer_steps:,} optimiser steps, up to {numbers.env_steps:,} env steps"
-        rows["rollout"] = (
-            f"{rollout.num_envs} envs{groups} x {rollout.num_chunks} chunks = {numbers.num_samples} samples"
-        )
+        calls = f"{rollout.num_chunks} chunks = {numbers.num_samples} samples"
+        rows["rollout"] = f"{rollout.num_envs} envs{groups} x {calls}"
         rows["minibatches"] = f"{numbers.minibatches_per_epoch} of {trainer.minibatch_size} x {epochs}"
         rows[f"each of {ranks}"] = f"{envs}, {numbers.rows_per_rank} rows a minibatch in {passes}"
         rows["in all"] = f"{trainer.max_steps} iterations, {steps}"

@@ -17,9 +17,7 @@ from rlinf.preflight.refuse import refuse
 def check_sources(config: RunConfig) -> None:
     """Check that the folders to load exist and hold what they should."""
     if config.resume is not None and config.init_from is not None:
-        found = (
-            f"resume={config.resume}, which continues a run, and init_from={config.init_from}, which starts a new one"
-        )
+        found = f"resume={config.resume} continues a run, and init_from={config.init_from} starts a new one"
         refuse(found, "they exclude each other", "resume=null or init_from=null")
     for folder in (config.resume, config.init_from, config.checkpoint):
         if folder is not None:

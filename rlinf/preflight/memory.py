@@ -33,10 +33,8 @@ class MemoryEstimate:
         optimizer: Two float32 AdamW moments of the trainable parameters.
         rollout_weights: The full copy that acts, if the trainer's weights are sharded.
         reference_weights: The frozen policy for the KL penalty.
-        engine: With ``rollout.backend=vllm``: the engine's weights, the shared memory that transfers them, and the
-            key-value cache.
-        rollout_buffer: Observations, samples and per-action numbers of one rollout. Every rank holds the rollouts of all
-            ranks.
+        engine: With vLLM: the engine's weights, the shared memory that transfers them, and the key-value cache.
+        rollout_buffer: Observations, samples and per-action numbers of the rollouts of all ranks, which each rank holds.
     """
 
     num_parameters: int

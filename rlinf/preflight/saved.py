@@ -77,10 +77,8 @@ def check_model_type(folder: Path, saved: Manifest, config: RunConfig) -> None:
     """Check that the checkpoint holds the configured model type."""
     found = saved.model.get("model_type")
     if found != config.model.model_type:
-        raise CheckpointError(
-            f"{folder} holds a '{found}' and model.model_type is '{config.model.model_type}'. "
-            f"Set model.model_type={found}, or name another checkpoint"
-        )
+        given = f"{folder} holds a '{found}' and model.model_type is '{config.model.model_type}'"
+        raise CheckpointError(f"{given}. Set model.model_type={found}, or name another checkpoint")
 
 
 def changes_since(saved: Mapping[str, Any], config: RunConfig) -> list[str]:

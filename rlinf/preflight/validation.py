@@ -104,11 +104,8 @@ def check_names(config: RunConfig) -> None:
         chosen = getattr(config, section)
         expected = section_class(section, chosen.name)
         if not isinstance(chosen, expected):
-            refuse(
-                f"{section}.name={chosen.name} with the settings of a {type(chosen).__name__}",
-                f"a {expected.__name__}",
-                f"the group instead of the name: {section}={chosen.name}",
-            )
+            found = f"{section}.name={chosen.name} with the settings of a {type(chosen).__name__}"
+            refuse(found, f"a {expected.__name__}", f"the group instead of the name: {section}={chosen.name}")
     ENVS.get(config.env.name).check_names(config.env)
 
 
@@ -240,11 +237,10 @@ def check_algorithm(config: RunConfig) -> None:
         fixes = ["rollout.group_size=8"] if rollout.group_size < 2 else []
         fixes += ["rollout.auto_reset=false"] if rollout.auto_reset else []
         if fixes:
-            given = (
-                f"rollout.group_size={rollout.group_size} and rollout.auto_reset={override_text(rollout.auto_reset)}"
-            )
+            found = f"{name} with rollout.group_size={rollout.group_size}"
+            found += f" and rollout.auto_reset={override_text(rollout.auto_reset)}"
             required = "groups of episodes, one per env and iteration (the group rollout=groups sets both)"
-            refuse(f"{name} with {given}", required, " ".join(fixes))
+            refuse(found, required, " ".join(fixes))
     elif algorithm_class.needs_whole_episodes and rollout.auto_reset:
         required = "whole episodes, one per env and iteration (the group rollout=episodes sets this)"
         refuse(f"{name} with rollout.auto_reset=true", required, "rollout.auto_reset=false")

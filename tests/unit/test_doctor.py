@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.metadata import version
 
 import pytest
@@ -71,6 +73,12 @@ def test_experiment_that_cannot_run_exits_with_1_and_its_reason(renders, capsys)
     assert main(["doctor", EXPERIMENT, "trainer.minibatch_size=100"]) == 1
     assert "trainer.minibatch_size=100 for 1024 samples per iteration" in capsys.readouterr().out
     assert main(["doctor", "experiment=quickstrat"]) == 1
+
+
+def test_a_missing_torch_is_a_finding():
+    code = "import sys; sys.modules['torch'] = None; from rlinf.cli import main; sys.exit(main(['doctor']))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    assert result.returncode == 1 and "torch: missing: bash scripts/setup.sh" in result.stdout, result.stderr
 
 
 def test_models_of_a_plugin_are_listed(renders, tmp_path, capsys):

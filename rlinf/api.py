@@ -260,7 +260,9 @@ def run_config(
     """
     if not (env is None or isinstance(env, str) or dataclasses.is_dataclass(env)):
         cure = "Pass 'tabletop', and its settings by overrides=['env.<key>=...']"
-        raise ConfigError(f"env is {env!r} ({type(env).__name__}); required: a name or a configuration. {cure}")
+        raise ConfigError(
+            f"env is {env!r} ({type(env).__name__}); required: the name of an env, or its configuration. {cure}"
+        )
     search.register(config_dir)
     options = search.group_options("env")
     is_group = isinstance(env, str) and env in options
@@ -314,7 +316,9 @@ def _public_model(folder: str | os.PathLike, model_type: str | None) -> list[str
         return None
     if model_type is None and not path.exists() and not follow_latest(path).exists():
         required = "a run, a checkpoint, an export or the folder of a model"
-        raise CheckpointError(f"There is no folder {folder}; required: {required}. For a model of the hub {typed}")
+        raise CheckpointError(
+            f"There is no folder {folder}; required: {required}. A model of the hub needs its type. {typed}"
+        )
     if model_type is None and not (path / "config.json").is_file():
         return None
     name = model_type or read_json(path / "config.json").get("model_type")

@@ -59,7 +59,8 @@ p.note, .foot { color: var(--soft); font-size: 13px; margin: 6px 0 0; }
 .interval { width: 160px; height: 16px; display: inline-block; vertical-align: middle; overflow: visible; }
 .interval .track { fill: var(--track); }
 .interval .range { stroke: none; opacity: .38; }
-.interval .range.s1 { fill: var(--c1); } .interval .range.s2 { fill: var(--c2); }
+.interval .range.s1 { fill: var(--c1); } .interval .range.s2 { fill: var(--c2); } .interval .range.s3 { fill: var(--c3); }
+.interval .range.s4 { fill: var(--c4); } .interval .range.s5 { fill: var(--c5); } .interval .range.s6 { fill: var(--c6); }
 .interval .zero { stroke: var(--soft); stroke-width: 1; }
 .warning { margin-top: 14px; border-color: var(--bad); } .warning ul { margin: 0; padding-left: 20px; font-size: 14px; }
 .scroll { overflow-x: auto; }

@@ -10,14 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-
 from rlinf.errors import CheckpointError, ConfigError, did_you_mean
 from rlinf.models import MODELS, ModelEntry, import_target
 from rlinf.models.base_weights import check_base
 from rlinf.models.config import ModelConfig, TokenizerConfig
-from rlinf.models.dropout import switch_off_dropout
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.fallback import TEXT, folder_config, generic_kind
 from rlinf.models.loading import check_attention, check_fit, check_model_type, read_json, without_load_report
@@ -42,6 +38,8 @@ def entry_for(cfg: ModelConfig) -> ModelEntry:
 def _generic_entry(cfg: ModelConfig) -> ModelEntry:
     if generic_kind(cfg, MODELS) != TEXT:
         return MODELS.get("hf_vla")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
     config = CONFIG_MAPPING[cfg.model_type] if cfg.model_type in CONFIG_MAPPING_NAMES else None
     return ModelEntry(cfg.model_type, model="rlinf.models.hf_model:HFModel", config=config, acts=False)
 
@@ -157,6 +155,8 @@ def _load(
     dtype = torch_dtype_from_precision(cfg.precision)
     arguments = {"dtype": dtype, "attn_implementation": cfg.attn_implementation}
     if entry.acts:
+        from rlinf.models.dropout import switch_off_dropout
+
         model = switch_off_dropout(_load_action_model(entry.model, cfg, config, arguments))
     elif cfg.model_path is None:
         model = entry.model.from_config(config, **arguments)
@@ -211,6 +211,8 @@ def heads_in_float32(model: Any) -> Any:
 
 def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:
     """Call ``from_pretrained``; where that is transformers' own, which draws what does not fit at random, refuse the folder."""
+    from transformers import PreTrainedModel
+
     theirs = inspect.getattr_static(PreTrainedModel, "from_pretrained")
     if inspect.getattr_static(model_class, "from_pretrained", None) is not theirs:
         return model_class.from_pretrained(path, **arguments)
@@ -242,6 +244,8 @@ def _config_and_processor(entry: ModelEntry, cfg: Any) -> tuple[Any, Any]:
 
 def _standard_processor(entry: ModelEntry, path: str, trust_remote_code: bool) -> Any:
     """Load tokenizer and image processor of a folder into the processor class of ``entry``, else by the Auto classes."""
+    from transformers import AutoProcessor, AutoTokenizer
+
     remote = {"trust_remote_code": trust_remote_code}
     if entry.processor is None:
         return AutoProcessor.from_pretrained(path, padding_side="left", **remote)
@@ -277,6 +281,8 @@ def load_model_config(entry: ModelEntry, cfg: ModelConfig, path: str | None) -> 
             f"model.init_config describes random weights, but model.model_path={cfg.model_path} names weights to load. "
             "Set model.model_path=null or '~model.init_config'"
         )
+    from transformers import AutoConfig, PreTrainedConfig
+
     loader = AutoConfig if entry.config is None else entry.config
     if Path(path).is_dir() and not _has_config(entry, path):
         files = config_file_names(entry)

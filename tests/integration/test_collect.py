@@ -311,9 +311,9 @@ REFUSED_DATASETS = {
     "image size": (["env.image_size=32"], ["64 x 64 pixels", "32 x 32", "Set env.image_size=64"]),
     "action width": (
         ["model.action_token_len=3"],
-        ["have 2 numbers", "the model's 3", "Set model.action_token_len=2"],
+        ["have 2 numbers", "required: model.action_token_len=3", "Set model.action_token_len=2"],
     ),
-    "state column": (["sft.state_key=next.reward"], ["width 1", "has 4", "Set sft.state_key=observation.state"]),
+    "state column": (["sft.state_key=next.reward"], ["width 1", "required: 4", "Set sft.state_key=observation.state"]),
     "unknown state": (["sft.state_key=propio"], ["'propio'", "Set sft.state_key=null"]),
     "no folder": (["sft.dataset=nowhere"], ["'nowhere', which is not a folder", "Set sft.dataset="]),
 }
@@ -350,7 +350,7 @@ def test_a_dataset_of_another_env_is_refused(expert, tmp_path):
     about["env"]["name"] = "metaworld"
     (folder / "meta" / "rlinf.json").write_text(json.dumps(about))
     message = refusal("sft", *MODEL, "sft.max_steps=4", f"sft.dataset={folder}")
-    assert "env.name=metaworld, and env.name is tabletop" in message and "Set env=metaworld" in message
+    assert "env.name=metaworld; required: env.name=tabletop" in message and "Set env=metaworld" in message
 
 
 def test_a_dataset_of_the_same_env_under_other_settings_is_refused(expert, tmp_path):
@@ -380,7 +380,7 @@ def test_a_dataset_without_the_state_that_the_model_reads_is_refused():
     base = [*MODEL, *overrides, "sft.max_steps=4", f"sft.dataset={FIXTURES / 'rlds'}"]
     validate(build_config(compose_config([*ENV, *QUIET, *base])), "sft")  # this model reads no state
     message = refusal("sft", *base, "sft.state_key=state")
-    assert "width 8" in message and "has 4" in message
+    assert "width 8" in message and "required: 4" in message
 
 
 REFUSED_COLLECTIONS = {
@@ -404,7 +404,7 @@ def test_a_collection_that_cannot_be_is_refused(overrides, expected, monkeypatch
 
 def test_a_collection_never_overwrites_and_needs_an_actor(expert, monkeypatch):
     message = refusal("collect", f"dataset={expert}")
-    assert "exists, and nothing is overwritten" in message and str(expert) in message
+    assert "exists; required: a new folder" in message and str(expert) in message
     monkeypatch.setattr("rlinf.envs.tabletop.env.TabletopVectorEnv.has_expert", classmethod(lambda cls: False))
     assert "no scripted expert" in (message := refusal("collect", "dataset=new")) and "Set checkpoint=" in message
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from rlinf.config.compose import compose_config
+from rlinf.config.declared import declared_policy
 from rlinf.config.schema import build_config
 from rlinf.envs.libero import assets as libero_assets
 from rlinf.envs.libero import env as adapter
@@ -473,6 +474,11 @@ def test_the_gripper_is_checked_before_weights_load(tmp_path):
         f"model.model_path={tmp_path}",
         "model.unnorm_key=libero_goal",
     ]
-    check_inputs(build_config(compose_config([*common, "env.gripper=openvla"])))
+
+    def check(*overrides):
+        config = build_config(compose_config([*common, *overrides]))
+        check_inputs(config, declared_policy(config))
+
+    check("env.gripper=openvla")
     with pytest.raises(ConfigError, match=r"Set env\.gripper=openvla"):
-        check_inputs(build_config(compose_config(common)))
+        check()

@@ -79,16 +79,16 @@ def _check_vllm(checker: PolicyChecker, config: RunConfig, checks: list[Check]) 
     from rlinf.rollout.vllm_policy import VllmPolicy
 
     try:
-        player = VllmPolicy(checker.model, config.rollout.vllm, NUM_ROWS, torch.get_num_threads())
+        vllm_policy = VllmPolicy(checker.model, config.rollout.vllm, NUM_ROWS, torch.get_num_threads())
         check_temperature(checker.temperature, "rollout.temperature")
     except (ConfigError, MissingDependencyError) as error:
         return f"vllm: not checked. {error}"
     try:
-        checks += checker.vllm_checks(player)
+        checks += checker.vllm_checks(vllm_policy)
     except RLinfError as error:
         return _refused_by_vllm(checks, error)
     finally:
-        player.close()
+        vllm_policy.close()
     return None
 
 

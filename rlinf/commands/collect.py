@@ -160,7 +160,7 @@ def _record(
     results: list[EpisodeResult],
 ) -> None:
     """Play all episodes in batches of one per env, write those that are wanted in the order of ``specs``, and append to
-    ``results`` how each that is written or unwanted has ended."""
+    ``results`` the outcome of each episode that was written or discarded."""
     progress = Progress(updates=config.tracking.progress)
     for start in range(0, len(specs), env.num_envs):
         batch = list(specs[start : start + env.num_envs])
@@ -256,7 +256,7 @@ def _conditions(
 
 
 def _summary(folder: Path, results: list[EpisodeResult], stored: list[EpisodeResult], num_rows: int) -> str:
-    """The closing lines: episodes, success, rows, size, and what to type next."""
+    """The closing lines: episodes, success, rows, size, and the command to run next."""
     successes = sum(result.success for result in results)
     low, high = wilson_interval(successes, len(results))
     tasks = sorted({result.task for result in results})

@@ -266,7 +266,7 @@ def _execute_rank(config: RunConfig) -> None:
     run = build(config)
     stop_signal = run.session.stop_signal
     try:
-        with stop_signal.heard():
+        with stop_signal.handled():
             run.execute()
     except StopRequested as stop:
         if rank() == 0:
@@ -274,7 +274,7 @@ def _execute_rank(config: RunConfig) -> None:
             way_on = f"continue with: {words}" if run.session.saved_names() else "nothing had been trained yet"
             print(f"\n{stop}; {way_on}", file=sys.stderr, flush=True)
         number = stop_signal.number
-        sys.exit(1 if number is None else 128 + number)  # None: another rank has heard it
+        sys.exit(1 if number is None else 128 + number)  # None: another rank received the signal
 
 
 def train(config: RunConfig) -> Path:

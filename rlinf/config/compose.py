@@ -217,7 +217,7 @@ def compose_on_saved(
         if key.partition(".")[0] not in public_fields(RunConfig):
             raise ConfigError(unknown_key_error(key, override.value(), public_fields(RunConfig)))
     groups = [item for item in parsed if item.key_or_group in sections and isinstance(item.value(), str)]
-    # A mapping is merged into the saved one, of which the rest stays.
+    # A mapping is merged into the saved one; its other keys stay.
     typed = {key for override in parsed for key, _ in leaves(override.value(), override.key_or_group)}
     check_code(saved, typed, folder)
     fresh = compose_config([item.input_line for item in groups], config_dir)

@@ -17,7 +17,7 @@ NAMES = ("env.tasks", "env.cameras", "env.instruction")
 """Texts in them that are never imported."""
 
 IMPORTED = ("env.id",)
-"""Texts of which gymnasium imports all that stands in front of a colon."""
+"""Keys whose text before a colon gymnasium imports as a module."""
 
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w./-]*")
 _INTERPOLATION = re.compile(r"(\\*)\$\{")

@@ -41,7 +41,7 @@ from rlinf.tracking.config import TrackingConfig
 class RunConfig:
     """Everything that a run needs to know; `rlinf train` composes it from packaged groups, files and overrides."""
 
-    experiment_name: str = option("default", "Names the run folder; an experiment file without it lends its own name.")
+    experiment_name: str = option("default", "Names the run folder; by default, the name of the experiment file.")
     seed: int = option(0, "Seed of everything random in the run.", minimum=0, maximum=2**63 - 1)
     output_dir: str | None = option(
         None, "Run folder; null: outputs/<experiment_name>/<date>_<time> under the folder where the command runs."
@@ -120,7 +120,7 @@ def overrides_text(keys: Iterable[str], value: Any) -> str:
 
 
 def unknown_key_error(dotted: str, value: Any, known: Iterable[str], hints: Mapping[str, Any] | None = None) -> str:
-    """Say that there is no such key, and where its name is one, or which of the ``known`` ones of its section was meant.
+    """Say that the key does not exist, and name the section that has it or the most similar ``known`` key.
 
     ``hints`` are the types of the known keys; None: those of the default env and algorithm.
     """

@@ -73,8 +73,7 @@ def write_video(
 ) -> Path:
     """Write an MP4 (H.264, yuv420p, index at the front) atomically, and return its path.
 
-    ``frames`` are uint8 ``[H, W, 3]``, the first observation and one after each env step, of which ``fps`` are shown per
-    second. The last one, with the outcome above it, stays for ``hold_s`` seconds. Without imageio-ffmpeg a
+    ``frames`` are uint8 ``[H, W, 3]``, the first observation and one after each env step, shown at ``fps`` per second. The last one, with the outcome above it, stays for ``hold_s`` seconds. Without imageio-ffmpeg a
     MissingDependencyError is raised, and an OSError if ffmpeg cannot write the file.
     """
     try:

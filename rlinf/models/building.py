@@ -27,7 +27,7 @@ OPTIONAL_ARGUMENTS = ("action_chunks_len", "value_head", "detach_value")
 """Keys of the model section that are passed to a model's constructor only where it names them."""
 
 REPLACED_WHOLE = ("norm_stats",)
-"""Fields of which an override leaves nothing: the data sets of other robots must not stay next to those given."""
+"""Fields that an override replaces instead of merging; statistics of other datasets must not survive."""
 
 
 def entry_for(cfg: ModelConfig) -> ModelEntry:

@@ -71,7 +71,7 @@ def checkpoint_folder(path: str | Path) -> Path:
 
 @contextmanager
 def without_load_report() -> Iterator[None]:
-    """Keep transformers' table of weights that do not fit off the terminal, of which ``check_fit`` tells in one sentence."""
+    """Keep transformers' table of mismatched weights off the terminal; ``check_fit`` reports them in one sentence."""
     theirs = logging.getLogger("transformers.modeling_utils")
 
     def is_other(record: logging.LogRecord) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def draw_uniforms(*shape: int, device: torch.device | None = None) -> Tensor:
-    """Return float32 numbers in (0, 1), of which none is 0, from torch's global generator."""
+    """Return float32 numbers in the open interval (0, 1) from torch's global generator."""
     return torch.rand(shape, device=device).clamp_min_(torch.finfo(torch.float32).tiny)
 
 

@@ -19,7 +19,7 @@ from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 
 class Demonstrator(Protocol):
-    """A player of demonstrations, one episode in each env."""
+    """Plays demonstrations, one episode in each env."""
 
     def act(self, observation: Observation, running: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return labels and actions to execute, float32 ``[B, D]`` each. Only rows that are ``running`` (bool ``[B]``) are used."""

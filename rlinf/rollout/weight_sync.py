@@ -23,7 +23,7 @@ class WeightSync:
     Args:
         trainer_model: The trained model, sharded or not.
         rollout_model: A full model of the same architecture, or ``trainer_model`` itself.
-        generator: Another policy that plays with the weights of ``rollout_model`` once it has got them by
+        generator: Another policy that plays with the weights of ``rollout_model`` after
             ``update_weights(version)``; None: ``rollout_model`` plays.
     """
 
@@ -32,7 +32,7 @@ class WeightSync:
         self.version = 0
 
     @property
-    def player(self) -> Any:
+    def rollout_policy(self) -> Any:
         """The policy that collects rollouts."""
         return self.rollout_model.eval() if self.generator is None else self.generator
 

@@ -146,7 +146,7 @@ class RLTrainer:
         """Play one rollout of the envs ``env_ids`` (None: all), score it with the trained weights, and join what all ranks played."""
         needs_values, state = self.algorithm.needs_values, self.session.state
         ids = None if env_ids is None else env_ids.numpy()
-        batch = self.collector.collect(self.sync.player, step, state.policy_version, needs_values, attempt, ids)
+        batch = self.collector.collect(self.sync.rollout_policy, step, state.policy_version, needs_values, attempt, ids)
         clock.lap("rollout")
         batch.old_logprobs, batch.values = self.worker.evaluate(batch)
         if self.algorithm.needs_reference:

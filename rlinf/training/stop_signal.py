@@ -34,7 +34,7 @@ class StopSignal:
         self._terminals: list[int] = []
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
+    def handled(self) -> Iterator[None]:
         """Handle the signals inside. With several ranks, the process that started them turns all of them into SIGTERM."""
         numbers = stop_signals() if world_size() == 1 else [signal.SIGTERM]
         self._terminals = open_terminals()

@@ -183,7 +183,7 @@ class TrainWorker:
     def sft_update(
         self, observation: Observation, actions: Tensor, num_rows: int, step: int, seed: int = 0
     ) -> dict[str, float]:
-        """Take one behaviour-cloning step on a minibatch of which every rank holds its own rows.
+        """Take one behaviour-cloning step on a minibatch; every rank holds its own rows.
 
         Args:
             observation: The ``K`` rows of ``own_rows(num_rows)``.
@@ -249,7 +249,7 @@ class TrainWorker:
             )
 
     def _fail(self, loss: float, minibatch: _Minibatch, cause: NonFiniteError) -> NoReturn:
-        """Keep the minibatch for the report, and raise what may mend it."""
+        """Keep the minibatch for the report, and raise NonFiniteError with the settings that may help."""
         phase, step, observe, tensors = minibatch
         norm = self.train_step.grad_norm
         bad = [

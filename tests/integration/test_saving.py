@@ -228,7 +228,7 @@ def test_nohup_is_respected():
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         stop = StopSignal(announce=False)
-        with stop.heard():
+        with stop.handled():
             signal.raise_signal(signal.SIGHUP)
         assert stop.number is None
     finally:
@@ -240,7 +240,7 @@ import os, pathlib, sys
 from rlinf.tracking.progress import Progress
 from rlinf.training.stop_signal import StopSignal
 stop, progress, step = StopSignal(announce=True), Progress(), 0
-with stop.heard():
+with stop.handled():
     print("ready", flush=True)
     while stop.number is None:
         step += 1

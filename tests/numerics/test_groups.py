@@ -129,7 +129,7 @@ def test_normalisation_counts_executed_actions_of_valid_calls():
     assert not batch.advantages[..., 1].any()
 
 
-def test_envs_of_groups_without_a_difference_are_unwanted():
+def test_envs_of_groups_without_a_difference_are_uninformative():
     """The second group has equal returns; of the fourth all but one episode is lost; the third still compares two."""
     batch = rollout(
         [[*REWARDS[0], 1.0, 6.0], [*REWARDS[1], 0.0, 6.0]], [*GROUPS, 1, 1], [*ENDS, 1, 1], lost=(5, 8)

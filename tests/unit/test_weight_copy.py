@@ -48,20 +48,20 @@ def test_every_parameter_and_buffer_arrives():
     state = played.state_dict()
     assert len(state) == 6 and all((tensor == 5.0).all() for tensor in state.values())
     assert all((tensor == 5.0).all() for tensor in trained.state_dict().values()), "the trainer's are its own still"
-    assert sync.trainer_model is trained and sync.player is played and not played.training
+    assert sync.trainer_model is trained and sync.rollout_policy is played and not played.training
 
 
 def test_a_model_that_plays_itself_is_not_copied():
     model = Elsewhere(5.0)  # a copy would not arrive
     sync = WeightSync(model, model)
-    assert sync.push(3) == 3 and sync.player is model
+    assert sync.push(3) == 3 and sync.rollout_policy is model
 
 
 def test_a_generator_is_told_the_version_and_plays():
     generator = Generator()
     sync = WeightSync(Net(5.0), Net(1.0), generator)
     sync.push(7), sync.push(8)
-    assert generator.versions == [7, 8] and sync.player is generator
+    assert generator.versions == [7, 8] and sync.rollout_policy is generator
 
 
 def test_models_that_differ_are_refused():

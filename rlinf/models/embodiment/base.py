@@ -116,7 +116,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     def check_rl(cls, config: Any) -> None:
         """Refuse settings without log-probabilities: such a policy can be cloned and evaluated, but not trained by RL."""
 
-    # -- facts ---------------------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def num_logprobs(self) -> int:

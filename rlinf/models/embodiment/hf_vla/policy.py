@@ -37,7 +37,7 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 class ActionRows(nn.Linear):
-    """An output head of which only the rows of the action tokens are computed; same parameters."""
+    """An output head that computes only the rows of the action tokens; same parameters."""
 
     first_row: int
     end_row: int
@@ -95,7 +95,7 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         head.__class__ = ActionRows
         head.first_row, head.end_row = self.action_tokenizer.first_token, self.action_tokenizer.vocab_size
 
-    # -- facts ---------------------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def fsdp_wrap_modules(self) -> tuple[str, ...]:

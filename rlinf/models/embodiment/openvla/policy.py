@@ -94,7 +94,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     def _add_modules(self) -> None:
         """Build what a subclass has besides these modules, before random weights are drawn."""
 
-    # -- facts ---------------------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def num_image_tokens(self) -> int:

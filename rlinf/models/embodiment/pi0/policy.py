@@ -125,7 +125,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
         if config.noise_method == "flow_ode":
             raise without_logprobs("noise_method", "flow_ode", "flow_sde")
 
-    # -- facts ---------------------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def predicts_values(self) -> bool:
@@ -153,7 +153,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
 
     @property
     def sft_chunk_len(self) -> int:
-        """The horizon, of which only ``action_chunks_len`` are executed."""
+        """The horizon; only ``action_chunks_len`` of its actions are executed."""
         return self.config.action_horizon
 
     # -- inputs --------------------------------------------------------------------------------------------------

@@ -77,6 +77,8 @@ def load_policy(
         plugins: Those that a checkpoint names are not imported unless they are given here.
         trust_remote_code: Run Python code stored in the model's folder.
 
+    With ``torch.distributed`` initialised, all ranks call it: the first one reads and verifies the files for all.
+
     Raises:
         CheckpointError: The folder is none of these, or is damaged.
         ConfigError: An override does not fit.

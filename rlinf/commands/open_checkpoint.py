@@ -63,13 +63,14 @@ def open_checkpoint(
         resumes: ``load_checkpoint`` follows and reads the base weights below adapters, so they are not read here.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, or it holds another model type.
+        CheckpointError: There is no checkpoint, it is damaged, or it holds another model type that ``allow_mismatch`` does not name.
         ManifestMismatchError: A condition differs that ``allow_mismatch`` does not name.
         ConfigError: A size in ``config`` is not that of the folder.
     """
     folder = on_rank_zero(lambda: resolve_checkpoint(path), f"read {path}")
     saved = Manifest.load(folder)
-    check_model_type(folder, saved, config)
+    if not {"model", "model.model_type"} & set(allow_mismatch or ()):
+        check_model_type(folder, saved, config)
     verify_checkpoint(folder)
     opened = Opened(folder, saved, load_policy(folder, config, reads_base=not resumes))
     if allow_mismatch is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -166,9 +167,10 @@ class TrainWorker:
         def loss_of(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
             places, valid = rows
             micro = minibatch.select(places, observation=False)
+            micro.observation = batch.observation.select(index[places].numpy())
             micro.loss_mask = micro.loss_mask & valid
             with self.autocast():
-                inputs = self.model.preprocess(batch.observation.select(index[places].numpy()))
+                inputs = self.model.preprocess(micro.observation)
                 device = next(iter(inputs.values())).device
                 tokens = micro.action_tokens.to(device)
                 evaluation = self.model.evaluate_actions(inputs, tokens, self.temperature)
@@ -226,7 +228,7 @@ class TrainWorker:
             # gradients of 0 it would still decay the weights and move them by former momentum.
             for master in self.policy_masters:
                 master.grad = None
-        elif not self._has_learnt:
+        elif not self._has_learnt and math.isfinite(metrics["loss"]):
             self._check_gradient(minibatch)
         try:
             metrics["grad_norm"] = self.train_step.apply(metrics["loss"])

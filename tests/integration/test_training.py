@@ -14,6 +14,7 @@ import pytest
 import torch
 from run_results import run_config, untimed_metrics, weights_of
 
+from rlinf.algorithms.ppo import PPO
 from rlinf.checkpoints import checkpoint as checkpoint_module
 from rlinf.commands import train as run_module
 from rlinf.commands.train import build, train
@@ -280,6 +281,31 @@ def test_pictures_are_resized_once_and_nothing_else_changes(tmp_path, monkeypatc
     around = 1 + 4 * 2  # one row to learn the size of the arrays; the last observations, for the bootstrap values
     assert rows <= once <= rows + around
     assert 4 * rows <= each_time  # to act, to score, and in each epoch
+
+
+def test_a_loss_gets_the_observations_of_its_rows(tmp_path, monkeypatch):
+    loss, batches = PPO.loss, []
+
+    def recorded(self, batch, evaluation, counts, iteration):
+        batches.append((batch.observation.state, batch.episode_ids))
+        return loss(self, batch, evaluation, counts, iteration)
+
+    monkeypatch.setattr(PPO, "loss", recorded)
+    run = build(config_of(tmp_path, "trainer.max_steps=1", "model.micro_batch_size=16"))
+    collected, collect = [], run.rl.collector.collect
+    monkeypatch.setattr(
+        run.rl.collector, "collect", lambda *a, **k: collected.append(collect(*a, **k)) or collected[-1]
+    )
+    run.execute()
+    whole = {(tuple(row), number) for row, number in zip(
+        collected[0].observation.state.tolist(), collected[0].episode_ids.flatten().tolist(), strict=True
+    )}  # fmt: skip
+    seen = [
+        (tuple(row), number)
+        for states, ids in batches
+        for row, number in zip(states.tolist(), ids.tolist(), strict=True)
+    ]
+    assert len(seen) == 64 and set(seen) == whole
 
 
 def test_value_head_and_policy_have_their_own_learning_rates(tmp_path):

@@ -312,3 +312,11 @@ def test_derived_numbers_by_hand():
 )
 def test_suggested_size_is_the_nearest_divisor(number, wanted, of, best):
     assert validation.nearest_divisor(number, wanted, of) == best
+
+
+def test_a_state_policy_that_reads_nothing_is_refused_and_a_picture_policy_is_not():
+    with pytest.raises(ConfigError, match="state_dim=0; required: 1 or more"):
+        validate(
+            build_config(compose_config(["experiment=tabletop_ppo_mlp", "model.init_config.state_dim=0"])), "train"
+        )
+    validate(build_config(compose_config(["experiment=tabletop_ppo_cnn", "env.state=proprio"])), "train")

@@ -51,6 +51,7 @@ class CNNForRLActionPrediction(MLPForRLActionPrediction):
     """
 
     config_class = CNNConfig
+    needs_state = False
     base_model_prefix = "cnn"
     main_input_name = "images"
     float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head")  # log_std is not a module: see ``shard``

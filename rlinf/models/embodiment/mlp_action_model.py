@@ -16,7 +16,7 @@ from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
 from rlinf.models.embodiment.modules.float32 import without_autocast
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.sampling import draw_uniforms
-from rlinf.types import ActionEvaluation, ActionPrediction, Observation
+from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
 
 
 class MLPConfig(PreTrainedConfig):
@@ -57,7 +57,18 @@ class MLPForRLActionPrediction(CheckpointPolicy):
     _supports_flash_attn = True  # there is no attention, so any kernel will do
     lora_target_modules: ClassVar[str] = r"policy\.\d*[02468]"  # between them lie the activations
     trained_in_full: ClassVar[tuple[str, ...]] = ("value_head", "log_std")
+    needs_state: ClassVar[bool] = True
     float32_modules: ClassVar[tuple[str, ...]] = ("policy", "value_head", "log_std")
+
+    @classmethod
+    def check_env(cls, config: MLPConfig, env: EnvSpec) -> None:
+        """Refuse an environment of another state than the policy reads, and a policy that reads none."""
+        if cls.needs_state and config.state_dim < 1:
+            raise ConfigError(
+                f"state_dim={config.state_dim}; required: 1 or more, because the policy reads nothing else. "
+                f"Set model.init_config.state_dim={env.state_dim or 4}"
+            )
+        super().check_env(config, env)
 
     def __init__(
         self,

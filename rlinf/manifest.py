@@ -63,7 +63,7 @@ class Manifest:
         probe: The simulator's fingerprint (see ``rlinf/evaluation/fingerprint.py``), or None. Differences are a warning.
         policy_version: Number of weight updates behind the policy.
         seed: Seed of the run.
-        git_revision: Commit of the code, if it lies in a git repository.
+        git_revision: Commit of the code, if it is in a git repository.
         files: Path relative to the manifest's folder, to the SHA-256 of the file.
     """
 

@@ -194,10 +194,10 @@ def _has_policy(folder: Path) -> bool:
 
 
 def resolve_checkpoint(path: str | os.PathLike) -> Path:
-    """Return the checkpoint folder that a user's path stands for; raise CheckpointError if there is none.
+    """Return the checkpoint folder that a user's path means; raise CheckpointError if there is none.
 
-    A checkpoint or an export stands for itself, a run folder or its ``checkpoints`` for the last undamaged checkpoint in
-    it, and ``latest`` for the newest run.
+    A checkpoint or an export is returned as it is. A run folder, or its ``checkpoints``, means the last undamaged checkpoint
+    in it. ``latest`` means the newest run.
     """
     path = follow_latest(path)
     if not path.exists():
@@ -327,8 +327,9 @@ def _moment(folder: Path) -> tuple[int, int, float, str]:
 
 def _fingerprint(folder: Path) -> tuple:
     """Return names, sizes and times of the files; while they stay the same, a verified folder is not hashed again."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+    files = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    # The time of the last change of the inode, which no copy or touch can set back as it can st_mtime_ns.
+    return tuple((str(path), state.st_size, state.st_mtime_ns, state.st_ctime_ns) for path, state in files)
 
 
 @functools.cache

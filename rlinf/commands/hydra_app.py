@@ -210,7 +210,7 @@ def hide_progress_bars() -> None:
 def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
     """Compose the continuation of the run ``resumed``, which goes on in its own folder unless ``output_dir`` is given.
 
-    Its configuration is the one that lies in the checkpoint, with the overrides laid over it; a chosen experiment (or a
+    Its configuration is the one stored in the checkpoint, with the overrides laid over it; a chosen experiment (or a
     config of the user) is composed afresh instead.
     """
     folder = resolve_checkpoint(Path(resumed).expanduser())

@@ -80,7 +80,7 @@ def open_checkpoint(
 
 
 def read_config(folder: str | os.PathLike, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration that lies in a checkpoint or an export.
+    """Return the configuration stored in a checkpoint or an export.
 
     Args:
         folder: Of the checkpoint or the export.

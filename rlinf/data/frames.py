@@ -42,7 +42,7 @@ class Frames(ABC):
 class EncodedFrames(Frames):
     """PNG or JPEG images inside open files, whose ``names`` are for messages.
 
-    Row ``n`` lies in ``files[file_ids[n]]``, ``lengths[n]`` bytes from ``offsets[n]`` on (int64 ``[N]`` each).
+    Row ``n`` is stored in ``files[file_ids[n]]``, ``lengths[n]`` bytes from ``offsets[n]`` on (int64 ``[N]`` each).
     """
 
     files: Sequence[BinaryIO]

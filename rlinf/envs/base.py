@@ -87,6 +87,9 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
             )
         if num_envs < 1:
             raise ConfigError(f"num_envs={num_envs}; required: at least 1.")
+        for one, other in (("_reset_env", "_reset_envs"), ("_step_envs", "_step_chunk")):
+            if all(getattr(type(self), name) is getattr(VectorEnv, name) for name in (one, other)):
+                raise NotImplementedError(f"{type(self).__name__} overrides neither {one} nor {other}.")
         self.check_names(config)
         self.config, self.num_envs, self.auto_reset = config, int(num_envs), bool(auto_reset)
         self.action_low = np.asarray(action_low, dtype=np.float32)

@@ -80,7 +80,7 @@ def first_weights(run: RunData) -> str | None:
 
 
 def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
-    """Read run folders, following ``latest``; a sweep folder stands for all of its runs."""
+    """Read run folders, following ``latest``; a sweep folder means all of its runs."""
     found: dict[Path, RunData] = {}
     for name in folders:
         folder = follow_latest(Path(name).expanduser())

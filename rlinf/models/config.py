@@ -55,7 +55,7 @@ class ModelConfig:
     attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
     low_cpu_mem_usage: bool = option(True, "Load weights without a second copy in memory.")
-    trust_remote_code: bool = option(False, "Run Python code that lies in the checkpoint folder.")
+    trust_remote_code: bool = option(False, "Run Python code stored in the checkpoint folder.")
     strict: bool = option(
         True,
         "Raise what a registered class raises while it loads; false: log the traceback and fall back to the generic class.",

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import os
 import pickle
 import random
 import re
@@ -25,6 +26,7 @@ from rlinf.checkpoints.checkpoint import (
     read_loop_state,
     resolve_checkpoint,
     save_checkpoint,
+    verify_checkpoint,
 )
 from rlinf.distributed.fsdp import full_tensor, shard
 from rlinf.distributed.launch import launch
@@ -577,3 +579,16 @@ def test_copies_are_independent():
     assert equal(weights, copy.deepcopy(weights))
     weights["value_head.bias"] += 1
     assert not equal(weights, weights_of(model)), "a control for the comparison used above"
+
+
+def test_a_file_changed_behind_its_time_and_size_is_noticed(saved, tmp_path):
+    folder = tmp_path / saved.name
+    shutil.copytree(saved, folder)
+    verify_checkpoint(folder)
+    file = next((folder / "trainer_state").glob("*.distcp"))
+    before, data = file.stat(), bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(CheckpointError, match=file.name):
+        verify_checkpoint(folder)

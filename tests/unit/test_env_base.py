@@ -266,7 +266,20 @@ def test_a_method_that_is_missing_is_named():
         def _observe(self, ids):
             return Observation({}, None, ["wait"] * len(ids))
 
-    for cls, error, words in ((Half, TypeError, "Half.*_observe"), (Most, NotImplementedError, "Most.*state_dim")):
+    class More(Most):
+        def _reset_env(self, index, spec):
+            pass
+
+    class Nearly(More):
+        def _step_envs(self, ids, actions):
+            pass
+
+    for cls, error, words in (
+        (Half, TypeError, "Half.*_observe"),
+        (Most, NotImplementedError, "Most overrides neither _reset_env nor _reset_envs"),
+        (More, NotImplementedError, "More overrides neither _step_envs nor _step_chunk"),
+        (Nearly, NotImplementedError, "Nearly.*state_dim"),
+    ):
         with pytest.raises(error, match=words):
             cls(EnvConfig(cameras=[]), 2, False, -np.ones(1), np.ones(1))
 

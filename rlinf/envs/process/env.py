@@ -1,6 +1,6 @@
 """Simulators of one environment each, in worker processes, as one vector env.
 
-Each worker owns some rows. Commands go over pipes to all workers before any answer is awaited. Images and states lie in
+Each worker owns some rows. Commands go over pipes to all workers before any answer is awaited. Images and states are in
 anonymous shared memory, which leaves nothing behind however a process ends. A worker that dies, raises or misses its deadline
 is replaced, and its rows restart their episodes (``ChunkStep.lost_env_ids``).
 """

@@ -141,9 +141,6 @@ class RolloutCollector:
             Time-major batch of this rank's share of ``env_ids``, in their order, without the trainer's fields. All ranks play
             the same number of envs. If ``env_ids`` do not divide, the last env is repeated, and the repeats have no result.
         """
-        generator = torch.Generator().manual_seed(derive_seed(self.sampler.seed, "actions", step, attempt))
-        uniforms = torch.rand(self.num_chunks, self.num_envs, model.num_uniforms, generator=generator)
-        uniforms.clamp_min_(torch.finfo(torch.float32).tiny)  # the open interval (0, 1)
         env_ids = np.arange(self.num_envs) if env_ids is None else env_ids
         places = np.arange(-(-len(env_ids) // self.num_ranks) * self.num_ranks).reshape(self.num_ranks, -1)[self.rank]
         recorder = _Recorder(self.num_chunks, len(places))
@@ -157,7 +154,8 @@ class RolloutCollector:
                 continue
             rollout = _Rollout(
                 self, thread.env, model, recorder, env_ids=ids, repeated=part >= len(env_ids), columns=columns,
-                uniforms=uniforms[:, ids], step=step, attempt=attempt, policy_version=policy_version,
+                uniforms=self._uniforms(ids, model.num_uniforms, step, attempt), step=step, attempt=attempt,
+                policy_version=policy_version,
                 num_torch_threads=max(1, num_threads // len(self.worker_threads)),
             )  # fmt: skip
             rollouts.append((thread.executor, rollout))
@@ -171,6 +169,19 @@ class RolloutCollector:
         finally:
             torch.set_num_threads(num_threads)
         return RolloutBatch.concatenate(parts, recorder.observation())
+
+    def _uniforms(self, env_ids: np.ndarray, width: int, step: int, attempt: int) -> Tensor:
+        """Draw the random numbers of the actions of ``env_ids`` in the open interval (0, 1): float32 ``[T, B, U]``.
+
+        Each block of envs has a stream of its own, so no rank draws the numbers of another.
+        """
+        size = self.sampler.group_size
+        drawn = {}
+        for block in np.unique(env_ids // size).tolist():
+            generator = torch.Generator().manual_seed(derive_seed(self.sampler.seed, "actions", step, attempt, block))
+            drawn[block] = torch.rand(self.num_chunks, size, width, generator=generator)
+        columns = [drawn[env // size][:, env % size] for env in env_ids.tolist()]
+        return torch.stack(columns, 1).clamp_min_(torch.finfo(torch.float32).tiny)
 
 
 def _results(futures: list[Future]) -> list[Any]:

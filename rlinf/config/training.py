@@ -43,6 +43,11 @@ class TrainerConfig:
     target_success_rate: float | None = option(
         None, "Stop when an evaluation during training reaches this rate; null: never.", minimum=0, maximum=1
     )
+    profile_steps: list[int] | None = option(
+        None,
+        "[first, last]: the steps of RL (of cloning where trainer.max_steps is 0) whose operations are recorded, numbered from 0 as in "
+        "metrics.jsonl; the report links the trace. null: none.",
+    )
     sharding: str = option(
         "auto",
         "fsdp2: shard weights over ranks; none: one process; auto: fsdp2 when there is more than one rank.",

@@ -36,7 +36,7 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     title = _title(data)
     parts = (
         headline, warnings, _success_curves, tasks, _success_by_step, comparisons, all_evaluations, _gallery, _training_curves,
-        _texts,
+        _profile, _texts,
     )  # fmt: skip
     sections = [_header(title, data), *(part(data) for part in parts)]
     newest = data.after or next(reversed(data.evaluations), None)
@@ -205,6 +205,17 @@ def _gallery(data: RunData) -> str:
         return ""
     note = '<p class="note">The first successes and the first failures of each task, played again for the camera.</p>'
     return f"<h2>Videos</h2>{note}{''.join(parts)}"
+
+
+def _profile(data: RunData) -> str:
+    """Return the section that links the traces of ``trainer.profile_steps``."""
+    if not data.traces:
+        return ""
+    links = ", ".join(f'<a href="{quote(path)}" download>{escape(path)}</a>' for path in data.traces)
+    steps = _get(data.settings, "trainer", "profile_steps")
+    of_steps = f" of the steps {steps[0]} to {steps[1]}" if steps else ""
+    note = f"What torch ran in each thread{of_steps}. Open a file in ui.perfetto.dev, chrome://tracing or TensorBoard."
+    return f'<h2>Profile</h2><p class="note">{note}</p><p>{links}</p>'
 
 
 def _texts(data: RunData) -> str:

@@ -19,7 +19,7 @@ from rlinf.tracking.tracker import read_metrics
 
 TAG_NAMES = {"after_sft": "after SFT", "before_rl": "before RL", "after_rl": "after RL"}
 
-COMPARISON_FILE, RESULT_FILE = "compare.json", "result.json"
+COMPARISON_FILE, RESULT_FILE, PROFILE_FOLDER = "compare.json", "result.json", "profile"
 CLOSING_TAGS = ("after_rl", "after_sft")
 """Names in ``eval/`` of a run's closing evaluation: after RL, or after cloning if the run only clones."""
 
@@ -47,6 +47,7 @@ class RunData:
         evaluations: From ``eval/<tag>/result.json`` (or ``result.json``), oldest first.
         summary: From ``summary.json``.
         comparison: From ``compare.json``, or else before against after RL, or None.
+        traces: Files of ``trainer.profile_steps``, relative to the folder, one a rank.
         config, manifest: Texts of ``config.yaml`` and ``manifest.json``, of the run or else of its newest checkpoint.
     """
 
@@ -55,6 +56,7 @@ class RunData:
     evaluations: list[Evaluation] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     comparison: dict[str, Any] | None = None
+    traces: list[str] = field(default_factory=list)
     config: str = ""
     manifest: str = ""
 
@@ -136,6 +138,7 @@ def read_run(folder: str | os.PathLike) -> RunData:
         data.comparison = json.loads((folder / COMPARISON_FILE).read_text(encoding="utf-8"))
     else:
         data.comparison = data.gain
+    data.traces = sorted(f"{PROFILE_FOLDER}/{path.name}" for path in folder.glob(f"{PROFILE_FOLDER}/trace_*.json.gz"))
     newest_first = sorted(folder.glob("checkpoints/*/state.json"), key=lambda path: -path.stat().st_mtime)
     places = [folder, *(path.parent for path in newest_first)]
     for name, file in (("config", "config.yaml"), ("manifest", "manifest.json")):

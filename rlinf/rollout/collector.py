@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from rlinf.envs.base import VectorEnv
 from rlinf.models.embodiment.base import ActionModel
@@ -120,6 +121,7 @@ class RolloutCollector:
             thread.executor.shutdown()
         _results(closings)
 
+    @record_function("rollout")
     def collect(
         self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
         env_ids: np.ndarray | None = None,
@@ -260,7 +262,8 @@ class _Rollout:
                     seen = model.resize_images(seen)  # once: scoring and updates read the images as recorded here
                     self.recorder.write(t, self.columns.start + live, seen)
                     inputs = {"uniforms": self.uniforms[t, live], **model.preprocess(seen)}
-                    prediction = model.predict_action_batch(do_sample=True, temperature=temperature, **inputs)
+                    with record_function("policy call"):
+                        prediction = model.predict_action_batch(do_sample=True, temperature=temperature, **inputs)
                     tokens.append(_spread(prediction.sequences[:, -model.num_sampled :].cpu(), live, count))
                     logprobs.append(_spread(model.rollout_logprobs(prediction, temperature).cpu(), live, count))
                     values.append(_spread(prediction.values.cpu(), live, count))

@@ -55,7 +55,8 @@ class RLTrainer:
         while state.step < config.max_steps and not reached:
             start = time.monotonic()
             step = state.step
-            metrics = self.iteration(step)
+            with session.profile_window.step("rl", step):
+                metrics = self.iteration(step)
             elapsed = time.monotonic() - start
             state.train_wall_s += elapsed
             state.step += 1

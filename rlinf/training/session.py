@@ -19,6 +19,7 @@ from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
 from rlinf.training.evaluator import Evaluator
 from rlinf.training.outcome import evaluation_folder
+from rlinf.training.profile_window import ProfileWindow
 from rlinf.training.state import LoopState
 from rlinf.training.stop_signal import StopRequested, StopSignal
 from rlinf.training.train_worker import TrainWorker
@@ -61,6 +62,8 @@ class Session:
         self.stop_signal, self.progress, self.tracker = stop_signal, progress, tracker
         self.fingerprint, self.resumed_from = fingerprint, resumed_from
         self.folder = Path(config.output_dir)
+        phase = "rl" if config.trainer.max_steps > 0 else "sft"
+        self.profile_window = ProfileWindow(config.trainer.profile_steps, phase, self.folder, rank())
         self._saved_steps: tuple[int, int] | None = None  # of cloning and RL, in the newest checkpoint
         self._clock, self._saved_at = clock, clock()
 
@@ -72,6 +75,7 @@ class Session:
         if self.tracker is not None:
             self.tracker.close()
         self.progress.close()
+        self.profile_window.close()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write a line of metrics."""

@@ -53,10 +53,11 @@ class SFTTrainer:
             while self._goes_on():
                 start = time.monotonic()
                 step = state.sft_step
-                observation, actions = batches.next()
-                waits.append(time.monotonic() - start)
                 noise = derive_seed(run_seed, "sft noise", step)
-                metrics = session.worker.sft_update(observation, actions, config.batch_size, step, noise)
+                with session.profile_window.step("sft", step):
+                    observation, actions = batches.next()
+                    waits.append(time.monotonic() - start)
+                    metrics = session.worker.sft_update(observation, actions, config.batch_size, step, noise)
                 state.sft_step += 1
                 state.policy_version += 1
                 times.append(time.monotonic() - start)

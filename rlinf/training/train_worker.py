@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.config.training import TrainerConfig
@@ -119,6 +120,7 @@ class TrainWorker:
         """Return the context in which the policy computes, in rollouts and in training."""
         return autocast(self.model, self.precision)
 
+    @record_function("score")
     @torch.no_grad()
     def evaluate(self, batch: RolloutBatch, model: ActionModel | None = None) -> tuple[Tensor, Tensor]:
         """Score the valid rows of a time-major rollout of this rank (a collective call).
@@ -148,6 +150,7 @@ class TrainWorker:
         shape = batch.loss_mask.shape
         return logprobs.unflatten(0, shape), values.unflatten(0, shape)
 
+    @record_function("update")
     def update(self, batch: RolloutBatch, index: Tensor, algorithm: Algorithm, step: int) -> dict[str, float]:
         """Take one optimiser step on the rows ``index`` of a flattened batch that all ranks hold; each computes its share.
 
@@ -182,6 +185,7 @@ class TrainWorker:
         described = _Minibatch("rl", step, lambda: batch.observation.select(index.numpy()), minibatch.tensors())
         return self._take_step(totals, described, algorithm.policy_is_frozen(step))
 
+    @record_function("update")
     def sft_update(
         self, observation: Observation, actions: Tensor, num_rows: int, step: int, seed: int = 0
     ) -> dict[str, float]:

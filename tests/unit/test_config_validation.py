@@ -33,6 +33,11 @@ def suggestions(message: str) -> list[list[str]]:
 
 CASES = {
     "envs over ranks": (["rollout.num_envs=63", "cluster.num_processes=2"], "63"),
+    "a profiled step too many": (["trainer.max_steps=3", "trainer.profile_steps=[1,3]"], "profile_steps=[1,3] with trainer.max_steps=3"),
+    "a profile that ends before it begins": (["trainer.profile_steps=[5,3]"], "profile_steps=[5,3]"),
+    "a profile without an end": (["trainer.profile_steps=[2]"], "profile_steps=[2]"),
+    "a profile before the first step": (["trainer.profile_steps=[-1,2]"], "profile_steps=[-1,2]"),
+    "a profile of cloning": (["trainer.max_steps=0", "sft.max_steps=2", "trainer.profile_steps=[0,2]"], "sft.max_steps=2"),
     "envs into groups": (["algorithm=grpo", "rollout.num_envs=60"], "rollout.group_size=8"),
     "samples into minibatches": (["rollout.num_envs=6", "rollout.num_chunks=16", "trainer.minibatch_size=64"], "96 samples"),
     "minibatch over ranks": (["trainer.minibatch_size=1", "cluster.num_processes=2"], "trainer.minibatch_size=1"),

@@ -1,0 +1,68 @@
+"""Profile a few steps of a run with ``torch.profiler``, for Perfetto, TensorBoard or ``chrome://tracing``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch._C._profiler import _ExperimentalConfig  # the only way to record threads that are there already
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from rlinf.evaluation.report_data import PROFILE_FOLDER
+
+
+class ProfileWindow:
+    """Records what the threads of this process run on CPU and GPU, from step ``first`` to step ``last``.
+
+    The trace is written to ``profile/trace_rank<rank>.json.gz`` after the last step, or when the run ends before that.
+
+    Args:
+        steps: ``first`` and ``last``, both recorded; None: records nothing.
+        phase: Of these steps.
+        folder: Run folder.
+        rank: Of this process.
+    """
+
+    def __init__(self, steps: list[int] | None, phase: str, folder: Path, rank: int) -> None:
+        self._phase = phase
+        self._steps = range(0) if steps is None else range(steps[0], steps[1] + 1)
+        self.path = folder / PROFILE_FOLDER / f"trace_rank{rank}.json.gz"
+        self._profiler: profile | None = None
+
+    @contextlib.contextmanager
+    def step(self, phase: str, number: int) -> Iterator[None]:
+        """Record what runs inside, if this step is in the window."""
+        if phase != self._phase or number not in self._steps:
+            yield
+            return
+        if self._profiler is None:
+            self._profiler = _start()
+        with record_function(f"{phase} step {number}"):
+            yield
+        if number == self._steps[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write what has been recorded, if anything."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_name(
+            f".{self.path.name.partition('.')[0]}.tmp.json.gz"
+        )  # torch compresses by the ending
+        profiler.export_chrome_trace(str(partial))
+        os.replace(partial, self.path)
+
+
+def _start() -> profile:
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    profiler = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
+    profiler.start()
+    return profiler

@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -21,21 +22,25 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.process_group import set_num_threads
 from rlinf.envs import make_env
+from rlinf.envs.config import default_num_worker_threads
 from rlinf.models import build_policy
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import seed_everything
 
 
-def rate(function, num_steps: int, rounds: int) -> float:
-    """Median steps per second of ``function``, which makes ``num_steps`` steps; the first call is not counted."""
-    function()
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - start)
-    return num_steps / statistics.median(seconds)
+def rates_of(functions: dict[str, Callable[[], object]], num_steps: int, rounds: int) -> dict[str, float]:
+    """Median steps per second of functions that make ``num_steps`` steps each.
+
+    Each round runs all of them, so that a busy moment of the machine slows all alike. The first round is not counted.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(1 + rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: num_steps / statistics.median(taken[1:]) for name, taken in seconds.items()}
 
 
 def measure(num_envs: int, num_chunks: int, rounds: int) -> dict[str, float]:
@@ -59,14 +64,14 @@ def measure(num_envs: int, num_chunks: int, rounds: int) -> dict[str, float]:
     sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), num_groups=num_envs)
     collector = RolloutCollector(
         lambda count: make_env(config.env, count, auto_reset=True), sampler, num_envs=num_envs, num_chunks=num_chunks,
-        temperature=1.0, num_worker_threads=config.rollout.num_lanes,
+        temperature=1.0, num_worker_threads=config.rollout.num_lanes or default_num_worker_threads(config.env, num_envs),
     )  # fmt: skip
-    steps = num_envs * num_chunks
-    rates = {
-        "env_only": rate(env_only, steps, rounds),
-        "policy_only": rate(policy_only, steps, rounds),
-        "ours": rate(lambda: collector.collect(model, 0, 0, needs_values=False), steps, rounds),
+    functions = {
+        "env_only": env_only,
+        "policy_only": policy_only,
+        "ours": lambda: collector.collect(model, 0, 0, needs_values=False),
     }
+    rates = rates_of(functions, num_envs * num_chunks, rounds)
     collector.close()
     env.close()
     rates["in_turn"] = 1 / (1 / rates["env_only"] + 1 / rates["policy_only"])

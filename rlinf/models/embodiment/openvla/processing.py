@@ -191,13 +191,16 @@ class PrismaticImageProcessor(BaseImageProcessor):
 
 
 def _normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """``(x / 255 - mean) / std``; divided by a tensor, because CUDA multiplies by the inverse of a plain number."""
-    images = images.float()
-    return images.div_(images.new_tensor(255.0)).sub_(_channels(images, mean)).div_(_channels(images, std))
+    """``(x / 255 - mean) / std``; divided by a tensor, because CUDA multiplies by the inverse of a plain number.
 
-
-def _channels(images: Tensor, values: Sequence[float]) -> Tensor:
-    return images.new_tensor(values).view(-1, 1, 1)
+    The channels of a pixel lie side by side in what a camera gives. Whole rows of pixels at a time are several times as fast as
+    three numbers at a time.
+    """
+    rows = images.permute(0, 2, 3, 1).flatten(2).float()  # [B, H, W * 3]: a view, where the channels are last in memory
+    width = images.shape[-1]
+    mean, std = (rows.new_tensor(values).repeat(width) for values in (mean, std))
+    rows.div_(rows.new_tensor(255.0)).sub_(mean).div_(std)
+    return rows.unflatten(2, (width, -1)).permute(0, 3, 1, 2)
 
 
 def _shorter_side(height: int, width: int, size: int) -> tuple[int, int]:

@@ -78,11 +78,16 @@ class PatchEmbedding(nn.Module):
         """Map ``[B, 3, H, W]`` to ``[B, N, embed_dim]``, patches row by row."""
         batch, channels, height, width = pixel_values.shape
         size = self.patch_size
-        patches = pixel_values.reshape(batch, channels, height // size, size, width // size, size)
-        patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * size * size)
+        # Rows of pixels stay whole: the weights, which are small, are reordered instead of the pictures.
+        patches = pixel_values.permute(0, 2, 3, 1).reshape(batch, height // size, size, width // size, size * channels)
+        patches = patches.transpose(2, 3).reshape(batch, -1, size * size * channels)
         if self.stem is not None:
-            return self.proj(nn.functional.gelu(self.stem(patches)))
-        return nn.functional.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+            return self.proj(nn.functional.gelu(nn.functional.linear(patches, self._by_pixel(self.stem.weight), self.stem.bias)))
+        return nn.functional.linear(patches, self._by_pixel(self.proj.weight), self.proj.bias)
+
+    def _by_pixel(self, weight: Tensor) -> Tensor:
+        """Reorder the columns of ``[out, 3 * size * size]`` from channel, row, column to row, column, channel."""
+        return weight.reshape(len(weight), 3, -1).transpose(1, 2).flatten(1)
 
 
 class AttentionPool(nn.Module):

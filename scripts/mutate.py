@@ -60,7 +60,7 @@ TESTS = {
     "rlinf/llm/losses.py": ["tests/numerics/test_token_losses.py"],
     "rlinf/rollout/collector.py": ["tests/unit/test_rollout_alignment.py"],
     "rlinf/rollout/parity.py": ["tests/unit/test_parity.py"],
-    "rlinf/rollout/weight_sync.py": ["tests/unit/test_weight_copy.py", "tests/integration/test_weight_sync.py"],
+    "rlinf/rollout/weight_push.py": ["tests/unit/test_weight_copy.py", "tests/integration/test_weight_sync.py"],
     "rlinf/engines/weight_handle.py": ["tests/unit/test_weight_handle.py"],
     "rlinf/models/embodiment/modules/normalizer.py": [
         "tests/numerics/test_normalizer.py",

@@ -30,11 +30,12 @@ from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.files import locked_folder
 from rlinf.models import build_policy
+from rlinf.models.lora import trained_names
 from rlinf.options import override_text, to_mapping
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.rollout.vllm_policy import VllmPolicy
-from rlinf.rollout.weight_sync import WeightSync, frozen_copy
+from rlinf.rollout.weight_push import WeightPush, frozen_copy
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
@@ -105,7 +106,7 @@ def build(config: RunConfig) -> Run:
     dataset = _dataset(config, env, state, resumed_from)
     fingerprint = take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
     model = _policy(config, env, dataset, resumed_from, fingerprint).to(device)
-    sync = _weight_sync(config, model, device)
+    sync = _weight_push(config, model, device)
     worker = _worker(config, model, state)
     if resumed_from is not None:
         checkpoints.load_checkpoint(resumed_from, model=model, optimizer=worker.optimizer)
@@ -188,18 +189,19 @@ def _policy(
     return opened.policy
 
 
-def _weight_sync(config: RunConfig, model: torch.nn.Module, device: str) -> WeightSync:
+def _weight_push(config: RunConfig, model: torch.nn.Module, device: str) -> WeightPush:
     """Shard the policy where that is asked for, and make what plays."""
     sharding, rollout = config.trainer.sharding, config.rollout
     sharded = world_size() > 1 if sharding == "auto" else sharding == "fsdp2"
+    trained = trained_names(model)
     rollout_model = frozen_copy(model) if sharded else model
     if sharded:
         shard(model, device)
     generator = None
     if rollout.backend == "vllm" and config.trainer.max_steps > 0:
         envs_per_rank = rollout.num_envs // world_size()
-        generator = VllmPolicy(rollout_model, rollout.vllm, envs_per_rank, torch.get_num_threads())
-    return WeightSync(model, rollout_model, generator)
+        generator = VllmPolicy(rollout_model, rollout.vllm, envs_per_rank, torch.get_num_threads(), trained)
+    return WeightPush(model, rollout_model, generator)
 
 
 def _worker(config: RunConfig, model: torch.nn.Module, state: LoopState) -> TrainWorker:

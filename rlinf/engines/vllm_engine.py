@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,7 +28,8 @@ import torch
 
 from rlinf.distributed.devices import VISIBLE, own_engine_gpus
 from rlinf.distributed.stack_dump import dump_stacks
-from rlinf.engines.weight_handle import WeightsHandle
+from rlinf.engines.weight_handle import WeightsRefusedError
+from rlinf.engines.weight_receiver import WeightSource, push
 from rlinf.errors import ConfigError, MissingDependencyError, RLinfError
 
 logger = logging.getLogger("rlinf")
@@ -142,7 +143,7 @@ class VllmEngine:
         self.timeout_s = timeout_s
         self.version: int | None = None
         self.num_starts = 0
-        self._loaded: WeightsHandle | None = None
+        self._loaded: WeightSource | None = None
         self._lock = threading.RLock()
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
@@ -205,8 +206,8 @@ class VllmEngine:
         with self._lock:
             if self._loaded is not None and self.version != self._loaded.version:
                 raise EngineError(
-                    f"The vLLM engine was given weights of version {self._loaded.version} and has ended since. "
-                    "Call update_weights again"
+                    f"The vLLM engine was given weights of version {self._loaded.version} and has lost them: it ended, or a later "
+                    "push was refused. Call update_weights again"
                 )
             self.start()
             try:
@@ -215,31 +216,45 @@ class VllmEngine:
                 logger.warning("%s\nStarting a new engine with the same weights.", error)
                 self.start()
                 if self._loaded is not None:
-                    self.version = self._call("update_weights", self._loaded)
+                    self._push(self._loaded)
                 return self._call("generate", request)
 
-    def update_weights(self, handle: WeightsHandle) -> int:
+    def update_weights(self, source: WeightSource) -> int:
         """Load new weights, clear all caches and return the version. If the engine fails, restart it once.
 
+        Frozen tensors are sent once, if the source says that they are those of the weights loaded before.
+
+        Args:
+            source: The weights. It must stay valid: a restarted engine loads them again.
+
         Raises:
-            WeightsRefusedError: The handle is incomplete; the old weights stay.
+            WeightsRefusedError: They are incomplete, and the old weights stay; or damaged, and the engine has none then.
         """
         with self._lock:
             self.start()
             try:
-                self.version = self._call("update_weights", handle)
+                self._push(source)
             except EngineError as error:
                 # A half-loaded engine has neither the old nor the new weights.
                 logger.warning("%s\nStarting a new engine with these weights.", error)
                 self._kill()
                 self.start()
                 try:
-                    self.version = self._call("update_weights", handle)
+                    self._push(source)
                 except EngineError:
                     self._kill()
                     raise
-            self._loaded = handle
-            return self.version
+            self._loaded = source
+            return source.version
+
+    def _push(self, source: WeightSource) -> None:
+        base = self.version if self.version is not None and source.builds_on(self._loaded) else None
+        self.version = None
+        try:
+            self.version = push(source, self, base)
+        except WeightsRefusedError:
+            self.version = self._call("held", None)
+            raise
 
     def close(self) -> None:
         """Stop the process, wait until it has exited, and free its memory. ``start`` starts a new one."""
@@ -266,22 +281,37 @@ class VllmEngine:
         self._log.close()
         self._folder.cleanup()
 
-    def _call(self, command: str, payload: Any) -> Any:
-        try:
+    def send(self, command: str, payload: Any) -> None:
+        """Send a command; ``answer`` must follow."""
+        with self._killed_on_failure(command):
             self._connection.send((command, payload))
+
+    def answer(self, command: str) -> Any:
+        """Wait for the answer to the command sent last. Raises the engine's error, EngineError or EngineEndedError."""
+        with self._killed_on_failure(command):
             self._wait(command)
             status, answer = self._connection.recv()
+        if status == "error":
+            raise answer
+        return answer
+
+    def _call(self, command: str, payload: Any) -> Any:
+        self.send(command, payload)
+        return self.answer(command)
+
+    @contextlib.contextmanager
+    def _killed_on_failure(self, command: str) -> Iterator[None]:
+        """Kill an engine that does not answer: a late answer would be taken for the answer to the next command."""
+        try:
+            yield
         except (EOFError, ConnectionError, BrokenPipeError) as error:
             code = self._process.wait()
             log = self._log_tail()
             self._kill()
             raise EngineEndedError(f"The vLLM engine ended (exit status {code}) during '{command}'. {log}") from error
         except BaseException:
-            self._kill()  # else a late answer would be taken for the answer to the next command
+            self._kill()
             raise
-        if status == "error":
-            raise answer
-        return answer
 
     def _wait(self, command: str) -> None:
         """Wait for an answer; raise EngineError with the engine's stack traces after the deadline."""

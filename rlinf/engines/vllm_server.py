@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import traceback
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,8 +21,16 @@ from rlinf.engines.vllm_engine import (
     check_temperature,
     kv_cache_bytes,
 )
-from rlinf.engines.vllm_weights import LanguageModelNames, TensorNames, reload_weights
-from rlinf.engines.weight_handle import WeightsHandle, WeightsRefusedError
+from rlinf.engines.vllm_weights import (
+    LanguageModelNames,
+    TensorNames,
+    begin_load,
+    finish_load,
+    keep_names,
+    load_bucket,
+)
+from rlinf.engines.weight_handle import TensorSpec, WeightsHandle, WeightsRefusedError
+from rlinf.engines.weight_receiver import WeightReceiver
 from rlinf.errors import ConfigError
 from rlinf.imports import import_string
 
@@ -30,7 +39,7 @@ CPU_NUM_SEQUENCES = 256
 """Default of ``max_num_seqs``; sequences that do not fit into the cache wait."""
 
 
-class VllmServer:
+class VllmServer(WeightReceiver):
     """Own a ``vllm.LLM``."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -42,14 +51,14 @@ class VllmServer:
         arguments["logits_processors"] = [GREEDY_TEMPERATURE, *spec.engine_args.get("logits_processors", ())]
         with tempfile.TemporaryDirectory() as folder:
             model = spec.model
-            self.version: int | None = 0
+            super().__init__(0 if spec.model_class is None else None)
             if spec.model_class is not None:
                 model_class, name = import_string(spec.model_class), spec.model_class.rpartition(":")[2]
                 ModelRegistry.register_model(name, model_class)
                 config = model_class.config_of(spec.config)
                 config.architectures = [name]
                 config.save_pretrained(folder)
-                model, self.version = folder, None
+                model = folder
                 # A policy's prompts begin with a new image at every step, so no prefix can be reused.
                 arguments = {"load_format": "dummy", "enable_mm_embeds": True, "mm_processor_cache_gb": 0,
                              "enable_prefix_caching": False} | arguments  # fmt: skip
@@ -62,11 +71,12 @@ class VllmServer:
                     f"vLLM refuses '{spec.model or spec.model_class}': {error}. The settings were {arguments}. "
                     f"Set {spec.settings_key}.<setting>=<another value>"
                 ) from error
-        self.spec = spec
+        self.spec, self._is_loading = spec, False
         config = self.llm.llm_engine.model_config.hf_config
         self.vocab_size = config.get_text_config().vocab_size
         is_own = spec.model_class is not None
         self.names = TensorNames(model_class.required_tensors(config)) if is_own else LanguageModelNames(config)
+        self.llm.collective_rpc(keep_names, args=(self.names,))
 
     def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate for a batch of prompts."""
@@ -74,7 +84,7 @@ class VllmServer:
         from vllm.exceptions import VLLMClientError
 
         if self.version is None:
-            raise EngineError("The vLLM engine has no weights yet. Call update_weights before generate")
+            raise EngineError("The vLLM engine has no complete weights. Call update_weights before generate")
         self._check(request)
         prompts = []
         for prompt in request.prompts:
@@ -105,26 +115,38 @@ class VllmServer:
         logprobs = [[entries[token].logprob for entries, token in row] for row in steps]
         return GenerateResult(token_ids, logprobs, self.version)
 
-    def update_weights(self, handle: WeightsHandle) -> int:
-        """Replace all weights, then clear every cache that depends on them."""
-        self.names.check(handle)
-        self.version = None  # until loading has succeeded
-        missing = self.llm.collective_rpc(reload_weights, args=(handle, self.names))[0]
-        if missing:
-            raise EngineError(
-                f"vLLM left {len(missing)} parameters of '{self.spec.model or self.spec.model_class}' without new weights: "
-                f"{', '.join(missing[:8])}. It cannot take weights for this architecture"
-            )
+    def check(self, manifest: Mapping[str, TensorSpec]) -> None:
+        """See ``WeightReceiver.check``."""
+        if self._is_loading:
+            raise EngineError("An earlier push ended halfway, and vLLM cannot begin again in half-loaded layers.")
+        self.names.check(manifest)
+
+    def receive(self, handle: WeightsHandle) -> None:
+        """Let every worker open the bucket and load it."""
+        if not self._is_loading:
+            self._is_loading = True
+            self.llm.collective_rpc(begin_load, args=(self._manifest,))
+        self.llm.collective_rpc(load_bucket, args=(handle,))
         try:
             handle.open()
         except WeightsRefusedError as error:
             raise EngineError(f"The weights were rewritten while vLLM loaded them: {error}") from error
+
+    def finish(self, is_complete: bool) -> None:
+        """Clear every cache that depends on the weights."""
+        if not self._is_loading:  # nothing is trained
+            return
+        missing = self.llm.collective_rpc(finish_load)[0]
+        self._is_loading = False
+        if missing and is_complete:
+            raise EngineError(
+                f"vLLM left {len(missing)} parameters of '{self.spec.model or self.spec.model_class}' without new weights: "
+                f"{', '.join(missing[:8])}. It cannot take weights for this architecture"
+            )
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
-        gc.collect()  # drop all views, because the sender may now rewrite the shared memory
-        self.version = handle.version
-        return self.version
+        gc.collect()  # drop all views, because the sender may free the shared memory now
 
     @property
     def max_model_len(self) -> int:

@@ -1,20 +1,21 @@
 """Load new weights into an engine: complete, under the names that vLLM expects, with all names of tied weights.
 
-Only the engine's process uses this; importing it does not need vLLM.
+Only the engine's processes use this; importing it does not need vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlinf.engines.weight_handle import WeightsHandle, WeightsRefusedError, check_manifest, complete_tied
-from rlinf.optim.finite import not_finite
+from rlinf.engines.weight_handle import TensorSpec, WeightsHandle, check_manifest, complete_tied
+from rlinf.engines.weight_receiver import join_parts
 
 
 class TensorNames:
@@ -23,20 +24,13 @@ class TensorNames:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
 
-    def check(self, handle: WeightsHandle) -> None:
-        """Raise the errors of ``read``, and WeightsRefusedError for weights that are not finite."""
-        check_manifest(handle.manifest, self.tensors)
-        weights = handle.open()
-        found = not_finite(weights)
-        if found:
-            name, number = next(iter(found.items()))
-            count = f"{len(found)} of {len(weights)} tensors are not finite"
-            raise WeightsRefusedError(f"Weights refused, nothing was changed: '{name}' holds {number} ({count})")
+    def check(self, manifest: Mapping[str, TensorSpec]) -> None:
+        """Raise WeightsRefusedError if the manifest is not that of the model."""
+        check_manifest(manifest, self.tensors)
 
-    def read(self, handle: WeightsHandle) -> dict[str, Tensor]:
-        """Return views of the weights under the names that vLLM loads; raise WeightsRefusedError if they are incomplete."""
-        check_manifest(handle.manifest, self.tensors)
-        return complete_tied(handle.open(), self.tensors)
+    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return some of the tensors of a checked manifest under the names that vLLM loads."""
+        return complete_tied(tensors, self.tensors)
 
 
 class LanguageModelNames(TensorNames):
@@ -51,46 +45,92 @@ class LanguageModelNames(TensorNames):
         self.model.tie_weights()
         super().__init__(dict(self.model.state_dict(keep_vars=True)))
         self.public = TensorNames(revert_weight_conversion(self.model, dict(self.tensors)))
+        self.are_public = False
 
-    def check(self, handle: WeightsHandle) -> None:
+    def check(self, manifest: Mapping[str, TensorSpec]) -> None:
         """See ``TensorNames.check``."""
-        self.public.check(handle) if self._are_public(handle) else super().check(handle)
+        given = manifest.keys()
+        self.are_public = len(given & self.public.tensors.keys()) > len(given & self.tensors.keys())
+        self.public.check(manifest) if self.are_public else super().check(manifest)
 
-    def read(self, handle: WeightsHandle) -> dict[str, Tensor]:
+    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``TensorNames.read``."""
-        if self._are_public(handle):
-            return self.public.read(handle)
-        return revert_weight_conversion(self.model, super().read(handle))
-
-    def _are_public(self, handle: WeightsHandle) -> bool:
-        given = handle.manifest.keys()
-        return len(given & self.public.tensors.keys()) > len(given & self.tensors.keys())
+        if self.are_public:
+            return self.public.read(tensors)
+        return revert_weight_conversion(self.model, super().read(tensors))
 
 
-def reload_weights(worker: Any, handle: WeightsHandle, names: TensorNames) -> list[str]:
-    """Let a worker of vLLM load weights in place, and return the parameters without new weights, which vLLM only logs.
+class BucketLoader:
+    """Load buckets in place in one worker of vLLM. With tensor parallelism each worker is a process of its own.
 
-    ``collective_rpc`` passes the worker. With tensor parallelism each is a process that opens the handle itself; pickled views
-    would copy all of the shared memory to each.
+    Only handles are sent to it; it opens them itself.
     """
-    weights = list(names.read(handle).items())
-    model: nn.Module = worker.get_model()
-    load, missing = model.load_weights, []
 
-    def recorded(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-        names = {name for name, _ in model.named_parameters()}
-        loaded = load(weights)
-        if loaded is not None and worker.model_config.quantization is None:
-            missing.extend(sorted(names - loaded))
-        return loaded
+    def __init__(self, worker: Any, names: TensorNames) -> None:
+        self.worker, self.names = worker, names
+        self._parts: dict[str, tuple[Tensor, int]] = {}
+        self._loaded: set[str] | None = None
 
-    if not torch.cuda.is_available():
-        for module in model.modules():
-            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-                module.quant_method.moe_kernel = None  # on CPUs, vLLM repacks experts only if they have no kernel yet
-    model.load_weights = recorded
-    try:
-        worker.reload_weights(weights_iterator=weights)
-    finally:
-        del model.load_weights
-    return missing
+    def begin(self, manifest: Mapping[str, TensorSpec]) -> None:
+        """Let every layer take new weights."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.names.check(manifest)
+        self._parts, self._loaded = {}, set()
+        model = self.worker.get_model()
+        if not torch.cuda.is_available():
+            for module in model.modules():
+                if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                    module.quant_method.moe_kernel = (
+                        None  # on CPUs, vLLM repacks experts only if they have no kernel yet
+                    )
+        with self._config():
+            initialize_layerwise_reload(model)
+
+    def load(self, handle: WeightsHandle) -> None:
+        """Load the tensors of a bucket."""
+        weights = self.names.read(dict(join_parts(handle, self._parts)))
+        # vLLM keeps the tensors of a layer until the layer is complete; by then the bucket may have been overwritten.
+        copies = ((name, tensor.clone()) for name, tensor in weights.items())
+        with self._config():
+            loaded = self.worker.get_model().load_weights(copies)
+        self._loaded = None if loaded is None or self._loaded is None else self._loaded | loaded
+
+    def finish(self) -> list[str]:
+        """Make the new weights usable; return the parameters that got none, which vLLM only logs."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        worker, model = self.worker, self.worker.get_model()
+        with self._config():
+            finalize_layerwise_reload(model, worker.model_config)
+        worker.model_runner.reset_lora_state()
+        worker.model_runner.reset_encoder_cache()
+        worker.model_runner.reset_mm_cache()
+        if self._loaded is None or worker.model_config.quantization is not None:
+            return []
+        return sorted({name for name, _ in model.named_parameters()} - self._loaded)
+
+    def _config(self) -> AbstractContextManager:
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self.worker.vllm_config)
+
+
+def keep_names(worker: Any, names: TensorNames) -> None:
+    """Give a worker its loader. ``collective_rpc`` passes the worker, here and below."""
+    worker.rlinf_loader = BucketLoader(worker, names)
+
+
+def begin_load(worker: Any, manifest: Mapping[str, TensorSpec]) -> None:
+    """See ``BucketLoader.begin``."""
+    worker.rlinf_loader.begin(manifest)
+
+
+def load_bucket(worker: Any, handle: WeightsHandle) -> None:
+    """See ``BucketLoader.load``."""
+    worker.rlinf_loader.load(handle)
+
+
+def finish_load(worker: Any) -> list[str]:
+    """See ``BucketLoader.finish``."""
+    return worker.rlinf_loader.finish()

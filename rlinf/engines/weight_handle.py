@@ -6,8 +6,9 @@ import math
 import os
 import secrets
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -19,28 +20,59 @@ from rlinf.errors import ConfigError, RLinfError
 ALIGNMENT = 64
 """Every tensor begins at a multiple of this many bytes. The first block is the header, which begins with the nonce."""
 NONCE_LEN = 16
+BUCKET_BYTES = 256 * 1024**2
+"""Size of a bucket. A smaller model takes less memory on CPUs, where pages that nobody writes do not exist."""
 
 
 class WeightsRefusedError(RLinfError):
-    """A handle lacks tensors or has wrong ones, or its memory has been overwritten or freed; nothing was loaded."""
+    """Weights are incomplete, wrong or damaged, or their memory has been overwritten or freed; the message names the tensor."""
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """Number format, shape and byte offset of a tensor in the shared memory."""
+class TensorSpec:
+    """Number format and shape of a tensor, and whether it can change between two pushes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int
+    trained: bool = True
+
+
+@dataclass(frozen=True)
+class TensorEntry(TensorSpec):
+    """A tensor in shared memory, or a part of one that is larger than a bucket.
+
+    Attributes:
+        offset: First byte in the shared memory.
+        start: First element of the part, counted in the flattened tensor.
+        stop: Element after the last one.
+        checksum: Sum of the 64-bit words modulo 2^64: a change of any one byte changes it.
+    """
+
+    offset: int = 0
+    start: int = 0
+    stop: int = 0
+    checksum: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the entry is the whole tensor."""
+        return self.stop - self.start == math.prod(self.shape)
+
+    @property
+    def padded_nbytes(self) -> int:
+        """Return the bytes up to the next entry."""
+        return _padded((self.stop - self.start) * self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class WeightsHandle:
     """A small picklable reference to weights. Valid until its ``WeightBuffer`` is written again or freed.
 
+    It may hold all weights, or be one of the buckets of a push.
+
     Attributes:
         version: Number of weight updates that produced these weights.
-        manifest: Every tensor by name.
+        manifest: Every tensor, or part of one, by name.
         nbytes: Size of the shared memory.
         nonce: Random bytes of one ``write``. The shared memory begins with them as long as it holds these weights.
         path: File of the shared memory (CPU), or None.
@@ -57,11 +89,38 @@ class WeightsHandle:
     gpu: str = ""
 
     def open(self) -> dict[str, Tensor]:
-        """Return all tensors by name, as views of the shared memory.
+        """Return all tensors by name, as views of the shared memory. A part of a tensor is flat.
 
         Raises:
             WeightsRefusedError: The weights have been overwritten or freed, or are on a GPU that this process does not see.
         """
+        memory = self._map()
+        return {name: _view(memory, entry) for name, entry in self.manifest.items()}
+
+    def verify(self) -> None:
+        """Raise WeightsRefusedError, naming the tensor, if a byte has changed since the weights were written, or see ``open``."""
+        memory = self._map()
+        found = _checksums(memory, self.manifest.values())
+        damaged = [
+            name for (name, entry), sum_ in zip(self.manifest.items(), found, strict=True) if sum_ != entry.checksum
+        ]
+        if damaged:
+            raise WeightsRefusedError(
+                f"Weights version {self.version} were damaged on the way: {', '.join(damaged[:8])} ({len(damaged)} of "
+                f"{len(self.manifest)} tensors of this bucket) differ from what was sent. Push again"
+            )
+
+    def buckets(self, trained_only: bool) -> Iterator[WeightsHandle]:
+        """Yield this handle: it is a ``WeightSource`` of one bucket, which always sends everything."""
+        assert not trained_only
+        yield self
+
+    def builds_on(self, loaded: object) -> bool:
+        """Return False: nothing is known of what was loaded before."""
+        return False
+
+    def _map(self) -> Tensor:
+        """Return the shared memory."""
         if self.ipc is not None:
             rebuild, arguments = self.ipc
             arguments = list(arguments)
@@ -86,7 +145,7 @@ class WeightsHandle:
                 f"Weights version {self.version} has been overwritten or freed; nothing was loaded. Keep the WeightBuffer, and "
                 "do not write it again, while its handle is in use"
             )
-        return {name: _view(memory, entry) for name, entry in self.manifest.items()}
+        return memory
 
 
 class WeightBuffer:
@@ -96,6 +155,8 @@ class WeightBuffer:
     """
 
     def __init__(self) -> None:
+        self._entries: dict[str, TensorEntry] = {}
+        self._end = 0
         self._memory: Tensor | None = None
         self._fd: int | None = None
         self._release: weakref.finalize | None = None
@@ -105,26 +166,57 @@ class WeightBuffer:
         """Copy tensors, which must be on one device, bit for bit; earlier handles become invalid."""
         if not tensors:
             raise ConfigError("WeightBuffer.write got no tensors. Pass e.g. model.state_dict()")
-        manifest: dict[str, TensorEntry] = {}
-        end, nonce = ALIGNMENT, secrets.token_bytes(NONCE_LEN)
+        sizes = (_padded(tensor.numel() * tensor.element_size()) for tensor in tensors.values())
+        self.clear(ALIGNMENT + sum(sizes), next(iter(tensors.values())).device)
         for name, tensor in tensors.items():
-            manifest[name] = TensorEntry(tensor.dtype, tuple(tensor.shape), end)
-            end += math.ceil(tensor.numel() * tensor.element_size() / ALIGNMENT) * ALIGNMENT
-        device = next(iter(tensors.values())).device
-        if self._memory is None or len(self._memory) != end or self._memory.device != device:
-            self._allocate(end, device)
-        header = self._memory[:NONCE_LEN]
-        header.zero_()  # a concurrent reader must see that the weights change
-        for name, tensor in tensors.items():
-            _view(self._memory, manifest[name]).copy_(tensor)
-        header.copy_(torch.tensor(list(nonce), dtype=torch.uint8))
+            self.add(name, tensor)
+        return self.seal(version)
+
+    def clear(self, nbytes: int, device: torch.device) -> None:
+        """Begin with empty shared memory of ``nbytes``, header included; earlier handles become invalid."""
+        if self._memory is None or len(self._memory) != nbytes or self._memory.device != device:
+            self._allocate(nbytes, device)
+        self._memory[:NONCE_LEN].zero_()  # a concurrent reader must see that the weights change
+        self._entries, self._end = {}, ALIGNMENT
+
+    def add(self, name: str, tensor: Tensor, start: int = 0) -> int:
+        """Copy the elements of a tensor from ``start`` on, as many as fit; return the number of the first one left out.
+
+        A tensor is divided only if it does not fit into empty memory.
+        """
+        count, itemsize = tensor.numel(), tensor.element_size()
+        room, whole = len(self._memory) - self._end, _padded((count - start) * itemsize)
+        if whole <= room:
+            stop = count
+        elif self._entries:
+            return start
+        else:
+            stop = start + room // itemsize
+        entry = TensorEntry(tensor.dtype, tuple(tensor.shape), True, self._end, start, stop)
+        used = (stop - start) * itemsize
+        self._memory[self._end + used : self._end + entry.padded_nbytes].zero_()  # part of the checksum
+        part = tensor if entry.is_whole else tensor.reshape(-1)[start:stop]
+        _view(self._memory, entry).copy_(part)
+        self._entries[name] = entry
+        self._end += entry.padded_nbytes
+        return stop
+
+    def seal(self, version: int) -> WeightsHandle:
+        """Return the handle of what was added."""
+        found = _checksums(self._memory, self._entries.values())
+        manifest = {
+            name: replace(entry, checksum=sum_)
+            for (name, entry), sum_ in zip(self._entries.items(), found, strict=True)
+        }
+        nonce, nbytes, device = secrets.token_bytes(NONCE_LEN), len(self._memory), self._memory.device
+        self._memory[:NONCE_LEN].copy_(torch.tensor(list(nonce), dtype=torch.uint8))
         if device.type == "cpu":
-            return WeightsHandle(version, manifest, end, nonce, path=f"/proc/{os.getpid()}/fd/{self._fd}")
+            return WeightsHandle(version, manifest, nbytes, nonce, path=f"/proc/{os.getpid()}/fd/{self._fd}")
         from torch.multiprocessing.reductions import reduce_tensor
 
         torch.cuda.synchronize(device)
         gpu = gpu_uuids()[device.index]
-        return WeightsHandle(version, manifest, end, nonce, ipc=reduce_tensor(self._memory), gpu=gpu)
+        return WeightsHandle(version, manifest, nbytes, nonce, ipc=reduce_tensor(self._memory), gpu=gpu)
 
     def close(self) -> None:
         """Free the memory."""
@@ -144,11 +236,47 @@ class WeightBuffer:
         self._memory = torch.from_file(f"/proc/self/fd/{self._fd}", shared=True, size=nbytes, dtype=torch.uint8)
 
 
-def check_manifest(given: Mapping[str, TensorEntry], required: Mapping[str, Tensor]) -> None:
+class WeightBuckets:
+    """Two blocks of shared memory through which weights of any size pass: one is filled while the other one is read.
+
+    Args:
+        nbytes: Size of each.
+    """
+
+    def __init__(self, nbytes: int = BUCKET_BYTES) -> None:
+        self.nbytes = _padded(max(nbytes, 2 * ALIGNMENT))
+        self._buffers = WeightBuffer(), WeightBuffer()
+
+    @torch.no_grad()
+    def pack(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[WeightsHandle]:
+        """Copy tensors, which must be on one device, bucket by bucket. Asking for a bucket overwrites the last but one."""
+        buffers = cycle(self._buffers)
+        buffer: WeightBuffer | None = None
+        for name, tensor in tensors:
+            start = 0
+            while True:
+                if buffer is None:
+                    buffer = next(buffers)
+                    buffer.clear(self.nbytes, tensor.device)
+                start = buffer.add(name, tensor, start)
+                if start == tensor.numel():
+                    break
+                yield buffer.seal(version)
+                buffer = None
+        if buffer is not None:
+            yield buffer.seal(version)
+
+    def close(self) -> None:
+        """Free the memory."""
+        for buffer in self._buffers:
+            buffer.close()
+
+
+def check_manifest(given: Mapping[str, TensorSpec], required: Mapping[str, Tensor]) -> None:
     """Raise WeightsRefusedError if tensors are missing, unknown, of another shape, or quantised.
 
     Args:
-        given: Manifest of a handle.
+        given: Manifest of a push, or of a handle.
         required: ``state_dict(keep_vars=True)`` of the receiving model, for example on the meta device. One name of a tied
             tensor is enough.
     """
@@ -175,11 +303,21 @@ def check_manifest(given: Mapping[str, TensorEntry], required: Mapping[str, Tens
 
 
 def complete_tied(given: Mapping[str, Tensor], required: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``given`` with tied weights under all their names; ``check_manifest`` requires only one of them."""
+    """Return ``given``, with tied weights under all their names; ``check_manifest`` requires only one of them."""
     by_id = {id(required[name]): tensor for name, tensor in given.items()}
-    return {name: given.get(name, by_id[id(tensor)]) for name, tensor in required.items()}
+    return {name: given.get(name, by_id[id(tensor)]) for name, tensor in required.items() if id(tensor) in by_id}
+
+
+def _padded(nbytes: int) -> int:
+    return math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
 
 
 def _view(memory: Tensor, entry: TensorEntry) -> Tensor:
-    nbytes = math.prod(entry.shape) * entry.dtype.itemsize
-    return memory[entry.offset : entry.offset + nbytes].view(entry.dtype).view(entry.shape)
+    nbytes = (entry.stop - entry.start) * entry.dtype.itemsize
+    flat = memory[entry.offset : entry.offset + nbytes].view(entry.dtype)
+    return flat.view(entry.shape) if entry.is_whole else flat
+
+
+def _checksums(memory: Tensor, entries: Iterable[TensorEntry]) -> list[int]:
+    sums = [memory[e.offset : e.offset + e.padded_nbytes].view(torch.int64).sum() for e in entries]
+    return torch.stack(sums).tolist() if sums else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,19 +144,42 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
     return merged
 
 
-def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict that the policy would have without adapters: each adapter added to its weight.
+def merged_tensors(model: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that the policy would have without adapters, each adapter added to its weight when its turn comes.
 
     The model stays as it is; adapted weights are new tensors, all others are the model's own.
+
+    Args:
+        model: With or without adapters.
+        names: Tensors to yield, by their names without adapters; None: all.
     """
-    tensors = {
-        name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name
-    }
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            weight = module.get_base_layer().weight.detach()
-            tensors[f"{name}.weight"] = weight + module.get_delta_weight("default").to(weight)
-    return tensors
+    for name, tensor in base_tensors(model):
+        if names is None or name in names:
+            module, _, parameter = name.rpartition(".")
+            layer = model.get_submodule(module)
+            if isinstance(layer, BaseTunerLayer) and parameter == "weight":
+                tensor = tensor + layer.get_delta_weight("default").to(tensor)
+            yield name, tensor
+
+
+def base_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the state dict without adapters, whose layers have the names that they would have without adapters."""
+    for name, tensor in model.state_dict().items():
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), tensor
+
+
+def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return all of ``merged_tensors`` at once."""
+    return dict(merged_tensors(model))
+
+
+def trained_names(model: nn.Module) -> set[str]:
+    """Return the names in ``merged_tensors`` of what training changes: trained or adapted weights, and buffers."""
+    changing = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    changing |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    adapted = {name.partition(".lora_")[0] + ".weight" for name in changing if ".lora_" in name}
+    return adapted | {name.replace(".base_layer.", ".") for name in changing if ".lora_" not in name}
 
 
 def adapter_fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor
 
 from rlinf.engines.config import VllmOptions
 from rlinf.engines.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, kv_cache_bytes
-from rlinf.engines.weight_handle import WeightBuffer
+from rlinf.engines.weight_handle import TensorSpec, WeightBuckets, WeightsHandle
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.imports import import_string
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.models.lora import merged_state_dict
+from rlinf.models.lora import base_tensors, merged_tensors, trained_names
 from rlinf.types import ActionPrediction, Observation
 
 SEED_BITS = 24
@@ -28,15 +29,25 @@ class VllmPolicy:
         options: Settings of the engine.
         num_envs: Largest number of envs that act at once.
         num_threads: CPU threads of the engine.
+        trained: Tensors that training changes (``trained_names``), if ``model`` is the replica of another one; None: those
+            that ``model`` trains.
     """
 
     predicts_values = False  # vLLM runs no value head: ``predict_values`` asks the torch model
 
-    def __init__(self, model: ActionModel, options: VllmOptions, num_envs: int, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        model: ActionModel,
+        options: VllmOptions,
+        num_envs: int,
+        num_threads: int = 1,
+        trained: Collection[str] | None = None,
+    ) -> None:
         self.model = model
+        self.trained = trained_names(model) if trained is None else trained
         self.adapter = adapter_of(model)
         self.adapter.check(model.config)
-        self.buffer = WeightBuffer()
+        self.buckets = WeightBuckets()
         self.version: int | None = None
         self.engine = VllmEngine(
             EngineSpec(
@@ -54,21 +65,24 @@ class VllmPolicy:
 
     # -- weights -------------------------------------------------------------------------------------------------
 
+    def crosses(self, name: str) -> bool:
+        """Return whether the engine needs the tensor ``name``."""
+        return name.split(".")[0] not in self.adapter.excluded
+
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors for the engine, with adapters merged into the weights."""
-        tensors = merged_state_dict(self.model)
-        return {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in self.adapter.excluded}
+        """Return all tensors for the engine, with adapters merged into the weights."""
+        return {name: tensor for name, tensor in merged_tensors(self.model) if self.crosses(name)}
 
     def update_weights(self, version: int) -> None:
         """Send the torch model's weights to the engine, unless it has this version already."""
         self.version = version
         if self.engine.version != version:
-            self.engine.update_weights(self.buffer.write(self.weights(), version))
+            self.engine.update_weights(PolicyWeights(self, version))
 
     def close(self) -> None:
         """End the engine."""
         self.engine.close()
-        self.buffer.close()
+        self.buckets.close()
 
     # -- what a rollout calls ------------------------------------------------------------------------------------
 
@@ -136,6 +150,42 @@ class VllmPolicy:
     def predict_values(self, **inputs: Tensor) -> Tensor:
         """Return the torch model's values, float32 ``[B]``."""
         return self.model.predict_values(**inputs)
+
+
+class PolicyWeights:
+    """The weights of a policy's torch model, merged and packed when the engine asks for them (a ``WeightSource``).
+
+    Adapters do not cross: an engine needs merged weights. What crosses after the first push are the blocks (``block_of``) with
+    trained or adapted weights.
+    """
+
+    def __init__(self, policy: VllmPolicy, version: int) -> None:
+        self.policy, self.version = policy, version
+        blocks = {block_of(name) for name in policy.trained}
+        self.manifest = {
+            name: TensorSpec(tensor.dtype, tuple(tensor.shape), block_of(name) in blocks)
+            for name, tensor in base_tensors(policy.model)
+            if policy.crosses(name)
+        }
+
+    def builds_on(self, loaded: object) -> bool:
+        """Return whether ``loaded`` are weights of the same model."""
+        return isinstance(loaded, PolicyWeights) and loaded.policy.model is self.policy.model
+
+    def buckets(self, trained_only: bool) -> Iterator[WeightsHandle]:
+        """Yield the weights bucket by bucket."""
+        names = {name for name, spec in self.manifest.items() if spec.trained or not trained_only}
+        return self.policy.buckets.pack(merged_tensors(self.policy.model, names), self.version)
+
+
+def block_of(name: str) -> str:
+    """Return the numbered block of a tensor (``model.layers.3``), or the module of a tensor outside all blocks.
+
+    vLLM fuses layers of one block, such as queries, keys and values, and loads a fused layer whole or not at all.
+    """
+    parts = name.split(".")
+    number = next((k for k, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
+    return ".".join(parts[: number + 1])
 
 
 def adapter_of(model: ActionModel | type[ActionModel]) -> Any:

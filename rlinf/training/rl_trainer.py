@@ -16,7 +16,7 @@ from rlinf.memory import memory_metrics
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.preflight.derived import parity_gate
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.weight_sync import frozen_copy
+from rlinf.rollout.weight_push import frozen_copy
 from rlinf.seeding import derive_seed
 from rlinf.training.session import Session
 from rlinf.training.train_worker import minibatch_indices

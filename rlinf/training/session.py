@@ -14,7 +14,7 @@ from rlinf.distributed.process_group import any_rank, rank, sum_over_ranks
 from rlinf.manifest import Manifest
 from rlinf.options import to_mapping
 from rlinf.preflight.conditions import build_manifest
-from rlinf.rollout.weight_sync import WeightSync
+from rlinf.rollout.weight_push import WeightPush
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
 from rlinf.training.evaluator import Evaluator
@@ -48,7 +48,7 @@ class Session:
         state: LoopState,
         *,
         worker: TrainWorker,
-        sync: WeightSync,
+        sync: WeightPush,
         evaluator: Evaluator,
         stop_signal: StopSignal,
         progress: Progress,

@@ -10,7 +10,7 @@ from rlinf.distributed.fsdp import full_tensor, shard
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import rank
 from rlinf.models import HFModel
-from rlinf.rollout.weight_sync import WeightSync
+from rlinf.rollout.weight_push import WeightPush
 
 LEARNING_RATE, ROWS = 0.5, 4
 FAMILIES = ("llama", "gemma3")
@@ -59,7 +59,7 @@ def train_on_two_ranks(root):
         model = shard(HFModel.from_pretrained(folder), "cpu")
         logits = step(model, mine)
         rollout = HFModel.from_config(model.config, dtype=torch.bfloat16)
-        WeightSync(model, rollout).push(1)
+        WeightPush(model, rollout).push(1)
         weights = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
         torch.save({"logits": logits, "weights": weights, "rollout": rollout.state_dict()}, folder / f"rank{rank()}.pt")
 

@@ -26,7 +26,7 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy, get_model
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.lora import ADAPTER_FILE, apply_lora, merge_lora
-from rlinf.rollout.weight_sync import frozen_copy
+from rlinf.rollout.weight_push import frozen_copy
 from rlinf.training.train_worker import TrainWorker
 
 STEPS = 300

@@ -243,13 +243,14 @@ def test_adapters_are_part_of_the_weights_that_the_engine_gets(policy):
         assert without > 0.1, "control: without adapters"
     finally:
         policy.update_weights(policy.version)
-        adapted.buffer.close()
+        adapted.buckets.close()
 
 
 def test_the_engine_keeps_nothing_of_the_shared_memory(policy):
     inputs = policy.preprocess(observe())
     before = act(policy, inputs)
-    policy.buffer.write({name: torch.zeros_like(tensor) for name, tensor in policy.weights().items()}, 93)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in policy.weights().items()}
+    assert len([*policy.buckets.pack(zeros.items(), 93), *policy.buckets.pack(zeros.items(), 93)]) == 2
     assert torch.equal(act(policy, inputs).logits, before.logits)
 
 
@@ -302,7 +303,7 @@ def test_failed_sync_and_kill_rebuild_the_engine_and_a_hang_ends_with_stacks(tmp
     engine = policy.engine
     try:
         inputs = model.preprocess(observe())
-        with pytest.raises(EngineError, match="no weights yet"):
+        with pytest.raises(EngineError, match="no complete weights"):
             act(policy, inputs)
         (tmp_path / "fail").touch()
         first = engine.pid
@@ -448,7 +449,7 @@ def test_language_model_generates_as_transformers_does_takes_new_weights_and_end
         generation.finish_generation()
     generation.finish_generation()
     assert not alive(pid)
-    with pytest.raises(EngineError, match="weights of version 4 and has ended since"):
+    with pytest.raises(EngineError, match="weights of version 4 and has lost them"):
         generation.generate(data, greedy=True)
     assert generation.worker.engine.pid is None
 

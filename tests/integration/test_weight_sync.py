@@ -15,11 +15,12 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.fsdp import full_tensor, grad_norm
 from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import rank
+from rlinf.engines.weight_receiver import ModuleReceiver
 from rlinf.envs.episodes import EVAL_INIT_STATE_OFFSET
 from rlinf.errors import ConfigError, ParityError, RLinfError
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
-from rlinf.rollout.weight_sync import WeightSync
+from rlinf.rollout.weight_push import WeightPush
 from rlinf.training import evaluator
 from rlinf.training.train_worker import TrainWorker
 
@@ -30,7 +31,7 @@ SMALL = [
     "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "algorithm.critic_warmup_steps=0",
 ]  # fmt: skip
 SHARDED = "trainer.sharding=fsdp2"
-REPLICA = "differs from the trained policy after the weight sync"
+REPLICA = "differs from the trained policy after the weight push"
 
 
 def config_of(folder: Path, *overrides: str) -> RunConfig:
@@ -38,15 +39,12 @@ def config_of(folder: Path, *overrides: str) -> RunConfig:
 
 
 def skipping(part: str):
-    """A ``WeightSync._copy`` that leaves out the tensors with ``part`` in their names; the empty string is in all."""
-    whole = WeightSync._copy
+    """A ``ModuleReceiver._copy`` that leaves out the tensors with ``part`` in their names; the empty string is in all."""
+    whole = ModuleReceiver._copy
 
-    def copy(self):
-        held = self.rollout_model.state_dict()
-        kept = {name: tensor.clone() for name, tensor in held.items() if part in name}
-        whole(self)
-        for name, tensor in kept.items():
-            held[name].copy_(tensor)
+    def copy(self, name, tensor):
+        if part not in name:
+            whole(self, name, tensor)
 
     return copy
 
@@ -56,19 +54,19 @@ def steps_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("part", ["", "policy.2", "value_head", "log_std"])
-def test_a_replica_that_lacks_an_update_is_refused_at_the_sync_by_name(tmp_path, monkeypatch, part):
-    monkeypatch.setattr(WeightSync, "_copy", skipping(part))
+def test_a_replica_that_lacks_an_update_is_refused_at_the_push_by_name(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(ModuleReceiver, "_copy", skipping(part))
     with pytest.raises(RLinfError, match=rf"{REPLICA} in .*{part or 'log_std'}"):
         train(config_of(tmp_path, SHARDED))
-    assert steps_of(tmp_path) == [0]  # the first sync is one of equal weights
+    assert steps_of(tmp_path) == [0]  # the first push is one of equal weights
 
 
 @pytest.mark.parametrize(("part", "what"), [
     ("", "log-probabilities"), ("policy.2", "log-probabilities"), ("value_head", "values"),
 ])  # fmt: skip
 def test_the_gate_sees_a_replica_that_lacks_an_update(tmp_path, monkeypatch, part, what):
-    monkeypatch.setattr(WeightSync, "_copy", skipping(part))
-    monkeypatch.setattr(WeightSync, "_check_replica", lambda self: None)
+    monkeypatch.setattr(ModuleReceiver, "_copy", skipping(part))
+    monkeypatch.setattr(WeightPush, "_check_replica", lambda self: None)
     with pytest.raises(ParityError, match=f"{what} differ by .* at step 1 .*agreed until .* were updated"):
         train(config_of(tmp_path, SHARDED))
     assert steps_of(tmp_path) == [0]
@@ -86,7 +84,7 @@ def test_a_replica_that_gets_every_update_runs_to_the_end(tmp_path):
 
 def run_with_a_stale_layer_on_the_second_rank(config):
     if rank() == 1:
-        WeightSync._copy = skipping("policy.0")
+        ModuleReceiver._copy = skipping("policy.0")
     _execute_rank(config)
 
 
@@ -100,7 +98,7 @@ def test_one_stale_layer_on_one_of_two_ranks_stops_the_run(tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused_before_they_are_played(value):
     model = torch.nn.Linear(2, 2)
-    sync = WeightSync(model, torch.nn.Linear(2, 2))
+    sync = WeightPush(model, torch.nn.Linear(2, 2))
     sync.push(1)
     with torch.no_grad():
         model.bias[1] = value

@@ -29,7 +29,7 @@ from rlinf.models.embodiment.modules.tokenizer import TINY_TOKENIZER
 from rlinf.models.hf_model import check_tensor_parallel, load_config, model_class_of
 from rlinf.models.lora import apply_lora
 from rlinf.preflight.validation import validate
-from rlinf.rollout.weight_sync import WeightSync
+from rlinf.rollout.weight_push import WeightPush
 
 TEXT = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -322,7 +322,7 @@ def test_sync_covers_every_tensor_in_the_transfer_dtype(folders, family):
     trainer = HFModel.from_pretrained(folders / family)
     rollout = HFModel.from_config(trainer.config, dtype=torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in rollout.state_dict().items()}
-    WeightSync(trainer, rollout).push(1)
+    WeightPush(trainer, rollout).push(1)
     assert rollout.state_dict().keys() == trainer.state_dict().keys()
     for name, tensor in rollout.state_dict().items():
         assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, trainer.state_dict()[name].bfloat16()), name

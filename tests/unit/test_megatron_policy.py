@@ -152,11 +152,15 @@ def test_an_engine_of_the_checkpoint_takes_the_weights(checkpoint, batch, name):
     policy.train(batch, NLLLossFn())
     weights = policy.public_state_dict()
     names = LanguageModelNames(AutoConfig.from_pretrained(policy.model_name))
-    read = names.read(buffer.write(weights, version=1))
+    handle = buffer.write(weights, version=1)
+    names.check(handle.manifest)
+    read = names.read(handle.open())
     assert read.keys() | {"lm_head.weight"} == HuggingFacePolicy(policy.model_name).model.state_dict().keys()
     assert all(read[key].equal(tensor) for key, tensor in weights.items())
     with pytest.raises(WeightsRefusedError, match="missing model.norm.weight"):
-        names.read(buffer.write({key: weights[key] for key in weights if key != "model.norm.weight"}, version=2))
+        names.check(
+            buffer.write({key: weights[key] for key in weights if key != "model.norm.weight"}, version=2).manifest
+        )
     buffer.close()
 
 

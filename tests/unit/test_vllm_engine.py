@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,11 +46,18 @@ while True:
         end(sys.argv[3])
     elif command == "start":
         answer = ("error", ConfigError("no such setting")) if payload.model == "bad" else ("ok", 0)
-    elif command == "update_weights" and not os.path.exists(payload.path):
+    elif command == "begin":
+        header = payload
+        answer = "ok", None
+    elif command == "load" and not os.path.exists(payload.path):
         answer = "error", WeightsRefusedError("gone")
-    elif command == "update_weights":
+    elif command == "load":
         weight = float(Path(payload.path).read_text())
-        answer = "ok", payload.version
+        answer = "ok", None
+    elif command == "commit":
+        answer = "ok", header.version
+    elif command == "held":
+        answer = "ok", None
     elif (faults / "hang").exists():
         time.sleep(600)
     else:
@@ -81,6 +89,22 @@ def engine(faults):
     assert not any((faults / "temporary").iterdir()), "nothing is left of it"
 
 
+@dataclass
+class Weights:
+    """A source whose only bucket is a path."""
+
+    path: str
+    version: int
+    manifest = None
+
+    def builds_on(self, loaded):
+        return False
+
+    def buckets(self, trained_only):
+        assert not trained_only
+        yield SimpleNamespace(path=self.path)
+
+
 @pytest.fixture
 def weights(tmp_path):
     """What stands for a handle of one number."""
@@ -88,7 +112,7 @@ def weights(tmp_path):
     def write(value, version):
         path = tmp_path / f"weights_{version}"
         path.write_text(str(value))
-        return SimpleNamespace(path=str(path), version=version)
+        return Weights(str(path), version)
 
     return write
 
@@ -113,19 +137,19 @@ def test_a_process_that_dies_of_a_request_twice_is_an_error_and_no_loop(engine, 
         engine.generate("request")
     assert engine.num_starts == 2 and engine.pid is None
     (faults / "die_always").unlink()
-    with pytest.raises(EngineError, match="weights of version 1 and has ended since. Call update_weights"):
+    with pytest.raises(EngineError, match="weights of version 1 and has lost them.* Call update_weights"):
         engine.generate("request")
 
 
 def test_a_sync_that_fails_is_repeated_with_a_new_process_once(engine, faults, weights, caplog):
     engine.update_weights(weights(2.0, version=1))
-    (faults / "die").write_text("update_weights")
+    (faults / "die").write_text("load")
     with caplog.at_level(logging.WARNING):
         assert engine.update_weights(weights(4.0, version=2)) == 2
-    assert "during 'update_weights'" in caplog.text
+    assert "during 'load'" in caplog.text
     assert engine.generate("request") == 4.0 and engine.num_starts == 2
-    (faults / "die_always").write_text("update_weights")
-    with pytest.raises(EngineError, match="during 'update_weights'"):
+    (faults / "die_always").write_text("load")
+    with pytest.raises(EngineError, match="during 'load'"):
         engine.update_weights(weights(8.0, version=3))
     assert engine.num_starts == 3 and engine.pid is None
 
@@ -134,7 +158,7 @@ def test_a_new_process_never_plays_with_other_weights_than_those_it_was_given(en
     engine.update_weights(weights(2.0, version=0))
     engine.close()
     engine.start()
-    with pytest.raises(EngineError, match="weights of version 0 and has ended since"):
+    with pytest.raises(EngineError, match="weights of version 0 and has lost them"):
         engine.generate("request")
     handle = weights(2.0, version=1)
     engine.update_weights(handle)
@@ -142,7 +166,7 @@ def test_a_new_process_never_plays_with_other_weights_than_those_it_was_given(en
     (faults / "die").write_text("generate")
     with pytest.raises(WeightsRefusedError, match="gone"):
         engine.generate("request")
-    with pytest.raises(EngineError, match="weights of version 1 and has ended since"):
+    with pytest.raises(EngineError, match="weights of version 1 and has lost them"):
         engine.generate("request")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import subprocess
@@ -18,7 +19,7 @@ from rlinf.engines import vllm_engine
 from rlinf.engines.config import VllmOptions
 from rlinf.engines.vllm_engine import GenerateResult
 from rlinf.engines.vllm_server import CPU_CACHE_BYTES, language_model_arguments
-from rlinf.engines.vllm_weights import LanguageModelNames, reload_weights
+from rlinf.engines.vllm_weights import BucketLoader, LanguageModelNames, TensorNames
 from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.llm.batched_data_dict import BatchedDataDict
@@ -422,16 +423,23 @@ def test_weights_of_another_vocabulary_are_refused_by_name():
             vocab_size=vocab_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
         )
 
-    buffer, weights = WeightBuffer(), LlamaForCausalLM(config(50)).state_dict()
-    try:
-        assert LanguageModelNames(config(50)).read(buffer.write(weights, 1)).keys() == weights.keys()
-        with pytest.raises(
-            WeightsRefusedError,
-            match=r"model.embed_tokens.weight is \[50, 8\].*\[48, 8\].*lm_head.weight|lm_head.weight.*embed",
-        ):
-            LanguageModelNames(config(48)).read(buffer.write(weights, 2))
-    finally:
-        buffer.close()
+    weights = LlamaForCausalLM(config(50)).state_dict()
+    assert read(LanguageModelNames(config(50)), weights).keys() == weights.keys()
+    with pytest.raises(
+        WeightsRefusedError,
+        match=r"model.embed_tokens.weight is \[50, 8\].*\[48, 8\].*lm_head.weight|lm_head.weight.*embed",
+    ):
+        read(LanguageModelNames(config(48)), weights)
+
+
+def read(names, weights):
+    """What vLLM is given of weights that arrive tensor by tensor, through shared memory."""
+    with contextlib.closing(WeightBuffer()) as buffer:
+        names.check(buffer.write(weights, 1).manifest)
+    found = {}
+    for name, tensor in weights.items():
+        found |= {each: part.clone() for each, part in names.read({name: tensor}).items()}
+    return found
 
 
 def test_experts_are_taken_by_the_names_in_memory_and_by_those_of_a_checkpoint():
@@ -446,19 +454,16 @@ def test_experts_are_taken_by_the_names_in_memory_and_by_those_of_a_checkpoint()
     own, public = model.model.state_dict(), model.public_state_dict()
     gate = "model.layers.0.mlp.experts.2.gate_proj.weight"
     assert gate in public and gate not in own
-    names, buffer = LanguageModelNames(config), WeightBuffer()
-    try:
-        for weights in (own, public):
-            read = names.read(buffer.write(weights, 1))
-            assert read.keys() == public.keys() | {"lm_head.weight"}
-            assert all(torch.equal(read[name], tensor) for name, tensor in public.items())
-            assert torch.equal(read["lm_head.weight"], public["model.embed_tokens.weight"])
-        with pytest.raises(WeightsRefusedError, match=rf"missing {gate} \(1 in all\)"):
-            names.read(buffer.write({name: tensor for name, tensor in public.items() if name != gate}, 2))
-        with pytest.raises(WeightsRefusedError, match=r"missing model.layers.0.mlp.experts.down_proj \(1 in all\)"):
-            names.read(buffer.write({name: tensor for name, tensor in own.items() if "down_proj" not in name}, 3))
-    finally:
-        buffer.close()
+    names = LanguageModelNames(config)
+    for weights in (own, public):
+        found = read(names, weights)
+        assert found.keys() == public.keys() | {"lm_head.weight"}
+        assert all(torch.equal(found[name], tensor) for name, tensor in public.items())
+        assert torch.equal(found["lm_head.weight"], public["model.embed_tokens.weight"])
+    with pytest.raises(WeightsRefusedError, match=rf"missing {gate} \(1 in all\)"):
+        read(names, {name: tensor for name, tensor in public.items() if name != gate})
+    with pytest.raises(WeightsRefusedError, match=r"missing model.layers.0.mlp.experts.down_proj \(1 in all\)"):
+        read(names, {name: tensor for name, tensor in own.items() if "down_proj" not in name})
 
 
 class BiasBlind(torch.nn.Linear):
@@ -468,12 +473,27 @@ class BiasBlind(torch.nn.Linear):
         return {name for name, _ in weights if name != "bias"}
 
 
-def test_parameters_that_vllm_leaves_as_they_are_are_named():
-    model = BiasBlind(2, 2)
+def test_parameters_that_vllm_leaves_as_they_are_are_named(monkeypatch):
+    model, calls = BiasBlind(2, 2), []
     worker = SimpleNamespace(
-        get_model=lambda: model, model_config=SimpleNamespace(quantization=None),
-        reload_weights=lambda weights_iterator: model.load_weights(weights_iterator),
+        get_model=lambda: model, model_config=SimpleNamespace(quantization=None), vllm_config=None,
+        model_runner=SimpleNamespace(reset_lora_state=list, reset_encoder_cache=list, reset_mm_cache=list),
     )  # fmt: skip
-    names = SimpleNamespace(read=dict)  # the handle is the tensors
-    assert reload_weights(worker, model.state_dict(), names) == ["bias"]
-    assert model.load_weights(model.state_dict().items()) == {"weight"}, "the model has its own method again"
+    reload = SimpleNamespace(
+        initialize_layerwise_reload=lambda model: calls.append("begin"),
+        finalize_layerwise_reload=lambda model, config: calls.append("finish"),
+    )
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", reload)
+    config = SimpleNamespace(set_current_vllm_config=lambda config: contextlib.nullcontext())
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
+    loader, buffer = BucketLoader(worker, TensorNames(model.state_dict(keep_vars=True))), WeightBuffer()
+    for left_out in (["bias"], []):
+        handle = buffer.write(model.state_dict(), 1)
+        loader.begin(handle.manifest)
+        loader.load(handle)
+        assert loader.finish() == left_out
+        monkeypatch.setattr(
+            BiasBlind, "load_weights", lambda self, weights: {name for name, _ in weights}, raising=False
+        )
+    assert calls == ["begin", "finish"] * 2
+    buffer.close()

@@ -1,13 +1,17 @@
-"""The weight sync between two plain models: every tensor arrives, or the sync is refused."""
+"""The weight push between two plain models: every tensor arrives, or the push is refused."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 import torch
 from torch import nn
 
+from rlinf.engines.weight_receiver import ModuleReceiver
 from rlinf.errors import RLinfError
-from rlinf.rollout.weight_sync import WeightSync, frozen_copy
+from rlinf.rollout import weight_push
+from rlinf.rollout.weight_push import WeightPush, frozen_copy
 
 
 class Net(nn.Module):
@@ -23,11 +27,11 @@ class Net(nn.Module):
             nn.init.constant_(parameter, fill)
 
 
-class Elsewhere(Net):
-    """Computes with other tensors than those that it shows."""
+class Deaf(ModuleReceiver):
+    """Takes tensors and copies none."""
 
-    def state_dict(self, *args, **kwargs):
-        return {name: tensor.clone() for name, tensor in super().state_dict(*args, **kwargs).items()}
+    def _copy(self, name, tensor):
+        pass
 
 
 class Generator:
@@ -42,8 +46,9 @@ class Generator:
 
 def test_every_parameter_and_buffer_arrives():
     trained, played = Net(5.0), Net(1.0)
-    sync = WeightSync(trained, played)
-    assert sync.version == 0
+    sync = WeightPush(trained, played)
+    with pytest.raises(RLinfError, match="no complete weights"):
+        sync.rollout_policy
     assert sync.push(7) == sync.version == 7
     state = played.state_dict()
     assert len(state) == 6 and all((tensor == 5.0).all() for tensor in state.values())
@@ -52,14 +57,19 @@ def test_every_parameter_and_buffer_arrives():
 
 
 def test_a_model_that_plays_itself_is_not_copied():
-    model = Elsewhere(5.0)  # a copy would not arrive
-    sync = WeightSync(model, model)
-    assert sync.push(3) == 3 and sync.rollout_policy is model
+    model = Net(5.0)
+    sync = WeightPush(model, model)
+    with count_copies() as copies:
+        assert sync.push(3) == 3 and sync.rollout_policy is model
+    assert not copies
+    with count_copies() as copies:
+        WeightPush(model, Net(1.0)).push(3)
+    assert len(copies) == 6, "control"
 
 
 def test_a_generator_is_told_the_version_and_plays():
     generator = Generator()
-    sync = WeightSync(Net(5.0), Net(1.0), generator)
+    sync = WeightPush(Net(5.0), Net(1.0), generator)
     sync.push(7), sync.push(8)
     assert generator.versions == [7, 8] and sync.rollout_policy is generator
 
@@ -67,36 +77,75 @@ def test_a_generator_is_told_the_version_and_plays():
 def test_models_that_differ_are_refused():
     other = Net(1.0)
     other.register_buffer("extra", torch.zeros(1))
-    with pytest.raises(RLinfError, match=r"names differ: \['extra'\]"):
-        WeightSync(Net(5.0), other).push(1)
+    with pytest.raises(RLinfError, match="missing extra"):
+        WeightPush(Net(5.0), other).push(1)
+    with pytest.raises(RLinfError, match="unknown extra"):
+        WeightPush(other, Net(1.0)).push(1)
     with pytest.raises(
-        RLinfError, match=r"'layer.weight' is \[3, 3\], rollout has \[1, 1\]"
+        RLinfError, match=r"layer.weight is \[3, 3\] instead of \[1, 1\]"
     ):  # to which no copy would shrink
-        WeightSync(Net(5.0), Net(1.0, width=1)).push(1)
-    with pytest.raises(RLinfError, match=r"'layer.weight' is \[1, 1\], rollout has \[3, 3\]"):  # a copy would fill it
-        WeightSync(Net(5.0, width=1), Net(1.0)).push(1)
+        WeightPush(Net(5.0), Net(1.0, width=1)).push(1)
+    with pytest.raises(RLinfError, match=r"layer.weight is \[1, 1\] instead of \[3, 3\]"):  # a copy would fill it
+        WeightPush(Net(5.0, width=1), Net(1.0)).push(1)
 
 
-def test_weights_that_do_not_arrive_or_are_not_known_stop_the_sync():
+def test_weights_that_do_not_arrive_stop_the_push(monkeypatch):
+    monkeypatch.setattr(weight_push, "ModuleReceiver", Deaf)
+    sync = WeightPush(Net(5.0), Net(1.0))
     with pytest.raises(RLinfError, match="in 6 of 6 tensors: .*layer.bias.*older weights"):
-        WeightSync(Net(5.0), Elsewhere(1.0)).push(1)
-    arrived = Elsewhere(5.0)
-    assert WeightSync(Net(5.0), arrived).push(1) == 1, "control: equal weights need no copy"
+        sync.push(1)
+    with pytest.raises(RLinfError, match="no complete weights"):
+        sync.rollout_policy
+    played = Net(5.0)
+    assert WeightPush(Net(5.0), played).push(1) == 1, "control: equal weights need no copy"
     with torch.no_grad():
-        arrived.head.bias[2] = 5.000001
+        played.head.bias[2] = 5.000001
     with pytest.raises(RLinfError, match="in 1 of 6 tensors: head.bias"):
-        WeightSync(Net(5.0), arrived).push(1)
+        WeightPush(Net(5.0), played).push(1)
+
+
+def test_frozen_tensors_are_copied_once_and_a_version_once():
+    trained, played = Net(5.0), Net(1.0)
+    trained.layer.requires_grad_(False)  # its weight is that of the head too
+    sync = WeightPush(trained, played)
+    counts = []
+    for version in (0, 1, 1, 2):
+        with count_copies() as copies:
+            sync.push(version)
+        counts.append(sorted(copies))
+        with torch.no_grad():
+            trained.head.bias.add_(1.0 if version != 1 else 0.0)
+    trained_only = ["head.bias", "same_scale", "scale"]
+    everything = ["head.bias", "head.weight", "layer.bias", "layer.weight", "same_scale", "scale"]
+    assert counts == [everything, trained_only, [], trained_only]
+    assert (played.head.bias == 6.0).all()
+    with torch.no_grad():
+        trained.layer.bias.fill_(9.0)  # a frozen tensor that changes after all
+    with pytest.raises(RLinfError, match="in 1 of 6 tensors: layer.bias"):
+        sync.push(3)
+    assert sync.push(3) == 3 and (played.layer.bias == 9.0).all(), "the push after a refusal copies everything"
+
+
+@contextlib.contextmanager
+def count_copies():
+    """Names of the tensors that arrive in a module meanwhile."""
+    names, copy = [], ModuleReceiver._copy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ModuleReceiver, "_copy", lambda self, name, tensor: (names.append(name), copy(self, name, tensor))
+        )
+        yield names
 
 
 @pytest.mark.parametrize("value", [float("nan"), -float("inf")])
 def test_a_weight_that_is_not_finite_is_not_sent(value):
     trained, played = Net(5.0), Net(1.0)
-    sync = WeightSync(trained, played)
+    sync = WeightPush(trained, played)
     with torch.no_grad():
         trained.head.bias[1] = value
     with pytest.raises(RLinfError, match="'head.bias' .*nothing was sent"):
         sync.push(1)
-    assert sync.version == 0 and all((tensor == 1.0).all() for tensor in played.state_dict().values())
+    assert sync.version is None and all((tensor == 1.0).all() for tensor in played.state_dict().values())
 
 
 def test_a_frozen_copy_is_not_trained_and_does_not_follow():

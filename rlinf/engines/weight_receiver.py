@@ -1,0 +1,251 @@
+"""Take a push of weights: ``begin``, ``load`` for each bucket, ``commit``. In between, nobody acts with them.
+
+A push is complete or refused. The first one sends every tensor, the next ones only what training changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.engines.weight_handle import TensorSpec, WeightsHandle, WeightsRefusedError, check_manifest
+from rlinf.optim.finite import not_finite
+
+
+class WeightSource(Protocol):
+    """Weights of one version that can be sent again and again. A ``WeightsHandle`` is one.
+
+    Attributes:
+        version: Number of weight updates that produced them.
+        manifest: Every tensor by name.
+    """
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def manifest(self) -> Mapping[str, TensorSpec]: ...
+
+    def builds_on(self, loaded: Any) -> bool:
+        """Return whether the frozen tensors are those of the source ``loaded``."""
+        ...
+
+    def buckets(self, trained_only: bool) -> Iterator[WeightsHandle]:
+        """Yield the tensors of the manifest, or those of them that are ``trained``. A bucket is valid until the next but one."""
+        ...
+
+
+@dataclass(frozen=True)
+class PushHeader:
+    """What ``begin`` gets.
+
+    Attributes:
+        version: Version of the weights that follow.
+        manifest: Every tensor; None: as in the push before.
+        base: The version that the receiver must hold, because only trained tensors follow; None: all of them follow.
+    """
+
+    version: int
+    manifest: Mapping[str, TensorSpec] | None = None
+    base: int | None = None
+
+
+class Peer(Protocol):
+    """A receiver in another process."""
+
+    def send(self, command: str, payload: Any) -> None:
+        """Send a command without waiting for its answer."""
+        ...
+
+    def answer(self, command: str) -> Any:
+        """Wait for the answer to the command sent last. Raises what the receiver raised."""
+        ...
+
+
+def push(source: WeightSource, peer: Peer, base: int | None = None) -> int:
+    """Send weights to a receiver; fill a bucket while it loads the one before. Return the version that it holds then.
+
+    Args:
+        source: The weights.
+        peer: The receiver.
+        base: Version of the weights that it holds, of which only the trained ones are replaced; None: send everything.
+
+    Raises:
+        WeightsRefusedError: The receiver refuses the weights; it does not act until the next push, which must be complete.
+    """
+    manifest = source.manifest if base is None else None
+    peer.send("begin", PushHeader(source.version, manifest, base))
+    peer.answer("begin")
+    is_loading = False
+    try:
+        for handle in source.buckets(trained_only=base is not None):
+            if is_loading:
+                is_loading = False  # also if the answer is an error
+                peer.answer("load")
+            peer.send("load", handle)
+            is_loading = True
+    finally:
+        if is_loading:
+            peer.answer("load")
+    peer.send("commit", None)
+    return peer.answer("commit")
+
+
+class WeightReceiver:
+    """The state of a receiver. Subclasses say what they need (``check``) and where tensors go (``receive``).
+
+    Args:
+        version: Version of the weights that it starts with; None: it has none.
+    """
+
+    def __init__(self, version: int | None = None) -> None:
+        self._version = version
+        self._manifest: dict[str, TensorSpec] = {}
+        self._header: PushHeader | None = None
+        self._missing: dict[str, int] = {}
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights; None: there are none, or not all of one version, so nobody may act with them."""
+        return None if self._header is not None else self._version
+
+    def held(self, _: object = None) -> int | None:
+        """Return ``version``, as a command."""
+        return self.version
+
+    def begin(self, header: PushHeader) -> None:
+        """Prepare for the weights of a version.
+
+        Raises:
+            WeightsRefusedError: Tensors are missing, unknown or of another shape, or the weights that these ones build on are not here;
+                nothing was changed.
+        """
+        self._header = None
+        if header.base is not None and (header.base != self._version or not self._manifest):
+            held = "no complete weights" if self._version is None else f"version {self._version}"
+            raise WeightsRefusedError(
+                f"Version {header.version} replaces some tensors of version {header.base}, but the receiver holds {held}. Push all of them"
+            )
+        manifest = self._manifest if header.manifest is None else dict(header.manifest)
+        self.check(manifest)
+        self._manifest, self._header = manifest, header
+        expected = {name: spec for name, spec in manifest.items() if header.base is None or spec.trained}
+        self._missing = {name: math.prod(spec.shape) for name, spec in expected.items()}
+
+    def load(self, handle: WeightsHandle) -> None:
+        """Take a bucket.
+
+        Raises:
+            WeightsRefusedError: It is damaged, not finite, or not part of this push. Before the first bucket that is taken, the old
+                weights stay; afterwards there are none until the next push.
+        """
+        header, self._header = self._header, None
+        if header is None or handle.version != header.version:
+            wanted = "none: no push has begun" if header is None else str(header.version)
+            raise WeightsRefusedError(f"A bucket of version {handle.version} arrived; expected: {wanted}")
+        handle.verify()
+        _check_finite(handle)
+        for name, entry in handle.manifest.items():
+            self._arrived(name, entry.stop - entry.start)
+        self._version = None
+        self.receive(handle)
+        self._header = header
+
+    def commit(self, _: object = None) -> int:
+        """End the push; return the version that is held now. Raises WeightsRefusedError, with their names, if tensors are missing."""
+        header, self._header = self._header, None
+        if header is None:
+            raise WeightsRefusedError("The push ended before it had begun, or one of its buckets was refused.")
+        if self._missing:
+            self._version = None
+            names = sorted(self._missing)
+            raise WeightsRefusedError(
+                f"Weights version {header.version} lack {', '.join(names[:8])} ({len(names)} tensors). Push again"
+            )
+        self.finish(is_complete=header.base is None)
+        self._version = header.version
+        return header.version
+
+    def check(self, manifest: Mapping[str, TensorSpec]) -> None:
+        """Raise WeightsRefusedError for a manifest that is not that of the model."""
+        raise NotImplementedError
+
+    def receive(self, handle: WeightsHandle) -> None:
+        """Take the tensors of a verified bucket."""
+        raise NotImplementedError
+
+    def finish(self, is_complete: bool) -> None:
+        """Make the new weights usable. ``is_complete``: all of them were sent, not only the trained ones."""
+
+    def _arrived(self, name: str, count: int) -> None:
+        left = self._missing.pop(name, None)
+        if left is None or left < count:
+            raise WeightsRefusedError(f"'{name}' is not part of this push, or was sent twice.")
+        if left > count:
+            self._missing[name] = left - count
+
+
+class ModuleReceiver(WeightReceiver):
+    """Copy weights into a torch module: the rollout policy of this process or another one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        named = (module.named_parameters, module.named_buffers)
+        tensors = {name: tensor for names in named for name, tensor in names(remove_duplicate=False)}
+        self.tensors = {name: tensors[name] for name in module.state_dict()}
+        self._parts: dict[str, tuple[Tensor, int]] = {}
+
+    def check(self, manifest: Mapping[str, TensorSpec]) -> None:
+        """See ``WeightReceiver.check``."""
+        check_manifest(manifest, self.tensors)
+        self._parts = {}
+
+    def receive(self, handle: WeightsHandle) -> None:
+        """See ``WeightReceiver.receive``."""
+        for name, tensor in join_parts(handle, self._parts):
+            self._copy(name, tensor)
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor of this process, between ``begin`` and ``commit``."""
+        self._version = None
+        self._arrived(name, tensor.numel())
+        self._copy(name, tensor)
+
+    @torch.no_grad()
+    def _copy(self, name: str, tensor: Tensor) -> None:
+        self.tensors[name].copy_(tensor)
+
+
+def join_parts(handle: WeightsHandle, parts: dict[str, tuple[Tensor, int]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole tensors of a bucket: views of it, or copies of which the last part is there.
+
+    Args:
+        handle: The bucket.
+        parts: Incomplete tensors and the number of their elements that have arrived; empty before the first bucket of a push.
+    """
+    for name, tensor in handle.open().items():
+        entry = handle.manifest[name]
+        if entry.is_whole:
+            yield name, tensor
+            continue
+        whole, count = parts.get(name) or (tensor.new_empty(entry.shape), 0)
+        whole.view(-1)[entry.start : entry.stop] = tensor
+        parts[name] = whole, count + len(tensor)
+        if parts[name][1] == whole.numel():
+            del parts[name]
+            yield name, whole
+
+
+def _check_finite(handle: WeightsHandle) -> None:
+    weights = handle.open()
+    found = not_finite(weights)
+    if found:
+        name, number = next(iter(found.items()))
+        raise WeightsRefusedError(
+            f"Weights refused: '{name}' holds {number} ({len(found)} of {len(weights)} tensors of this bucket are not finite)"
+        )

@@ -1,0 +1,154 @@
+"""From the trainer's weights to the rollout's: complete, or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from rlinf.distributed.fsdp import local_part
+from rlinf.distributed.process_group import any_rank, gather_objects
+from rlinf.engines.weight_handle import TensorSpec
+from rlinf.engines.weight_receiver import ModuleReceiver, PushHeader
+from rlinf.errors import RLinfError
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.optim.finite import check_finite
+
+
+class WeightPush:
+    """Keeps a rollout policy equal to a trained one.
+
+    Where they are the same object nothing is copied. When the trainer is sharded, every rank holds a full copy for rollouts, which
+    then need no collective calls while they play. The first push copies every tensor, the next ones only what training changes.
+
+    Args:
+        trainer_model: The trained model, sharded or not.
+        rollout_model: A full model of the same architecture, or ``trainer_model`` itself.
+        generator: Another policy that plays with the weights of ``rollout_model`` after
+            ``update_weights(version)``; None: ``rollout_model`` plays.
+    """
+
+    def __init__(self, trainer_model: nn.Module, rollout_model: ActionModel, generator: Any = None) -> None:
+        self.trainer_model, self.rollout_model, self.generator = trainer_model, rollout_model, generator
+        self._replica = None if rollout_model is trainer_model else ModuleReceiver(rollout_model)
+        self.version: int | None = None
+
+    @property
+    def rollout_policy(self) -> Any:
+        """The policy that collects rollouts.
+
+        Raises:
+            RLinfError: The last push was refused or broke off, so the policy may hold parts of two versions.
+        """
+        if self.version is None:
+            raise RLinfError(
+                "The rollout policy has no complete weights: the last push failed, or there was none. Push again"
+            )
+        return self.rollout_model.eval() if self.generator is None else self.generator
+
+    @torch.no_grad()
+    def push(self, version: int) -> int:
+        """Bring the rollout policy to the trained weights (a collective call); return the version that it now holds.
+
+        A replica that holds this version already is not copied again. One all-gather for each FSDP unit with trained weights, and two
+        sums of flags.
+
+        Raises:
+            NonFiniteError: A weight is not finite; nothing was copied.
+            RLinfError: Names or shapes differ, the copy does not equal the original, or another rank refused.
+        """
+        base, self.version = self.version, None
+        on_every_rank(lambda: check_finite({name: local_part(tensor)[0] for name, tensor in self._tensors().items()}))
+        if self._replica is not None:
+            if base != version:
+                self._copy(version, base)
+            on_every_rank(self._check_replica)
+        if self.generator is not None:
+            self.generator.update_weights(version)
+        self.version = version
+        return version
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return dict(self.trainer_model.state_dict())
+
+    def _copy(self, version: int, base: int | None) -> None:
+        frozen = {
+            name for name, p in self.trainer_model.named_parameters(remove_duplicate=False) if not p.requires_grad
+        }
+        manifest = {
+            name: TensorSpec(tensor.dtype, tuple(tensor.shape), name not in frozen)
+            for name, tensor in self._tensors().items()
+        }
+        self._replica.begin(PushHeader(version, manifest, base))
+        wanted = {name for name, spec in manifest.items() if base is None or spec.trained}
+        for name, tensor in gathered(self.trainer_model, wanted):
+            self._replica.take(name, tensor)
+        self._replica.commit()
+
+    def _check_replica(self) -> None:
+        """Compare this rank's part of the trained weights with what the rollout policy computes with, bit for bit.
+
+        Log-probabilities would not show a stale value head, a stale layer that is hardly used, or, in 16 bits, an update that is
+        smaller than the rounding.
+        """
+        held, stale = self._replica.tensors, []
+        for name, tensor in self._tensors().items():
+            part, where = local_part(tensor)
+            if name not in held or not torch.equal(part.to(held[name]), held[name][where]):
+                stale.append(name)
+        if stale:
+            raise RLinfError(
+                f"The rollout policy differs from the trained policy after the weight push in {len(stale)} of "
+                f"{len(held)} tensors: {', '.join(stale[:8])}. Rollouts would be those of older weights; this is a fault of "
+                "the weight push (WeightPush), or something writes into the rollout policy"
+            )
+
+
+def gathered(model: nn.Module, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full tensors ``names`` of a model's state dict, with one gather for each FSDP unit that has any of them.
+
+    Only one unit is whole at a time, and a tensor is valid until the next one is asked for. A collective call on all ranks if the
+    model is sharded.
+    """
+    state = model.state_dict()
+    units: dict[str, list[str]] = {}
+    prefixes = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    for name in state:
+        if name in names:
+            owner = max(
+                (each for each in prefixes if f"{name}.".startswith(f"{each}." if each else "")), key=len, default=""
+            )
+            units.setdefault(owner, []).append(name)
+    for owner, own in units.items():
+        unit = model.get_submodule(owner)
+        if not isinstance(unit, FSDPModule):
+            yield from ((name, state[name]) for name in own)
+            continue
+        unit.reshard()  # the last evaluation may have left the root whole, with weights from before the step
+        unit.unshard()
+        try:
+            for name in own:
+                module, _, part = name.rpartition(".")
+                yield name, getattr(model.get_submodule(module), part)
+        finally:
+            unit.reshard()
+
+
+def on_every_rank(check: Callable[[], None]) -> None:
+    """Run a check without collective calls; the first error of any rank is raised on all of them, so that none waits for another."""
+    error: RLinfError | None = None
+    try:
+        check()
+    except RLinfError as found:
+        error = found
+    if any_rank(error is not None):
+        raise next(each for each in gather_objects(error) if each is not None)
+
+
+def frozen_copy(model: ActionModel) -> ActionModel:
+    """Return a copy of a plain model that is never trained: the reference policy, or a rollout replica."""
+    return copy.deepcopy(model).requires_grad_(False).eval()

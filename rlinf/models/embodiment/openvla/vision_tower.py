@@ -82,7 +82,9 @@ class PatchEmbedding(nn.Module):
         patches = pixel_values.permute(0, 2, 3, 1).reshape(batch, height // size, size, width // size, size * channels)
         patches = patches.transpose(2, 3).reshape(batch, -1, size * size * channels)
         if self.stem is not None:
-            return self.proj(nn.functional.gelu(nn.functional.linear(patches, self._by_pixel(self.stem.weight), self.stem.bias)))
+            return self.proj(
+                nn.functional.gelu(nn.functional.linear(patches, self._by_pixel(self.stem.weight), self.stem.bias))
+            )
         return nn.functional.linear(patches, self._by_pixel(self.proj.weight), self.proj.bias)
 
     def _by_pixel(self, weight: Tensor) -> Tensor:

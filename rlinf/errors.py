@@ -6,6 +6,7 @@ Every message states the actual value, what was required, and the cure.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,6 +60,21 @@ class NonFiniteError(RLinfError):
 
 class RankError(RuntimeError):
     """A rank was killed or hit a bug. The message holds the rank's traceback; the CLI adds none."""
+
+
+EXIT_FAULT = 1
+EXIT_USER_ERROR = 2
+
+
+def exit_status(error: Exception) -> int:
+    """Return the exit status of a command that ends with an error: 2 for one that the user can fix, else 1."""
+    return EXIT_USER_ERROR if isinstance(error, RLinfError) else EXIT_FAULT
+
+
+def print_error(error: Exception) -> None:
+    """Print the name, the message and the notes of an error, without a traceback."""
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
+    print(f"{type(error).__name__}: {error}{notes}", file=sys.stderr, flush=True)
 
 
 ALIASES = {

@@ -7,10 +7,11 @@ import errno
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rlinf import __version__
-from rlinf.errors import RankError, RLinfError, did_you_mean
+from rlinf.distributed.start import forget, place_of
+from rlinf.errors import EXIT_FAULT, EXIT_USER_ERROR, RankError, RLinfError, did_you_mean, print_error
 from rlinf.imports import import_string
 
 COMMANDS = {
@@ -32,6 +33,9 @@ COMMANDS = {
     ),
     "models": ("rlinf.cli.listing:models", "registered models, envs, algorithms and experiments"),
 }
+
+WITH_RANKS = ("train", "sft", "evaluate")
+"""Commands that use all processes that torchrun or srun has started. The others run on rank 0 alone."""
 
 USAGES = {
     "evaluate": "checkpoint=<folder> [key=value ...]\n       rlinf evaluate --compare A B",
@@ -62,8 +66,6 @@ EXAMPLES = """examples:
 
 In Python: import rlinf (docs/python.md). Configuration: docs/configuration.md. Your own YAML files: --config-dir <folder>."""
 
-EXIT_FAULT = 1
-EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
 
@@ -97,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[0] in USAGES and {"-h", "--help"} & set(words):
             print(f"usage: rlinf {words[0]} {USAGES[words[0]]}\n\n{inspect.cleandoc(command.__doc__)}")
             return 0
-        status = command(words[1:])
+        status = _on_ranks(words, command)
         sys.stdout.flush()  # here a closed pipe is handled below; at the exit it would print a traceback
         return status
     except RLinfError as error:
@@ -123,7 +125,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def print_error(error: Exception) -> None:
-    """Print the name, the message and the notes of an error, without a traceback."""
-    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
-    print(f"{type(error).__name__}: {error}{notes}", file=sys.stderr, flush=True)
+def _on_ranks(words: list[str], command: Callable[[list[str]], int]) -> int:
+    """Run a command in this process, or as one of the ranks that a launcher has started."""
+    place = place_of(os.environ)
+    if place is None:
+        return command(words[1:])
+    if words[0] in WITH_RANKS:
+        from rlinf.distributed.launch import run_with_ranks
+
+        return run_with_ranks(place, words, lambda: command(words[1:]))
+    if place.rank:
+        return 0
+    print(f"`rlinf {words[0]}` runs in one process: rank 0 runs it, the others have ended", file=sys.stderr)
+    forget(os.environ)
+    return command(words[1:])

@@ -34,6 +34,7 @@ from rlinf.config.compose import (
 )
 from rlinf.config.schema import RunConfig, build_config, overrides_text
 from rlinf.distributed.process_group import resolve_device
+from rlinf.distributed.start import started_here
 from rlinf.envs.config import num_cores
 from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.evaluation.config import TRAINING_SPLIT
@@ -187,7 +188,7 @@ def start(config: RunConfig, command: str) -> None:
         folder = resolve_checkpoint(config.resume)
         for change in changes_since(read_saved_config(folder), config):
             print(f"changed since {folder.name}: {change}", flush=True)
-    ranks, cores = config.cluster.num_processes, num_cores()
+    ranks, cores = started_here(config.cluster.num_processes), num_cores()
     if ranks > cores and resolve_device(config.cluster.device, ranks) == "cpu":
         print(f"warning: cluster.num_processes={ranks}, and this machine has {cores} cores for them", flush=True)
     envs_per_core = config.rollout.num_envs / cores

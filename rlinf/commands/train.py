@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from rlinf.data.formats import open_dataset
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.fsdp import shard
 from rlinf.distributed.launch import launch
-from rlinf.distributed.process_group import rank, resolve_device, set_num_threads, world_size
+from rlinf.distributed.process_group import local_world_size, rank, resolve_device, set_num_threads, world_size
+from rlinf.distributed.start import started_here
 from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import default_num_worker_threads, with_share_of_cores
@@ -99,7 +100,7 @@ def build(config: RunConfig) -> Run:
         config: Validated configuration with ``output_dir`` set.
     """
     device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
-    set_num_threads(config.cluster.num_threads, config.cluster.num_processes)
+    set_num_threads(config.cluster.num_threads, local_world_size())
     seed_everything(config.seed)
     resumed_from, state = _where_to_begin(config)
     env = _evaluation_env(config, state)
@@ -144,7 +145,7 @@ def _evaluation_env(config: RunConfig, state: LoopState) -> VectorEnv:
     # While the expert plays, every rank has all of them: the order of the demonstrations depends on their number.
     if state.phase != "sft" or config.sft.dataset is not None:
         num_envs = max(-(-num_envs // world_size()), min(num_envs, NUM_EPISODES))
-    return make_env(with_share_of_cores(config.env, world_size()), num_envs, auto_reset=False)
+    return make_env(with_share_of_cores(config.env, local_world_size()), num_envs, auto_reset=False)
 
 
 def _dataset(
@@ -247,7 +248,7 @@ def _collector(config: RunConfig, eval_env: VectorEnv, worker: TrainWorker) -> R
     envs_per_rank = config.rollout.num_envs // world_size()
     num_worker_threads = config.rollout.num_lanes or default_num_worker_threads(config.env, envs_per_rank)
     num_worker_threads = 1 if eval_env.on_gpu else num_worker_threads
-    env_config = with_share_of_cores(config.env, num_worker_threads * world_size())
+    env_config = with_share_of_cores(config.env, num_worker_threads * local_world_size())
     return RolloutCollector(
         lambda num_envs: make_env(env_config, num_envs, auto_reset=config.rollout.auto_reset),
         sampler,
@@ -289,14 +290,14 @@ def train(config: RunConfig) -> Path:
         ConfigError: Another run writes there; or vLLM is to play in a process whose GPU memory it could not share.
     """
     cluster = config.cluster
-    device = resolve_device(cluster.device, cluster.num_processes)
+    device = resolve_device(cluster.device, started_here(cluster.num_processes))
     if device == "cuda" and config.rollout.backend == "torch":  # what an engine shares must not be in such segments
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     elif device == "cuda":
         _check_segments()
     alone = config.trainer.sharding == "fsdp2"
     with locked_folder(Path(config.output_dir)):
-        launch(_execute_rank, config, cluster.num_processes, device, process_group=alone, timeout_s=cluster.timeout_s)
+        launch(_execute_rank, config, cluster.num_processes, device, alone, asdict(cluster.deadlines))
     return Path(config.output_dir)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from rlinf.config.declared import cameras_read
 from rlinf.config.plugins import load_plugins
 from rlinf.config.training import ClusterConfig, TrainerConfig
 from rlinf.data.config import CollectConfig, SFTConfig
+from rlinf.distributed.start import place_of
 from rlinf.envs import ENVS
 from rlinf.envs.config import EnvConfig
 from rlinf.errors import ALIASES, ConfigError, RLinfError, closest, did_you_mean
@@ -148,6 +150,7 @@ def chunks_needed(config: RunConfig) -> int:
 def build_config(mapping: Mapping[str, Any]) -> RunConfig:
     """Turn a composed configuration into a ``RunConfig``; plugins are imported first, so that their names are known.
 
+    Where ``cluster.num_processes`` is null, it is the number of processes that a launcher has started, or 1.
     Where ``env.cameras`` is null, they follow from what the model reads, and ``rollout.num_chunks`` from the longest episode;
     ``validate`` says what is wrong with an env that cannot tell.
 
@@ -176,6 +179,9 @@ def build_config(mapping: Mapping[str, Any]) -> RunConfig:
         elif section not in values:
             values[section] = section_class(section, default)()
     config = from_mapping(RunConfig, values)
+    if config.cluster.num_processes is None:
+        place = place_of(os.environ)
+        config.cluster.num_processes = 1 if place is None else place.size
     if cameras_follow:
         config.env.cameras = cameras_read(config)
     if config.rollout.num_chunks is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlinf.distributed.config import DeadlinesConfig
 from rlinf.options import option
 
 
@@ -59,12 +60,15 @@ class TrainerConfig:
 class ClusterConfig:
     """Processes and threads."""
 
-    num_processes: int = option(1, "Ranks on this machine (FSDP over gloo on CPU, nccl on GPUs).", minimum=1)
+    num_processes: int | None = option(
+        None,
+        "Ranks (FSDP over gloo on CPUs, nccl on GPUs). null: one; in a command that torchrun or srun has started several times, all of "
+        "these, on any number of machines. Else the ranks are started on this machine.",
+        minimum=1,
+    )
     num_threads: int | None = option(None, "CPU threads per rank; null: all cores divided by the ranks.")
     device: str = option("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))
-    timeout_s: float = option(
-        3600.0, "Seconds that a rank waits for the others before the run ends with an error.", minimum=1
-    )
+    deadlines: DeadlinesConfig = option(DeadlinesConfig(), "Deadlines of what several ranks do together.")
     tp_size: int = option(1, "Tensor parallel ranks of the trainer, which shards by FSDP only.", choices=(1,))
     pp_size: int = option(1, "Pipeline parallel ranks of the trainer, which shards by FSDP only.", choices=(1,))
     cp_size: int = option(1, "Context parallel ranks of the trainer, which shards by FSDP only.", choices=(1,))

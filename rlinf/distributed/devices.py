@@ -16,11 +16,6 @@ from rlinf.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-LAUNCHER_VARIABLES = {
-    "RANK": "WORLD_SIZE", "SLURM_PROCID": "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
-}  # fmt: skip
-"""Variable of the rank to that of the number of ranks, as torchrun, srun and mpirun set them."""
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 EGL_DEVICE = "MUJOCO_EGL_DEVICE_ID"
 CHOSEN_EGL_DEVICE = "RLINF_CHOSEN_EGL_DEVICE_ID"
@@ -137,14 +132,3 @@ def gpu_uuids() -> list[str]:
 def index_of_gpu(uuid: str, visible: Sequence[str]) -> int | None:
     """Return the index of the GPU ``uuid`` in a process that sees ``visible``; None if it does not see it."""
     return list(visible).index(uuid) if uuid in visible else None
-
-
-def refuse_another_launcher(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if torchrun, srun or mpirun started several of this process: each would do all of the work."""
-    for number, count in LAUNCHER_VARIABLES.items():
-        if number in environment and environment.get(count, "").strip() not in ("", "1"):
-            raise ConfigError(
-                f"Another launcher started several of this process ({number}={environment[number]}, {count}={environment[count]}), and "
-                "each would be a whole run: rlinf starts its ranks itself, on one machine. Run the command once, without "
-                f"torchrun, srun or mpirun, with cluster.num_processes=<ranks> (in a shell of such a job: unset {number} {count})"
-            )

@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this machine, and end them together."""
+"""Run a function on all ranks of a run, those of a launcher or new ones on this machine, and end them together."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -18,24 +18,25 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from rlinf.distributed.config import DeadlinesConfig
+from rlinf.distributed.deadlines import GRACE_S, DeadlineError, Watchdog, portable, report, reported, waiting
 from rlinf.distributed.devices import isolate_rank, own_device, rank_environment, visible_gpus
 from rlinf.distributed.process_group import backend_of
-from rlinf.errors import RankError, RLinfError
+from rlinf.distributed.stack_dump import DUMP_SIGNAL
+from rlinf.distributed.start import START_S, Place, Ranks
+from rlinf.errors import EXIT_FAULT, RankError, RLinfError, exit_status, print_error
 
-GRACE_S = 5.0
-"""Seconds that the other ranks have to end on their own after one has failed."""
+GROUP_TIMEOUT = timedelta(days=1)
+"""torch's own limit of a collective call, beyond every deadline: it would name no wait and show no stacks."""
 
-TIMEOUT_S = 3600.0
-"""Seconds that a rank waits for another: longer than any work that one rank does alone, such as saving weights."""
-
-TIMEOUT_HINT = (
-    " It waited {:g} s for another rank. If that one only needs longer, set cluster.timeout_s=<more>; else its stack, or "
-    "the log of its simulators, shows what it waits for."
-)
 KILLED_HINT = (
     "SIGKILL: usually out of memory (see `dmesg`). SIGSEGV, SIGABRT: a crash in native code; its Python stack is printed "
     "above. Continue from the last checkpoint with rlinf train resume=<run folder>"
 )
+
+
+_of_launcher: Ranks | None = None
+"""On rank 0, the ranks that torchrun or srun has started, while its command runs."""
 
 
 def launch(
@@ -44,22 +45,30 @@ def launch(
     num_processes: int,
     device: str,
     process_group: bool = False,
-    timeout_s: float = TIMEOUT_S,
+    deadlines: Mapping[str, float | None] | None = None,
 ) -> None:
     """Run ``function(argument)`` on ``num_processes`` ranks with a process group.
 
-    A single rank runs in this process, with a process group only if ``process_group`` is set. Each of several ranks sees
-    only its own GPU (``rlinf.distributed.devices``) and fails after waiting ``timeout_s`` seconds for the others.
+    These are the ranks of ``run_with_ranks``, if a launcher has started some. Otherwise a single rank runs in this process,
+    with a process group only if ``process_group`` is set, and several are started on this machine. Each of several ranks sees
+    only its own GPU (``rlinf.distributed.devices``) and has ``deadlines`` in seconds by name (None: those of
+    ``DeadlinesConfig``).
 
     A rank that fails or is killed ends the others, and the first error is raised here. SIGINT, SIGTERM and SIGHUP reach
-    every rank as SIGTERM; a second SIGINT kills them. No rank outlives this call or this process.
+    every rank that is started here as SIGTERM; a second SIGINT kills them. None of these ranks outlives this call or this process.
 
     Raises:
         RLinfError: That of a rank, unchanged; ConfigError if there are fewer GPUs than ranks.
+        DeadlineError: The ranks waited for each other for too long.
         RankError: Any other error of a rank, with its traceback, or the signal that killed a rank.
         SystemExit: 128 + signal number, after a signal and an orderly end of all ranks.
         KeyboardInterrupt: SIGINT came before the ranks could end in an orderly way.
     """
+    deadlines = asdict(DeadlinesConfig()) if deadlines is None else deadlines
+    if _of_launcher is not None:
+        work = (function, argument, device, dict(deadlines))
+        _of_launcher.send(work)
+        return _run_with_launcher(_of_launcher, *work)
     if num_processes == 1:
         if process_group:
             _join_group(device, dist.HashStore(), 0, 1)
@@ -74,8 +83,7 @@ def launch(
         rank_environment(os.environ, gpus, num_processes - 1)  # raises if the last rank has no GPU
     # The store listens before its port is passed on: a port that is merely looked up may be taken before it is used.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    errors = multiprocessing.get_context("spawn").SimpleQueue()
-    arguments = (function, argument, num_processes, store.port, device, errors, gpus, timeout_s)
+    arguments = (function, argument, num_processes, store.port, device, gpus, deadlines)
     processes: list[Any] = []
     received: list[int] = []
     killed: list[str] = []
@@ -103,6 +111,13 @@ def launch(
             if received or not any(process.exitcode for process in processes):
                 multiprocessing.connection.wait([process.sentinel for process in alive])
                 continue
+            error = reported(store)
+            if isinstance(
+                error, DeadlineError
+            ):  # one that did not answer, because it holds Python's lock, shows its stacks
+                for process in processes:
+                    if process.is_alive():
+                        os.kill(process.pid, DUMP_SIGNAL)
             # A rank inside a collective call cannot run its signal handler, so it is killed.
             for index, process in enumerate(processes):
                 process.join(GRACE_S)
@@ -112,7 +127,7 @@ def launch(
                 elif process.exitcode < 0:
                     killed.append(f"Rank {index} was killed by {signal.Signals(-process.exitcode).name}")
             break
-        error = None if errors.empty() else errors.get()
+        error = reported(store)
         if isinstance(error, RLinfError):
             raise error
         if received:
@@ -134,42 +149,112 @@ def launch(
             process.join()
 
 
-def _join_group(device: str, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None) -> None:
-    gpu = own_device() if device == "cuda" else None
-    dist.init_process_group(backend_of(device), timeout=timeout, world_size=size, rank=rank, store=store, device_id=gpu)
+def run_with_ranks(place: Place, words: Sequence[str], command: Callable[[], int]) -> int:
+    """Run a command on rank 0 of the processes that a launcher has started; the others take part in what it launches.
+
+    An error of the user, or of a rank, is printed by every rank.
+
+    Args:
+        place: Of this process.
+        words: The command with its arguments, which must be the same on all ranks.
+        command: Called on rank 0 only.
+
+    Returns:
+        The exit status.
+    """
+    faulthandler.enable()
+    try:
+        store = dist.TCPStore(
+            *place.address, is_master=place.serves, timeout=timedelta(seconds=START_S), multi_tenant=True
+        )
+    except dist.DistError as error:
+        print_error(RankError(f"Rank {place.rank} cannot reach rank 0 at {':'.join(map(str, place.address))}: {error}"))
+        return EXIT_FAULT
+    # torchrun --max-restarts starts the ranks again at the same store.
+    ranks = Ranks(place, dist.PrefixStore(f"rlinf/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store))
+    try:
+        ranks.compare(words)
+        gpus = visible_gpus(os.environ, torch.cuda.device_count())
+        if place.local_rank < len(gpus):
+            isolate_rank(gpus, place.local_rank)  # before CUDA starts
+        if place.rank == 0:
+            return _lead(ranks, command)
+        while not isinstance(work := ranks.take(), int):
+            _run_with_launcher(ranks, *work)
+        return work
+    except (RLinfError, RankError) as error:
+        print_error(error)
+        return exit_status(error)
+    except dist.DistError as error:
+        print_error(RankError(f"Rank {place.rank} has lost the other ranks: {error}"))
+        return EXIT_FAULT
+    finally:
+        ranks.leave()
+
+
+def _lead(ranks: Ranks, command: Callable[[], int]) -> int:
+    """Run the command of rank 0 and tell the others how it has ended."""
+    global _of_launcher
+    _of_launcher, end = ranks, RankError("Rank 0 failed; its traceback is in the log")
+    try:
+        end = command()
+        return end
+    except SystemExit as error:
+        end = error.code if isinstance(error.code, int) else EXIT_FAULT
+        raise
+    except Exception as error:
+        end = portable(error, 0)
+        raise
+    finally:
+        _of_launcher = None
+        ranks.end(end)
+
+
+def _run_with_launcher(
+    ranks: Ranks, function: Callable, argument: Any, device: str, deadlines: Mapping[str, float | None]
+) -> None:
+    if device == "cuda":
+        ranks.refuse_shared_gpus()
+    store = dist.PrefixStore(f"launch/{ranks.num_launches}", ranks.store)
+    _take_part(store, ranks.place.rank, ranks.place.size, function, argument, device, deadlines, ends_process=True)
 
 
 def _run_rank(
-    rank: int, function: Callable, argument: Any, num_processes: int, port: int, device: str, errors: Any,
-    gpus: Sequence[str], timeout_s: float,
+    rank: int, function: Callable, argument: Any, num_processes: int, port: int, device: str, gpus: Sequence[str],
+    deadlines: Mapping[str, float | None],
 ) -> None:  # fmt: skip
     if gpus:
         isolate_rank(gpus, rank)  # before CUDA starts
     faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    os.environ["LOCAL_RANK"] = str(rank)
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    _join_group(device, store, rank, num_processes, timeout)
-    try:
-        function(argument)
-        dist.barrier()  # gloo aborts if one rank closes its connections while another still uses them
-    except Exception as error:
-        # Reported before this rank closes its connections, which makes the other ranks fail with errors that hide the cause.
-        if errors.empty():
-            if isinstance(error, RLinfError):
-                errors.put(type(error)("\n".join([str(error), *getattr(error, "__notes__", [])])))
-            else:
-                waited = TIMEOUT_HINT.format(timeout_s) if waited_for_a_rank(error) else ""
-                errors.put(RankError(f"Rank {rank} failed.{waited}\n{traceback.format_exc()[-20000:]}"))
-        raise
-    finally:
-        dist.destroy_process_group()
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_processes)}
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=deadlines["start"]))
+    _take_part(store, rank, num_processes, function, argument, device, deadlines, ends_process=False)
 
 
-def waited_for_a_rank(error: Exception) -> bool:
-    """Return whether a collective timed out: a torch.distributed error, or gloo's, which has no class of its own."""
-    if isinstance(error, dist.DistError):
-        return any(word in str(error).lower() for word in ("timed out", "timeout"))
-    return isinstance(error, RuntimeError) and "Timed out waiting" in str(error)
+def _take_part(
+    store: dist.Store, rank: int, size: int, function: Callable, argument: Any, device: str,
+    deadlines: Mapping[str, float | None], ends_process: bool,
+) -> None:  # fmt: skip
+    """Run ``function(argument)`` as one rank of a process group; an error is raised as all ranks raise it."""
+    with Watchdog(store, rank, size, deadlines, ends_process):
+        try:
+            with waiting("start"):
+                _join_group(device, store, rank, size)
+            function(argument)
+            with waiting("save"):
+                dist.barrier()  # gloo aborts if one rank closes its connections while another still uses them
+        except Exception as error:
+            # Reported before this rank closes its connections, which makes the others fail with errors that hide the cause.
+            raise report(store, portable(error, rank)) from error
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _join_group(device: str, store: dist.Store, rank: int, size: int) -> None:
+    gpu = own_device() if device == "cuda" else None
+    backend = backend_of(device)
+    dist.init_process_group(backend, timeout=GROUP_TIMEOUT, world_size=size, rank=rank, store=store, device_id=gpu)

@@ -26,8 +26,13 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def local_world_size() -> int:
+    """Return the number of ranks on this machine; without a launcher's word, all of them are."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) if dist.is_initialized() else 1
+
+
 def set_num_threads(num_threads: int | None, num_processes: int) -> None:
-    """Set the threads of torch: ``num_threads``, or this rank's share of the cores."""
+    """Set the threads of torch: ``num_threads``, or this rank's share of the cores among ``num_processes`` on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(num_threads or max(1, cores // num_processes))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
+import weakref
 from typing import IO
 
 DUMP_SIGNAL = signal.SIGUSR1
@@ -13,6 +16,10 @@ DUMP_SIGNAL = signal.SIGUSR1
 POLL_S = 0.3
 MAX_POLLS = 10
 """After these the process is killed without its stacks; a stopped process writes none."""
+CHILDREN_S = 2.0
+"""Seconds that all children together have to write their stacks."""
+
+_children: weakref.WeakKeyDictionary[subprocess.Popen, tuple[str, IO]] = weakref.WeakKeyDictionary()
 
 
 def dump_stacks(process: subprocess.Popen, log: IO) -> None:
@@ -24,3 +31,44 @@ def dump_stacks(process: subprocess.Popen, log: IO) -> None:
         last, size = size, os.fstat(log.fileno()).st_size
         if size == last > before or process.poll() is not None:
             return
+
+
+def own_child(process: subprocess.Popen, name: str, log: IO) -> None:
+    """Remember a simulator's or an engine's process, which dumps its stacks to ``log``, for ``stacks_of_children``."""
+    _children[process] = (name, log)
+
+
+def running_children() -> dict[subprocess.Popen, tuple[str, IO]]:
+    """Return the remembered processes that still run."""
+    return {process: about for process, about in list(_children.items()) if process.returncode is None}
+
+
+def stacks_of_children() -> str:
+    """Return the stacks of this process's simulators and engines; equal ones once, with the names of all that have them."""
+    before = {process: os.fstat(log.fileno()).st_size for process, (_, log) in running_children().items()}
+    for process in before:
+        process.send_signal(DUMP_SIGNAL)
+    deadline = time.monotonic() + CHILDREN_S
+    written = dict(before)
+    while time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        last = written
+        written = {process: os.fstat(_children[process][1].fileno()).st_size for process in before}
+        if all(written[process] == last[process] > before[process] for process in before):
+            break
+    names: dict[str, list[str]] = {}
+    for process, size in before.items():
+        name, log = _children[process]
+        # Not read: the process writes at the position that it shares with this one.
+        text = os.pread(log.fileno(), written[process] - size, size).decode(errors="replace")
+        text = re.sub(r"0x[0-9a-f]+", "", text) or "no answer: it is stopped or holds Python's lock\n"
+        names.setdefault(text, []).append(f"{name} (process {process.pid})")
+    return "".join(f"\n{', '.join(all_names)}:\n{text}" for text, all_names in names.items())
+
+
+def kill_children() -> None:
+    """Kill this process's simulators and engines."""
+    for process in running_children():
+        with contextlib.suppress(ProcessLookupError):
+            is_session = os.getpgid(process.pid) == process.pid  # an engine's, which has processes of its own
+            (os.killpg if is_session else os.kill)(process.pid, signal.SIGKILL)

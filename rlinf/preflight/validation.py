@@ -16,7 +16,7 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.config.declared import declared_policy
 from rlinf.config.schema import RunConfig, chunks_needed, section_class
 from rlinf.config.text_inputs import check_no_text
-from rlinf.distributed.devices import refuse_another_launcher
+from rlinf.distributed.start import is_connected, place_of
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
 from rlinf.memory import main_memory_bytes
@@ -41,6 +41,8 @@ GATHERED_COPIES = 3
 """Copies of a rollout's observations at the peak of a rank's memory: received, joined, and put in order."""
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 COMMANDS = ("train", "sft", "evaluate", "collect", "diagnose")
+WITH_RANKS = ("train", "sft", "evaluate")
+"""Those of ``COMMANDS`` that run on several ranks."""
 
 
 def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
@@ -68,7 +70,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
         if config.checkpoint is None:  # The scripted expert acts.
             return derive(config)
     check_model(config)
-    check_devices(config, config.cluster.num_processes if trains else 1)
+    check_devices(config, command)
     check_sources(config)
     if trains:
         check_start(config, command)
@@ -140,11 +142,22 @@ def check_model(config: RunConfig) -> None:
         refuse(f"model.lora.dropout={model.lora.dropout}", reason, "model.lora.dropout=0")
 
 
-def check_devices(config: RunConfig, num_processes: int) -> None:
-    """Check that there are devices for the ``num_processes`` that the command starts."""
-    refuse_another_launcher(os.environ)
-    cluster = config.cluster
-    if config.trainer.sharding == "none" and cluster.num_processes > 1:
+def check_devices(config: RunConfig, command: str) -> None:
+    """Check that there are devices for the ranks of the command, and that a launcher has started as many."""
+    cluster, has_ranks = config.cluster, command in WITH_RANKS
+    place = place_of(os.environ)
+    if place is not None and not is_connected():
+        raise ConfigError(
+            f"{place.launcher} has started {place.size} copies of this program, and each would do all of the work. Start the command "
+            f"instead: torchrun ... -m rlinf {command} <overrides>, or start the program once"
+        )
+    if place is not None and cluster.num_processes != place.size:
+        found = (
+            f"cluster.num_processes={cluster.num_processes}, and {place.launcher} has started {place.size} processes"
+        )
+        refuse(found, "the same number", "cluster.num_processes=null, which takes all of them")
+    num_processes = cluster.num_processes if has_ranks and place is None else 1
+    if command != "evaluate" and config.trainer.sharding == "none" and cluster.num_processes > 1:
         found = f"trainer.sharding=none with cluster.num_processes={cluster.num_processes}"
         refuse(found, "one process, or sharding", "trainer.sharding=auto")
     if cluster.device == "cuda":

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from rlinf.distributed.process_group import gather_objects, world_size
+from rlinf.distributed.start import started_here
 
 
 class StopRequested(Exception):
@@ -35,8 +36,8 @@ class StopSignal:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle the signals inside. With several ranks, the process that started them turns all of them into SIGTERM."""
-        numbers = stop_signals() if world_size() == 1 else [signal.SIGTERM]
+        """Handle the signals inside. The process that starts several ranks itself turns all of them into SIGTERM."""
+        numbers = stop_signals() if started_here(world_size()) == 1 else [signal.SIGTERM]
         self._terminals = open_terminals()
         previous = {number: signal.signal(number, self._handle) for number in numbers}
         try:

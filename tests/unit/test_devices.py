@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from rlinf.distributed import devices, launch, process_group
+from rlinf.distributed import launch, process_group
 from rlinf.distributed.devices import engine_gpus, rank_environment, rank_index, visible_gpus
 from rlinf.engines import vllm_engine
 from rlinf.engines.vllm_engine import EngineSpec, VllmEngine
@@ -199,24 +199,6 @@ def test_a_policy_of_a_rank_is_loaded_on_the_ranks_own_gpu(monkeypatch, tiny_lm)
     monkeypatch.setattr(causal_lm, "_quantization", lambda config: {"quantization_config": 8})
     causal_lm.load_causal_lm(tiny_lm(), config)
     assert spread[-1] == {"": torch.device("cuda", 3)}
-
-
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
-        ({"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node"}, "RANK=1, WORLD_SIZE=8"),
-        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_PROCID=3"),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2"),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script, which no launcher has multiplied
-        ({}, None),
-    ],
-)
-def test_several_copies_of_a_command_are_refused(environment, words):
-    if words is None:
-        return devices.refuse_another_launcher(environment)
-    with pytest.raises(ConfigError, match=f"{words}.*cluster.num_processes=<ranks>"):
-        devices.refuse_another_launcher(environment)
 
 
 def names_a_device(code: str) -> list[int]:

@@ -7,9 +7,7 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import time
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -166,35 +164,6 @@ def test_a_rank_that_has_no_exit_code_yet_when_its_sentinel_closes_still_ends_th
     with pytest.raises(launch.RankError, match="Rank 0 failed"):
         launch.launch(print, None, 2, "cpu")
     assert waiting.killed
-
-
-def wait_for_a_rank_that_does_not_come(_argument) -> None:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
-    if process_group.rank() == 1:
-        time.sleep(600)
-    dist.all_reduce(torch.zeros(1), group=group)
-
-
-def test_a_rank_that_waits_too_long_names_the_key_that_makes_it_wait_longer(monkeypatch):
-    monkeypatch.setattr(launch, "GRACE_S", 0.1)
-    with pytest.raises(launch.RankError, match="^Rank 0 failed. It waited 7200 s.*set cluster.timeout_s=<more>"):
-        launch.launch(wait_for_a_rank_that_does_not_come, None, 2, "cpu", timeout_s=7200.0)
-
-
-@pytest.mark.parametrize(
-    ("error", "waited"),
-    [
-        (subprocess.TimeoutExpired("ffmpeg", 20), False),
-        (RuntimeError("the simulator timed out"), False),
-        (TimeoutError("timed out"), False),
-        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv"), True),
-        (dist.DistBackendError("NCCL communicator was aborted: collective operation timeout"), True),
-        (dist.DistStoreError("wait timeout after 1000ms"), True),
-        (dist.DistBackendError("NCCL error: unhandled system error"), False),
-    ],
-)
-def test_only_collectives_wait_for_another_rank(error, waited):
-    assert launch.waited_for_a_rank(error) is waited
 
 
 def assert_all_see_the_largest(_argument) -> None:

@@ -1,0 +1,26 @@
+"""Configuration of the deadlines of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlinf.options import option
+
+
+@dataclass
+class DeadlinesConfig:
+    """Seconds that each thing which several ranks do together may take before the run ends with the stacks of all ranks."""
+
+    start: float = option(
+        900.0, "Reaching the other ranks, opening files, building the model and the simulators.", minimum=1
+    )
+    push: float = option(120.0, "Bringing new weights to the rollout policy.", minimum=1)
+    rollout: float | None = option(
+        None,
+        "One rollout, and scoring it; also the demonstrations of an expert. null: an hour for the first, then ten times the "
+        "median of the last five, at least 300.",
+        minimum=1,
+    )
+    update: float = option(600.0, "The updates of one iteration, or one step of cloning.", minimum=1)
+    save: float = option(1800.0, "One checkpoint, or the report at the end.", minimum=1)
+    evaluate: float = option(7200.0, "One evaluation.", minimum=1)

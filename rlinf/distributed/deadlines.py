@@ -1,0 +1,216 @@
+"""Named deadlines on what the ranks of a run do together, and the report when one expires.
+
+A collective call that waits for a rank runs no Python, so a thread of each rank watches the clock. When a deadline expires, the
+rank tells the others over the store. Each writes its stacks there, with those of its simulators and engines, and the rank whose
+deadline it was prints them all.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Self
+
+import torch.distributed as dist
+
+from rlinf.distributed.stack_dump import kill_children, stacks_of_children
+from rlinf.errors import RankError, RLinfError, exit_status, print_error
+
+POLL_S = 0.5
+ANSWER_S = 5.0
+"""Seconds that the other ranks have to send their stacks. A simulator has two of them."""
+GRACE_S = 5.0
+"""Seconds that a rank has to end on its own after another one has failed."""
+FIRST_ROLLOUT_S, LEAST_ROLLOUT_S, ROLLOUT_FACTOR = 3600.0, 300.0, 10.0
+"""The derived deadline of a rollout: that of the first one; at least; and over the median of the last five."""
+
+
+class DeadlineError(RankError):
+    """Something that the ranks do together took longer than its deadline."""
+
+
+class Clock:
+    """What this rank does, since when, and how long its last rollouts took."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.seconds = 0.0
+        self.rollouts: deque[float] = deque(maxlen=5)
+
+    def switch(self, name: str | None) -> str | None:
+        """Start the deadline of ``name`` (None: none), and return the name before."""
+        before, self.name, self.seconds = self.name, name, 0.0
+        return before
+
+    def limit(self, deadlines: Mapping[str, float | None]) -> float | None:
+        """Return the seconds that the present work may take; None: any."""
+        if self.name is None:
+            return None
+        given = deadlines[self.name]
+        if given is not None:
+            return given
+        if not self.rollouts:
+            return FIRST_ROLLOUT_S
+        return max(LEAST_ROLLOUT_S, ROLLOUT_FACTOR * statistics.median(self.rollouts))
+
+
+clock = Clock()
+
+
+@contextmanager
+def waiting(name: str) -> Iterator[None]:
+    """Give the block the deadline ``cluster.deadlines.<name>``; the one around it starts again after it.
+
+    It covers the rank's own work, too: the other ranks wait for it. In one process, nothing is waited for.
+    """
+    before, start = clock.switch(name), time.monotonic()
+    try:
+        yield
+        if name == "rollout":
+            clock.rollouts.append(time.monotonic() - start)
+    finally:
+        clock.switch(before)
+
+
+def portable(error: Exception, rank: int) -> Exception:
+    """Return what other processes print of a rank's error: an error of the user as it is, any other with its traceback."""
+    if isinstance(error, RLinfError):
+        return type(error)("\n".join([str(error), *getattr(error, "__notes__", [])]))
+    if isinstance(error, RankError):
+        return error
+    text = "".join(traceback.format_exception(error))[-20000:]
+    return RankError(f"Rank {rank} failed on {socket.gethostname()}.\n{text}")
+
+
+def report(store: dist.Store, error: Exception) -> Exception:
+    """Tell all ranks of an error, and return the first one that a rank has told of: the others are its consequences."""
+    return pickle.loads(store.compare_set("error", "", pickle.dumps(error)))
+
+
+def reported(store: dist.Store) -> Exception | None:
+    """Return the first error that a rank has told of."""
+    return pickle.loads(store.get("error")) if store.check(["error"]) else None
+
+
+class Watchdog:
+    """The thread of a rank that watches its deadlines. A context manager.
+
+    Args:
+        store: Shared by all ranks; the thread has a connection of its own.
+        rank, size: Of the process.
+        deadlines: Seconds by name; None: derived.
+        ends_process: An error of another rank ends this process, too, after ``GRACE_S``. False: whoever started it does that.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, deadlines: Mapping[str, float | None], ends_process: bool
+    ) -> None:
+        self.store, self.rank, self.size, self.deadlines = store.clone(), rank, size, dict(deadlines)
+        self.ends_process = ends_process
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="deadlines", daemon=True)
+
+    def __enter__(self) -> Self:
+        clock.rollouts.clear()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        try:
+            while not self._ended.wait(POLL_S):
+                now = time.monotonic()
+                # A process that was stopped (Ctrl-Z), or whose machine slept, did not wait meanwhile.
+                clock.seconds += min(now - last, 2 * POLL_S)
+                last = now
+                limit = clock.limit(self.deadlines)
+                if self.store.check(["alarm"]):
+                    self._send_stacks()
+                    self._end_with_the_others(0.0)
+                elif self.store.check(["error"]):
+                    self._end_with_the_others(GRACE_S)
+                elif limit is not None and clock.seconds > limit:
+                    self._raise_alarm(clock.name, limit)
+        except dist.DistError:
+            # The store is gone: rank 0 or the launcher has ended. A rank that ends now has been told why by then.
+            if not self._ended.wait(GRACE_S) and self.ends_process:
+                self._leave(
+                    RankError(
+                        f"Rank {self.rank} lost the connection to the other ranks: rank 0 or the launcher has ended"
+                    )
+                )
+
+    def _raise_alarm(self, name: str, limit: float) -> None:
+        """Collect the stacks of all ranks, print them, and end all ranks with a DeadlineError."""
+        mine = f"{self.rank}"
+        first = self.store.compare_set("alarm", "", mine).decode()
+        self._send_stacks()
+        if first != mine:
+            return self._end_with_the_others(0.0)
+        deadline = time.monotonic() + ANSWER_S
+        keys = {rank: f"stacks/{rank}" for rank in range(self.size)}
+        silent = set(keys)
+        while silent and time.monotonic() < deadline:
+            silent -= {rank for rank in silent if self.store.check([keys[rank]])}
+            time.sleep(0.1)
+        for rank, key in keys.items():
+            host = self.store.get(f"host/{rank}").decode() if self.store.check([f"host/{rank}"]) else "another machine"
+            told = "no answer: it is stopped or lost, or it holds Python's lock" if rank in silent else ""
+            told = told or self.store.get(key).decode()
+            print(f"\n--- rank {rank} on {host}: {told}", file=sys.stderr)
+        longer = f"cluster.deadlines.{name}={2 * limit:g}"
+        whose = f"; no answer from rank {', '.join(map(str, sorted(silent)))}" if silent else ""
+        error = DeadlineError(
+            f"Rank {self.rank} on {socket.gethostname()} was in '{name}' for more than {limit:g} s{whose}. The stacks of all ranks are "
+            f"in the log. If it only needs longer, set {longer}"
+        )
+        report(self.store, error)
+        self._leave(error)
+
+    def _send_stacks(self) -> None:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            own = file.read().decode(errors="replace")
+        doing = f"in '{clock.name}' for {clock.seconds:.0f} s" if clock.name else "between two waits"
+        text = f"process {os.getpid()}, {doing}\n{own}{stacks_of_children()}"
+        self.store.set(f"stacks/{self.rank}", text)
+
+    def _end_with_the_others(self, grace_s: float) -> None:
+        """End this process with the error that a rank has told of, unless it ends on its own meanwhile."""
+        while not self.store.check(["error"]):
+            time.sleep(0.1)
+        error = reported(self.store)
+        if not self._ended.wait(grace_s) and (self.ends_process or isinstance(error, DeadlineError)):
+            self._leave(error)
+
+    def _leave(self, error: Exception) -> None:
+        """End this process and its children at once: the main thread may wait for ever."""
+        if self.ends_process:
+            print_error(error)
+        kill_children()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.rank == 0:
+            time.sleep(2 * POLL_S)  # it may own the store, in which the others read why they end
+        os._exit(exit_status(error))
+
+
+def announce(store: dist.Store, rank: int) -> None:
+    """Leave this rank's host in the store, for reports about a rank that cannot tell any more."""
+    store.set(f"host/{rank}", f"{socket.gethostname()} (process {os.getpid()})")

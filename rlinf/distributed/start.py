@@ -1,0 +1,281 @@
+"""The ranks that torchrun or srun has started: this process's place among them, and how they begin alike.
+
+Rank 0 runs the command. The other ranks wait at a store for what it launches, so its configuration and its run folder are
+those of every rank, and rank 0 alone prints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import platform
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlinf.distributed.devices import gpu_uuids
+from rlinf.errors import ConfigError
+
+# A command that runs alone reads this module, too, and torch would cost it seconds.
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+START_S = 900.0
+"""Seconds that a rank waits for rank 0, and for all ranks to be there, before there is a configuration."""
+POLL_S = 0.1
+LEAVE_S = 5.0
+"""Seconds that a rank waits at its end for the others to come to theirs."""
+
+TORCHRUN = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
+# Not SLURM_NTASKS, which a batch script has too, where one process runs alone.
+SRUN = {"rank": "SLURM_PROCID", "size": "SLURM_STEP_NUM_TASKS", "local_rank": "SLURM_LOCALID"}
+MPIRUN = {"rank": "OMPI_COMM_WORLD_RANK", "size": "OMPI_COMM_WORLD_SIZE"}
+ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those that a launcher has started.
+
+    Attributes:
+        launcher: ``torchrun`` or ``srun``.
+        rank, size: Number of this process, and of processes, on all machines.
+        local_rank: Number of this process on its machine.
+        address: Host and port of the store.
+        serves: Whether this process opens the store; else it connects to it.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    address: tuple[str, int]
+    serves: bool
+
+
+def place_of(environment: Mapping[str, str]) -> Place | None:
+    """Return the place of a process with this environment; None: it is the only one of its command.
+
+    Raises:
+        ConfigError: A variable is missing or no number, or mpirun has started several processes.
+    """
+    for launcher, names in (("torchrun", TORCHRUN), ("srun", SRUN), ("mpirun", MPIRUN)):
+        size = environment.get(names["size"], "").strip()
+        if names["rank"] not in environment or size in ("", "1"):
+            continue
+        if launcher == "mpirun":
+            raise ConfigError(
+                f"mpirun has started several processes ({MPIRUN['size']}={size}), and each would be a whole run. Start them with "
+                "torchrun or srun, or run the command once with cluster.num_processes=<ranks of this machine>"
+            )
+        numbers = {key: _number(environment, name, launcher) for key, name in names.items()}
+        host, port = (environment.get(name) for name in ADDRESS)
+        if launcher == "srun":
+            host = host or first_host(
+                environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+            )
+            port = port or str(_port_of_step(environment))
+        if not host or not (port or "").isdigit():
+            raise ConfigError(
+                f"{launcher} has started {size} processes, but {ADDRESS[0]} is '{host or ''}' and {ADDRESS[1]} is '{port or ''}'; "
+                f"required: where rank 0 can be reached. Set both, or (in a shell of its job) unset {names['rank']} {names['size']}"
+            )
+        serves = numbers["rank"] == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        return Place(launcher, **numbers, address=(host, int(port)), serves=serves)
+    return None
+
+
+def _number(environment: Mapping[str, str], name: str, launcher: str) -> int:
+    value = environment.get(name, "").strip()
+    if not value.isdigit():
+        found = f"{name} is '{value}'" if value else f"{name} is not set"
+        raise ConfigError(f"{found} in a process that {launcher} has started; required: a number. Set {name}=<number>")
+    return int(value)
+
+
+def _port_of_step(environment: Mapping[str, str]) -> int:
+    """Return a port that all tasks of a SLURM step know, and other steps on the machine most likely do not use."""
+    job, step = (int(environment.get(f"SLURM_{name}_ID", "0")) for name in ("JOB", "STEP"))
+    return 10_000 + (31 * job + step) % 20_000
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a SLURM list: ``gpu-[003-010,12]-a,login`` gives ``gpu-003-a``."""
+    first = re.split(r",(?![^\[]*\])", nodelist)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+
+
+def forget(environment: dict[str, str] | os._Environ) -> None:
+    """Remove what a launcher told this process, which goes on alone."""
+    for names in (TORCHRUN, SRUN, MPIRUN):
+        for name in names.values():
+            environment.pop(name, None)
+
+
+def what_ranks_share(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return what all ranks must have in common: the words of the command, the code of rlinf, and all installed packages."""
+    versions = {one.metadata["Name"].lower(): one.version for one in distributions() if one.metadata["Name"]}
+    return {
+        **{f"the word {word.partition('=')[0]}": word for word in arguments},
+        "source of rlinf (sha256)": source_hash(),
+        "python": platform.python_version(),
+        **{f"version of {name}": version for name, version in versions.items()},
+    }
+
+
+def source_hash() -> str:
+    """Return a SHA-256 of the names and contents of all Python and YAML files of the package."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".yaml")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def describe_differences(found: Sequence[tuple[str, Mapping[str, Any]]], limit: int = 20) -> list[str]:
+    """Return a line for each value in which a rank differs from rank 0.
+
+    Args:
+        found: Host and values of each rank, in rank order.
+        limit: Lines; the rest is counted.
+    """
+    host, first = found[0]
+    lines = []
+    for rank, (other, values) in enumerate(found):
+        for name in sorted({*first, *values}):
+            expected, value = first.get(name, "(absent)"), values.get(name, "(absent)")
+            if value != expected:
+                lines.append(f"{name}: rank {rank} on {other} has {value}, rank 0 on {host} has {expected}")
+    return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} more"]
+
+
+def refuse_differences(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Raise ConfigError if ranks differ; ``found`` as for ``describe_differences``."""
+    lines = describe_differences(found)
+    if lines:
+        cure = "Start all ranks with the same words, in the same environment, from the same code"
+        raise ConfigError("The ranks of this run are not alike:\n  " + "\n  ".join(lines) + f"\n{cure}")
+
+
+def refuse_shared_gpus(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Raise ConfigError unless each rank sees one GPU, which no other rank sees; ``found`` has host and ``gpus`` of each."""
+    owners: dict[str, str] = {}
+    for rank, (host, values) in enumerate(found):
+        gpus, who = values["gpus"], f"rank {rank} on {host}"
+        shared = owners.get(gpus[0]) if gpus else None
+        if len(gpus) != 1 or shared is not None:
+            has = f"shares GPU {gpus[0]} with {shared}" if shared else f"sees {len(gpus)} GPUs, none of them its own"
+            raise ConfigError(
+                f"{who} {has}; required: one GPU for each rank. Start at most as many ranks on a machine as it has GPUs, or set "
+                "cluster.device=cpu"
+            )
+        owners[gpus[0]] = who
+
+
+_connected = False
+
+
+def is_connected() -> bool:
+    """Return whether this process takes part in a command as one of the ranks that a launcher has started."""
+    return _connected
+
+
+def started_here(num_processes: int) -> int:
+    """Return how many of a run's processes this process is, or starts: one of those that a launcher has started, or all."""
+    return 1 if _connected else num_processes
+
+
+class Ranks:
+    """The ranks of a launcher, connected by a store. Rank 0 sends work; the others take it, one piece after the other.
+
+    Attributes:
+        store: Shared by all ranks.
+        num_launches: Pieces of work so far.
+    """
+
+    def __init__(self, place: Place, store: Store) -> None:
+        self.place, self.store = place, store
+        self.num_launches = 0
+
+    def compare(self, arguments: Sequence[str]) -> None:
+        """Compare what ranks must have in common, and learn how many share this machine (``LOCAL_WORLD_SIZE``).
+
+        Raises:
+            ConfigError: On all ranks, if one differs.
+        """
+        global _connected
+        hosts = self._agree("machine", what_ranks_share(arguments), refuse_differences)
+        os.environ["LOCAL_WORLD_SIZE"] = str(hosts.count(socket.gethostname()))
+        _connected = True
+
+    def refuse_shared_gpus(self) -> None:
+        """Raise ConfigError on all ranks if one has no GPU of its own."""
+        own = gpu_uuids()
+        self._agree(f"gpu/{self.num_launches}", {"gpus": own}, refuse_shared_gpus)
+
+    def _agree(self, key: str, values: dict[str, Any], check: Callable[[list], None]) -> list[str]:
+        """Let rank 0 check the values of all ranks; return their hosts, or raise its ConfigError on every rank."""
+        self._set(f"{key}/{self.place.rank}", (socket.gethostname(), values))
+        if self.place.rank == 0:
+            found = [self._get(f"{key}/{rank}") for rank in range(self.place.size)]
+            verdict: ConfigError | list[str] = [host for host, _ in found]
+            try:
+                check(found)
+            except ConfigError as error:
+                verdict = error
+            self._set(f"{key}/verdict", verdict)
+        verdict = self._get(f"{key}/verdict")
+        if isinstance(verdict, ConfigError):
+            raise verdict
+        return verdict
+
+    def send(self, work: tuple) -> None:
+        """Let the other ranks take ``work``, which is pickled. Plugins are found where rank 0 finds them."""
+        self._set(f"work/{self.num_launches}", (list(sys.path), pickle.dumps(work)))
+        self.num_launches += 1
+
+    def take(self) -> tuple | int:
+        """Return the next work of rank 0, or the exit status with which its command has ended.
+
+        Raises:
+            RLinfError: That with which it has ended.
+        """
+        key = f"work/{self.num_launches}"
+        while not self.store.check([key]):
+            if self.store.check(["end"]):
+                end = self._get("end")
+                if isinstance(end, Exception):
+                    raise end
+                return end
+            time.sleep(POLL_S)
+        self.num_launches += 1
+        path, work = self._get(key)
+        sys.path += [entry for entry in path if entry not in sys.path]
+        return pickle.loads(work)
+
+    def end(self, result: int | Exception) -> None:
+        """Tell the others the exit status, or the error, of the command."""
+        self._set("end", result)
+
+    def leave(self) -> None:
+        """Wait until all ranks have told what they have to: a launcher ends the others with the first one."""
+        deadline = time.monotonic() + LEAVE_S
+        with suppress(RuntimeError):  # rank 0, or the launcher that owned the store, is gone
+            num_left = self.store.add("left", 1)
+            while num_left < self.place.size and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+                num_left = self.store.add("left", 0)
+
+    def _set(self, key: str, value: Any) -> None:
+        self.store.set(key, pickle.dumps(value))
+
+    def _get(self, key: str) -> Any:
+        return pickle.loads(self.store.get(key))

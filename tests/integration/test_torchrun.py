@@ -1,0 +1,121 @@
+"""Ranks that a launcher starts: torchrun on one machine and on two, and srun."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_results import untimed_metrics
+
+from rlinf.distributed.start import MPIRUN, SRUN, TORCHRUN
+
+SMALL = [
+    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
+    "rollout.num_envs=8", "rollout.num_chunks=8", "trainer.minibatch_size=32", "model.micro_batch_size=32",
+    "trainer.max_steps=2", "evaluation.num_episodes=8", "evaluation.num_envs=8", "evaluation.num_videos_per_task=0",
+    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "algorithm.critic_warmup_steps=1",
+]  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def begin(folder: Path, launcher: list[str], words: list[str], **environment: str) -> subprocess.Popen:
+    """Start a process of a command in ``folder``."""
+    known = {name for names in (TORCHRUN, SRUN, MPIRUN) for name in names.values()}
+    clean = {name: value for name, value in os.environ.items() if name not in known}
+    return subprocess.Popen(
+        [*launcher, "-m", "rlinf", *words], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=clean | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+
+
+def torchrun(*options: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *options]
+
+
+ONE_MACHINE = torchrun("--standalone", "--nproc-per-node=2")
+
+
+def ended(*processes: subprocess.Popen) -> list[tuple[int, str, str]]:
+    return [(process.wait(), out, err) for process in processes for out, err in [process.communicate(timeout=240)]]
+
+
+def test_torchrun_gives_the_numbers_of_ranks_that_the_command_starts(tmp_path):
+    words = ["train", *SMALL]
+    own, launched = ended(
+        begin(tmp_path, [sys.executable], [*words, "cluster.num_processes=2", "output_dir=own"]),
+        begin(tmp_path, ONE_MACHINE, words),
+    )
+    assert own[0] == launched[0] == 0, launched[2]
+    folders = [path for path in (tmp_path / "outputs" / "default").iterdir() if not path.is_symlink()]
+    assert len(folders) == 1, "one dated folder, which is that of rank 0"
+    assert untimed_metrics(folders[0]) == untimed_metrics(tmp_path / "own")
+    for line in ("each of 2 ranks", "after RL ", "report: "):
+        assert launched[1].count(line) == own[1].count(line) == 1, "rank 0 alone prints"
+    control = ended(begin(tmp_path, [sys.executable], [*words, "seed=5", "output_dir=other"]))[0]
+    assert control[0] == 0 and untimed_metrics(tmp_path / "other") != untimed_metrics(folders[0])
+
+
+def two_machines(folder: Path, words: list[str], others: list[str]) -> list[tuple[int, str, str]]:
+    """Two agents of torchrun, as on two machines, each with one rank."""
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", endpoint, "--rdzv-id=test"]
+    first = begin(folder, torchrun(*options, "--node-rank=0"), words)
+    return ended(first, begin(folder, torchrun(*options, "--node-rank=1"), others))
+
+
+def test_two_machines_train_one_policy_and_refuse_another_configuration(tmp_path):
+    words = ["train", *SMALL, "trainer.max_steps=1", "output_dir=run"]
+    ends = two_machines(tmp_path, words, words)
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    assert sum("after RL " in out for _, out, _ in ends) == 1
+    assert (tmp_path / "run" / "summary.json").is_file()
+    words = ["train", *SMALL, "output_dir=refused"]
+    ends = two_machines(tmp_path, words, [*words, "seed=4"])
+    found = {tuple(re.findall(r"ConfigError: .*\n.*", err)) for _, _, err in ends}
+    assert len(found) == 1 and len(next(iter(found))) == 1, "the same error once on both"
+    assert re.search(r"the word seed: rank \d on .* has .*rank 0 on ", str(found))
+    assert 0 not in [status for status, _, _ in ends] and not (tmp_path / "refused").exists()
+
+
+def test_srun_starts_ranks_too(tmp_path):
+    words = ["train", *SMALL, "trainer.max_steps=1", "output_dir=run"]
+    shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
+    ends = ended(
+        *(
+            begin(tmp_path, [sys.executable], words, SLURM_PROCID=rank, SLURM_LOCALID=rank, **shared)
+            for rank in ("0", "1")
+        )
+    )
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    assert "report: " in ends[0][1] and ends[1][1] == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["train", *SMALL, "cluster.num_processes=3"], "cluster.num_processes=3, and torchrun has started 2"),
+        (["train", *SMALL, "rollout.num_envs=7"], "rollout.num_envs=7"),
+        (["train", *SMALL, "cluster.device=cuda"], "cluster.device=cuda"),
+    ],
+)
+def test_what_is_refused_is_one_error_on_every_rank_before_there_is_a_folder(tmp_path, words, error):
+    ((status, out, err),) = ended(begin(tmp_path, ONE_MACHINE, words))
+    assert status != 0 and out == "" and not list(tmp_path.iterdir())
+    assert len(re.findall(f"^ConfigError: .*{re.escape(error)}", err, re.MULTILINE)) == 2
+
+
+def test_a_command_without_ranks_runs_once(tmp_path):
+    ((status, out, err),) = ended(begin(tmp_path, ONE_MACHINE, ["models"]))
+    assert status == 0 and out.count("openvla_tiny") >= 1
+    ((_, alone, _),) = ended(begin(tmp_path, [sys.executable], ["models"]))
+    assert out == alone and "runs in one process" in err

@@ -1,0 +1,153 @@
+"""The place of a process among those of torchrun or srun, and what its ranks must have in common."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import rlinf
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.distributed import start
+from rlinf.distributed.start import Place, first_host, place_of, refuse_differences, refuse_shared_gpus
+from rlinf.errors import ConfigError
+from rlinf.preflight.validation import check_devices
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node-a", "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+SRUN = {
+    "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NODELIST": "gpu-[007-010,12],login",
+}  # fmt: skip
+
+
+def test_torchrun_says_which_rank_a_process_is():
+    assert place_of(TORCHRUN) == Place("torchrun", 5, 8, 1, ("node-a", 29500), serves=False)
+    first = {**TORCHRUN, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    assert place_of(first).serves and not place_of({**first, "RANK": "1"}).serves
+
+
+def test_srun_says_it_too_and_the_first_node_has_the_store():
+    place = place_of(SRUN)
+    assert (place.launcher, place.rank, place.size, place.local_rank) == ("srun", 0, 4, 0)
+    assert place.address[0] == "gpu-007" and place.serves
+    assert place_of({**SRUN, "SLURM_PROCID": "3"}).address == place.address
+    assert place_of({**SRUN, "SLURM_STEP_ID": "3"}).address != place.address, "two steps on one node"
+    assert place_of({**SRUN, "MASTER_ADDR": "x", "MASTER_PORT": "7"}).address == ("x", 7)
+    assert place_of({**SRUN, **TORCHRUN}).launcher == "torchrun", "srun has started torchrun"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("a", "a"), ("a,b", "a"), ("n[3-5]", "n3"), ("n[03,07-9]-ib,m", "n03-ib"), ("r[1-2]c[05-8]", "r1c05")],
+)
+def test_the_first_host_of_a_list_of_slurm(nodes, host):
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"RANK": "0", "WORLD_SIZE": "1"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, {"WORLD_SIZE": "8"}],
+    ids=["a shell", "one process of torchrun", "a batch script, which srun has not multiplied", "a variable left over"],
+)
+def test_one_process_is_alone(environment):
+    assert place_of(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR is ''.*unset RANK WORLD_SIZE"),
+        ({**TORCHRUN, "MASTER_PORT": "x"}, "MASTER_PORT is 'x'"),
+        ({**TORCHRUN, "LOCAL_RANK": "first"}, "LOCAL_RANK is 'first'.*Set LOCAL_RANK=<number>"),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_LOCALID is not set"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+            "mpirun.*OMPI_COMM_WORLD_SIZE=2.*torchrun or srun",
+        ),
+    ],
+)
+def test_a_launcher_that_says_half_of_it_is_refused(environment, words):
+    with pytest.raises(ConfigError, match=words):
+        place_of(environment)
+
+
+def configured(monkeypatch, *overrides: str, connected: bool = True):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(start, "_connected", connected)
+    return build_config(compose_config(["experiment=quickstart", *overrides]))
+
+
+def test_the_number_of_ranks_is_the_launchers_and_another_one_is_refused(monkeypatch):
+    config = configured(monkeypatch)
+    assert config.cluster.num_processes == 8
+    check_devices(config, "train")
+    for number in (1, 4):
+        other = configured(monkeypatch, f"cluster.num_processes={number}")
+        with pytest.raises(ConfigError, match=f"={number}, and torchrun has started 8.*Set cluster.num_processes=null"):
+            check_devices(other, "train")
+    with pytest.raises(ConfigError, match="torchrun has started 8 copies of this program.*-m rlinf train"):
+        check_devices(configured(monkeypatch, connected=False), "train")
+    monkeypatch.delenv("RANK")
+    assert build_config(compose_config(["experiment=quickstart"])).cluster.num_processes == 1
+
+
+def test_a_launchers_rank_needs_one_gpu_and_a_run_that_starts_its_ranks_one_for_each(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    check_devices(configured(monkeypatch, "cluster.device=cuda"), "train")
+    monkeypatch.delenv("RANK")
+    config = build_config(compose_config(["experiment=quickstart", "cluster.device=cuda", "cluster.num_processes=2"]))
+    for command in ("train", "evaluate"):
+        with pytest.raises(ConfigError, match=r"2 processes \(cluster.num_processes\), and torch sees 1"):
+            check_devices(config, command)
+    check_devices(config, "collect")
+
+
+def test_a_rank_that_differs_is_named_with_its_host_and_what_differs():
+    same = start.what_ranks_share(["train", "seed=3"])
+    assert same["the word seed"] == "seed=3" and "version of torch" in same
+    refuse_differences([("a", same), ("b", dict(same))])
+    other = {**same, "version of torch": "1.0", "the word seed": "seed=4"}
+    with pytest.raises(ConfigError) as error:
+        refuse_differences([("a", same), ("a", same), ("b", other)])
+    lines = str(error.value).splitlines()
+    assert "the word seed: rank 2 on b has seed=4, rank 0 on a has seed=3" in lines[1]
+    assert f"version of torch: rank 2 on b has 1.0, rank 0 on a has {same['version of torch']}" in lines[2]
+    assert len(lines) == 4
+    many = {f"version of {number}": "1" for number in range(100)}
+    with pytest.raises(ConfigError, match="and 80 more"):
+        refuse_differences([("a", {}), ("b", many)])
+
+
+def test_another_line_of_code_is_another_source(monkeypatch, tmp_path):
+    assert start.source_hash() == start.source_hash()
+    copy = tmp_path / "rlinf"
+    shutil.copytree(Path(rlinf.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(start, "__file__", str(copy / "distributed" / "start.py"))
+    before = start.source_hash()
+    with open(copy / "seeding.py", "a", encoding="utf-8") as file:
+        file.write("\n")
+    assert start.source_hash() != before
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        ([["A"], ["B"], ["A"]], "rank 2 on y shares GPU A with rank 0 on x"),
+        ([["A"], [], ["B"]], "rank 1 on x sees 0 GPUs"),
+        ([["A"], ["B"], ["C", "D"]], "rank 2 on y sees 2 GPUs"),
+        ([["A"], ["B"], ["C"]], None),
+    ],
+)
+def test_ranks_that_share_a_gpu_are_refused(gpus, words):
+    found = [(host, {"gpus": own}) for host, own in zip("xxy", gpus, strict=True)]
+    if words is None:
+        return refuse_shared_gpus(found)
+    with pytest.raises(ConfigError, match=f"{words}.*one GPU for each rank.*cluster.device=cpu"):
+        refuse_shared_gpus(found)

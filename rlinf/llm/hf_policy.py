@@ -26,6 +26,7 @@ from rlinf.llm.losses import TokenLoss
 from rlinf.llm.packing import keeps_sequences_apart
 from rlinf.llm.policy_interface import LogprobsSpec, LossFunction
 from rlinf.llm.token_policy import TokenPolicy, TokenPolicyConfig, check_trainable
+from rlinf.models.blocks import check_compiler, set_training_options
 from rlinf.models.config import LoraConfig
 from rlinf.models.hf_model import HFModel, count_weights
 from rlinf.models.lora import apply_lora, merged_state_dict
@@ -41,7 +42,10 @@ class HuggingFacePolicyConfig(CausalLMConfig, TokenPolicyConfig):
     """Keyword arguments of ``HuggingFacePolicy``."""
 
     sequence_packing: bool = option(False, "Lay the rows of such a micro-batch end to end instead of padding them.")
-    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: bool = option(
+        False, "Keep the inputs of each repeated block only, and recompute the rest in the backward pass."
+    )
+    compile: bool = option(False, "Run the repeated blocks through torch.compile in train().")
     lora: dict[str, Any] | None = option(
         None, "Train LoRA adapters only: rank, alpha, dropout, target_modules; {}: defaults."
     )
@@ -87,8 +91,9 @@ class HuggingFacePolicy(TokenPolicy):
             )
         if lora is not None:
             apply_lora(HFModel(self.model), lora)
-        if self.config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.config.compile:
+            check_compiler(self.model.device.type)
+        set_training_options(self.model, recomputed=self.config.gradient_checkpointing, compiled=self.config.compile)
         reference = None if lora is None else self.model  # without its adapters
         self._begin(self.model.config.get_text_config(), rank(), reference)
 

@@ -165,11 +165,10 @@ def _load(
         model = entry.model.from_pretrained(cfg.model_path, config=config, **arguments)
     if cfg.model_path is not None:
         check_loaded(model.state_dict(), cfg.model_path)
-    if cfg.gradient_checkpointing:
-        try:
-            model.gradient_checkpointing_enable()
-        except ValueError as error:
-            raise ConfigError(f"{error} Set model.gradient_checkpointing=false") from error
+    if cfg.gradient_checkpointing or cfg.compile:
+        from rlinf.models.blocks import set_training_options  # imports transformers
+
+        set_training_options(model, recomputed=cfg.gradient_checkpointing, compiled=cfg.compile)
     if cfg.is_lora:
         from rlinf.models.lora import apply_lora  # imports peft
 

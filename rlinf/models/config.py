@@ -53,7 +53,14 @@ class ModelConfig:
     value_head: bool = option(True, "Add a value head (PPO needs one).")
     detach_value: bool = option(True, "Stop the gradient of the value loss at the value head's input.")
     attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
-    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: bool = option(
+        False,
+        "Keep the inputs of each repeated block only, and recompute the rest in the backward pass: less memory, about a third more time.",
+    )
+    compile: bool = option(
+        False,
+        "Run the repeated blocks through torch.compile in updates; needs a C++ compiler on CPU, Triton on GPUs. See performance.md.",
+    )
     low_cpu_mem_usage: bool = option(True, "Load weights without a second copy in memory.")
     trust_remote_code: bool = option(False, "Run Python code stored in the checkpoint folder.")
     strict: bool = option(

@@ -159,10 +159,6 @@ class HFModel(nn.Module):
         """
         return self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
 
-    def gradient_checkpointing_enable(self) -> None:
-        """Recompute activations in the backward pass."""
-        self.model.gradient_checkpointing_enable()
-
     def materialize(self, device: str | torch.device) -> HFModel:
         """Allocate uninitialised memory for weights on the meta device, and restore tied weights."""
         self.to_empty(device=device)

@@ -34,6 +34,7 @@ from rlinf.preflight.compatibility import (
 )
 from rlinf.preflight.derived import DerivedNumbers, derive
 from rlinf.preflight.folders import check_new_folder, check_sources, check_writable
+from rlinf.preflight.performance import check_performance
 from rlinf.preflight.refuse import refuse
 from rlinf.preflight.saved import check_start
 
@@ -84,7 +85,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     if trains:
         check_no_comparison(config, command)
         check_phases(config, command)
-        check_profile(config)
+        check_performance(config, policy)
         check_precision(config)
     if command == "train" and config.trainer.max_steps > 0:
         check_batches(config)
@@ -177,22 +178,6 @@ def check_phases(config: RunConfig, command: str) -> None:
     if config.sft.dataset is not None and not cloning:
         found = f"sft.dataset={config.sft.dataset} with sft.max_steps=0"
         refuse(found, "steps in which to clone it", "sft.max_steps=500, or sft.dataset=null")
-
-
-def check_profile(config: RunConfig) -> None:
-    """Check that the profiled steps are steps of the run."""
-    steps, trainer = config.trainer.profile_steps, config.trainer
-    if steps is None:
-        return
-    section = "trainer" if trainer.max_steps > 0 else "sft"
-    num_steps = getattr(config, section).max_steps
-    if len(steps) != 2 or not 0 <= steps[0] <= steps[1] < num_steps:
-        last = num_steps - 1
-        refuse(
-            f"trainer.profile_steps={override_text(steps)} with {section}.max_steps={num_steps}",
-            f"[first, last] with 0 <= first <= last <= {last}",
-            f"'trainer.profile_steps=[0,{min(2, last)}]', or trainer.profile_steps=null",
-        )
 
 
 def check_batches(config: RunConfig) -> None:

@@ -344,7 +344,6 @@ def test_a_saved_policy_scores_as_it_did(tiny_lm, batch, tmp_path, family, lora)
 def test_gradient_checkpointing_gives_the_same_gradients(tiny_lm, batch, monkeypatch):
     plain, _ = step_gradients(HuggingFacePolicy(tiny_lm()), batch, NLLLossFn(), monkeypatch)
     policy = HuggingFacePolicy(tiny_lm(), gradient_checkpointing=True)
-    assert policy.model.is_gradient_checkpointing
     again, _ = step_gradients(policy, batch, NLLLossFn(), monkeypatch)
     assert max(float((plain[key] - again[key]).abs().max()) for key in plain) < 1e-5
 

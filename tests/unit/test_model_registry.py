@@ -193,7 +193,7 @@ def test_an_index_without_weights_is_refused(tmp_path):
 
 def test_a_model_without_gradient_checkpointing_names_the_override():
     section = {"model_type": "mlp", "init_config": {"state_dim": 3}, "gradient_checkpointing": True}
-    with pytest.raises(ConfigError, match="MLP.* does not support .*model.gradient_checkpointing=false"):
+    with pytest.raises(ConfigError, match="MLP.* has no repeated blocks.*model.gradient_checkpointing=false"):
         get_model(section)
 
 

@@ -324,7 +324,6 @@ def test_gradient_checkpointing_changes_no_gradient():
         sequences = torch.full((4, 6), 530)
         model.evaluate_actions(inputs, sequences).logprobs.sum().backward()
         grads.append(model.projector.fc1.weight.grad)
-        assert model.is_gradient_checkpointing == checkpointing
     torch.testing.assert_close(grads[0], grads[1], atol=1e-6, rtol=0)
 
 

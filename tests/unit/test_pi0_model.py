@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy, get_model, get_model_config_and_processor
+from rlinf.models.blocks import set_training_options
 from rlinf.models.embodiment.pi0.config import Pi0Config
 from rlinf.models.embodiment.pi0.gemma_expert import AdaRMSNorm
 from rlinf.models.embodiment.pi0.policy import Pi0ForRLActionPrediction
@@ -261,7 +262,7 @@ def test_gradient_checkpointing_changes_no_gradient():
     uniforms = torch.rand(4, model.num_sft_uniforms).clamp_min(1e-6)
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            set_training_options(model, recomputed=True, compiled=False)
         model.zero_grad(set_to_none=True)
         model.sft_loss(inputs, torch.zeros(4, 3, ENV_DIM), uniforms).sum().backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})

@@ -54,7 +54,6 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
     config_class = HfVlaConfig
     base_model_prefix = "hf_vla"
     main_input_name = "input_ids"
-    supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True

@@ -41,7 +41,6 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     config_class = OpenVLAConfig
     base_model_prefix = "openvla"
     main_input_name = "input_ids"
-    supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True

@@ -43,7 +43,6 @@ class Pi0Network(CheckpointPolicy):
     config_class = Pi0Config
     base_model_prefix = "pi0"
     main_input_name = "input_ids"
-    supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_attention_backend = True
     _no_split_modules: ClassVar[list[str]] = ["GemmaActionLayer", "SiglipEncoderLayer"]

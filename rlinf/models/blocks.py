@@ -1,0 +1,90 @@
+"""How the repeated blocks of a model run where gradients are needed: compiled, or with their activations recomputed.
+
+Rollouts, evaluations and scoring run without gradients, and as if neither option were set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+from torch.utils._triton import has_triton
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlinf.errors import ConfigError
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules that a model names in ``fsdp_wrap_modules``, and the layers of transformers' own models."""
+    names = set(getattr(model, "fsdp_wrap_modules", ()))
+    blocks: list[nn.Module] = []
+    waiting = [model]
+    while waiting:
+        for child in waiting.pop().children():
+            is_block = type(child).__name__ in names or isinstance(child, GradientCheckpointingLayer)
+            (blocks if is_block else waiting).append(child)
+    return blocks
+
+
+def set_training_options(model: nn.Module, *, recomputed: bool, compiled: bool) -> None:
+    """Say how the blocks of a model run where gradients are needed, in place.
+
+    The ``forward`` of each block is replaced, not its call, so that the hooks of FSDP2 run once, around it.
+
+    Args:
+        model: Model; one without repeated blocks has its direct submodules compiled.
+        recomputed: Keep the inputs of each block only, and compute the rest again for the gradient (Chen et al. 2016).
+        compiled: Run each block through ``torch.compile``.
+
+    Raises:
+        ConfigError: ``recomputed``, and the model has no repeated blocks.
+    """
+    if not (recomputed or compiled):
+        return
+    blocks = repeated_blocks(model)
+    if recomputed and not blocks:
+        raise ConfigError(
+            f"{type(model).__name__} has no repeated blocks (fsdp_wrap_modules), whose activations could be recomputed.",
+            gradient_checkpointing=False,
+        )
+    for block in blocks or model.children():
+        block.forward = partial(_forward, block, recomputed, compiled)
+
+
+def _forward(block: nn.Module, recomputed: bool, compiled: bool, *args: Any, **kwargs: Any) -> Any:
+    function = type(block).forward
+    if torch.is_grad_enabled():
+        function = _compile(function) if compiled else function
+        if recomputed:
+            return checkpoint(function, block, *args, use_reentrant=False, **kwargs)
+    return function(block, *args, **kwargs)
+
+
+def check_compiler(device: str) -> None:
+    """Raise ConfigError if ``torch.compile`` has nothing that makes code for ``device``, "cpu" or "cuda"."""
+    if device == "cuda":
+        if not has_triton():
+            raise ConfigError("torch.compile needs Triton on GPUs, which cannot be imported.", compile=False)
+        return
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        sought = os.environ.get("CXX", "g++")
+        raise ConfigError(
+            f"torch.compile needs a C++ compiler on CPU, and there is no working {sought} (the variable CXX names another). "
+            "Install one (apt-get install g++), or do without.",
+            compile=False,
+        ) from error
+
+
+@cache
+def _compile(function: Callable) -> Callable:
+    """Return the compiled form of a class's ``forward``, which all blocks of the class share."""
+    return torch.compile(function)

@@ -28,7 +28,8 @@ from rlinf.models import build_policy
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import seed_everything
-from rlinf.training.train_worker import TrainWorker, minibatch_indices
+from rlinf.training.minibatches import MinibatchPlan
+from rlinf.training.train_worker import TrainWorker
 
 
 def matmul_flops_per_s(rows: int, inner: int, columns: int, dtype: torch.dtype, rounds: int = 20) -> float:
@@ -69,11 +70,12 @@ def main() -> None:
     batch.old_logprobs, batch.values = worker.evaluate(batch)
     algorithm.compute_advantages(batch)
     flat = batch.flatten()
-    minibatches = minibatch_indices(flat.loss_mask, config.trainer.minibatch_size, seed=0)
+    plan = MinibatchPlan(batch.loss_mask, collector.blocks, config.trainer.minibatch_size, seed=0)
+    minibatches = list(plan.epoch(0))
 
     def update() -> None:
-        for index in minibatches:
-            worker.update(flat, index, algorithm, step=0)
+        for minibatch in minibatches:
+            worker.update(flat, minibatch, algorithm, step=0)
 
     with FlopCounterMode(display=False) as counter:
         update()

@@ -210,9 +210,9 @@ class RolloutBatch:
         rollout_values: float32 ``[T, B]``, computed by the rollout policy; None if it has none or none are needed.
         values, old_logprobs, ref_logprobs: ``[T, B]``, ``[T, B, A]``, ``[T, B, A]``, filled in by the trainer.
         advantages, returns: ``[T, B, C]``, ``[T, B]``, filled in by ``Algorithm.compute_advantages``.
-        episodes: Results of the first episode of each env. Later episodes are left out: quick ones, mostly successes,
-            are more likely to finish within the rollout. Envs whose first episode was lost with its simulator, and all
-            envs of that simulator's process, have none.
+        episodes: Env, counted over all ranks, and result of its first episode. Later episodes are left out: quick ones, mostly
+            successes, are more likely to finish within the rollout. Envs whose first episode was lost with its simulator, and
+            all envs of that simulator's process, have none.
         specs: ``episode_ids`` to ``EpisodeSpec``.
     """
 
@@ -234,7 +234,7 @@ class RolloutBatch:
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
-    episodes: list[EpisodeResult] = field(default_factory=list)
+    episodes: list[tuple[int, EpisodeResult]] = field(default_factory=list)
     specs: dict[int, EpisodeSpec] = field(default_factory=dict)
 
     @property

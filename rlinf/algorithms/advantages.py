@@ -72,7 +72,7 @@ def episode_returns(rewards: Tensor, loss_mask: Tensor) -> Tensor:
     """
     valid = torch.where(loss_mask, rewards, 0.0)
     refuse_not_finite(rewards=valid)
-    return valid.double().sum(0).to(rewards.dtype)
+    return valid.double().cumsum(0)[-1].to(rewards.dtype)  # one after the other, whatever the number of envs
 
 
 def group_advantages(
@@ -124,18 +124,6 @@ def _compare_in_groups(returns: Tensor, group_ids: Tensor, eps: float) -> tuple[
     largest = zeros.scatter_reduce(0, inverse, values.abs(), "amax")
     equal = std <= eps + ROUNDING * largest
     return centred, std[inverse], counts[inverse], ~equal[inverse]
-
-
-def masked_normalize(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Shift and scale to mean 0 and deviation 1 over the elements in ``mask``; the others become 0.
-
-    If the deviation is within rounding, all become 0.
-    """
-    count = mask.sum().clamp_min(1)
-    mean = (advantages * mask).sum() / count
-    std = (((advantages - mean) ** 2 * mask).sum() / count).sqrt()
-    equal = std <= ROUNDING * (advantages * mask).abs().max()
-    return torch.where(equal, 0.0, (advantages - mean) / (std + eps)) * mask
 
 
 def refuse_not_finite(**tensors: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from rlinf.algorithms.advantages import action_advantages
 from rlinf.algorithms.config import AlgorithmConfig
 from rlinf.algorithms.losses import aggregate_logprobs, clipped_policy_loss, kl_penalty, truncated_importance_weights
+from rlinf.distributed.sums import sum_counts
 from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
 
 
@@ -25,9 +26,9 @@ class LossCounts:
         calls: Policy calls.
     """
 
-    units: float
-    entropies: float
-    calls: float
+    units: int
+    entropies: int
+    calls: int
 
     @staticmethod
     def of(batch: RolloutBatch, config: AlgorithmConfig) -> LossCounts:
@@ -35,11 +36,15 @@ class LossCounts:
         action_mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
         _, units = aggregate_logprobs(batch.old_logprobs, action_mask, config.logprob_level)
         _, entropies = aggregate_logprobs(batch.old_logprobs, action_mask, config.entropy_level)
-        return LossCounts(float(units.sum()), float(entropies.sum()), float(batch.loss_mask.sum()))
+        return LossCounts(int(units.sum()), int(entropies.sum()), int(batch.loss_mask.sum()))
+
+    def over_ranks(self) -> LossCounts:
+        """Return the sums over all ranks (a collective call)."""
+        return LossCounts(*sum_counts(self.units, self.entropies, self.calls))
 
 
 class Algorithm(ABC):
-    """A policy-gradient algorithm: two methods, no distributed calls, no I/O.
+    """A policy-gradient algorithm: two methods, no I/O. Only ``compute_advantages`` may ask the other ranks.
 
     Attributes:
         config_class: Its configuration dataclass.
@@ -69,7 +74,10 @@ class Algorithm(ABC):
         return 0
 
     def uninformative_envs(self, batch: RolloutBatch) -> Tensor:
-        """Return the envs of a time-major rollout that teach nothing, in whole groups, bool ``[B]``."""
+        """Return the envs of a time-major rollout that teach nothing, in whole groups, bool ``[B]``.
+
+        The rollout is this rank's and not scored yet: it has no ``old_logprobs`` and ``values``.
+        """
         return torch.zeros(batch.loss_mask.shape[1], dtype=torch.bool)
 
     def policy_is_frozen(self, iteration: int) -> bool:
@@ -84,9 +92,10 @@ class Algorithm(ABC):
 
     @abstractmethod
     def compute_advantages(self, batch: RolloutBatch) -> dict[str, float]:
-        """Fill ``advantages [T, B, C]`` and ``returns [T, B]`` of the time-major rollout of all ranks; return metrics.
+        """Fill ``advantages [T, B, C]`` and ``returns [T, B]`` of this rank's time-major rollout; return metrics.
 
-        ``loss_mask`` may be cleared for samples that teach nothing.
+        Groups of envs are whole. Means over the envs of all ranks come from ``rlinf.algorithms.statistics``; metrics must be
+        the same on all ranks. ``loss_mask`` may be cleared for samples that teach nothing.
         """
 
     def loss(self, batch: RolloutBatch, evaluation: ActionEvaluation, counts: LossCounts, iteration: int) -> LossOutput:

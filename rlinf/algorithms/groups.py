@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rlinf.algorithms.advantages import episode_returns, masked_normalize
+from rlinf.algorithms.advantages import episode_returns
 from rlinf.algorithms.base import Algorithm, spread_over_actions
 from rlinf.algorithms.config import AlgorithmConfig, GroupConfig
+from rlinf.algorithms.statistics import masked_mean, masked_normalize
 from rlinf.types import RolloutBatch
 
 
@@ -50,8 +51,8 @@ class GroupAlgorithm(Algorithm):
             action_mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
             batch.advantages = masked_normalize(batch.advantages, action_mask)
         return {
-            "rollout/zero_variance_group_fraction": float((known & ~varied).sum() / known.sum().clamp_min(1)),
-            "train/return_mean": float((returns * known).sum() / known.sum().clamp_min(1)),
+            "rollout/zero_variance_group_fraction": masked_mean((~varied).double(), known),
+            "train/return_mean": masked_mean(returns, known),
         }
 
     def _compare(self, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:

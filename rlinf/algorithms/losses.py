@@ -127,12 +127,3 @@ def value_loss(
         clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
         losses = torch.maximum(losses, error(clipped))
     return torch.where(mask, losses, 0.0).sum()
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Return ``1 - Var[returns - values] / Var[returns]`` over valid elements; 0 if the returns do not vary."""
-    returns, values = returns[mask], values[mask]
-    variance = returns.var(unbiased=False)
-    if returns.numel() == 0 or variance < 1e-12:
-        return 0.0
-    return float(1 - (returns - values).var(unbiased=False) / variance)

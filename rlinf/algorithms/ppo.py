@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rlinf.algorithms.advantages import gae, masked_normalize
+from rlinf.algorithms.advantages import gae
 from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.algorithms.config import PPOConfig
-from rlinf.algorithms.losses import explained_variance, value_loss
+from rlinf.algorithms.losses import value_loss
+from rlinf.algorithms.statistics import explained_variance, masked_mean, masked_normalize
 from rlinf.types import ActionEvaluation, LossOutput, RolloutBatch
 
 
@@ -32,8 +33,8 @@ class PPO(Algorithm):
         action_mask = batch.action_mask & mask.unsqueeze(-1)
         metrics = {
             "train/explained_variance": explained_variance(batch.values, batch.returns, mask),
-            "train/advantage_mean": float(per_action[action_mask].mean()),
-            "train/return_mean": float(batch.returns[mask].mean()),
+            "train/advantage_mean": masked_mean(per_action, action_mask),
+            "train/return_mean": masked_mean(batch.returns, mask),
         }
         batch.advantages = masked_normalize(per_action, action_mask) if config.normalize_advantages else per_action
         return metrics

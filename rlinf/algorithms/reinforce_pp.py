@@ -7,11 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rlinf.algorithms.advantages import gae, masked_normalize
+from rlinf.algorithms.advantages import gae
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.config import ReinforcePPConfig
 from rlinf.algorithms.groups import check_one_episode, known_episodes
 from rlinf.algorithms.losses import kl_estimates
+from rlinf.algorithms.statistics import masked_mean, masked_normalize
 from rlinf.types import RolloutBatch
 
 
@@ -45,10 +46,9 @@ class ReinforcePP(Algorithm):
         returns, _ = gae(sums, zeros, batch.terminated, batch.truncated, zeros, config.gamma, 1.0)
         batch.returns, batch.advantages = returns.float(), self.per_action(returns, rewards).float()
         mask = batch.action_mask & batch.loss_mask.unsqueeze(-1)
-        count = mask.sum().clamp_min(1)
         metrics = {
-            "train/advantage_mean": float((batch.advantages * mask).sum() / count),
-            "train/return_mean": float((batch.returns * batch.loss_mask).sum() / batch.loss_mask.sum().clamp_min(1)),
+            "train/advantage_mean": masked_mean(batch.advantages, mask),
+            "train/return_mean": masked_mean(batch.returns, batch.loss_mask),
         }
         if config.normalize_advantages:
             batch.advantages = masked_normalize(batch.advantages, mask)

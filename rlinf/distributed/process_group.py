@@ -1,19 +1,15 @@
-"""The process group of a run: this process's rank and device, and the few collectives that the training loop needs."""
+"""The process group of a run: this process's rank and device, and what ranks ask each other about."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlinf.distributed.devices import own_device
 from rlinf.errors import ConfigError
-from rlinf.types import Observation, RolloutBatch
 
 
 def rank() -> int:
@@ -77,19 +73,10 @@ def backend_of(device: str) -> str:
 
 def sum_over_ranks(values: list[float]) -> list[float]:
     """Return the sums of numbers over all ranks."""
-    return _reduce(values, dist.ReduceOp.SUM)
-
-
-def max_over_ranks(value: float) -> float:
-    """Return the largest of the ranks' numbers."""
-    return _reduce([value], dist.ReduceOp.MAX)[0]
-
-
-def _reduce(values: list[float], operation: dist.ReduceOp) -> list[float]:
     if world_size() == 1:
         return values
     total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total, operation)
+    dist.all_reduce(total)
     return total.tolist()
 
 
@@ -105,39 +92,3 @@ def gather_objects(value: Any) -> list[Any]:
     values = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def gather_rollout(batch: RolloutBatch) -> RolloutBatch:
-    """Return the rollouts of all ranks joined along the env axis, in rank order, on every rank.
-
-    All ranks compute advantages over, and draw minibatches from, this global batch, so results do not depend on the
-    number of ranks. Images travel as uint8, straight to their places in the joined batch.
-    """
-    if world_size() == 1:
-        return batch
-    seen, num_chunks = batch.observation, len(batch.loss_mask)
-    parts = gather_objects(replace(batch, observation=Observation(images={}, state=None, instruction=seen.instruction)))
-    num_envs = batch.loss_mask.shape[1]
-    rows = [slice(t * num_envs, (t + 1) * num_envs) for t in range(num_chunks)]
-    observation = Observation(
-        images={name: _gather_rows(image, num_chunks) for name, image in seen.images.items()},
-        state=None if seen.state is None else _gather_rows(seen.state, num_chunks),
-        instruction=[words for chunk in rows for part in parts for words in part.observation.instruction[chunk]],
-        is_resized=seen.is_resized,
-    )
-    return RolloutBatch.concatenate(parts, observation)
-
-
-def _gather_rows(array: np.ndarray, num_chunks: int) -> np.ndarray:
-    """Gather time-major rows ``[T * B, ...]`` of each rank to ``[T * ranks * B, ...]``, chunk by chunk.
-
-    The rows of a chunk lie together in the result, so each collective call writes them where they stay.
-    """
-    device = own_device() if "nccl" in dist.get_backend_config() else "cpu"
-    mine = torch.from_numpy(np.ascontiguousarray(array)).unflatten(0, (num_chunks, -1))
-    joined = torch.empty((num_chunks, world_size() * mine.shape[1], *mine.shape[2:]), dtype=mine.dtype)
-    for own, all_rows in zip(mine, joined, strict=True):
-        found = all_rows.to(device)
-        dist.all_gather_into_tensor(found, own.to(device))
-        all_rows.copy_(found)  # on the CPU these are one tensor, and nothing is copied
-    return joined.flatten(0, 1).numpy()

@@ -16,7 +16,7 @@ from rlinf.number_formats import format_bytes
 
 NOT_COUNTED = (
     "not counted: activations (they grow with model.micro_batch_size, and shrink with model.gradient_checkpointing=true), one "
-    "gathered layer\nof a sharded model, copies while rollouts are exchanged, simulators and libraries"
+    "gathered layer\nof a sharded model, simulators and libraries"
 )
 
 
@@ -34,7 +34,7 @@ class MemoryEstimate:
         rollout_weights: The full copy that acts, if the trainer's weights are sharded.
         reference_weights: The frozen policy for the KL penalty.
         engine: With vLLM: the engine's weights, the shared memory that transfers them, and the key-value cache.
-        rollout_buffer: Observations, samples and per-action numbers of the rollouts of all ranks, which each rank holds.
+        rollout_buffer: Observations, samples and per-action numbers of this rank's envs.
     """
 
     num_parameters: int
@@ -92,7 +92,7 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         rollout_weights=all_bytes if sharded else 0,
         reference_weights=all_bytes if config.algorithm.kl_coef > 0 else 0,
         engine=engine_bytes(config, model, all_bytes) if config.trainer.max_steps > 0 else 0,
-        rollout_buffer=samples * sample_bytes(config, model) if config.trainer.max_steps > 0 else 0,
+        rollout_buffer=samples // ranks * sample_bytes(config, model) if config.trainer.max_steps > 0 else 0,
     )
 
 

@@ -6,7 +6,6 @@ and command fit each other; ``folders`` and ``saved`` check what is on disk.
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 
@@ -38,8 +37,6 @@ from rlinf.preflight.performance import check_performance
 from rlinf.preflight.refuse import refuse
 from rlinf.preflight.saved import check_start
 
-GATHERED_COPIES = 3
-"""Copies of a rollout's observations at the peak of a rank's memory: received, joined, and put in order."""
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 COMMANDS = ("train", "sft", "evaluate", "collect", "diagnose")
 WITH_RANKS = ("train", "sft", "evaluate")
@@ -183,10 +180,10 @@ def check_phases(config: RunConfig, command: str) -> None:
 def check_batches(config: RunConfig) -> None:
     """Check that envs, samples, minibatches and micro-batches divide evenly."""
     rollout, ranks, minibatch = config.rollout, config.cluster.num_processes, config.trainer.minibatch_size
-    for number, key in ((ranks, "cluster.num_processes"), (rollout.group_size, "rollout.group_size")):
-        if rollout.num_envs % number:
-            fix = f"rollout.num_envs={nearest_multiple(rollout.num_envs, number)}"
-            refuse(f"rollout.num_envs={rollout.num_envs}", f"a multiple of {key}={number}", fix)
+    if rollout.num_envs % (ranks * rollout.group_size):
+        share = f"cluster.num_processes={ranks} x rollout.group_size={rollout.group_size}"
+        fix = f"rollout.num_envs={nearest_multiple(rollout.num_envs, ranks * rollout.group_size)}"
+        refuse(f"rollout.num_envs={rollout.num_envs}", f"a multiple of {share}, because a group stays on one rank", fix)
     if rollout.num_envs // ranks < (rollout.num_lanes or 1):
         found = f"{rollout.num_envs // ranks} env per rank (rollout.num_envs={rollout.num_envs} over {ranks} ranks)"
         refuse(found, f"at least one for each of rollout.num_lanes={rollout.num_lanes}", "rollout.num_lanes=1")
@@ -202,24 +199,22 @@ def check_batches(config: RunConfig) -> None:
             f"trainer.minibatch_size={nearest_divisor(samples, minibatch, ranks)}",
         )
     check_micro_batch(config, minibatch, "trainer.minibatch_size")
-    check_gathered(config)
+    check_rollout_memory(config)
 
 
-def check_gathered(config: RunConfig) -> None:
-    """Check that the observations of all ranks, which each rank gathers, fit into the machine's memory."""
-    rollout, env, ranks = config.rollout, config.env, config.cluster.num_processes
-    if ranks == 1:
-        return
+def check_rollout_memory(config: RunConfig) -> None:
+    """Check that the observations of a rollout fit into the machine's memory, where each rank holds those of its envs."""
+    rollout, env = config.rollout, config.env
     row = ENVS.get(env.name).observation_bytes(env)
-    per_env, available = GATHERED_COPIES * ranks * rollout.num_chunks * row, main_memory_bytes()
+    per_env, available = rollout.num_chunks * row, main_memory_bytes()
     if rollout.num_envs * per_env > available:
-        step = math.lcm(ranks, rollout.group_size)
+        step = config.cluster.num_processes * rollout.group_size
         fitting = available // per_env // step * step
         refuse(
-            f"Each of cluster.num_processes={ranks} ranks gathers the observations of all ranks, {rollout.num_envs} envs x "
-            f"{rollout.num_chunks} calls of {row} bytes: {rollout.num_envs * per_env / 1e9:.0f} GB at their peak",
+            f"The observations of a rollout, {rollout.num_envs} envs x {rollout.num_chunks} calls of {row} bytes, take "
+            f"{rollout.num_envs * per_env / 1e9:.0f} GB",
             f"at most the {available / 1e9:.0f} GB of this machine",
-            f"{f'rollout.num_envs={fitting}' if fitting else 'a smaller env.image_size'}, or fewer processes",
+            f"rollout.num_envs={fitting}" if fitting else "a smaller env.image_size",
         )
 
 

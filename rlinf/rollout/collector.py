@@ -12,7 +12,7 @@ episode stays in the batch with ``loss_mask`` false.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import KW_ONLY, dataclass
 from threading import Event
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from rlinf.distributed.sums import own_blocks
 from rlinf.envs.base import VectorEnv
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.sampler import EpisodeSampler
@@ -85,11 +86,11 @@ class RolloutCollector:
     Attributes:
         make_env: ``make_env(num_envs) -> VectorEnv`` with the wanted auto-reset mode.
         sampler: Chooses episodes.
-        num_envs: Environments over all ranks.
+        num_envs: Environments over all ranks, in groups of ``sampler.group_size``.
         num_chunks: Policy calls per env.
         temperature: Temperature of the action distribution.
         num_worker_threads: Threads that play; they share torch's threads equally.
-        rank, num_ranks: This process plays the ``rank``-th block of envs.
+        rank, num_ranks: This process plays the envs of its ``own_blocks``.
         autocast: Makes the context in which the policy runs.
         offload_envs: Free the envs' graphics memory and worker processes after each rollout.
     """
@@ -108,9 +109,10 @@ class RolloutCollector:
 
     def __post_init__(self) -> None:
         self._stop = Event()
+        self.blocks = own_blocks(self.num_envs // self.sampler.group_size, self.rank, self.num_ranks)
         self.worker_threads = [
             _WorkerThread(self.make_env(len(rows)), ThreadPoolExecutor(1, thread_name_prefix="rollout"))
-            for rows in np.array_split(np.arange(self.num_envs // self.num_ranks), self.num_worker_threads)
+            for rows in np.array_split(self._envs_of(self.blocks), self.num_worker_threads)
         ]
 
     def close(self) -> None:
@@ -121,10 +123,15 @@ class RolloutCollector:
             thread.executor.shutdown()
         _results(closings)
 
+    def _envs_of(self, blocks: Sequence[int]) -> np.ndarray:
+        """Return the envs of some blocks, counted over all ranks: int64 ``[B]``."""
+        size = self.sampler.group_size
+        return (np.array(blocks, dtype=np.int64)[:, None] * size + np.arange(size)).ravel()
+
     @record_function("rollout")
     def collect(
         self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
-        env_ids: np.ndarray | None = None,
+        blocks: Sequence[int] | None = None,
     ) -> RolloutBatch:  # fmt: skip
         """Play one rollout.
 
@@ -137,25 +144,23 @@ class RolloutCollector:
             policy_version: Recorded with every sample.
             needs_values: Compute ``bootstrap_values``.
             attempt: Number of the rollout within the iteration; group and episode ids of two attempts differ.
-            env_ids: int64, the envs that play, counted over all ranks (requires ``auto_reset=False``); None: all.
+            blocks: Those of this rank that play (fewer than all require ``auto_reset=False``); None: all.
 
         Returns:
-            Time-major batch of this rank's share of ``env_ids``, in their order, without the trainer's fields. All ranks play
-            the same number of envs. If ``env_ids`` do not divide, the last env is repeated, and the repeats have no result.
+            Time-major batch of the envs of ``blocks``, in their order, without the trainer's fields.
         """
-        env_ids = np.arange(self.num_envs) if env_ids is None else env_ids
-        places = np.arange(-(-len(env_ids) // self.num_ranks) * self.num_ranks).reshape(self.num_ranks, -1)[self.rank]
-        recorder = _Recorder(self.num_chunks, len(places))
+        env_ids = self._envs_of(self.blocks if blocks is None else blocks)
+        recorder = _Recorder(self.num_chunks, len(env_ids))
         num_threads = torch.get_num_threads()
         self._stop = stop = Event()
         rollouts, first = [], 0
-        for thread, part in zip(self.worker_threads, np.array_split(places, len(self.worker_threads)), strict=True):
-            ids, columns = env_ids[part.clip(max=len(env_ids) - 1)], slice(first, first + len(part))
+        for thread, ids in zip(self.worker_threads, np.array_split(env_ids, len(self.worker_threads)), strict=True):
+            columns = slice(first, first + len(ids))
             first = columns.stop
-            if not len(part):
+            if not len(ids):
                 continue
             rollout = _Rollout(
-                self, thread.env, model, recorder, env_ids=ids, repeated=part >= len(env_ids), columns=columns,
+                self, thread.env, model, recorder, env_ids=ids, columns=columns,
                 uniforms=self._uniforms(ids, model.num_uniforms, step, attempt), step=step, attempt=attempt,
                 policy_version=policy_version,
                 num_torch_threads=max(1, num_threads // len(self.worker_threads)),
@@ -200,7 +205,6 @@ class _Rollout:
         env: The thread's env; rows beyond ``env_ids`` stay idle.
         recorder: Where observations go, into its ``columns``.
         env_ids: int64 ``[B]``, global index of each row.
-        repeated: bool ``[B]``: the row only fills up this rank's share.
         columns: The rows' place among those of this rank.
         uniforms: ``[T, B, U]`` in (0, 1), from which the policy samples.
     """
@@ -211,7 +215,6 @@ class _Rollout:
     recorder: _Recorder
     _: KW_ONLY
     env_ids: np.ndarray
-    repeated: np.ndarray
     columns: slice
     uniforms: Tensor
     step: int
@@ -225,7 +228,6 @@ class _Rollout:
         self.num_restarts = np.zeros(count, dtype=np.int64)  # lost episodes of each row
         self.lost_episode_ids: list[int] = []
         self.uncounted = np.zeros(self.env.num_envs, dtype=bool)
-        self.uncounted[:count] = self.repeated
         self.specs: dict[int, EpisodeSpec] = {}
 
     def start(self) -> Observation:
@@ -290,7 +292,7 @@ class _Rollout:
                 if not self.env.auto_reset:
                     alive = alive & ~(chunk.terminated | chunk.truncated)[:count]
             batch = self._batch(chunks, alives, episode_ids, tokens, logprobs)
-            batch.episodes = [episode for row, episode in episodes if not self.uncounted[row]]
+            batch.episodes = [(int(self.env_ids[row]), one) for row, one in episodes if not self.uncounted[row]]
             if needs_values:
                 self._fill_bootstrap(chunks, batch)
                 batch.rollout_values = torch.stack(values) if model.predicts_values else None

@@ -14,6 +14,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rlinf.algorithms.statistics import masked_mean
+from rlinf.distributed.process_group import gather_objects, rank
+from rlinf.distributed.sums import maximum
 from rlinf.errors import ParityError
 from rlinf.models.precision import MAX_EXP_GAP
 from rlinf.types import RolloutBatch
@@ -91,70 +94,76 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float | None) -> tuple
     truncated episodes.
 
     Args:
-        batch: Time-major, with ``old_logprobs`` and ``values``; ``rollout_values`` may be None.
+        batch: This rank's envs, time-major, with ``old_logprobs`` and ``values``; ``rollout_values`` may be None.
         step: Iteration of the run.
         max_gap: Largest accepted difference, in the units of ``MAX_GAP``; None: limit the mean of ``exp |gap|`` to
             ``MAX_EXP_GAP``.
 
     Returns:
-        Metrics (importance ratios are those of whole actions). Then, if the gap is too large, a sentence that names the
-        worst sample, else None. ParityError if a number is not finite.
+        Metrics of all ranks (importance ratios are those of whole actions). Then, if the gap is too large, a sentence that
+        names the worst sample of all ranks, else None. ParityError if a number is not finite. Every rank returns and raises
+        the same (a collective call).
     """
-    mask = (batch.action_mask & batch.loss_mask.unsqueeze(-1)).unsqueeze(-1)
-    num_chunks, num_envs, num_actions, _ = mask.shape
-    difference = (batch.old_logprobs - batch.rollout_logprobs).reshape(num_chunks, num_envs, num_actions, -1)
+    executed = batch.action_mask & batch.loss_mask.unsqueeze(-1)
+    mask = executed.unsqueeze(-1)
+    difference = (batch.old_logprobs - batch.rollout_logprobs).unflatten(-1, (executed.shape[-1], -1))
     difference = torch.where(mask, difference, 0.0)
-    gap = difference.abs()
-    count = mask.expand_as(difference).sum().clamp_min(1)
-    exp_mean = float(torch.where(mask, gap.exp(), 0.0).sum() / count)
-    ratios = difference.sum(-1).exp()[mask.squeeze(-1)]
-    if not len(ratios):
-        ratios = torch.ones(1)
+    gap, mask = difference.abs(), mask.expand_as(difference)
+    gap_mean, exp_mean = masked_mean(gap, mask), masked_mean(gap.exp(), mask)
+    ratios = torch.where(executed, difference.sum(-1).exp(), 0.0)
     pair = (batch.rollout_logprobs, batch.old_logprobs)
     # The smaller of the two peaks: a density that is wrongly too high must not raise its own limit.
-    peaks = [torch.where(mask, x.reshape(difference.shape), 0.0).max().exp().clamp_min(1.0) for x in pair]
-    limit = None if max_gap is None else max_gap * float(min(peaks))
+    peaks = [torch.where(mask, x.reshape(difference.shape), 0.0).max().exp() for x in pair]
+    largest_ratio, num_executed, *densities = maximum(*map(_number, (ratios.max(), executed.sum(), *peaks)))
+    limit = None if max_gap is None else max_gap * max(1.0, min(densities))
     largest, fault = _judge("log-probabilities", batch, step, gap.flatten(2).amax(-1), exp_mean, limit, pair)
     metrics = {
-        "rollout/logprob_gap_mean": float(gap.sum() / count),
+        "rollout/logprob_gap_mean": gap_mean,
         "rollout/logprob_gap_max": largest,
         "rollout/logprob_gap_exp_mean": exp_mean,
-        "rollout/importance_ratio_mean": float(ratios.mean()),
-        "rollout/importance_ratio_max": float(ratios.amax()),
+        "rollout/importance_ratio_mean": masked_mean(ratios, executed) if num_executed else 1.0,
+        "rollout/importance_ratio_max": largest_ratio if num_executed else 1.0,
     }
     if batch.rollout_values is not None:
         valid = batch.loss_mask
-        scale = torch.where(valid, batch.values.abs(), 0.0).max().clamp_min(1.0)
-        gap = torch.where(valid, (batch.values - batch.rollout_values).abs() / scale, 0.0)
-        exp_mean = float(torch.where(valid, gap.exp(), 0.0).sum() / valid.sum().clamp_min(1))
-        pair = (batch.rollout_values, batch.values)
+        (largest_value,) = maximum(_number(torch.where(valid, batch.values.abs(), 0.0).max()))
+        gap = torch.where(valid, (batch.values - batch.rollout_values).abs() / max(1.0, largest_value), 0.0)
+        exp_mean, pair = masked_mean(gap.exp(), valid), (batch.rollout_values, batch.values)
         largest, other = _judge("values", batch, step, gap, exp_mean, max_gap, pair)
         metrics["rollout/value_gap_max"], fault = largest, fault or other
     return metrics, fault
+
+
+def _number(value: Tensor) -> float:
+    """Return a scalar; infinity for NaN, which compares as false and would not count as the largest."""
+    return float(torch.nan_to_num(value.double(), nan=float("inf"), posinf=float("inf")))
 
 
 def _judge(
     what: str, batch: RolloutBatch, step: int, gap: Tensor, exp_mean: float, limit: float | None,
     pair: tuple[Tensor, Tensor],
 ) -> tuple[float, str | None]:  # fmt: skip
-    """Return the largest of the gaps ``[T, B]``, and a sentence if it is too large; refuse one that is not finite.
+    """Return the largest of the gaps ``[T, B]`` of all ranks, and a sentence if it is too large; refuse one that is not finite.
 
     Without ``limit``, ``exp_mean`` is judged instead. ``pair`` holds the rollout's and the trainer's numbers.
     """
-    # NaN compares as false: count it as the worst gap.
     worst = int(torch.nan_to_num(gap, nan=float("inf")).argmax())
-    chunk, env = divmod(worst, gap.shape[1])
-    largest = float(gap[chunk, env])
+    chunk, column = divmod(worst, gap.shape[1])
+    own = _number(gap[chunk, column])
+    (largest,) = maximum(own)
     is_finite = largest < float("inf")
     if is_finite and not (exp_mean > MAX_EXP_GAP if limit is None else largest > limit):
         return largest, None
+    rollout, trainer = ([round(x, 4) for x in each[chunk, column].flatten().tolist()] for each in pair)
+    sample = (
+        f"policy call {chunk} of env {rank() * gap.shape[1] + column}, {batch.specs.get(int(batch.episode_ids[chunk, column]))}, "
+        f"instruction '{batch.observation.instruction[worst]}', rollout {rollout}, trainer {trainer}"
+    )
+    _, found, sample = max(gather_objects((own, float(gap[chunk, column]), sample)), key=lambda each: each[0])
     accepted = f"a mean exp|difference| of {MAX_EXP_GAP:g}" if limit is None else f"{limit:g}"
-    rollout, trainer = ([round(x, 4) for x in each[chunk, env].flatten().tolist()] for each in pair)
     text = (
-        f"Rollout and trainer {what} differ by {largest:.3g} at step {step} (mean exp|difference| {exp_mean:.3g}); at "
-        f"most {accepted} is accepted. Worst sample: policy call {chunk} of env {env}, "
-        f"{batch.specs.get(int(batch.episode_ids[chunk, env]))}, "
-        f"instruction '{batch.observation.instruction[worst]}', rollout {rollout}, trainer {trainer}. "
+        f"Rollout and trainer {what} differ by {found:.3g} at step {step} (mean exp|difference| {exp_mean:.3g}); at "
+        f"most {accepted} is accepted. Worst sample: {sample}. "
         "The two see different weights, inputs or temperatures."
     )
     if not is_finite:

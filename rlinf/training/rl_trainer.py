@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections.abc import Sequence
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm
-from rlinf.distributed.process_group import any_rank, gather_rollout, rank
-from rlinf.errors import CheckpointError
+from rlinf.distributed.process_group import any_rank, rank
+from rlinf.distributed.sums import maximum, sum_blocks, sum_counts
+from rlinf.errors import CheckpointError, ConfigError
 from rlinf.memory import memory_metrics
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.preflight.derived import parity_gate
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.weight_push import frozen_copy
 from rlinf.seeding import derive_seed
+from rlinf.training.minibatches import MinibatchPlan
 from rlinf.training.session import Session
-from rlinf.training.train_worker import minibatch_indices
 from rlinf.types import RolloutBatch
 
 REFERENCE_FILE = "reference.safetensors"
@@ -111,22 +114,24 @@ class RLTrainer:
         clock, env_steps_before = _Clock(), state.env_steps
         self.sync.push(state.policy_version)
         clock.lap("sync")
-        batch = self._collect(step, 0, clock)
+        batch = self._collect(step)
         for attempt in range(1, 1 + algorithm.max_resamples):
-            uninformative = torch.nonzero(algorithm.uninformative_envs(batch)).flatten()
-            if not len(uninformative):
+            blocks = self._uninformative_blocks(batch)
+            if sum_counts(len(blocks)) == (0,):
                 break
-            more = self._collect(step, attempt, clock, uninformative)
-            batch = replace_envs(batch, uninformative, more, ~algorithm.uninformative_envs(more))
+            self._replace(batch, blocks, step, attempt)
+        clock.lap("rollout")
+        self._score(batch)
+        clock.lap("logprob")
         metrics = self.gate.check(batch, step)
         metrics |= rollout_metrics(batch)
-        metrics |= algorithm.compute_advantages(batch)
-        flat = batch.flatten()
+        metrics |= check_equal_on_ranks(algorithm.compute_advantages(batch))
+        flat, seed = batch.flatten(), derive_seed(config.seed, "minibatches", step)
+        plan = MinibatchPlan(batch.loss_mask, self.collector.blocks, config.trainer.minibatch_size, seed)
         updates: list[dict[str, float]] = []
         for epoch in range(config.algorithm.update_epochs):
-            seed = derive_seed(config.seed, "minibatches", step, epoch)
-            for index in minibatch_indices(flat.loss_mask, config.trainer.minibatch_size, seed):
-                updates.append(self.worker.update(flat, index, algorithm, step))
+            for minibatch in plan.epoch(epoch):
+                updates.append(self.worker.update(flat, minibatch, algorithm, step))
                 if len(updates) == 1:
                     self.gate.check_first_update(updates[0], step)
         state.policy_version += len(updates)
@@ -138,27 +143,37 @@ class RLTrainer:
         metrics |= clock.metrics()
         metrics["rollout/env_steps_total"] = state.env_steps
         metrics["throughput/env_steps_per_s"] = (state.env_steps - env_steps_before) / clock.total()
-        metrics["throughput/samples_per_s"] = (
-            int(flat.loss_mask.sum()) * config.algorithm.update_epochs / clock.seconds["update"]
-        )
+        metrics["throughput/samples_per_s"] = plan.num_rows * config.algorithm.update_epochs / clock.seconds["update"]
         return metrics
 
-    def _collect(self, step: int, attempt: int, clock: _Clock, env_ids: Tensor | None = None) -> RolloutBatch:
-        """Play one rollout of the envs ``env_ids`` (None: all), score it with the trained weights, and join what all ranks played."""
-        needs_values, state = self.algorithm.needs_values, self.session.state
-        ids = None if env_ids is None else env_ids.numpy()
-        batch = self.collector.collect(self.sync.rollout_policy, step, state.policy_version, needs_values, attempt, ids)
-        clock.lap("rollout")
+    def _collect(self, step: int, attempt: int = 0, blocks: Sequence[int] | None = None) -> RolloutBatch | None:
+        """Play one rollout of this rank's blocks (None: all of them); None if there are none. Count its env steps."""
+        state, batch = self.session.state, None
+        if blocks is None or len(blocks):
+            policy, needs_values = self.sync.rollout_policy, self.algorithm.needs_values
+            batch = self.collector.collect(policy, step, state.policy_version, needs_values, attempt, blocks)
+        state.env_steps += sum_counts(0 if batch is None else int(batch.action_mask.sum()))[0]
+        return batch
+
+    def _uninformative_blocks(self, batch: RolloutBatch) -> list[int]:
+        """Return the blocks of this rank that teach nothing."""
+        uninformative = self.algorithm.uninformative_envs(batch).tensor_split(len(self.collector.blocks))
+        return [block for block, envs in zip(self.collector.blocks, uninformative, strict=True) if envs.any()]
+
+    def _replace(self, batch: RolloutBatch, blocks: Sequence[int], step: int, attempt: int) -> None:
+        """Play some blocks of a rollout again, from other initial states, and keep those that now teach something."""
+        more = self._collect(step, attempt, blocks)
+        if more is None:
+            return
+        num_envs, first = len(batch.group_ids[0]) // len(self.collector.blocks), self.collector.blocks.start
+        columns = torch.cat([torch.arange(num_envs) + (block - first) * num_envs for block in blocks])
+        replace_envs(batch, columns, more, ~self.algorithm.uninformative_envs(more))
+
+    def _score(self, batch: RolloutBatch) -> None:
+        """Fill in the trainer's own numbers; with a KL penalty also the log-probabilities of the reference."""
         batch.old_logprobs, batch.values = self.worker.evaluate(batch)
         if self.algorithm.needs_reference:
             batch.ref_logprobs, _ = self.worker.evaluate(batch, self.reference)
-        batch = gather_rollout(batch)
-        if ids is not None:
-            # More were played where they do not divide over the ranks.
-            batch = batch.select_envs(torch.arange(len(ids)))
-        clock.lap("logprob")
-        state.env_steps += int(batch.action_mask.sum())
-        return batch
 
 
 class _Clock:
@@ -182,8 +197,8 @@ class _Clock:
         return {f"time/{name}_s": value for name, value in self.seconds.items()}
 
 
-def replace_envs(batch: RolloutBatch, envs: Tensor, more: RolloutBatch, wanted: Tensor) -> RolloutBatch:
-    """Put the columns of ``more`` that are ``wanted`` in the place of the columns ``envs`` of ``batch`` (time-major).
+def replace_envs(batch: RolloutBatch, envs: Tensor, more: RolloutBatch, wanted: Tensor) -> None:
+    """Write the columns of ``more`` that are ``wanted`` over the columns ``envs`` of ``batch`` (time-major).
 
     Args:
         batch: ``B`` columns.
@@ -191,23 +206,49 @@ def replace_envs(batch: RolloutBatch, envs: Tensor, more: RolloutBatch, wanted: 
         more: ``K`` columns, each the env of ``envs`` again.
         wanted: bool ``[K]``, in whole groups.
     """
-    width = batch.loss_mask.shape[1]
-    order = torch.arange(width)
-    order[envs[wanted]] = width + torch.nonzero(wanted).flatten()
-    return RolloutBatch.concatenate([batch, more]).select_envs(order)
+    num_chunks, sources, targets = len(batch.loss_mask), torch.nonzero(wanted).flatten(), envs[wanted]
+    for name, tensor in batch.tensors().items():
+        tensor[:, targets] = more.tensors()[name][:, sources]
+    seen, new = batch.observation, more.observation
+    arrays = [(image, new.images[name]) for name, image in seen.images.items()]
+    if seen.state is not None:
+        arrays.append((seen.state, new.state))
+    for old, other in arrays:
+        rows = (num_chunks, -1, *old.shape[1:])
+        old.reshape(rows)[:, targets.numpy()] = other.reshape(rows)[:, sources.numpy()]
+    for t in range(num_chunks):
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            words = new.instruction[t * len(envs) + source]
+            seen.instruction[t * batch.loss_mask.shape[1] + target] = words
+    batch.episodes += more.episodes
+    batch.specs.update(more.specs)
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Success, return and length of the first episode of each env, and how many were lost (``rollout/*``)."""
-    episodes = batch.episodes
-    count = len(episodes)
+    """Success, return and length of the first episode of each env of all ranks, and how many were lost (``rollout/*``)."""
+    num_envs = batch.loss_mask.shape[1]
+    own = torch.zeros(num_envs, 4, dtype=torch.float64)
+    for env, episode in batch.episodes:
+        numbers = (1.0, episode.success, episode.episode_return, episode.num_env_steps)
+        own[env % num_envs] += torch.tensor(numbers, dtype=torch.float64)
+    count, *sums = sum_blocks(own).tolist()
     num_lost = len(batch.episode_ids.unique()) - len(batch.episode_ids[batch.loss_mask].unique())
-    if not count:
-        return {"rollout/num_episodes": 0, "rollout/lost_episodes": num_lost}
-    return {
-        "rollout/success_rate": sum(e.success for e in episodes) / count,
-        "rollout/return_mean": sum(e.episode_return for e in episodes) / count,
-        "rollout/episode_len": sum(e.num_env_steps for e in episodes) / count,
-        "rollout/num_episodes": len(episodes),
-        "rollout/lost_episodes": num_lost,
-    }
+    names = ("rollout/success_rate", "rollout/return_mean", "rollout/episode_len")
+    means = {name: total / count for name, total in zip(names, sums, strict=True)} if count else {}
+    return means | {"rollout/num_episodes": int(count), "rollout/lost_episodes": sum_counts(num_lost)[0]}
+
+
+def check_equal_on_ranks(metrics: dict[str, float]) -> dict[str, float]:
+    """Return metrics of an algorithm if all ranks have the same; else raise ConfigError on all of them.
+
+    A mean over the envs of one rank would otherwise pass for one over all envs, and results would depend on the ranks.
+    """
+    numbers = [float(value) if math.isfinite(value) else 0.0 for value in metrics.values()]
+    highest, lowest = maximum(*numbers), maximum(*(-number for number in numbers))
+    for name, high, low in zip(metrics, highest, lowest, strict=True):
+        if high != -low:
+            raise ConfigError(
+                f"{name} is {-low:g} on one rank and {high:g} on another; required of compute_advantages: the same on all ranks. It "
+                "sees the envs of its rank: use masked_mean or masked_normalize of rlinf.algorithms.statistics"
+            )
+    return metrics

@@ -17,12 +17,14 @@ from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.config.training import TrainerConfig
 from rlinf.data.config import SFTConfig
 from rlinf.distributed.fsdp import grad_norm
-from rlinf.distributed.process_group import max_over_ranks, rank, world_size
+from rlinf.distributed.process_group import any_rank, gather_objects, rank, world_size
+from rlinf.distributed.sums import maximum
 from rlinf.errors import ConfigError, NonFiniteError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.optim.train_step import Totals, TrainStep
+from rlinf.training.minibatches import Minibatch
 from rlinf.types import Observation, RolloutBatch
 
 VALUE_HEAD = "value_head"
@@ -41,7 +43,7 @@ class FailedBatch:
     tensors: dict[str, Tensor]
 
 
-class _Minibatch(NamedTuple):
+class _Described(NamedTuple):
     """What the report of a failure tells of a minibatch; its pictures are selected only then."""
 
     phase: str
@@ -139,7 +141,7 @@ class TrainWorker:
         logprobs, values = torch.zeros(batch.rollout_logprobs.flatten(0, 1).shape), torch.zeros(len(tokens))
         with self.autocast():
             # A sharded model is gathered in every call, so a rank with fewer rows than another scores its first one again.
-            for start in range(0, int(max_over_ranks(len(valid))), size):
+            for start in range(0, int(maximum(len(valid))[0]), size):
                 rows = valid[start : start + size]
                 rows = rows if len(rows) else torch.zeros(1, dtype=torch.int64)
                 inputs = model.preprocess(batch.observation.select(_views_if_consecutive(rows)))
@@ -151,11 +153,17 @@ class TrainWorker:
         return logprobs.unflatten(0, shape), values.unflatten(0, shape)
 
     @record_function("update")
-    def update(self, batch: RolloutBatch, index: Tensor, algorithm: Algorithm, step: int) -> dict[str, float]:
-        """Take one optimiser step on the rows ``index`` of a flattened batch that all ranks hold; each computes its share.
+    def update(self, batch: RolloutBatch, minibatch: Minibatch, algorithm: Algorithm, step: int) -> dict[str, float]:
+        """Take one optimiser step on the rows of a minibatch that this rank holds (a collective call).
 
         The loss is divided by counts of the whole minibatch, so neither the micro-batch size nor the number of ranks
         changes the gradient.
+
+        Args:
+            batch: Flattened rollout of this rank.
+            minibatch: Rows of it.
+            algorithm: Gives the loss.
+            step: Iteration of the run.
 
         Returns:
             Metrics of the minibatch, equal on all ranks.
@@ -164,14 +172,15 @@ class TrainWorker:
             NonFiniteError: Loss or gradient is not finite; weights and optimiser stay as they were.
         """
         self.model.train()
-        minibatch = batch.select(index, observation=False)  # a rank copies the pictures of its micro-batches only
-        counts = LossCounts.of(minibatch, algorithm.config)
+        rows = minibatch.rows
+        own = batch.select(rows, observation=False)  # a rank copies the pictures of its micro-batches only
+        counts = LossCounts.of(own, algorithm.config).over_ranks()
 
-        def loss_of(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
-            places, valid = rows
-            micro = minibatch.select(places, observation=False)
-            micro.observation = batch.observation.select(index[places].numpy())
-            micro.loss_mask = micro.loss_mask & valid
+        def loss_of(start: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+            part = rows[start : start + self.micro_batch_size]
+            micro = batch.select(part if len(part) else torch.zeros(1, dtype=torch.int64))
+            if not len(part):  # another rank has more rows, and every pass of a sharded model is a collective call
+                micro.loss_mask = torch.zeros_like(micro.loss_mask)
             with self.autocast():
                 inputs = self.model.preprocess(micro.observation)
                 device = next(iter(inputs.values())).device
@@ -181,8 +190,8 @@ class TrainWorker:
             output = algorithm.loss(micro, evaluation, counts, step)
             return _to_be_averaged(output.loss), output.metrics
 
-        totals = self.train_step.accumulate(self._micro_batches(len(index)), loss_of)
-        described = _Minibatch("rl", step, lambda: batch.observation.select(index.numpy()), minibatch.tensors())
+        totals = self.train_step.accumulate(range(0, minibatch.max_rows, self.micro_batch_size), loss_of)
+        described = _Described("rl", step, lambda: batch.observation.select(rows.numpy()), own.tensors())
         return self._take_step(totals, described, algorithm.policy_is_frozen(step))
 
     @record_function("update")
@@ -218,13 +227,13 @@ class TrainWorker:
             return _to_be_averaged(share), {"loss": share.detach()}
 
         totals = self.train_step.accumulate(zip(held, self._micro_batches(num_rows), strict=True), loss_of)
-        return self._take_step(totals, _Minibatch("sft", step, lambda: observation, {"actions": actions}))
+        return self._take_step(totals, _Described("sft", step, lambda: observation, {"actions": actions}))
 
     def _micro_batches(self, num_rows: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's rows of a minibatch in equal numbers of micro-batches on every rank, and which rows count."""
         return list(zip(*(part.split(self.micro_batch_size) for part in own_rows(num_rows)), strict=True))
 
-    def _take_step(self, totals: Totals, minibatch: _Minibatch, frozen: bool = False) -> dict[str, float]:
+    def _take_step(self, totals: Totals, minibatch: _Described, frozen: bool = False) -> dict[str, float]:
         """Take the optimiser step, unless something is wrong with it; return the metrics of all ranks."""
         metrics = totals.over_ranks()
         if frozen:
@@ -240,13 +249,13 @@ class TrainWorker:
             self._fail(metrics["loss"], minibatch, error)
         return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
-    def _check_gradient(self, minibatch: _Minibatch) -> None:
+    def _check_gradient(self, minibatch: _Described) -> None:
         """Refuse a gradient of exactly 0, although the minibatch has something to teach."""
         tensors = minibatch.tensors
         norm = float(grad_norm([p for p in self.policy_masters if p.grad is not None]))
         self._has_learnt = norm > 0
         advantages = tensors.get("advantages")
-        teaches = advantages is None or bool((advantages[tensors["loss_mask"]] != 0).any())
+        teaches = any_rank(advantages is None or bool((advantages[tensors["loss_mask"]] != 0).any()))
         if norm == 0 and teaches:
             raise ConfigError(
                 f"No gradient reaches the policy in the first update of {minibatch.phase}: the gradients of its "
@@ -254,7 +263,7 @@ class TrainWorker:
                 "detached from the policy, or its weights are frozen; `rlinf diagnose` tells which tensors have a gradient"
             )
 
-    def _fail(self, loss: float, minibatch: _Minibatch, cause: NonFiniteError) -> NoReturn:
+    def _fail(self, loss: float, minibatch: _Described, cause: NonFiniteError) -> NoReturn:
         """Keep the minibatch for the report, and raise NonFiniteError with the settings that may help."""
         phase, step, observe, tensors = minibatch
         norm = self.train_step.grad_norm
@@ -268,7 +277,8 @@ class TrainWorker:
             tensors["state"] = torch.from_numpy(observation.state)
         self.failed_batch = FailedBatch(phase, step, loss, norm, bad, list(observation.instruction), tensors)
         self.optimizer.zero_grad(set_to_none=True)
-        spoilt = [name for name, each in tensors.items() if each.is_floating_point() and not each.isfinite().all()]
+        own = [name for name, each in tensors.items() if each.is_floating_point() and not each.isfinite().all()]
+        spoilt = sorted({name for names in gather_objects(own) for name in names})
         way_on = (
             f"Lower {phase if phase == 'sft' else 'trainer'}.learning_rate, or use model.precision=fp32."
             if not spoilt
@@ -305,24 +315,6 @@ def own_rows(num_rows: int) -> tuple[Tensor, Tensor]:
     padded = torch.arange(-(-num_rows // world_size()) * world_size())
     mine = padded[rank() :: world_size()]
     return mine.clamp_max(num_rows - 1), mine < num_rows
-
-
-def minibatch_indices(valid: Tensor, minibatch_size: int, seed: int) -> list[Tensor]:
-    """Shuffle the valid rows of a rollout and cut them into minibatches of nearly equal size.
-
-    Args:
-        valid: bool ``[N]``.
-        minibatch_size: Largest size; the number of minibatches is ``ceil(valid / minibatch_size)``.
-        seed: Fixes the order.
-
-    Returns:
-        Index tensors, together a permutation of the valid rows.
-    """
-    rows = torch.nonzero(valid).flatten()
-    if len(rows) == 0:
-        return []
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-    return list(rows[order].tensor_split(-(-len(rows) // minibatch_size)))
 
 
 def sft_trainer_config(trainer: TrainerConfig, sft: SFTConfig) -> TrainerConfig:

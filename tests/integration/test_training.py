@@ -285,8 +285,8 @@ def test_dynamic_sampling_replaces_groups_without_variance(tmp_path):
 def test_grpo_with_replaced_groups_on_two_ranks_equals_one(tmp_path):
     """Episodes end at different times, so the ranks have different numbers of rows to score, and groups are replaced."""
     grpo = [item for item in SMALL if not item.startswith("algorithm.")]
-    grpo += ["algorithm=grpo", "rollout=groups", "rollout.group_size=4", "rollout.num_envs=12", "rollout.num_chunks=8",
-             "env.reward_mode=sparse", "model.val_micro_batch_size=4", "trainer.max_steps=1", SMOOTH, "sft.max_steps=40",
+    grpo += ["algorithm=grpo", "rollout=groups", "rollout.group_size=4", "rollout.num_envs=16", "rollout.num_chunks=8",
+             "env.reward_mode=sparse", "model.val_micro_batch_size=4", "trainer.max_steps=1", SMOOTH, "sft.max_steps=120",
              "sft.num_demonstrations=40", "sft.batch_size=32", "algorithm.max_resamples=2"]  # fmt: skip
     found = []
     for ranks in (1, 2):
@@ -295,7 +295,7 @@ def test_grpo_with_replaced_groups_on_two_ranks_equals_one(tmp_path):
         train(config)
         found.append(next(line for line in untimed_metrics(tmp_path / f"{ranks}") if "rollout/return_mean" in line))
     one, two = found
-    assert one["rollout/num_episodes"] > 12 and one["train/return_mean"] != one["rollout/return_mean"]
+    assert one["rollout/num_episodes"] > 16 and one["train/return_mean"] != one["rollout/return_mean"]
     assert one["rollout/env_steps_total"] < 8 * one["rollout/num_episodes"]  # else all ranks have as many rows to score
     assert two == pytest.approx(one, abs=1e-4)
     weights = weights_of(tmp_path / "2", "rl_000001")

@@ -13,8 +13,8 @@ from rlinf.algorithms.advantages import (
     gae,
     group_advantages,
     leave_one_out_advantages,
-    masked_normalize,
 )
+from rlinf.algorithms.statistics import masked_normalize
 
 
 def slow_gae(rewards, values, terminated, truncated, bootstrap, gamma, lam):

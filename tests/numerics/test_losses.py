@@ -14,7 +14,6 @@ from rlinf.algorithms.grpo import GRPO
 from rlinf.algorithms.losses import (
     aggregate_logprobs,
     clipped_policy_loss,
-    explained_variance,
     kl_penalty,
     truncated_importance_weights,
     value_loss,
@@ -22,6 +21,7 @@ from rlinf.algorithms.losses import (
 from rlinf.algorithms.ppo import PPO
 from rlinf.algorithms.reinforce_pp import ReinforcePP
 from rlinf.algorithms.rloo import RLOO
+from rlinf.algorithms.statistics import explained_variance
 from rlinf.types import ActionEvaluation, EpisodeSpec, Observation, RolloutBatch
 
 YES = torch.tensor([True])

@@ -106,20 +106,18 @@ def test_contradiction_is_refused_and_the_suggested_override_mends_it(name, tmp_
         assert validate(build(*overrides, *words)), (message, words)
 
 
-def test_observations_that_the_ranks_cannot_all_gather_are_refused(monkeypatch):
-    """64 envs x 16 calls of a picture of 64 pixels (and its state), gathered and joined on each of two ranks."""
+def test_observations_that_do_not_fit_into_the_memory_are_refused(monkeypatch):
+    """64 envs x 16 calls of a picture of 64 pixels (and its state), however many ranks share them."""
     envs = ["rollout.num_envs=64", "rollout.num_chunks=16", "trainer.minibatch_size=64"]
-    config = build(*envs, "cluster.num_processes=2")
-    row = 3 * 64**2 + 4 * ENVS.get("tabletop").state_width(config.env)
-    needed = 2 * 3 * 64 * 16 * row
-    monkeypatch.setattr("rlinf.preflight.validation.main_memory_bytes", lambda: needed)
-    validate(config)
-    monkeypatch.setattr("rlinf.preflight.validation.main_memory_bytes", lambda: needed - 1)
-    validate(build(*envs))  # one process gathers nothing
-    with pytest.raises(
-        ConfigError, match="gathers the observations of all ranks, 64 envs x 16.*Set rollout.num_envs=62"
-    ):
+    row = 3 * 64**2 + 4 * ENVS.get("tabletop").state_width(build(*envs).env)
+    needed = 64 * 16 * row
+    for ranks in (1, 2):
+        config = build(*envs, f"cluster.num_processes={ranks}")
+        monkeypatch.setattr("rlinf.preflight.validation.main_memory_bytes", lambda: needed)
         validate(config)
+        monkeypatch.setattr("rlinf.preflight.validation.main_memory_bytes", lambda: needed - 1)
+        with pytest.raises(ConfigError, match=rf"64 envs x 16 .*Set rollout.num_envs={64 - ranks}\b"):
+            validate(config)
     validate(build(*envs, "cluster.num_processes=2", "rollout.num_envs=60"))
 
 

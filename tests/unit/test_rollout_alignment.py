@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.distributed import process_group
-from rlinf.distributed.launch import launch
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
 from rlinf.envs.steps import SimulatorStep
@@ -19,6 +17,7 @@ from rlinf.errors import SimulatorError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import ATTEMPT_STRIDE, RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
+from rlinf.seeding import derive_seed
 from rlinf.types import ActionPrediction, Observation, RolloutBatch
 
 NUM_ENVS, NUM_CHUNKS, CHUNK, HORIZON, GROUP = 6, 9, 2, 7, 2
@@ -93,11 +92,20 @@ class ClockPolicy(ActionModel, torch.nn.Module):
 
 
 @contextlib.contextmanager
-def collecting(auto_reset: bool, num_worker_threads: int = 2, make=ClockEnv, horizon: int = HORIZON, **kwargs):
+def collecting(
+    auto_reset: bool,
+    num_worker_threads: int = 2,
+    make=ClockEnv,
+    horizon: int = HORIZON,
+    group_size: int = GROUP,
+    **kwargs,
+):
     """Make a collector of clocks, and the sampler of its episodes; close it in the end."""
     config = EnvConfig(name="clock", max_episode_steps=horizon, success_bonus=0.0, cameras=[])
     env = ClockEnv(config, 1, auto_reset=False)
-    sampler = EpisodeSampler(env.episode_specs("train"), 2, num_groups=NUM_ENVS // GROUP, group_size=GROUP, seed=5)
+    sampler = EpisodeSampler(
+        env.episode_specs("train"), 2, num_groups=NUM_ENVS // group_size, group_size=group_size, seed=5
+    )
     collector = RolloutCollector(
         lambda count: make(config, count, auto_reset), sampler,
         **{"num_envs": NUM_ENVS, "num_chunks": NUM_CHUNKS, "temperature": 1.0, "num_worker_threads": num_worker_threads} | kwargs,
@@ -108,10 +116,10 @@ def collecting(auto_reset: bool, num_worker_threads: int = 2, make=ClockEnv, hor
         collector.close()
 
 
-def play(auto_reset: bool, num_worker_threads: int = 2, attempt: int = 0, env_ids=None, needs_values=True, **kwargs):
+def play(auto_reset: bool, num_worker_threads: int = 2, attempt: int = 0, blocks=None, needs_values=True, **kwargs):
     policy = kwargs.pop("policy", ClockPolicy)()
     with collecting(auto_reset, num_worker_threads, **kwargs) as (collector, sampler):
-        return collector.collect(policy, 3, 42, needs_values, attempt, env_ids), sampler
+        return collector.collect(policy, 3, 42, needs_values, attempt, blocks), sampler
 
 
 def expected_rows(batch, sampler, auto_reset: bool, attempt: int):
@@ -191,7 +199,7 @@ def test_results_are_those_of_the_first_episode_of_each_env():
         rewards = batch.action_rewards[:, b][batch.episode_ids[:, b] == b]
         length = SUCCESS_AT[0] if spec.task_id == 0 else HORIZON
         expected.append((spec, spec.task_id == 0, length, pytest.approx(float(rewards.sum()), rel=1e-5)))
-    results = [(one.spec, one.success, one.num_env_steps, one.episode_return) for one in batch.episodes]
+    results = [(one.spec, one.success, one.num_env_steps, one.episode_return) for _, one in batch.episodes]
     assert len(results) == NUM_ENVS and all(any(one == other for one in expected) for other in results)
 
 
@@ -225,42 +233,43 @@ def assert_equal_rollouts(one, other):
     assert all(mine == theirs for mine, theirs, counts in pairs if counts)
 
 
-def assert_gathered_rollout_is_the_whole(auto_reset) -> None:
-    whole, _ = play(auto_reset)
-    mine, _ = play(auto_reset, rank=process_group.rank(), num_ranks=2)
-    joined = process_group.gather_rollout(mine)
-    assert_equal_rollouts(whole, joined)
-    assert joined.specs == whole.specs and len(joined.episodes) == len(whole.episodes)
-
-
-def test_a_rollout_gathered_from_two_ranks_is_the_whole():
-    launch(assert_gathered_rollout_is_the_whole, True, 2, "cpu")
-
-
 @pytest.mark.parametrize("auto_reset", [True, False])
 def test_rollouts_of_ranks_and_of_chosen_envs_are_columns_of_the_whole(auto_reset):
     whole, _ = play(auto_reset)
-    ranks = [play(auto_reset, rank=rank, num_ranks=2)[0] for rank in range(2)]
+    ranks = [play(auto_reset, rank=rank, num_ranks=3)[0] for rank in range(3)]
     joined = RolloutBatch.concatenate(ranks)
     assert_equal_rollouts(whole, joined)
-    assert joined.specs == whole.specs and joined.episodes == ranks[0].episodes + ranks[1].episodes
+    assert joined.specs == whole.specs and joined.episodes == [each for part in ranks for each in part.episodes]
     parts = [whole.select_envs(torch.tensor(columns)) for columns in ([0], [1, 2, 3], [4, 5])]
     assert_equal_rollouts(whole, RolloutBatch.concatenate(parts))
     assert_equal_rollouts(whole, RolloutBatch.concatenate([whole]))
-    chosen = np.array([5, 1, 2])
     for num_worker_threads in (1, 2):
-        part, _ = play(False, num_worker_threads, env_ids=chosen)
-        assert_equal_rollouts(play(False)[0].select_envs(torch.from_numpy(chosen)), part)
-        assert len(part.episodes) == 3 and set(part.episode_ids.flatten().tolist()) == {5, 1, 2} == part.specs.keys()
+        part, _ = play(False, num_worker_threads, blocks=[0, 2])
+        assert_equal_rollouts(play(False)[0].select_envs(torch.tensor([0, 1, 4, 5])), part)
+        assert sorted(env for env, _ in part.episodes) == [0, 1, 4, 5] == sorted(part.specs)
 
 
-def test_the_last_env_is_played_again_where_ranks_do_not_divide_the_envs_and_counts_once():
-    envs = np.array([1, 2, 5])
-    shares = [play(False, env_ids=envs, rank=rank, num_ranks=2)[0] for rank in range(2)]
-    assert [part.episode_ids[0].tolist() for part in shares] == [[1, 2], [5, 5]]
-    assert [len(part.episodes) for part in shares] == [2, 1]
-    alone, _ = play(False, env_ids=np.array([3]))  # and one of two worker threads plays nothing
-    assert alone.episode_ids[0].tolist() == [3] and len(alone.episodes) == 1
+def test_a_worker_thread_without_an_env_plays_nothing():
+    for num_ranks, block in ((1, 1), (3, 2)):
+        rank = block if num_ranks > 1 else 0
+        one, _ = play(False, num_worker_threads=2, group_size=1, num_ranks=num_ranks, rank=rank, blocks=[5])
+        assert one.episode_ids[0].tolist() == [5] and [env for env, _ in one.episodes] == [5]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_rank_draws_the_random_numbers_of_its_own_blocks_only(monkeypatch, num_ranks):
+    drawn, rand = [], torch.rand
+    whole, _ = play(False)
+
+    def counted(*shape, generator):
+        drawn.append((shape, generator.initial_seed()))
+        return rand(*shape, generator=generator)
+
+    monkeypatch.setattr(torch, "rand", counted)
+    parts = [play(False, num_worker_threads=1, rank=rank, num_ranks=num_ranks)[0] for rank in range(num_ranks)]
+    assert_equal_rollouts(whole, RolloutBatch.concatenate(parts))
+    assert [shape for shape, _ in drawn] == [(NUM_CHUNKS, GROUP, CHUNK)] * (NUM_ENVS // GROUP)
+    assert [seed for _, seed in drawn] == [derive_seed(5, "actions", 3, 0, block) for block in range(NUM_ENVS // GROUP)]
 
 
 class LosingClock(ClockEnv):

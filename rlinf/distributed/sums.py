@@ -1,0 +1,60 @@
+"""Sums, counts and maxima over ranks: with gradients and weights, all that ranks tell each other while they train.
+
+A *block* is one group of envs, or one env without groups. Blocks are numbered over all ranks, and each rank owns equally
+many neighbouring ones.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlinf.distributed.process_group import world_size
+
+
+def own_blocks(num_blocks: int, rank: int, num_ranks: int) -> range:
+    """Return the blocks of a rank: block ``b`` belongs to rank ``b * num_ranks // num_blocks``.
+
+    Raises:
+        ValueError: The ranks do not divide the blocks.
+    """
+    if num_blocks % num_ranks:
+        raise ValueError(f"{num_blocks} blocks of envs on {num_ranks} ranks; required: a multiple of the ranks")
+    share = num_blocks // num_ranks
+    return range(rank * share, (rank + 1) * share)
+
+
+def gather_blocks(own: Tensor) -> Tensor:
+    """Return the rows of all blocks, in their order, from those of this rank's blocks: ``[K_own, ...] -> [K, ...]``."""
+    if world_size() == 1:
+        return own
+    joined = own.new_empty((world_size() * len(own), *own.shape[1:]))
+    dist.all_gather_into_tensor(joined, own.contiguous())
+    return joined
+
+
+def sum_blocks(own: Tensor) -> Tensor:
+    """Add up what the blocks of all ranks contribute: float64 ``[K_own, n] -> [n]``.
+
+    They are added one after the other, in the order of the blocks, so the sum has the same bits on any number of ranks.
+    """
+    return gather_blocks(own).cumsum(0)[-1]
+
+
+def sum_counts(*counts: int) -> tuple[int, ...]:
+    """Return the sums of integers over all ranks."""
+    if world_size() == 1:
+        return counts
+    total = torch.tensor(counts, dtype=torch.int64)
+    dist.all_reduce(total)
+    return tuple(total.tolist())
+
+
+def maximum(*values: float) -> tuple[float, ...]:
+    """Return the largest of each of the ranks' numbers, none of which may be NaN."""
+    if world_size() == 1:
+        return values
+    largest = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return tuple(largest.tolist())

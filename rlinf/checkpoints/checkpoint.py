@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from rlinf.checkpoints.model_files import ADAPTER_FOLDER, MODEL_FOLDER, is_adapter, save_model_files
 from rlinf.checkpoints.rng_state import load_rng_state, save_rng_state
 from rlinf.checkpoints.trainer_state import load_trainer_state, save_trainer_state, weights_to_save
-from rlinf.distributed.fsdp import full_tensor, local_part
+from rlinf.distributed.parallel import full_tensor, local_part
 from rlinf.distributed.process_group import gather_objects, rank, world_size
 from rlinf.errors import CheckpointError
 from rlinf.files import follow_latest, naming, write_text

@@ -20,10 +20,11 @@ from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import open_dataset
 from rlinf.data.stored import StoredDemonstrations
-from rlinf.distributed.fsdp import shard
 from rlinf.distributed.launch import launch
+from rlinf.distributed.parallel import Parallel, choose_sharding, empty_copy, make_parallel, rank_memory_bytes
 from rlinf.distributed.process_group import local_world_size, rank, resolve_device, set_num_threads, world_size
 from rlinf.distributed.start import started_here
+from rlinf.distributed.sums import maximum
 from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import default_num_worker_threads, with_share_of_cores
@@ -32,11 +33,11 @@ from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, tak
 from rlinf.files import locked_folder
 from rlinf.models import build_policy
 from rlinf.models.lora import trained_names
-from rlinf.options import override_text, to_mapping
+from rlinf.options import cured_by_settings, override_text, to_mapping
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.rollout.vllm_policy import VllmPolicy
-from rlinf.rollout.weight_push import WeightPush, frozen_copy
+from rlinf.rollout.weight_push import WeightPush
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
@@ -106,9 +107,9 @@ def build(config: RunConfig) -> Run:
     env = _evaluation_env(config, state)
     dataset = _dataset(config, env, state, resumed_from)
     fingerprint = take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
-    model = _policy(config, env, dataset, resumed_from, fingerprint).to(device)
-    sync = _weight_push(config, model, device)
-    worker = _worker(config, model, state)
+    model = _policy(config, env, dataset, resumed_from, fingerprint)
+    parallel, sync = _on_ranks(config, model, device)
+    worker = _worker(config, parallel, state)
     if resumed_from is not None:
         checkpoints.load_checkpoint(resumed_from, model=model, optimizer=worker.optimizer)
     stop_signal = StopSignal(announce=rank() == 0)
@@ -190,30 +191,36 @@ def _policy(
     return opened.policy
 
 
-def _weight_push(config: RunConfig, model: torch.nn.Module, device: str) -> WeightPush:
-    """Shard the policy where that is asked for, and make what plays."""
-    sharding, rollout = config.trainer.sharding, config.rollout
-    sharded = world_size() > 1 if sharding == "auto" else sharding == "fsdp2"
+def _on_ranks(config: RunConfig, model: torch.nn.Module, device: str) -> tuple[Parallel, WeightPush]:
+    """Replicate or shard the policy, and make what plays: the policy itself, or a copy that the first push fills."""
+    trainer, rollout = config.trainer, config.rollout
+    memory = -int(*maximum(-rank_memory_bytes(device, local_world_size())))  # of the poorest rank
+    with cured_by_settings("trainer"):
+        choice = choose_sharding(trainer.sharding, model, world_size(), memory, cpu_offload=trainer.cpu_offload)
+    if rank() == 0:
+        print(choice, flush=True)
     trained = trained_names(model)
-    rollout_model = frozen_copy(model) if sharded else model
-    if sharded:
-        shard(model, device)
+    rollout_model = empty_copy(model, device) if choice.sharded else model
+    parallel = make_parallel(
+        model, device, choice.sharded, shard_size=trainer.shard_size, cpu_offload=trainer.cpu_offload
+    )
     generator = None
     if rollout.backend == "vllm" and config.trainer.max_steps > 0:
         envs_per_rank = rollout.num_envs // world_size()
         generator = VllmPolicy(rollout_model, rollout.vllm, envs_per_rank, torch.get_num_threads(), trained)
-    return WeightPush(model, rollout_model, generator)
+    return parallel, WeightPush(model, rollout_model, generator)
 
 
-def _worker(config: RunConfig, model: torch.nn.Module, state: LoopState) -> TrainWorker:
+def _worker(config: RunConfig, parallel: Parallel, state: LoopState) -> TrainWorker:
     in_sft = state.phase == "sft"
     worker = TrainWorker(
-        model,
+        parallel.model,
         sft_trainer_config(config.trainer, config.sft) if in_sft else config.trainer,
         temperature=config.rollout.temperature,
         micro_batch_size=config.model.micro_batch_size,
         val_micro_batch_size=config.model.val_micro_batch_size,
         precision=config.model.precision,
+        parallel=parallel,
     )
     worker.train_step.num_steps = state.sft_step if in_sft else state.policy_version - state.sft_step
     return worker
@@ -295,7 +302,7 @@ def train(config: RunConfig) -> Path:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     elif device == "cuda":
         _check_segments()
-    alone = config.trainer.sharding == "fsdp2"
+    alone = config.trainer.sharding == "fsdp2" or config.trainer.cpu_offload
     with locked_folder(Path(config.output_dir)):
         launch(_execute_rank, config, cluster.num_processes, device, alone, asdict(cluster.deadlines))
     return Path(config.output_dir)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlinf.distributed.config import DeadlinesConfig
+from rlinf.distributed.config import SHARDINGS, DeadlinesConfig
 from rlinf.options import option
 
 
@@ -51,8 +51,18 @@ class TrainerConfig:
     )
     sharding: str = option(
         "auto",
-        "fsdp2: shard weights over ranks; none: one process; auto: fsdp2 when there is more than one rank.",
-        choices=("auto", "fsdp2", "none"),
+        "How ranks hold the trained model. replicate: each of them whole; fsdp2: in shards; auto: in shards if there are several ranks "
+        "and a replica is too large for it. The run prints the choice and its reason.",
+        choices=SHARDINGS,
+    )
+    shard_size: int | None = option(
+        None,
+        "Ranks that divide the weights among themselves (HSDP), e.g. those of one machine; groups of so many ranks hold replicas. "
+        "null: all ranks.",
+        minimum=1,
+    )
+    cpu_offload: bool = option(
+        False, "Keep shards, their gradients and the optimiser in main memory, and gather weights from there."
     )
 
 
@@ -62,7 +72,7 @@ class ClusterConfig:
 
     num_processes: int | None = option(
         None,
-        "Ranks (FSDP over gloo on CPUs, nccl on GPUs). null: one; in a command that torchrun or srun has started several times, all of "
+        "Ranks (gloo on CPUs, nccl on GPUs). null: one; in a command that torchrun or srun has started several times, all of "
         "these, on any number of machines. Else the ranks are started on this machine.",
         minimum=1,
     )

@@ -1,10 +1,13 @@
-"""Configuration of the deadlines of ranks."""
+"""Configuration of ranks: how they hold a model, and their deadlines."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from rlinf.options import option
+
+SHARDINGS = ("replicate", "auto", "fsdp2")
+"""How ranks hold a trained model; see ``rlinf.distributed.parallel``."""
 
 
 @dataclass

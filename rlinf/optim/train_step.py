@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlinf.distributed.fsdp import clip_gradients, grad_norm
+from rlinf.distributed.parallel import Parallel, clip_gradients, grad_norm
 from rlinf.distributed.process_group import sum_over_ranks
 from rlinf.errors import NonFiniteError
 from rlinf.optim.master_adamw import MasterAdamW
@@ -38,6 +38,7 @@ class TrainStep:
         max_grad_norm: The gradients of each part are scaled down to this norm; 0 turns clipping off.
         warmup_steps: Steps over which the learning rates rise linearly to those of the optimiser.
         parts: Masters that are clipped together; None: all of them are one part.
+        parallel: How the ranks hold the model, whose gradients are summed over them; None: the caller sums.
         norm_of: Returns the norm of the gradients of a part over all ranks.
 
     Attributes:
@@ -52,12 +53,13 @@ class TrainStep:
         *,
         warmup_steps: int = 0,
         parts: Sequence[Sequence[nn.Parameter]] | None = None,
+        parallel: Parallel | None = None,
         norm_of: Callable[[list[nn.Parameter]], Tensor] = grad_norm,
     ) -> None:
         self.optimizer = optimizer
         self.max_grad_norm, self.warmup_steps = max_grad_norm, warmup_steps
         self.parts = [optimizer.masters] if parts is None else parts
-        self.norm_of = norm_of
+        self.parallel, self.norm_of = parallel, norm_of
         self.num_steps = 0
         self.grad_norm = 0.0
         self._peaks = [group["lr"] for group in optimizer.param_groups]
@@ -65,19 +67,23 @@ class TrainStep:
     def accumulate(
         self, micro_batches: Iterable[Part], loss_of: Callable[[Part], tuple[Tensor, Mapping[str, Tensor]]]
     ) -> Totals:
-        """Add up the gradients of a minibatch and the metrics of this rank.
+        """Add up the gradients of a minibatch over micro-batches and ranks, and the metrics of this rank.
 
         Args:
-            micro_batches: What ``loss_of`` takes, one after the other.
+            micro_batches: What ``loss_of`` takes, one after the other; with shards, as many on every rank.
             loss_of: Returns the micro-batch's share of the loss and of each metric. A share divides by counts of the whole
                 minibatch, so neither the number of micro-batches nor that of ranks changes a number.
         """
-        totals = Totals()
-        for part in micro_batches:
+        totals, parts = Totals(), list(micro_batches)
+        for number, part in enumerate(parts, start=1):
+            if self.parallel is not None:
+                self.parallel.start_backward(is_last=number == len(parts))
             loss, metrics = loss_of(part)
             loss.backward()
             self.optimizer.gather_gradients()
             totals.add(metrics)
+        if self.parallel is not None:
+            self.parallel.sum_gradients(self.optimizer.masters)
         return totals
 
     def apply(self, loss: float) -> float:

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from rlinf.config.schema import RunConfig
+from rlinf.distributed.parallel import StateBytes, choose_sharding, rank_memory_bytes
+from rlinf.distributed.process_group import resolve_device
 from rlinf.envs import ENVS
 from rlinf.models import entry_for, get_model
 from rlinf.models.config import ModelConfig
 from rlinf.number_formats import format_bytes
+from rlinf.options import cured_by_settings
 
 NOT_COUNTED = (
     "not counted: activations (they grow with model.micro_batch_size, and shrink with model.gradient_checkpointing=true), one "
@@ -75,21 +78,21 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
     """Estimate the bytes of each role, without allocating them; ``model.model_path`` must be null or a folder."""
     model = policy_on_meta_device(config)
     parameters = [(p.numel(), p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
-    ranks, sharding = config.cluster.num_processes, config.trainer.sharding
-    sharded = ranks > 1 if sharding == "auto" else sharding == "fsdp2"
+    trainer, ranks = config.trainer, config.cluster.num_processes
+    memory = rank_memory_bytes(resolve_device(config.cluster.device, 1), ranks)
+    with cured_by_settings("trainer"):
+        choice = choose_sharding(trainer.sharding, model, ranks, memory, cpu_offload=trainer.cpu_offload)
+    state = StateBytes.of(model, (trainer.shard_size or ranks) if choice.sharded else None)
     all_bytes = sum(size for _, size, _ in parameters)
-    num_trained = sum(count for count, _, trained in parameters if trained)
-    half_bytes = sum(size for count, size, trained in parameters if trained and size < 4 * count)  # 2 bytes each
-    share = ranks if sharded else 1
     samples = config.rollout.num_envs * config.rollout.num_chunks
     return MemoryEstimate(
         num_parameters=sum(count for count, _, _ in parameters),
-        num_trainable=num_trained,
-        weights=(all_bytes + (half_bytes if sharded else 0)) // share,
-        masters=0 if sharded else 2 * half_bytes,
-        gradients=(4 * num_trained + (0 if sharded else half_bytes)) // share,
-        optimizer=8 * num_trained // share,
-        rollout_weights=all_bytes if sharded else 0,
+        num_trainable=sum(count for count, _, trained in parameters if trained),
+        weights=state.weights,
+        masters=state.masters,
+        gradients=state.gradients,
+        optimizer=state.moments,
+        rollout_weights=all_bytes if choice.sharded else 0,
         reference_weights=all_bytes if config.algorithm.kl_coef > 0 else 0,
         engine=engine_bytes(config, model, all_bytes) if config.trainer.max_steps > 0 else 0,
         rollout_buffer=samples // ranks * sample_bytes(config, model) if config.trainer.max_steps > 0 else 0,

@@ -15,12 +15,13 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.config.declared import declared_policy
 from rlinf.config.schema import RunConfig, chunks_needed, section_class
 from rlinf.config.text_inputs import check_no_text
+from rlinf.distributed.parallel import check_can_shard
 from rlinf.distributed.start import is_connected, place_of
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError
 from rlinf.memory import main_memory_bytes
 from rlinf.models import entry_for, torch_dtype_from_precision
-from rlinf.options import closest, override_text
+from rlinf.options import closest, cured_by_settings, override_text
 from rlinf.preflight.compatibility import (
     check_collect,
     check_dataset,
@@ -33,6 +34,7 @@ from rlinf.preflight.compatibility import (
 )
 from rlinf.preflight.derived import DerivedNumbers, derive
 from rlinf.preflight.folders import check_new_folder, check_sources, check_writable
+from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.performance import check_performance
 from rlinf.preflight.refuse import refuse
 from rlinf.preflight.saved import check_start
@@ -82,6 +84,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     if trains:
         check_no_comparison(config, command)
         check_phases(config, command)
+        check_sharding(config)
         check_performance(config, policy)
         check_precision(config)
     if command == "train" and config.trainer.max_steps > 0:
@@ -155,14 +158,25 @@ def check_devices(config: RunConfig, command: str) -> None:
         )
         refuse(found, "the same number", "cluster.num_processes=null, which takes all of them")
     num_processes = cluster.num_processes if has_ranks and place is None else 1
-    if command != "evaluate" and config.trainer.sharding == "none" and cluster.num_processes > 1:
-        found = f"trainer.sharding=none with cluster.num_processes={cluster.num_processes}"
-        refuse(found, "one process, or sharding", "trainer.sharding=auto")
     if cluster.device == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count < num_processes:
             found = f"cluster.device=cuda for {num_processes} processes (cluster.num_processes), and torch sees {count}"
             refuse(found, "a GPU for each", f"cluster.num_processes={count}" if count else "cluster.device=cpu")
+
+
+def check_sharding(config: RunConfig) -> None:
+    """Check that the ranks can hold the policy as ``trainer.sharding`` has it; a policy to be sharded must say how."""
+    trainer, ranks = config.trainer, config.cluster.num_processes
+    if trainer.shard_size is not None and ranks % trainer.shard_size:
+        found = f"trainer.shard_size={trainer.shard_size} with cluster.num_processes={ranks}"
+        refuse(found, "a divisor of the ranks", "trainer.shard_size=null")
+    if trainer.sharding == "replicate" and (trainer.cpu_offload or trainer.shard_size is not None):
+        found = f"trainer.cpu_offload={trainer.cpu_offload}, trainer.shard_size={trainer.shard_size}"
+        refuse(f"trainer.sharding=replicate with {found}".lower(), "shards", "trainer.sharding=fsdp2")
+    if trainer.sharding == "fsdp2" or trainer.cpu_offload:
+        with cured_by_settings("trainer"):
+            check_can_shard(policy_on_meta_device(config))
 
 
 def check_phases(config: RunConfig, command: str) -> None:

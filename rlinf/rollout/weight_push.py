@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlinf.distributed.fsdp import local_part
+from rlinf.distributed.parallel import local_part
 from rlinf.distributed.process_group import any_rank, gather_objects
 from rlinf.engines.weight_handle import TensorSpec
 from rlinf.engines.weight_receiver import ModuleReceiver, PushHeader

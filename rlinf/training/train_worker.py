@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.config.training import TrainerConfig
 from rlinf.data.config import SFTConfig
-from rlinf.distributed.fsdp import grad_norm
+from rlinf.distributed.parallel import Parallel, Replicated, grad_norm
 from rlinf.distributed.process_group import any_rank, gather_objects, rank, world_size
 from rlinf.distributed.sums import maximum
 from rlinf.errors import ConfigError, NonFiniteError
@@ -59,12 +59,13 @@ class TrainWorker:
     gradients of micro-batches.
 
     Args:
-        model: The policy, sharded when there is more than one rank.
+        model: The policy.
         config: Optimiser settings.
         temperature: Of the action distribution, as in the rollout.
         micro_batch_size: Rows of a forward-backward pass.
         val_micro_batch_size: Rows of a forward pass.
         precision: ``bf16-mixed`` runs under autocast.
+        parallel: How the ranks hold ``model``; None: every rank the whole.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class TrainWorker:
         micro_batch_size: int,
         val_micro_batch_size: int,
         precision: str,
+        parallel: Parallel | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.parallel = model, parallel or Replicated(model)
         self.temperature = temperature
         self.micro_batch_size = micro_batch_size
         self.val_micro_batch_size = val_micro_batch_size
@@ -110,7 +112,9 @@ class TrainWorker:
         self.value_masters = [optimizer.master_of(p) for p in value]
         # The value head learns at its own pace: clipped with the policy, a large value error would shrink the policy's step.
         parts = (self.policy_masters, self.value_masters)
-        self.train_step = TrainStep(optimizer, config.max_grad_norm, warmup_steps=config.warmup_steps, parts=parts)
+        self.train_step = TrainStep(
+            optimizer, config.max_grad_norm, warmup_steps=config.warmup_steps, parts=parts, parallel=self.parallel
+        )
         self._has_learnt = False  # a gradient has reached the policy
 
     @property
@@ -188,7 +192,7 @@ class TrainWorker:
                 evaluation = self.model.evaluate_actions(inputs, tokens, self.temperature)
             evaluation = type(evaluation)(*(tensor.cpu() for tensor in evaluation))
             output = algorithm.loss(micro, evaluation, counts, step)
-            return _to_be_averaged(output.loss), output.metrics
+            return output.loss, output.metrics
 
         totals = self.train_step.accumulate(range(0, minibatch.max_rows, self.micro_batch_size), loss_of)
         described = _Described("rl", step, lambda: batch.observation.select(rows.numpy()), own.tensors())
@@ -224,7 +228,7 @@ class TrainWorker:
                 drawn = () if uniforms is None else (uniforms[index].to(device),)
                 losses = self.model.sft_loss(inputs, actions[here].to(device), *drawn)
             share = torch.where(valid.to(device), losses.float(), 0.0).sum() / num_rows
-            return _to_be_averaged(share), {"loss": share.detach()}
+            return share, {"loss": share.detach()}
 
         totals = self.train_step.accumulate(zip(held, self._micro_batches(num_rows), strict=True), loss_of)
         return self._take_step(totals, _Described("sft", step, lambda: observation, {"actions": actions}))
@@ -295,14 +299,6 @@ def _views_if_consecutive(rows: Tensor) -> np.ndarray | slice:
     """Return rows, ascending, such that ``Observation.select`` copies nothing where there is no gap between them."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first == len(rows) - 1 else rows.numpy()
-
-
-def _to_be_averaged(share: Tensor) -> Tensor:
-    """Return a rank's share of a global mean as its backward pass needs it.
-
-    FSDP2 divides the sum of the ranks' gradients by the number of ranks. Shares must be added, so the factor undoes that.
-    """
-    return share * world_size()
 
 
 def own_rows(num_rows: int) -> tuple[Tensor, Tensor]:

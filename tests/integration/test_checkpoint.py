@@ -28,9 +28,9 @@ from rlinf.checkpoints.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from rlinf.distributed.fsdp import full_tensor, shard
 from rlinf.distributed.launch import launch
-from rlinf.distributed.process_group import rank
+from rlinf.distributed.parallel import Sharded, full_tensor
+from rlinf.distributed.process_group import rank, world_size
 from rlinf.errors import CheckpointError
 from rlinf.manifest import Manifest
 
@@ -71,7 +71,7 @@ def step(model, optimizer, head_only: bool = False) -> None:
     output = model(tokens, labels=tokens, output_hidden_states=True)
     values = output.hidden_states[-1].detach() @ full_tensor(model.value_head.weight).T if head_only else None
     loss = ((values - 1) ** 2).mean() if head_only else output.loss + (output.logits**2).mean()
-    loss.backward()
+    (loss / world_size()).backward()  # the ranks add theirs
     optimizer.step()
     optimizer.zero_grad()
 
@@ -510,7 +510,7 @@ def train_on_two_ranks(folder: str) -> None:
     torch.set_num_threads(1)
     run = Path(folder)
     model, _ = build()
-    shard(model, "cpu")
+    Sharded(model, "cpu")
     optimizer = optimizer_of(model)
     torch.manual_seed(1)
     for _ in range(2):
@@ -523,7 +523,7 @@ def train_on_two_ranks(folder: str) -> None:
         step(model, optimizer)
     straight = weights_of(model)
     resumed, _ = build(seed=4)
-    shard(resumed, "cpu")
+    Sharded(resumed, "cpu")
     resumed_optimizer = optimizer_of(resumed)
     load_checkpoint(saved, model=resumed, optimizer=resumed_optimizer)
     assert random.random() == expected_random
@@ -554,7 +554,7 @@ def test_two_sharded_ranks_save_what_one_process_resumes(tmp_path, caplog):
 
 def load_on_two_ranks(folder: str) -> None:
     model, _ = build(seed=3)
-    shard(model, "cpu")
+    Sharded(model, "cpu")
     optimizer = optimizer_of(model)
     load_checkpoint(folder, model=model, optimizer=optimizer)
     expected = load_file(Path(folder) / "model" / "model.safetensors")

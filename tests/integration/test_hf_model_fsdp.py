@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from rlinf.distributed.fsdp import full_tensor, shard
 from rlinf.distributed.launch import launch
+from rlinf.distributed.parallel import Sharded, full_tensor
 from rlinf.distributed.process_group import rank
 from rlinf.models import HFModel
 from rlinf.rollout.weight_push import WeightPush
@@ -44,10 +44,11 @@ def batch_of(family):
 
 
 def step(model, batch):
-    """One SGD step of the mean loss over these rows; the logits before it."""
+    """One SGD step of these rows' share of the mean loss over ``ROWS`` rows; the logits before it."""
     logits = model(**batch).logits
     targets = batch["input_ids"][:, 1:]
-    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten()).backward()
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="sum")
+    (losses / (ROWS * targets.shape[1])).backward()
     torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
     return logits.detach()
 
@@ -56,7 +57,7 @@ def train_on_two_ranks(root):
     for family in FAMILIES:
         folder = Path(root) / family
         mine = {name: tensor[rank() :: 2] for name, tensor in batch_of(family).items()}
-        model = shard(HFModel.from_pretrained(folder), "cpu")
+        model = Sharded(HFModel.from_pretrained(folder), "cpu").model
         logits = step(model, mine)
         rollout = HFModel.from_config(model.config, dtype=torch.bfloat16)
         WeightPush(model, rollout).push(1)

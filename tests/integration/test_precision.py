@@ -18,9 +18,9 @@ from rlinf.commands.export import random_observation
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.config.training import TrainerConfig
-from rlinf.distributed import fsdp
-from rlinf.distributed.fsdp import grad_norm, shard
+from rlinf.distributed import parallel
 from rlinf.distributed.launch import launch
+from rlinf.distributed.parallel import Sharded, grad_norm
 from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy, get_model
@@ -61,10 +61,10 @@ def pair_of(name):
     return [policy_of(name, precision, "model.value_head=false") for precision in ("bf16", "fp32")]
 
 
-def worker_of(model, precision, learning_rate):
+def worker_of(model, precision, learning_rate, parallel=None):
     return TrainWorker(
         model, TrainerConfig(learning_rate=learning_rate, value_learning_rate=learning_rate, max_grad_norm=1e9), temperature=1.0,
-        micro_batch_size=1, val_micro_batch_size=1, precision=precision,
+        micro_batch_size=1, val_micro_batch_size=1, precision=precision, parallel=parallel,
     )  # fmt: skip
 
 
@@ -157,8 +157,8 @@ def train_shards(folder):
     model, exact = pair_of("OFT, LoRA")
     start = flat(model)
     gradients = gradients_of(len(start), 100)
-    shard(model, "cpu")
-    worker = train(model, "bf16", 5e-6, gradients)
+    worker = worker_of(model, "bf16", 5e-6, Sharded(model, "cpu"))
+    train(model, "bf16", 5e-6, gradients, worker)
     weights = stored(folder, model, worker.optimizer, exact)
     if rank() == 0:
         torch.save({"start": start, "weights": weights}, f"{folder}/result.pt")
@@ -185,7 +185,7 @@ def act_and_score(name):
     policy = build_policy(config, {"norm_stats": unit_range_stats(2, 4)})
     observation, seen = random_observation(config, policy), {}
     replica = frozen_copy(policy)
-    shard(policy, "cpu")
+    Sharded(policy, "cpu")
     part = "velocity" if name == "pi0" else "_observation_tokens"
     inner = getattr(policy, part)
 
@@ -215,7 +215,9 @@ def test_shards_compute_what_the_replica_computes_from_float32_inputs(name):
 
 def test_control_the_default_of_fsdp_would_round_chain_and_state(monkeypatch):
     monkeypatch.setattr(
-        fsdp, "MixedPrecisionPolicy", lambda **options: MixedPrecisionPolicy(**options | {"cast_forward_inputs": True})
+        parallel,
+        "MixedPrecisionPolicy",
+        lambda **options: MixedPrecisionPolicy(**options | {"cast_forward_inputs": True}),
     )
     assert torch.bfloat16 in with_process_group(lambda: act_and_score("pi0"))[2]["velocity"]
 
@@ -223,7 +225,7 @@ def test_control_the_default_of_fsdp_would_round_chain_and_state(monkeypatch):
 class Deviation(torch.nn.Module):
     """A model in bfloat16 with a float32 parameter that is not a module."""
 
-    fsdp_wrap_modules = ()
+    fsdp_wrap_modules = ("Linear",)
 
     def __init__(self):
         super().__init__()
@@ -236,12 +238,12 @@ def test_a_parameter_outside_of_any_module_cannot_stay_float32_in_shards():
     message = "log_std of Deviation is not a module.*used in bfloat16.*Leave it out of float32_modules.*put it into"
     model.float32_modules = ("log_std",)
     with pytest.raises(ConfigError, match=message):
-        with_process_group(lambda: shard(model, "cpu"))
+        with_process_group(lambda: Sharded(model, "cpu"))
     model.float32_modules = ()
-    with_process_group(lambda: shard(model, "cpu"))
+    with_process_group(lambda: Sharded(model, "cpu"))
     model = Deviation().float()  # control: nothing is rounded
     model.float32_modules = ("log_std",)
-    with_process_group(lambda: shard(model, "cpu"))
+    with_process_group(lambda: Sharded(model, "cpu"))
 
 
 def test_shards_of_cnn_compute_with_the_deviation_of_the_replica():
@@ -249,7 +251,7 @@ def test_shards_of_cnn_compute_with_the_deviation_of_the_replica():
     config = build_config(compose_config(["model=cnn", "model.precision=bf16", "model.init_config.image_size=36"]))
     policy = build_policy(config, {"norm_stats": unit_range_stats(2, 4)})
     replica = frozen_copy(policy)
-    with_process_group(lambda: shard(policy, "cpu"))
+    with_process_group(lambda: Sharded(policy, "cpu"))
     assert policy.compute_dtypes["log_std"] == replica.log_std.dtype == torch.bfloat16
 
 

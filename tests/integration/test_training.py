@@ -21,6 +21,7 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.envs.graphics.renderer import StateRenderer
 from rlinf.errors import CheckpointError, ConfigError, ManifestMismatchError, NonFiniteError, ParityError
+from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.preflight import conditions
 from rlinf.training import evaluator, sft_trainer
 from rlinf.training.rl_trainer import RLTrainer
@@ -153,7 +154,8 @@ def test_two_ranks_equal_one_without_a_critic(tmp_path, kind):
         torch.testing.assert_close(weights[1][name], tensor, atol=1e-5, rtol=0, msg=name)
 
 
-def test_fsdp2_on_one_process_equals_none(tmp_path):
+def test_fsdp2_on_one_process_equals_a_replica(tmp_path, monkeypatch):
+    monkeypatch.setattr(MLPForRLActionPrediction, "fsdp_wrap_modules", ("Linear",))
     short = ["trainer.max_steps=2", SMOOTH]
     train(config_of(tmp_path / "plain", *short))
     train(config_of(tmp_path / "fsdp2", *short, "trainer.sharding=fsdp2"))

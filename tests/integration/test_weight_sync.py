@@ -12,8 +12,8 @@ from run_results import metrics_of, run_config
 from rlinf.commands import train as run_module
 from rlinf.commands.train import _execute_rank, build, train
 from rlinf.config.schema import RunConfig
-from rlinf.distributed.fsdp import full_tensor, grad_norm
 from rlinf.distributed.launch import launch
+from rlinf.distributed.parallel import full_tensor, grad_norm
 from rlinf.distributed.process_group import rank
 from rlinf.engines.weight_receiver import ModuleReceiver
 from rlinf.envs.episodes import EVAL_INIT_STATE_OFFSET
@@ -34,17 +34,24 @@ SHARDED = "trainer.sharding=fsdp2"
 REPLICA = "differs from the trained policy after the weight push"
 
 
+@pytest.fixture(autouse=True)
+def shardable(monkeypatch):
+    """Let the small policy be sharded, which has no repeated blocks."""
+    monkeypatch.setattr(MLPForRLActionPrediction, "fsdp_wrap_modules", ("Linear",))
+
+
 def config_of(folder: Path, *overrides: str) -> RunConfig:
     return run_config(folder, *SMALL, *overrides)
 
 
 def skipping(part: str):
-    """A ``ModuleReceiver._copy`` that leaves out the tensors with ``part`` in their names; the empty string is in all."""
-    whole = ModuleReceiver._copy
+    """A ``ModuleReceiver._copy`` that later leaves out the tensors with ``part`` in their names; the empty string is in all."""
+    whole, held = ModuleReceiver._copy, set()
 
     def copy(self, name, tensor):
-        if part not in name:
+        if part not in name or name not in held:
             whole(self, name, tensor)
+        held.add(name)
 
     return copy
 
@@ -83,13 +90,14 @@ def test_a_replica_that_gets_every_update_runs_to_the_end(tmp_path):
 
 
 def run_with_a_stale_layer_on_the_second_rank(config):
+    MLPForRLActionPrediction.fsdp_wrap_modules = ("Linear",)
     if rank() == 1:
         ModuleReceiver._copy = skipping("policy.0")
     _execute_rank(config)
 
 
 def test_one_stale_layer_on_one_of_two_ranks_stops_the_run(tmp_path):
-    config = config_of(tmp_path, "cluster.num_processes=2")
+    config = config_of(tmp_path, SHARDED, "cluster.num_processes=2")
     with pytest.raises(RLinfError, match=f"{REPLICA} in .*policy.0"):
         launch(run_with_a_stale_layer_on_the_second_rank, config, 2, "cpu")
     assert steps_of(tmp_path) == [0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
@@ -258,7 +259,11 @@ def test_rollout_buffer_counts_all_that_a_call_samples(monkeypatch):
 
 def test_memory_estimate_follows_sharding_reference_and_lora():
     base = estimate_memory(build("experiment=quickstart"))
-    sharded = estimate_memory(build("experiment=quickstart", "cluster.num_processes=2"))
+    ranks = ["experiment=quickstart", "cluster.num_processes=2"]
+    assert replace(estimate_memory(build(*ranks)), rollout_buffer=0) == replace(base, rollout_buffer=0), (
+        "too small to shard"
+    )
+    sharded = estimate_memory(build(*ranks, "trainer.sharding=fsdp2"))
     assert (sharded.weights, sharded.rollout_weights) == (base.weights // 2, base.weights)
     assert sharded.rollout_buffer == base.rollout_buffer // 2, "a rank holds what it has played"
     assert estimate_memory(build("experiment=quickstart", "algorithm.kl_coef=0.1")).reference_weights == base.weights

@@ -1,0 +1,368 @@
+"""How the ranks hold a trained model: each of them the whole (``Replicated``), or each a shard (``Sharded``, FSDP2)."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rlinf.distributed.devices import own_device
+from rlinf.distributed.process_group import world_size
+from rlinf.errors import ConfigError
+from rlinf.memory import main_memory_bytes
+from rlinf.number_formats import GIB, format_bytes
+
+ENTRY_POINTS = ("predict_action_batch", "evaluate_actions", "sft_loss")
+
+SMALL_STATE = GIB
+"""Bytes of weights, gradients and optimiser on a rank up to which sharding would only cost time."""
+SMALL_SHARE = 0.1
+"""Share of trained parameters below which gradients and optimiser, the larger part of what sharding divides, are small."""
+FITS = 0.6
+"""Share of a rank's memory that its replica may take; activations and rollouts need the rest."""
+LOCAL_SUMS = GIB // 2
+"""Bytes of whole float32 gradients up to which a rank sums micro-batches before the ranks sum theirs."""
+
+
+class Parallel(ABC):
+    """A trained model on all ranks.
+
+    Attributes:
+        model: The model; its parameters are what an optimiser of this rank steps.
+    """
+
+    model: nn.Module
+
+    @abstractmethod
+    def whole(self) -> Any:
+        """Return a context in which this rank holds all weights, so that forward passes call no collective.
+
+        Entering it is a collective call. Weights must not change inside it, and no backward pass may run.
+        """
+
+    @abstractmethod
+    def start_backward(self, is_last: bool) -> None:
+        """Prepare for the backward pass of a micro-batch; ``is_last``: of the last one before a step."""
+
+    @abstractmethod
+    def sum_gradients(self, stepped: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients of what an optimiser steps over the ranks (a collective call), once per step."""
+
+
+class Replicated(Parallel):
+    """Every rank holds the whole model, which therefore also plays: nothing is pushed, and no copy exists.
+
+    The ranks begin with equal weights and take equal steps, so the weights stay equal bit for bit.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """See ``Parallel.whole``."""
+        yield
+
+    def start_backward(self, is_last: bool) -> None:
+        """See ``Parallel.start_backward``."""
+
+    @torch.no_grad()
+    def sum_gradients(self, stepped: Sequence[nn.Parameter]) -> None:
+        """Sum in one all-reduce. A tensor without a gradient on any rank has none afterwards, so it is not stepped."""
+        if world_size() == 1 or not stepped:
+            return
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in stepped]
+        present = torch.tensor([float(p.grad is not None) for p in stepped], device=parts[0].device)
+        flat = torch.cat([part.flatten() for part in (*parts, present)])
+        dist.all_reduce(flat)
+        *sums, present = flat.split([*(p.numel() for p in stepped), len(stepped)])
+        for parameter, gradient, ranks in zip(stepped, sums, present.tolist(), strict=True):
+            parameter.grad = gradient.view_as(parameter) if ranks else None
+
+
+class Sharded(Parallel):
+    """Fully sharded data parallelism (FSDP2; Zhao et al. 2023, arXiv:2304.11277) over the modules that a model declares.
+
+    Trained 16-bit weights become float32 shards. They are gathered and used in 16 bits; their gradients are summed over
+    ranks and micro-batches in float32. ``model.compute_dtypes`` then maps their names to the 16-bit format. Frozen
+    weights stay in 16 bits, and modules in ``float32_modules`` stay in float32.
+
+    Args:
+        model: Changed in place, unit by unit: the device never holds more of it than the shards and one unit.
+        device: ``cuda`` or ``cpu``.
+        shard_size: Ranks that divide the weights among themselves; the groups of so many ranks hold replicas. None: all.
+        cpu_offload: Keep shards, their gradients and the optimiser's moments in main memory.
+
+    Raises:
+        ConfigError: ``check_can_shard``, no declared class occurs in the model, or ``float32_modules`` names a parameter of a
+            16-bit model.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: str, *, shard_size: int | None = None, cpu_offload: bool = False
+    ) -> None:
+        # FSDP2 warns about in-place writes to the model's outputs; nothing here writes to them.
+        warnings.filterwarnings(
+            "ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning
+        )
+        check_can_shard(model)
+        self.model = model
+        offload = CPUOffloadPolicy(pin_memory=device != "cpu") if cpu_offload else OffloadPolicy()
+        shared: dict[str, Any] = {"mesh": _mesh(device, shard_size), "offload_policy": offload}
+        model.compute_dtypes = {
+            name: p.dtype for name, p in model.named_parameters() if p.requires_grad and p.element_size() == 2
+        }
+        dtype = next((p.dtype for p in model.parameters() if p.element_size() == 2), None)
+        layers = _layers(model)
+        for module in [] if dtype is None else _float32_modules(model, dtype):
+            fully_shard(module, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **shared)
+            layers = [layer for layer in layers if not any(layer is inner for inner in module.modules())]
+        # The model casts its own inputs: a cast here would round the denoising chain and the state of a flow policy.
+        sums = None if dtype is None else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sums, cast_forward_inputs=False)
+        for module in [*layers, model]:
+            for parameter in module.parameters():
+                if parameter.requires_grad and parameter.element_size() == 2:
+                    parameter.data = parameter.data.float()
+            fully_shard(module, mp_policy=policy, **shared)
+        for unit in self.units():
+            # Losses are shares of a mean over all ranks, so their gradients are added, not averaged.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        for name in ENTRY_POINTS:
+            if hasattr(model, name):
+                register_fsdp_forward_method(model, name)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self._sums_locally = 4 * trained <= LOCAL_SUMS
+        self._is_whole = False
+
+    def units(self) -> Iterator[nn.Module]:
+        """Yield the FSDP modules in the order of ``model.modules()``, the root last."""
+        yield from (
+            module for module in self.model.modules() if isinstance(module, FSDPModule) and module is not self.model
+        )
+        yield self.model
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """See ``Parallel.whole``."""
+        if self._is_whole:
+            yield
+            return
+        units = list(self.units())
+        self._is_whole = True
+        try:
+            for unit in units:
+                unit.reshard()  # a forward pass without a backward pass has left the root whole, with the weights of then
+                unit.set_reshard_after_forward(False, recurse=False)
+                unit.unshard()
+            yield
+        finally:
+            self._is_whole = False
+            for unit in units:
+                unit.reshard()
+                # FSDP2's own default: the root is used first in the backward pass.
+                unit.set_reshard_after_forward(unit is not self.model, recurse=False)
+
+    def start_backward(self, is_last: bool) -> None:
+        """Sum over the ranks in the last backward pass only, where the whole gradients of a rank are small (``LOCAL_SUMS``)."""
+        self.model.set_requires_gradient_sync(is_last or not self._sums_locally)
+
+    def sum_gradients(self, stepped: Sequence[nn.Parameter]) -> None:
+        """The backward pass has summed them."""
+
+
+def make_parallel(
+    model: nn.Module, device: str, sharded: bool, *, shard_size: int | None = None, cpu_offload: bool = False
+) -> Parallel:
+    """Hold a model on all ranks. A replica moves to ``device`` whole, shards one by one."""
+    if sharded:
+        return Sharded(model, device, shard_size=shard_size, cpu_offload=cpu_offload)
+    return Replicated(model.to(device))
+
+
+def empty_copy(model: nn.Module, device: str) -> nn.Module:
+    """Return a frozen copy of a plain model on a device, whose parameters hold no numbers yet; buffers are copied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+    return copy.deepcopy(model, memo).to(device).eval()
+
+
+def check_can_shard(model: nn.Module) -> None:
+    """Raise ConfigError if a model, which may be on the meta device, does not say what is sharded as a unit."""
+    name = type(model).__name__
+    declared = tuple(getattr(model, "fsdp_wrap_modules", ()))
+    if not declared:
+        raise ConfigError(
+            f"{name} cannot be sharded: its fsdp_wrap_modules are empty; required: the classes of its layers.",
+            sharding="replicate",
+        )
+    if not _layers(model):
+        raise ConfigError(
+            f"{name} cannot be sharded: none of its fsdp_wrap_modules {sorted(declared)} occurs in it.",
+            sharding="replicate",
+        )
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that a model declares as units, inner ones before those around them."""
+    names = set(model.fsdp_wrap_modules)
+    return [module for module in reversed(list(model.modules())) if type(module).__name__ in names]
+
+
+def _mesh(device: str, shard_size: int | None) -> DeviceMesh:
+    ranks = world_size()
+    if shard_size is None or shard_size == ranks:
+        return init_device_mesh(device, (ranks,))
+    return init_device_mesh(device, (ranks // shard_size, shard_size), mesh_dim_names=("replicas", "shards"))
+
+
+def _float32_modules(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
+    """Yield what stays in float32 although the model computes in ``dtype``."""
+    for name in getattr(model, "float32_modules", ()):
+        module = getattr(model, name, None)
+        if isinstance(module, nn.Parameter):
+            raise ConfigError(
+                f"{name} of {type(model).__name__} is not a module, so its shards would be used in {str(dtype)[6:]}. "
+                "Leave it out of float32_modules, put it into its own module, or set model.precision=bf16-mixed"
+            )
+        if isinstance(module, nn.Module):
+            yield module
+
+
+# -- the choice ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of training one model on one rank.
+
+    Attributes:
+        weights: Of the trainer; trained shards are float32.
+        masters: Float32 copies of trained 16-bit weights; shards need none.
+        gradients: Of trained parameters, summed in float32.
+        moments: Two float32 numbers of AdamW for each trained parameter.
+    """
+
+    weights: int
+    masters: int
+    gradients: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return self.weights + self.masters + self.gradients + self.moments
+
+    @classmethod
+    def of(cls, model: nn.Module, num_shards: int | None) -> StateBytes:
+        """Count for a model, which may be on the meta device, in ``num_shards`` shards; None: replicated."""
+        parameters = list(model.parameters())
+        weights = sum(p.numel() * p.element_size() for p in parameters)
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        half = 2 * sum(p.numel() for p in parameters if p.requires_grad and p.element_size() == 2)
+        if num_shards is None:
+            return cls(weights, 2 * half, 4 * trained + half, 8 * trained)
+        return cls((weights + half) // num_shards, 0, 4 * trained // num_shards, 8 * trained // num_shards)
+
+
+class Choice(NamedTuple):
+    """Whether a model is sharded, and why."""
+
+    sharded: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"trainer.sharding={'fsdp2' if self.sharded else 'replicate'}: {self.reason}"
+
+
+def choose_sharding(
+    sharding: str, model: nn.Module, num_ranks: int, memory_bytes: int, *, cpu_offload: bool = False
+) -> Choice:
+    """Choose how ranks hold a model.
+
+    Args:
+        sharding: One of ``rlinf.distributed.config.SHARDINGS``.
+        model: The model, or its shapes on the meta device, with the adapters and frozen parameters of the training.
+        num_ranks: Ranks of the run.
+        memory_bytes: Memory of one rank.
+        cpu_offload: Asks for shards.
+
+    Raises:
+        ConfigError: Shards are asked for of a model that declares no units, or offloading without shards.
+    """
+    if sharding == "replicate" and cpu_offload:
+        raise ConfigError("sharding=replicate with cpu_offload=true; required: shards to offload.", sharding="fsdp2")
+    if sharding == "fsdp2" or cpu_offload:
+        check_can_shard(model)
+        return Choice(True, "as configured" if sharding == "fsdp2" else "cpu_offload=true moves shards")
+    if sharding == "replicate":
+        return Choice(False, "as configured")
+    if num_ranks == 1:
+        return Choice(False, "there is one rank")
+    needed = StateBytes.of(model, None).total
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    share = trained / max(1, sum(p.numel() for p in model.parameters()))
+    text = f"{share:.1%} of the parameters are trained, and a replica takes {format_bytes(needed)} of a rank's {format_bytes(memory_bytes)}"
+    if needed <= SMALL_STATE:
+        return Choice(False, f"{text}, which is at most {format_bytes(SMALL_STATE)}")
+    if share < SMALL_SHARE and needed <= FITS * memory_bytes:
+        return Choice(False, text)
+    check_can_shard(model)
+    return Choice(True, text)
+
+
+def rank_memory_bytes(device: str, num_ranks: int) -> int:
+    """Return the memory of one rank: all of its GPU, or its share of the main memory."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(own_device()).total_memory
+    return main_memory_bytes() // num_ranks
+
+
+# -- tensors that may be sharded -------------------------------------------------------------------------------------
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor (a collective call on all ranks); return any other tensor unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """Return this rank's part of a tensor and its place in the whole; all of a tensor that is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (...,)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """Return the global 2-norm of the gradients, a float32 scalar on the CPU; a collective call if they are sharded."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+    return full_tensor(norm).float().cpu()
+
+
+def clip_gradients(parameters: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients of global norm ``norm`` down to at most ``max_norm``; 0 turns clipping off."""
+    if max_norm > 0 and parameters:
+        device = parameters[0].device
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.to(device), foreach=True)

@@ -20,6 +20,7 @@ from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import open_dataset
 from rlinf.data.stored import StoredDemonstrations
+from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import Parallel, choose_sharding, empty_copy, make_parallel, rank_memory_bytes
 from rlinf.distributed.process_group import local_world_size, rank, resolve_device, set_num_threads, world_size
@@ -94,6 +95,7 @@ class Run:
             write_summary(session.config, session.state, session.saved_names())
 
 
+@waiting("start")
 def build(config: RunConfig) -> Run:
     """Build the parts of one rank.
 

@@ -20,10 +20,10 @@ class DeadlinesConfig:
     push: float = option(120.0, "Bringing new weights to the rollout policy.", minimum=1)
     rollout: float | None = option(
         None,
-        "One rollout, and scoring it; also the demonstrations of an expert. null: an hour for the first, then ten times the "
+        "One rollout; also the demonstrations of an expert. null: an hour for the first, then ten times the "
         "median of the last five, at least 300.",
         minimum=1,
     )
-    update: float = option(600.0, "The updates of one iteration, or one step of cloning.", minimum=1)
+    update: float = option(600.0, "Scoring a rollout and the updates of an iteration, or one step of cloning.", minimum=1)
     save: float = option(1800.0, "One checkpoint, or the report at the end.", minimum=1)
     evaluate: float = option(7200.0, "One evaluation.", minimum=1)

@@ -28,7 +28,7 @@ from rlinf.distributed.stack_dump import kill_children, stacks_of_children
 from rlinf.errors import RankError, RLinfError, exit_status, print_error
 
 POLL_S = 0.5
-ANSWER_S = 5.0
+ANSWER_S = 4.0
 """Seconds that the other ranks have to send their stacks. A simulator has two of them."""
 GRACE_S = 5.0
 """Seconds that a rank has to end on its own after another one has failed."""
@@ -206,7 +206,7 @@ class Watchdog:
         kill_children()
         sys.stdout.flush()
         sys.stderr.flush()
-        if self.rank == 0:
+        if self.ends_process and self.rank == 0:
             time.sleep(2 * POLL_S)  # it may own the store, in which the others read why they end
         os._exit(exit_status(error))
 

@@ -111,16 +111,13 @@ def launch(
             if received or not any(process.exitcode for process in processes):
                 multiprocessing.connection.wait([process.sentinel for process in alive])
                 continue
-            error = reported(store)
-            if isinstance(
-                error, DeadlineError
-            ):  # one that did not answer, because it holds Python's lock, shows its stacks
-                for process in processes:
-                    if process.is_alive():
-                        os.kill(process.pid, DUMP_SIGNAL)
+            hangs = isinstance(reported(store), DeadlineError)
+            for process in processes:
+                if hangs and process.is_alive():
+                    os.kill(process.pid, DUMP_SIGNAL)  # it could not answer, perhaps because it holds Python's lock
             # A rank inside a collective call cannot run its signal handler, so it is killed.
             for index, process in enumerate(processes):
-                process.join(GRACE_S)
+                process.join(1.0 if hangs else GRACE_S)
                 if process.exitcode is None:
                     process.kill()
                     process.join()
@@ -128,7 +125,7 @@ def launch(
                     killed.append(f"Rank {index} was killed by {signal.Signals(-process.exitcode).name}")
             break
         error = reported(store)
-        if isinstance(error, RLinfError):
+        if isinstance(error, (RLinfError, DeadlineError)):
             raise error
         if received:
             if received[0] == signal.SIGINT and processes[0].exitcode == -signal.SIGTERM:

@@ -40,7 +40,11 @@ def own_child(process: subprocess.Popen, name: str, log: IO) -> None:
 
 def running_children() -> dict[subprocess.Popen, tuple[str, IO]]:
     """Return the remembered processes that still run."""
-    return {process: about for process, about in list(_children.items()) if process.returncode is None}
+    return {
+        process: about
+        for process, about in list(_children.items())
+        if process.returncode is None and not about[1].closed
+    }
 
 
 def stacks_of_children() -> str:

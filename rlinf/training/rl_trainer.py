@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm
+from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import any_rank, rank
 from rlinf.distributed.sums import maximum, sum_blocks, sum_counts
 from rlinf.errors import CheckpointError, ConfigError
@@ -44,6 +45,7 @@ class RLTrainer:
         self.gate = parity_gate(session.config)
         self.reference: ActionModel | None = None
 
+    @waiting("update")
     def fit(self) -> None:
         """Iterate from ``state.step`` to ``trainer.max_steps``, between two evaluations."""
         session, state, config = self.session, self.session.state, self.session.config.trainer
@@ -146,6 +148,7 @@ class RLTrainer:
         metrics["throughput/samples_per_s"] = plan.num_rows * config.algorithm.update_epochs / clock.seconds["update"]
         return metrics
 
+    @waiting("rollout")
     def _collect(self, step: int, attempt: int = 0, blocks: Sequence[int] | None = None) -> RolloutBatch | None:
         """Play one rollout of this rank's blocks (None: all of them); None if there are none. Count its env steps."""
         state, batch = self.session.state, None

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.config.schema import RunConfig
+from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import any_rank, rank, sum_over_ranks
 from rlinf.manifest import Manifest
 from rlinf.options import to_mapping
@@ -82,6 +83,7 @@ class Session:
         if self.tracker is not None:
             self.tracker.log(step, metrics, self.state.phase)
 
+    @waiting("evaluate")
     def evaluate(self, tag: str, step: int) -> None:
         """Evaluate the present weights (a collective call); on rank 0 the result gets files, a line, and a place in the state.
 
@@ -162,6 +164,7 @@ class Session:
             self.save()
         raise StopRequested(f"stopped by a signal after step {state.done} of phase {state.phase}")
 
+    @waiting("save")
     def save(self) -> None:
         """Write a checkpoint of the present state (a collective call)."""
         state = self.state

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlinf.data.prefetch import Prefetcher
 from rlinf.data.rows import BatchSource, shuffled_rows
 from rlinf.data.stored import StoredDemonstrations
+from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import any_rank
 from rlinf.rollout.demonstrations import collect_demonstrations
 from rlinf.seeding import derive_seed
@@ -30,6 +31,7 @@ class SFTTrainer:
     def __init__(self, session: Session, dataset: StoredDemonstrations | None = None) -> None:
         self.session, self.dataset = session, dataset
 
+    @waiting("update")
     def fit(self) -> None:
         """Clone from ``state.sft_step`` on; of each minibatch, a rank reads the rows that it trains on."""
         if not self._goes_on():
@@ -57,7 +59,8 @@ class SFTTrainer:
                 with session.profile_window.step("sft", step):
                     observation, actions = batches.next()
                     waits.append(time.monotonic() - start)
-                    metrics = session.worker.sft_update(observation, actions, config.batch_size, step, noise)
+                    with waiting("update"):
+                        metrics = session.worker.sft_update(observation, actions, config.batch_size, step, noise)
                 state.sft_step += 1
                 state.policy_version += 1
                 times.append(time.monotonic() - start)
@@ -80,6 +83,7 @@ class SFTTrainer:
         within_time = config.time_limit_s is not None and state.train_wall_s < config.time_limit_s
         return state.sft_step < config.max_steps or any_rank(within_time)
 
+    @waiting("rollout")
     def _demonstrations(self) -> BatchSource:
         """Return the dataset, or let the scripted expert play (the same on every rank)."""
         session, config = self.session, self.session.config.sft

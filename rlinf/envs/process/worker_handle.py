@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.distributed.stack_dump import dump_stacks
+from rlinf.distributed.stack_dump import dump_stacks, own_child
 from rlinf.envs.process.worker_process import Failure, SimulatorTask
 
 POLL_S = 1.0
@@ -67,6 +67,7 @@ class Worker:
                 # Threads of the simulator and of Mesa's rasteriser would compete with the other workers for the cores.
                 env={"LP_NUM_THREADS": "0", **os.environ, "OMP_NUM_THREADS": "1"},
             )
+        own_child(self.process, f"simulators of rows {self.ids[0]} to {self.ids[-1]}", self.log)
         self.send(task, task.config.reset_timeout_s)
 
     def send(self, message: Any, timeout_s: float) -> bool:

@@ -1,0 +1,186 @@
+"""A wait between ranks that takes too long ends the run, with its name and the stacks of all processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlinf.distributed import deadlines, launch, process_group
+from rlinf.distributed.config import DeadlinesConfig
+from rlinf.distributed.deadlines import Clock, DeadlineError, waiting
+from rlinf.types import EpisodeSpec
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests" / "fixtures"))
+
+from walk_env import WalkConfig, WalkVectorEnv  # noqa: E402
+
+LIMIT_S = 3.0
+SHORT = {"start": 300.0, "push": LIMIT_S, "rollout": LIMIT_S, "update": LIMIT_S, "save": 60.0, "evaluate": LIMIT_S}
+
+
+def note(folder: str, name: str) -> None:
+    (Path(folder) / name).write_text(f"{os.getpid()} {time.time()}")
+
+
+def stop_before_an_update(folder: str) -> None:
+    with waiting("update"):
+        note(folder, f"rank{process_group.rank()}")
+        if process_group.rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.zeros(1))
+
+
+def fall_asleep_before_a_push(folder: str) -> None:
+    with waiting("push"):
+        note(folder, f"rank{process_group.rank()}")
+        if process_group.rank() == 1:
+            time.sleep(600)
+        dist.all_reduce(torch.zeros(1))
+
+
+def play_in_a_simulator_that_falls_asleep(folder: str) -> None:
+    env = WalkVectorEnv(WalkConfig(num_processes=2, fault_file=f"{folder}/fault", step_timeout_s=600), 2, False)
+    env.reset(options={"episodes": [EpisodeSpec("walk", 0, 0, 0), EpisodeSpec("walk", 0, 1, 0)]})
+    if process_group.rank() == 0:
+        Path(folder, "simulators").write_text(" ".join(str(worker.process.pid) for worker in env._workers))
+        Path(folder, "fault").write_text("step hang")
+    dist.barrier()
+    with waiting("rollout"):
+        note(folder, f"rank{process_group.rank()}")
+        if process_group.rank() == 0:
+            env.chunk_step(torch.zeros(2, 1, 2).numpy())
+        dist.all_reduce(torch.zeros(1))
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def ranks_of(folder: Path) -> tuple[list[int], float]:
+    """The processes of the ranks, and when the last of them began to wait."""
+    told = [(folder / f"rank{rank}").read_text().split() for rank in (0, 1)]
+    return [int(pid) for pid, _ in told], max(float(start) for _, start in told)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "stacks", "silent"),
+    [
+        (stop_before_an_update, "update", ["in stop_before_an_update"], True),
+        (fall_asleep_before_a_push, "push", 2 * ["in fall_asleep_before_a_push"], False),
+        (play_in_a_simulator_that_falls_asleep, "rollout", ["in chunk_step", "in fall_asleep"], False),
+    ],
+)
+def test_a_hang_ends_with_its_name_and_the_stacks_of_all(function, name, stacks, silent, tmp_path, capfd):
+    with pytest.raises(DeadlineError) as error:
+        launch.launch(function, str(tmp_path), 2, "cpu", deadlines=SHORT)
+    pids, start = ranks_of(tmp_path)
+    seconds = time.time() - start
+    log = capfd.readouterr().err
+    assert re.match(rf"Rank [01] on .* was in '{name}' for more than 3 s", str(error.value))
+    assert f"set cluster.deadlines.{name}=6" in str(error.value)
+    assert ("no answer from rank 1" in str(error.value)) == silent
+    for rank in (0, 1):
+        assert log.count(f"--- rank {rank} on ") == 1
+    for words in set(stacks):
+        assert log.count(words) >= stacks.count(words), log
+    assert ("no answer: it is stopped" in log) == silent
+    assert seconds < LIMIT_S + 10
+    simulators = tmp_path / "simulators"
+    pids += [int(pid) for pid in simulators.read_text().split()] if simulators.exists() else []
+    assert len(pids) in (2, 4) and not any(is_running(pid) for pid in pids)
+
+
+def work_long_in_short_steps(_argument) -> None:
+    for _ in range(4):
+        with waiting("update"):
+            time.sleep(LIMIT_S / 2)
+            dist.all_reduce(torch.zeros(1))
+
+
+def test_many_waits_that_each_keep_their_deadline_end_well():
+    """A control of the tests above: longer together than one deadline."""
+    launch.launch(work_long_in_short_steps, None, 2, "cpu", deadlines=SHORT)
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+sys.path[:0] = [{tests!r}]
+from rlinf.distributed import launch
+from rlinf.distributed.start import place_of
+import test_deadlines as here
+
+def command():
+    launch.launch(here.stop_before_an_update, os.environ["FOLDER"], 2, "cpu", deadlines=here.SHORT)
+    return 0
+
+sys.exit(launch.run_with_ranks(place_of(os.environ), ["train"], command))
+"""
+
+
+def test_under_torchrun_every_rank_tells_the_error_and_ends(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
+    logs = tmp_path / "logs"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=3",
+        f"--log-dir={logs}", script,
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline, log = time.monotonic() + 200, ""
+        while "DeadlineError" not in log and time.monotonic() < deadline:
+            time.sleep(0.2)
+            log = "".join(path.read_text() for path in logs.rglob("stderr.log"))
+        pids, start = ranks_of(tmp_path)
+        assert time.time() - start < LIMIT_S + 10
+        assert (
+            "DeadlineError: Rank 0 on " in log and "no answer from rank 1" in log and "in stop_before_an_update" in log
+        )
+        os.kill(pids[1], signal.SIGKILL)  # torchrun itself does so after half a minute
+        assert launcher.wait(60) != 0
+        assert not any(is_running(pid) for pid in pids)
+    finally:
+        launcher.kill()
+
+
+def test_the_deadline_of_a_rollout_follows_from_those_before():
+    clock, given = Clock(), {"rollout": None, "update": 600.0}
+    assert clock.limit(given) is None
+    clock.switch("rollout")
+    assert clock.limit(given) == deadlines.FIRST_ROLLOUT_S
+    clock.rollouts.extend([1.0, 2.0, 3.0])
+    assert clock.limit(given) == 300.0
+    clock.rollouts.extend([50.0, 60.0, 1000.0])
+    assert list(clock.rollouts) == [2.0, 3.0, 50.0, 60.0, 1000.0] and clock.limit(given) == 500.0
+    assert clock.limit({"rollout": 7.0}) == 7.0
+    clock.switch("update")
+    assert clock.limit(given) == 600.0
+
+
+def test_the_wait_around_another_begins_again_after_it():
+    clock = deadlines.clock
+    with waiting("update"):
+        clock.seconds = 5.0
+        with pytest.raises(KeyError), waiting("save"):
+            assert (clock.name, clock.seconds) == ("save", 0.0)
+            raise KeyError
+        assert (clock.name, clock.seconds) == ("update", 0.0)
+    assert clock.name is None
+
+
+def test_every_named_wait_has_a_deadline():
+    names = set(re.findall(r'waiting\("(\w+)"\)', "".join(p.read_text() for p in (ROOT / "rlinf").rglob("*.py"))))
+    assert names == {field for field in DeadlinesConfig.__dataclass_fields__}

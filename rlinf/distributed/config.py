@@ -24,6 +24,8 @@ class DeadlinesConfig:
         "median of the last five, at least 300.",
         minimum=1,
     )
-    update: float = option(600.0, "Scoring a rollout and the updates of an iteration, or one step of cloning.", minimum=1)
+    update: float = option(
+        600.0, "Scoring a rollout and the updates of an iteration, or one step of cloning.", minimum=1
+    )
     save: float = option(1800.0, "One checkpoint, or the report at the end.", minimum=1)
     evaluate: float = option(7200.0, "One evaluation.", minimum=1)

@@ -16,6 +16,7 @@ import time
 from dataclasses import replace
 
 import torch
+import torch._inductor.config as inductor
 
 from rlinf.algorithms import ALGORITHMS
 from rlinf.commands.open_checkpoint import statistics_of_env
@@ -39,6 +40,7 @@ def main() -> None:
     words = [f"experiment={arguments.experiment}", "algorithm.critic_warmup_steps=0", *overrides]
     config = build_config(compose_config(words))
     set_num_threads(1, 1)
+    inductor.force_disable_caches = True  # kernels of former runs would make the compilation look short
     seed_everything(0)
 
     env = make_env(config.env, 1, auto_reset=False)

@@ -165,6 +165,9 @@ def _load(
         model = entry.model.from_pretrained(cfg.model_path, config=config, **arguments)
     if cfg.model_path is not None:
         check_loaded(model.state_dict(), cfg.model_path)
+    if entry.acts and cfg.cuda_graph:
+        model.check_cuda_graph(config, cfg.attn_implementation)
+        model.use_cuda_graph()
     if cfg.gradient_checkpointing or cfg.compile:
         from rlinf.models.blocks import set_training_options  # imports transformers
 

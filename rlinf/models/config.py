@@ -61,6 +61,10 @@ class ModelConfig:
         False,
         "Run the repeated blocks through torch.compile in updates; needs a C++ compiler on CPU, Triton on GPUs. See performance.md.",
     )
+    cuda_graph: bool = option(
+        False,
+        "Launch the decoding of action tokens as one CUDA graph: autoregressive OpenVLA on a GPU. See performance.md.",
+    )
     low_cpu_mem_usage: bool = option(True, "Load weights without a second copy in memory.")
     trust_remote_code: bool = option(False, "Run Python code stored in the checkpoint folder.")
     strict: bool = option(

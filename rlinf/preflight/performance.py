@@ -26,6 +26,17 @@ def check_performance(config: RunConfig, policy: tuple[Any, Any] | None) -> None
             check_compiler(resolve_device(config.cluster.device, 1))
 
 
+def check_cuda_graph(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
+    """Check that there is a GPU for ``model.cuda_graph``, and a policy that decodes token by token."""
+    if not config.model.cuda_graph:
+        return
+    device = resolve_device(config.cluster.device, 1)
+    if device != "cuda":
+        refuse(f"model.cuda_graph=true on the device '{device}'", "an NVIDIA GPU", "model.cuda_graph=false")
+    if policy is not None:
+        policy[0].check_cuda_graph(policy[1], config.model.attn_implementation)
+
+
 def check_profile(config: RunConfig) -> None:
     """Check that the profiled steps are steps of the run."""
     steps, trainer = config.trainer.profile_steps, config.trainer

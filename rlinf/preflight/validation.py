@@ -35,7 +35,7 @@ from rlinf.preflight.compatibility import (
 from rlinf.preflight.derived import DerivedNumbers, derive
 from rlinf.preflight.folders import check_new_folder, check_sources, check_writable
 from rlinf.preflight.memory import policy_on_meta_device
-from rlinf.preflight.performance import check_performance
+from rlinf.preflight.performance import check_cuda_graph, check_performance
 from rlinf.preflight.refuse import refuse
 from rlinf.preflight.saved import check_start
 
@@ -76,6 +76,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
         check_start(config, command)
     policy = declared_policy(config)
     check_inputs(config, policy)
+    check_cuda_graph(config, policy)
     if command == "diagnose":
         check_rollout(config, policy)
     if command in ("collect", "diagnose"):

@@ -116,6 +116,17 @@ class ActionModel(Module, metaclass=ABCMeta):
     def check_rl(cls, config: Any) -> None:
         """Refuse settings without log-probabilities: such a policy can be cloned and evaluated, but not trained by RL."""
 
+    @classmethod
+    def check_cuda_graph(cls, config: Any, attn_implementation: str) -> None:
+        """Refuse ``model.cuda_graph``. The default always does: a policy that does not act token by token gains little.
+
+        A class that accepts it has a method ``use_cuda_graph()``.
+        """
+        raise ConfigError(
+            f"model.cuda_graph=true records the decoding of action tokens one after the other, which {cls.__name__} as configured does "
+            "not do. Set model.cuda_graph=false"
+        )
+
     # -- properties ---------------------------------------------------------------------------------------------------
 
     @property

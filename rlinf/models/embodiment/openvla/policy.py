@@ -13,6 +13,8 @@ from transformers import LlamaForCausalLM
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput
 
+from rlinf.errors import ConfigError
+from rlinf.models.cuda_graph import CudaGraphs
 from rlinf.models.embodiment.base import check_hidden_size
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, read_safetensors
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
@@ -25,7 +27,7 @@ from rlinf.models.embodiment.openvla.llama_layer import run_layers, use_action_l
 from rlinf.models.embodiment.openvla.vision_tower import Projector, VisionBackbone, VisionTower
 from rlinf.models.embodiment.openvla.weights import from_public, to_public
 from rlinf.models.embodiment.token_action_model import TokenActionModel
-from rlinf.models.sampling import sample_tokens
+from rlinf.models.sampling import draw_uniforms, sample_tokens
 from rlinf.types import ActionPrediction, Observation
 
 
@@ -77,6 +79,7 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         learned = config.action_decoding == "parallel" and config.learned_placeholders
         self.placeholders = nn.Parameter(torch.zeros(self.num_logprobs, text_config.hidden_size)) if learned else None
         self.value_head = ValueHead(text_config.hidden_size) if value_head else None
+        self._graphs: CudaGraphs | None = None
         self._add_modules()
         self.post_init()
         self._freeze()
@@ -89,6 +92,21 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         check_hidden_size(hidden_size, config.text_config.hidden_size)
         config.token_block()
         _action_units(config, unnorm_key, action_dim)
+
+    @classmethod
+    def check_cuda_graph(cls, config: OpenVLAConfig, attn_implementation: str) -> None:
+        """Accept autoregressive decoding, by kernels that need no lengths of rows."""
+        if config.action_decoding != "autoregressive":
+            super().check_cuda_graph(config, attn_implementation)
+        if attn_implementation == "flash_attention_2":
+            raise ConfigError(
+                "model.cuda_graph=true with model.attn_implementation=flash_attention_2, which reads the lengths of padded rows on "
+                "the CPU; required: another kernel. Set model.attn_implementation=sdpa, or model.cuda_graph=false"
+            )
+
+    def use_cuda_graph(self) -> None:
+        """Decode by a CUDA graph from now on."""
+        self._graphs = CudaGraphs()
 
     def _add_modules(self) -> None:
         """Build what a subclass has besides these modules, before random weights are drawn."""
@@ -265,6 +283,18 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         self, inputs: dict[str, Tensor], do_sample: bool, temperature: float, uniforms: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         embeddings, key_mask = self._embed_prompt(**inputs)
+        if self._graphs is None:
+            return self._decode_tokens(embeddings, key_mask, uniforms, do_sample, temperature)
+        if do_sample and uniforms is None:
+            uniforms = draw_uniforms(len(embeddings), self.num_logprobs, device=embeddings.device)
+        tensors = (embeddings, key_mask, uniforms if do_sample else None)
+        weights = self.language_model.parameters
+        return self._graphs.run(self._decode_tokens, tensors, do_sample, temperature, weights=weights)
+
+    def _decode_tokens(
+        self, embeddings: Tensor, key_mask: Tensor | None, uniforms: Tensor | None, do_sample: bool, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Bins ``[B, A]``, their logits, and the hidden state of the value. A CUDA graph can hold it: no number decides what runs."""
         num_later = self.num_logprobs - 1
         cache = KVCache(embeddings.shape[1] + num_later)
         key_mask = None if key_mask is None else nn.functional.pad(key_mask, (0, num_later), value=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,18 @@ import torch.distributed as dist
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from rlinf.distributed.config import SHARDINGS
 from rlinf.distributed.devices import own_device
-from rlinf.distributed.process_group import rank, world_size
+from rlinf.distributed.parallel import (
+    Parallel,
+    Replicated,
+    Sharded,
+    StateBytes,
+    choose_sharding,
+    rank_memory_bytes,
+)
+from rlinf.distributed.process_group import local_world_size, rank, resolve_device, world_size
+from rlinf.distributed.sums import maximum
 from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
@@ -28,10 +38,13 @@ from rlinf.llm.policy_interface import LogprobsSpec, LossFunction
 from rlinf.llm.token_policy import TokenPolicy, TokenPolicyConfig, check_trainable
 from rlinf.models.blocks import check_compiler, set_training_options
 from rlinf.models.config import LoraConfig
-from rlinf.models.hf_model import HFModel, count_weights
+from rlinf.models.hf_model import HFModel, model_shapes
 from rlinf.models.lora import apply_lora, merged_state_dict
 from rlinf.models.precision import torch_dtype_of
+from rlinf.optim.reference import Reference
 from rlinf.options import from_mapping, option
+
+logger = logging.getLogger("rlinf")
 
 _NO_GPU = ("None", "cpu", "disk")
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -46,6 +59,14 @@ class HuggingFacePolicyConfig(CausalLMConfig, TokenPolicyConfig):
         False, "Keep the inputs of each repeated block only, and recompute the rest in the backward pass."
     )
     compile: bool = option(False, "Run the repeated blocks through torch.compile in train().")
+    sharding: str = option(
+        "auto",
+        "How ranks hold the model. replicate: each of them whole; fsdp2: in shards; auto: in shards if there are several ranks and a "
+        "replica is too large for it.",
+        choices=SHARDINGS,
+    )
+    shard_size: int | None = option(None, "Ranks that divide the weights among themselves; null: all.", minimum=1)
+    cpu_offload: bool = option(False, "Keep shards, their gradients and the optimiser in main memory.")
     lora: dict[str, Any] | None = option(
         None, "Train LoRA adapters only: rank, alpha, dropout, target_modules; {}: defaults."
     )
@@ -54,8 +75,10 @@ class HuggingFacePolicyConfig(CausalLMConfig, TokenPolicyConfig):
 class HuggingFacePolicy(TokenPolicy):
     """A policy over any causal language model that transformers can load.
 
-    If ``torch.distributed`` is initialised, every rank holds the model and calls ``train`` with its own rows. Gradients and counts
-    are summed over the ranks, so the number of ranks changes a step no more than the number of micro-batches does.
+    If ``torch.distributed`` is initialised, every rank calls each method, with its own rows. Gradients and counts are summed over
+    the ranks, so the number of ranks changes a step no more than the number of micro-batches does. A rank holds the model whole or
+    a shard of it (``sharding``). Shards are gathered once for each call that generates or scores, so ranks may do so for different
+    times; in ``train`` they are gathered layer by layer.
 
     Weights in 16 bits are updated through float32 copies that also accumulate the gradients, because RL steps are smaller than the
     rounding of 16 bits. Dropout is always off; otherwise probability ratios would not start at 1.
@@ -66,6 +89,7 @@ class HuggingFacePolicy(TokenPolicy):
 
     Attributes:
         model: The trained model.
+        parallel: How the ranks hold it.
         temperature: Temperature of the log-probabilities.
 
     Raises:
@@ -82,7 +106,7 @@ class HuggingFacePolicy(TokenPolicy):
         lora = None if self.config.lora is None else from_mapping(LoraConfig, self.config.lora, "lora")
         self.model_name = model_name
         self.temperature = self.config.temperature
-        _check_memory(model_name, self.config)
+        self._sharded = _is_sharded(model_name, self.config, lora)
         self.model = self._load()
         if self.config.sequence_packing and not keeps_sequences_apart(self.model):
             raise ConfigError(
@@ -94,23 +118,39 @@ class HuggingFacePolicy(TokenPolicy):
         if self.config.compile:
             check_compiler(self.model.device.type)
         set_training_options(self.model, recomputed=self.config.gradient_checkpointing, compiled=self.config.compile)
-        reference = None if lora is None else self.model  # without its adapters
-        self._begin(self.model.config.get_text_config(), rank(), reference)
+        self.parallel: Parallel = Replicated(self.model)
+        if self._sharded:
+            self.model.fsdp_wrap_modules = HFModel(self.model).fsdp_wrap_modules
+            sizes = {"shard_size": self.config.shard_size, "cpu_offload": self.config.cpu_offload}
+            self.parallel = Sharded(self.model, _device_of(self.config), **sizes)
+        self._initial: Reference | None = None
+        self._begin(self.model.config.get_text_config(), rank(), parallel=self.parallel)
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Generate a completion per row; ``logprobs`` equal ``get_logprobs`` of the output."""
-        return generate_tokens(self.model, data, self.config, greedy, self._random, self.config.tokenizer)
+        with self.parallel.whole():
+            return generate_tokens(self.model, data, self.config, greedy, self._random, self.config.tokenizer)
+
+    def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
+        """See ``TokenPolicy.get_logprobs``."""
+        with self.parallel.whole():
+            return super().get_logprobs(data)
 
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
-        """Return ``get_logprobs`` of the model without adapters, or of a frozen copy that the first call makes.
+        """Return ``get_logprobs`` of the model without adapters, or with the trained weights that the first call keeps.
 
         Raises:
             CheckpointError: The first call comes after a step, and ``model_name`` no longer holds the initial weights.
         """
-        with _without_adapters(self.model):
-            return super().get_reference_logprobs(data)
+        if self.config.lora is not None:
+            with self.parallel.whole(), _without_adapters(self.model):
+                return self._score(self.model, data)
+        if self._initial is None:
+            self._initial = self._initial_weights()
+        with self._initial.in_place(), self.parallel.whole():
+            return self._score(self.model, data)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a folder that transformers, vLLM and other policies can load; adapters are merged into the weights.
@@ -119,9 +159,14 @@ class HuggingFacePolicy(TokenPolicy):
         """
         if self.config.load_in_8bit or self.config.load_in_4bit:
             raise ConfigError("Adapters cannot be merged into quantised weights. Load them in 16 or 32 bits")
-        if rank() == 0:
-            merged = None if self.config.lora is None else merged_state_dict(self.model)
-            self.model.save_pretrained(folder, state_dict=merged)
+        names = list(self.model.state_dict())
+        with self.parallel.whole():
+            if rank() == 0:
+                held = dict(self.model.named_parameters(remove_duplicate=False))
+                held |= dict(self.model.named_buffers(remove_duplicate=False))
+                weights = {name: held[name].detach() for name in names}
+                merged = weights if self.config.lora is None else merged_state_dict(self.model, weights)
+                self.model.save_pretrained(folder, state_dict=merged)
         if world_size() > 1:
             dist.barrier()
 
@@ -141,11 +186,15 @@ class HuggingFacePolicy(TokenPolicy):
             return self._train_step.accumulate([data], lambda whole: self._any_loss(whole, loss_fn))
         counts, parts = self._prepare(data, loss_fn)
 
-        def loss_of(part: BatchedDataDict) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss_of(number: int) -> tuple[Tensor, dict[str, Tensor]]:
+            part, counted = parts[min(number, len(parts) - 1)], float(number < len(parts))
             output = loss_fn.from_logprobs(self._logprobs(self.model, part), part, counts)
-            return output.loss, {**output.metrics, "loss": output.loss.detach()}
+            metrics = {name: counted * value for name, value in output.metrics.items()}
+            return counted * output.loss, {**metrics, "loss": counted * output.loss.detach()}
 
-        totals = self._raise_on_all_ranks(lambda: self._train_step.accumulate(parts, loss_of))
+        # Shards are gathered in every pass, so a rank with fewer micro-batches than another repeats its last one, for nothing.
+        num_passes = int(*maximum(len(parts))) if self._sharded else len(parts)
+        totals = self._train_step.accumulate(range(num_passes), loss_of)
         return {**totals.over_ranks(), "num_tokens": counts.tokens}
 
     def _any_loss(self, data: BatchedDataDict, loss_fn: LossFunction) -> tuple[Tensor, dict[str, Tensor]]:
@@ -157,17 +206,17 @@ class HuggingFacePolicy(TokenPolicy):
     def _logprobs(self, model: Any, data: BatchedDataDict) -> Tensor:
         return batch_logprobs(model, data, self.temperature, self.config.sequence_packing)
 
-    def _sum_gradients(self) -> None:
-        for parameter in self._optimizer.masters if world_size() > 1 else ():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
-
-    def _initial_model(self) -> nn.Module:
-        return super()._initial_model() if self._train_step.num_steps else copy.deepcopy(self.model)
+    def _initial_weights(self) -> Reference:
+        """Keep the weights that the policy began with; after a step they are read again."""
+        initial = Reference(self.model)
+        if self._train_step.num_steps:
+            initial.load(dict(self._initial_model().named_parameters()))
+        return initial
 
     def _load(self) -> nn.Module:
-        return load_causal_lm(self.model_name, self.config)
+        # Shards move to the device one by one.
+        config = replace(self.config, device_map=None) if self._sharded else self.config
+        return load_causal_lm(self.model_name, config)
 
 
 def _check_training(config: HuggingFacePolicyConfig) -> None:
@@ -177,28 +226,54 @@ def _check_training(config: HuggingFacePolicyConfig) -> None:
         raise ConfigError("Quantised weights cannot be trained, only adapters on them. Pass lora={}")
 
 
-def training_bytes(num_parameters: int, bytes_of_a_weight: int) -> int:
-    """Return the bytes of weights, gradients and AdamW's moments, and of the float32 copies for weights in 16 bits."""
-    copies = 8 if bytes_of_a_weight < 4 else 0
-    return num_parameters * (2 * bytes_of_a_weight + copies + 8)
-
-
-def _check_memory(model_name: str, config: HuggingFacePolicyConfig) -> None:
-    """Raise ConfigError if full training does not fit into the GPUs of a rank; called before weights are read."""
+def _device_of(config: HuggingFacePolicyConfig) -> str:
     places = config.device_map.values() if isinstance(config.device_map, dict) else [config.device_map]
-    if config.lora is not None or not torch.cuda.is_available() or any(str(p) in _NO_GPU for p in places):
-        return
-    num_parameters = count_weights(model_name, config.trust_remote_code)
-    needed = training_bytes(num_parameters, torch_dtype_of(config.torch_dtype).itemsize)
+    return "cpu" if any(str(place) in _NO_GPU for place in places) else resolve_device("auto", 1)
+
+
+def _is_sharded(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConfig | None) -> bool:
+    """Choose how the ranks hold a model, by its shapes.
+
+    Raises:
+        ConfigError: Full training does not fit into the GPUs of a rank, or the model cannot be sharded as asked for.
+    """
+    quantised = config.load_in_8bit or config.load_in_4bit
+    asked = config.sharding == "fsdp2" or config.cpu_offload
+    if asked and (quantised or isinstance(config.device_map, dict)):
+        found = f"sharding={config.sharding}, cpu_offload={config.cpu_offload}"
+        raise ConfigError(f"{found} with weights that are quantised or spread by device_map. Pass sharding='replicate'")
+    if asked and not dist.is_initialized():
+        raise ConfigError(f"sharding={config.sharding} without torch.distributed. Start the program with torchrun")
+    if config.shard_size is not None and world_size() % config.shard_size:
+        raise ConfigError(f"shard_size={config.shard_size} does not divide the {world_size()} ranks.", shard_size=None)
+    on_gpu = _device_of(config) != "cpu"
+    if quantised or not (asked or world_size() > 1 or (on_gpu and lora is None)):
+        return False
+    shapes = model_shapes(model_name, config.trust_remote_code, torch_dtype_of(config.torch_dtype))
+    if lora is not None:
+        apply_lora(shapes, lora)
+    memory = rank_memory_bytes(_device_of(config), local_world_size()) if world_size() > 1 else 0
+    choice = choose_sharding(config.sharding, shapes, world_size(), memory, cpu_offload=config.cpu_offload)
+    if rank() == 0 and world_size() > 1:
+        logger.info("%s", choice)
+    if on_gpu and not config.cpu_offload:
+        _check_memory(model_name, config, shapes, choice.sharded)
+    return choice.sharded
+
+
+def _check_memory(model_name: str, config: HuggingFacePolicyConfig, shapes: HFModel, sharded: bool) -> None:
+    """Raise ConfigError if training does not fit into the GPUs of a rank; called before weights are read."""
+    needed = StateBytes.of(shapes, (config.shard_size or world_size()) if sharded else None).total
     is_spread = isinstance(config.device_map, dict) or config.device_map in _SPREAD
     alone = not is_spread or (config.device_map == "auto" and dist.is_initialized())
     gpus = [own_device().index] if alone else range(torch.cuda.device_count())
     available = sum(torch.cuda.get_device_properties(index).total_memory for index in gpus)
     if needed > available:
+        num_parameters = sum(p.numel() for p in shapes.parameters() if p.requires_grad)
         raise ConfigError(
-            f"Training all {num_parameters / 1e9:.3g} billion weights of '{model_name}' takes {needed / 1e9:.3g} GB for weights, gradients "
+            f"Training {num_parameters / 1e9:.3g} billion weights of '{model_name}' takes {needed / 1e9:.3g} GB for weights, gradients "
             f"and optimiser on every rank, but {'the GPU has' if len(gpus) == 1 else 'the GPUs have'} {available / 1e9:.3g} GB. "
-            "Pass lora={} to train adapters, or train a smaller model"
+            "Pass lora={} to train adapters, shard over more ranks, or train a smaller model"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from rlinf.distributed.parallel import full_tensor
 from rlinf.distributed.process_group import sum_over_ranks
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.llm.batch_checks import verify_right_padding, verify_token_ids
@@ -110,7 +112,6 @@ class TokenPolicy(PolicyInterface):
             metrics = self._accumulate(data, loss_fn)
         finally:
             self.model.eval()
-        self._sum_gradients()
         if self._train_step.num_steps == 0 and self._reference is None:
             self._checksum = weights_checksum(self.model)
         norm = self._train_step.apply(metrics["loss"])
@@ -122,11 +123,7 @@ class TokenPolicy(PolicyInterface):
 
     @abstractmethod
     def _accumulate(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, float]:
-        """Add up the gradients of this rank; return the metrics of all ranks."""
-
-    @abstractmethod
-    def _sum_gradients(self) -> None:
-        """Sum the gradients of the optimiser's masters over the ranks."""
+        """Add up the gradients over micro-batches and ranks; return the metrics of all ranks."""
 
     @abstractmethod
     def _logprobs(self, model: nn.Module, data: BatchedDataDict) -> Tensor:
@@ -146,17 +143,29 @@ class TokenPolicy(PolicyInterface):
             )
 
     def _prepare(self, data: BatchedDataDict, loss_fn: TokenLoss) -> tuple[TokenCounts, list[BatchedDataDict]]:
-        """Return the counts of all ranks and the micro-batches of this one, with reference log-probabilities if needed."""
+        """Return the counts of all ranks and the micro-batches of this one, with reference log-probabilities if needed.
 
-        def prepare() -> tuple[TokenCounts, list[BatchedDataDict]]:
-            counts = loss_fn.counts(data)
-            rows = self._micro_batches(data, loss_fn.rows_per_sample)
-            if loss_fn.needs_reference and "reference_logprobs" not in data:
-                data["reference_logprobs"] = self.get_reference_logprobs(data)["logprobs"]
-            return counts, [data.select_indices(each) for each in rows]
+        What the loss would refuse is refused here, before the passes in which ranks wait for each other.
+        """
 
-        own, parts = self._raise_on_all_ranks(prepare)
-        return TokenCounts(*self._sum_values([own.tokens, own.samples])), parts
+        def prepare() -> tuple[TokenCounts, list[list[int]], bool]:
+            is_missing = loss_fn.needs_reference and "reference_logprobs" not in data
+            return loss_fn.counts(data), self._micro_batches(data, loss_fn.rows_per_sample), is_missing
+
+        own, rows, is_missing = self._raise_on_all_ranks(prepare)
+        tokens, samples, num_missing = self._sum_values([own.tokens, own.samples, float(is_missing)])
+        counts = TokenCounts(tokens, samples)
+        if num_missing:
+            reference = self.get_reference_logprobs(data)["logprobs"]
+            data.setdefault("reference_logprobs", reference)
+        parts = [data.select_indices(each) for each in rows]
+
+        def check() -> None:
+            for part in parts:
+                loss_fn.from_logprobs(torch.zeros(tokens_and_mask(part)[0].shape), part, counts)
+
+        self._raise_on_all_ranks(check)
+        return counts, parts
 
     def _raise_on_all_ranks(self, function: Callable[[], Result]) -> Result:
         """Run a function. If any data-parallel rank raises ConfigError, raise on all, so that none hangs in a collective."""
@@ -207,7 +216,11 @@ class TokenPolicy(PolicyInterface):
     def _initial_model(self) -> nn.Module:
         """Load the weights that the policy began with."""
         model = self._load()
-        if weights_checksum(model) != (self._checksum or weights_checksum(self.model)):
+        expected = self._checksum or weights_checksum(self.model)
+        pairs = zip(weights_checksum(model), expected, strict=True)
+        if not all(
+            math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9) for one, other in pairs
+        ):  # shards add otherwise
             raise CheckpointError(
                 f"'{self.model_name}' no longer holds the weights that this policy began with, so they cannot be its "
                 "reference. Call get_reference_logprobs once before the first train"
@@ -232,5 +245,6 @@ def check_trainable(config: TokenPolicyConfig) -> None:
 
 
 def weights_checksum(model: nn.Module) -> list[float]:
-    """Return the sum of each tensor, to detect whether a folder still holds the same weights."""
-    return [float(tensor.detach().double().sum()) for tensor in model.parameters() if tensor.is_floating_point()]
+    """Return the sum of each tensor, to detect whether a folder still holds the same weights; a collective call with shards."""
+    sums = [tensor.detach().double().sum() for tensor in model.parameters() if tensor.is_floating_point()]
+    return [float(full_tensor(each)) for each in sums]

@@ -215,11 +215,10 @@ def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrained
         raise ConfigError(message, trust_remote_code=True, path="<another folder>") from error
 
 
-def count_weights(path: str | Path, trust_remote_code: bool = False) -> int:
-    """Count the weights that ``HFModel.from_pretrained`` would load, without reading them; tied weights count once."""
+def model_shapes(path: str | Path, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> HFModel:
+    """Return what ``HFModel.from_pretrained`` would load, without reading weights: they stay on the meta device."""
     config = load_config(path, trust_remote_code)
-    model = _without_weights(model_class_of(config, path, trust_remote_code), config)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return HFModel(_without_weights(model_class_of(config, path, trust_remote_code), config, dtype=dtype))
 
 
 def model_class_of(

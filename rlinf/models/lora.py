@@ -144,7 +144,9 @@ def merge_lora(model: Any, inputs: dict[str, Tensor] | None = None, atol: float 
     return merged
 
 
-def merged_tensors(model: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+def merged_tensors(
+    model: nn.Module, names: Collection[str] | None = None, state: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that the policy would have without adapters, each adapter added to its weight when its turn comes.
 
     The model stays as it is; adapted weights are new tensors, all others are the model's own.
@@ -152,8 +154,9 @@ def merged_tensors(model: nn.Module, names: Collection[str] | None = None) -> It
     Args:
         model: With or without adapters.
         names: Tensors to yield, by their names without adapters; None: all.
+        state: State dict of a model whose own would be one of shards; None: the model's own.
     """
-    for name, tensor in base_tensors(model):
+    for name, tensor in base_tensors(model, state):
         if names is None or name in names:
             module, _, parameter = name.rpartition(".")
             layer = model.get_submodule(module)
@@ -162,16 +165,16 @@ def merged_tensors(model: nn.Module, names: Collection[str] | None = None) -> It
             yield name, tensor
 
 
-def base_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def base_tensors(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the state dict without adapters, whose layers have the names that they would have without adapters."""
-    for name, tensor in model.state_dict().items():
+    for name, tensor in (model.state_dict() if state is None else state).items():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), tensor
 
 
-def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def merged_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return all of ``merged_tensors`` at once."""
-    return dict(merged_tensors(model))
+    return dict(merged_tensors(model, state=state))
 
 
 def trained_names(model: nn.Module) -> set[str]:

@@ -8,6 +8,7 @@ import torch
 from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
 from rlinf.distributed.launch import launch
+from rlinf.distributed.parallel import Replicated, Sharded, full_tensor
 from rlinf.errors import ConfigError
 from rlinf.models import HuggingFacePolicy
 
@@ -21,7 +22,7 @@ def step(policy, rows, loss_fn):
     take, names = policy._optimizer.step, {id(p): name for name, p in policy.model.named_parameters()}
 
     def record():
-        gradients.update({names[id(p)]: p.grad.clone() for p in policy._optimizer.parameters})
+        gradients.update({names[id(p)]: full_tensor(p.grad).clone() for p in policy._optimizer.parameters})
         take()
 
     policy._optimizer.step = record
@@ -32,25 +33,27 @@ def step(policy, rows, loss_fn):
 def train_one_rank(arguments) -> None:
     import torch.distributed as dist
 
-    folder, batch, output = arguments
+    folder, batch, output, sharding = arguments
     rank = dist.get_rank()
     for name, loss_fn in LOSSES.items():
-        policy = HuggingFacePolicy(folder, learning_rate=1e-3, max_new_tokens=8, eos_token_id=[])
+        policy = HuggingFacePolicy(folder, learning_rate=1e-3, max_new_tokens=8, eos_token_id=[], sharding=sharding)
+        assert isinstance(policy.parallel, Sharded if sharding == "fsdp2" else Replicated)
         rows = batch.slice(*SHARES[name][rank])
         metrics, gradients = step(policy, rows, loss_fn)
-        torch.save((metrics, gradients, policy.model.state_dict()), f"{output}/{name}_{rank}.pt")
+        state = {key: full_tensor(tensor) for key, tensor in policy.model.state_dict().items()}
+        torch.save((metrics, gradients, state), f"{output}/{name}_{rank}.pt")
     torch.save(policy.generate(batch)["output_ids"], f"{output}/responses_{rank}.pt")
     policy.save_pretrained(f"{output}/saved")
     again = HuggingFacePolicy(f"{output}/saved")
     assert again.get_logprobs(batch)["logprobs"].equal(policy.get_logprobs(batch)["logprobs"])
     with pytest.raises(ConfigError, match="not a TokenLoss.*2 ranks"):
         policy.train(rows, lambda model, data: model(input_ids=data["input_ids"]).logits.sum())
-    check_refusals(folder, batch, second=rank == 1)
+    check_refusals(folder, batch, second=rank == 1, sharding=sharding)
 
 
-def check_refusals(folder, batch, second) -> None:
+def check_refusals(folder, batch, second, sharding) -> None:
     """Rows of the second rank are refused while they are counted and dealt, and by the loss after it."""
-    policy = HuggingFacePolicy(folder, learning_rate=1e-3)
+    policy = HuggingFacePolicy(folder, learning_rate=1e-3, sharding=sharding)
     before = policy.get_logprobs(batch)["logprobs"]
     long = BatchedDataDict({key: torch.ones(1, 65, dtype=torch.long) for key in ("input_ids", "attention_mask")})
     bare = BatchedDataDict({key: value for key, value in batch.items() if key != "advantages"})
@@ -63,10 +66,11 @@ def check_refusals(folder, batch, second) -> None:
     assert not policy.get_logprobs(batch)["logprobs"].equal(before), "the ranks still work together"
 
 
-def test_two_uneven_ranks_are_one_batch_and_refuse_together(tiny_lm, prompts, tmp_path):
+@pytest.mark.parametrize("sharding", ["auto", "fsdp2"])
+def test_two_uneven_ranks_are_one_batch_and_refuse_together(tiny_lm, prompts, tmp_path, sharding):
     prompts["advantages"] = torch.tensor([1.0, -2.0, 0.5, 3.0])
     prompts["reference_logprobs"] = 0.99 * HuggingFacePolicy(tiny_lm()).get_logprobs(prompts)["logprobs"]
-    launch(train_one_rank, (tiny_lm(), prompts, str(tmp_path)), 2, "cpu")
+    launch(train_one_rank, (tiny_lm(), prompts, str(tmp_path), sharding), 2, "cpu")
     for name, loss_fn in LOSSES.items():
         policy = HuggingFacePolicy(tiny_lm(), learning_rate=1e-3)
         metrics, expected = step(policy, prompts, loss_fn)

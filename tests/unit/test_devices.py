@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rlinf.distributed import launch, process_group
 from rlinf.distributed.devices import engine_gpus, rank_environment, rank_index, visible_gpus
+from rlinf.distributed.parallel import StateBytes
 from rlinf.engines import vllm_engine
 from rlinf.engines.vllm_engine import EngineSpec, VllmEngine
 from rlinf.engines.vllm_weights import TensorNames
@@ -25,7 +26,7 @@ from rlinf.engines.weight_handle import WeightBuffer, WeightsHandle, WeightsRefu
 from rlinf.envs.graphics import backend as graphics
 from rlinf.errors import ConfigError
 from rlinf.llm import causal_lm, hf_policy
-from rlinf.models.hf_model import count_weights
+from rlinf.models.hf_model import model_shapes
 
 ROOT = Path(__file__).parents[2]
 EIGHT = [str(number) for number in range(8)]
@@ -228,8 +229,11 @@ def test_one_file_alone_chooses_cuda_devices():
 
 def test_training_all_weights_of_a_model_that_cannot_fit_is_refused_before_they_are_read(monkeypatch, tiny_lm):
     """7.62 billion weights in bfloat16: 2 + 2 + 4 + 4 + 8 bytes each, 152 GB."""
-    assert hf_policy.training_bytes(7_620_000_000, 2) == 24 * 7_620_000_000 - 4 * 7_620_000_000 == 152_400_000_000
-    assert hf_policy.training_bytes(10, 4) == 160
+    with torch.device("meta"):
+        layer = torch.nn.Linear(762, 10_000_000, bias=False, dtype=torch.bfloat16)
+    assert StateBytes.of(layer, None).total == 24 * 7_620_000_000 - 4 * 7_620_000_000 == 152_400_000_000
+    assert StateBytes.of(layer, 8).total == 16 * 7_620_000_000 // 8
+    assert StateBytes.of(torch.nn.Linear(10, 1, bias=False), None).total == 160
     loaded, memory = [], SimpleNamespace(total_memory=10**6)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -272,20 +276,24 @@ def small_llava():
     return AutoConfig.for_model("llava", text_config=text, vision_config=vision)
 
 
+def num_weights(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def test_the_weights_of_a_vision_language_model_are_counted(tmp_path):
     config = small_llava()
     config.save_pretrained(tmp_path)
     model = AutoModelForImageTextToText.from_config(config)
-    assert count_weights(tmp_path) == sum(parameter.numel() for parameter in model.parameters()) > 10_000
+    assert num_weights(model_shapes(tmp_path)) == num_weights(model) > 10_000
 
 
 def test_the_weights_of_a_model_with_its_own_code_are_counted_where_that_is_trusted(tmp_path):
     (tmp_path / "own.py").write_text(OWN_CODE)
     code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": code}))
-    assert count_weights(tmp_path, trust_remote_code=True) == 15
+    assert num_weights(model_shapes(tmp_path, trust_remote_code=True)) == 15
     with pytest.raises(ConfigError, match="Pass trust_remote_code=True"):
-        count_weights(tmp_path)
+        model_shapes(tmp_path)
 
 
 OWN_CODE = """

@@ -163,6 +163,7 @@ class MegatronPolicy(TokenPolicy):
             for received, output in passes:
                 self._backward(received, output)
                 self._optimizer.gather_gradients()
+        self._sum_gradients()
         return {**self._groups.from_last_stage(totals.over_ranks(self._sum_values)), "num_tokens": counts.tokens}
 
     def _forward(self, model: nn.Module, data: BatchedDataDict) -> tuple[Tensor | None, Tensor]:

@@ -1,0 +1,62 @@
+"""The policy with which training began, kept as the weights that training changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from rlinf.distributed.parallel import full_tensor, local_part
+
+
+class Reference:
+    """A copy of a model's trained weights, of this rank's shards of them, to compute with in their place.
+
+    What is frozen exists once: with LoRA the copy holds the adapters only.
+
+    Args:
+        model: The model, sharded or not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the kept weights whole, on the CPU (a collective call)."""
+        return {name: full_tensor(tensor).cpu() for name, tensor in self._kept.items()}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep these whole weights instead; names that are not trained are ignored.
+
+        Raises:
+            KeyError: The weight of a trained parameter is missing.
+        """
+        for name, kept in self._kept.items():
+            part, where = local_part(kept)
+            part.copy_(tensors[name][where])
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put the kept weights into the model, and the present ones back at the end."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward pass without a backward pass has left the root whole
+        parameters = dict(self._model.named_parameters())
+        for name, kept in self._kept.items():
+            own, other = local_part(parameters[name])[0], local_part(kept)[0]
+            present = own.clone()
+            own.copy_(other)
+            other.copy_(present)

@@ -62,6 +62,10 @@ class RankError(RuntimeError):
     """A rank was killed or hit a bug. The message holds the rank's traceback; the CLI adds none."""
 
 
+class RankKilledError(RankError):
+    """A signal from outside, or a crash in native code, ended a rank."""
+
+
 EXIT_FAULT = 1
 EXIT_USER_ERROR = 2
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,29 @@ import yaml
 
 from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, CONFIG_FILE, STATE_FILE
 from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
+from rlinf.config.plugins import load_plugins
 from rlinf.config.schema import RunConfig
-from rlinf.distributed.process_group import resolve_device, set_num_threads
+from rlinf.distributed.deadlines import go_on, waiting
+from rlinf.distributed.launch import launch
+from rlinf.distributed.process_group import (
+    gather_objects,
+    local_world_size,
+    rank,
+    resolve_device,
+    set_num_threads,
+    world_size,
+)
+from rlinf.distributed.start import started_here
 from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
-from rlinf.errors import ConfigError
+from rlinf.envs.config import with_share_of_cores
+from rlinf.errors import ConfigError, RankKilledError
 from rlinf.evaluation.compare import compare
 from rlinf.evaluation.compare_folders import COMPARISON_NAMES, check_conditions, compare_folders, evaluation_folder
 from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
-from rlinf.evaluation.partial import PARTIAL_FILE, PartialResults
+from rlinf.evaluation.partial import PARTIAL_FILE, PartialResults, num_kept, partial_files
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE
 from rlinf.evaluation.result import EvaluationResult
@@ -48,36 +62,68 @@ def evaluate(config: RunConfig) -> EvaluationResult:
     """Evaluate ``config.checkpoint`` (a checkpoint, a run folder or an export), or the configured model without one.
 
     Prints a table, and writes ``result.json``, ``videos/``, ``config.yaml``, ``manifest.json`` and ``report.html`` into
-    ``config.output_dir``; with ``evaluation.compare`` also ``compare.json``. Results are kept on disk as they come:
-    the same call with the same ``output_dir`` continues an evaluation that was interrupted.
+    ``config.output_dir``. With ``evaluation.compare`` it also writes ``compare.json``. ``cluster.num_processes`` ranks play
+    their shares of the episodes. Results are kept on disk as they come: the same call with the same ``output_dir`` continues
+    an evaluation that was interrupted. After the death of a rank that was started here, the ranks start again, as long as
+    results come.
 
     Raises:
         CheckpointError: The folder is not a checkpoint or is damaged.
         ManifestMismatchError: It was made under other conditions that ``evaluation.allow_mismatch`` does not name.
         ConfigError: The split has fewer episodes than asked for, or others than the evaluation to compare with; or
             ``output_dir`` holds something that would be overwritten.
+        RankError: A rank failed.
     """
-    settings, output = config.evaluation, Path(config.output_dir)
-    baseline = evaluation_folder(settings.compare) if settings.compare else None
-    check_output(output, baseline)
-    set_num_threads(config.cluster.num_threads, 1)
-    seed_everything(config.seed)
-    env = make_env(config.env, _num_envs(settings), auto_reset=False)
+    settings, output, cluster = config.evaluation, Path(config.output_dir), config.cluster
+    check_output(output, evaluation_folder(settings.compare) if settings.compare else None)
+    device = resolve_device(cluster.device, started_here(cluster.num_processes))
+    kept = -1
     try:
-        specs = episode_list(env, settings.split, settings.num_episodes)
-        model, manifest, saved, warnings = open_policy(config, env)
-        if baseline is not None:
-            _check_comparable(baseline, manifest, env, specs, config)
-        if settings.split == "train":
-            logger.warning(TRAINING_SPLIT)
-            warnings.append(TRAINING_SPLIT)
-        device = resolve_device(config.cluster.device, 1)
-        model = model.to(device)
+        while True:
+            try:
+                launch(_evaluate_rank, config, cluster.num_processes, device, deadlines=asdict(cluster.deadlines))
+                return EvaluationResult.from_json(output / RESULT_FILE)
+            except RankKilledError as error:
+                before, kept = kept, num_kept(output)
+                if kept <= max(before, 0):
+                    raise
+                logger.warning("%s\nThe ranks start again; %d results are kept.", error, kept)
+    except BaseException:
+        kept = num_kept(output)
+        if kept:
+            known = f"{kept} results are kept in {output / PARTIAL_FILE}"
+            print(f"\n{known}; the same command with output_dir={output} continues", file=sys.stderr, flush=True)
+        raise
+
+
+def _evaluate_rank(config: RunConfig) -> None:
+    """Play this rank's share of the episodes; rank 0 writes."""
+    load_plugins(config.plugins)
+    settings, output, is_first = config.evaluation, Path(config.output_dir), rank() == 0
+    baseline = evaluation_folder(settings.compare) if settings.compare else None
+    set_num_threads(config.cluster.num_threads, local_world_size())
+    seed_everything(config.seed)
+    env = make_env(with_share_of_cores(config.env, local_world_size()), _num_envs(settings), auto_reset=False)
+    try:
+        with waiting("start"):
+            specs = episode_list(env, settings.split, settings.num_episodes)
+            model, manifest, saved, warnings = open_policy(config, env)
+            if baseline is not None:
+                _check_comparable(baseline, manifest, env, specs, config)
+            if settings.split == "train":
+                warnings.append(TRAINING_SPLIT)
+                _warn([TRAINING_SPLIT])
+            device = resolve_device(config.cluster.device, 1)
+            model = model.to(device)
+            # The fingerprint of the simulator is that of rank 0.
+            present = gather_objects({"device": device, **conditions(config, manifest, saved, specs)})[0]
         with (
-            PartialResults(output, {"device": device, **conditions(config, manifest, saved, specs)}) as partial,
+            waiting("evaluate"),
+            PartialResults(output, present, rank()) as partial,
             autocast(model, config.model.precision),
         ):
-            progress = _Progress(partial, len(specs), config.tracking.progress)
+            known = gather_objects(partial.known)[0]
+            progress = _Progress(partial, known, len(specs), config.tracking.progress)
             result = evaluate_policy(
                 model,
                 env,
@@ -88,24 +134,39 @@ def evaluate(config: RunConfig) -> EvaluationResult:
                 video_folder=output / "videos" if settings.num_videos_per_task else None,
                 num_videos_per_task=settings.num_videos_per_task,
                 video_size=settings.video_size,
-                known=partial.known,
+                known=known,
                 on_result=progress.add,
+                rank=rank(),
+                num_ranks=world_size(),
+                together=lambda part: gather_objects(part()),
             )
-            for warning in result.warnings:
-                logger.warning(warning)
-            result.warnings = warnings + result.warnings
-            result.wall_s += partial.earlier_s
-            manifest.save(output)
-            write_text(output / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
-            (output / COMPARISON_FILE).unlink(missing_ok=True)  # it was made of an earlier result
-            result.to_json(output / RESULT_FILE)
-            print(f"{result.table()}\nresults: {output / RESULT_FILE}", flush=True)
-            if baseline is not None:
-                print(compare_folders(baseline, output, settings.allow_mismatch).table(), flush=True)
-            print(f"report: {write_report(output)}", flush=True)
+            if is_first:
+                _write(config, result, partial.earlier_s, manifest, warnings, baseline)
     finally:
         env.close()
-    return result
+
+
+def _write(
+    config: RunConfig,
+    result: EvaluationResult,
+    earlier_s: float,
+    manifest: Manifest,
+    warnings: list[str],
+    baseline: Path | None,
+) -> None:
+    """Write and print what an evaluation has found, with the ``warnings`` from before it."""
+    output = Path(config.output_dir)
+    _warn(result.warnings)
+    result.warnings = warnings + result.warnings
+    result.wall_s += earlier_s
+    manifest.save(output)
+    write_text(output / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
+    (output / COMPARISON_FILE).unlink(missing_ok=True)  # it was made of an earlier result
+    result.to_json(output / RESULT_FILE)
+    print(f"{result.table()}\nresults: {output / RESULT_FILE}", flush=True)
+    if baseline is not None:
+        print(compare_folders(baseline, output, config.evaluation.allow_mismatch).table(), flush=True)
+    print(f"report: {write_report(output)}", flush=True)
 
 
 def check_output(output: Path, baseline: Path | None) -> None:
@@ -130,7 +191,7 @@ def check_output(output: Path, baseline: Path | None) -> None:
                 f"output_dir is '{output}', which is or lies in a run, checkpoint or export ({folder}); an evaluation "
                 "would overwrite its files. Set output_dir=<another folder>"
             )
-    if (place / RESULT_FILE).exists() and not (place / PARTIAL_FILE).exists():
+    if (place / RESULT_FILE).exists() and not partial_files(place):
         raise ConfigError(
             f"output_dir is '{output}', which holds the {RESULT_FILE} of a finished evaluation. Delete the folder, or type "
             "output_dir=<another folder>"
@@ -150,25 +211,29 @@ def _belongs_to_training(folder: Path) -> bool:
 
 
 def _num_envs(settings: EvaluationConfig) -> int:
-    """No more environments than there are episodes, but enough for the fingerprint."""
-    if settings.num_episodes is None:
-        return settings.num_envs
-    return min(settings.num_envs, max(settings.num_episodes, NUM_EPISODES if settings.probe else 1))
+    """No more environments than there are episodes, this rank's share of them, but enough for the fingerprint."""
+    least = NUM_EPISODES if settings.probe and rank() == 0 else 1
+    wanted = settings.num_envs if settings.num_episodes is None else min(settings.num_envs, settings.num_episodes)
+    return max(-(-wanted // world_size()), min(settings.num_envs, least))
 
 
 class _Progress:
-    """Keeps each result, and shows how far the evaluation is."""
+    """Keeps each result, and shows on rank 0 how far its share is."""
 
-    def __init__(self, partial: PartialResults, num_episodes: int, updates: bool) -> None:
-        self._partial, self._num_episodes = partial, num_episodes
-        self._successes = sum(result.success for result in partial.known)
-        self._line = Progress(updates=updates)
-        if partial.known:
-            self._line.note(f"{partial.num_results} of {num_episodes} episodes are known from {partial.path}")
+    def __init__(
+        self, partial: PartialResults, known: Sequence[EpisodeResult], num_episodes: int, updates: bool
+    ) -> None:
+        self._partial = partial
+        self._num_episodes = len(known) + len(range(rank(), num_episodes - len(known), world_size()))
+        self._successes = sum(result.success for result in known)
+        self._line = Progress(enabled=rank() == 0, updates=updates)
+        if known:
+            self._line.note(f"{len(known)} of {num_episodes} episodes are known from {partial.path}")
             self._show()
 
     def add(self, result: EpisodeResult) -> None:
         """Count one episode."""
+        go_on()
         self._partial.add(result)
         self._successes += result.success
         self._show()
@@ -182,8 +247,8 @@ def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manif
     """Open ``config.checkpoint``, or build the configured policy, as an evaluation does it.
 
     Returns:
-        The policy on the CPU, the present conditions, those of the checkpoint (None: there is none), and what a reader of
-        the result should know.
+        The policy on the CPU, the present conditions (the fingerprint on rank 0 only), those of the checkpoint (None: there
+        is none), and what a reader of the result should know.
 
     Raises:
         CheckpointError: The folder is not a checkpoint or is damaged.
@@ -202,13 +267,17 @@ def open_policy(config: RunConfig, env: VectorEnv) -> tuple[Any, Manifest, Manif
                 warnings.append(f"allowed by evaluation.allow_mismatch: {mismatch}")
             elif mismatch.field.startswith(VERSION_FIELDS):
                 warnings.append(f"another version than the checkpoint was made with: {mismatch}")
-    if config.evaluation.probe:
+    if config.evaluation.probe and rank() == 0:
         manifest.probe = take_fingerprint(env)
         moved = compare_fingerprints(saved.probe, manifest.probe) if saved is not None else []
         warnings += [f"the simulator has changed since the checkpoint was made: {line}" for line in moved]
-    for warning in warnings:
-        logger.warning(warning)
+    _warn(warnings)
     return model, manifest, saved, warnings
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings if rank() == 0 else ():
+        logger.warning(warning)
 
 
 def _check_comparable(

@@ -253,6 +253,8 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
         folder = resolve_checkpoint(Path(checkpoint).expanduser())
         composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir, folder)
         composed.checkpoint = str(folder)
+        if given_value(args.overrides, "cluster.num_processes") is None:
+            composed.cluster.num_processes = None  # how many had trained it says nothing about this command
     config = build_config(composed)
     if args.cfg:
         print(OmegaConf.to_yaml(composed, resolve=args.resolve))

@@ -28,4 +28,4 @@ class DeadlinesConfig:
         600.0, "Scoring a rollout and the updates of an iteration, or one step of cloning.", minimum=1
     )
     save: float = option(1800.0, "One checkpoint, or the report at the end.", minimum=1)
-    evaluate: float = option(7200.0, "One evaluation.", minimum=1)
+    evaluate: float = option(7200.0, "An evaluation without a new result of the rank.", minimum=1)

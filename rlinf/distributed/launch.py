@@ -24,7 +24,7 @@ from rlinf.distributed.devices import isolate_rank, own_device, rank_environment
 from rlinf.distributed.process_group import backend_of
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
 from rlinf.distributed.start import START_S, Place, Ranks
-from rlinf.errors import EXIT_FAULT, RankError, RLinfError, exit_status, print_error
+from rlinf.errors import EXIT_FAULT, RankError, RankKilledError, RLinfError, exit_status, print_error
 
 GROUP_TIMEOUT = timedelta(days=1)
 """torch's own limit of a collective call, beyond every deadline: it would name no wait and show no stacks."""
@@ -60,7 +60,8 @@ def launch(
     Raises:
         RLinfError: That of a rank, unchanged; ConfigError if there are fewer GPUs than ranks.
         DeadlineError: The ranks waited for each other for too long.
-        RankError: Any other error of a rank, with its traceback, or the signal that killed a rank.
+        RankKilledError: A signal has killed a rank.
+        RankError: Any other error of a rank, with its traceback.
         SystemExit: 128 + signal number, after a signal and an orderly end of all ranks.
         KeyboardInterrupt: SIGINT came before the ranks could end in an orderly way.
     """
@@ -132,7 +133,7 @@ def launch(
                 raise KeyboardInterrupt  # the ranks had not installed their handlers yet
             sys.exit(128 + received[0])
         if killed:  # the errors of the others (lost connections) are only its consequence
-            raise RankError(f"{'; '.join(killed)}. {KILLED_HINT}")
+            raise RankKilledError(f"{'; '.join(killed)}. {KILLED_HINT}")
         if error is not None:
             raise error
         while not context.join():

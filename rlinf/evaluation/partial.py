@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,27 +14,39 @@ from rlinf.files import lock, naming
 from rlinf.types import EpisodeResult, EpisodeSpec
 
 PARTIAL_FILE = "result.partial.jsonl"
+"""That of rank 0. Rank 2 writes to ``result.partial.2.jsonl``."""
+
+
+def partial_files(folder: Path) -> list[Path]:
+    """Return the files of an unfinished evaluation: ``PARTIAL_FILE`` of rank 0, and one for each other rank that began."""
+    return sorted(folder.glob(f"{Path(PARTIAL_FILE).stem}*.jsonl"))
+
+
+def num_kept(folder: Path) -> int:
+    """Return the number of results that an unfinished evaluation has left."""
+    return sum(max(0, path.read_bytes().count(b"\n") - 1) for path in partial_files(folder))
 
 
 class PartialResults:
-    """A file with one line of conditions and one line per finished episode.
+    """A file with one line of conditions and one line per episode that this rank has finished.
 
-    A context manager that deletes the file on success; on failure it keeps it and prints how to continue. An episode's
-    result depends only on the conditions and its spec, so results of an earlier process under equal conditions are
-    those that this process would compute.
+    A context manager; rank 0 deletes the files of all ranks on success. An episode's result depends only on the conditions and
+    its spec, so results of earlier processes under equal conditions are those that this process would compute. Rank 0 reads
+    those of any number of ranks.
 
     Attributes:
         conditions: Everything that results depend on, as JSON values.
-        known: Results of earlier processes.
+        known: Results of earlier processes, on rank 0.
         earlier_s: Seconds that these processes took until their last result.
 
     Raises:
-        ConfigError: The file holds results under other conditions, or another process is writing to it.
-        CheckpointError: The file is damaged.
+        ConfigError: A file holds results under other conditions, or another process is writing to it.
+        CheckpointError: A file is damaged.
     """
 
-    def __init__(self, folder: Path, conditions: dict[str, Any]) -> None:
-        self.path = folder / PARTIAL_FILE
+    def __init__(self, folder: Path, conditions: dict[str, Any], rank: int = 0) -> None:
+        name = Path(PARTIAL_FILE)
+        self.rank, self.path = rank, folder / (f"{name.stem}.{rank}{name.suffix}" if rank else PARTIAL_FILE)
         self.conditions = json.loads(json.dumps(conditions, default=str))
         self.known: list[EpisodeResult] = []
         self.earlier_s = 0.0
@@ -45,7 +56,11 @@ class PartialResults:
         try:
             busy = f"Another evaluation is writing to {self.path}. Wait until it ends"
             lock(self._file, f"{busy}, or set output_dir=<another folder>")
-            self._read()
+            if rank == 0:
+                for path in partial_files(folder):
+                    self._read(path)
+            content = self.path.read_bytes()
+            os.truncate(self.path, content.rfind(b"\n") + 1)  # an unfinished line of a process that was killed
         except BaseException:
             self._file.close()
             raise
@@ -63,36 +78,34 @@ class PartialResults:
 
     def __exit__(self, error_type: type[BaseException] | None, *details: object) -> None:
         with self._file:
-            if error_type is None or not self.num_results:
+            if self.rank == 0 and error_type is None:
+                for path in partial_files(self.path.parent):
+                    path.unlink()
+            elif not self.num_results and error_type is not None:
                 self.path.unlink()
-                return
-        kept = f"{self.num_results} results are kept in {self.path}"
-        print(f"\n{kept}; the same command with output_dir={self.path.parent} continues", file=sys.stderr, flush=True)
 
     def _write(self, values: dict[str, Any]) -> None:
         with naming(self.path):
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()
 
-    def _read(self) -> None:
-        """Read the results of earlier processes; an unfinished last line is cut off."""
-        content = self.path.read_bytes()
-        num_whole = content.rfind(b"\n") + 1
+    def _read(self, path: Path) -> None:
+        """Read the whole lines of a file that an earlier process wrote."""
+        content = path.read_bytes()
         try:
-            lines = [json.loads(line) for line in content[:num_whole].decode("utf-8").splitlines()]
+            lines = [json.loads(line) for line in content[: content.rfind(b"\n") + 1].decode("utf-8").splitlines()]
             saved = lines[0] if lines else self.conditions
             seconds = [line.pop("wall_s") for line in lines[1:]]
             results = [EpisodeResult(**{**line, "spec": EpisodeSpec(**line["spec"])}) for line in lines[1:]]
             differ = sorted(key for key in {**saved, **self.conditions} if saved.get(key) != self.conditions.get(key))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
-                f"{self.path} cannot be read ({type(error).__name__}: {error}). Delete it, or set output_dir=<another folder>"
+                f"{path} cannot be read ({type(error).__name__}: {error}). Delete it, or set output_dir=<another folder>"
             ) from error
         if differ:
             raise ConfigError(
-                f"{self.path} holds {len(results)} results of an interrupted evaluation under other conditions "
+                f"{path} holds {len(results)} results of an interrupted evaluation under other conditions "
                 f"({', '.join(differ)}). Restore them to continue, delete the file, or set output_dir=<another folder>"
             )
-        if num_whole < len(content):
-            os.truncate(self.path, num_whole)
-        self.known, self.earlier_s = results, max(seconds, default=0.0)
+        self.known += results
+        self.earlier_s = max([self.earlier_s, *seconds])

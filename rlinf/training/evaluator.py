@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from rlinf.config.schema import RunConfig
+from rlinf.distributed.deadlines import go_on
 from rlinf.distributed.process_group import rank, world_size
 from rlinf.envs.base import VectorEnv
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
@@ -52,6 +53,7 @@ class Evaluator:
                     video_size=settings.video_size,
                     rank=rank(),
                     num_ranks=world_size(),
+                    on_result=lambda _: go_on(),
                     together=self.stop_signal.together,
                 )
         except StopRequested:

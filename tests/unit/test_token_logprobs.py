@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from rlinf.distributed.launch import launch
+from rlinf.distributed.process_group import rank
 from rlinf.llm import logprobs as module
 from rlinf.llm.logprobs import sequence_logprobs
+from rlinf.models.config import LoraConfig
+from rlinf.models.hf_model import HFModel
+from rlinf.models.lora import apply_lora
 from rlinf.models.sampling import token_logprobs
 
 VOCABULARY = 4000
@@ -20,11 +27,12 @@ FAMILIES = {
     "gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0},
     "granite": {"logits_scaling": 4.0},
     "cohere": {"logit_scale": 0.25},
+    "phi": {},  # its head has a bias
 }
 
 
 class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that an operation makes."""
+    """Records the number of elements that the memory of the largest tensor has, of all that operations make."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +42,7 @@ class Largest(TorchDispatchMode):
         made = function(*args, **(kwargs or {}))
         for value in made if isinstance(made, tuple | list) else [made]:
             if isinstance(value, torch.Tensor):
-                self.size = max(self.size, value.numel())
+                self.size = max(self.size, value.untyped_storage().nbytes() // value.element_size())
         return made
 
 
@@ -73,7 +81,7 @@ def load(tiny_lm):
 
 def assert_same(model, found, expected):
     values, gradients, _ = found
-    torch.testing.assert_close(values, expected[0], atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(values, expected[0], atol=1e-6, rtol=1e-6)
     assert gradients.keys() == expected[1].keys()
     for name, gradient in expected[1].items():
         torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
@@ -97,6 +105,73 @@ def test_chunks_of_the_vocabulary_give_the_numbers_of_all_logits(load, name, tem
         monkeypatch.setattr(module, "_head_logits", lambda config, logits: logits)
         monkeypatch.setattr(module, "_are_equal", lambda ours, logits: True)
         assert (sequence_logprobs(model, ids, mask, temperature) - expected[0]).abs().max() > 0.1
+
+
+def chunked(model, ids, mask, monkeypatch):
+    """Scored without and with chunks of 10 tokens."""
+    expected = scored(model, every_logit, ids, mask, 1.0)
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 10 * VOCABULARY)
+    return scored(model, sequence_logprobs, ids, mask, 1.0), expected
+
+
+def test_a_bias_of_the_head_counts(load, monkeypatch):
+    model, (ids, mask) = load("phi"), rows()
+    with torch.no_grad():
+        model.lm_head.bias.normal_(std=2.0)
+    found, expected = chunked(model, ids, mask, monkeypatch)
+    assert_same(model, found, expected)
+    assert "lm_head.bias" in found[1] and found[2] < 93 * VOCABULARY <= expected[2]
+    with torch.no_grad():
+        model.lm_head.bias.zero_()
+    assert (sequence_logprobs(model, ids, mask) - found[0]).abs().max() > 0.1, "control"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_adapters_on_the_head_count(load, name, monkeypatch):
+    model, (ids, mask) = load(name), rows()
+    plain = sequence_logprobs(model, ids, mask).detach()
+    apply_lora(HFModel(model), LoraConfig(rank=4, alpha=8, target_modules=["q_proj", "lm_head"]))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(std=0.3)
+    found, expected = chunked(model, ids, mask, monkeypatch)
+    assert_same(model, found, expected)
+    assert {key.split(".")[0] for key in found[1]} == {"lm_head", "model"}, "adapters of head and layers have gradients"
+    assert found[2] < 93 * VOCABULARY <= expected[2]
+    assert (found[0] - plain).abs().max() > 0.1, "control"
+
+
+def test_a_model_without_an_output_layer_gets_all_logits(load, monkeypatch):
+    model, (ids, mask) = load("llama"), rows()
+    monkeypatch.setattr(model, "get_output_embeddings", lambda: None)
+    found, expected = chunked(model, ids, mask, monkeypatch)
+    assert_same(model, found, expected)
+    assert found[2] >= 93 * VOCABULARY, "control of the test above: this one does have all logits"
+
+
+def score_on_two_ranks(folder):
+    """Write the sharded model's values and gradients, and the size of its largest tensor, next to the model."""
+    module.CHUNK_LOGITS = 10 * VOCABULARY
+    model, mesh = AutoModelForCausalLM.from_pretrained(folder).eval(), init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    values, gradients, size = scored(model, sequence_logprobs, *rows(), 1.0)
+    gradients = {name: gradient.full_tensor() for name, gradient in gradients.items()}
+    torch.save([values, gradients, size], f"{folder}/rank{rank()}.pt")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_of_a_sharded_model_is_whole_in_both_passes(tiny_lm, tied):
+    folder = tiny_lm("llama", vocab_size=VOCABULARY, initializer_range=0.1, tie_word_embeddings=tied)
+    launch(score_on_two_ranks, folder, 2, "cpu")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    expected = scored(model, every_logit, *rows(), 1.0)
+    for number in range(2):
+        found = torch.load(f"{folder}/rank{number}.pt")
+        assert_same(model, found, expected)
+        assert found[2] < 93 * VOCABULARY
 
 
 def test_packed_rows_in_chunks(load, monkeypatch):

@@ -103,6 +103,8 @@ class HuggingFacePolicy(TokenPolicy):
         self.config = from_mapping(HuggingFacePolicyConfig, kwargs)
         check_trainable(self.config)
         _check_training(self.config)
+        if self.config.compile:
+            check_compiler(_device_of(self.config))
         lora = None if self.config.lora is None else from_mapping(LoraConfig, self.config.lora, "lora")
         self.model_name = model_name
         self.temperature = self.config.temperature
@@ -115,8 +117,6 @@ class HuggingFacePolicy(TokenPolicy):
             )
         if lora is not None:
             apply_lora(HFModel(self.model), lora)
-        if self.config.compile:
-            check_compiler(self.model.device.type)
         set_training_options(self.model, recomputed=self.config.gradient_checkpointing, compiled=self.config.compile)
         self.parallel: Parallel = Replicated(self.model)
         if self._sharded:

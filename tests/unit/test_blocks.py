@@ -178,6 +178,12 @@ def test_no_compiler_is_refused_by_name_before_a_model_loads(monkeypatch, tmp_pa
     validate(config, "evaluate")  # an evaluation compiles nothing
 
 
+def test_no_compiler_is_refused_by_a_token_policy_before_it_loads(monkeypatch):
+    monkeypatch.setattr(module, "get_cpp_compiler", no_compiler)
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler on CPU.*Pass compile=False"):
+        HuggingFacePolicy("a folder that is not there", compile=True, device_map="cpu")
+
+
 def no_compiler():
     raise module.InvalidCxxCompiler
 

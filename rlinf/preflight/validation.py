@@ -195,10 +195,7 @@ def check_phases(config: RunConfig, command: str) -> None:
 def check_batches(config: RunConfig) -> None:
     """Check that envs, samples, minibatches and micro-batches divide evenly."""
     rollout, ranks, minibatch = config.rollout, config.cluster.num_processes, config.trainer.minibatch_size
-    if rollout.num_envs % (ranks * rollout.group_size):
-        share = f"cluster.num_processes={ranks} x rollout.group_size={rollout.group_size}"
-        fix = f"rollout.num_envs={nearest_multiple(rollout.num_envs, ranks * rollout.group_size)}"
-        refuse(f"rollout.num_envs={rollout.num_envs}", f"a multiple of {share}, because a group stays on one rank", fix)
+    check_blocks(config)
     if rollout.num_envs // ranks < (rollout.num_lanes or 1):
         found = f"{rollout.num_envs // ranks} env per rank (rollout.num_envs={rollout.num_envs} over {ranks} ranks)"
         refuse(found, f"at least one for each of rollout.num_lanes={rollout.num_lanes}", "rollout.num_lanes=1")
@@ -215,6 +212,15 @@ def check_batches(config: RunConfig) -> None:
         )
     check_micro_batch(config, minibatch, "trainer.minibatch_size")
     check_rollout_memory(config)
+
+
+def check_blocks(config: RunConfig) -> None:
+    """Check that every rank plays equally many whole groups of envs."""
+    rollout, ranks = config.rollout, config.cluster.num_processes
+    if rollout.num_envs % (ranks * rollout.group_size):
+        share = f"cluster.num_processes={ranks} x rollout.group_size={rollout.group_size}"
+        fix = f"rollout.num_envs={nearest_multiple(rollout.num_envs, ranks * rollout.group_size)}"
+        refuse(f"rollout.num_envs={rollout.num_envs}", f"a multiple of {share}, because a group stays on one rank", fix)
 
 
 def check_rollout_memory(config: RunConfig) -> None:

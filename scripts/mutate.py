@@ -57,9 +57,11 @@ TESTS = {
     "rlinf/algorithms/groups.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/algorithms/rloo.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/algorithms/reinforce_pp.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
+    "rlinf/algorithms/statistics.py": ["tests/numerics/test_statistics.py", "tests/numerics/test_advantages.py"],
     "rlinf/llm/losses.py": ["tests/numerics/test_token_losses.py"],
     "rlinf/rollout/collector.py": ["tests/unit/test_rollout_alignment.py"],
     "rlinf/rollout/parity.py": ["tests/unit/test_parity.py"],
+    "rlinf/training/minibatches.py": ["tests/unit/test_minibatches.py"],
     "rlinf/rollout/weight_push.py": ["tests/unit/test_weight_copy.py", "tests/integration/test_weight_sync.py"],
     "rlinf/engines/weight_handle.py": ["tests/unit/test_weight_handle.py"],
     "rlinf/models/embodiment/modules/normalizer.py": [

@@ -12,6 +12,9 @@ from torch._dynamo.utils import counters
 from rlinf.commands.open_checkpoint import statistics_of_env
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.distributed.launch import launch
+from rlinf.distributed.parallel import Sharded
+from rlinf.distributed.process_group import rank
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError
 from rlinf.llm.hf_policy import HuggingFacePolicy
@@ -127,6 +130,46 @@ def test_compiled_blocks_change_no_gradient(case, quick, recomputed):
     graphs = counters["stats"]["unique_graphs"]
     assert_same(score(changed, observation), plain)
     assert counters["stats"]["unique_graphs"] == graphs, "a second pass compiles nothing"
+
+
+def small_vla():
+    """A policy with random weights, and rows for it."""
+    config = build_config(compose_config(["model=openvla_tiny", "env=tabletop"]))
+    env = make_env(config.env, 3, auto_reset=False)
+    observation, _ = env.reset(options={"episodes": list(env.episode_specs("train")[:3])})
+    torch.manual_seed(0)
+    policy = build_policy(config, statistics_of_env(config, env))
+    env.close()
+    return policy, observation
+
+
+def score_shards(folder):
+    """Write what one of two ranks computes with compiled, recomputed blocks in shards."""
+    torch.compile = partial(torch.compile, backend="aot_eager")
+    policy, observation = small_vla()
+    set_training_options(policy, recomputed=True, compiled=True)
+    parallel = Sharded(policy, "cpu")
+    for _ in range(2):  # the second pass finds the code of the first
+        policy.zero_grad()
+        scored = policy.evaluate_actions(policy.preprocess(observation), torch.full((3, policy.num_sampled), 530))
+        parallel.start_backward(is_last=True)
+        scored.logprobs.sum().backward()
+    gradients = {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
+    torch.save([scored.logprobs.detach(), gradients, dict(counters["stats"])], f"{folder}/rank{rank()}.pt")
+
+
+def test_compiled_and_recomputed_shards_give_the_gradients_of_a_plain_model(tmp_path):
+    launch(score_shards, str(tmp_path), 2, "cpu")
+    policy, observation = small_vla()
+    plain = policy.evaluate_actions(policy.preprocess(observation), torch.full((3, policy.num_sampled), 530)).logprobs
+    plain.sum().backward()
+    for number in range(2):
+        logprobs, gradients, stats = torch.load(tmp_path / f"rank{number}.pt")
+        assert stats["calls_captured"] > 0
+        torch.testing.assert_close(logprobs, plain.detach(), **TOLERANCE)
+        for name, parameter in policy.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(gradients[name], 2 * parameter.grad, msg=name, **TOLERANCE)  # of two ranks
 
 
 def score_sequences(policy, observation):

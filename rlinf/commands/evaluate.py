@@ -14,7 +14,7 @@ import yaml
 
 from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, CONFIG_FILE, STATE_FILE
 from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
-from rlinf.config.plugins import load_plugins
+from rlinf.commands.ranks import prepare_rank
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.deadlines import go_on, waiting
 from rlinf.distributed.launch import launch
@@ -98,7 +98,7 @@ def evaluate(config: RunConfig) -> EvaluationResult:
 
 def _evaluate_rank(config: RunConfig) -> None:
     """Play this rank's share of the episodes; rank 0 writes."""
-    load_plugins(config.plugins)
+    prepare_rank(config)
     settings, output, is_first = config.evaluation, Path(config.output_dir), rank() == 0
     baseline = evaluation_folder(settings.compare) if settings.compare else None
     set_num_threads(config.cluster.num_threads, local_world_size())

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from rlinf.algorithms import ALGORITHMS
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
-from rlinf.config.plugins import load_plugins
+from rlinf.commands.ranks import prepare_rank
 from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import open_dataset
@@ -273,8 +272,7 @@ def _collector(config: RunConfig, eval_env: VectorEnv, worker: TrainWorker) -> R
 
 
 def _execute_rank(config: RunConfig) -> None:
-    load_plugins(config.plugins)
-    transformers_logging.disable_progress_bar()
+    prepare_rank(config)
     run = build(config)
     stop_signal = run.session.stop_signal
     try:

@@ -128,6 +128,8 @@ def shell_lines(text: str) -> list[str]:
 def check_command(line: str) -> None:
     """Assert that a command line names things that exist, and that its overrides compose."""
     words = shlex.split(line)
+    if words[0] in ("torchrun", "srun"):
+        words = words[words.index("rlinf") :]
     if words[0] == "export":
         return
     if words[0] == "bash":

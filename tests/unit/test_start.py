@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import rlinf
+from rlinf.commands.ranks import prepare_rank
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
-from rlinf.distributed import start
+from rlinf.distributed import launch, process_group, start
 from rlinf.distributed.start import Place, first_host, place_of, refuse_differences, refuse_shared_gpus
 from rlinf.errors import ConfigError
 from rlinf.preflight.validation import check_devices
@@ -151,3 +152,31 @@ def test_ranks_that_share_a_gpu_are_refused(gpus, words):
         return refuse_shared_gpus(found)
     with pytest.raises(ConfigError, match=f"{words}.*one GPU for each rank.*cluster.device=cpu"):
         refuse_shared_gpus(found)
+
+
+def prepare_with_another_plugin(folder: str) -> None:
+    config = build_config(compose_config(["model=mlp", "env=tabletop", "output_dir=unused"]))
+    config.plugins = [f"{folder}/{process_group.rank()}/own_plugin.py"]
+    config.seed = 7 if process_group.rank() else 3
+    with pytest.raises(ConfigError) as error:
+        prepare_rank(config)
+    (Path(folder) / f"error{process_group.rank()}").write_text(str(error.value))
+    config.plugins, config.seed = [], 3
+    prepare_rank(config)  # a control
+
+
+def test_ranks_with_another_plugin_or_configuration_are_refused_on_all(tmp_path):
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "own_plugin.py").write_text(f"NUMBER = {rank}\n")
+    launch.launch(prepare_with_another_plugin, str(tmp_path), 2, "cpu")
+    texts = {(tmp_path / f"error{rank}").read_text() for rank in (0, 1)}
+    assert len(texts) == 1
+    (text,) = texts
+    for words in (
+        "configuration of seed (sha256): rank 1 on ",
+        "configuration of plugins",
+        "own_plugin.py (sha256): rank 1 on ",
+    ):
+        assert words in text
+    assert "configuration of model" not in text

@@ -1,0 +1,33 @@
+"""What every rank of a command does first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+
+from rlinf.config.plugins import load_plugins
+from rlinf.config.schema import RunConfig
+from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.process_group import gather_objects
+from rlinf.distributed.start import refuse_differences
+from rlinf.files import sha256_of
+from rlinf.options import to_mapping
+
+
+@waiting("start")
+def prepare_rank(config: RunConfig) -> None:
+    """Import the plugins on this rank, and compare them and the configuration with those of the other ranks.
+
+    Raises:
+        ConfigError: On all ranks, if one differs.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    plugins = load_plugins(config.plugins)
+    transformers_logging.disable_progress_bar()
+    own = {f"plugin {path} (sha256)": sha256_of(path) for path in plugins if path.endswith(".py")}
+    for section, values in to_mapping(config).items():
+        text = json.dumps(values, sort_keys=True, default=str)
+        own[f"configuration of {section} (sha256)"] = hashlib.sha256(text.encode()).hexdigest()
+    refuse_differences(gather_objects((socket.gethostname(), own)))

@@ -29,7 +29,8 @@ from rlinf.models.blocks import repeated_blocks, set_training_options
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import seed_everything
-from rlinf.training.train_worker import TrainWorker, minibatch_indices
+from rlinf.training.minibatches import MinibatchPlan
+from rlinf.training.train_worker import TrainWorker
 
 
 def main() -> None:
@@ -61,13 +62,13 @@ def main() -> None:
     batch.old_logprobs, batch.values = worker.evaluate(batch)
     algorithm.compute_advantages(batch)
     flat = batch.flatten()
-    minibatches = minibatch_indices(flat.loss_mask, config.trainer.minibatch_size, seed=0)
-    num_samples = sum(map(len, minibatches))
+    plan = MinibatchPlan(batch.loss_mask, collector.blocks, config.trainer.minibatch_size, seed=0)
+    minibatches, num_samples = list(plan.epoch(0)), len(flat.loss_mask)
 
     def update() -> float:
         start = time.perf_counter()
-        for index in minibatches:
-            worker.update(flat, index, algorithm, 0)
+        for minibatch in minibatches:
+            worker.update(flat, minibatch, algorithm, 0)
         return time.perf_counter() - start
 
     blocks = repeated_blocks(model) or list(model.children())

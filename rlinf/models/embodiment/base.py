@@ -35,7 +35,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         detach_value: Stop gradients at the value head's input.
 
     Attributes:
-        fsdp_wrap_modules: Class names of the submodules that are sharded as units.
+        fsdp_wrap_modules: Class names of the repeated blocks, which are sharded as units, recomputed and compiled.
         lora_target_modules: Default name suffixes (or a regular expression) of the linear layers to adapt.
         trained_in_full: First parts of the names of parameters that are trained alongside LoRA adapters, without any of
             their own.

@@ -33,7 +33,7 @@ def masked_normalize(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Ten
     (mean,) = _means(mask, valid)
     centred = valid - mean
     std = _means(mask, centred**2)[0] ** 0.5
-    (largest,) = maximum(float(valid.abs().nan_to_num(nan=0.0).max()))
+    (largest,) = maximum(float(valid.abs().nan_to_num().max()))
     normal = torch.zeros_like(centred) if std <= ROUNDING * largest else centred / (std + eps)
     return torch.where(mask, normal, 0.0).to(advantages.dtype)
 

@@ -66,5 +66,5 @@ class MinibatchPlan:
 
     def _max_rows(self, m: int) -> int:
         """Return the most rows that a rank has of minibatch ``m``: of its rows ``start <= p < end`` those with ``p mod M = m``."""
-        before = (self._ends_of_ranks - m + self.num_minibatches - 1) // self.num_minibatches
+        before = (self._ends_of_ranks - m - 1) // self.num_minibatches  # but for a constant
         return int(before.diff().max())

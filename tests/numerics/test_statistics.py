@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf.algorithms import statistics
 from rlinf.algorithms.statistics import explained_variance, masked_mean, masked_normalize
 
 SHAPES = [(7,), (5, 7), (5, 7, 3), (5, 7, 3, 2)]
@@ -27,12 +28,34 @@ def test_the_mean_is_over_the_elements_in_the_mask(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_an_env_contributes_one_row(monkeypatch, shape):
+    rows = []
+    monkeypatch.setattr(statistics, "sum_blocks", lambda own: (rows.append(own), own.sum(0))[1])
+    values, mask = drawn(shape)
+    masked_mean(values, mask)
+    kept = torch.where(mask, values, 0.0).double()
+    others = [axis for axis in range(len(shape)) if axis != min(1, len(shape) - 1)]
+    expected = torch.stack([kept.sum(others), mask.double().sum(others)], 1) if others else torch.stack([kept, mask], 1)
+    torch.testing.assert_close(rows, [expected])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_normalised_elements_are_those_of_numpy(shape):
     values, mask = drawn(shape)
     kept = values.double().numpy()[mask.numpy()]
     result = masked_normalize(torch.where(mask, values, torch.nan), mask, eps=0.25)
     assert result.dtype == torch.float32 and result.shape == shape and not result[~mask].any()
     np.testing.assert_allclose(result[mask], (kept - kept.mean()) / (kept.std() + 0.25), rtol=1e-6)
+
+
+def test_small_advantages_are_not_taken_for_rounding_of_what_is_left_out():
+    result = masked_normalize(torch.tensor([1e-8, -1e-8, 5.0]), torch.tensor([True, True, False]), eps=0.0)
+    assert result.tolist() == pytest.approx([1.0, -1.0, 0.0])
+
+
+def test_returns_that_do_not_vary_have_no_explained_variance():
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    assert explained_variance(torch.zeros(2, 2), torch.full((2, 2), 3.0), mask) == 0.0
 
 
 def test_a_number_that_is_not_finite_does_not_pass_for_equal_advantages():

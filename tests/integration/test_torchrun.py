@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -119,3 +120,54 @@ def test_a_command_without_ranks_runs_once(tmp_path):
     assert status == 0 and out.count("openvla_tiny") >= 1
     ((_, alone, _),) = ended(begin(tmp_path, [sys.executable], ["models"]))
     assert out == alone and "runs in one process" in err
+
+
+TELL = """
+import json, os, sys
+from pathlib import Path
+import torch
+from rlinf.distributed import launch, process_group
+from rlinf.distributed.devices import visible_gpus
+from rlinf.distributed.start import place_of
+from rlinf.engines.vllm_engine import engine_environment
+
+sys.path.insert(0, {fixtures!r})
+from walk_env import WalkConfig, WalkVectorEnv
+from rlinf.types import EpisodeSpec
+
+def tell(folder):
+    env = WalkVectorEnv(WalkConfig(num_processes=1), 1, False)
+    env.reset(options={{"episodes": [EpisodeSpec("walk", 0, 0, 0)]}})
+    simulator = Path(f"/proc/{{env._workers[0].process.pid}}/environ").read_text().split(chr(0))
+    engine = engine_environment(1, visible_gpus(os.environ, 1))
+    names = ("CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID")
+    found = [os.environ, dict(item.split("=", 1) for item in simulator if item), engine]
+    told = [[one.get(name) for name in names] for one in found]
+    Path(folder, str(process_group.rank())).write_text(json.dumps(told))
+    env.close()
+
+if __name__ == "__main__":
+    torch.cuda.device_count = lambda: 8
+    place = place_of(os.environ)
+    sys.exit(launch.run_with_ranks(place, ["train"], lambda: launch.launch(tell, os.environ["FOLDER"], 2, "cpu") or 0))
+"""
+
+
+def test_a_launchers_rank_its_simulators_and_its_engine_see_one_gpu(tmp_path):
+    """On a made-up machine of eight GPUs in another order, on which the launcher's shell had chosen an EGL device."""
+    fixtures = str(Path(__file__).parents[1] / "fixtures")
+    (tmp_path / "tell.py").write_text(TELL.format(fixtures=fixtures))
+    shared = {
+        "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "FOLDER": str(tmp_path),
+        "CUDA_VISIBLE_DEVICES": "6,3,0,1,7,5,4,2", "MUJOCO_EGL_DEVICE_ID": "4", "RLINF_CHOSEN_EGL_DEVICE_ID": "4",
+        "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "tell.py"], cwd=tmp_path, env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank}
+        )
+        for rank in ("0", "1")
+    ]
+    assert [rank.wait(200) for rank in ranks] == [0, 0]
+    for rank, gpu in enumerate(["6", "3"]):
+        assert json.loads((tmp_path / str(rank)).read_text()) == 3 * [[gpu, None]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -14,9 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlinf.commands.train import _execute_rank
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
 from rlinf.distributed import deadlines, launch, process_group
 from rlinf.distributed.config import DeadlinesConfig
 from rlinf.distributed.deadlines import Clock, DeadlineError, waiting
+from rlinf.preflight.validation import validate
 from rlinf.types import EpisodeSpec
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +159,42 @@ def test_under_torchrun_every_rank_tells_the_error_and_ends(tmp_path):
         assert not any(is_running(pid) for pid in pids)
     finally:
         launcher.kill()
+
+
+CALLS = ("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast", "barrier")
+
+
+def train_and_note_unnamed_calls(config) -> None:
+    """Train as a rank, and note in which wait each collective call was made."""
+    found: list[tuple[str, str | None]] = []
+    for name in CALLS:
+
+        def noted(*arguments, _call=getattr(dist, name), _name=name, **options):
+            found.append((_name, deadlines.clock.name))
+            return _call(*arguments, **options)
+
+        setattr(dist, name, noted)
+    _execute_rank(config)
+    dist.all_reduce(torch.zeros(1))  # a control, which is outside of every wait
+    Path(config.output_dir, f"calls{process_group.rank()}").write_text(json.dumps(found))
+
+
+def test_every_collective_call_of_a_run_is_in_a_named_wait(tmp_path):
+    words = [
+        "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8", "rollout.num_envs=4",
+        "trainer.minibatch_size=8", "model.micro_batch_size=8", "trainer.max_steps=2", "trainer.eval_every=1",
+        "trainer.save_every=1", "sft.max_steps=2", "sft.num_demonstrations=4", "sft.batch_size=8", "evaluation.num_episodes=4",
+        "evaluation.num_envs=4", "evaluation.num_videos_per_task=0", "tracking.tensorboard=false", "tracking.progress=false",
+        "cluster.num_threads=1", "cluster.num_processes=2", f"output_dir={tmp_path}",
+    ]  # fmt: skip
+    config = build_config(compose_config(words))
+    validate(config)
+    launch.launch(train_and_note_unnamed_calls, config, 2, "cpu")
+    for rank in (0, 1):
+        *calls, control = json.loads((tmp_path / f"calls{rank}").read_text())
+        assert control == ["all_reduce", None]
+        assert not [call for call in calls if call[1] is None]
+        assert {"start", "update", "rollout", "save", "evaluate"} <= {name for _, name in calls}
 
 
 def test_the_deadline_of_a_rollout_follows_from_those_before():

@@ -29,6 +29,10 @@ class VllmOptions:
     )
     tensor_parallel_size: int = option(1, "GPUs over which the engine splits the model.", minimum=1)
     enforce_eager: bool = option(True, "Do not compile the model or capture CUDA graphs.")
+    sleep: bool = option(
+        True,
+        "Release the engine's GPU memory while the policy is scored and updated. An engine on the CPU releases nothing.",
+    )
     timeout_s: float = option(
         600.0, "Deadline of every answer of the engine; then the run stops with the engine's stacks.", minimum=0.1
     )

@@ -29,7 +29,7 @@ import torch
 from rlinf.distributed.devices import VISIBLE, own_engine_gpus
 from rlinf.distributed.stack_dump import dump_stacks, own_child
 from rlinf.engines.weight_handle import WeightsRefusedError
-from rlinf.engines.weight_receiver import WeightSource, push
+from rlinf.engines.weight_transfer import WeightSource, push
 from rlinf.errors import ConfigError, MissingDependencyError, RLinfError
 
 logger = logging.getLogger("rlinf")
@@ -144,6 +144,7 @@ class VllmEngine:
         self.version: int | None = None
         self.num_starts = 0
         self._loaded: WeightSource | None = None
+        self._is_asleep = False
         self._lock = threading.RLock()
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
@@ -205,13 +206,14 @@ class VllmEngine:
             EngineError: The engine has no weights yet, failed, ended twice, or was closed and lost the weights it was given.
         """
         with self._lock:
-            if self._loaded is not None and self.version != self._loaded.version:
+            if not self._is_asleep and self._loaded is not None and self.version != self._loaded.version:
                 raise EngineError(
                     f"The vLLM engine was given weights of version {self._loaded.version} and has lost them: it ended, or a later "
                     "push was refused. Call update_weights again"
                 )
             self.start()
             try:
+                self.wake()
                 return self._call("generate", request)
             except EngineEndedError as error:
                 logger.warning("%s\nStarting a new engine with the same weights.", error)
@@ -248,7 +250,38 @@ class VllmEngine:
             self._loaded = source
             return source.version
 
+    def sleep(self, keep_weights: bool = True) -> bool:
+        """Release the GPU memory of cache and weights until the next request or push.
+
+        Args:
+            keep_weights: Keep them in main memory. Otherwise they must be sent again, which a push of all weights does anyway.
+
+        Returns:
+            Whether memory was released. An engine on the CPU, or without ``enable_sleep_mode``, stays as it is.
+        """
+        with self._lock:
+            if self._process is None or not self.gpus or not self.spec.engine_args.get("enable_sleep_mode"):
+                return False
+            if not self._is_asleep:
+                self.version = self._call("sleep", keep_weights)
+                self._is_asleep = True
+            return True
+
+    def wake(self) -> None:
+        """Take the GPU memory back, and load weights again that were not kept. Idempotent; ``generate`` does it if needed."""
+        with self._lock:
+            if self._is_asleep:
+                self._rouse()
+                if self._loaded is not None and self.version != self._loaded.version:
+                    self._push(self._loaded)
+
+    def _rouse(self) -> None:
+        if self._is_asleep:
+            self._is_asleep = False
+            self._call("wake", None)
+
     def _push(self, source: WeightSource) -> None:
+        self._rouse()
         base = self.version if self.version is not None and source.builds_on(self._loaded) else None
         self.version = None
         try:
@@ -275,6 +308,7 @@ class VllmEngine:
             return
         atexit.unregister(self.close)
         process, self._process, self.version = self._process, None, None
+        self._is_asleep = False
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

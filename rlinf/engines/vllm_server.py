@@ -30,7 +30,7 @@ from rlinf.engines.vllm_weights import (
     load_bucket,
 )
 from rlinf.engines.weight_handle import TensorSpec, WeightsHandle, WeightsRefusedError
-from rlinf.engines.weight_receiver import WeightReceiver
+from rlinf.engines.weight_transfer import WeightReceiver
 from rlinf.errors import ConfigError
 from rlinf.imports import import_string
 
@@ -115,6 +115,16 @@ class VllmServer(WeightReceiver):
         logprobs = [[entries[token].logprob for entries, token in row] for row in steps]
         return GenerateResult(token_ids, logprobs, self.version)
 
+    def sleep(self, keep_weights: bool) -> int | None:
+        """Release the GPU memory; return the version of the weights that are kept."""
+        self.llm.sleep(level=1 if keep_weights else 2)
+        self._version = self._version if keep_weights else None
+        return self._version
+
+    def wake(self, _: object) -> None:
+        """Take the GPU memory back."""
+        self.llm.wake_up()
+
     def check(self, manifest: Mapping[str, TensorSpec]) -> None:
         """See ``WeightReceiver.check``."""
         if self._is_loading:
@@ -128,7 +138,7 @@ class VllmServer(WeightReceiver):
             self.llm.collective_rpc(begin_load, args=(self._manifest,))
         self.llm.collective_rpc(load_bucket, args=(handle,))
         try:
-            handle.open()
+            handle.open(self._mapped)
         except WeightsRefusedError as error:
             raise EngineError(f"The weights were rewritten while vLLM loaded them: {error}") from error
 

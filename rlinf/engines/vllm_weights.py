@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlinf.engines.weight_handle import TensorSpec, WeightsHandle, check_manifest, complete_tied
-from rlinf.engines.weight_receiver import join_parts
+from rlinf.engines.weight_transfer import join_parts
 
 
 class TensorNames:
@@ -68,6 +68,7 @@ class BucketLoader:
 
     def __init__(self, worker: Any, names: TensorNames) -> None:
         self.worker, self.names = worker, names
+        self._mapped: dict[str, Tensor] = {}
         self._parts: dict[str, tuple[Tensor, int]] = {}
         self._loaded: set[str] | None = None
 
@@ -76,7 +77,7 @@ class BucketLoader:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.names.check(manifest)
-        self._parts, self._loaded = {}, set()
+        self._mapped, self._parts, self._loaded = {}, {}, set()
         model = self.worker.get_model()
         if not torch.cuda.is_available():
             for module in model.modules():
@@ -89,7 +90,7 @@ class BucketLoader:
 
     def load(self, handle: WeightsHandle) -> None:
         """Load the tensors of a bucket."""
-        weights = self.names.read(dict(join_parts(handle, self._parts)))
+        weights = self.names.read(dict(join_parts(handle, self._mapped, self._parts)))
         # vLLM keeps the tensors of a layer until the layer is complete; by then the bucket may have been overwritten.
         copies = ((name, tensor.clone()) for name, tensor in weights.items())
         with self._config():
@@ -103,6 +104,7 @@ class BucketLoader:
         worker, model = self.worker, self.worker.get_model()
         with self._config():
             finalize_layerwise_reload(model, worker.model_config)
+        self._mapped = {}
         worker.model_runner.reset_lora_state()
         worker.model_runner.reset_encoder_cache()
         worker.model_runner.reset_mm_cache()

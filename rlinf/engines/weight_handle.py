@@ -20,8 +20,8 @@ from rlinf.errors import ConfigError, RLinfError
 ALIGNMENT = 64
 """Every tensor begins at a multiple of this many bytes. The first block is the header, which begins with the nonce."""
 NONCE_LEN = 16
-BUCKET_BYTES = 256 * 1024**2
-"""Size of a bucket. A smaller model takes less memory on CPUs, where pages that nobody writes do not exist."""
+BUCKET_BYTES = {"cpu": 16 * 1024**2, "cuda": 256 * 1024**2}
+"""Size of a bucket. On CPUs it stays in the cache between writer and reader; on GPUs, few and large transfers are faster."""
 
 
 class WeightsRefusedError(RLinfError):
@@ -88,27 +88,21 @@ class WeightsHandle:
     ipc: tuple[Any, tuple] | None = None
     gpu: str = ""
 
-    def open(self) -> dict[str, Tensor]:
+    def open(self, mapped: dict[str, Tensor] | None = None, verify: bool = False) -> dict[str, Tensor]:
         """Return all tensors by name, as views of the shared memory. A part of a tensor is flat.
 
-        Raises:
-            WeightsRefusedError: The weights have been overwritten or freed, or are on a GPU that this process does not see.
-        """
-        memory = self._map()
-        return {name: _view(memory, entry) for name, entry in self.manifest.items()}
+        Args:
+            mapped: Shared memory that this process has opened during the same push, to which this one is added.
+            verify: Compare the checksums.
 
-    def verify(self) -> None:
-        """Raise WeightsRefusedError, naming the tensor, if a byte has changed since the weights were written, or see ``open``."""
-        memory = self._map()
-        found = _checksums(memory, self.manifest.values())
-        damaged = [
-            name for (name, entry), sum_ in zip(self.manifest.items(), found, strict=True) if sum_ != entry.checksum
-        ]
-        if damaged:
-            raise WeightsRefusedError(
-                f"Weights version {self.version} were damaged on the way: {', '.join(damaged[:8])} ({len(damaged)} of "
-                f"{len(self.manifest)} tensors of this bucket) differ from what was sent. Push again"
-            )
+        Raises:
+            WeightsRefusedError: The weights have been overwritten, freed or, if verified, damaged; or they are on a GPU that this
+                process does not see.
+        """
+        memory = self._map({} if mapped is None else mapped)
+        if verify:
+            self._verify(memory)
+        return {name: _view(memory, entry) for name, entry in self.manifest.items()}
 
     def buckets(self, trained_only: bool) -> Iterator[WeightsHandle]:
         """Yield this handle: it is a ``WeightSource`` of one bucket, which always sends everything."""
@@ -119,8 +113,7 @@ class WeightsHandle:
         """Return False: nothing is known of what was loaded before."""
         return False
 
-    def _map(self) -> Tensor:
-        """Return the shared memory."""
+    def _map(self, mapped: dict[str, Tensor]) -> Tensor:
         if self.ipc is not None:
             rebuild, arguments = self.ipc
             arguments = list(arguments)
@@ -137,15 +130,26 @@ class WeightsHandle:
             except FileNotFoundError:
                 size = 0
             # Mapping more than the file would lengthen it, and a closed descriptor's number may belong to another file now.
-            memory = (
-                torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8) if size == self.nbytes else None
-            )
+            if size == self.nbytes and self.path not in mapped:
+                mapped[self.path] = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
+            memory = mapped[self.path] if size == self.nbytes else None
         if memory is None or bytes(memory[:NONCE_LEN].tolist()) != self.nonce:
             raise WeightsRefusedError(
                 f"Weights version {self.version} has been overwritten or freed; nothing was loaded. Keep the WeightBuffer, and "
                 "do not write it again, while its handle is in use"
             )
         return memory
+
+    def _verify(self, memory: Tensor) -> None:
+        found = _checksums(memory, self.manifest.values())
+        damaged = [
+            name for (name, entry), sum_ in zip(self.manifest.items(), found, strict=True) if sum_ != entry.checksum
+        ]
+        if damaged:
+            raise WeightsRefusedError(
+                f"Weights version {self.version} were damaged on the way: {', '.join(damaged[:8])} ({len(damaged)} of "
+                f"{len(self.manifest)} tensors of this bucket) differ from what was sent. Push again"
+            )
 
 
 class WeightBuffer:
@@ -240,11 +244,11 @@ class WeightBuckets:
     """Two blocks of shared memory through which weights of any size pass: one is filled while the other one is read.
 
     Args:
-        nbytes: Size of each.
+        nbytes: Bytes of tensors in each; None: ``BUCKET_BYTES`` of the device.
     """
 
-    def __init__(self, nbytes: int = BUCKET_BYTES) -> None:
-        self.nbytes = _padded(max(nbytes, 2 * ALIGNMENT))
+    def __init__(self, nbytes: int | None = None) -> None:
+        self.nbytes = nbytes
         self._buffers = WeightBuffer(), WeightBuffer()
 
     @torch.no_grad()
@@ -257,7 +261,8 @@ class WeightBuckets:
             while True:
                 if buffer is None:
                     buffer = next(buffers)
-                    buffer.clear(self.nbytes, tensor.device)
+                    nbytes = self.nbytes or BUCKET_BYTES[tensor.device.type]
+                    buffer.clear(ALIGNMENT + _padded(nbytes), tensor.device)
                 start = buffer.add(name, tensor, start)
                 if start == tensor.numel():
                     break

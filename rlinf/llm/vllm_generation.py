@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlinf.distributed.process_group import rank
 from rlinf.engines.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, check_temperature
-from rlinf.engines.weight_handle import WeightsHandle
+from rlinf.engines.weight_transfer import WeightSource
 from rlinf.errors import ConfigError
 from rlinf.llm.batch_checks import verify_right_padding, verify_text_only, verify_token_ids
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
@@ -52,6 +52,8 @@ class VllmGenerationWorker:
         timeout_s = engine_args.pop("timeout_s", TIMEOUT_S)
         self.model_name, self.num_gpus = model_name, engine_args.get("tensor_parallel_size", 1)
         self.trust_remote_code = engine_args.get("trust_remote_code", False)
+        if torch.cuda.is_available():
+            engine_args.setdefault("enable_sleep_mode", True)
         spec = EngineSpec(model=model_name, engine_args=engine_args, num_threads=torch.get_num_threads())
         self.engine = VllmEngine(spec, timeout_s=timeout_s)
 
@@ -61,6 +63,7 @@ class VllmGenerationWorker:
         if self.num_gpus > 1:
             check_tensor_parallel(self._model_config, self.num_gpus, "tensor_parallel_size")
         self.engine.start()
+        self.engine.wake()
 
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, greedy: bool = False, **kwargs: Any
@@ -105,13 +108,21 @@ class VllmGenerationWorker:
             [torch.tensor(ids) for ids in prompts], responses, logprobs, settings.get("pad_token_id") or 0
         )
 
-    def update_weights(self, weights_handle: WeightsHandle) -> int:
-        """Load the weights in a ``WeightBuffer`` and return their version.
+    def update_weights(self, weights: WeightSource) -> int:
+        """Load weights and return their version.
+
+        Args:
+            weights: The handle of a ``WeightBuffer`` (also from another process), or in this process a ``MergedWeights``, which
+                passes through two bounded buckets.
 
         Raises:
-            WeightsRefusedError: The handle lacks tensors; the old weights stay.
+            WeightsRefusedError: They lack tensors, and the old weights stay; or they were damaged on the way.
         """
-        return self.engine.update_weights(weights_handle)
+        return self.engine.update_weights(weights)
+
+    def sleep(self) -> bool:
+        """Release the GPU memory until the next request; return whether that worked: an engine on the CPU cannot."""
+        return self.engine.sleep()
 
     def stop(self) -> None:
         """Stop the engine and free all its memory."""
@@ -130,7 +141,8 @@ class VllmGenerationWorker:
 class VllmGeneration(GenerationInterface):
     """A generation backend with one vLLM engine.
 
-    After ``finish_generation`` the engine has lost the weights of ``update_weights``; call it again.
+    After ``finish_generation`` an engine on the CPU has lost the weights of ``update_weights``; call it again. On a GPU it sleeps
+    with them.
 
     Args:
         cluster: ``RayVirtualCluster`` that limits the GPUs of the engine; None: no limit.
@@ -183,11 +195,16 @@ class VllmGeneration(GenerationInterface):
         """Size of the model's vocabulary."""
         return self.worker.vocab_size
 
-    def update_weights(self, weights_handle: WeightsHandle) -> int:
+    def update_weights(self, weights: WeightSource) -> int:
         """See ``VllmGenerationWorker.update_weights``."""
-        return self.worker.update_weights(weights_handle)
+        return self.worker.update_weights(weights)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Let the engine sleep: its GPU memory is free, its weights wait in main memory. On a CPU, stop it. Idempotent."""
+        if not self.worker.sleep():
+            self.worker.stop()
+
+    def shutdown(self) -> None:
         """Stop the engine and free all its memory. Idempotent."""
         self.worker.stop()
 

@@ -11,6 +11,7 @@ import torch
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.parallel import StateBytes, choose_sharding, rank_memory_bytes
 from rlinf.distributed.process_group import resolve_device
+from rlinf.engines.weight_handle import BUCKET_BYTES
 from rlinf.envs import ENVS
 from rlinf.models import entry_for, get_model
 from rlinf.models.config import ModelConfig
@@ -100,7 +101,7 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
 
 
 def engine_bytes(config: RunConfig, model: Any, weights: int) -> int:
-    """Return the bytes of one rank's vLLM engine and of the shared memory for its ``weights`` bytes; 0 without vLLM.
+    """Return the bytes of one rank's vLLM engine and of the two buckets that bring its ``weights`` bytes; 0 without vLLM.
 
     On a GPU without a configured cache size, the engine takes the share ``rollout.vllm.gpu_memory_utilization``.
     """
@@ -111,8 +112,8 @@ def engine_bytes(config: RunConfig, model: Any, weights: int) -> int:
     options, num_envs = config.rollout.vllm, config.rollout.num_envs // config.cluster.num_processes
     cache = engine_arguments(model, options, num_envs)["kv_cache_memory_bytes"]
     if cache is None:
-        return weights + int(options.gpu_memory_utilization * torch.cuda.mem_get_info()[1])
-    return 2 * weights + cache
+        return 2 * BUCKET_BYTES["cuda"] + int(options.gpu_memory_utilization * torch.cuda.mem_get_info()[1])
+    return weights + min(weights, 2 * BUCKET_BYTES["cpu"]) + cache
 
 
 def sample_bytes(config: RunConfig, model: Any) -> int:

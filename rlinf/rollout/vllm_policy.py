@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from rlinf.engines.config import VllmOptions
 from rlinf.engines.vllm_engine import EngineSpec, GenerateRequest, VllmEngine, kv_cache_bytes
-from rlinf.engines.weight_handle import TensorSpec, WeightBuckets, WeightsHandle
+from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.imports import import_string
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.models.lora import base_tensors, merged_tensors, trained_names
+from rlinf.models.lora import base_tensors, trained_names
+from rlinf.models.merged_weights import MergedWeights
 from rlinf.types import ActionPrediction, Observation
 
 SEED_BITS = 24
@@ -65,19 +66,17 @@ class VllmPolicy:
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def crosses(self, name: str) -> bool:
-        """Return whether the engine needs the tensor ``name``."""
-        return name.split(".")[0] not in self.adapter.excluded
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return all tensors for the engine, with adapters merged into the weights."""
-        return {name: tensor for name, tensor in merged_tensors(self.model) if self.crosses(name)}
-
     def update_weights(self, version: int) -> None:
         """Send the torch model's weights to the engine, unless it has this version already."""
         self.version = version
         if self.engine.version != version:
-            self.engine.update_weights(PolicyWeights(self, version))
+            self.engine.update_weights(
+                MergedWeights(self.model, version, self.buckets, self.trained, self.adapter.excluded)
+            )
+
+    def sleep(self) -> None:
+        """Let the engine release its GPU memory until it gets weights or observations again."""
+        self.engine.sleep(keep_weights=len(self.trained) < len(list(base_tensors(self.model))))
 
     def close(self) -> None:
         """End the engine."""
@@ -152,42 +151,6 @@ class VllmPolicy:
         return self.model.predict_values(**inputs)
 
 
-class PolicyWeights:
-    """The weights of a policy's torch model, merged and packed when the engine asks for them (a ``WeightSource``).
-
-    Adapters do not cross: an engine needs merged weights. What crosses after the first push are the blocks (``block_of``) with
-    trained or adapted weights.
-    """
-
-    def __init__(self, policy: VllmPolicy, version: int) -> None:
-        self.policy, self.version = policy, version
-        blocks = {block_of(name) for name in policy.trained}
-        self.manifest = {
-            name: TensorSpec(tensor.dtype, tuple(tensor.shape), block_of(name) in blocks)
-            for name, tensor in base_tensors(policy.model)
-            if policy.crosses(name)
-        }
-
-    def builds_on(self, loaded: object) -> bool:
-        """Return whether ``loaded`` are weights of the same model."""
-        return isinstance(loaded, PolicyWeights) and loaded.policy.model is self.policy.model
-
-    def buckets(self, trained_only: bool) -> Iterator[WeightsHandle]:
-        """Yield the weights bucket by bucket."""
-        names = {name for name, spec in self.manifest.items() if spec.trained or not trained_only}
-        return self.policy.buckets.pack(merged_tensors(self.policy.model, names), self.version)
-
-
-def block_of(name: str) -> str:
-    """Return the numbered block of a tensor (``model.layers.3``), or the module of a tensor outside all blocks.
-
-    vLLM fuses layers of one block, such as queries, keys and values, and loads a fused layer whole or not at all.
-    """
-    parts = name.split(".")
-    number = next((k for k, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
-    return ".".join(parts[: number + 1])
-
-
 def adapter_of(model: ActionModel | type[ActionModel]) -> Any:
     """Return the class that adapts a model to vLLM; raise ConfigError if it has none, or no ``decode_actions``."""
     name = model.__name__ if isinstance(model, type) else type(model).__name__
@@ -219,6 +182,7 @@ def engine_arguments(model: ActionModel, options: VllmOptions, num_envs: int) ->
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "tensor_parallel_size": options.tensor_parallel_size,
         "enforce_eager": options.enforce_eager,
+        "enable_sleep_mode": torch.cuda.is_available() and options.sleep,
         "limit_mm_per_prompt": {"image": 1},
     }
 

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.parallel import local_part
 from rlinf.distributed.process_group import any_rank, gather_objects
-from rlinf.engines.weight_handle import TensorSpec
-from rlinf.engines.weight_receiver import ModuleReceiver, PushHeader
+from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader, manifest_of
 from rlinf.errors import RLinfError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.optim.finite import check_finite
@@ -74,17 +73,16 @@ class WeightPush:
         self.version = version
         return version
 
+    def rest(self) -> None:
+        """Let an engine release its GPU memory until the next push or rollout."""
+        if self.generator is not None:
+            self.generator.sleep()
+
     def _tensors(self) -> dict[str, Tensor]:
         return dict(self.trainer_model.state_dict())
 
     def _copy(self, version: int, base: int | None) -> None:
-        frozen = {
-            name for name, p in self.trainer_model.named_parameters(remove_duplicate=False) if not p.requires_grad
-        }
-        manifest = {
-            name: TensorSpec(tensor.dtype, tuple(tensor.shape), name not in frozen)
-            for name, tensor in self._tensors().items()
-        }
+        manifest = manifest_of(self.trainer_model)
         self._replica.begin(PushHeader(version, manifest, base))
         wanted = {name for name, spec in manifest.items() if base is None or spec.trained}
         for name, tensor in gathered(self.trainer_model, wanted):

@@ -155,6 +155,7 @@ class RLTrainer:
         if blocks is None or len(blocks):
             policy, needs_values = self.sync.rollout_policy, self.algorithm.needs_values
             batch = self.collector.collect(policy, step, state.policy_version, needs_values, attempt, blocks)
+            self.sync.rest()
         state.env_steps += sum_counts(0 if batch is None else int(batch.action_mask.sum()))[0]
         return batch
 

@@ -13,10 +13,22 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from transformers import Phi3Config, Phi3ForCausalLM, Qwen3MoeConfig
+from transformers import Qwen3MoeConfig
+from vllm_models import (
+    NUM_ROWS,
+    TEMPERATURE,
+    act,
+    check_rows,
+    gap,
+    make_language_model,
+    make_model,
+    observe,
+    perturb,
+    trainer_logprobs,
+    weights_of,
+)
 
 from rlinf.cli import main
 from rlinf.commands.train import train
@@ -29,57 +41,14 @@ from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError
 from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.vllm_generation import VllmGeneration, VllmGenerationWorker
-from rlinf.models import build_policy
 from rlinf.models.config import LoraConfig
 from rlinf.models.hf_model import HFModel
 from rlinf.models.lora import apply_lora
 from rlinf.rollout.vllm_policy import VllmPolicy
-from rlinf.types import Observation
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: bash scripts/setup.sh --vllm"
 )
-NUM_ROWS, TEMPERATURE = 12, 1.3
-INSTRUCTIONS = ("reach the red block", "push the blue block into the zone")
-
-
-def make_model(seed=0, dtype=torch.float32):
-    torch.manual_seed(seed)
-    model = build_policy(build_config(compose_config(["experiment=quickstart_vllm"])))
-    with torch.no_grad():
-        model.language_model.lm_head.weight.mul_(5.0)  # tokens that are far from equally likely
-    return model.to(dtype).eval()
-
-
-def observe(seed=0, num_rows=NUM_ROWS):
-    generator = np.random.default_rng(seed)
-    return Observation(
-        images={"front": generator.integers(0, 256, (num_rows, 64, 64, 3), dtype=np.uint8)},
-        state=None,
-        instruction=[INSTRUCTIONS[row % 2] for row in range(num_rows)],
-    )
-
-
-def perturb(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-            parameter.add_(0.2 * parameter.std(correction=0) * noise)
-
-
-@torch.no_grad()
-def trainer_logprobs(model, inputs, prediction):
-    return model.evaluate_actions(inputs, prediction.sequences, TEMPERATURE).logprobs
-
-
-def act(policy, inputs, seed=5):
-    uniforms = torch.rand(len(inputs["input_ids"]), policy.num_uniforms, generator=torch.Generator().manual_seed(seed))
-    return policy.predict_action_batch(temperature=TEMPERATURE, uniforms=uniforms, **inputs)
-
-
-def gap(policy, prediction, logprobs):
-    return (policy.rollout_logprobs(prediction, TEMPERATURE) - logprobs).abs()
 
 
 def alive(pid):
@@ -204,7 +173,7 @@ def test_frequencies_of_the_first_token_are_the_trainers_probabilities(policy):
 def test_weights_that_are_not_all_there_are_refused_by_name_and_change_nothing(policy):
     inputs = policy.preprocess(observe())
     before = act(policy, inputs)
-    weights, buffer = policy.weights(), WeightBuffer()
+    weights, buffer = weights_of(policy), WeightBuffer()
     names = ["language_model.model.layers.1.self_attn.k_proj.weight", "projector.fc1.bias"]
     partial = {name: torch.zeros_like(tensor) for name, tensor in weights.items() if name not in names}
     with pytest.raises(WeightsRefusedError) as error:
@@ -249,7 +218,7 @@ def test_adapters_are_part_of_the_weights_that_the_engine_gets(policy):
 def test_the_engine_keeps_nothing_of_the_shared_memory(policy):
     inputs = policy.preprocess(observe())
     before = act(policy, inputs)
-    zeros = {name: torch.zeros_like(tensor) for name, tensor in policy.weights().items()}
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in weights_of(policy).items()}
     assert len([*policy.buckets.pack(zeros.items(), 93), *policy.buckets.pack(zeros.items(), 93)]) == 2
     assert torch.equal(act(policy, inputs).logits, before.logits)
 
@@ -328,40 +297,6 @@ def test_failed_sync_and_kill_rebuild_the_engine_and_a_hang_ends_with_stacks(tmp
 
 
 # -- language models ---------------------------------------------------------------------------------------------
-
-
-def make_language_model(seed):
-    """A Phi-3: its queries, keys and values are one tensor, gate and up projections another."""
-    torch.manual_seed(seed)
-    config = Phi3Config(
-        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, original_max_position_embeddings=64, initializer_range=0.3,
-        pad_token_id=0, bos_token_id=1, eos_token_id=95,
-    )  # fmt: skip
-    return Phi3ForCausalLM(config).eval()
-
-
-@torch.no_grad()
-def continue_greedily(model, prompt, num_tokens, temperature):
-    """The slow way: the whole sequence again for each token."""
-    ids, logprobs = list(prompt), []
-    for _ in range(num_tokens):
-        scores = (model(torch.tensor([ids])).logits[0, -1] / temperature).log_softmax(-1)
-        ids.append(int(scores.argmax()))
-        logprobs.append(float(scores.max()))
-    return ids, logprobs
-
-
-def check_rows(output, model, prompts, num_tokens, temperature=0.7):
-    for row, prompt in enumerate(prompts):
-        ids, logprobs = continue_greedily(model, prompt, num_tokens, temperature)
-        length = int(output["unpadded_sequence_lengths"][row])
-        assert output["output_ids"][row, :length].tolist() == ids
-        assert not output["output_ids"][row, length:].any()
-        torch.testing.assert_close(
-            output["logprobs"][row, len(prompt) : length], torch.tensor(logprobs), atol=1e-4, rtol=0
-        )
-        assert not output["logprobs"][row, : len(prompt)].any() and not output["logprobs"][row, length:].any()
 
 
 def check_allowed(worker, model):

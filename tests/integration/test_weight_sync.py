@@ -15,7 +15,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import full_tensor, grad_norm
 from rlinf.distributed.process_group import rank
-from rlinf.engines.weight_receiver import ModuleReceiver
+from rlinf.engines.weight_transfer import ModuleReceiver
 from rlinf.envs.episodes import EVAL_INIT_STATE_OFFSET
 from rlinf.errors import ConfigError, ParityError, RLinfError
 from rlinf.evaluation.evaluator import evaluate_policy

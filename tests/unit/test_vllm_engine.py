@@ -58,6 +58,11 @@ while True:
         answer = "ok", header.version
     elif command == "held":
         answer = "ok", None
+    elif command == "sleep":
+        weight = weight if payload else float("nan")
+        answer = "ok", header.version if payload else None
+    elif command == "wake":
+        answer = "ok", None
     elif (faults / "hang").exists():
         time.sleep(600)
     else:
@@ -168,6 +173,35 @@ def test_a_new_process_never_plays_with_other_weights_than_those_it_was_given(en
         engine.generate("request")
     with pytest.raises(EngineError, match="weights of version 1 and has lost them"):
         engine.generate("request")
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_engine_sleeps_until_it_is_needed_and_loads_again_what_it_did_not_keep(engine, weights, monkeypatch, keeps):
+    engine.gpus, engine.spec.engine_args = ["0"], {"enable_sleep_mode": True}
+    commands, send = [], engine.send
+    monkeypatch.setattr(engine, "send", lambda command, payload: (commands.append(command), send(command, payload)))
+    assert not engine.sleep(), "it has not started"
+    engine.update_weights(weights(2.0, version=1))
+    commands.clear()
+    assert engine.sleep(keeps) and engine.sleep(keeps)
+    assert commands == ["sleep"] and engine.version == (1 if keeps else None)
+    assert engine.generate("request") == 2.0
+    assert commands == ["sleep", "wake", *([] if keeps else ["begin", "load", "commit"]), "generate"]
+    engine.sleep(keeps)
+    commands.clear()
+    engine.update_weights(weights(4.0, version=2))
+    assert commands == ["wake", "begin", "load", "commit"], "new weights do not wait for the old ones"
+    assert engine.generate("request") == 4.0 and engine.num_starts == 1
+    engine.sleep(keeps)
+    os.kill(engine.pid, signal.SIGKILL)
+    assert engine.generate("request") == 4.0 and engine.num_starts == 2
+
+
+@pytest.mark.parametrize(("gpus", "engine_args"), [([], {"enable_sleep_mode": True}), (["0"], {})])
+def test_an_engine_that_cannot_release_memory_says_so(engine, weights, gpus, engine_args):
+    engine.gpus, engine.spec.engine_args = gpus, engine_args
+    engine.update_weights(weights(2.0, version=1))
+    assert engine.sleep() is False and engine.generate("request") == 2.0
 
 
 def test_a_process_that_does_not_answer_is_ended_and_tells_where_it_was(engine, faults, monkeypatch):

@@ -391,7 +391,8 @@ def test_the_memory_estimate_counts_weights_shared_memory_and_cache_of_the_engin
     assert estimate("trainer.max_steps=0").engine == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (500, 1000))
-    assert estimate("rollout.vllm.gpu_memory_utilization=0.25").engine == found.weights + 250
+    on_gpu = estimate("rollout.vllm.gpu_memory_utilization=0.25", "cluster.device=cpu")
+    assert on_gpu.engine == 2 * 256 * 1024**2 + 250, "two buckets, whatever the size of the model"
 
 
 def test_the_cache_of_a_language_model_on_cpus_is_bounded_but_holds_one_sequence(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlinf.engines.weight_receiver import ModuleReceiver
+from rlinf.engines.weight_transfer import ModuleReceiver
 from rlinf.errors import RLinfError
 from rlinf.rollout import weight_push
 from rlinf.rollout.weight_push import WeightPush, frozen_copy

@@ -1,4 +1,4 @@
-"""Take a push of weights: ``begin``, ``load`` for each bucket, ``commit``. In between, nobody acts with them.
+"""Push weights to a receiver: ``begin``, ``load`` for each bucket, ``commit``. In between, nobody acts with them.
 
 A push is complete or refused. The first one sends every tensor, the next ones only what training changes.
 """
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rlinf.engines.weight_handle import TensorSpec, WeightsHandle, WeightsRefusedError, check_manifest
+from rlinf.engines.weight_handle import TensorSpec, WeightBuckets, WeightsHandle, WeightsRefusedError, check_manifest
 from rlinf.optim.finite import not_finite
 
 
@@ -96,6 +96,42 @@ def push(source: WeightSource, peer: Peer, base: int | None = None) -> int:
     return peer.answer("commit")
 
 
+class ModuleWeights:
+    """The weights of a torch module, packed bucket by bucket when the receiver asks for them (a ``WeightSource``).
+
+    Args:
+        module: Unsharded; it must not change before the receiver has its next weights, because a restarted one asks again.
+        version: Number of weight updates that produced the weights.
+        buckets: Shared memory, which pushes of one module take in turn.
+    """
+
+    def __init__(self, module: nn.Module, version: int, buckets: WeightBuckets) -> None:
+        self.module, self.version, self._buckets = module, version, buckets
+        self.manifest = manifest_of(module)
+
+    def builds_on(self, loaded: object) -> bool:
+        """Return whether ``loaded`` are weights of the same module."""
+        return isinstance(loaded, ModuleWeights) and loaded.module is self.module
+
+    def buckets(self, trained_only: bool) -> Iterator[WeightsHandle]:
+        """See ``WeightSource.buckets``."""
+        names = {name for name, spec in self.manifest.items() if spec.trained or not trained_only}
+        return self._buckets.pack(self.tensors(names), self.version)
+
+    def tensors(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield some tensors of the manifest."""
+        return ((name, tensor) for name, tensor in self.module.state_dict().items() if name in names)
+
+
+def manifest_of(module: nn.Module) -> dict[str, TensorSpec]:
+    """Return the manifest of a module's state dict. Only parameters that need no gradient are frozen; a buffer may change."""
+    frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {
+        name: TensorSpec(tensor.dtype, tuple(tensor.shape), name not in frozen)
+        for name, tensor in module.state_dict().items()
+    }
+
+
 class WeightReceiver:
     """The state of a receiver. Subclasses say what they need (``check``) and where tensors go (``receive``).
 
@@ -108,6 +144,7 @@ class WeightReceiver:
         self._manifest: dict[str, TensorSpec] = {}
         self._header: PushHeader | None = None
         self._missing: dict[str, int] = {}
+        self._mapped: dict[str, Tensor] = {}
 
     @property
     def version(self) -> int | None:
@@ -125,7 +162,7 @@ class WeightReceiver:
             WeightsRefusedError: Tensors are missing, unknown or of another shape, or the weights that these ones build on are not here;
                 nothing was changed.
         """
-        self._header = None
+        self._header, self._mapped = None, {}
         if header.base is not None and (header.base != self._version or not self._manifest):
             held = "no complete weights" if self._version is None else f"version {self._version}"
             raise WeightsRefusedError(
@@ -148,8 +185,13 @@ class WeightReceiver:
         if header is None or handle.version != header.version:
             wanted = "none: no push has begun" if header is None else str(header.version)
             raise WeightsRefusedError(f"A bucket of version {handle.version} arrived; expected: {wanted}")
-        handle.verify()
-        _check_finite(handle)
+        weights = handle.open(self._mapped, verify=True)
+        found = not_finite(weights)
+        if found:
+            name, number = next(iter(found.items()))
+            raise WeightsRefusedError(
+                f"Weights refused: '{name}' holds {number} ({len(found)} of {len(weights)} tensors of this bucket are not finite)"
+            )
         for name, entry in handle.manifest.items():
             self._arrived(name, entry.stop - entry.start)
         self._version = None
@@ -159,6 +201,7 @@ class WeightReceiver:
     def commit(self, _: object = None) -> int:
         """End the push; return the version that is held now. Raises WeightsRefusedError, with their names, if tensors are missing."""
         header, self._header = self._header, None
+        self._mapped = {}
         if header is None:
             raise WeightsRefusedError("The push ended before it had begun, or one of its buckets was refused.")
         if self._missing:
@@ -195,6 +238,7 @@ class ModuleReceiver(WeightReceiver):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        self.module = module
         named = (module.named_parameters, module.named_buffers)
         tensors = {name: tensor for names in named for name, tensor in names(remove_duplicate=False)}
         self.tensors = {name: tensors[name] for name in module.state_dict()}
@@ -207,7 +251,7 @@ class ModuleReceiver(WeightReceiver):
 
     def receive(self, handle: WeightsHandle) -> None:
         """See ``WeightReceiver.receive``."""
-        for name, tensor in join_parts(handle, self._parts):
+        for name, tensor in join_parts(handle, self._mapped, self._parts):
             self._copy(name, tensor)
 
     def take(self, name: str, tensor: Tensor) -> None:
@@ -221,14 +265,17 @@ class ModuleReceiver(WeightReceiver):
         self.tensors[name].copy_(tensor)
 
 
-def join_parts(handle: WeightsHandle, parts: dict[str, tuple[Tensor, int]]) -> Iterator[tuple[str, Tensor]]:
+def join_parts(
+    handle: WeightsHandle, mapped: dict[str, Tensor], parts: dict[str, tuple[Tensor, int]]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole tensors of a bucket: views of it, or copies of which the last part is there.
 
     Args:
         handle: The bucket.
+        mapped: Shared memory that was opened during this push; empty before its first bucket.
         parts: Incomplete tensors and the number of their elements that have arrived; empty before the first bucket of a push.
     """
-    for name, tensor in handle.open().items():
+    for name, tensor in handle.open(mapped).items():
         entry = handle.manifest[name]
         if entry.is_whole:
             yield name, tensor
@@ -239,13 +286,3 @@ def join_parts(handle: WeightsHandle, parts: dict[str, tuple[Tensor, int]]) -> I
         if parts[name][1] == whole.numel():
             del parts[name]
             yield name, whole
-
-
-def _check_finite(handle: WeightsHandle) -> None:
-    weights = handle.open()
-    found = not_finite(weights)
-    if found:
-        name, number = next(iter(found.items()))
-        raise WeightsRefusedError(
-            f"Weights refused: '{name}' holds {number} ({len(found)} of {len(weights)} tensors of this bucket are not finite)"
-        )

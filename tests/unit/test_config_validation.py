@@ -121,9 +121,11 @@ def test_observations_that_do_not_fit_into_the_memory_are_refused(monkeypatch):
         monkeypatch.setattr("rlinf.preflight.validation.main_memory_bytes", lambda: needed)
         validate(config)
         monkeypatch.setattr("rlinf.preflight.validation.main_memory_bytes", lambda: needed - 1)
-        with pytest.raises(ConfigError, match=rf"64 envs x 16 .*Set rollout.num_envs={64 - ranks}\b"):
+        with pytest.raises(ConfigError, match=rf"64 envs on this machine x 16 .*Set rollout.num_envs={64 - ranks}\b"):
             validate(config)
     validate(build(*envs, "cluster.num_processes=2", "rollout.num_envs=60"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # of two machines, each holds a half
+    validate(build(*envs, "cluster.num_processes=2"))
 
 
 def test_a_command_of_another_launcher_is_refused_for_every_command(monkeypatch):

@@ -34,7 +34,7 @@ from rlinf.errors import ConfigError, RankKilledError
 from rlinf.evaluation.compare import compare
 from rlinf.evaluation.compare_folders import COMPARISON_NAMES, check_conditions, compare_folders, evaluation_folder
 from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
-from rlinf.evaluation.evaluator import episode_list, evaluate_policy
+from rlinf.evaluation.evaluator import episode_list, evaluate_policy, share_of
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.evaluation.partial import PARTIAL_FILE, PartialResults, num_kept, partial_files
 from rlinf.evaluation.report import write_report
@@ -224,7 +224,7 @@ class _Progress:
         self, partial: PartialResults, known: Sequence[EpisodeResult], num_episodes: int, updates: bool
     ) -> None:
         self._partial = partial
-        self._num_episodes = len(known) + len(range(rank(), num_episodes - len(known), world_size()))
+        self._num_episodes = len(known) + len(share_of(range(num_episodes - len(known)), rank(), world_size()))
         self._successes = sum(result.success for result in known)
         self._line = Progress(enabled=rank() == 0, updates=updates)
         if known:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from rlinf.envs.base import VectorEnv
     from rlinf.models.embodiment.base import ActionModel
     from rlinf.types import Acts
+
+T = TypeVar("T")
 
 NUM_ROWS = 16
 """Rows of a policy call; larger calls gain little, and waste more when few episodes are still running."""
@@ -112,6 +114,15 @@ def episode_list(env: VectorEnv, split: str, num_episodes: int | None) -> list[E
     return [available[number] for number in range(num_episodes)]
 
 
+def share_of(episodes: Sequence[T], rank: int, num_ranks: int) -> Sequence[T]:
+    """Return the neighbouring episodes that a rank plays.
+
+    Lists take the tasks in turn, so every share has all tasks. With every ``num_ranks``-th episode, a rank could have the long tasks alone.
+    """
+    count = len(episodes)
+    return episodes[count * rank // num_ranks : count * (rank + 1) // num_ranks]
+
+
 def evaluate_policy(
     model: ActionModel | Acts,
     env: VectorEnv,
@@ -145,7 +156,7 @@ def evaluate_policy(
         video_size: Pixels of a frame's side.
         known: Results of the same policy on some of the episodes, which are not run again.
         on_result: Called with each result as soon as its episode ends.
-        rank, num_ranks: This process plays every ``num_ranks``-th episode, starting with number ``rank``.
+        rank, num_ranks: This process plays the ``share_of`` of the episodes.
         together: Runs a function on this rank and returns the results of all ranks, in rank order.
 
     Raises:
@@ -157,7 +168,7 @@ def evaluate_policy(
     kind = RowPolicy if hasattr(model, "predict_action_batch") else ObjectPolicy
     policy = kind(model, env.task_names, greedy, temperature, seed)
     found = {result.spec: result for result in known}
-    queue = [spec for spec in specs if spec not in found][rank::num_ranks]
+    queue = share_of([spec for spec in specs if spec not in found], rank, num_ranks)
 
     def play() -> list[EpisodeResult]:
         batches = [queue[first : first + env.num_envs] for first in range(0, len(queue), env.num_envs)]

@@ -21,7 +21,7 @@ from rlinf.config.schema import RunConfig, build_config
 from rlinf.distributed.deadlines import portable
 from rlinf.envs import make_env
 from rlinf.errors import ConfigError, RankError, RankKilledError
-from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.evaluation.evaluator import evaluate_policy, share_of
 from rlinf.evaluation.partial import PartialResults, num_kept, partial_files
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.models import build_policy
@@ -137,6 +137,18 @@ def test_results_of_any_number_of_ranks_are_known_to_the_next(tmp_path):
     with PartialResults(tmp_path, {"a": 1}):
         pass
     assert not partial_files(tmp_path)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_every_episode_has_one_rank_and_every_rank_all_tasks(num_ranks):
+    episodes = [number % 4 for number in range(50)]  # the tasks take turns
+    shares = [share_of(episodes, rank, num_ranks) for rank in range(num_ranks)]
+    assert sum(shares, []) == episodes
+    for task in range(4):
+        counts = [share.count(task) for share in shares]
+        assert max(counts) - min(counts) <= 1 and min(counts) > 2
+    if num_ranks == 2:
+        assert 0 not in episodes[1::2], "a control: every second episode"
 
 
 def test_images_are_prepared_once_for_each_call_of_the_policy(monkeypatch):

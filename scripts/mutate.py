@@ -63,7 +63,8 @@ TESTS = {
     "rlinf/rollout/parity.py": ["tests/unit/test_parity.py"],
     "rlinf/training/minibatches.py": ["tests/unit/test_minibatches.py"],
     "rlinf/rollout/weight_push.py": ["tests/unit/test_weight_copy.py", "tests/integration/test_weight_sync.py"],
-    "rlinf/engines/weight_handle.py": ["tests/unit/test_weight_handle.py"],
+    "rlinf/engines/weight_handle.py": ["tests/unit/test_weight_handle.py", "tests/unit/test_weight_transfer.py"],
+    "rlinf/engines/weight_transfer.py": ["tests/unit/test_weight_transfer.py", "tests/unit/test_weight_copy.py"],
     "rlinf/models/embodiment/modules/normalizer.py": [
         "tests/numerics/test_normalizer.py",
         "tests/unit/test_model_parts.py",

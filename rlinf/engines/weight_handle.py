@@ -20,7 +20,7 @@ from rlinf.errors import ConfigError, RLinfError
 ALIGNMENT = 64
 """Every tensor begins at a multiple of this many bytes. The first block is the header, which begins with the nonce."""
 NONCE_LEN = 16
-BUCKET_BYTES = {"cpu": 16 * 1024**2, "cuda": 256 * 1024**2}
+BUCKET_BYTES = {"cpu": 8 * 1024**2, "cuda": 256 * 1024**2}
 """Size of a bucket. On CPUs it stays in the cache between writer and reader; on GPUs, few and large transfers are faster."""
 
 

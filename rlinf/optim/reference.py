@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rlinf.distributed.parallel import full_tensor, local_part
+from rlinf.errors import CheckpointError
 
 
 class Reference:
@@ -34,8 +35,16 @@ class Reference:
         """Keep these whole weights instead; names that are not trained are ignored.
 
         Raises:
-            KeyError: The weight of a trained parameter is missing.
+            CheckpointError: The weight of a trained parameter is missing, or has another shape.
         """
+        misfits = [
+            name for name, kept in self._kept.items() if name not in tensors or tensors[name].shape != kept.shape
+        ]
+        if misfits:
+            raise CheckpointError(
+                f"The reference policy does not fit the model: {len(misfits)} of its {len(self._kept)} trained tensors are missing or "
+                f"have another shape: {', '.join(misfits[:3])}"
+            )
         for name, kept in self._kept.items():
             part, where = local_part(kept)
             part.copy_(tensors[name][where])

@@ -36,7 +36,7 @@ class MemoryEstimate:
         gradients: Gradients of the trainable parameters, summed in float32.
         optimizer: Two float32 AdamW moments of the trainable parameters.
         rollout_weights: The full copy that acts, if the trainer's weights are sharded.
-        reference_weights: The frozen policy for the KL penalty.
+        reference_weights: The trained weights with which RL began, for the KL penalty.
         engine: With vLLM: the engine's weights, the shared memory that transfers them, and the key-value cache.
         rollout_buffer: Observations, samples and per-action numbers of this rank's envs.
     """
@@ -85,6 +85,7 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         choice = choose_sharding(trainer.sharding, model, ranks, memory, cpu_offload=trainer.cpu_offload)
     state = StateBytes.of(model, (trainer.shard_size or ranks) if choice.sharded else None)
     all_bytes = sum(size for _, size, _ in parameters)
+    kept = state.gradients if choice.sharded else sum(size for _, size, trained in parameters if trained)
     samples = config.rollout.num_envs * config.rollout.num_chunks
     return MemoryEstimate(
         num_parameters=sum(count for count, _, _ in parameters),
@@ -94,7 +95,7 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         gradients=state.gradients,
         optimizer=state.moments,
         rollout_weights=all_bytes if choice.sharded else 0,
-        reference_weights=all_bytes if config.algorithm.kl_coef > 0 else 0,
+        reference_weights=kept if config.algorithm.kl_coef > 0 else 0,
         engine=engine_bytes(config, model, all_bytes) if config.trainer.max_steps > 0 else 0,
         rollout_buffer=samples // ranks * sample_bytes(config, model) if config.trainer.max_steps > 0 else 0,
     )

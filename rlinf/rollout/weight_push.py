@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -147,8 +146,3 @@ def on_every_rank(check: Callable[[], None]) -> None:
         error = found
     if any_rank(error is not None):
         raise next(each for each in gather_objects(error) if each is not None)
-
-
-def frozen_copy(model: ActionModel) -> ActionModel:
-    """Return a copy of a plain model that is never trained: the reference policy, or a rollout replica."""
-    return copy.deepcopy(model).requires_grad_(False).eval()

@@ -17,17 +17,16 @@ from rlinf.distributed.process_group import any_rank, rank
 from rlinf.distributed.sums import maximum, sum_blocks, sum_counts
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.memory import memory_metrics
-from rlinf.models.embodiment.base import ActionModel
+from rlinf.optim.reference import Reference
 from rlinf.preflight.derived import parity_gate
 from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.weight_push import frozen_copy
 from rlinf.seeding import derive_seed
 from rlinf.training.minibatches import MinibatchPlan
 from rlinf.training.session import Session
 from rlinf.types import RolloutBatch
 
 REFERENCE_FILE = "reference.safetensors"
-"""The policy with which RL began, in the run folder of a run with a KL penalty."""
+"""The trained weights with which RL began, in the run folder of a run with a KL penalty."""
 
 
 class RLTrainer:
@@ -43,7 +42,7 @@ class RLTrainer:
         self.session, self.collector, self.algorithm = session, collector, algorithm
         self.worker, self.sync = session.worker, session.sync
         self.gate = parity_gate(session.config)
-        self.reference: ActionModel | None = None
+        self.reference: Reference | None = None
 
     @waiting("update")
     def fit(self) -> None:
@@ -84,16 +83,16 @@ class RLTrainer:
             return False
         return any_rank(tag in evaluations and evaluations[tag]["success_rate"] >= target)
 
-    def _make_reference(self) -> ActionModel | None:
-        """Return a frozen copy of the policy with which RL began, for the KL penalty; kept on disk for a resumed run.
+    def _make_reference(self) -> Reference | None:
+        """Keep the weights with which RL began, for the KL penalty, on disk too for a resumed run (a collective call).
 
         Raises:
-            CheckpointError: The run that is resumed did not keep it.
+            CheckpointError: The run that is resumed did not keep them.
         """
         session = self.session
         if session.config.algorithm.kl_coef == 0:
             return None
-        reference = frozen_copy(self.sync.rollout_model)
+        reference = Reference(self.worker.model)
         run_folder = session.folder if session.resumed_from is None else session.resumed_from.parent.parent
         if session.state.step > 0:
             path = run_folder / REFERENCE_FILE
@@ -102,12 +101,13 @@ class RLTrainer:
                     f"{path} is missing, which a run writes that begins RL with a KL penalty. Copy it from that run's folder, or "
                     "set algorithm.kl_coef=0"
                 )
-            reference.load_state_dict(load_file(path))
-        if rank() == 0 and (session.state.step == 0 or run_folder.resolve() != session.folder.resolve()):
-            tensors = {name: tensor.detach().cpu().clone() for name, tensor in reference.state_dict().items()}
-            partial = session.folder / f".{REFERENCE_FILE}.tmp"
-            save_file(tensors, partial)
-            os.replace(partial, session.folder / REFERENCE_FILE)
+            reference.load(load_file(path))
+        if session.state.step == 0 or run_folder.resolve() != session.folder.resolve():
+            tensors = reference.tensors()
+            if rank() == 0:
+                partial = session.folder / f".{REFERENCE_FILE}.tmp"
+                save_file(tensors, partial)
+                os.replace(partial, session.folder / REFERENCE_FILE)
         return reference
 
     def iteration(self, step: int) -> dict[str, float]:
@@ -177,7 +177,8 @@ class RLTrainer:
         """Fill in the trainer's own numbers; with a KL penalty also the log-probabilities of the reference."""
         batch.old_logprobs, batch.values = self.worker.evaluate(batch)
         if self.algorithm.needs_reference:
-            batch.ref_logprobs, _ = self.worker.evaluate(batch, self.reference)
+            with self.reference.in_place():
+                batch.ref_logprobs, _ = self.worker.evaluate(batch)
 
 
 class _Clock:

@@ -128,18 +128,13 @@ class TrainWorker:
 
     @record_function("score")
     @torch.no_grad()
-    def evaluate(self, batch: RolloutBatch, model: ActionModel | None = None) -> tuple[Tensor, Tensor]:
+    def evaluate(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
         """Score the valid rows of a time-major rollout of this rank (a collective call).
-
-        Args:
-            batch: Rollout.
-            model: Another policy (the reference); None: the trained one.
 
         Returns:
             Log-probabilities float32 ``[T, B, A]`` and values ``[T, B]``; 0 where ``loss_mask`` is false.
         """
-        model = model or self.model
-        model.eval()
+        model = self.model.eval()
         tokens, size = batch.action_tokens.flatten(0, 1), self.val_micro_batch_size
         valid = torch.nonzero(batch.loss_mask.flatten()).flatten()
         logprobs, values = torch.zeros(batch.rollout_logprobs.flatten(0, 1).shape), torch.zeros(len(tokens))

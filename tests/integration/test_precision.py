@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,6 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models import build_policy, get_model
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.lora import ADAPTER_FILE, apply_lora, merge_lora
-from rlinf.rollout.weight_push import frozen_copy
 from rlinf.training.train_worker import TrainWorker
 
 STEPS = 300
@@ -184,7 +184,7 @@ def act_and_score(name):
     config = config_of(name)
     policy = build_policy(config, {"norm_stats": unit_range_stats(2, 4)})
     observation, seen = random_observation(config, policy), {}
-    replica = frozen_copy(policy)
+    replica = copy.deepcopy(policy).requires_grad_(False).eval()
     Sharded(policy, "cpu")
     part = "velocity" if name == "pi0" else "_observation_tokens"
     inner = getattr(policy, part)
@@ -250,7 +250,7 @@ def test_shards_of_cnn_compute_with_the_deviation_of_the_replica():
     """``log_std`` of the packaged policy is in 16 bits on both sides."""
     config = build_config(compose_config(["model=cnn", "model.precision=bf16", "model.init_config.image_size=36"]))
     policy = build_policy(config, {"norm_stats": unit_range_stats(2, 4)})
-    replica = frozen_copy(policy)
+    replica = copy.deepcopy(policy).requires_grad_(False).eval()
     with_process_group(lambda: Sharded(policy, "cpu"))
     assert policy.compute_dtypes["log_std"] == replica.log_std.dtype == torch.bfloat16
 

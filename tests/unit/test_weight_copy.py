@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from rlinf.distributed.parallel import empty_copy
 from rlinf.engines.weight_transfer import ModuleReceiver
 from rlinf.errors import RLinfError
 from rlinf.rollout import weight_push
-from rlinf.rollout.weight_push import WeightPush, frozen_copy
+from rlinf.rollout.weight_push import WeightPush
 
 
 class Net(nn.Module):
@@ -148,11 +149,15 @@ def test_a_weight_that_is_not_finite_is_not_sent(value):
     assert sync.version is None and all((tensor == 1.0).all() for tensor in played.state_dict().values())
 
 
-def test_a_frozen_copy_is_not_trained_and_does_not_follow():
+def test_an_empty_copy_is_frozen_and_takes_its_buffers_along():
     model = Net(5.0)
-    frozen = frozen_copy(model)
-    assert not frozen.training and not any(parameter.requires_grad for parameter in frozen.parameters())
+    model.register_buffer("angles", torch.tensor([1.0, 2.0]), persistent=False)
+    empty = empty_copy(model, "cpu")
+    assert not empty.training and not any(parameter.requires_grad for parameter in empty.parameters())
     assert model.training and all(parameter.requires_grad for parameter in model.parameters())
+    assert torch.equal(empty.angles, model.angles) and empty.angles is not model.angles
+    WeightPush(model, empty).push(0)
+    assert all(torch.equal(own, other) for own, other in zip(model.parameters(), empty.parameters(), strict=True))
     with torch.no_grad():
         model.layer.bias.fill_(9.0)
-    assert (frozen.layer.bias == 5.0).all()
+    assert (empty.layer.bias == 5.0).all()

@@ -1,0 +1,333 @@
+"""However the ranks hold a policy, they take the steps of one process: replicas, shards, groups of shards, shards in main memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor
+
+from rlinf.checkpoints.trainer_state import load_trainer_state, save_trainer_state
+from rlinf.commands.export import random_observation
+from rlinf.commands.train import _on_ranks
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.config.training import TrainerConfig
+from rlinf.distributed import parallel
+from rlinf.distributed.launch import launch
+from rlinf.distributed.parallel import Replicated, Sharded, full_tensor, make_parallel
+from rlinf.distributed.process_group import rank, world_size
+from rlinf.models import build_policy
+from rlinf.models.embodiment.modules.normalizer import unit_range_stats
+from rlinf.optim.reference import Reference
+from rlinf.training.train_worker import TrainWorker, own_rows
+
+ROWS, STEPS, LEARNING_RATE = 8, 2, 1e-2
+SMALL = [
+    "env=tabletop", "env.state=proprio", "env.image_size=32", "model=openvla_oft_tiny", "model.hidden_size=16",
+    "model.init_config.text_config.hidden_size=16", "model.init_config.text_config.intermediate_size=32",
+    "model.init_config.text_config.num_hidden_layers=2", "model.init_config.mlp_stem_dim=16",
+    "model.init_config.vision_overrides=[{embed_dim: 16, depth: 1, num_heads: 2, mlp_ratio: 2}]",
+]  # fmt: skip
+LORA = ["model.is_lora=true", "model.lora.rank=2"]
+WAYS = {
+    "replicas on 2": (2, False, {}),
+    "replicas on 4": (4, False, {}),
+    "shards on 1": (1, True, {}),
+    "shards on 2": (2, True, {}),
+    "shards on 4": (4, True, {}),
+    "2 groups of 2 shards": (4, True, {"shard_size": 2}),
+    "shards in main memory on 2": (2, True, {"cpu_offload": True}),
+}
+"""Ranks, whether they shard, and how."""
+
+
+def config_of(*overrides):
+    return build_config(compose_config([*SMALL, *overrides]))
+
+
+def policy_of(config, seed=0):
+    torch.manual_seed(seed)
+    return build_policy(config, {"norm_stats": unit_range_stats(2, 4)})
+
+
+def worker_of(held, config):
+    # Adam divides by the size of the gradient, so a huge epsilon keeps the step as exact as the gradient.
+    trainer = TrainerConfig(learning_rate=LEARNING_RATE, value_learning_rate=LEARNING_RATE, adam_eps=1.0)
+    return TrainWorker(
+        held.model, trainer, temperature=1.0, micro_batch_size=1, val_micro_batch_size=2,
+        precision=config.model.precision, parallel=held,
+    )  # fmt: skip
+
+
+def train(worker, config, num_steps=STEPS, first=0):
+    """Clone random actions; each rank computes its rows in micro-batches of one."""
+    index, _ = own_rows(ROWS)
+    length = worker.model.sft_chunk_len
+    for step in range(first, first + num_steps):
+        observation = random_observation(config, worker.model, ROWS, seed=step)
+        actions = np.random.default_rng(step).uniform(-1, 1, (ROWS, length, 2)).astype(np.float32)
+        worker.sft_update(observation.select(index.numpy()), torch.from_numpy(actions)[index], ROWS, step, seed=step)
+
+
+def whole(tensors):
+    return {name: full_tensor(tensor).detach().clone() for name, tensor in tensors.items()}
+
+
+def train_on_ranks(arguments):
+    folder, name, overrides, fault = arguments
+    _, sharded, how = WAYS[name]
+    torch.set_num_threads(1)
+    config = config_of(*overrides)
+    model = policy_of(config, seed=rank() if fault == "own seed" else 0)
+    if fault == "large gradients":
+        parallel.LOCAL_SUMS = 0
+    held = make_parallel(model, "cpu", sharded, **how)
+    if fault == "average":
+        for unit in held.units():
+            unit.set_gradient_divide_factor(float(world_size()))
+    worker = worker_of(held, config)
+    reductions = [0]
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def counted(*args, **kwargs):
+        reductions[0] += 1
+        return reduce(*args, **kwargs)
+
+    _fsdp_param_group.foreach_reduce = counted
+    train(worker, config)
+    _fsdp_param_group.foreach_reduce = reduce
+    if sharded:
+        shards = [p for p in model.parameters() if isinstance(p, DTensor)]
+        assert len(shards) == len(list(model.parameters()))
+    state = whole(model.state_dict())
+    if rank() == 0:
+        units = len(list(held.units())) if sharded else 0
+        torch.save({"state": state, "reductions": reductions[0], "units": units}, Path(folder) / "result.pt")
+
+
+def run(folder, name, overrides=(), fault=None):
+    launch(train_on_ranks, (str(folder), name, list(overrides), fault), WAYS[name][0], "cpu", process_group=True)
+    return torch.load(folder / "result.pt")
+
+
+def expected_of(*overrides):
+    config = config_of(*overrides)
+    model = policy_of(config)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train(worker_of(Replicated(model), config), config)
+    return start, model.state_dict()
+
+
+def gap(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
+
+
+@pytest.fixture(scope="module")
+def full():
+    return expected_of()
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_ranks_take_the_steps_of_one_process(tmp_path, full, name):
+    start, expected = full
+    assert gap(start, expected) > 1e-3
+    result = run(tmp_path, name)
+    assert gap(result["state"], expected) < 1e-6
+    assert result["reductions"] == STEPS * result["units"], "one for each unit and step, not for each micro-batch"
+
+
+@pytest.mark.parametrize(("name", "fault"), [("shards on 2", "average"), ("replicas on 2", "own seed")])
+def test_control_ranks_that_average_or_begin_apart_do_not(tmp_path, full, name, fault):
+    assert gap(run(tmp_path, name, fault=fault)["state"], full[1]) > 1e-4
+
+
+def test_gradients_too_large_to_be_held_whole_are_reduced_in_each_micro_batch(tmp_path, full):
+    result = run(tmp_path, "shards on 2", fault="large gradients")
+    assert gap(result["state"], full[1]) < 1e-6
+    assert result["reductions"] == STEPS * (ROWS // 2) * result["units"]
+
+
+# -- LoRA: replicas --------------------------------------------------------------------------------------------------
+
+
+def lora_on_ranks(folder):
+    torch.set_num_threads(1)
+    config = config_of(*LORA)
+    config.cluster.device = "cpu"
+    held, sync = _on_ranks(config, policy_of(config), "cpu")
+    worker = worker_of(held, config)
+    gradients = {}
+    step = worker.optimizer.step
+
+    def record():
+        gradients.update({name: m.grad.clone() for name, m in worker.named_masters.items() if m.grad is not None})
+        step()
+
+    worker.optimizer.step = record
+    train(worker, config, 1)
+    sent = []
+    collectives = ("all_reduce", "all_gather_into_tensor", "broadcast", "reduce_scatter_tensor", "all_gather")
+    plain = {name: getattr(dist, name) for name in collectives}
+    for name, function in plain.items():
+
+        def spy(*args, _function=function, **kwargs):
+            sent.extend(t.numel() * t.element_size() for t in args if isinstance(t, torch.Tensor))
+            return _function(*args, **kwargs)
+
+        setattr(dist, name, spy)
+    sync.push(1)
+    for name, function in plain.items():
+        setattr(dist, name, function)
+    replica = sync.rollout_policy is not worker.model
+    torch.save({"gradients": gradients, "sent": sent, "replica": replica}, f"{folder}/{rank()}.pt")
+
+
+def test_adapters_on_two_ranks_need_no_replica_and_no_push(tmp_path):
+    launch(lora_on_ranks, str(tmp_path), 2, "cpu")
+    config = config_of(*LORA)
+    worker = worker_of(Replicated(policy_of(config)), config)
+    expected, step = {}, worker.optimizer.step
+
+    def record():
+        expected.update({name: m.grad.clone() for name, m in worker.named_masters.items() if m.grad is not None})
+        step()
+
+    worker.optimizer.step = record
+    train(worker, config, 1)
+    norm = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
+    for number in range(2):
+        result = torch.load(tmp_path / f"{number}.pt")
+        assert not result["replica"]
+        assert sum(result["sent"]) <= 64, "flags of refusals only"
+        distance = torch.cat([(result["gradients"][name] - expected[name]).flatten() for name in expected]).norm()
+        assert distance < 1e-6 * norm
+        assert result["gradients"].keys() == expected.keys()
+
+
+# -- 16 bits ---------------------------------------------------------------------------------------------------------
+
+
+class Ones(torch.nn.Module):
+    """A loss whose gradient of every weight is what it is called with."""
+
+    fsdp_wrap_modules = ("Linear",)
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, size):
+        return (self.layer(torch.eye(4, dtype=torch.bfloat16)) * size).sum()
+
+
+def gradients_of_three_micro_batches(sums_locally):
+    """1 + 2^-9 + 2^-9 is 1 in bfloat16."""
+    model = Ones()
+    held = Sharded(model, "cpu")
+    held._sums_locally = sums_locally
+    for number, size in enumerate((1.0, 2.0**-9, 2.0**-9)):
+        held.start_backward(is_last=number == 2)
+        model(size).backward()
+    gradient = full_tensor(model.layer.weight.grad)
+    return gradient.dtype, gradient.unique().tolist()
+
+
+@pytest.mark.parametrize("sums_locally", [True, False])
+def test_shards_in_16_bits_add_micro_batches_in_float32(sums_locally):
+    results = []
+    launch(lambda _: results.append(gradients_of_three_micro_batches(sums_locally)), None, 1, "cpu", process_group=True)
+    assert results == [(torch.float32, [1 + 2.0**-8])]
+
+
+# -- trainer state ---------------------------------------------------------------------------------------------------
+
+
+def state_of(worker):
+    """All that training goes on from: weights, masters and moments by name."""
+    names = {id(master): name for name, master in worker.named_masters.items()}
+    tensors = dict(worker.named_masters)
+    for stepped, values in worker.optimizer.state.items():
+        tensors |= {f"{names[id(stepped)]}.{key}": value for key, value in values.items()}
+    return whole(tensors)
+
+
+def exchange(arguments):
+    """Train and save in one way, load in the other, and the other way round, then train both further."""
+    folder, overrides = arguments
+    torch.set_num_threads(1)
+    config = config_of(*overrides)
+    for sharded in (False, True):
+        worker = worker_of(make_parallel(policy_of(config), "cpu", sharded), config)
+        train(worker, config)
+        save_trainer_state(f"{folder}/{sharded}", worker.model, worker.optimizer)
+        other = worker_of(make_parallel(policy_of(config, seed=1), "cpu", not sharded), config)
+        assert gap(whole(other.model.state_dict()), whole(worker.model.state_dict())) > 1e-3
+        load_trainer_state(f"{folder}/{sharded}", other.model, other.optimizer)
+        one, two = state_of(worker), state_of(other)
+        assert one.keys() == two.keys() and len(one) == 4 * len(worker.named_masters)
+        assert all(torch.equal(one[name].float(), two[name].float()) for name in one)
+        train(worker, config, 1, first=STEPS)
+        train(other, config, 1, first=STEPS)
+        assert gap(state_of(worker), state_of(other)) < (1e-6 if config.model.precision == "fp32" else 1e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_goes_between_replicas_and_shards_bit_for_bit(tmp_path, precision):
+    launch(exchange, (str(tmp_path), [f"model.precision={precision}"]), 2, "cpu")
+
+
+# -- the reference ---------------------------------------------------------------------------------------------------
+
+
+def score(model, config):
+    inputs = model.preprocess(random_observation(config, model, 2))
+    tokens = torch.zeros(2, model.num_sampled, dtype=torch.int64)
+    with torch.no_grad():
+        return model.eval().evaluate_actions(inputs, tokens, 1.0).logprobs
+
+
+def keep_a_reference(arguments):
+    sharded, forgetful = arguments
+    torch.set_num_threads(1)
+    config = config_of()
+    worker = worker_of(make_parallel(policy_of(config), "cpu", sharded), config)
+    reference = Reference(worker.model)
+    kept = reference.tensors()
+    before = score(worker.model, config)
+    train(worker, config)
+    after = score(worker.model, config)  # leaves the root of shards gathered
+    if forgetful:
+        parallel.FSDPModule.reshard = lambda self: None
+    with reference.in_place():
+        again = score(worker.model, config)
+    assert not torch.allclose(before, after, atol=1e-4)
+    assert torch.equal(again, before) != forgetful
+    if forgetful:
+        return
+    assert torch.equal(score(worker.model, config), after)
+    other = Reference(worker.model)
+    other.load(kept)
+    with other.in_place():
+        assert torch.equal(score(worker.model, config), before)
+    train(worker, config, 1, first=STEPS)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in reference.tensors().items())
+
+
+@pytest.mark.parametrize(("sharded", "forgetful"), [(False, False), (True, False), (True, True)])
+def test_a_reference_is_the_policy_of_then_and_leaves_that_of_now(sharded, forgetful):
+    """Control: where gathered weights are not given up, the reference is a mixture."""
+    launch(keep_a_reference, (sharded, forgetful), 2, "cpu")
+
+
+def test_a_reference_of_adapters_holds_adapters_only():
+    config = config_of(*LORA)
+    model = policy_of(config)
+    names = set(Reference(model).tensors())
+    assert names == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert any(".lora_B" in name for name in names) and not any("base_layer" in name for name in names)

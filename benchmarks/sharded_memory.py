@@ -2,7 +2,7 @@
 
     python benchmarks/sharded_memory.py [--millions 200]
 
-Every rank trains a stack of layers with random weights in float32 for two steps of two micro-batches, through ``Sharded`` and
+Every rank trains a stack of layers with random weights in float32 for a step of two micro-batches, through ``Sharded`` and
 ``TrainStep``. The resident size before the model is built (the interpreter and its libraries) is subtracted. The last line is a
 JSON object; ``ours`` is the largest share of one rank's memory on 2 and 4 ranks relative to its limit (0.6, 0.35), ``peer`` the
 limit's own 1, and ``ratio`` their quotient.
@@ -78,9 +78,8 @@ def train(arguments: tuple[str, float]) -> None:
     held = Sharded(model, "cpu")
     step = TrainStep(MasterAdamW(model.parameters(), lr=1e-3), 1.0, parallel=held)
     rows = torch.randn(2, 4, WIDTH)
-    for _ in range(2):
-        step.accumulate(rows, lambda part: (model(part).square().mean(), {}))
-        step.apply(0.0)
+    step.accumulate(rows, lambda part: (model(part).square().mean(), {}))
+    step.apply(0.0)
     count = sum(p.numel() for p in model.parameters())
     (Path(folder) / f"{rank()}.json").write_text(json.dumps({"bytes": peak_bytes() - before, "weights": count}))
 

@@ -41,8 +41,8 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs import ENVS, make_env
 from rlinf.envs.config import EnvConfig
-from rlinf.envs.process.worker_process import load_simulator
 from rlinf.errors import RLinfError
+from rlinf.imports import import_string
 
 SETTINGS = {
     "tabletop": ["env=tabletop", "env.tasks=[reach]", "env.state=none", "env.image_size=64"],
@@ -58,7 +58,7 @@ class SingleEnv(gymnasium.Env):
     def __init__(self, config: EnvConfig) -> None:
         env = ENVS.get(config.name)(config, 1, True)  # tells bounds and episodes, and starts nothing
         self._episodes, self._generator = env.episode_specs("train"), np.random.default_rng(0)
-        self._simulator = load_simulator(env.simulator_class)(config, env.task_names)
+        self._simulator = import_string(env.simulator_class)(config, env.task_names)
         size = config.image_size
         image = gymnasium.spaces.Box(0, 255, (size, size, 3), np.uint8)
         self.observation_space = gymnasium.spaces.Dict({camera: image for camera in config.cameras})

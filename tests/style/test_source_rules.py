@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -164,3 +166,24 @@ def test_help_of_the_command_is_fast():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=280, check=True
     )
     assert float(result.stdout.split()[-1]) <= 2.0
+
+
+def missing_imports(source: str) -> list[str]:
+    """Return the names that a script imports from the package, and that are not there."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rlinf":
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                is_module = hasattr(module, "__path__") and importlib.util.find_spec(f"{node.module}.{alias.name}")
+                found += [] if is_module or hasattr(module, alias.name) else [f"{node.module}.{alias.name}"]
+    return found
+
+
+@pytest.mark.parametrize("path", source_files(".py", folders=("benchmarks", "scripts")), ids=lambda path: path.name)
+def test_scripts_import_what_is_there(path):
+    assert not missing_imports(path.read_text())
+
+
+def test_a_missing_import_is_found():
+    assert missing_imports("from rlinf.errors import RLinfError, NoSuchError") == ["rlinf.errors.NoSuchError"]

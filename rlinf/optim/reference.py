@@ -24,6 +24,7 @@ class Reference:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._give_up_gathered()
         self._kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -60,12 +61,16 @@ class Reference:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward pass without a backward pass has left the root whole
+        self._give_up_gathered()
         parameters = dict(self._model.named_parameters())
         for name, kept in self._kept.items():
             own, other = local_part(parameters[name])[0], local_part(kept)[0]
             present = own.clone()
             own.copy_(other)
             other.copy_(present)
+
+    def _give_up_gathered(self) -> None:
+        """A forward pass without a backward pass leaves the root of a sharded model whole, with the weights of then."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

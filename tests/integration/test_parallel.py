@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
+from rlinf.checkpoints.trainer_state import load_trainer_state, save_trainer_state
 from rlinf.commands.export import random_observation
 from rlinf.commands.train import _on_ranks
 from rlinf.config.compose import compose_config
@@ -20,8 +21,10 @@ from rlinf.distributed import parallel
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import Replicated, Sharded, full_tensor, make_parallel
 from rlinf.distributed.process_group import rank, world_size
+from rlinf.errors import RankError
 from rlinf.models import build_policy
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
+from rlinf.optim.reference import Reference
 from rlinf.training.train_worker import TrainWorker, own_rows
 
 ROWS, STEPS, LEARNING_RATE = 8, 2, 1e-2
@@ -241,3 +244,93 @@ def test_shards_in_16_bits_add_micro_batches_in_float32(sums_locally):
     results = []
     launch(lambda _: results.append(gradients_of_three_micro_batches(sums_locally)), None, 1, "cpu", process_group=True)
     assert results == [(torch.float32, [1 + 2.0**-8])]
+
+
+# -- trainer state ---------------------------------------------------------------------------------------------------
+
+
+def state_of(worker):
+    """All that training goes on from: weights, masters and moments by name."""
+    names = {id(master): name for name, master in worker.named_masters.items()}
+    tensors = dict(worker.named_masters)
+    for stepped, values in worker.optimizer.state.items():
+        tensors |= {f"{names[id(stepped)]}.{key}": value for key, value in values.items()}
+    return whole(tensors)
+
+
+def exchange(arguments):
+    """Train and save in one way, load in the other, and the other way round, then train both further."""
+    folder, overrides = arguments
+    torch.set_num_threads(1)
+    config = config_of(*overrides)
+    for sharded in (False, True):
+        worker = worker_of(make_parallel(policy_of(config), "cpu", sharded), config)
+        train(worker, config)
+        save_trainer_state(f"{folder}/{sharded}", worker.model, worker.optimizer)
+        other = worker_of(make_parallel(policy_of(config, seed=1), "cpu", not sharded), config)
+        assert gap(whole(other.model.state_dict()), whole(worker.model.state_dict())) > 1e-3
+        load_trainer_state(f"{folder}/{sharded}", other.model, other.optimizer)
+        one, two = state_of(worker), state_of(other)
+        assert one.keys() == two.keys() and len(one) > 3 * len(worker.named_masters)  # the value head has no moments
+        assert all(torch.equal(one[name].float(), two[name].float()) for name in one)
+        train(worker, config, 1, first=STEPS)
+        train(other, config, 1, first=STEPS)
+        assert gap(state_of(worker), state_of(other)) < (1e-6 if config.model.precision == "fp32" else 1e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_goes_between_replicas_and_shards_bit_for_bit(tmp_path, precision):
+    launch(exchange, (str(tmp_path), [f"model.precision={precision}"]), 2, "cpu")
+
+
+# -- the reference ---------------------------------------------------------------------------------------------------
+
+
+def score(model, config):
+    inputs = model.preprocess(random_observation(config, model, 2))
+    tokens = torch.full((2, model.num_sampled), model.action_tokenizer.first_token)
+    with torch.no_grad():
+        return model.eval().evaluate_actions(inputs, tokens, 1.0).logprobs
+
+
+def keep_a_reference(arguments):
+    sharded, forgetful = arguments
+    torch.set_num_threads(1)
+    config = config_of()
+    worker = worker_of(make_parallel(policy_of(config), "cpu", sharded), config)
+    reference = Reference(worker.model)
+    kept = reference.tensors()
+    before = score(worker.model, config)
+    train(worker, config)
+    after = score(worker.model, config)  # leaves the root of shards gathered
+    if forgetful:
+        parallel.FSDPModule.reshard = lambda self: None
+    with reference.in_place():
+        again = score(worker.model, config)
+    assert not torch.allclose(before, after, atol=1e-4)
+    assert torch.equal(again, before)
+    assert torch.equal(score(worker.model, config), after)
+    other = Reference(worker.model)
+    other.load(kept)
+    with other.in_place():
+        assert torch.equal(score(worker.model, config), before)
+    train(worker, config, 1, first=STEPS)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in reference.tensors().items())
+
+
+@pytest.mark.parametrize(("sharded", "forgetful"), [(False, False), (True, False), (True, True)])
+def test_a_reference_is_the_policy_of_then_and_leaves_that_of_now(sharded, forgetful):
+    """Control: where gathered weights are not given up, whole weights meet shards."""
+    if forgetful:
+        with pytest.raises(RankError, match="size of tensor"):
+            launch(keep_a_reference, (sharded, forgetful), 2, "cpu")
+    else:
+        launch(keep_a_reference, (sharded, forgetful), 2, "cpu")
+
+
+def test_a_reference_of_adapters_holds_adapters_only():
+    config = config_of(*LORA)
+    model = policy_of(config)
+    names = set(Reference(model).tensors())
+    assert names == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert any(".lora_B" in name for name in names) and not any("base_layer" in name for name in names)

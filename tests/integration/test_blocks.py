@@ -18,6 +18,7 @@ from rlinf.distributed.launch import launch
 from rlinf.distributed.process_group import rank, world_size
 from rlinf.distributed.sums import own_blocks
 from rlinf.errors import ConfigError, ParityError
+from rlinf.optim.reference import Reference
 from rlinf.preflight.derived import parity_gate
 from rlinf.training import minibatches
 from rlinf.training.minibatches import MinibatchPlan
@@ -102,7 +103,7 @@ def recorded(tmp_path_factory) -> Path:
     for name in RUNS:
         config = config_of(folder / name, name)
         run = build(config)
-        run.rl.reference = run.session.worker.model
+        run.rl.reference = Reference(run.session.worker.model)
         run.rl.sync.push(0)
         batch = run.rl._collect(0)
         run.rl._score(batch)

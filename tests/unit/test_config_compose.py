@@ -14,6 +14,7 @@ from rlinf.algorithms.config import GRPOConfig, PPOConfig, ReinforcePPConfig, RL
 from rlinf.config.compose import compose_config, compose_on_saved, normalize_overrides
 from rlinf.config.schema import REGISTRIES, RunConfig, build_config, section_class
 from rlinf.config.search import find_experiment, packaged_experiments
+from rlinf.config.training import ClusterConfig
 from rlinf.errors import ConfigError
 from rlinf.models import MODELS, register_model
 from rlinf.models.config import ModelConfig
@@ -46,7 +47,11 @@ def build(*overrides, config_dir=None) -> RunConfig:
 def test_composition_without_overrides_equals_the_dataclass_defaults():
     config = build()
     config.output_dir = None
-    expected = RunConfig(env=section_class("env", "tabletop")(), rollout=RolloutConfig(num_chunks=48))
+    expected = RunConfig(
+        env=section_class("env", "tabletop")(),
+        rollout=RolloutConfig(num_chunks=48),
+        cluster=ClusterConfig(num_processes=1),
+    )
     assert to_mapping(config) == to_mapping(expected)
 
 

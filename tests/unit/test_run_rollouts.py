@@ -59,7 +59,8 @@ def test_in_a_training_run_threads_and_ranks_share_the_cores_and_no_worker_outli
     config.evaluation.num_episodes, config.evaluation.greedy = 2, False
     config.output_dir = "unused"
     monkeypatch.setattr("rlinf.envs.config.num_cores", lambda: 12)
-    monkeypatch.setattr("rlinf.commands.train.world_size", lambda: 2)
+    for name in ("world_size", "local_world_size"):
+        monkeypatch.setattr(f"rlinf.commands.train.{name}", lambda: 2)
     monkeypatch.setattr(
         "rlinf.commands.train.make_env", lambda env, count, auto_reset: WalkVectorEnv(env, count, auto_reset)
     )

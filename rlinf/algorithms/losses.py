@@ -23,7 +23,7 @@ def aggregate_logprobs(logprobs: Tensor, action_mask: Tensor, level: str) -> tup
         Log-probabilities and a bool mask of the valid ones, both in the shape above.
     """
     num_rows, num_actions = action_mask.shape
-    tokens = logprobs.reshape(num_rows, num_actions, -1)
+    tokens = logprobs.reshape(num_rows, num_actions, logprobs.shape[1] // num_actions)  # not -1: there may be no rows
     if level == "token":
         return tokens, action_mask.unsqueeze(-1).expand_as(tokens)
     actions = tokens.sum(-1, keepdim=True)

@@ -29,9 +29,9 @@ def gather_blocks(own: Tensor) -> Tensor:
     """Return the rows of all blocks, in their order, from those of this rank's blocks: ``[K_own, ...] -> [K, ...]``."""
     if world_size() == 1:
         return own
-    joined = own.new_empty((world_size() * len(own), *own.shape[1:]))
-    dist.all_gather_into_tensor(joined, own.contiguous())
-    return joined
+    joined = own.new_empty((world_size(), *own.shape))
+    dist.all_gather(list(joined), own.contiguous())
+    return joined.flatten(0, 1)
 
 
 def sum_blocks(own: Tensor) -> Tensor:

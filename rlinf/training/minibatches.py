@@ -66,5 +66,6 @@ class MinibatchPlan:
 
     def _max_rows(self, m: int) -> int:
         """Return the most rows that a rank has of minibatch ``m``: of its rows ``start <= p < end`` those with ``p mod M = m``."""
-        before = (self._ends_of_ranks - m - 1) // self.num_minibatches  # but for a constant
+        # One less than the number of rows of minibatch m before each end; the differences are not changed by that.
+        before = (self._ends_of_ranks - m - 1) // self.num_minibatches
         return int(before.diff().max())

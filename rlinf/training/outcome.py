@@ -95,8 +95,8 @@ def write_failed_batch(failed: FailedBatch, folder: Path) -> None:
             name: {
                 "shape": list(tensor.shape),
                 "num_not_finite": int((~torch.isfinite(tensor.float())).sum()),
-                "min": str(float(tensor.float().min())),
-                "max": str(float(tensor.float().max())),
+                "min": str(float(tensor.float().min())) if tensor.numel() else None,
+                "max": str(float(tensor.float().max())) if tensor.numel() else None,
             }
             for name, tensor in failed.tensors.items()
         },

@@ -69,14 +69,14 @@ class Session:
         self._clock, self._saved_at = clock, clock()
 
     def close(self) -> None:
-        """Close the env of the evaluations, an engine, and what is written to."""
+        """Write the open profile, then close the env of the evaluations, an engine, and what is written to."""
+        self.profile_window.close()
         if self.sync.generator is not None:
             self.sync.generator.close()
         self.evaluator.env.close()
         if self.tracker is not None:
             self.tracker.close()
         self.progress.close()
-        self.profile_window.close()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write a line of metrics."""

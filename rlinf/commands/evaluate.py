@@ -30,13 +30,13 @@ from rlinf.distributed.start import started_here
 from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import with_share_of_cores
-from rlinf.errors import ConfigError, RankKilledError
+from rlinf.errors import CheckpointError, ConfigError, RankKilledError
 from rlinf.evaluation.compare import compare
 from rlinf.evaluation.compare_folders import COMPARISON_NAMES, check_conditions, compare_folders, evaluation_folder
 from rlinf.evaluation.config import TRAINING_SPLIT, EvaluationConfig
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy, share_of
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
-from rlinf.evaluation.partial import PARTIAL_FILE, PartialResults, num_kept, partial_files
+from rlinf.evaluation.partial import PartialResults, num_kept, partial_files
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE
 from rlinf.evaluation.result import EvaluationResult
@@ -88,10 +88,10 @@ def evaluate(config: RunConfig) -> EvaluationResult:
                 if kept <= max(before, 0):
                     raise
                 logger.warning("%s\nThe ranks start again; %d results are kept.", error, kept)
-    except BaseException:
+    except BaseException as error:
         kept = num_kept(output)
-        if kept:
-            known = f"{kept} results are kept in {output / PARTIAL_FILE}"
+        if kept and not isinstance(error, (ConfigError, CheckpointError)):  # the same command would be refused again
+            known = f"{kept} results are kept in {output}"
             print(f"\n{known}; the same command with output_dir={output} continues", file=sys.stderr, flush=True)
         raise
 

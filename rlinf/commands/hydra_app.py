@@ -34,7 +34,7 @@ from rlinf.config.compose import (
 )
 from rlinf.config.schema import RunConfig, build_config, overrides_text
 from rlinf.distributed.process_group import resolve_device
-from rlinf.distributed.start import started_here
+from rlinf.distributed.start import is_connected, started_here
 from rlinf.envs.config import num_cores
 from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.evaluation.config import TRAINING_SPLIT
@@ -103,6 +103,11 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
         The folders of the runs that ended in this process; none if the arguments only ask for information.
     """
     args = parse(arguments)
+    if args.multirun and is_connected():
+        raise ConfigError(
+            "-m under torchrun or srun: the runs of a sweep would share one start of the ranks; required: one run for each "
+            "launch. Leave -m out and launch each value, or run rlinf -m without a launcher and set cluster.num_processes=<ranks>"
+        )
     only_tells = args.info or args.help or args.hydra_help or args.shell_completion
     resumed = None if only_tells or args.multirun else given_value(args.overrides, "resume")
     if resumed is not None:
@@ -220,6 +225,8 @@ def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
         composed = compose_config(args.overrides, args.config_dir, args.config_name)
     else:
         composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir, folder)
+    if is_connected() and "cluster.num_processes" not in keys:
+        composed.cluster.num_processes = None  # the ranks that were started, however many trained the checkpoint
     if "output_dir" not in keys:
         run_folder = folder.parent.parent if folder.parent.name == CHECKPOINTS_FOLDER else folder.parent
         composed.output_dir = str(run_folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 import typing
 from collections.abc import Iterable
 from datetime import datetime
@@ -180,6 +181,22 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def _in_present_terms(saved: dict[str, Any], folder: str | Path) -> dict[str, Any]:
+    """Return a saved configuration with the keys and values of today, and tell on one line what was renamed or dropped."""
+    cluster, trainer = dict(saved.get("cluster") or {}), dict(saved.get("trainer") or {})
+    changed = []
+    if "timeout_s" in cluster:
+        del cluster["timeout_s"]
+        changed.append("cluster.timeout_s is dropped (now cluster.deadlines)")
+    if trainer.get("sharding") == "none":
+        trainer["sharding"] = "replicate"
+        changed.append("trainer.sharding=none is read as replicate")
+    if not changed:
+        return saved
+    print(f"{folder} was saved by an earlier version: {'; '.join(changed)}", file=sys.stderr, flush=True)
+    return {**saved, "cluster": cluster, "trainer": trainer}
+
+
 def compose_on_saved(
     saved: dict[str, Any],
     overrides: Iterable[str],
@@ -221,7 +238,7 @@ def compose_on_saved(
     typed = {key for override in parsed for key, _ in leaves(override.value(), override.key_or_group)}
     check_code(saved, typed, folder)
     fresh = compose_config([item.input_line for item in groups], config_dir)
-    config = OmegaConf.create(literal(saved))
+    config = OmegaConf.create(literal(_in_present_terms(saved, folder)))
     config.resume = config.init_from = config.checkpoint = config.dataset = None
     OmegaConf.update(config, "evaluation.compare", None, force_add=True)
     for override in groups:

@@ -30,9 +30,11 @@ from rlinf.errors import RankError, RLinfError, exit_status, print_error
 POLL_S = 0.5
 ANSWER_S = 4.0
 """Seconds that the other ranks have to send their stacks. A simulator has two of them."""
+REPORT_S = 30.0
+"""Seconds that the rank whose deadline expired has to collect the stacks and report the error."""
 GRACE_S = 5.0
 """Seconds that a rank has to end on its own after another one has failed."""
-FIRST_ROLLOUT_S, LEAST_ROLLOUT_S, ROLLOUT_FACTOR = 3600.0, 300.0, 10.0
+FIRST_ROLLOUT_S, LEAST_ROLLOUT_S, ROLLOUT_FACTOR = 3600.0, 1200.0, 10.0
 """The derived deadline of a rollout: that of the first one; at least; and over the median of the last five."""
 
 
@@ -47,22 +49,41 @@ class Clock:
         self.name: str | None = None
         self.seconds = 0.0
         self.rollouts: deque[float] = deque(maxlen=5)
+        self._lock = threading.RLock()  # a signal handler may switch in the middle of a switch
 
     def switch(self, name: str | None) -> str | None:
         """Start the deadline of ``name`` (None: none), and return the name before."""
-        before, self.name, self.seconds = self.name, name, 0.0
+        with self._lock:
+            before, self.name, self.seconds = self.name, name, 0.0
         return before
+
+    def tick(self, seconds: float) -> None:
+        """Let time pass."""
+        with self._lock:
+            self.seconds += seconds
+
+    def add_rollout(self, seconds: float) -> None:
+        """Note how long a whole rollout of RL took; the deadline of the next ones follows from it."""
+        with self._lock:
+            self.rollouts.append(seconds)
 
     def limit(self, deadlines: Mapping[str, float | None]) -> float | None:
         """Return the seconds that the present work may take; None: any."""
-        if self.name is None:
-            return None
-        given = deadlines[self.name]
-        if given is not None:
-            return given
-        if not self.rollouts:
-            return FIRST_ROLLOUT_S
-        return max(LEAST_ROLLOUT_S, ROLLOUT_FACTOR * statistics.median(self.rollouts))
+        with self._lock:
+            if self.name is None:
+                return None
+            given = deadlines[self.name]
+            if given is not None:
+                return given
+            if not self.rollouts:
+                return FIRST_ROLLOUT_S
+            return max(LEAST_ROLLOUT_S, ROLLOUT_FACTOR * statistics.median(self.rollouts))
+
+    def expired(self, deadlines: Mapping[str, float | None]) -> tuple[str, float] | None:
+        """Return the name and the seconds of the present deadline if it has passed."""
+        with self._lock:
+            limit = self.limit(deadlines)
+            return (self.name, limit) if limit is not None and self.seconds > limit else None
 
 
 clock = Clock()
@@ -74,11 +95,9 @@ def waiting(name: str) -> Iterator[None]:
 
     It covers the rank's own work, too: the other ranks wait for it. In one process, nothing is waited for.
     """
-    before, start = clock.switch(name), time.monotonic()
+    before = clock.switch(name)
     try:
         yield
-        if name == "rollout":
-            clock.rollouts.append(time.monotonic() - start)
     finally:
         clock.switch(before)
 
@@ -99,13 +118,27 @@ def portable(error: Exception, rank: int) -> Exception:
 
 
 def report(store: dist.Store, error: Exception) -> Exception:
-    """Tell all ranks of an error, and return the first one that a rank has told of: the others are its consequences."""
-    return pickle.loads(store.compare_set("error", "", pickle.dumps(error)))
+    """Tell all ranks of an error, and return the first error that any rank reported; later ones follow from it."""
+    text = f"{type(error).__name__}: {error}"
+    try:
+        pickled = pickle.dumps(error)
+    except Exception:  # noqa: BLE001  code of its class runs
+        pickled = pickle.dumps(RankError(text))
+    return _unpickled(store.compare_set("error", "", pickle.dumps((text, pickled))))
 
 
 def reported(store: dist.Store) -> Exception | None:
-    """Return the first error that a rank has told of."""
-    return pickle.loads(store.get("error")) if store.check(["error"]) else None
+    """Return the first error that any rank reported."""
+    return _unpickled(store.get("error")) if store.check(["error"]) else None
+
+
+def _unpickled(data: bytes) -> Exception:
+    """Return a reported error; as a RankError with its text, if this process cannot make one of its class."""
+    text, pickled = pickle.loads(data)
+    try:
+        return pickle.loads(pickled)
+    except Exception:  # noqa: BLE001  code of its class runs
+        return RankError(text)
 
 
 class Watchdog:
@@ -141,16 +174,15 @@ class Watchdog:
             while not self._ended.wait(POLL_S):
                 now = time.monotonic()
                 # A process that was stopped (Ctrl-Z), or whose machine slept, did not wait meanwhile.
-                clock.seconds += min(now - last, 2 * POLL_S)
+                clock.tick(min(now - last, 2 * POLL_S))
                 last = now
-                limit = clock.limit(self.deadlines)
                 if self.store.check(["alarm"]):
                     self._send_stacks()
                     self._end_with_the_others(0.0)
                 elif self.store.check(["error"]):
                     self._end_with_the_others(GRACE_S)
-                elif limit is not None and clock.seconds > limit:
-                    self._raise_alarm(clock.name, limit)
+                elif expired := clock.expired(self.deadlines):
+                    self._raise_alarm(*expired)
         except dist.DistError:
             # The store is gone: rank 0 or the launcher has ended. A rank that ends now has been told why by then.
             if not self._ended.wait(GRACE_S) and self.ends_process:
@@ -197,10 +229,12 @@ class Watchdog:
         self.store.set(f"stacks/{self.rank}", text)
 
     def _end_with_the_others(self, grace_s: float) -> None:
-        """End this process with the error that a rank has told of, unless it ends on its own meanwhile."""
-        while not self.store.check(["error"]):
+        """End this process with the error that a rank reported, unless it ends on its own meanwhile."""
+        deadline = time.monotonic() + REPORT_S
+        while (error := reported(self.store)) is None and time.monotonic() < deadline:
             time.sleep(0.1)
-        error = reported(self.store)
+        if error is None:
+            error = DeadlineError("A deadline expired, and the rank that noticed it ended before it could report it")
         if not self._ended.wait(grace_s) and (self.ends_process or isinstance(error, DeadlineError)):
             self._leave(error)
 
@@ -217,5 +251,5 @@ class Watchdog:
 
 
 def announce(store: dist.Store, rank: int) -> None:
-    """Leave this rank's host in the store, for reports about a rank that cannot tell any more."""
+    """Leave this rank's host in the store, for reports about a rank that no longer answers."""
     store.set(f"host/{rank}", f"{socket.gethostname()} (process {os.getpid()})")

@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +84,7 @@ def launch(
     if device == "cuda":
         rank_environment(os.environ, gpus, num_processes - 1)  # raises if the last rank has no GPU
     # The store listens before its port is passed on: a port that is merely looked up may be taken before it is used.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _local_store()
     arguments = (function, argument, num_processes, store.port, device, gpus, deadlines)
     processes: list[Any] = []
     received: list[int] = []
@@ -145,6 +146,15 @@ def launch(
             if process.is_alive():
                 process.terminate()
             process.join()
+
+
+def _local_store() -> dist.TCPStore:
+    """Open a store that only this machine reaches: by itself it listens on all interfaces, and what is in it is unpickled."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def run_with_ranks(place: Place, words: Sequence[str], command: Callable[[], int]) -> int:

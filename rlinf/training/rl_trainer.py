@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm
+from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import any_rank, rank
 from rlinf.distributed.sums import maximum, sum_blocks, sum_counts
@@ -151,12 +152,14 @@ class RLTrainer:
     @waiting("rollout")
     def _collect(self, step: int, attempt: int = 0, blocks: Sequence[int] | None = None) -> RolloutBatch | None:
         """Play one rollout of this rank's blocks (None: all of them); None if there are none. Count its env steps."""
-        state, batch = self.session.state, None
+        state, batch, start = self.session.state, None, time.monotonic()
         if blocks is None or len(blocks):
             policy, needs_values = self.sync.rollout_policy, self.algorithm.needs_values
             batch = self.collector.collect(policy, step, state.policy_version, needs_values, attempt, blocks)
             self.sync.rest()
         state.env_steps += sum_counts(0 if batch is None else int(batch.action_mask.sum()))[0]
+        if blocks is None:
+            deadlines.clock.add_rollout(time.monotonic() - start)
         return batch
 
     def _uninformative_blocks(self, batch: RolloutBatch) -> list[int]:

@@ -16,6 +16,7 @@ from torch.profiler import record_function
 from rlinf.algorithms.base import Algorithm, LossCounts
 from rlinf.config.training import TrainerConfig
 from rlinf.data.config import SFTConfig
+from rlinf.distributed.deadlines import go_on
 from rlinf.distributed.parallel import Parallel, Replicated, grad_norm
 from rlinf.distributed.process_group import any_rank, gather_objects, rank, world_size
 from rlinf.distributed.sums import maximum
@@ -148,6 +149,7 @@ class TrainWorker:
                 scored = model.evaluate_actions(inputs, tokens[rows].to(device), self.temperature)
                 if start < len(valid):
                     logprobs[rows], values[rows] = scored.logprobs.cpu(), scored.values.cpu()
+                go_on()
         shape = batch.loss_mask.shape
         return logprobs.unflatten(0, shape), values.unflatten(0, shape)
 
@@ -246,6 +248,7 @@ class TrainWorker:
             metrics["grad_norm"] = self.train_step.apply(metrics["loss"])
         except NonFiniteError as error:
             self._fail(metrics["loss"], minibatch, error)
+        go_on()
         return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def _check_gradient(self, minibatch: _Described) -> None:

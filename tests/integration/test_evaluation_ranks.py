@@ -115,6 +115,26 @@ def test_ranks_that_die_without_a_result_are_not_started_for_ever(tmp_path, monk
     monkeypatch.setattr(command, "launch", lambda *_, **__: (_ for _ in ()).throw(portable(error, 1)))
     with pytest.raises(RankError, match="a bug"):
         evaluate(configured(tmp_path, "cluster.num_processes=2"))
+    assert f"2 results are kept in {tmp_path};" in capsys.readouterr().err
+    refused = ConfigError("other conditions")
+    monkeypatch.setattr(command, "launch", lambda *_, **__: (_ for _ in ()).throw(refused))
+    with pytest.raises(ConfigError, match="other conditions"):
+        evaluate(configured(tmp_path, "cluster.num_processes=2"))
+    assert "continues" not in capsys.readouterr().err, "the same command would be refused again"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_deletes_a_file_without_results_only(tmp_path, rank):
+    with PartialResults(tmp_path, {"a": 1}, rank) as partial:
+        for number in range(2):
+            partial.add(EpisodeResult(EpisodeSpec("x", 0, number, 0), "reach", True, 1.0, 3))
+        partial.rank = 1  # rank 0 would delete the files of all as it ends well
+    with pytest.raises(KeyError), PartialResults(tmp_path, {"a": 1}, rank):
+        raise KeyError
+    assert num_kept(tmp_path) == 2
+    with pytest.raises(KeyError), PartialResults(tmp_path, {"a": 1}, 2) as empty:
+        raise KeyError
+    assert not empty.path.exists() and num_kept(tmp_path) == 2, "a control"
 
 
 def test_results_of_any_number_of_ranks_are_known_to_the_next(tmp_path):

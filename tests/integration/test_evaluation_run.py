@@ -373,7 +373,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(quick, tmp_path, mon
         evaluate(config)
     path = tmp_path / "out" / "result.partial.jsonl"
     assert (
-        f"5 results are kept in {path}; the same command with output_dir={tmp_path / 'out'} continues"
+        f"5 results are kept in {path.parent}; the same command with output_dir={tmp_path / 'out'} continues"
         in capsys.readouterr().err
     )
     lines = path.read_text().splitlines()

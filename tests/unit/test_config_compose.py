@@ -313,6 +313,22 @@ def test_saved_configuration_stays_except_for_what_is_overridden():
     assert config.output_dir.startswith("outputs/quickstart/evaluate_")
 
 
+def test_a_configuration_of_an_earlier_version_is_read_in_present_terms(capsys):
+    saved = saved_run()
+    saved["cluster"] = saved["cluster"] | {"timeout_s": 1800.0, "num_processes": 2}
+    saved["trainer"] = saved["trainer"] | {"sharding": "none"}
+    config = build_config(compose_on_saved(saved, [], folder="runs/old"))
+    assert (config.trainer.sharding, config.cluster.num_processes) == ("replicate", 2)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "runs/old" in told and "timeout_s" in told and "sharding=none" in told
+    assert saved["trainer"]["sharding"] == "none", "what was read stays as it was"
+    build_config(compose_on_saved(saved_run(), []))
+    assert not capsys.readouterr().err, "a control"
+    for section, words in (("cluster", "timeout_s"), ("trainer", "sharding is 'none'")):
+        with pytest.raises(ConfigError, match=words):  # a control: neither is known today
+            build_config(saved_run() | {section: saved[section]})
+
+
 def test_group_choice_replaces_the_whole_saved_section():
     config = build_config(compose_on_saved(saved_run(), ["env=tabletop", "env.success_bonus=2.0"]))
     assert config.env.image_size == section_class("env", "tabletop")().image_size and config.env.success_bonus == 2.0

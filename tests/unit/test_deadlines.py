@@ -8,8 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +22,12 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed import deadlines, launch, process_group
 from rlinf.distributed.config import DeadlinesConfig
-from rlinf.distributed.deadlines import Clock, DeadlineError, waiting
+from rlinf.distributed.deadlines import Clock, DeadlineError, Watchdog, go_on, report, reported, waiting
+from rlinf.errors import RankError, RLinfError
+from rlinf.optim.train_step import TrainStep
 from rlinf.preflight.validation import validate
+from rlinf.training import train_worker
+from rlinf.training.rl_trainer import RLTrainer
 from rlinf.types import EpisodeSpec
 
 ROOT = Path(__file__).parents[2]
@@ -174,8 +180,17 @@ def train_and_note_unnamed_calls(config) -> None:
             return _call(*arguments, **options)
 
         setattr(dist, name, noted)
+    for owner, name in ((TrainStep, "apply"), (train_worker.TrainWorker, "evaluate"), (train_worker, "go_on")):
+
+        def progress(*arguments, _call=getattr(owner, name), _name=name, **options):
+            result = _call(*arguments, **options)
+            found.append((_name, deadlines.clock.name))
+            return result
+
+        setattr(owner, name, progress)
     _execute_rank(config)
     dist.all_reduce(torch.zeros(1))  # a control, which is outside of every wait
+    Path(config.output_dir, f"rollouts{process_group.rank()}").write_text(str(len(deadlines.clock.rollouts)))
     Path(config.output_dir, f"calls{process_group.rank()}").write_text(json.dumps(found))
 
 
@@ -194,6 +209,12 @@ def test_every_collective_call_of_a_run_is_in_a_named_wait(tmp_path):
         *calls, control = json.loads((tmp_path / f"calls{rank}").read_text())
         assert control == ["all_reduce", None]
         assert not [call for call in calls if call[1] is None]
+        events = [name for name, _ in calls if name in ("apply", "evaluate", "go_on")]
+        applied = [number for number, name in enumerate(events) if name == "apply"]
+        scored = [number for number, name in enumerate(events) if name == "evaluate"]
+        assert len(applied) >= 4 and all(events[number + 1] == "go_on" for number in applied)
+        assert len(scored) == 2 and all(events[number - 1] == "go_on" for number in scored)
+        assert (tmp_path / f"rollouts{rank}").read_text() == "2"
         assert {"start", "update", "rollout", "save", "evaluate"} <= {name for _, name in calls}
 
 
@@ -203,12 +224,84 @@ def test_the_deadline_of_a_rollout_follows_from_those_before():
     clock.switch("rollout")
     assert clock.limit(given) == deadlines.FIRST_ROLLOUT_S
     clock.rollouts.extend([1.0, 2.0, 3.0])
-    assert clock.limit(given) == 300.0
-    clock.rollouts.extend([50.0, 60.0, 1000.0])
-    assert list(clock.rollouts) == [2.0, 3.0, 50.0, 60.0, 1000.0] and clock.limit(given) == 500.0
+    assert clock.limit(given) == 1200.0
+    clock.rollouts.extend([150.0, 160.0, 1000.0])
+    assert list(clock.rollouts) == [2.0, 3.0, 150.0, 160.0, 1000.0] and clock.limit(given) == 1500.0
     assert clock.limit({"rollout": 7.0}) == 7.0
     clock.switch("update")
     assert clock.limit(given) == 600.0
+
+
+def test_only_whole_rollouts_of_rl_count_for_the_deadline_of_the_next(monkeypatch):
+    """Neither the demonstrations of an expert nor the few envs of a resample."""
+    clock = Clock()
+    monkeypatch.setattr(deadlines, "clock", clock)
+    with waiting("rollout"):
+        pass
+    assert not clock.rollouts
+    batch = SimpleNamespace(action_mask=torch.ones(2, 3))
+    trainer = SimpleNamespace(
+        session=SimpleNamespace(state=SimpleNamespace(env_steps=0, policy_version=0)),
+        sync=SimpleNamespace(rollout_policy=None, rest=lambda: None), algorithm=SimpleNamespace(needs_values=False),
+        collector=SimpleNamespace(collect=lambda *_: batch),
+    )  # fmt: skip
+    for blocks, number in (([0], 0), ([], 0), (None, 1), ([0], 1)):
+        RLTrainer._collect(trainer, 0, blocks=blocks)
+        assert len(clock.rollouts) == number
+    assert clock.name is None
+
+
+def test_progress_begins_a_deadline_again_and_a_reset_is_never_lost():
+    clock = deadlines.clock
+    with waiting("update"):
+        clock.tick(601.0)
+        assert clock.expired({"update": 600.0}) == ("update", 600.0)
+        go_on()
+        assert clock.expired({"update": 600.0}) is None and clock.name == "update"
+    own, entered, reset = Clock(), threading.Event(), threading.Thread(target=lambda: None)
+
+    class Slow(float):
+        """Seconds whose addition takes long enough for another thread to come between."""
+
+        def __add__(self, other):
+            reset.start()
+            entered.wait(0.2)
+            return float(self) + other
+
+    reset = threading.Thread(target=lambda: (own.switch("save"), entered.set()))
+    own.seconds = Slow(5.0)
+    own.tick(1.0)
+    reset.join()
+    assert (own.name, own.seconds) == ("save", 0.0)
+
+
+class TwoArgumentsError(RLinfError):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_error_that_cannot_be_read_elsewhere_is_told_with_its_text():
+    class LocalError(RLinfError):
+        pass
+
+    for error, text in ((TwoArgumentsError(1, 2), "1 and 2"), (LocalError("here only"), "here only")):
+        store = dist.HashStore()
+        assert isinstance(report(store, error), RankError)
+        assert type(reported(store)) is RankError and text in str(reported(store))
+    store = dist.HashStore()
+    assert type(report(store, DeadlineError("first"))) is DeadlineError, "a control"
+    assert str(report(store, RankError("second"))) == "first"
+
+
+def test_a_rank_does_not_wait_for_ever_for_the_error_of_an_alarm(monkeypatch):
+    monkeypatch.setattr(deadlines, "REPORT_S", 0.0)
+    ended = []
+    rank = SimpleNamespace(store=dist.HashStore(), _ended=threading.Event(), ends_process=False, _leave=ended.append)
+    Watchdog._end_with_the_others(rank, 0.0)
+    assert isinstance(ended[0], DeadlineError) and "before it could report" in str(ended[0])
+    report(rank.store, DeadlineError("a control"))
+    Watchdog._end_with_the_others(rank, 0.0)
+    assert str(ended[1]) == "a control"
 
 
 def test_the_wait_around_another_begins_again_after_it():

@@ -6,14 +6,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import rlinf
+from rlinf.commands import hydra_app
+from rlinf.commands.hydra_app import run_training
 from rlinf.commands.ranks import prepare_rank
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed import launch, process_group, start
 from rlinf.distributed.start import Place, first_host, place_of, refuse_differences, refuse_shared_gpus
 from rlinf.errors import ConfigError
+from rlinf.options import to_mapping
 from rlinf.preflight.validation import check_devices
 
 TORCHRUN = {
@@ -96,6 +100,40 @@ def test_the_number_of_ranks_is_the_launchers_and_another_one_is_refused(monkeyp
         check_devices(configured(monkeypatch, connected=False), "train")
     monkeypatch.delenv("RANK")
     assert build_config(compose_config(["experiment=quickstart"])).cluster.num_processes == 1
+
+
+def listening_addresses(port: int) -> set[str]:
+    """Local addresses, as the kernel writes them, that listen on a port."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port}
+
+
+def test_the_store_of_ranks_that_are_started_here_listens_on_this_machine_only():
+    store = launch._local_store()
+    assert listening_addresses(store.port) == {"0100007F"}
+    other = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+    plain = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert listening_addresses(plain.port) - {"0100007F"}, "a control"
+
+
+def test_a_sweep_under_a_launcher_is_refused(monkeypatch):
+    monkeypatch.setattr(start, "_connected", True)
+    with pytest.raises(ConfigError, match="^-m under torchrun or srun.*Leave -m out"):
+        run_training(["-m", "experiment=quickstart", "seed=1,2"], "train")
+
+
+def test_a_resumed_run_takes_the_number_of_ranks_of_its_launcher(monkeypatch, tmp_path):
+    saved = to_mapping(build_config(compose_config(["experiment=quickstart", "cluster.num_processes=2"])))
+    monkeypatch.setattr(hydra_app, "resolve_checkpoint", lambda path: path)
+    monkeypatch.setattr(hydra_app, "read_saved_config", lambda folder: saved)
+    args = hydra_app.parse([f"resume={tmp_path}"])
+    assert hydra_app.compose_resumed(args, str(tmp_path)).cluster.num_processes == 2, "a control"
+    configured(monkeypatch)
+    assert build_config(hydra_app.compose_resumed(args, str(tmp_path))).cluster.num_processes == 8
+    given = hydra_app.parse([f"resume={tmp_path}", "cluster.num_processes=4"])
+    assert hydra_app.compose_resumed(given, str(tmp_path)).cluster.num_processes == 4
 
 
 def test_a_launchers_rank_needs_one_gpu_and_a_run_that_starts_its_ranks_one_for_each(monkeypatch):

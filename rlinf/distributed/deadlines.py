@@ -122,8 +122,8 @@ def report(store: dist.Store, error: Exception) -> Exception:
     text = f"{type(error).__name__}: {error}"
     try:
         pickled = pickle.dumps(error)
-    except Exception:  # noqa: BLE001  code of its class runs
-        pickled = pickle.dumps(RankError(text))
+    except Exception as failure:  # noqa: BLE001 - code of its class runs
+        pickled = pickle.dumps(RankError(f"{text}\n(The error itself cannot be pickled: {failure})"))
     return _unpickled(store.compare_set("error", "", pickle.dumps((text, pickled))))
 
 
@@ -137,8 +137,8 @@ def _unpickled(data: bytes) -> Exception:
     text, pickled = pickle.loads(data)
     try:
         return pickle.loads(pickled)
-    except Exception:  # noqa: BLE001  code of its class runs
-        return RankError(text)
+    except Exception as failure:  # noqa: BLE001 - code of its class runs
+        return RankError(f"{text}\n(The error itself cannot be unpickled: {failure})")
 
 
 class Watchdog:

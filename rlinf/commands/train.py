@@ -21,7 +21,14 @@ from rlinf.data.formats import open_dataset
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.launch import launch
-from rlinf.distributed.parallel import Parallel, choose_sharding, empty_copy, make_parallel, rank_memory_bytes
+from rlinf.distributed.parallel import (
+    Parallel,
+    choose_sharding,
+    empty_copy,
+    make_parallel,
+    rank_memory_bytes,
+    take_weights_of_rank_0,
+)
 from rlinf.distributed.process_group import local_world_size, rank, resolve_device, set_num_threads, world_size
 from rlinf.distributed.start import started_here
 from rlinf.distributed.sums import maximum
@@ -107,7 +114,8 @@ def build(config: RunConfig) -> Run:
     resumed_from, state = _where_to_begin(config)
     env = _evaluation_env(config, state)
     dataset = _dataset(config, env, state, resumed_from)
-    fingerprint = take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
+    with torch.random.fork_rng(devices=[]):  # only rank 0 takes it, and an env may draw from torch's generator
+        fingerprint = take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
     model = _policy(config, env, dataset, resumed_from, fingerprint)
     parallel, sync = _on_ranks(config, model, device)
     worker = _worker(config, parallel, state)
@@ -200,6 +208,7 @@ def _on_ranks(config: RunConfig, model: torch.nn.Module, device: str) -> tuple[P
         choice = choose_sharding(trainer.sharding, model, world_size(), memory, cpu_offload=trainer.cpu_offload)
     if rank() == 0:
         print(choice, flush=True)
+    take_weights_of_rank_0(model)
     trained = trained_names(model)
     rollout_model = empty_copy(model, device) if choice.sharded else model
     parallel = make_parallel(

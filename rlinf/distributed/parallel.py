@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlinf.distributed.devices import own_device
-from rlinf.distributed.process_group import world_size
+from rlinf.distributed.process_group import gather_objects, world_size
 from rlinf.errors import ConfigError
 from rlinf.memory import main_memory_bytes
 from rlinf.number_formats import GIB, format_bytes
@@ -71,7 +72,7 @@ class Parallel(ABC):
 class Replicated(Parallel):
     """Every rank holds the whole model, which therefore also plays: nothing is pushed, and no copy exists.
 
-    The ranks begin with equal weights and take equal steps, so the weights stay equal bit for bit.
+    The ranks begin with equal weights (``take_weights_of_rank_0``) and take equal steps, so the weights stay equal bit for bit.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -189,6 +190,27 @@ class Sharded(Parallel):
 
     def sum_gradients(self, stepped: Sequence[nn.Parameter]) -> None:
         """The backward pass has summed them."""
+
+
+def take_weights_of_rank_0(model: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0 (a collective call); equal ones are neither sent nor written.
+
+    Ranks draw initial weights under one seed, which is not enough: code that only one rank has run may have drawn too.
+    """
+    if world_size() == 1:
+        return
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    own = {name: _checksum(tensor) for name, tensor in tensors.items()}
+    first, *others = gather_objects(own)
+    for name in first:
+        if any(other[name] != first[name] for other in others):
+            sent = tensors[name].detach().cpu().contiguous()
+            dist.broadcast(sent, 0)
+            tensors[name].data.copy_(sent)
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
 
 
 def make_parallel(

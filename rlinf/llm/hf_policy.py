@@ -23,6 +23,7 @@ from rlinf.distributed.parallel import (
     StateBytes,
     choose_sharding,
     rank_memory_bytes,
+    take_weights_of_rank_0,
 )
 from rlinf.distributed.process_group import local_world_size, rank, resolve_device, world_size
 from rlinf.distributed.sums import maximum
@@ -118,6 +119,7 @@ class HuggingFacePolicy(TokenPolicy):
         if lora is not None:
             apply_lora(HFModel(self.model), lora)
         set_training_options(self.model, recomputed=self.config.gradient_checkpointing, compiled=self.config.compile)
+        take_weights_of_rank_0(self.model)
         self.parallel: Parallel = Replicated(self.model)
         if self._sharded:
             self.model.fsdp_wrap_modules = HFModel(self.model).fsdp_wrap_modules

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from run_results import gap, run_config
 
+from rlinf.commands import train as train_module
 from rlinf.commands.train import build
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import full_tensor
@@ -71,3 +73,45 @@ def test_a_rank_without_a_row_of_any_minibatch_takes_the_steps_of_one_process(tm
         assert found["loss"] == pytest.approx(one["loss"], abs=1e-5)
         for name, tensor in found["after"].items():
             assert gap(tensor, one["after"][name]) < 1e-5, name
+
+
+# -- weights to begin with -------------------------------------------------------------------------------------------
+
+
+def begin_apart(folder: Path) -> None:
+    """Build runs whose ranks draw their weights under other seeds, and whose fingerprint on rank 0 moves torch's generator."""
+    generators, own = [], train_module.build_policy
+
+    def fingerprint(_env):
+        torch.manual_seed(7)
+        return {}
+
+    def policy(*arguments):
+        generators.append(torch.get_rng_state())
+        torch.manual_seed(rank())
+        return own(*arguments)
+
+    cases = {"replicate": "replicate", "fsdp2": "fsdp2", "control": "replicate"}
+    cases = {"one": "replicate"} if world_size() == 1 else cases
+    found = {}
+    with mock.patch.multiple(train_module, build_policy=policy, take_fingerprint=fingerprint):
+        for case, sharding in cases.items():
+            if case == "control":
+                train_module.take_weights_of_rank_0 = lambda model: None  # in a process of this launch only
+            run = built(folder / f"{case} {world_size()}", "evaluation.probe=true", f"trainer.sharding={sharding}")
+            found[case] = weights(run)
+            run.rl.collector.close()
+            run.session.close()
+    torch.save((found, generators), folder / f"begun {rank()} of {world_size()}")
+
+
+def test_all_ranks_begin_with_the_weights_of_rank_0(tmp_path):
+    begin_apart(tmp_path)
+    launch(begin_apart, tmp_path, 2, "cpu")
+    expected = torch.load(tmp_path / "begun 0 of 1")[0]["one"]
+    (first, its_states), (second, other_states) = (torch.load(tmp_path / f"begun {r} of 2") for r in (0, 1))
+    assert all(torch.equal(*states) for states in zip(its_states, other_states, strict=True))
+    for case in ("replicate", "fsdp2"):
+        for found in (first[case], second[case]):
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), case
+    assert any(not torch.equal(second["control"][name], tensor) for name, tensor in expected.items())

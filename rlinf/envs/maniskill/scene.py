@@ -272,12 +272,14 @@ def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
 
     def initialize_each(env_idx: torch.Tensor, options: dict) -> None:
         mask = env.scene._reset_mask
-        for k, row in enumerate(env_idx.tolist()):
-            env._set_episode_rng([seeds[row]] * env.num_envs, env_idx)
-            torch.manual_seed(seeds[row])
-            env.scene._reset_mask = torch.zeros_like(mask)
-            env.scene._reset_mask[row] = True  # what a task sets goes to these rows
-            initialize(env_idx[k : k + 1], options)
+        gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(gpus):  # the policy draws from these generators too
+            for k, row in enumerate(env_idx.tolist()):
+                env._set_episode_rng([seeds[row]] * env.num_envs, env_idx)
+                torch.manual_seed(seeds[row])
+                env.scene._reset_mask = torch.zeros_like(mask)
+                env.scene._reset_mask[row] = True  # what a task sets goes to these rows
+                initialize(env_idx[k : k + 1], options)
         env.scene._reset_mask = mask
 
     env._initialize_episode = initialize_each

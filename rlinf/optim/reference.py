@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rlinf.distributed.parallel import full_tensor, local_part
+from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError
 
 
@@ -28,8 +29,13 @@ class Reference:
         self._kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the kept weights whole, on the CPU (a collective call)."""
-        return {name: full_tensor(tensor).cpu() for name, tensor in self._kept.items()}
+        """Return the kept weights whole, on the CPU of rank 0; nothing on other ranks (a collective call)."""
+        whole = {}
+        for name, kept in self._kept.items():
+            tensor = full_tensor(kept)  # one at a time: together they may not fit on a rank
+            if rank() == 0:
+                whole[name] = tensor.cpu()
+        return whole
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:

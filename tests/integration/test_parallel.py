@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
@@ -294,12 +295,16 @@ def score(model, config):
 
 
 def keep_a_reference(arguments):
-    sharded, forgetful = arguments
+    folder, sharded, forgetful = arguments
     torch.set_num_threads(1)
     config = config_of()
     worker = worker_of(make_parallel(policy_of(config), "cpu", sharded), config)
     reference = Reference(worker.model)
-    kept = reference.tensors()
+    kept, file = reference.tensors(), Path(folder) / "kept.safetensors"
+    assert (rank() == 0) == bool(kept)
+    if rank() == 0:
+        save_file(kept, file)
+    dist.barrier()
     before = score(worker.model, config)
     train(worker, config)
     after = score(worker.model, config)  # leaves the root of shards gathered
@@ -311,21 +316,23 @@ def keep_a_reference(arguments):
     assert torch.equal(again, before)
     assert torch.equal(score(worker.model, config), after)
     other = Reference(worker.model)
-    other.load(kept)
+    other.load(load_file(file))
     with other.in_place():
         assert torch.equal(score(worker.model, config), before)
     train(worker, config, 1, first=STEPS)
-    assert all(torch.equal(kept[name], tensor) for name, tensor in reference.tensors().items())
+    present = reference.tensors()
+    assert kept.keys() == present.keys()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in present.items())
 
 
 @pytest.mark.parametrize(("sharded", "forgetful"), [(False, False), (True, False), (True, True)])
-def test_a_reference_is_the_policy_of_then_and_leaves_that_of_now(sharded, forgetful):
+def test_a_reference_is_the_policy_of_then_and_leaves_that_of_now(tmp_path, sharded, forgetful):
     """Control: where gathered weights are not given up, whole weights meet shards."""
     if forgetful:
         with pytest.raises(RankError, match="size of tensor"):
-            launch(keep_a_reference, (sharded, forgetful), 2, "cpu")
+            launch(keep_a_reference, (str(tmp_path), sharded, forgetful), 2, "cpu")
     else:
-        launch(keep_a_reference, (sharded, forgetful), 2, "cpu")
+        launch(keep_a_reference, (str(tmp_path), sharded, forgetful), 2, "cpu")
 
 
 def test_a_reference_of_adapters_holds_adapters_only():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from torch import Tensor
 from rlinf.algorithms.base import Algorithm
 from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import waiting
-from rlinf.distributed.process_group import any_rank, rank
-from rlinf.distributed.sums import maximum, sum_blocks, sum_counts
+from rlinf.distributed.process_group import any_rank, gather_objects, rank
+from rlinf.distributed.sums import sum_blocks, sum_counts
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.memory import memory_metrics
 from rlinf.optim.reference import Reference
@@ -251,12 +250,13 @@ def check_equal_on_ranks(metrics: dict[str, float]) -> dict[str, float]:
 
     A mean over the envs of one rank would otherwise pass for one over all envs, and results would depend on the ranks.
     """
-    numbers = [float(value) if math.isfinite(value) else 0.0 for value in metrics.values()]
-    highest, lowest = maximum(*numbers), maximum(*(-number for number in numbers))
-    for name, high, low in zip(metrics, highest, lowest, strict=True):
-        if high != -low:
+    of_ranks = gather_objects({name: float(value) for name, value in metrics.items()})
+    for name in sorted({name for each in of_ranks for name in each}):
+        values = [f"{each[name]!r}" if name in each else "missing" for each in of_ranks]  # as text NaN equals NaN
+        other = next((value for value in values if value != values[0]), None)
+        if other is not None:
             raise ConfigError(
-                f"{name} is {-low:g} on one rank and {high:g} on another; required of compute_advantages: the same on all ranks. It "
-                "sees the envs of its rank: use masked_mean or masked_normalize of rlinf.algorithms.statistics"
+                f"{name} is {values[0]} on one rank and {other} on another; required of compute_advantages: the same on all ranks. "
+                "It sees the envs of its rank: use masked_mean or masked_normalize of rlinf.algorithms.statistics"
             )
     return metrics

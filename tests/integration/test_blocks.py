@@ -195,6 +195,8 @@ def refusals(argument: Path) -> None:
     for refused in (
         lambda: parity_gate(config).check(batch, 0),
         lambda: check_equal_on_ranks({"train/baseline": 2.0 + rank(), "train/other": 1.0}),
+        lambda: check_equal_on_ranks({"train/mean": 1.0} | ({"train/extra": 0.0} if rank() else {"train/first": 0.0})),
+        lambda: check_equal_on_ranks({"train/nan": float("nan") if rank() else 0.0}),
     ):
         try:
             refused()
@@ -207,6 +209,8 @@ def refusals(argument: Path) -> None:
 def test_all_ranks_refuse_the_worst_sample_of_all_and_metrics_of_their_own(recorded):
     launch(refusals, recorded, 2, "cpu")
     first, second = ((recorded / f"refused {r}").read_text() for r in (0, 1))
-    assert first == second and len(first.splitlines()) == 2
+    assert first == second and len(first.splitlines()) == 4
     assert re.search(r"ParityError.*differ by 0\.5 at step 0.*policy call 2 of env 5, EpisodeSpec", first)
-    assert re.search(r"ConfigError: train/baseline is 2 on one rank and 3 on another.*masked_mean", first)
+    assert re.search(r"ConfigError: train/baseline is 2\.0 on one rank and 3\.0 on another.*masked_mean", first)
+    assert "train/extra is missing on one rank and 0.0 on another" in first
+    assert "train/nan is 0.0 on one rank and nan on another" in first

@@ -29,7 +29,14 @@ from rlinf.distributed.parallel import (
     rank_memory_bytes,
     take_weights_of_rank_0,
 )
-from rlinf.distributed.process_group import local_world_size, rank, resolve_device, set_num_threads, world_size
+from rlinf.distributed.process_group import (
+    any_rank,
+    local_world_size,
+    rank,
+    resolve_device,
+    set_num_threads,
+    world_size,
+)
 from rlinf.distributed.start import started_here
 from rlinf.distributed.sums import maximum
 from rlinf.envs import make_env
@@ -89,8 +96,9 @@ class Run:
         except NonFiniteError as error:
             failed, folder = session.worker.failed_batch, session.folder / "failed_batch"
             if failed is not None:
-                if rank() == 0:
+                if rank() == failed.rank:
                     write_failed_batch(failed, folder)
+                any_rank(False)  # the first rank that fails ends the others, so all wait until the report is there
                 error.add_note(f"Report of the batch: {folder}")
             raise
         finally:

@@ -85,6 +85,7 @@ def write_failed_batch(failed: FailedBatch, folder: Path) -> None:
     torch.save(failed.tensors, folder / "tensors.pt.tmp")
     os.replace(folder / "tensors.pt.tmp", folder / "tensors.pt")
     report = {
+        "rank": failed.rank,
         "phase": failed.phase,
         "step": failed.step,
         "loss": str(failed.loss),

@@ -33,8 +33,13 @@ VALUE_HEAD = "value_head"
 
 @dataclass
 class FailedBatch:
-    """What is kept of a minibatch whose loss or gradient was not finite, for the report."""
+    """What is kept of a minibatch whose loss or gradient was not finite, for the report.
 
+    Attributes:
+        rank: The first rank whose rows are not finite, or whose loss of them, or 0: the one whose rows are worth keeping.
+    """
+
+    rank: int
     phase: str
     step: int
     loss: float
@@ -236,7 +241,7 @@ class TrainWorker:
 
     def _take_step(self, totals: Totals, minibatch: _Described, frozen: bool = False) -> dict[str, float]:
         """Take the optimiser step, unless something is wrong with it; return the metrics of all ranks."""
-        metrics = totals.over_ranks()
+        own_loss, metrics = totals["loss"], totals.over_ranks()
         if frozen:
             # Critic warm-up. AdamW skips parameters without a gradient altogether: no decay, no momentum, no movement. With
             # gradients of 0 it would still decay the weights and move them by former momentum.
@@ -247,7 +252,7 @@ class TrainWorker:
         try:
             metrics["grad_norm"] = self.train_step.apply(metrics["loss"])
         except NonFiniteError as error:
-            self._fail(metrics["loss"], minibatch, error)
+            self._fail(metrics["loss"], own_loss, minibatch, error)
         go_on()
         return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
@@ -265,8 +270,11 @@ class TrainWorker:
                 "detached from the policy, or its weights are frozen; `rlinf diagnose` tells which tensors have a gradient"
             )
 
-    def _fail(self, loss: float, minibatch: _Described, cause: NonFiniteError) -> NoReturn:
-        """Keep the minibatch for the report, and raise NonFiniteError with the settings that may help."""
+    def _fail(self, loss: float, own_loss: float, minibatch: _Described, cause: NonFiniteError) -> NoReturn:
+        """Keep the minibatch for the report, and raise NonFiniteError with the settings that may help (a collective call).
+
+        ``loss`` is that of all ranks, and ``own_loss`` this rank's share of it.
+        """
         phase, step, observe, tensors = minibatch
         norm = self.train_step.grad_norm
         bad = [
@@ -277,10 +285,14 @@ class TrainWorker:
         tensors = dict(tensors) | {f"image/{name}": torch.from_numpy(x) for name, x in observation.images.items()}
         if observation.state is not None:
             tensors["state"] = torch.from_numpy(observation.state)
-        self.failed_batch = FailedBatch(phase, step, loss, norm, bad, list(observation.instruction), tensors)
         self.optimizer.zero_grad(set_to_none=True)
         own = [name for name, each in tensors.items() if each.is_floating_point() and not each.isfinite().all()]
-        spoilt = sorted({name for names in gather_objects(own) for name in names})
+        of_ranks = gather_objects((own, math.isfinite(own_loss), bad))
+        spoilt = sorted({name for names, _, _ in of_ranks for name in names})
+        bad = [name for name in self.named_masters if any(name in names for _, _, names in of_ranks)]
+        # Rows that are not finite tell more than a loss.
+        worst = min(range(len(of_ranks)), key=lambda r: (not of_ranks[r][0], of_ranks[r][1]))
+        self.failed_batch = FailedBatch(worst, phase, step, loss, norm, bad, list(observation.instruction), tensors)
         way_on = (
             f"Lower {phase if phase == 'sft' else 'trainer'}.learning_rate, or use model.precision=fp32."
             if not spoilt

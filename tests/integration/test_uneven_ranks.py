@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +15,7 @@ from rlinf.commands.train import build
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import full_tensor
 from rlinf.distributed.process_group import rank, world_size
+from rlinf.errors import NonFiniteError
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 
 SMALL = [
@@ -115,3 +117,31 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(tmp_path):
         for found in (first[case], second[case]):
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), case
     assert any(not torch.equal(second["control"][name], tensor) for name, tensor in expected.items())
+
+
+# -- the report of numbers that are not finite -----------------------------------------------------------------------
+
+
+def spoil_rank_1(folder: Path) -> None:
+    short = ["evaluation.num_episodes=2", "evaluation.num_envs=4", "evaluation.num_videos_per_task=0"]
+    run = built(folder, *GRPO, *short, "trainer.max_steps=1", "sft.max_steps=0", "trainer.minibatch_size=48")
+    compute = run.rl.algorithm.compute_advantages
+
+    def spoilt(batch):
+        batch.action_rewards += 0.1 * torch.arange(batch.action_rewards.shape[1])[:, None]  # no group of equal returns
+        metrics = compute(batch)
+        if rank() == 1:
+            batch.advantages.fill_(float("nan"))
+        return metrics
+
+    run.rl.algorithm.compute_advantages = spoilt
+    run.execute()
+
+
+def test_the_batch_of_the_rank_that_holds_nan_is_kept(tmp_path):
+    with pytest.raises(NonFiniteError, match=r"The batch itself is not finite \(advantages\)") as caught:
+        launch(spoil_rank_1, tmp_path, 2, "cpu")
+    assert "Report of the batch" in str(caught.value)
+    report = json.loads((tmp_path / "failed_batch" / "report.json").read_text())
+    assert report["rank"] == 1 and report["tensors"]["advantages"]["num_not_finite"] > 0
+    assert torch.load(tmp_path / "failed_batch" / "tensors.pt")["advantages"].isnan().all()

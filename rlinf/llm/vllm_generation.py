@@ -108,17 +108,17 @@ class VllmGenerationWorker:
             [torch.tensor(ids) for ids in prompts], responses, logprobs, settings.get("pad_token_id") or 0
         )
 
-    def update_weights(self, weights: WeightSource) -> int:
+    def update_weights(self, weights_handle: WeightSource) -> int:
         """Load weights and return their version.
 
         Args:
-            weights: The handle of a ``WeightBuffer`` (also from another process), or in this process a ``MergedWeights``, which
+            weights_handle: That of a ``WeightBuffer`` (also from another process), or in this process a ``MergedWeights``, which
                 passes through two bounded buckets.
 
         Raises:
             WeightsRefusedError: They lack tensors, and the old weights stay; or they were damaged on the way.
         """
-        return self.engine.update_weights(weights)
+        return self.engine.update_weights(weights_handle)
 
     def sleep(self) -> bool:
         """Release the GPU memory until the next request; return whether that worked: an engine on the CPU cannot."""
@@ -195,9 +195,9 @@ class VllmGeneration(GenerationInterface):
         """Size of the model's vocabulary."""
         return self.worker.vocab_size
 
-    def update_weights(self, weights: WeightSource) -> int:
+    def update_weights(self, weights_handle: WeightSource) -> int:
         """See ``VllmGenerationWorker.update_weights``."""
-        return self.worker.update_weights(weights)
+        return self.worker.update_weights(weights_handle)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> None:
         """Let the engine sleep: its GPU memory is free, its weights wait in main memory. On a CPU, stop it. Idempotent."""

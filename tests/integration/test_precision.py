@@ -246,15 +246,6 @@ def test_a_parameter_outside_of_any_module_cannot_stay_float32_in_shards():
     with_process_group(lambda: Sharded(model, "cpu"))
 
 
-def test_shards_of_cnn_compute_with_the_deviation_of_the_replica():
-    """``log_std`` of the packaged policy is in 16 bits on both sides."""
-    config = build_config(compose_config(["model=cnn", "model.precision=bf16", "model.init_config.image_size=36"]))
-    policy = build_policy(config, {"norm_stats": unit_range_stats(2, 4)})
-    replica = copy.deepcopy(policy).requires_grad_(False).eval()
-    with_process_group(lambda: Sharded(policy, "cpu"))
-    assert policy.compute_dtypes["log_std"] == replica.log_std.dtype == torch.bfloat16
-
-
 def test_steps_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
     gradients = gradients_of(len(flat(policy_of("OFT"))), 4)
     whole = policy_of("OFT")

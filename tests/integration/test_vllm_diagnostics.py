@@ -17,6 +17,7 @@ from rlinf.engines.config import VllmOptions
 from rlinf.engines.vllm_engine import EngineError
 from rlinf.errors import ParityError
 from rlinf.models import build_policy
+from rlinf.models.lora import merged_tensors
 from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.types import Observation
 
@@ -123,47 +124,40 @@ TRAINING = [
 ]  # fmt: skip
 
 
-def test_other_weights_in_the_engine_stop_a_run_at_the_first_step(tmp_path, monkeypatch, player):
-    class WrongPolicy(VllmPolicy):
-        """Sends a changed tensor, to the engine that runs already."""
+@pytest.fixture
+def sends(monkeypatch, player):
+    """Let a run play in the engine that runs already, and send what ``change(name, tensor)`` makes of each tensor."""
 
+    class Player(VllmPolicy):
         def __init__(self, *args):
             super().__init__(*args)
             self.engine = player.engine
 
-        def weights(self):
-            tensors = super().weights()
-            return tensors | {"projector.fc1.weight": 1.1 * tensors["projector.fc1.weight"]}
-
         def close(self):
-            self.buffer.close()
+            self.buckets.close()
 
-    player.engine.version = None
-    monkeypatch.setattr("rlinf.commands.train.VllmPolicy", WrongPolicy)
+    def use(change):
+        def changed(*args):
+            for name, tensor in merged_tensors(*args):
+                yield name, change(name, tensor)
+
+        monkeypatch.setattr("rlinf.models.merged_weights.merged_tensors", changed)
+        monkeypatch.setattr("rlinf.commands.train.VllmPolicy", Player)
+        player.engine.version = None
+
+    return use
+
+
+def test_other_weights_in_the_engine_stop_a_run_at_the_first_step(tmp_path, sends):
+    sends(lambda name, tensor: 1.1 * tensor if name == "projector.fc1.weight" else tensor)
     with pytest.raises(ParityError, match="differ by"):
         train(build_config(compose_config([*TRAINING, f"output_dir={tmp_path / 'run'}"])))
 
 
 @pytest.mark.parametrize("part", ["", "layers.1.mlp.down_proj"])
-def test_an_engine_that_lacks_an_update_stops_a_run_at_the_first_step_after_it(tmp_path, monkeypatch, player, part):
-    class DeafPolicy(VllmPolicy):
-        """Brings the tensors with ``part`` in their names to the engine once only, and says nothing of it."""
-
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.engine, self.first = player.engine, None
-
-        def weights(self):
-            tensors = super().weights()
-            if self.first is None:
-                self.first = {name: tensor.clone() for name, tensor in tensors.items() if part in name}
-            return tensors | self.first
-
-        def close(self):
-            self.buffer.close()
-
-    player.engine.version = None
-    monkeypatch.setattr("rlinf.commands.train.VllmPolicy", DeafPolicy)
+def test_an_engine_that_lacks_an_update_stops_a_run_at_the_first_step_after_it(tmp_path, sends, part):
+    first = {}
+    sends(lambda name, tensor: first.setdefault(name, tensor.clone()) if part in name else tensor)
     overrides = [*TRAINING, "trainer.learning_rate=1e-3", f"output_dir={tmp_path / 'run'}"]
     with pytest.raises(
         ParityError, match="log-probabilities differ by .* at step 1 .*agreed until the weights were updated"

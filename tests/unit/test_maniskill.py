@@ -307,7 +307,8 @@ def test_rows_that_are_reset_together_begin_as_each_of_them_alone():
 
 def test_a_reset_leaves_the_generator_of_the_policy_as_it_was():
     drawn = []
-    env = SimpleNamespace(num_envs=2, scene=SimpleNamespace(_reset_mask=torch.ones(2, dtype=torch.bool)))
+    scene = SimpleNamespace(_reset_mask=torch.ones(2, dtype=torch.bool))
+    env = SimpleNamespace(num_envs=2, device=torch.device("cpu"), scene=scene)
     env._set_episode_rng, env._initialize_episode = lambda *_: None, lambda *_: drawn.append(float(torch.rand(())))
     maniskill_scene.draw_each_row_by_its_seed(env).update({0: 5, 1: 5})
     before = torch.get_rng_state()

@@ -272,7 +272,7 @@ def draw_each_row_by_its_seed(env: Any) -> dict[int, int]:
 
     def initialize_each(env_idx: torch.Tensor, options: dict) -> None:
         mask = env.scene._reset_mask
-        gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        gpus = [env.device] if env.device.type == "cuda" else []
         with torch.random.fork_rng(gpus):  # the policy draws from these generators too
             for k, row in enumerate(env_idx.tolist()):
                 env._set_episode_rng([seeds[row]] * env.num_envs, env_idx)

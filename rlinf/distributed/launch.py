@@ -30,6 +30,8 @@ from rlinf.errors import EXIT_FAULT, RankError, RankKilledError, RLinfError, exi
 GROUP_TIMEOUT = timedelta(days=1)
 """torch's own limit of a collective call, beyond every deadline: it would name no wait and show no stacks."""
 
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+"""Settings of torch's memory on GPUs, which it reads when CUDA starts."""
 KILLED_HINT = (
     "SIGKILL: usually out of memory (see `dmesg`). SIGSEGV, SIGABRT: a crash in native code; its Python stack is printed "
     "above. Continue from the last checkpoint with rlinf train resume=<run folder>"
@@ -68,7 +70,7 @@ def launch(
     """
     deadlines = asdict(DeadlinesConfig()) if deadlines is None else deadlines
     if _of_launcher is not None:
-        work = (function, argument, device, dict(deadlines))
+        work = (function, argument, device, dict(deadlines), os.environ.get(ALLOCATOR))
         _of_launcher.send(work)
         return _run_with_launcher(_of_launcher, *work)
     if num_processes == 1:
@@ -219,8 +221,11 @@ def _lead(ranks: Ranks, command: Callable[[], int]) -> int:
 
 
 def _run_with_launcher(
-    ranks: Ranks, function: Callable, argument: Any, device: str, deadlines: Mapping[str, float | None]
-) -> None:
+    ranks: Ranks, function: Callable, argument: Any, device: str, deadlines: Mapping[str, float | None],
+    allocator: str | None,
+) -> None:  # fmt: skip
+    if allocator is not None:  # what rank 0 has set before CUDA starts
+        os.environ.setdefault(ALLOCATOR, allocator)
     if device == "cuda":
         ranks.refuse_shared_gpus()
     store = dist.PrefixStore(f"launch/{ranks.num_launches}", ranks.store)

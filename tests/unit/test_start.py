@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -218,3 +220,20 @@ def test_ranks_with_another_plugin_or_configuration_are_refused_on_all(tmp_path)
     ):
         assert words in text
     assert "configuration of model" not in text
+
+
+@pytest.mark.parametrize("own", [None, "garbage_collection_threshold:0.8"])
+def test_ranks_of_a_launcher_take_the_allocator_of_rank_0_unless_they_have_their_own(monkeypatch, own):
+    """torch reads the variable when CUDA starts, and only rank 0 runs the command that sets it."""
+    sent, seen = [], []
+    ranks = SimpleNamespace(send=sent.append, num_launches=1, place=Place("torchrun", 1, 2, 1, ("a", 1), False))
+    ranks.store = dist.HashStore()
+    monkeypatch.setattr(launch, "_take_part", lambda *_, **__: seen.append(os.environ.get(launch.ALLOCATOR)))
+    monkeypatch.setattr(launch, "_of_launcher", ranks)
+    monkeypatch.setenv(launch.ALLOCATOR, "expandable_segments:True")
+    launch.launch(print, None, 2, "cpu")
+    monkeypatch.delenv(launch.ALLOCATOR)
+    if own is not None:
+        monkeypatch.setenv(launch.ALLOCATOR, own)
+    launch._run_with_launcher(ranks, *sent[0])
+    assert seen == ["expandable_segments:True", own or "expandable_segments:True"]

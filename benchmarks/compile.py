@@ -13,24 +13,19 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import replace
 
 import torch
 import torch._inductor.config as inductor
+from update import rollout_to_train_on
 
-from rlinf.algorithms import ALGORITHMS
 from rlinf.commands.open_checkpoint import statistics_of_env
 from rlinf.config.compose import compose_config
-from rlinf.config.schema import build_config, chunks_needed
+from rlinf.config.schema import build_config
 from rlinf.distributed.process_group import set_num_threads
 from rlinf.envs import make_env
 from rlinf.models import build_policy
 from rlinf.models.blocks import repeated_blocks, set_training_options
-from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import seed_everything
-from rlinf.training.minibatches import MinibatchPlan
-from rlinf.training.train_worker import TrainWorker
 
 
 def main() -> None:
@@ -46,24 +41,8 @@ def main() -> None:
 
     env = make_env(config.env, 1, auto_reset=False)
     model = build_policy(config, statistics_of_env(config, env))
-    still = replace(config.trainer, learning_rate=0.0, value_learning_rate=0.0)
-    worker = TrainWorker(
-        model, still, temperature=1.0, micro_batch_size=config.model.micro_batch_size,
-        val_micro_batch_size=config.model.val_micro_batch_size, precision=config.model.precision,
-    )  # fmt: skip
-    sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), num_groups=config.rollout.num_envs)
-    collector = RolloutCollector(
-        lambda count: make_env(config.env, count, auto_reset=True), sampler, num_envs=config.rollout.num_envs,
-        num_chunks=config.rollout.num_chunks or chunks_needed(config), temperature=1.0, autocast=worker.autocast,
-    )  # fmt: skip
-    algorithm = ALGORITHMS.get("ppo")(config.algorithm)
-    batch = collector.collect(model.eval(), 0, 0, needs_values=True)
-    collector.close(), env.close()
-    batch.old_logprobs, batch.values = worker.evaluate(batch)
-    algorithm.compute_advantages(batch)
-    flat = batch.flatten()
-    plan = MinibatchPlan(batch.loss_mask, collector.blocks, config.trainer.minibatch_size, seed=0)
-    minibatches, num_samples = list(plan.epoch(0)), len(flat.loss_mask)
+    worker, algorithm, flat, minibatches = rollout_to_train_on(config, env, model)
+    num_samples = len(flat.loss_mask)
 
     def update() -> float:
         start = time.perf_counter()

@@ -20,16 +20,20 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rlinf.algorithms import ALGORITHMS
+from rlinf.algorithms.base import Algorithm
 from rlinf.config.compose import compose_config
-from rlinf.config.schema import build_config
+from rlinf.config.schema import RunConfig, build_config
 from rlinf.distributed.process_group import set_num_threads
 from rlinf.envs import make_env
+from rlinf.envs.base import VectorEnv
 from rlinf.models import build_policy
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import seed_everything
-from rlinf.training.minibatches import MinibatchPlan
+from rlinf.training.minibatches import Minibatch, MinibatchPlan
 from rlinf.training.train_worker import TrainWorker
+from rlinf.types import RolloutBatch
 
 
 def matmul_flops_per_s(rows: int, inner: int, columns: int, dtype: torch.dtype, rounds: int = 20) -> float:
@@ -41,6 +45,29 @@ def matmul_flops_per_s(rows: int, inner: int, columns: int, dtype: torch.dtype, 
         left @ right
         best = min(best, time.perf_counter() - start)
     return 2 * rows * inner * columns / best
+
+
+def rollout_to_train_on(
+    config: RunConfig, env: VectorEnv, model: ActionModel
+) -> tuple[TrainWorker, Algorithm, RolloutBatch, list[Minibatch]]:
+    """Play a rollout; return a worker that leaves the weights as they are, and what it trains on. Closes ``env``."""
+    still = replace(config.trainer, learning_rate=0.0, value_learning_rate=0.0)
+    worker = TrainWorker(
+        model, still, temperature=1.0, micro_batch_size=config.model.micro_batch_size,
+        val_micro_batch_size=config.model.val_micro_batch_size, precision=config.model.precision,
+    )  # fmt: skip
+    sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), num_groups=config.rollout.num_envs)
+    collector = RolloutCollector(
+        lambda count: make_env(config.env, count, auto_reset=True), sampler, num_envs=config.rollout.num_envs,
+        num_chunks=config.rollout.num_chunks, temperature=1.0, autocast=worker.autocast,
+    )  # fmt: skip
+    algorithm = ALGORITHMS.get("ppo")(config.algorithm)
+    batch = collector.collect(model.eval(), 0, 0, needs_values=True)
+    collector.close(), env.close()
+    batch.old_logprobs, batch.values = worker.evaluate(batch)
+    algorithm.compute_advantages(batch)
+    plan = MinibatchPlan(batch.loss_mask, collector.blocks, config.trainer.minibatch_size, seed=0)
+    return worker, algorithm, batch.flatten(), list(plan.epoch(0))
 
 
 def main() -> None:
@@ -55,23 +82,7 @@ def main() -> None:
 
     env = make_env(config.env, 1, auto_reset=False)
     model = build_policy(config, {"norm_stats": {config.env.name: env.action_statistics()}})
-    worker = TrainWorker(
-        model, replace(config.trainer, learning_rate=0.0), temperature=1.0, micro_batch_size=config.model.micro_batch_size,
-        val_micro_batch_size=config.model.val_micro_batch_size, precision=config.model.precision,
-    )  # fmt: skip
-    sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), num_groups=config.rollout.num_envs)
-    collector = RolloutCollector(
-        lambda count: make_env(config.env, count, auto_reset=True), sampler, num_envs=config.rollout.num_envs,
-        num_chunks=config.rollout.num_chunks, temperature=1.0, autocast=worker.autocast,
-    )  # fmt: skip
-    algorithm = ALGORITHMS.get("ppo")(config.algorithm)
-    batch = collector.collect(model.eval(), 0, 0, needs_values=True)
-    collector.close(), env.close()
-    batch.old_logprobs, batch.values = worker.evaluate(batch)
-    algorithm.compute_advantages(batch)
-    flat = batch.flatten()
-    plan = MinibatchPlan(batch.loss_mask, collector.blocks, config.trainer.minibatch_size, seed=0)
-    minibatches = list(plan.epoch(0))
+    worker, algorithm, flat, minibatches = rollout_to_train_on(config, env, model)
 
     def update() -> None:
         for minibatch in minibatches:

@@ -148,7 +148,7 @@ class Watchdog:
         store: Shared by all ranks; the thread has a connection of its own.
         rank, size: Of the process.
         deadlines: Seconds by name; None: derived.
-        ends_process: An error of another rank ends this process, too, after ``GRACE_S``. False: whoever started it does that.
+        ends_process: End this process ``GRACE_S`` after an error of another rank. False: leave that to the process that started it.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ A push is complete or refused. The first one sends every tensor, the next ones o
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from rlinf.optim.finite import not_finite
 
 
 class WeightSource(Protocol):
-    """Weights of one version that can be sent again and again. A ``WeightsHandle`` is one.
+    """Weights of one version that can be sent more than once. A ``WeightsHandle`` is one.
 
     Attributes:
         version: Number of weight updates that produced them.
@@ -132,7 +133,7 @@ def manifest_of(module: nn.Module) -> dict[str, TensorSpec]:
     }
 
 
-class WeightReceiver:
+class WeightReceiver(ABC):
     """The state of a receiver. Subclasses say what they need (``check``) and where tensors go (``receive``).
 
     Args:
@@ -214,14 +215,15 @@ class WeightReceiver:
         self._version = header.version
         return header.version
 
+    @abstractmethod
     def check(self, manifest: Mapping[str, TensorSpec]) -> None:
         """Raise WeightsRefusedError for a manifest that is not that of the model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def receive(self, handle: WeightsHandle) -> None:
         """Take the tensors of a verified bucket."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, is_complete: bool) -> None:
         """Make the new weights usable. ``is_complete``: all of them were sent, not only the trained ones."""
 

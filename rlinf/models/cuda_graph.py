@@ -110,7 +110,7 @@ def _capture(run: Callable[[], tuple[Tensor, ...]], pool: Any) -> tuple[Callable
     """Record what ``run`` launches. Return what launches it again, and the tensors that this fills."""
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):  # libraries allocate their workspaces, which must not lie in the graph's memory
+    with torch.cuda.stream(warm_up):  # libraries allocate their workspaces here, outside the graph's memory
         for _ in range(2):
             run()
     torch.cuda.current_stream().wait_stream(warm_up)

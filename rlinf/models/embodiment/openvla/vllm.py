@@ -45,7 +45,7 @@ class OpenVLAVllmAdapter:
 
 
 def image_token(config: OpenVLAConfig) -> int:
-    """Return the id that stands for the image in a prompt: an action token; only the first one in a prompt counts."""
+    """Return the id of the image's placeholder in a prompt: an action token. Only the first one in a prompt counts."""
     return config.action_vocab_size - config.n_action_bins
 
 

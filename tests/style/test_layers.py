@@ -30,6 +30,7 @@ LAYERS = (
     ("checks",),
     ("preflight",),
     ("training",),
+    ("recipes",),
     ("commands",),
     ("policy",),
     ("api",),

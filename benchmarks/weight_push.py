@@ -73,6 +73,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     connection, theirs = context.Pipe()
     process = context.Process(target=receive, args=(theirs, sizes), daemon=True)
     process.start()
+    theirs.close()  # else a receiver that dies leaves the sender waiting for ever
     peer, buckets = Remote(connection), WeightBuckets(arguments.bucket_mib * 1024**2)
     source = torch.cat([weight.detach().flatten() for weight in model.weights])
     target = torch.empty_like(source)
@@ -101,15 +102,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     process.join()
     buckets.close()
     best = {name: min(values[1:]) for name, values in times.items()}
-    own, theirs = (min(pair[side] for pair in cpu_seconds["all"][1:]) for side in (0, 1))
+    own, their_own = (min(pair[side] for pair in cpu_seconds["all"][1:]) for side in (0, 1))
     copy = min(pair[0] for pair in cpu_seconds["memcpy"][1:])
     for name, seconds in best.items():
         print(f"{name:8s} {1e3 * seconds:7.1f} ms")
-    print(f"CPU time: sender {1e3 * own:.1f} ms, receiver {1e3 * theirs:.1f} ms, memcpy {1e3 * copy:.1f} ms")
+    print(f"CPU time: sender {1e3 * own:.1f} ms, receiver {1e3 * their_own:.1f} ms, memcpy {1e3 * copy:.1f} ms")
     return {
-        "name": "weight_push", "ours": best["all"], "peer": best["memcpy"], "ratio": best["all"] / best["memcpy"], "unit": "s",
+        "name": "weight_push", "ours": best["all"], "peer": best["memcpy"], "ratio": best["memcpy"] / best["all"], "unit": "s",
         "trained_only": best["trained"],
-        "cpu": {"sender": own, "receiver": theirs, "memcpy": copy, "ratio": max(own, theirs) / copy},
+        "cpu": {"sender": own, "receiver": their_own, "memcpy": copy, "ratio": copy / max(own, their_own)},
         "sizes": {"num_parameters": num_parameters, "nbytes": 2 * num_parameters, **vars(arguments), **sizes},
     }  # fmt: skip
 

@@ -223,8 +223,7 @@ class WeightReceiver(ABC):
     def receive(self, handle: WeightsHandle) -> None:
         """Take the tensors of a verified bucket."""
 
-    @abstractmethod
-    def finish(self, is_complete: bool) -> None:
+    def finish(self, is_complete: bool) -> None:  # noqa: B027  (optional)
         """Make the new weights usable. ``is_complete``: all of them were sent, not only the trained ones."""
 
     def _arrived(self, name: str, count: int) -> None:

@@ -23,19 +23,20 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import yaml
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlinf.checkpoints.model_files import ADAPTER_FOLDER, MODEL_FOLDER, is_adapter, save_model_files
-from rlinf.checkpoints.rng_state import load_rng_state, save_rng_state
-from rlinf.checkpoints.trainer_state import load_trainer_state, save_trainer_state, weights_to_save
+from rlinf.checkpoints.rng_state import load_rng_state, rng_state, save_rng_state
+from rlinf.checkpoints.trainer_state import load_trainer_state, trainer_tensors, weights_to_save, write_tensors
 from rlinf.distributed.parallel import full_tensor, local_part
 from rlinf.distributed.process_group import gather_objects, rank, world_size
 from rlinf.errors import CheckpointError
@@ -46,70 +47,131 @@ from rlinf.tracking.tracker import METRICS_FILE, PHASES
 
 logger = logging.getLogger("rlinf")
 
-STATE_FILE, CONFIG_FILE, CHECKPOINTS_FOLDER = "state.json", "config.yaml", "checkpoints"
+STATE_FILE, CONFIG_FILE = "state.json", "config.yaml"
+CHECKPOINTS_FOLDER, SAFETENSORS_FOLDER, TRAINER_FOLDER = "checkpoints", "safetensors", "trainer_state"
 SUPERSEDED = re.compile(r"superseded_(\d+)")
 """Name of folders next to checkpoints that hold those whose steps a resumed run repeats."""
 FORMAT = 1
 Result = TypeVar("Result")
 
 
-def save_checkpoint(
-    folder: str | os.PathLike,
+@dataclass
+class Snapshot:
+    """What a rank adds to a checkpoint, taken at one moment.
+
+    Attributes:
+        tensors: Of ``trainer_tensors``: the parts that this rank holds.
+        rng: Of ``rng_state``.
+        model: Names the files of the policy; its weights are not read.
+        weights: The whole acting weights (of adapters: the masters) on rank 0; None: the checkpoint has no files of the policy.
+        state: ``state.json`` without the time.
+        config: ``config.yaml``.
+        manifest: Conditions; ``files`` are filled in when the others are written.
+    """
+
+    tensors: dict[str, Tensor]
+    rng: dict[str, Any]
+    model: nn.Module
+    weights: dict[str, Tensor] | None
+    state: dict[str, Any]
+    config: str
+    manifest: Manifest
+
+
+def take_snapshot(
     *,
     model: nn.Module,
     optimizer: Optimizer | None,
     loop_state: dict[str, Any],
     run_config: dict[str, Any],
     manifest: Manifest,
-    max_keep: int = -1,
     best: str | None = None,
-) -> Path:
-    """Write a checkpoint and return its folder, which is replaced if it exists; a collective call on all ranks.
+    generators: Mapping[str, torch.Generator] | None = None,
+    with_policy: bool = True,
+    copy: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+) -> Snapshot:
+    """Collect what a checkpoint holds; a collective call on all ranks.
+
+    Base weights below adapters are left out if the manifest has their digest, so that they can be read where they lie.
 
     Args:
-        folder: Final name, ``<run folder>/checkpoints/<phase>_<step>``.
         model: The policy, sharded or not.
         optimizer: Its optimiser; None omits the state.
         loop_state, run_config: Counters and the resolved configuration, as JSON values.
-        manifest: Conditions; ``files`` are filled in here.
-        max_keep: Number of newest checkpoints of the same phase to keep; -1 keeps all.
-        best: Name of the checkpoint with the best evaluation, which is kept too.
+        manifest: Conditions.
+        best: Name of the checkpoint with the best evaluation.
+        generators: Random generators of this rank, by name, beside those of Python, NumPy and torch.
+        with_policy: Add ``model/`` or ``adapter/``.
+        copy: Copies tensors to memory of their own. Without it, nothing may change before the snapshot is written.
+    """
+    with_base = not (is_adapter(model) and "base_sha256" in manifest.lora)
+    state = {"format": FORMAT, "world_size": world_size(), "best_checkpoint": best, "loop_state": loop_state}
+    return Snapshot(
+        tensors=copy(trainer_tensors(model, optimizer, with_base)),
+        rng=rng_state(generators),
+        model=model,
+        weights=copy(_full_weights(model, optimizer)) if with_policy else None,
+        state=json.loads(json.dumps(state)),
+        config=yaml.safe_dump(run_config, sort_keys=False),
+        manifest=replace(manifest),
+    )
+
+
+def write_snapshot(
+    folder: Path, snapshot: Snapshot, max_keep: int = -1, group: dist.ProcessGroup | None = None
+) -> None:
+    """Write a checkpoint, which replaces one of that name, and delete others; a collective call of ``group``, or of all ranks.
+
+    Args:
+        folder: Final name, ``<run folder>/checkpoints/<phase>_<step>``.
+        snapshot: Of this rank.
+        max_keep: Number of newest checkpoints of the same phase to keep beside the best; -1 keeps all.
+        group: Of all ranks, for a thread beside the one that trains.
 
     Raises:
         CheckpointError: A file cannot be written; nothing is left behind.
     """
-    folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.tmp")
     try:
-        on_rank_zero(lambda: _start_folder(partial), f"create {partial}")
-        save_trainer_state(partial / "trainer_state", model, optimizer)
-        on_every_rank(lambda: save_rng_state(partial / "rng" / f"rank_{rank()}.pt"), "write random states")
-        weights = _full_weights(model, optimizer)
+        on_rank_zero(lambda: _start_folder(partial), f"create {partial}", group)
+        write_tensors(partial / TRAINER_FOLDER, snapshot.tensors, group)
+        path = partial / "rng" / f"rank_{rank()}.pt"
+        on_every_rank(lambda: save_rng_state(path, snapshot.rng), "write random states", group)
 
         def finish() -> None:
-            with naming(partial):
-                save_model_files(partial, model, weights)
-            state = {"format": FORMAT, "saved_at": time.time(), "world_size": world_size(), "best_checkpoint": best}
-            state["loop_state"] = loop_state
+            if snapshot.weights is not None:
+                with naming(partial):
+                    save_model_files(partial, snapshot.model, snapshot.weights)
+            state = snapshot.state | {"saved_at": time.time()}
             write_text(partial / STATE_FILE, json.dumps(state, indent=1))
-            write_text(partial / CONFIG_FILE, yaml.safe_dump(run_config, sort_keys=False))
-            replace(manifest, files=hash_files(partial)).save(partial)
+            write_text(partial / CONFIG_FILE, snapshot.config)
+            replace(snapshot.manifest, files=hash_files(partial)).save(partial)
             _move(partial, folder)
-            _prune(folder, max_keep, best)
+            _prune(folder, max_keep, state["best_checkpoint"])
 
-        on_rank_zero(finish, f"write {folder}")
+        on_rank_zero(finish, f"write {folder}", group)
     finally:
         if rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def save_checkpoint(folder: str | os.PathLike, *, max_keep: int = -1, **snapshot: Any) -> Path:
+    """Write a checkpoint now and return its folder; arguments and errors of ``take_snapshot`` and ``write_snapshot``."""
+    folder = Path(folder)
+    write_snapshot(folder, take_snapshot(**snapshot), max_keep)
     return folder
 
 
 def load_checkpoint(
-    folder: str | os.PathLike, *, model: nn.Module, optimizer: Optimizer | None = None
+    folder: str | os.PathLike,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    generators: Mapping[str, torch.Generator] | None = None,
 ) -> dict[str, Any]:
     """Restore weights, optimiser state and random states, and return ``loop_state``; a collective call on all ranks.
 
-    ``model`` may be sharded in another way and over other ranks than at saving; ranks without a saved random state keep
+    Base weights that the checkpoint leaves out (``take_snapshot``) stay as they are. ``model`` may be sharded in another way and over other ranks than at saving; ranks without a saved random state keep
     their present one. Hyperparameters of the optimiser (learning rate, betas, ...) are those of the present configuration.
 
     Raises:
@@ -126,7 +188,7 @@ def load_checkpoint(
         )  # fmt: skip
     random_file = folder / "rng" / f"rank_{rank()}.pt"
     if random_file.exists():
-        load_rng_state(random_file)
+        load_rng_state(random_file, generators)
     return state["loop_state"]
 
 
@@ -138,7 +200,7 @@ def load_weights(folder: str | os.PathLike, model: nn.Module) -> None:
 
 
 def _load_state(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    load_trainer_state(folder / "trainer_state", model, optimizer)
+    load_trainer_state(folder / TRAINER_FOLDER, model, optimizer)
     check_loaded({name: local_part(tensor)[0] for name, tensor in model.state_dict().items()}, folder)
 
 
@@ -220,12 +282,12 @@ def resolve_checkpoint(path: str | os.PathLike) -> Path:
     )
 
 
-def on_rank_zero(action: Callable[[], Result], what: str) -> Result:
+def on_rank_zero(action: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> Result:
     """Run ``action`` on rank 0 while the others wait; every rank returns its result, or raises like ``on_every_rank``."""
-    return on_every_rank(action if rank() == 0 else lambda: None, what)[0]
+    return on_every_rank(action if rank() == 0 else lambda: None, what, group)[0]
 
 
-def on_every_rank(action: Callable[[], Result], what: str) -> list[Result]:
+def on_every_rank(action: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> list[Result]:
     """Run ``action`` on all ranks and return their results.
 
     If it raises an ``OSError`` or a ``CheckpointError`` on one rank, every rank raises a ``CheckpointError``.
@@ -237,7 +299,7 @@ def on_every_rank(action: Callable[[], Result], what: str) -> list[Result]:
         failure = str(error)
     except OSError as error:
         failure = f"Cannot {what}: {error}. Check space and permissions, or choose another output_dir."
-    parts = gather_objects((result, failure))
+    parts = gather_objects((result, failure), group)
     for _, message in parts:
         if message is not None:
             raise CheckpointError(message)
@@ -250,7 +312,7 @@ def _start_folder(partial: Path) -> None:
     (partial / "rng").mkdir(parents=True)
 
 
-def _full_weights(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
+def _full_weights(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Return the whole acting weights (masters, if the model has adapters) on the CPU of rank 0; a collective call."""
     adapter, weights = is_adapter(model), {}
     tensors = weights_to_save(model, optimizer) if adapter else model.state_dict()
@@ -273,7 +335,10 @@ def _move(partial: Path, folder: Path) -> None:
 
 
 def _prune(newest: Path, max_keep: int, best: str | None) -> None:
-    """Delete checkpoints of the same phase except ``newest``, the ``max_keep - 1`` before it, and the best one."""
+    """Delete checkpoints of the same phase except ``newest``, the ``max_keep - 1`` before it, and the best one.
+
+    The policy that was exported from a checkpoint, to the folder of its name in ``safetensors``, goes with it.
+    """
     if max_keep < 0:
         return
     phase = newest.name.rpartition("_")[0]
@@ -283,7 +348,16 @@ def _prune(newest: Path, max_keep: int, best: str | None) -> None:
     ]  # fmt: skip
     for path in others[: max(0, len(others) + 1 - max(1, max_keep))]:
         if path.name != best:
-            shutil.rmtree(path)
+            _remove(path)
+            _remove(newest.parent.parent / SAFETENSORS_FOLDER / path.name)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder, if it is there, under a name that nobody takes for a whole one while it is being deleted."""
+    if folder.is_dir():
+        hidden = folder.with_name(f".{folder.name}.tmp")
+        os.rename(folder, hidden)
+        shutil.rmtree(hidden)
 
 
 def set_aside_later(resumed: Path) -> None:
@@ -319,7 +393,7 @@ def _moment(folder: Path) -> tuple[int, int, float, str]:
         step = int(loop.get("sft_step" if phase == "sft" else "step", 0))
     except (CheckpointError, AttributeError, TypeError, ValueError):
         saved_at, phase, step = folder.stat().st_mtime, "", 0
-    named = re.fullmatch(rf"({'|'.join(PHASES)})_(\d+)", folder.name)
+    named = re.fullmatch(rf"({'|'.join(PHASES)}|step)_(\d+)", folder.name)
     if named:
         phase, step = named[1], int(named[2])
     return PHASES.index(phase) if phase in PHASES else -1, step, saved_at, folder.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,24 @@ from rlinf.errors import CheckpointError
 from rlinf.files import naming
 
 
-def save_rng_state(path: Path) -> None:
-    """Write the random states of Python, NumPy and torch."""
+def rng_state(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
+    """Return a copy of the random states of Python, NumPy and torch, and of generators by name."""
+    return _state() | {"generators": {name: each.get_state() for name, each in (generators or {}).items()}}
+
+
+def save_rng_state(path: Path, state: dict[str, Any]) -> None:
+    """Write what ``rng_state`` returned."""
     with naming(path):
-        torch.save(_state(), path)
+        torch.save(state, path)
 
 
-def load_rng_state(path: Path) -> None:
+def load_rng_state(path: Path, generators: Mapping[str, torch.Generator] | None = None) -> None:
     """Restore the random states in a file; raise CheckpointError if it holds something else."""
     try:
-        _set_state(torch.load(path, weights_only=True))
+        state = torch.load(path, weights_only=True)
+        _set_state(state)
+        for name, generator in (generators or {}).items():
+            generator.set_state(state["generators"][name])
     except (pickle.UnpicklingError, EOFError, KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         # Without the error's text, which recommends loading the file with pickled code.
         reason = type(error).__name__

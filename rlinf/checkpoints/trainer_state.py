@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from rlinf.checkpoints.model_files import is_adapter
 from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError
 from rlinf.files import write_error
@@ -77,21 +78,67 @@ class _Writer(FileSystemWriter):
 
 def save_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Write the shards of all ranks (a collective call); raise CheckpointError if that fails."""
-    tensors = {f"{MODEL}{name}": tensor for name, tensor in weights_to_save(model, optimizer).items()}
+    write_tensors(folder, trainer_tensors(model, optimizer))
+
+
+def trainer_tensors(model: nn.Module, optimizer: Optimizer | None, with_base: bool = True) -> dict[str, Tensor]:
+    """Return what is saved, by name, not copied.
+
+    Args:
+        model: Sharded or not.
+        optimizer: Its optimiser; None: weights only.
+        with_base: Include parameters that are not trained; False for adapters whose base weights lie elsewhere.
+
+    Raises:
+        CheckpointError: The optimiser keeps something else than tensors.
+    """
+    left_out = set() if with_base else frozen_names(model)
+    weights = weights_to_save(model, optimizer)
+    tensors = {f"{MODEL}{name}": tensor for name, tensor in weights.items() if name not in left_out}
     for name, stepped in _stepped(model, optimizer).items():
         for key, value in optimizer.state.get(stepped, {}).items():
             if not isinstance(value, Tensor):
                 what = f"{type(optimizer).__name__} keeps '{key}' of '{name}' as {type(value).__name__}"
                 raise CheckpointError(f"{what}; only tensors can be saved. Use another optimiser.")
             tensors[f"{OPTIMIZER}{name}.{key}"] = value
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        try:
-            dcp.save(tensors, storage_writer=_Writer(folder), no_dist=not dist.is_initialized())
-        except (CheckpointException, OSError) as error:
-            reason = write_error(_cause(error), Path(folder) / f"__{rank()}_0.distcp") or _reason(error)
-            cure = "Check space and permissions, or choose another output_dir."
-            raise CheckpointError(f"Cannot write {folder}: {reason}. {cure}") from error
+    return tensors
+
+
+def frozen_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that are not trained."""
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+
+def write_tensors(folder: str | Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Write what ``trainer_tensors`` returned, or a copy of it; a collective call of ``group``, or else of all ranks."""
+    # Not within warnings.catch_warnings, which undoes what another thread sets meanwhile.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    try:
+        dcp.save(tensors, storage_writer=_Writer(folder), process_group=group, no_dist=not dist.is_initialized())
+    except (CheckpointException, OSError) as error:  # the first is a BaseException
+        reason = write_error(_cause(error), Path(folder) / f"__{rank()}_0.distcp") or _reason(error)
+        cure = "Check space and permissions, or choose another output_dir."
+        raise CheckpointError(f"Cannot write {folder}: {reason}. {cure}") from error
+
+
+def read_entries(folder: str | Path) -> dict[str, TensorStorageMetadata]:
+    """Return names, shapes and number formats in a folder; raise CheckpointError if it cannot be read."""
+    try:
+        return _checked_entries(Path(folder), _Reader(folder).read_metadata())
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}. Use another checkpoint.") from error
+
+
+def read_tensors(folder: str | Path, targets: dict[str, Tensor], no_dist: bool = False) -> None:
+    """Read tensors of a folder into ``targets`` in place; raise CheckpointError if that fails.
+
+    A collective call, unless ``no_dist``: then this process reads alone.
+    """
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    try:
+        dcp.load(targets, storage_reader=_Reader(folder), no_dist=no_dist or not dist.is_initialized())
+    except (CheckpointException, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {_reason(error)}. Use another checkpoint.") from error
 
 
 def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -105,27 +152,19 @@ def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
     Raises:
         CheckpointError: The folder cannot be read, or names or shapes are not those of the model.
     """
-    try:
-        entries = _checked_entries(Path(folder), _Reader(folder).read_metadata())
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}. Use another checkpoint.") from error
+    entries = read_entries(folder)
     weights = model.state_dict()
     saved = {name.removeprefix(MODEL): entry for name, entry in entries.items() if name.startswith(MODEL)}
-    _compare_names(folder, saved, weights)
+    _compare_names(folder, saved, weights, may_lack=frozen_names(model) if is_adapter(model) else set())
     stepped = _stepped(model, optimizer)
-    targets = {f"{MODEL}{name}": tensor for name, tensor in weights_to_save(model, optimizer).items()}
+    targets = {f"{MODEL}{name}": t for name, t in weights_to_save(model, optimizer).items() if name in saved}
     states: dict[nn.Parameter, dict[str, Tensor]] = {}
     for entry in entries:
         name, _, key = entry.removeprefix(OPTIMIZER).rpartition(".")
         if entry.startswith(OPTIMIZER) and name in stepped:
             target = _empty_like(entries[entry], stepped[name], optimizer)
             targets[entry] = states.setdefault(stepped[name], {})[key] = target
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        try:
-            dcp.load(targets, storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
-        except (CheckpointException, OSError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{folder} cannot be loaded: {_reason(error)}. Use another checkpoint.") from error
+    read_tensors(folder, targets)
     if optimizer is not None:
         optimizer.state.clear()
         optimizer.state.update(states)
@@ -170,16 +209,18 @@ def _empty_like(entry: TensorStorageMetadata, stepped: nn.Parameter, optimizer: 
     return torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
 
 
-def _compare_names(folder: str | Path, saved: dict[str, TensorStorageMetadata], weights: dict[str, Tensor]) -> None:
+def _compare_names(
+    folder: str | Path, saved: dict[str, TensorStorageMetadata], weights: dict[str, Tensor], may_lack: set[str]
+) -> None:
     what, cure = f"{folder} belongs to another model", "Use the model section of its config.yaml."
-    missing, unexpected = sorted(weights.keys() - saved.keys()), sorted(saved.keys() - weights.keys())
+    missing, unexpected = sorted(weights.keys() - saved.keys() - may_lack), sorted(saved.keys() - weights.keys())
     if missing or unexpected:
         raise CheckpointError(
             f"{what}: {len(missing)} tensors of the model are not in it ({', '.join(missing[:3])}), and it has "
             f"{len(unexpected)} others ({', '.join(unexpected[:3])}). {cure}"
         )
-    for name, tensor in weights.items():
-        there, here = list(saved[name].size), list(tensor.shape)
+    for name, entry in saved.items():
+        there, here = list(entry.size), list(weights[name].shape)
         if there != here:
             raise CheckpointError(f"{what}: '{name}' is {there} there and {here} here. {cure}")
 

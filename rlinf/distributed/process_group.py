@@ -85,10 +85,10 @@ def any_rank(flag: bool) -> bool:
     return sum_over_ranks([float(flag)])[0] > 0
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """Return the values of all ranks, in rank order, on every rank."""
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks, in rank order, on every rank; ``group`` holds all of them too."""
     if world_size() == 1:
         return [value]
     values = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values

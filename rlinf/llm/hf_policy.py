@@ -117,7 +117,7 @@ class HuggingFacePolicy(TokenPolicy):
                 "Pass sequence_packing=False"
             )
         if lora is not None:
-            apply_lora(HFModel(self.model), lora)
+            self.model.peft_config = apply_lora(HFModel(self.model), lora).peft_config
         set_training_options(self.model, recomputed=self.config.gradient_checkpointing, compiled=self.config.compile)
         take_weights_of_rank_0(self.model)
         self.parallel: Parallel = Replicated(self.model)

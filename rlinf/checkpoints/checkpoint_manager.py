@@ -1,0 +1,283 @@
+"""Checkpoints of a run: when they are written, which of them stay, and from which one a run goes on."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.optim import Optimizer
+
+from rlinf.checkpoints.checkpoint import (
+    CHECKPOINTS_FOLDER,
+    SAFETENSORS_FOLDER,
+    STATE_FILE,
+    Snapshot,
+    load_checkpoint,
+    on_rank_zero,
+    resolve_checkpoint,
+    take_snapshot,
+    write_snapshot,
+)
+from rlinf.distributed.launch import GROUP_TIMEOUT
+from rlinf.distributed.process_group import GLOO, world_size
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.manifest import Manifest, check
+
+logger = logging.getLogger("rlinf")
+
+SAVE_MODES = ("sync", "async")
+FINAL = "final"
+TIMESTAMP = re.compile(r"\d{14}")
+"""Name of a run's folder below ``output_dir`` of a recipe: ``%Y%m%d%H%M%S``."""
+
+
+class Export(Protocol):
+    """Writes the policy of a checkpoint as a folder for ``from_pretrained`` (``rlinf.checkpoints.hf_folder``)."""
+
+    def __call__(self, checkpoint: Path, output: Path) -> None:
+        """Write ``output`` on one rank."""
+
+
+class Upload(Protocol):
+    """Takes finished folders of a run elsewhere (``rlinf.checkpoints.upload``).
+
+    Attributes:
+        every: Whether it takes every checkpoint, or only the last one.
+    """
+
+    every: bool
+
+    def upload(self, run_folder: Path, folders: Sequence[Path], is_final: bool) -> None:
+        """Take ``folders`` of ``run_folder`` there; raise CheckpointError if that fails."""
+
+
+class CheckpointManager:
+    """Writes the checkpoints of one run, ``<folder>/checkpoints/<name>``. Every rank has one; its methods are collective calls.
+
+    A checkpoint has its name only when it is whole on all ranks. Where it is written by a thread (``save_mode="async"``), its numbers
+    are those of the moment of the call: all tensors are copied first, those in main memory too. At most one is being written; a second
+    save waits for it.
+
+    Args:
+        folder: Of the run.
+        save_mode: ``sync``: a save returns when the checkpoint is whole. ``async``: when its copy is taken; an error of the writing is
+            raised by the next call.
+        max_keep: Number of newest checkpoints to keep beside the best one; -1 keeps all.
+        keeps_any: Write checkpoints; without, only the last one's policy is exported.
+        with_policy: Checkpoints hold ``model/`` or ``adapter/``, as those of action policies do.
+        export: Writes ``<folder>/safetensors/final`` from the last checkpoint; None: nothing does.
+        exports_all: It also writes ``<folder>/safetensors/<name>`` from every other one, which goes when its checkpoint goes.
+        uploads: Take what is written. Their errors are raised by ``close``, when everything is on the disk.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        save_mode: str = "sync",
+        max_keep: int = -1,
+        keeps_any: bool = True,
+        with_policy: bool = True,
+        export: Export | None = None,
+        exports_all: bool = False,
+        uploads: Sequence[Upload] = (),
+    ) -> None:
+        if save_mode not in SAVE_MODES:
+            raise ConfigError(f"save_mode={save_mode}; required: one of {', '.join(SAVE_MODES)}.", save_mode="async")
+        self.folder, self.save_mode, self.max_keep = Path(folder), save_mode, max_keep
+        self.keeps_any, self.with_policy = keeps_any, with_policy
+        self.export, self.exports_all, self.uploads = export, exports_all, list(uploads)
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._upload_failures: list[str] = []
+        self._stager: DefaultStager | None = None
+        self._group: dist.ProcessGroup | None = None
+        if save_mode == "async":
+            on_gpu = torch.cuda.is_available()
+            # It copies tensors on the CPU too, and keeps the memory of its copies for the next save.
+            options = StagingOptions(
+                use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+            )
+            self._stager = DefaultStager(options)
+            if world_size() > 1:  # the thread's collective calls must not mix with those of the training
+                self._group = dist.new_group(backend=GLOO, timeout=GROUP_TIMEOUT)
+
+    def save(
+        self,
+        name: str,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        loop_state: dict[str, Any],
+        run_config: dict[str, Any],
+        manifest: Manifest,
+        best: str | None = None,
+        generators: Mapping[str, torch.Generator] | None = None,
+        is_last: bool = False,
+    ) -> None:
+        """Save the present state as ``checkpoints/<name>``.
+
+        Args:
+            name: ``<phase>_<step>``; a checkpoint of that name is replaced.
+            model: The policy, sharded or not.
+            optimizer: Its optimiser.
+            loop_state, run_config: Counters and the resolved configuration, as JSON values.
+            manifest: Conditions.
+            best: Name of the checkpoint with the best evaluation so far (``best_of``), which is not deleted.
+            generators: Random generators of this rank beside those of Python, NumPy and torch.
+            is_last: The run is complete: the policy is exported as ``final``, and uploaded.
+
+        Raises:
+            CheckpointError: This checkpoint, or with ``async`` the one before, could not be written; all ranks raise.
+        """
+        self.wait()
+        if not self.keeps_any and not (is_last and self.export):
+            return
+        snapshot = take_snapshot(
+            model=model, optimizer=optimizer if self.keeps_any else None, loop_state=loop_state, run_config=run_config,
+            manifest=manifest, best=best, generators=generators, with_policy=self.with_policy,
+            copy=dict if self._stager is None else self._stager.stage,
+        )  # fmt: skip
+        self._run(lambda: self._write(name, snapshot, is_last))
+
+    def load(
+        self,
+        checkpoint: Path,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        present: Manifest | None = None,
+        allow_mismatch: Sequence[str] = (),
+        generators: Mapping[str, torch.Generator] | None = None,
+    ) -> dict[str, Any]:
+        """Restore a checkpoint, written by any number of ranks, and return its ``loop_state``.
+
+        Args:
+            checkpoint: Its folder (``newest_checkpoint``).
+            model, optimizer, generators: Filled in place.
+            present: Present conditions, which must be those of the checkpoint: adapters on another base are refused; None: not compared.
+            allow_mismatch: Conditions that may differ.
+
+        Raises:
+            CheckpointError: It is damaged or does not fit the model.
+            ManifestMismatchError: A condition differs.
+        """
+        if present is not None:
+            check(Manifest.load(checkpoint), present, allow_mismatch)
+        return load_checkpoint(checkpoint, model=model, optimizer=optimizer, generators=generators)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written; raise its error."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Wait, raise what went wrong, also with the uploads, and free the memory of the copies; nothing can be saved afterwards."""
+        try:
+            self.wait()
+        finally:
+            if self._stager is not None:
+                self._stager.close()
+        failures = on_rank_zero(lambda: self._upload_failures, "upload")
+        if failures:
+            raise CheckpointError(f"{self.folder} is complete, but not all of it was uploaded: {'; '.join(failures)}")
+
+    def names(self) -> list[str]:
+        """Return the names of the whole checkpoints."""
+        return [path.parent.name for path in self.folder.glob(f"{CHECKPOINTS_FOLDER}/[!.]*/{STATE_FILE}")]
+
+    def best_of(self, scores: Mapping[str, float], also: str | None = None) -> str | None:
+        """Return which checkpoint has the highest score, the newest of equals; those that are gone do not count.
+
+        Args:
+            scores: By name, in the order of the evaluations.
+            also: The one that is about to be saved.
+        """
+        there = {*self.names(), also}
+        return max((name for name in reversed(scores) if name in there), key=scores.__getitem__, default=None)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        if self.save_mode == "sync":
+            work()
+            return
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - the next call raises it
+                self._failure = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self, name: str, snapshot: Snapshot, is_last: bool) -> None:
+        """Write the checkpoint and what is made of it; a collective call of the writing threads."""
+        exported = self.folder / SAFETENSORS_FOLDER / (FINAL if is_last else name)
+        if self.keeps_any:
+            checkpoint = self.folder / CHECKPOINTS_FOLDER / name
+            folders = [checkpoint]
+            write_snapshot(checkpoint, snapshot, self.max_keep, self._group)
+        else:
+            checkpoint, folders = exported.with_name(".weights"), []
+            write_snapshot(checkpoint, snapshot, group=self._group)
+
+        def finish() -> None:
+            if self.export is not None and (is_last or self.exports_all):
+                self.export(checkpoint, exported)
+                folders.append(exported)
+            if not self.keeps_any:
+                shutil.rmtree(checkpoint)
+            self._upload(folders, is_last)
+
+        on_rank_zero(finish, f"write {exported}", self._group)
+
+    def _upload(self, folders: Sequence[Path], is_final: bool) -> None:
+        for each in self.uploads:
+            if is_final or each.every:
+                try:
+                    each.upload(self.folder, folders, is_final)
+                except CheckpointError as error:
+                    logger.error("%s", error)
+                    self._upload_failures.append(str(error))
+
+
+def newest_checkpoint(output_dir: Path) -> Path | None:
+    """Return the newest whole checkpoint of all runs in ``<output_dir>/<timestamp>``; None if there is none.
+
+    A collective call. The newest run that has one counts; a damaged checkpoint is skipped with a warning.
+    """
+
+    def find() -> Path | None:
+        if not Path(output_dir).is_dir():
+            return None
+        for run in sorted(
+            (path for path in Path(output_dir).iterdir() if TIMESTAMP.fullmatch(path.name)), reverse=True
+        ):
+            try:
+                if any(run.glob(f"{CHECKPOINTS_FOLDER}/[!.]*")):
+                    return resolve_checkpoint(run)
+            except CheckpointError as error:
+                logger.warning("%s is skipped: %s", run, error)
+        return None
+
+    return on_rank_zero(find, f"read {output_dir}")
+
+
+def save_is_due(step: int, save_freq: int, save_freq_in_epoch: int = -1, steps_per_epoch: int = 0) -> bool:
+    """Return whether a checkpoint follows ``step`` (steps done so far): every ``save_freq`` steps, or every so many epochs if that is set."""
+    if save_freq_in_epoch > 0:
+        return step % (save_freq_in_epoch * steps_per_epoch) == 0
+    return step % save_freq == 0

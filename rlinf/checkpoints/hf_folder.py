@@ -1,0 +1,342 @@
+"""From a checkpoint of a token policy to a folder that transformers, vLLM and others load.
+
+::
+
+    safetensors/final/
+      00000.safetensors, 00001.safetensors, ...   weights, one chunk after the other
+      model.safetensors.index.json                which tensor is in which chunk
+      config.json, tokenizer.json, ...            the files of the model that training began with
+      manifest.json                               conditions, and the SHA-256 of every file above
+
+Weights are read from the checkpoint's shards unit by unit, on one rank: no rank ever holds the model whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from rlinf.checkpoints.checkpoint import CONFIG_FILE, TRAINER_FOLDER
+from rlinf.checkpoints.trainer_state import MODEL, read_entries, read_tensors
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.files import naming, write_text
+from rlinf.manifest import MANIFEST_FILE, Manifest, git_revision, hash_files, library_versions
+from rlinf.models.base_weights import weights_digest
+from rlinf.models.config import LoraConfig
+from rlinf.models.hf_model import HFModel, model_shapes
+from rlinf.models.lora import ADAPTER_FILE, adapter_state_dict, apply_lora, base_tensors
+from rlinf.models.merged_weights import block_of
+from rlinf.number_formats import GIB
+
+logger = logging.getLogger("rlinf")
+
+CHUNK_BYTES = 4 * GIB
+INDEX_FILE = "model.safetensors.index.json"
+COPIED = {".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"}
+"""Endings of the source's files that go along: configurations, tokenizer, processor, templates, code."""
+TEMPLATES_FOLDER = "additional_chat_templates"
+LEFT_OUT = {"adapter_config.json", "trainer_state.json", MANIFEST_FILE, "dataset_statistics.json"}
+"""Files of a source that say something else about its own weights."""
+
+
+class HFFolder:
+    """Writes the policy in a checkpoint of a token run as a Hugging Face folder (an ``Export`` of the manager).
+
+    It is made by the thread that trains: building even an empty model changes settings of the process for a moment. Calling it does not.
+
+    Args:
+        source: Model that training began with, a folder or hub id.
+        dtype: Number format of the weights.
+        lora: Settings of the adapters that are trained; None: all weights are.
+        merge_lora: Add adapters to the weights of ``source``, in its names; False writes them as an adapter folder of PEFT.
+        chunk_bytes: Most bytes of tensors in a file, unless one tensor alone has more.
+        trust_remote_code: Run the Python code of ``source``.
+
+    Raises:
+        ConfigError: Adapters cannot be merged into the weight files of ``source``.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        dtype: torch.dtype,
+        *,
+        lora: LoraConfig | None = None,
+        merge_lora: bool = True,
+        chunk_bytes: int = CHUNK_BYTES,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.source, self.dtype, self.chunk_bytes = source, dtype, chunk_bytes
+        self.has_adapters, self.merge_lora = lora is not None, merge_lora
+        shapes = model_shapes(source, trust_remote_code, dtype)
+        self.model: Any = shapes.model
+        if lora is not None:
+            self.model.peft_config = apply_lora(shapes, lora).peft_config
+            for name, module in self.model.named_modules():
+                if ".lora_" in name and isinstance(module, nn.Linear):
+                    module.to_empty(device="cpu")
+            if merge_lora:
+                self._adapted = _adapted_layers(self.model, source)
+
+    def __call__(self, checkpoint: Path, output: Path) -> None:
+        """Write ``output`` whole, or not at all; one of that name is replaced.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read, or belongs to another ``source``.
+            OSError: A file cannot be written.
+        """
+        logger.info("Prepare to exporting safetensors to %s at rank 0", output)
+        partial = output.with_name(f".{output.name}.tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            with naming(partial):
+                self._write(checkpoint, partial)
+            shutil.rmtree(output, ignore_errors=True)
+            os.rename(partial, output)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        logger.info("\n\nExported safetensors to %s", output)
+
+    def _write(self, checkpoint: Path, output: Path) -> None:
+        manifest = Manifest.load(checkpoint)
+        self._check(checkpoint, manifest)
+        trained = _Trained(checkpoint / TRAINER_FOLDER)
+        if self.has_adapters and not self.merge_lora:
+            _write_adapter(output, self.model, trained, self.source)
+        else:
+            tensors = self._merged(trained) if self.has_adapters else _public(self.model, trained)
+            floats = ((name, t.to(self.dtype) if t.is_floating_point() else t) for name, t in tensors)
+            write_chunks(output, floats, self.chunk_bytes)
+            _copy_source_files(self.source, output)
+            _adapt_config(output / "config.json", self.dtype, type(self.model).__name__, packed=self.has_adapters)
+            manifest = replace(manifest, lora={"state": "merged" if self.has_adapters else "none"})
+        shutil.copyfile(checkpoint / CONFIG_FILE, output / CONFIG_FILE)
+        replace(manifest, files=hash_files(output)).save(output)
+
+    def _check(self, checkpoint: Path, manifest: Manifest) -> None:
+        if (manifest.lora.get("state") == "adapter") != self.has_adapters:
+            found = f"{checkpoint} holds {'adapters' if not self.has_adapters else 'no adapters'}"
+            raise CheckpointError(
+                f"{found}; it is exported {'with' if self.has_adapters else 'without'} any. Use another checkpoint"
+            )
+        saved = manifest.lora.get("base_sha256")
+        present = weights_digest(self.source) if self.has_adapters else None
+        if saved != present:
+            raise CheckpointError(
+                f"The adapters of {checkpoint} belong to other base weights (digest {saved}) than those of {self.source} ({present}). "
+                "Name the model that they were trained on"
+            )
+
+    def _merged(self, trained: _Trained) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors in the source's files, each with its adapter added."""
+        adapters = {name: p.data for name, p in self.model.named_parameters() if ".lora_" in name}
+        trained.read_into(adapters)
+        for path in _weight_files(self.source):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():
+                    tensor = file.get_tensor(name)
+                    if name in self._adapted:
+                        with torch.no_grad():
+                            delta = self._adapted[name].get_delta_weight("default")
+                        tensor = tensor.to(self.dtype) + delta.to(self.dtype)
+                    yield name, tensor
+
+
+def token_manifest(
+    model: Any, source: str, *, precision: str, seed: int, policy_version: int, lora: LoraConfig | None = None
+) -> Manifest:
+    """Record the conditions of a token policy; what is said of envs and actions stays empty.
+
+    Args:
+        model: The trained model of transformers.
+        source: Folder or hub id that training began with.
+        precision: Number format in which the policy computes.
+        seed: Of the run.
+        policy_version: Updates so far.
+        lora: Settings of the adapters, which go with a digest of the weights at ``source``; None: all weights are trained.
+    """
+    adapters = {"state": "none"} if lora is None else {"state": "adapter", **asdict(lora)}
+    return Manifest(
+        versions=library_versions(),
+        model={"model_type": model.config.model_type, "class": type(model).__name__.removeprefix("FSDP")},
+        normalization={}, preprocessing={}, actions={}, env={}, renderer=None,
+        lora=adapters if lora is None else adapters | {"base_sha256": weights_digest(source)},
+        precision=precision, policy_version=policy_version, seed=seed, git_revision=git_revision(),
+    )  # fmt: skip
+
+
+class _Trained:
+    """The trained tensors in a checkpoint, by the names that they have in the model."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        entries = read_entries(folder)
+        self.entries = {name.removeprefix(MODEL): entry for name, entry in entries.items() if name.startswith(MODEL)}
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors in the number format in which they were saved."""
+        entries = {name: self.entries[name] for name in names}
+        found = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in entries.items()}
+        return self.read_into(found)
+
+    def read_into(self, targets: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Fill tensors in place, and return them."""
+        if not targets.keys() <= self.entries.keys():
+            lacks = sorted(targets.keys() - self.entries.keys())
+            raise CheckpointError(
+                f"{self.folder} is of another model: it lacks {len(lacks)} of its tensors ({', '.join(lacks[:3])})"
+            )
+        read_tensors(self.folder, {f"{MODEL}{name}": tensor for name, tensor in targets.items()}, no_dist=True)
+        return targets
+
+
+def _public(model: Any, trained: _Trained) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model under the names and in the shapes of public checkpoints, tied ones once."""
+    names = model.state_dict().keys()
+    if names != trained.entries.keys():
+        other = sorted(names ^ trained.entries.keys())
+        found = f"{trained.folder} is of another model than {type(model).__name__}"
+        raise CheckpointError(f"{found}: {len(other)} tensors are in one of them only ({', '.join(other[:3])})")
+    for _, unit in itertools.groupby(names, block_of):
+        weights = {f"model.{name}": tensor for name, tensor in trained.read(unit).items()}
+        yield from HFModel(model).public_state_dict(weights).items()
+
+
+def _adapted_layers(model: Any, source: str) -> dict[str, Any]:
+    """Return the adapted layer of each adapted weight, by the weight's name in the files of ``source``."""
+    layers = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    own = dict(base_tensors(model))
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    found = {}
+    for path in _weight_files(source):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+                if renamed in layers:
+                    found[name] = layers.pop(renamed)
+    if layers:
+        raise ConfigError(
+            f"{len(layers)} adapted weights ({', '.join(sorted(layers)[:3])}) have no tensor of their own in the files of {source}, so "
+            "adapters cannot be merged into these. Export them as adapters (merge_lora=false)"
+        )
+    return found
+
+
+def _write_adapter(output: Path, model: Any, trained: _Trained, source: str) -> None:
+    """Write the layout of PEFT, whose names are those below ``AutoModel*.from_pretrained(source)``."""
+    tensors = adapter_state_dict(model, trained.read(trained.entries))
+    save_file(tensors, output / ADAPTER_FILE, metadata={"format": "pt"})
+    config = copy.copy(model.peft_config["default"])
+    config.inference_mode, config.base_model_name_or_path = True, source
+    config.save_pretrained(str(output))
+
+
+def write_chunks(folder: Path, tensors: Iterable[tuple[str, Tensor]], chunk_bytes: int = CHUNK_BYTES) -> None:
+    """Write ``00000.safetensors``, ``00001.safetensors``, ... and their index; no more than one chunk is in memory.
+
+    Args:
+        folder: Exists.
+        tensors: Names and tensors, in any memory layout; parts of one memory are written apart.
+        chunk_bytes: A chunk has more only if its one tensor has.
+    """
+    index: dict[str, str] = {}
+    total = held = 0
+    chunk: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        number = len(set(index.values()))
+        file = f"{number:05d}.safetensors"
+        save_file(chunk, folder / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(chunk, file))
+        chunk.clear()
+        logger.info("Saved chunk %d to %s", number, file)
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if chunk and held + size > chunk_bytes:
+            flush()
+            held = 0
+        # safetensors takes neither strides nor memory that two tensors share
+        chunk[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        held, total = held + size, total + size
+    if chunk:
+        flush()
+    write_text(folder / INDEX_FILE, json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2))
+
+
+def _origin(source: str, patterns: Sequence[str]) -> Path:
+    """Return the folder of a model; of a hub id, that of the downloaded files."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    return Path(snapshot_download(source, allow_patterns=list(patterns)))
+
+
+def _weight_files(source: str) -> list[Path]:
+    """Return the safetensors files of a model in the order of their names, without those that transformers does not read."""
+    folder = _origin(source, ["model*.safetensors", INDEX_FILE])
+    if (folder / INDEX_FILE).is_file():
+        return [
+            folder / name for name in sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
+        ]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    raise ConfigError(
+        f"{source} has no model.safetensors and no {INDEX_FILE}, so adapters cannot be merged into its weights. Export them as adapters "
+        "(merge_lora=false)"
+    )
+
+
+def _copy_source_files(source: str, folder: Path) -> None:
+    """Copy configurations, tokenizer, processor, templates and code of a model."""
+    origin = _origin(source, [f"*{ending}" for ending in sorted(COPIED)])
+    for path in sorted(origin.iterdir()):
+        wanted = path.suffix in COPIED and not path.name.endswith(".index.json") and path.name not in LEFT_OUT
+        if path.is_file() and wanted and not path.name.startswith("."):
+            shutil.copyfile(path, folder / path.name)
+    if (origin / TEMPLATES_FOLDER).is_dir():
+        shutil.copytree(origin / TEMPLATES_FOLDER, folder / TEMPLATES_FOLDER)
+
+
+def _adapt_config(path: Path, dtype: torch.dtype, architecture: str, packed: bool) -> None:
+    """Let ``config.json`` name the class and the number format of the written weights.
+
+    ``packed``: quantised weights of the source were copied as they are.
+    """
+    config, name = json.loads(path.read_text(encoding="utf-8")), str(dtype).removeprefix("torch.")
+    if not packed:
+        config.pop("quantization_config", None)
+    config["architectures"] = config.get("architectures") or [architecture]
+    if not {"dtype", "torch_dtype"} & config.keys():
+        config["dtype"] = name
+    _set_dtype(config, name)
+    write_text(path, json.dumps(config, indent=2))
+
+
+def _set_dtype(config: dict[str, Any], name: str) -> None:
+    """Set the number format in a configuration and in those of its parts."""
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype") and isinstance(value, str):
+            config[key] = name
+        elif isinstance(value, dict):
+            _set_dtype(value, name)

@@ -29,7 +29,7 @@ from huggingface_hub import snapshot_download
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -90,7 +90,7 @@ class HFFolder:
         if lora is not None:
             self.model.peft_config = apply_lora(shapes, lora).peft_config
             for name, module in self.model.named_modules():
-                if ".lora_" in name and isinstance(module, nn.Linear):
+                if ".lora_" in name and any(True for _ in module.parameters(recurse=False)):
                     module.to_empty(device="cpu")
             if merge_lora:
                 self._adapted = _adapted_layers(self.model, source)

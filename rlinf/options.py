@@ -176,8 +176,9 @@ def _plain(value: Any) -> Any:
 
 def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> Any:
     """Return one value as its declared type, checked against its choices and bounds."""
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return value if isinstance(value, hint) else from_mapping(hint, value, dotted)
+    section = _section_class(hint)
+    if section is not None and (value is not None or section is hint):
+        return value if isinstance(value, section) else from_mapping(section, value, dotted)
     accepted, converted = _match(value, hint)
     factory = field.default_factory
     default = field.default if factory is dataclasses.MISSING else factory()
@@ -190,7 +191,10 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
     choices = field.metadata.get("choices")
     if choices and converted is not None and converted not in choices:
         close = closest(str(converted), map(str, choices)) or override_text(choices[0])
-        found, required = f"{dotted} is {override_text(converted)!r}", f"one of {', '.join(map(str, choices))}"
+        found, required = (
+            f"{dotted} is {override_text(converted)!r}",
+            f"one of {', '.join(map(override_text, choices))}",
+        )
         raise ConfigError(f"{found}; required: {required}. Set {dotted}={close}")
     numbers = converted if isinstance(converted, list) else [converted]
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
@@ -199,6 +203,13 @@ def _convert(value: Any, hint: Any, dotted: str, field: dataclasses.Field) -> An
     if isinstance(converted, (int, float)) and not _within(converted, field.metadata):
         raise ConfigError(f"{dotted} is {converted}; required: {bounds_text(field.metadata)}. Set e.g. {example}")
     return converted
+
+
+def _section_class(hint: Any) -> type | None:
+    """Return the dataclass of a section, which may also be null; None for any other type."""
+    types_of_value = [item for item in typing.get_args(hint) or (hint,) if item is not type(None)]
+    is_section = len(types_of_value) == 1 and dataclasses.is_dataclass(types_of_value[0])
+    return types_of_value[0] if is_section else None
 
 
 def bounds_text(metadata: Mapping[str, Any]) -> str:

@@ -1,0 +1,396 @@
+"""The configuration of a recipe: sections and keys of its TOML or YAML file.
+
+``rlinf.recipes.load`` reads it from files and checks what concerns several keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlinf.options import option
+
+TYPES = ("sft", "grpo", "dpo")
+DTYPES = ("bfloat16", "float16", "float32")
+VARIANTS = ("grpo", "gspo", "dapo", "rloo")
+LOSS_TYPES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+DECAYS = ("none", "sqrt", "cosine", "linear")
+MODES = ("disaggregated", "colocated", "colocated_separated")
+BACKENDS = ("vllm", "torch", "vllm_async", "trtllm")
+DEVICES = ("auto", "cuda", "cpu")
+LOGGERS = ("console", "wandb", "tensorboard")
+UPLOADS = (False, True, "final", "all")
+
+_REWARDS = "A name, a list of names that are summed, or a section of name and weight"
+
+
+@dataclass
+class DatasetConfig:
+    """Where rows come from. A dataset script may read them elsewhere."""
+
+    name: str = option("", "Name on the hub, folder of `save_to_disk`, file (jsonl, json, parquet, csv) or folder.")
+    subset: str = option("", "Subset (configuration) of a dataset on the hub.")
+    revision: str = option("", "Branch, tag or commit on the hub.")
+    split: str | list[str] = option("train", "Split, or splits that are joined.")
+    test_size: int | float | None = option(
+        None,
+        "First rows that are kept for validation: their number, or below 1.0 their share; null: 10 % of all.",
+        minimum=0,
+    )
+    streaming: bool = option(False, "Read rows while training, instead of all before; needs train.max_num_steps.")
+    skip_bad_rows: bool = option(False, "Leave out and count rows that cannot be used, instead of ending the run.")
+
+
+@dataclass
+class OverlongRewardConfig:
+    """A penalty for answers near the length limit."""
+
+    enable_overlong_penalty: bool = option(False, "Subtract the penalty from the reward.")
+    buffer_length: int = option(4096, "Tokens before the limit over which the penalty rises.", minimum=1)
+    penalty_factor: float = option(1.0, "Penalty at the limit.", minimum=0)
+
+
+@dataclass
+class TrainPolicyConfig:
+    """The method of training, its data and its loss."""
+
+    type: str = option(
+        "sft",
+        "sft: supervised fine-tuning; grpo: rollouts with rewards; dpo: pairs of answers. Left out, it is grpo if a key of rollouts "
+        "(`temperature`, `epsilon_low`, `epsilon_high`, `kl_beta`) is there.",
+        choices=TYPES,
+    )
+    dataset: DatasetConfig = option(DatasetConfig(), "Rows to train on.")
+    mini_batch: int = option(
+        2, "Rows of one forward-backward pass on one rank; at most the rows that a rank has of a batch.", minimum=1
+    )
+    dataloader_shuffle: bool = option(True, "Shuffle the rows in every epoch, by train.seed.")
+    dataloader_num_workers: int = option(0, "Threads that prepare rows ahead of training; 0: none.", minimum=0)
+    dataloader_prefetch_factor: int | None = option(None, "Batches prepared ahead by each thread.", minimum=1)
+    enable_dataset_cache: bool = option(False, "Keep prepared rows in memory.")
+
+    # sft
+    conversation_column_name: str = option("conversations", "Column with the messages of a row (sft).")
+    system_prompt: str = option("", "Message put before every conversation or prompt; empty: none.")
+
+    # dpo
+    dpo_beta: float = option(
+        0.1, "Inverse strength of the tie to the reference policy (Rafailov et al. 2023, eq. 7).", minimum=0
+    )
+    dpo_label_smoothing: float = option(
+        0.0, "Share of pairs assumed to be labelled the wrong way round.", minimum=0, below=0.5
+    )
+
+    # grpo
+    variant: str = option(
+        "grpo",
+        "grpo; gspo: one ratio per answer (Zheng et al. 2025); dapo: groups with equal rewards are generated again (Yu et al. 2025); "
+        "rloo: the mean of the other answers as baseline (Ahmadian et al. 2024).",
+        choices=VARIANTS,
+    )
+    prompt_column_name: str = option("", "Column with the prompt, as text or as messages (grpo, dpo).")
+    response_column_name: str = option("", "Column with the right answer, for rewards.")
+    reward_function: str | list[str] | dict[str, float] = option(["single_choice"], f"{_REWARDS}.")
+    temperature: float = option(1.0, "Temperature of rollouts and of the log-probabilities in the loss.", minimum=0)
+    epsilon_low: float = option(0.2, "The ratio is clipped below 1 - epsilon_low.", minimum=0)
+    epsilon_high: float = option(0.2, "The ratio is clipped above 1 + epsilon_high.", minimum=0)
+    lower_bound_ratio: float = option(
+        3.0, "Dual clip: largest ratio of an answer with negative advantage; 0: none.", minimum=0
+    )
+    loss_type: str = option(
+        "token-mean",
+        "token-mean: mean over all tokens; seq-mean-token-mean: mean over answers of their token means; seq-mean-token-sum: mean over "
+        "answers of their token sums.",
+        choices=LOSS_TYPES,
+    )
+    unbiased_advantage: bool = option(
+        False, "Do not divide advantages by the deviation of the group (Liu et al. 2025)."
+    )
+    kl_beta: float = option(0.0, "Weight of the KL divergence from the initial policy; 0: it is not kept.", minimum=0)
+    mu_iterations: int = option(1, "Optimiser steps on one batch of answers.", minimum=1)
+    max_resamples: int = option(
+        4, "Times that groups with equal rewards are generated again (variant dapo).", minimum=0
+    )
+    overlong_reward: OverlongRewardConfig = option(OverlongRewardConfig(), "Penalty for long answers.")
+    min_filter_prefix_tokens: int | None = option(
+        None, "Accepted; tokens that answers share are not left out.", minimum=0
+    )
+    on_policy: bool = option(True, "Accepted: every batch is generated with the weights that it trains.")
+    allowed_outdated_steps: int = option(4, "Accepted: no answer is older than the weights.", minimum=0)
+    no_outdated_rollout: bool = option(True, "Accepted: no answer is older than the weights.")
+    use_remote_reward: bool = option(False, "Rewards of another service; only false.")
+    positive_nll_coef: float | None = option(None, "Weight of a likelihood term; only null.")
+    unbiased_loss_max_tokens: int | None = option(None, "Fixed length that divides token sums; only null.")
+    aipo_rho: float | None = option(None, "Clip of asynchronous importance weights; only null.")
+
+
+@dataclass
+class CkptConfig:
+    """Checkpoints, exports and uploads."""
+
+    enable_checkpoint: bool = option(
+        True, "Write checkpoints from which `train.resume` goes on. The final safetensors are written either way."
+    )
+    save_freq: int = option(20, "Steps between checkpoints.", minimum=1)
+    save_freq_in_epoch: int = option(
+        0, "Epochs between checkpoints, instead of save_freq; 0: save_freq counts.", minimum=0
+    )
+    max_keep: int = option(5, "Newest checkpoints to keep; the best by validation stays besides. -1: all.", minimum=-1)
+    save_mode: str = option(
+        "async", "async: written while training goes on; sync: training waits.", choices=("async", "sync")
+    )
+    export_safetensors: bool = option(True, "Also export every checkpoint as safetensors; false: only the last one.")
+    upload_hf: bool = option(False, "Upload the final safetensors to the hub; needs HF_TOKEN with write access.")
+    hf_repo_name: str | None = option(None, "Repository on the hub: a name, or owner/name.")
+    upload_s3: bool | str = option(
+        False,
+        "final (or true): upload the last checkpoint and the final safetensors to S3; all: every one.",
+        choices=UPLOADS,
+    )
+    s3_bucket: str | None = option(None, "Bucket to upload to.")
+    s3_prefix: str = option("outputs", "First part of the keys in the bucket.")
+
+    def __post_init__(self) -> None:
+        self.upload_s3 = "final" if self.upload_s3 is True else self.upload_s3
+
+
+@dataclass
+class Fp8Config:
+    """Training in 8 bits; not available."""
+
+    enable_fp8: bool = option(False, "Train in 8 bits; only false.")
+    fp8_recipe: str = option("dynamic_scaling", "Accepted.", choices=("dynamic_scaling", "delayed_scaling"))
+    quant_recipe: str = option("rowwise", "Accepted.", choices=("rowwise", "tensorwise"))
+
+
+@dataclass
+class TrainConfig:
+    """The optimiser, precision and length of a run."""
+
+    train_policy: TrainPolicyConfig = option(TrainPolicyConfig(), "Method and data.")
+    ckpt: CkptConfig = option(CkptConfig(), "Checkpoints.")
+    fp8: Fp8Config = option(Fp8Config(), "Training in 8 bits.")
+    resume: bool | str = option(
+        False,
+        "true or auto: go on from the newest whole checkpoint below output_dir, if there is one; or a checkpoint or run folder.",
+    )
+    epoch: int = option(1, "Passes over the dataset.", minimum=1)
+    max_num_steps: int | None = option(None, "Largest number of steps; null: as many as the epochs have.", minimum=1)
+    train_batch_per_replica: int = option(
+        8,
+        "Rows of one optimiser step on all ranks of a replica; in GRPO its answers, prompts times n_generation.",
+        minimum=1,
+    )
+    output_dir: str = option("./outputs", "Folder of the runs; each makes its own below it, named by timestamp.")
+    timestamp: str = option("", "Name of the run's folder; empty: the present time as %Y%m%d%H%M%S.")
+    seed: int | None = option(None, "Seed of everything random; null: 0.", minimum=0)
+    deterministic: bool = option(False, "Accepted: on a CPU, equal settings give equal bits.")
+
+    optm_name: str = option("AdamW", "Optimiser.", choices=("AdamW", "Adam"))
+    optm_lr: float = option(1e-6, "Learning rate after the warm-up.", minimum=0)
+    optm_impl: str = option(
+        "fused", "Accepted: the fused optimiser is used where there is one.", choices=("fused", "foreach", "for-loop")
+    )
+    optm_weight_decay: float = option(0.01, "Weight decay.", minimum=0)
+    optm_betas: list[float] = option([0.9, 0.999], "Decay rates of the two moments.")
+    epsilon: float = option(1e-6, "Epsilon of the optimiser.", minimum=0)
+    optm_grad_norm_clip: float = option(1.0, "Largest norm of the gradient; 0: no limit.", minimum=0)
+    optm_warmup_steps: int | float = option(
+        20, "Steps over which the learning rate rises; a float up to 1.0 is a share of all steps.", minimum=0
+    )
+    optm_decay_type: str = option("none", "How the learning rate falls after the warm-up.", choices=DECAYS)
+    optm_decay_ratio: float | None = option(
+        None, "Share of all steps, the last ones, in which it falls; null: all after the warm-up.", minimum=0, maximum=1
+    )
+    optm_min_lr_factor: float = option(0.0, "Smallest share of the learning rate.", minimum=0, maximum=1)
+
+    param_dtype: str = option(
+        "bfloat16", "Number format of forward and backward passes, and of the export.", choices=DTYPES
+    )
+    master_dtype: str = option("float32", "Accepted: the optimiser steps float32 weights.", choices=DTYPES)
+    transfer_dtype: str | None = option(None, "Accepted: weights go to the rollout in param_dtype.", choices=DTYPES)
+    fsdp_reduce_dtype: str = option("float32", "Number format in which gradients are summed.", choices=("float32",))
+    fsdp_offload: bool = option(False, "Keep shards, gradients and optimiser in main memory.")
+    fsdp_reshard_after_forward: str = option(
+        "default", "Accepted: each block is resharded after its forward pass.", choices=("default", "always", "never")
+    )
+    compile: bool = option(False, "Run the repeated blocks through torch.compile.")
+    async_tp_enabled: bool = option(False, "Overlap of tensor parallelism; only false.")
+    sequence_packing: bool = option(False, "Lay rows end to end instead of padding them; the loss stays the same.")
+    sync_weight_interval: int = option(1, "Accepted: the rollout has the newest weights in every step.", minimum=1)
+
+
+@dataclass
+class ParallelismConfig:
+    """How many GPUs share the trained model."""
+
+    n_init_replicas: int = option(1, "Replicas, each with a batch of its own.", minimum=1)
+    dp_shard_size: int = option(1, "Ranks that divide the weights (FSDP2); -1: the rest of the GPUs.", minimum=-1)
+    dp_replicate_size: int = option(
+        1, "Groups of such ranks within a replica, which share its batch (HSDP).", minimum=1
+    )
+    tp_size: int = option(1, "Tensor parallelism; only 1 for training.", minimum=1)
+    cp_size: int = option(1, "Context parallelism; only 1.", minimum=1)
+    ep_size: int = option(1, "Expert parallelism; only 1.", minimum=1)
+    pp_size: int = option(1, "Pipeline parallelism; only 1.", minimum=1)
+    pp_dynamic_shape: bool = option(False, "Accepted.")
+    pp_micro_batch_size: int = option(1, "Accepted.", minimum=1)
+
+
+@dataclass
+class RolloutParallelismConfig(ParallelismConfig):
+    """How many GPUs generate: n_init_replicas * tp_size."""
+
+    n_init_replicas: int = option(1, "Engines.", minimum=1)
+    tp_size: int = option(1, "GPUs that share the weights of one engine.", minimum=1)
+
+
+@dataclass
+class SamplingConfig:
+    """How answers are drawn, besides `train.train_policy.temperature`."""
+
+    temperature: float | None = option(
+        None, "Must equal train.train_policy.temperature, which is the one that counts; null: that one.", minimum=0
+    )
+    top_p: float = option(1.0, "Smallest set of tokens with this probability.", minimum=0, maximum=1)
+    top_k: int = option(-1, "Most probable tokens to draw from; -1: all.", minimum=-1)
+    repetition_penalty: float = option(1.0, "Divides the logits of tokens that were there before.", minimum=0)
+    use_flashinfer: bool = option(False, "Accepted.")
+
+
+@dataclass
+class RolloutConfig:
+    """The engine that generates answers."""
+
+    backend: str = option(
+        "vllm",
+        "vllm: its own process, or the trained model where vLLM is missing; torch: the trained model.",
+        choices=BACKENDS,
+    )
+    mode: str = option("sync", "Only sync: training waits for its answers.", choices=("sync", "async"))
+    parallelism: RolloutParallelismConfig = option(RolloutParallelismConfig(), "GPUs of the engine.")
+    sampling_config: SamplingConfig = option(SamplingConfig(), "How tokens are drawn.")
+    n_generation: int = option(16, "Answers to each prompt: a group.", minimum=1)
+    batch_size: int = option(1, "Prompts whose answers are generated together.", minimum=1)
+    max_response_length: int = option(2048, "Most tokens of an answer.", minimum=1)
+    gpu_memory_utilization: float = option(0.8, "Share of a GPU's memory that the engine takes.", minimum=0, maximum=1)
+    enable_chunked_prefill: bool = option(False, "Let the engine read long prompts in parts.")
+    enforce_eager: bool = option(True, "Accepted.")
+    include_stop_str_in_output: bool = option(False, "Accepted.")
+    quantization: str = option("none", "Only none, and mxfp4: weights of such files are read in param_dtype.",
+                               choices=("none", "fp8", "mxfp4"))  # fmt: skip
+    seed: int | None = option(None, "Accepted: train.seed counts.")
+    vllm_use_flashinfer: bool = option(False, "Accepted.")
+
+
+@dataclass
+class LoraConfig:
+    """Adapters (Hu et al. 2021)."""
+
+    r: int = option(8, "Rank of the update matrices.", minimum=1)
+    lora_alpha: float = option(8.0, "Scale: the update is multiplied by lora_alpha / r.", minimum=0)
+    lora_dropout: float = option(0.0, "Dropout in front of the update; only 0 for GRPO and DPO.", minimum=0, below=1)
+    target_modules: list[str] | str | None = option(
+        None, "Module name suffixes, or all-linear; null: all linear layers of the model."
+    )
+    use_rslora: bool = option(False, "Scale by the root of r; only false.")
+    modules_to_save: list[str] | None = option(None, "Modules trained in full; only null.")
+    init_lora_weights: bool | str = option(True, "Initial adapters; only true (no change at the start).")
+
+
+@dataclass
+class PolicyConfig:
+    """The trained model."""
+
+    model_name_or_path: str = option("", "Folder or hub id of a model that transformers can load.")
+    model_revision: str | None = option(None, "Branch, tag or commit on the hub; only null.")
+    model_max_length: int = option(4096, "Most tokens of a row, or of a prompt with its answer.", minimum=2)
+    model_gradient_checkpointing: bool = option(
+        True, "Recompute blocks in the backward pass: less memory, about a third more time."
+    )
+    device: str = option(
+        "auto", "auto: a GPU if there is one; cpu: the ranks are processes on this machine.", choices=DEVICES
+    )
+    parallelism: ParallelismConfig = option(ParallelismConfig(), "GPUs of the trained model.")
+    lora: LoraConfig | None = option(
+        None, "Train adapters only; null: all weights. An empty section takes the defaults."
+    )
+    trainable_map: dict[str, bool] | None = option(None, "Names of what is trained; only null.")
+    enable_liger_kernel: bool = option(False, "Fused kernels; only false.")
+
+
+@dataclass
+class LoggingConfig:
+    """Where metrics go besides `metrics.jsonl`, TensorBoard files and the console."""
+
+    logger: list[str] = option(
+        [], "wandb: also log to Weights & Biases, offline without WANDB_API_KEY; console, tensorboard: always on."
+    )
+    project_name: str = option("rlinf", "Project of Weights & Biases.")
+    experiment_name: str | None = option(None, "Name of the run there, before its timestamp; null or None: output_dir.")
+    log_interval: int = option(1, "Steps between lines on the console.", minimum=1)
+    report_mfu: bool = option(False, "Accepted: the model's share of the peak speed is logged on GPUs.")
+
+    def __post_init__(self) -> None:
+        if self.experiment_name in ("None", ""):
+            self.experiment_name = None
+
+
+@dataclass
+class ValidationConfig:
+    """Validation during training."""
+
+    enable: bool = option(False, "Validate.")
+    val_before_train: bool = option(False, "Validate before the first step, too.")
+    freq: int = option(20, "Steps between validations.", minimum=1)
+    batch_size: int | None = option(None, "Rows of one pass; null: as in training.", minimum=1)
+    dataset: DatasetConfig = option(
+        DatasetConfig(), "Rows to validate with; without a name, the first `test_size` rows of the training data."
+    )
+    temperature: float = option(0.0, "Temperature of answers; 0: the most probable token.", minimum=0)
+    top_p: float | None = option(None, "Accepted.", minimum=0, maximum=1)
+    top_k: int | None = option(None, "Accepted.", minimum=-1)
+    repetition_penalty: float = option(1.0, "Accepted.", minimum=0)
+    n_generation: int = option(1, "Answers to each prompt; only 1.", minimum=1)
+    max_response_length: int | None = option(None, "Most tokens of an answer; null: as in rollouts.", minimum=1)
+    reward_function: str | list[str] | dict[str, float] | None = option(
+        None, f"{_REWARDS}; null: in GRPO those of training, in SFT none (the loss alone)."
+    )
+
+
+@dataclass
+class SubProfilerConfig:
+    """Steps that are profiled."""
+
+    active_steps: int = option(1, "Steps that are recorded.", minimum=1)
+    warmup_steps: int = option(1, "Steps before, which are not recorded.", minimum=0)
+    wait_steps: int = option(1, "First steps, without a profiler.", minimum=0)
+
+
+@dataclass
+class ProfilerConfig:
+    """Recording a few steps for TensorBoard or Perfetto."""
+
+    enable_profiler: bool = option(False, "Record.")
+    enable_nsys: bool = option(False, "Another profiler; only false.")
+    sub_profiler_config: SubProfilerConfig = option(SubProfilerConfig(), "Which steps.")
+
+
+@dataclass
+class RecipeConfig:
+    """A recipe: what a model learns, from which data, and where."""
+
+    train: TrainConfig = option(TrainConfig(), "Training.")
+    policy: PolicyConfig = option(PolicyConfig(), "The trained model.")
+    rollout: RolloutConfig = option(RolloutConfig(), "Generation of answers (grpo).")
+    validation: ValidationConfig = option(ValidationConfig(), "Validation.")
+    logging: LoggingConfig = option(LoggingConfig(), "Where metrics go.")
+    profiler: ProfilerConfig = option(ProfilerConfig(), "Recording of steps.")
+    custom: dict[str, Any] = option({}, "Keys of your own, for your dataset script.")
+    mode: str = option(
+        "disaggregated",
+        "disaggregated: rollouts have GPUs of their own; colocated: those of the policy.",
+        choices=MODES,
+    )
+    redis: str = option("", "Accepted: no redis server is needed.")
+    eth_ips: str = option("", "Accepted: torchrun's addresses count.")

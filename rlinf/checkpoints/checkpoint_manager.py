@@ -191,7 +191,7 @@ class CheckpointManager:
         finally:
             if self._stager is not None:
                 self._stager.close()
-        failures = on_rank_zero(lambda: self._upload_failures, "upload")
+        failures = on_rank_zero(lambda: self._upload_failures, "upload") if self.uploads else []
         if failures:
             raise CheckpointError(f"{self.folder} is complete, but not all of it was uploaded: {'; '.join(failures)}")
 

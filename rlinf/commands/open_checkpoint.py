@@ -105,11 +105,11 @@ def load_policy(folder: str | os.PathLike, config: RunConfig, *, reads_base: boo
     Args:
         folder: Checkpoint or exported folder, already verified.
         config: Configuration whose ``model`` section fits it.
-        reads_base: Read the base weights below the adapters of a checkpoint, which may have been random ones.
+        reads_base: Read the base weights below the adapters of a checkpoint that holds them, because they were random.
 
     Raises:
         CheckpointError: The folder holds adapters and ``config`` does not expect any.
-        ManifestMismatchError: The adapters of an export belong to other base weights than those at
+        ManifestMismatchError: The adapters belong to other base weights than those at
             ``config.model.model_path``, and ``config.evaluation.allow_mismatch`` does not name them.
         ConfigError: A size in ``config`` is not that of the folder.
     """
@@ -145,7 +145,8 @@ def statistics_of_env(
 def _load_adapter(folder: Path, source: Path, config: RunConfig, reads_base: bool) -> Any:
     if not config.model.is_lora:
         raise CheckpointError(f"{source} holds LoRA adapters and no base weights. Set model.is_lora=true")
-    if is_checkpoint(folder):  # it brings the base weights
+    brings_base = is_checkpoint(folder) and "base_sha256" not in Manifest.load(folder).lora  # it was random
+    if brings_base:
         allowed = [*config.evaluation.allow_mismatch, BASE_FIELD]
         config = replace(config, evaluation=replace(config.evaluation, allow_mismatch=allowed))
     overrides = None
@@ -153,6 +154,6 @@ def _load_adapter(folder: Path, source: Path, config: RunConfig, reads_base: boo
     if statistics.is_file():  # those of the env, where the base weights had none
         overrides = {"norm_stats": json.loads(statistics.read_text(encoding="utf-8"))}
     model = build_policy(replace(config, model=replace(config.model, lora_path=str(source))), overrides)
-    if is_checkpoint(folder) and reads_base:
+    if brings_base and reads_base:
         load_weights(folder, model)
     return model

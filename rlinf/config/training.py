@@ -38,6 +38,12 @@ class TrainerConfig:
         "Minutes after which a checkpoint is due; 0: never. The clock of rank 0 decides, and no number changes.",
         minimum=0,
     )
+    save_mode: str = option(
+        "sync",
+        "sync: training goes on when a checkpoint is written; async: when its numbers are copied, and a thread writes. An error of the "
+        "thread ends the run at its next checkpoint.",
+        choices=("sync", "async"),
+    )
     max_keep: int = option(
         2, "Newest checkpoints of a phase kept, next to the one of the best evaluation; -1: all.", minimum=-1
     )

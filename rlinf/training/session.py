@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlinf.checkpoints import checkpoint as checkpoints
+from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import any_rank, rank, sum_over_ranks
@@ -64,12 +64,19 @@ class Session:
         self.fingerprint, self.resumed_from = fingerprint, resumed_from
         self.folder = Path(config.output_dir)
         phase = "rl" if config.trainer.max_steps > 0 else "sft"
+        self.checkpoints = CheckpointManager(
+            self.folder, save_mode=config.trainer.save_mode, max_keep=config.trainer.max_keep
+        )
         self.profile_window = ProfileWindow(config.trainer.profile_steps, phase, self.folder, rank())
         self._saved_steps: tuple[int, int] | None = None  # of cloning and RL, in the newest checkpoint
         self._clock, self._saved_at = clock, clock()
 
     def close(self) -> None:
-        """Write the open profile, then close the env of the evaluations, an engine, and what is written to."""
+        """Write the open profile, then close the env of the evaluations, an engine, and what is written to.
+
+        Raises:
+            CheckpointError: The last checkpoint could not be written.
+        """
         self.profile_window.close()
         if self.sync.generator is not None:
             self.sync.generator.close()
@@ -77,6 +84,8 @@ class Session:
         if self.tracker is not None:
             self.tracker.close()
         self.progress.close()
+        with waiting("save"):
+            self.checkpoints.close()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write a line of metrics."""
@@ -166,18 +175,18 @@ class Session:
 
     @waiting("save")
     def save(self) -> None:
-        """Write a checkpoint of the present state (a collective call)."""
+        """Save the present state (a collective call)."""
         state = self.state
         name = f"{state.phase}_{state.done:06d}"
+        self.checkpoints.wait()  # the one before may be the best
         best = state.best_evaluation({name, *self.saved_names()})
-        checkpoints.save_checkpoint(
-            self.folder / "checkpoints" / name,
+        self.checkpoints.save(
+            name,
             model=self.worker.model,
             optimizer=self.worker.optimizer,
             loop_state=asdict(state),
             run_config=to_mapping(self.config),
             manifest=self._manifest(),
-            max_keep=self.config.trainer.max_keep,
             best=None if best is None else state.evaluations[best]["checkpoint"],
         )
         self._saved_steps = (state.sft_step, state.step)
@@ -185,7 +194,7 @@ class Session:
 
     def saved_names(self) -> list[str]:
         """Return the names of the checkpoints in the run folder."""
-        return [path.parent.name for path in self.folder.glob(f"checkpoints/*/{checkpoints.STATE_FILE}")]
+        return self.checkpoints.names()
 
     def _manifest(self) -> Manifest:
         version = self.state.policy_version

@@ -85,9 +85,7 @@ def session_of(monkeypatch, tmp_path):
         worker = SimpleNamespace(model=None, optimizer=None)
         session = Session(config, state, worker=worker, stop_signal=StopSignal(announce=False), clock=clock, **parts)
         monkeypatch.setattr(session, "_manifest", lambda: None)
-        monkeypatch.setattr(
-            session_module.checkpoints, "save_checkpoint", lambda folder, **_: calls.append(int(folder.name[-6:]))
-        )
+        monkeypatch.setattr(session.checkpoints, "save", lambda name, **_: calls.append(int(name[-6:])))
         return session, calls
 
     return make

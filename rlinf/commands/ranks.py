@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 
 from rlinf.config.plugins import load_plugins
@@ -11,6 +12,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import gather_objects
 from rlinf.distributed.start import refuse_differences
+from rlinf.errors import ConfigError
 from rlinf.files import sha256_of
 from rlinf.options import to_mapping
 
@@ -31,3 +33,25 @@ def prepare_rank(config: RunConfig) -> None:
         text = json.dumps(values, sort_keys=True, default=str)
         own[f"configuration of {section} (sha256)"] = hashlib.sha256(text.encode()).hexdigest()
     refuse_differences(gather_objects((socket.gethostname(), own)))
+
+
+@waiting("start")
+def refuse_expandable_segments() -> None:
+    """Refuse settings of torch's GPU memory under which a rank could not share weights with its engine (a collective call).
+
+    Raises:
+        ConfigError: On all ranks, if one has them.
+    """
+    keys = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    own = [
+        f"{key} is '{os.environ.get(key)}'"
+        for key in keys
+        if "expandable_segments:true" in os.environ.get(key, "").lower()
+    ]
+    for rank, (host, found) in enumerate(gather_objects((socket.gethostname(), own))):
+        if found:
+            raise ConfigError(
+                f"{found[0]} on rank {rank} on {host}, set by a run before in this Python process or by you; required with "
+                "rollout.backend=vllm: no expandable segments, whose memory cannot be shared with the engine. Start this run in a "
+                "new Python process without the variable, or set rollout.backend=torch"
+            )

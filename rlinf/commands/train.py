@@ -14,7 +14,7 @@ import torch
 from rlinf.algorithms import ALGORITHMS
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
-from rlinf.commands.ranks import prepare_rank
+from rlinf.commands.ranks import prepare_rank, refuse_expandable_segments
 from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import open_dataset
@@ -42,7 +42,7 @@ from rlinf.distributed.sums import maximum
 from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import default_num_worker_threads, with_share_of_cores
-from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
+from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.files import locked_folder
 from rlinf.models import build_policy
@@ -290,6 +290,8 @@ def _collector(config: RunConfig, eval_env: VectorEnv, worker: TrainWorker) -> R
 
 def _execute_rank(config: RunConfig) -> None:
     prepare_rank(config)
+    if config.rollout.backend == "vllm" and resolve_device(config.cluster.device, 1) == "cuda":
+        refuse_expandable_segments()
     run = build(config)
     stop_signal = run.session.stop_signal
     try:
@@ -317,23 +319,10 @@ def train(config: RunConfig) -> Path:
     device = resolve_device(cluster.device, started_here(cluster.num_processes))
     if device == "cuda" and config.rollout.backend == "torch":  # what an engine shares must not be in such segments
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    elif device == "cuda":
-        _check_segments()
     alone = config.trainer.sharding == "fsdp2" or config.trainer.cpu_offload
     with locked_folder(Path(config.output_dir)):
         launch(_execute_rank, config, cluster.num_processes, device, alone, asdict(cluster.deadlines))
     return Path(config.output_dir)
-
-
-def _check_segments() -> None:
-    for key in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        value = os.environ.get(key, "")
-        if "expandable_segments:true" in value.lower():
-            raise ConfigError(
-                f"{key} is '{value}', set by a run before in this Python process or by you; required with rollout.backend=vllm: no "
-                "expandable segments, whose memory cannot be shared with the engine. Start this run in a new Python process "
-                "without the variable, or set rollout.backend=torch"
-            )
 
 
 def sft(config: RunConfig) -> Path:

@@ -197,15 +197,19 @@ def test_what_vllm_shares_is_not_in_the_expandable_segments_of_a_run_before(tmp_
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setattr(run_module, "resolve_device", lambda *_: "cuda")
-    begun = []
-    monkeypatch.setattr(run_module, "launch", lambda _, config, *__, **___: begun.append(config.rollout.backend))
+
+    class BegunError(Exception):
+        """The ranks have begun to build the run."""
+
+    def build(config):
+        raise BegunError(config.rollout.backend)
+
+    monkeypatch.setattr(run_module, "build", build)
     torch_run, vllm_run = (config_of(tmp_path / name, f"rollout.backend={name}") for name in ("torch", "vllm"))
-    train(vllm_run)
-    train(torch_run)
-    with pytest.raises(ConfigError, match=r"PYTORCH_ALLOC_CONF is 'expandable_segments:True'.*rollout\.backend=torch"):
-        train(vllm_run)
-    train(torch_run)
-    assert begun == ["vllm", "torch", "torch"]
+    for run, refused in ((vllm_run, False), (torch_run, False), (vllm_run, True), (torch_run, False)):
+        words = r"PYTORCH_ALLOC_CONF is 'expandable_segments:True' on rank 0.*rollout\.backend=torch"
+        with pytest.raises(ConfigError if refused else BegunError, match=words if refused else run.rollout.backend):
+            train(run)
 
 
 def test_resume_keeps_the_action_statistics_of_the_checkpoint(tmp_path):

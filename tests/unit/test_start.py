@@ -13,7 +13,7 @@ import torch.distributed as dist
 import rlinf
 from rlinf.commands import hydra_app
 from rlinf.commands.hydra_app import run_training
-from rlinf.commands.ranks import prepare_rank
+from rlinf.commands.ranks import prepare_rank, refuse_expandable_segments
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed import launch, process_group, start
@@ -220,6 +220,25 @@ def test_ranks_with_another_plugin_or_configuration_are_refused_on_all(tmp_path)
     ):
         assert words in text
     assert "configuration of model" not in text
+
+
+def refuse_segments_of_the_last_rank(folder):
+    variable = "PYTORCH_CUDA_ALLOC_CONF"
+    refuse_expandable_segments()  # a control
+    if process_group.rank() == 1:
+        os.environ[variable] = "max_split_size_mb:64,expandable_segments:True"
+    with pytest.raises(ConfigError) as error:
+        refuse_expandable_segments()
+    (Path(folder) / f"error{process_group.rank()}").write_text(str(error.value))
+
+
+def test_memory_that_one_rank_could_not_share_with_its_engine_is_refused_on_all(tmp_path, monkeypatch):
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    launch.launch(refuse_segments_of_the_last_rank, str(tmp_path), 2, "cpu")
+    first, second = ((tmp_path / f"error{rank}").read_text() for rank in (0, 1))
+    assert first == second
+    assert "PYTORCH_CUDA_ALLOC_CONF is 'max_split_size_mb:64,expandable_segments:True' on rank 1 on " in first
 
 
 @pytest.mark.parametrize("own", [None, "garbage_collection_threshold:0.8"])

@@ -226,9 +226,7 @@ class ParallelismConfig:
 
     n_init_replicas: int = option(1, "Replicas, each with a batch of its own.", minimum=1)
     dp_shard_size: int = option(1, "Ranks that divide the weights (FSDP2); -1: the rest of the GPUs.", minimum=-1)
-    dp_replicate_size: int = option(
-        1, "Groups of such ranks within a replica, which share its batch (HSDP).", minimum=1
-    )
+    dp_replicate_size: int = option(1, "Replicas of each of these, with a batch of their own (HSDP).", minimum=1)
     tp_size: int = option(1, "Tensor parallelism; only 1 for training.", minimum=1)
     cp_size: int = option(1, "Context parallelism; only 1.", minimum=1)
     ep_size: int = option(1, "Expert parallelism; only 1.", minimum=1)
@@ -288,7 +286,7 @@ class LoraConfig:
     """Adapters (Hu et al. 2021)."""
 
     r: int = option(8, "Rank of the update matrices.", minimum=1)
-    lora_alpha: float = option(8.0, "Scale: the update is multiplied by lora_alpha / r.", minimum=0)
+    lora_alpha: int = option(8, "Scale: the update is multiplied by lora_alpha / r.", minimum=1)
     lora_dropout: float = option(0.0, "Dropout in front of the update; only 0 for GRPO and DPO.", minimum=0, below=1)
     target_modules: list[str] | str | None = option(
         None, "Module name suffixes, or all-linear; null: all linear layers of the model."
@@ -296,6 +294,10 @@ class LoraConfig:
     use_rslora: bool = option(False, "Scale by the root of r; only false.")
     modules_to_save: list[str] | None = option(None, "Modules trained in full; only null.")
     init_lora_weights: bool | str = option(True, "Initial adapters; only true (no change at the start).")
+
+    def __post_init__(self) -> None:
+        if self.target_modules == "all-linear":
+            self.target_modules = None
 
 
 @dataclass

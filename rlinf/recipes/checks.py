@@ -1,0 +1,173 @@
+"""Checks of a recipe that concern several keys, or that this engine makes; before data and model are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlinf.errors import ConfigError
+from rlinf.options import override_text
+from rlinf.recipes.config import LOGGERS, RecipeConfig
+
+NOT_DONE: dict[str, tuple[tuple, str]] = {
+    "train.fp8.enable_fp8": ((False,), "training in 8 bits is not available"),
+    "train.async_tp_enabled": ((False,), "there is no tensor parallelism in training"),
+    "train.train_policy.use_remote_reward": ((False,), "rewards are functions of this process"),
+    "train.train_policy.positive_nll_coef": ((None,), "the loss has no likelihood term"),
+    "train.train_policy.unbiased_loss_max_tokens": ((None,), "answers are divided by their own lengths"),
+    "train.train_policy.aipo_rho": ((None,), "no answer is older than the weights"),
+    "policy.parallelism.tp_size": ((1,), "training shards weights by FSDP only; raise policy.parallelism.dp_shard_size instead"),
+    "policy.parallelism.cp_size": ((1,), "training has no context parallelism"),
+    "policy.parallelism.ep_size": ((1,), "training has no expert parallelism"),
+    "policy.parallelism.pp_size": ((1,), "training has no pipeline parallelism"),
+    "policy.model_revision": ((None, ""), "a model is read at its newest revision; download the other one and name its folder"),
+    "policy.enable_liger_kernel": ((False,), "these kernels are not used"),
+    "policy.trainable_map": ((None,), "all weights are trained, or adapters (policy.lora)"),
+    "policy.lora.use_rslora": ((False,), "the scale is lora_alpha / r"),
+    "policy.lora.modules_to_save": ((None,), "only adapters are trained"),
+    "policy.lora.init_lora_weights": ((True,), "adapters begin without effect"),
+    "rollout.parallelism.cp_size": ((1,), "engines have no context parallelism"),
+    "rollout.parallelism.ep_size": ((1,), "engines have no expert parallelism"),
+    "rollout.parallelism.pp_size": ((1,), "engines have no pipeline parallelism; raise rollout.parallelism.tp_size instead"),
+    "rollout.parallelism.dp_shard_size": ((1, -1), "engines share weights by tensor parallelism (rollout.parallelism.tp_size)"),
+    "rollout.parallelism.dp_replicate_size": ((1,), "several engines are rollout.parallelism.n_init_replicas"),
+    "rollout.backend": (("vllm", "torch"), "that engine is not available"),
+    "rollout.mode": (("sync",), "training waits for its answers"),
+    "rollout.quantization": (("none", "mxfp4"), "rollouts use the weights that are trained"),
+    "validation.n_generation": ((1,), "validation draws one answer to each prompt"),
+    "profiler.enable_nsys": ((False,), "that profiler is not available"),
+}  # fmt: skip
+"""Keys that are understood, the values that are possible here, and why no others are."""
+
+WITHOUT_EFFECT: dict[str, tuple[tuple, str]] = {
+    "redis": (("",), "no redis server is needed"),
+    "eth_ips": (("",), "the launcher's addresses count"),
+    "rollout.quantization": (("none", "fp8"), "mxfp4 weights are read in train.param_dtype"),
+}
+"""Keys that are accepted, the values that say nothing, and what happens instead of others."""
+
+
+def check_recipe(config: RecipeConfig) -> list[str]:
+    """Raise ConfigError for a recipe that cannot run; return a line for each key that has no effect."""
+    for key, (possible, reason) in NOT_DONE.items():
+        value = _get(config, key)
+        if value not in possible and value is not _ABSENT:
+            raise ConfigError(
+                f"{key} is {override_text(value)}, but {reason}; required: {' or '.join(map(override_text, possible))}. "
+                f"Set {key}={override_text(possible[0])}"
+            )
+    _check_train(config)
+    _check_ckpt(config)
+    _check_batch(config)
+    if config.train.train_policy.type == "grpo":
+        _check_rollout(config)
+    given = ((key, _get(config, key), neutral, reason) for key, (neutral, reason) in WITHOUT_EFFECT.items())
+    return [f"{key}={value} has no effect: {reason}" for key, value, neutral, reason in given if value not in neutral]
+
+
+def _check_train(config: RecipeConfig) -> None:
+    train, method = config.train, config.train.train_policy
+    if not config.policy.model_name_or_path:
+        raise ConfigError("policy.model_name_or_path is empty. Set policy.model_name_or_path=<folder or hub id>")
+    betas = train.optm_betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(
+            f"train.optm_betas is {override_text(betas)}; required: two numbers of at least 0 and below 1. Set "
+            "train.optm_betas=[0.9,0.999]"
+        )
+    warmup = train.optm_warmup_steps
+    if isinstance(warmup, float) and warmup > 1:
+        raise ConfigError(
+            f"train.optm_warmup_steps is {warmup}; required: a whole number of steps, or a share of at most 1.0. Set "
+            f"train.optm_warmup_steps={round(warmup)}"
+        )
+    if method.dataset.streaming and train.max_num_steps is None:
+        raise ConfigError(
+            "train.train_policy.dataset.streaming=true, and a stream does not tell how many rows it has. Set train.max_num_steps=<steps>"
+        )
+    unknown = [name for name in config.logging.logger if name.lower() not in LOGGERS]
+    if unknown:
+        raise ConfigError(
+            f"logging.logger names '{unknown[0]}'; required: any of {', '.join(LOGGERS)}. Set logging.logger=[console,wandb]"
+        )
+    lora = config.policy.lora
+    if lora is not None and isinstance(lora.target_modules, str):
+        raise ConfigError(
+            f"policy.lora.target_modules is '{lora.target_modules}'; required: all-linear or a list of names. Set "
+            f"'policy.lora.target_modules=[{lora.target_modules}]'"
+        )
+    if lora is not None and lora.lora_dropout > 0 and method.type != "sft":
+        raise ConfigError(
+            f"policy.lora.lora_dropout is {lora.lora_dropout} with type={method.type}, whose log-probabilities must repeat. Set "
+            "policy.lora.lora_dropout=0"
+        )
+
+
+def _check_ckpt(config: RecipeConfig) -> None:
+    ckpt = config.train.ckpt
+    if ckpt.max_keep == 0:
+        raise ConfigError(
+            "train.ckpt.max_keep is 0; required: at least 1, or -1 for all. Set train.ckpt.enable_checkpoint=false"
+        )
+    if ckpt.upload_s3 and not ckpt.s3_bucket:
+        raise ConfigError(f"train.ckpt.upload_s3={ckpt.upload_s3} needs a bucket. Set train.ckpt.s3_bucket=<name>")
+    if ckpt.upload_hf and not ckpt.hf_repo_name:
+        raise ConfigError("train.ckpt.upload_hf=true needs a repository. Set train.ckpt.hf_repo_name=<name>")
+
+
+def _check_batch(config: RecipeConfig) -> None:
+    """Raise ConfigError if a batch does not divide over ranks and groups."""
+    shards, batch = config.policy.parallelism.dp_shard_size, config.train.train_batch_per_replica
+    if shards == 0:
+        raise ConfigError(
+            "policy.parallelism.dp_shard_size is 0; required: at least 1, or -1. Set policy.parallelism.dp_shard_size=1"
+        )
+    per_row = config.rollout.n_generation if config.train.train_policy.type == "grpo" else 1
+    unit = per_row * max(1, shards)
+    if batch % unit:
+        parts = f"policy.parallelism.dp_shard_size={shards} ranks" + (
+            f" of whole groups of rollout.n_generation={per_row}" if per_row > 1 else ""
+        )
+        fits = max(1, batch // unit) * unit
+        raise ConfigError(
+            f"train.train_batch_per_replica={batch} does not divide over {parts}; required: a multiple of {unit}. Set "
+            f"train.train_batch_per_replica={fits}"
+        )
+
+
+def _check_rollout(config: RecipeConfig) -> None:
+    method, rollout = config.train.train_policy, config.rollout
+    if rollout.n_generation < 2:
+        raise ConfigError(
+            f"rollout.n_generation is {rollout.n_generation}; required: at least 2, because answers are compared with the others of "
+            "their group. Set rollout.n_generation=8"
+        )
+    if method.temperature == 0:
+        raise ConfigError(
+            "train.train_policy.temperature is 0, so all answers of a group would be equal; required: above 0. Set "
+            "train.train_policy.temperature=1.0"
+        )
+    other = rollout.sampling_config.temperature
+    if other not in (None, method.temperature):
+        raise ConfigError(
+            f"rollout.sampling_config.temperature={other}, but train.train_policy.temperature={method.temperature}; required: equal "
+            f"ones, because the loss compares their log-probabilities. Set rollout.sampling_config.temperature={method.temperature}"
+        )
+    rewards = method.reward_function
+    if not rewards:
+        raise ConfigError("train.train_policy.reward_function is empty. Set train.train_policy.reward_function=[gsm8k]")
+    for name, weight in rewards.items() if isinstance(rewards, dict) else ():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+            key = f"train.train_policy.reward_function.{name}"
+            raise ConfigError(f"{key} is {override_text(weight)!r}; required: a number, its weight. Set {key}=1.0")
+
+
+_ABSENT = object()
+
+
+def _get(config: Any, dotted: str) -> Any:
+    """Return a value by its dotted path; ``_ABSENT`` in a section that is null."""
+    for name in dotted.split("."):
+        if config is None:
+            return _ABSENT
+        config = getattr(config, name)
+    return config

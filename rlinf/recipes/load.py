@@ -1,0 +1,236 @@
+"""Read a recipe: find its file, lay overrides over it, translate older keys, and build its ``RecipeConfig``."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+import rlinf
+from rlinf.config.compose import first_line, parse_overrides
+from rlinf.errors import ConfigError, did_you_mean
+from rlinf.options import from_mapping, plain_container, public_fields
+from rlinf.recipes.checks import check_recipe
+from rlinf.recipes.config import RecipeConfig
+
+SUFFIXES = (".toml", ".yaml", ".yml")
+FOLDERS = ("configs", "config")
+"""Of the recipes that come with rlinf: TOML files by family, and the same recipes as YAML."""
+
+GRPO_KEYS = ("temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward")
+"""Without ``train.train_policy.type``, one of these means GRPO."""
+
+ALIASES = {
+    "train.enable_validation": "validation.enable",
+    "train.validation_step": "validation.freq",
+    "train.validation_batch_per_replica": "validation.batch_size",
+}
+"""Keys of released recipes, and what they are read as."""
+
+DROPPED = {
+    "policy.parallelism.cp_rotate_method": "there is no context parallelism",
+    "rollout.parallelism.cp_rotate_method": "there is no context parallelism",
+}
+"""Keys of released recipes that have no effect, and why."""
+
+OLDER = {
+    "dataset_name": "train.train_policy.dataset.name",
+    "dataset_subset": "train.train_policy.dataset.subset",
+    "dataset_revision": "train.train_policy.dataset.revision",
+    "dataset_train_split": "train.train_policy.dataset.split",
+    "dataset_test_split": "validation.dataset.split",
+    "dataset_test_size": "train.train_policy.dataset.test_size",
+    "enable_logging": "logging.logger=[console,wandb]",
+    "validation_freq": "validation.freq",
+    "vision_asset_column_name": "custom.vision_asset_column_name, which your dataset script reads",
+    "fps": "custom.fps, which your dataset script reads",
+    "max_pixels": "custom.max_pixels, which your dataset script reads",
+}
+"""Keys that older releases had in several sections, and what they are called today."""
+
+
+def packaged_recipes() -> Path:
+    """Return the folder of recipes and dataset scripts that come with rlinf.
+
+    In the source tree this is ``examples/reasoning``; a wheel carries the same files as ``rlinf/reasoning``.
+    """
+    package = Path(rlinf.__file__).parent
+    installed = package / "reasoning"
+    return installed if installed.is_dir() else package.parent / "examples" / "reasoning"
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes that come with rlinf."""
+    folder = packaged_recipes()
+    return sorted({path.stem for name in FOLDERS for path in (folder / name).rglob("*") if path.suffix in SUFFIXES})
+
+
+def find_recipe(name: str) -> Path:
+    """Return the file of a recipe.
+
+    Args:
+        name: A path below the working directory or, if nothing is there, below ``packaged_recipes()``; or the bare name of one of
+            ``recipe_names()``.
+
+    Raises:
+        ConfigError: There is no such file, or it is neither TOML nor YAML.
+    """
+    folder, path = packaged_recipes(), Path(name).expanduser()
+    found = [each for each in (path, folder / name) if each.is_file()]
+    if not found and path.parent == Path(".") and path.suffix not in SUFFIXES:
+        files = (each for kind in FOLDERS for each in sorted((folder / kind).rglob(f"{name}.*")))
+        found = [each for each in files if each.stem == name and each.suffix in SUFFIXES]
+    if not found:
+        raise ConfigError(
+            f"--config is '{name}', and there is no such file here or in {folder}.{did_you_mean(path.stem, recipe_names())}"
+        )
+    if found[0].suffix not in SUFFIXES:
+        raise ConfigError(f"--config is '{name}'; required: a file with one of the endings {', '.join(SUFFIXES)}.")
+    return found[0]
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Return the sections of a TOML file, or of a YAML file that Hydra composes with its defaults list."""
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not TOML: {error}.") from error
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(path.parent.absolute()), version_base="1.3", job_name="rlinf"):
+            return plain_container(compose(path.name))
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{path} cannot be composed: {first_line(error)}") from error
+
+
+def load_recipe(name: str, overrides: Sequence[str] = ()) -> tuple[RecipeConfig, list[str]]:
+    """Load and check a recipe.
+
+    Args:
+        name: See ``find_recipe``.
+        overrides: ``key=value`` with the dotted path of a key, in Hydra's grammar.
+
+    Returns:
+        The recipe, and a line for each key that was read as another one or has no effect.
+
+    Raises:
+        ConfigError: A key is unknown or older, a value is not accepted, or two keys contradict each other.
+    """
+    mapping = with_overrides(read_recipe(find_recipe(name)), overrides)
+    notices = translate(mapping)
+    refuse_unknown(mapping)
+    config = from_mapping(RecipeConfig, mapping)
+    return config, notices + check_recipe(config)
+
+
+def with_overrides(mapping: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a mapping with ``key=value`` laid over it; raise ConfigError for what is not an override of one value."""
+    config = OmegaConf.create(mapping)
+    for word, parsed in zip(overrides, parse_overrides(overrides), strict=True):
+        if parsed.is_delete() or parsed.is_sweep_override():
+            raise ConfigError(f"'{word}' deletes a key or lists several values; required: key=value, with one value.")
+        key = parsed.key_or_group
+        try:
+            OmegaConf.update(config, key, parsed.value(), merge=False, force_add=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"'{word}' cannot be applied: {first_line(error)}") from error
+    return plain_container(config)
+
+
+def translate(mapping: dict[str, Any]) -> list[str]:
+    """Rename the keys of ``ALIASES``, remove those of ``DROPPED``, infer the method, and return a line for each.
+
+    Raises:
+        ConfigError: A value was accepted by an older release only.
+    """
+    notices = []
+    for old, new in ALIASES.items():
+        if _has(mapping, old):
+            value = _pop(mapping, old)
+            if not _has(mapping, new):
+                _put(mapping, new, value)
+            notices.append(f"{old} is read as {new}")
+    for key, reason in DROPPED.items():
+        if _has(mapping, key):
+            _pop(mapping, key)
+            notices.append(f"{key} has no effect: {reason}")
+    if _has(mapping, "train.resume") and mapping["train"]["resume"] == "None":
+        raise ConfigError("train.resume is 'None'; required: false, true, auto or a folder. Set train.resume=false")
+    method = mapping.get("train", {}).get("train_policy") if isinstance(mapping.get("train"), Mapping) else None
+    if isinstance(method, dict) and "type" not in method:
+        method["type"] = "grpo" if any(key in method for key in GRPO_KEYS) else "sft"
+    return notices
+
+
+def refuse_unknown(mapping: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a key that has another name today, or that belongs to another section."""
+    known = dict(keys_of(RecipeConfig))
+    for dotted in _leaves(mapping, RecipeConfig):
+        name = dotted.rpartition(".")[2]
+        if dotted in known:
+            continue
+        if name in OLDER:
+            raise ConfigError(f"There is no key '{dotted}': it was renamed. Use {OLDER[name]}")
+        places = [path for path in known if path.rpartition(".")[2] == name]
+        if places and len(places) <= 3:
+            raise ConfigError(f"There is no key '{dotted}'. Did you mean {' or '.join(places)}?")
+
+
+def keys_of(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field]]:
+    """Yield the dotted path and the field of every key below a section's dataclass, sections themselves included."""
+    hints = typing.get_type_hints(cls)
+    for name, field in public_fields(cls).items():
+        yield prefix + name, field
+        section = section_of(hints[name])
+        if section is not None:
+            yield from keys_of(section, f"{prefix}{name}.")
+
+
+def section_of(hint: Any) -> type | None:
+    """Return the dataclass of a key that is a section; None for other keys."""
+    kinds = typing.get_args(hint) or (hint,)
+    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+
+
+def _leaves(mapping: Mapping[str, Any], cls: type, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted path of every key that is given, not below a key that is unknown or free."""
+    hints = typing.get_type_hints(cls)
+    for key, value in mapping.items():
+        yield f"{prefix}{key}"
+        section = section_of(hints[key]) if key in public_fields(cls) else None
+        if section is not None and isinstance(value, Mapping):
+            yield from _leaves(value, section, f"{prefix}{key}.")
+
+
+def _has(mapping: Mapping[str, Any], dotted: str) -> bool:
+    *sections, key = dotted.split(".")
+    for section in sections:
+        mapping = mapping.get(section, {})
+        if not isinstance(mapping, Mapping):
+            return False
+    return key in mapping
+
+
+def _pop(mapping: dict[str, Any], dotted: str) -> Any:
+    *sections, key = dotted.split(".")
+    for section in sections:
+        mapping = mapping[section]
+    return mapping.pop(key)
+
+
+def _put(mapping: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, key = dotted.split(".")
+    for section in sections:
+        mapping = mapping.setdefault(section, {})
+    mapping[key] = value

@@ -1,0 +1,442 @@
+"""Rows of a dataset: from a hub, a folder or a file, in an order that depends on the seed alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from rlinf.data.rows import shuffled_rows
+from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.recipes.samples import BadRowError
+from rlinf.seeding import derive_seed
+
+logger = logging.getLogger("rlinf")
+
+Packed = TypeVar("Packed")
+
+SECTION = "train.train_policy.dataset"
+READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+CHECK_SECONDS = 30.0
+BLOCK_ROWS = 1000
+_SAVED = ("dataset_info.json", "dataset_dict.json")
+
+
+@dataclass
+class Rows:
+    """A part of a dataset that is read by row number.
+
+    Attributes:
+        data: Anything with ``len`` whose items are mappings: a list, or a ``datasets.Dataset``.
+        source: Its name in messages.
+        start: Number of the first row within the dataset.
+        stop: Number after the last row; None: the end.
+        offset: Number of the first row of ``data``, for messages.
+    """
+
+    data: Any
+    source: str = "the dataset"
+    start: int = 0
+    stop: int | None = None
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        self.stop = len(self.data) if self.stop is None else self.stop
+        if self.stop <= self.start:
+            raise ConfigError(
+                f"{self.source} has no rows; required: one or more. Set {SECTION}.name or {SECTION}.split"
+            )
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        row = self.data[self.start + index]
+        if not isinstance(row, Mapping):
+            raise BadRowError(f"it is {row!r}; required: columns and their values.")
+        return dict(row)
+
+    def number(self, index: int) -> int:
+        """Return the number of a row within the dataset, from 0."""
+        return self.offset + self.start + index
+
+    def split_off(self, size: int | float | None) -> tuple[Rows | None, Rows]:
+        """Return the first rows, for validation, and the others, for training.
+
+        Args:
+            size: An int is a number of rows, a float a share of them; None or 0: none.
+        """
+        count = math.ceil(size * len(self)) if isinstance(size, float) else int(size or 0)
+        if count < 0 or count >= len(self):
+            raise ConfigError(f"{SECTION}.test_size={size} takes {count} of the {len(self)} rows of {self.source}; at least one must "
+                              f"remain for training. Set {SECTION}.test_size={max(1, len(self) // 10)}")  # fmt: skip
+        if not count:
+            return None, self
+        middle = self.start + count
+        return Rows(self.data, self.source, self.start, middle), Rows(self.data, self.source, middle, self.stop)
+
+
+def load_rows(
+    name: str,
+    split: str | Sequence[str] = "train",
+    subset: str = "",
+    revision: str | None = None,
+    streaming: bool = False,
+) -> Any:
+    """Load rows with the ``datasets`` library.
+
+    Args:
+        name: A file (json, jsonl, parquet); a folder that ``save_to_disk`` wrote; a folder of such files or of images; or
+            ``owner/name`` on the hub. A mirror of the latter in ``$COSMOS_CACHE/datasets/<owner>/<name>`` is preferred.
+        split: One name, or several whose rows follow each other. A file has the split ``train``.
+        subset: Configuration of the dataset, or the folder of a mirror; empty: the default.
+        revision: Branch or commit on the hub.
+        streaming: Read row by row, without a copy on disk.
+
+    Returns:
+        ``Rows``, or a ``datasets.IterableDataset`` if ``streaming``. Images are left undecoded (path or bytes).
+    """
+    library = _import_datasets()
+    splits = [split] if isinstance(split, str) else list(split)
+    if not name or not splits:
+        raise ConfigError(
+            f"{SECTION}.name is {name!r} and split is {split!r}; required: both. Set {SECTION}.name=<folder or file>"
+        )
+    library.disable_progress_bars()
+    parts = [_load_split(library, name, each, subset, revision, streaming) for each in splits]
+    for part in parts:
+        _leave_undecoded(part.features)
+    data = parts[0] if len(parts) == 1 else library.concatenate_datasets(parts)
+    return data if streaming else Rows(data, describe(name, split, subset))
+
+
+def describe(name: str, split: str | Sequence[str], subset: str = "") -> str:
+    """Return the name of a dataset in messages."""
+    splits = split if isinstance(split, str) else "+".join(split)
+    return f"'{name}' ({subset + ', ' if subset else ''}split {splits})"
+
+
+def local_folder(name: str) -> Path | None:
+    """Return the folder that holds a dataset: its own, that of its file, or its mirror in ``$COSMOS_CACHE``; else None."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path.parent
+    if path.is_dir():
+        return path
+    mirror = cosmos_cache() / "datasets" / name
+    return mirror if mirror.is_dir() else None
+
+
+def cosmos_cache() -> Path:
+    """Return the folder of mirrored datasets and their videos."""
+    return Path(os.environ.get("COSMOS_CACHE") or "~/.cache/cosmos").expanduser()
+
+
+def _import_datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Recipes read data with the package datasets. Run pip install 'rlinf[recipes]'"
+        ) from error
+    return datasets
+
+
+def _load_split(library: Any, name: str, split: str, subset: str, revision: str | None, streaming: bool) -> Any:
+    path, folder = Path(name).expanduser(), local_folder(name)
+    if path.is_file() and path.suffix not in READERS:
+        known = ", ".join(sorted(READERS))
+        raise ConfigError(f"{SECTION}.name={name} is a file of type '{path.suffix}'; required: {known}, or a folder.")
+    if folder is None and (path.is_absolute() or name.startswith(".") or path.suffix in READERS):
+        raise ConfigError(
+            f"{SECTION}.name={name} does not exist. Set {SECTION}.name=<file, folder or owner/name on the hub>"
+        )
+    files = [path] if path.is_file() else _mirrored_files(folder, subset, split)
+    options = {"streaming": streaming}
+    try:
+        if files:
+            reader = READERS[files[0].suffix]
+            return library.load_dataset(
+                reader, data_files={split: [str(file) for file in files]}, split=split, **options
+            )
+        if folder is not None and any((folder / each).exists() for each in _SAVED):
+            saved = library.load_from_disk(str(folder))
+            if isinstance(saved, library.DatasetDict):
+                if split not in saved:
+                    raise ValueError(f"Unknown split {split!r}. Should be one of {sorted(saved)}.")
+                saved = saved[split]
+            return saved.to_iterable_dataset() if streaming else saved
+        if folder is not None:
+            return library.load_dataset(str(folder), subset or None, split=split, **options)
+        return library.load_dataset(name, subset or None, split=split, revision=revision, **options)
+    except StopIteration:
+        raise ConfigError(
+            f"{describe(name, split, subset)} has no rows; required: one or more. Set {SECTION}.name=<file>"
+        ) from None
+    except (OSError, ValueError, library.exceptions.DatasetsError) as error:
+        _name_bad_line(files)
+        cause = error.__cause__ or error
+        raise ConfigError(f"{describe(name, split, subset)} cannot be read: {cause} "
+                          f"Set {SECTION}.name, {SECTION}.subset or {SECTION}.split") from error  # fmt: skip
+
+
+def _mirrored_files(folder: Path | None, subset: str, split: str) -> list[Path]:
+    """Return the files of a split in a mirror that has no description: ``<subset>/*<split>*.json``."""
+    if folder is None or not subset or (folder / "README.md").exists():
+        return []
+    files = sorted(path for path in (folder / subset).glob(f"*{split}*") if path.suffix in READERS)
+    return [path for path in files if path.suffix == files[0].suffix]
+
+
+def _name_bad_line(files: Sequence[Path]) -> None:
+    """Raise BadRowError with the number of the first line of a JSON-lines file that is not JSON."""
+    for path in (path for path in files if path.suffix == ".jsonl"):
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines):
+                try:
+                    json.loads(line or "null")
+                except json.JSONDecodeError as error:
+                    raise ConfigError(
+                        f"Line {number + 1} of {path} is not JSON ({error}). Fix or delete the line"
+                    ) from None
+
+
+def _leave_undecoded(features: Any) -> None:
+    """Have images, videos and sounds anywhere in the columns returned as path and bytes."""
+    if isinstance(features, Mapping):
+        features = list(features.values())
+    if isinstance(features, (list, tuple)):
+        for each in features:
+            _leave_undecoded(each)
+    elif type(features).__name__ in ("Image", "Video", "Audio"):
+        features.decode = False
+    elif hasattr(features, "feature"):
+        _leave_undecoded(features.feature)
+
+
+@dataclass
+class PackedRows(Generic[Packed]):
+    """Packed rows by optimiser step. The rows of a step depend on seed and step alone, so a resumed run reads the same.
+
+    Attributes:
+        rows: The dataset.
+        pack: Turns a row into a sample or a prompt; raises BadRowError for one that cannot be used.
+        seed: Each epoch is a permutation of all rows by seed and epoch. None: the order of the dataset in every epoch.
+        skip_bad_rows: Replace a bad row by the next good one of the dataset, instead of raising.
+        in_memory: Keep what ``pack`` returned.
+    """
+
+    rows: Rows
+    pack: Callable[[dict[str, Any]], Packed]
+    seed: int | None = 0
+    skip_bad_rows: bool = False
+    in_memory: bool = False
+    _bad: set[int] = field(default_factory=set)
+    _kept: dict[int, Packed] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_skipped(self) -> int:
+        """Bad rows that this process has met."""
+        return len(self._bad)
+
+    def check(self, seconds: float = CHECK_SECONDS) -> int:
+        """Pack rows in the order of the dataset until the time is over, and return their number.
+
+        Raises:
+            BadRowError: A row cannot be used, and ``skip_bad_rows`` is False.
+            ConfigError: No row can be used.
+        """
+        end, number = time.monotonic() + seconds, 0
+        for number in range(len(self)):
+            self._pack_or_mark(number)
+            if time.monotonic() > end:
+                break
+        if self.num_skipped == number + 1:
+            self._good(0)
+        if self._bad:
+            logger.warning("%d of the first %d rows of %s are left out", self.num_skipped, number + 1, self.rows.source)
+        return number + 1
+
+    def numbers(self, step: int, batch_size: int) -> np.ndarray:
+        """Return the rows of a step by number, int64 ``[batch_size]``; a batch may end one epoch and begin the next."""
+        if self.seed is None:
+            return np.arange(step * batch_size, (step + 1) * batch_size) % len(self)
+        return shuffled_rows(len(self), step, batch_size, self.seed)
+
+    def batch(self, step: int, batch_size: int, rank: int = 0, num_ranks: int = 1) -> list[Packed]:
+        """Return the rows of a step, counted from 0; of several ranks, the ``rank``-th of equal neighbouring shares."""
+        return [self[int(number)] for number in share(self.numbers(step, batch_size), rank, num_ranks)]
+
+    def __getitem__(self, index: int) -> Packed:
+        """Return a row by its number, or the next good one."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._good(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: a step says which rows it reads."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing; see ``state_dict``."""
+
+    def _good(self, index: int) -> Packed:
+        for offset in range(len(self)):
+            packed = self._pack_or_mark((index + offset) % len(self))
+            if packed is not None:
+                return packed
+        raise ConfigError(
+            f"None of the {len(self)} rows of {self.rows.source} can be used. The first one: {self._reason(0)}"
+        )
+
+    def _pack_or_mark(self, index: int) -> Packed | None:
+        if index in self._bad:
+            return None
+        if index in self._kept:
+            return self._kept[index]
+        try:
+            packed = self.pack(self.rows[index])
+        except BadRowError as error:
+            error = error.at(self.rows.number(index), self.rows.source)
+            if not self.skip_bad_rows:
+                raise error from None
+            logger.warning("skipped: %s", error)
+            self._bad.add(index)
+            return None
+        if self.in_memory:
+            self._kept[index] = packed
+        return packed
+
+    def _reason(self, index: int) -> str:
+        try:
+            self.pack(self.rows[index])
+        except BadRowError as error:
+            return error.reason
+        return ""
+
+
+def share(items: Sequence, rank: int, num_ranks: int) -> Sequence:
+    """Return the ``rank``-th of equal neighbouring parts; raise ConfigError if there are none."""
+    if len(items) % num_ranks:
+        raise ConfigError(f"A batch of {len(items)} rows cannot be divided among {num_ranks} ranks. "
+                          f"Set train.train_batch_per_replica={num_ranks * max(1, len(items) // num_ranks)}")  # fmt: skip
+    size = len(items) // num_ranks
+    return items[rank * size : (rank + 1) * size]
+
+
+class StreamedRows(Generic[Packed]):
+    """Packed rows of a dataset that is read row by row, by consecutive steps.
+
+    Rows are shuffled within blocks, by seed, epoch and block: a larger block mixes better and takes more memory. Every rank reads
+    every row and packs its own. ``state_dict`` remembers where the current block begins, and a resumed run reads that block again.
+
+    Args:
+        data: ``datasets.IterableDataset``.
+        pack, seed, skip_bad_rows: See ``PackedRows``.
+        source: Name of the dataset in messages.
+        block_rows: Rows of a block.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        pack: Callable[[dict[str, Any]], Packed],
+        seed: int | None = 0,
+        skip_bad_rows: bool = False,
+        source: str = "the dataset",
+        block_rows: int = BLOCK_ROWS,
+    ) -> None:
+        self._data, self._pack, self._seed, self._skip = data, pack, seed, skip_bad_rows
+        self.source, self.block_rows = source, block_rows
+        self._num_skipped = 0
+        self._first = data.state_dict() if hasattr(data, "state_dict") else None
+        if self._first is None:
+            raise ConfigError(
+                f"{source} is a {type(data).__name__}; required for streaming: a datasets.IterableDataset."
+            )
+        self._state = {"epoch": 0, "block": 0, "position": 0, "step": 0, "data": self._first}
+        self._iterator: Iterator | None = None
+        self._block: PackedRows[Packed] | None = None
+        self._order: list[int] = []
+
+    @property
+    def num_skipped(self) -> int:
+        """Bad rows that this process has met."""
+        return self._num_skipped + (self._block.num_skipped if self._block else 0)
+
+    def check(self, seconds: float = CHECK_SECONDS) -> int:
+        """Pack rows of the first block; see ``PackedRows.check``."""
+        self._open_block()
+        return self._block.check(seconds)
+
+    def batch(self, step: int, batch_size: int, rank: int = 0, num_ranks: int = 1) -> list[Packed]:
+        """See ``PackedRows.batch``; the steps must follow each other."""
+        if step != self._state["step"]:
+            raise ConfigError(
+                f"Step {step} of {self.source} was asked for; a streamed dataset is at step {self._state['step']}."
+            )
+        chosen = set(share(range(batch_size), rank, num_ranks))
+        packed = []
+        for number in range(batch_size):
+            block, index = self._next()
+            if number in chosen:
+                packed.append(block[index])
+        self._state["step"] += 1
+        return packed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the stream is."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state_dict`` was called, with the same rows in the same order."""
+        self._state, self._iterator, self._block = dict(state), None, None
+
+    def _next(self) -> tuple[PackedRows[Packed], int]:
+        self._open_block()
+        if self._state["position"] == len(self._order):
+            self._state["block"] += 1
+            self._state["position"] = 0
+            self._num_skipped += self._block.num_skipped
+            self._block = None
+            self._state["data"] = self._data.state_dict()
+            self._open_block()
+        self._state["position"] += 1
+        return self._block, self._order[self._state["position"] - 1]
+
+    def _open_block(self) -> None:
+        if self._block is not None:
+            return
+        if self._iterator is None:
+            self._iterator = self._iterate(self._state["data"])
+        rows = self._read()
+        if not rows:
+            self._state |= {"epoch": self._state["epoch"] + 1, "block": 0, "data": self._first}
+            self._iterator = self._iterate(self._first)
+            rows = self._read()
+        first = self._state["block"] * self.block_rows
+        self._block = PackedRows(Rows(rows, self.source, offset=first), self._pack, skip_bad_rows=self._skip)
+        self._order = list(range(len(rows)))
+        if self._seed is not None:
+            seed = derive_seed(self._seed, "block", self._state["epoch"], self._state["block"])
+            self._order = np.random.default_rng(seed).permutation(len(rows)).tolist()
+
+    def _iterate(self, state: dict[str, Any]) -> Iterator:
+        self._data.load_state_dict(state)
+        return iter(self._data)
+
+    def _read(self) -> list[dict[str, Any]]:
+        return [row for _, row in zip(range(self.block_rows), self._iterator, strict=False)]

@@ -1,0 +1,456 @@
+"""Rows of a dataset to tokens: chat templates, masks of what is learned, images and videos.
+
+What is learned is found in the text, not among tokens. The answers are marked in the messages, the chat template renders them, and
+the marks in the result say where each answer is. The offsets of the tokenizer then give its tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+
+from rlinf.errors import ConfigError, did_you_mean
+from rlinf.recipes.datasets import local_folder
+from rlinf.recipes.media import open_image, read_frames
+from rlinf.recipes.samples import BadRowError, Prompt, Sample
+
+logger = logging.getLogger("rlinf")
+
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Marks around an answer: characters that Unicode reserves for use inside a program."""
+RAW_TEXT_HINT = (
+    "Use examples/reasoning/tools/dataset/raw_text_sft.py, which needs no chat template: "
+    "rlinf launch --config <recipe> examples/reasoning/tools/dataset/raw_text_sft.py"
+)
+ROLES = ("system", "user", "assistant", "tool", "developer")
+
+
+class Packer(Protocol):
+    """Turns rows into tokens. A recipe calls ``setup`` once, and then one of the others for each row.
+
+    The three raise BadRowError for a row that cannot be used.
+    """
+
+    def setup(self, config: Any, processor: Any) -> None:
+        """Take the configuration and the tokenizer, or for a vision-language model its processor."""
+
+    def sample(self, row: dict[str, Any]) -> Sample:
+        """Return the tokens to learn from (SFT)."""
+
+    def pair(self, row: dict[str, Any]) -> tuple[Sample, Sample]:
+        """Return the chosen and the rejected answer to one prompt (DPO)."""
+
+    def prompt(self, row: dict[str, Any]) -> Prompt:
+        """Return the tokens to continue (GRPO)."""
+
+
+def column(row: Mapping[str, Any], name: str, setting: str) -> Any:
+    """Return a column of a row; BadRowError if it is missing or null. ``setting`` is the key that names the column."""
+    if name not in row:
+        raise BadRowError(f"it has no column '{name}' ({setting}).{did_you_mean(name, row)}")
+    if row[name] is None:
+        raise BadRowError(f"its column '{name}' is null; required: a value.")
+    return row[name]
+
+
+class RawTextPacker:
+    """Learns every token of a text, without a chat template, so the roles may come in any order.
+
+    A list of messages becomes one line ``role: content`` for each, joined by newlines. A string stays as it is.
+
+    Args:
+        column: Column that holds the conversation; None: ``train.train_policy.conversation_column_name``.
+    """
+
+    def __init__(self, column: str | None = None) -> None:
+        self.column = column
+
+    def setup(self, config: Any, processor: Any) -> None:
+        """See ``Packer``."""
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.max_length = config.policy.model_max_length
+        self.column = self.column or config.train.train_policy.conversation_column_name
+
+    def text(self, row: dict[str, Any]) -> str:
+        """Return the text of a row."""
+        conversation = column(row, self.column, "train.train_policy.conversation_column_name")
+        if isinstance(conversation, str):
+            return conversation
+        messages = [_text_only(message) for message in check_messages(conversation)]
+        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+    def sample(self, row: dict[str, Any]) -> Sample:
+        """Return the text, cut at the longest row; every token is learned."""
+        ids = self.tokenizer(self.text(row), add_special_tokens=False)["input_ids"][: self.max_length]
+        if not ids:
+            raise BadRowError(f"its column '{self.column}' is empty; required: text.")
+        return Sample(ids, [True] * len(ids))
+
+    def pair(self, row: dict[str, Any]) -> tuple[Sample, Sample]:
+        """Refuse: preferences need a prompt."""
+        raise ConfigError("raw text has no prompt and no answers; DPO needs both. Use the dataset script dpo_pairs.py")
+
+    def prompt(self, row: dict[str, Any]) -> Prompt:
+        """Refuse: text that is learned whole leaves nothing to generate."""
+        raise ConfigError("raw text has no prompt; GRPO needs one. Use the dataset script gsm8k_grpo.py")
+
+
+class ChatPacker:
+    """Conversations by the chat template of the model.
+
+    The loss covers what the model writes: the content of each assistant message, what the template puts between the generation
+    prompt and this content, and the end token after it.
+
+    Subclass it and replace ``messages`` (or ``reference``) to read rows of another shape.
+
+    A message is ``{role, content}``. The content is a text, or a list of parts: ``{type: text, text}``; ``{type: image, image}``,
+    or without ``image`` the next one (or number ``index``) of the column ``images``; ``{type: video, video, fps, max_pixels}``,
+    whose frames the model reads as images.
+    """
+
+    def setup(self, config: Any, processor: Any) -> None:
+        """See ``Packer``.
+
+        Raises:
+            ConfigError: There is no chat template, or the tokenizer gives no offsets.
+        """
+        self.config, self.processor = config, processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.takes_images = hasattr(processor, "image_processor")
+        self.max_length = config.policy.model_max_length
+        self.folder = local_folder(config.train.train_policy.dataset.name) or Path()
+        if not getattr(processor, "chat_template", None):
+            raise ConfigError(f"The {type(processor).__name__} of the model has no chat template. {RAW_TEXT_HINT}")
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ConfigError(
+                f"The {type(self.tokenizer).__name__} gives no offsets of its tokens; required: a fast tokenizer."
+            )
+        added = self.tokenizer.added_tokens_decoder.items()
+        self._special = {*self.tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+        self._header = self._generation_prompt()
+        self._has_warned = False
+
+    def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the conversation of a row; override it for another kind of row."""
+        name = self.config.train.train_policy.conversation_column_name
+        return column(row, name, "train.train_policy.conversation_column_name")
+
+    def reference(self, row: dict[str, Any]) -> str | None:
+        """Return the right answer of a row, which the rewards get; None if the recipe names no column for it."""
+        name = self.config.train.train_policy.response_column_name
+        return str(column(row, name, "train.train_policy.response_column_name")) if name else None
+
+    def sample(self, row: dict[str, Any]) -> Sample:
+        """Return a conversation; of a text that is too long, the beginning."""
+        return self._pack(*self._resolved(self.messages(row), row))
+
+    def pair(self, row: dict[str, Any]) -> tuple[Sample, Sample]:
+        """Return two conversations that differ in their last answer, which alone is learned.
+
+        ``chosen`` and ``rejected`` are answers to ``prompt`` (a text or messages), or whole conversations.
+        """
+        samples = []
+        for name in ("chosen", "rejected"):
+            answer = column(row, name, f"the column '{name}' of a preference")
+            if isinstance(answer, str):
+                answer = [{"role": "assistant", "content": answer}]
+            answer = check_messages(answer)
+            if answer[0]["role"] == "assistant":
+                prompt = column(row, "prompt", "the column 'prompt' of a preference")
+                answer = [*([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt), *answer]
+            samples.append(self._pack(*self._resolved(answer, row), last_only=True))
+        return samples[0], samples[1]
+
+    def prompt(self, row: dict[str, Any]) -> Prompt:
+        """Return a conversation up to the place where the model answers."""
+        messages, images = self._resolved(self.messages(row), row)
+        if messages[-1]["role"] == "assistant":
+            raise BadRowError("its last message is of the assistant; required of a prompt: of the user.")
+        ids, _, inputs = self._encode(self._render(messages, add_generation_prompt=True), images)
+        self._check_length(len(ids))
+        return Prompt(ids, inputs, self.reference(row), row)
+
+    def _check_length(self, length: int) -> None:
+        if length >= self.max_length:
+            raise BadRowError(f"its prompt has {length} tokens; required: fewer than policy.model_max_length={self.max_length}. "
+                              f"Set policy.model_max_length={2 * length} if the model has that context.")  # fmt: skip
+
+    def _generation_prompt(self) -> str:
+        """Return what the template appends to have the model answer; empty if it appends nothing."""
+        question = [{"role": "user", "content": self._content("a")}]
+        text = self._render(question)
+        prompt = self._render(question, add_generation_prompt=True)
+        return prompt[len(text) :] if prompt.startswith(text) else ""
+
+    def _content(self, text: str) -> Any:
+        return [{"type": "text", "text": text}] if self.takes_images else text
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+        try:
+            return self.processor.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise BadRowError(f"the chat template refuses it: {error}. {RAW_TEXT_HINT}.") from error
+
+    def _resolved(self, messages: Any, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
+        """Return messages as the template takes them, and the images in the order of their places."""
+        messages = [
+            {key: value for key, value in message.items() if value is not None} for message in check_messages(messages)
+        ]
+        if not self.takes_images:
+            return [_text_only(message) for message in messages], []
+        given = row.get("images", row.get("image"))
+        given = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+        images: list[Any] = []
+        num_taken = 0
+        for message in messages:
+            content, parts = message["content"], []
+            for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+                part = {key: value for key, value in part.items() if value is not None}
+                kind = part.get("type")
+                if kind == "text":
+                    parts.append({"type": "text", "text": str(part.get("text", ""))})
+                elif kind == "image":
+                    if "image" in part:
+                        image = part["image"]
+                    else:
+                        index = int(part.get("index", num_taken))
+                        if not 0 <= index < len(given):
+                            raise BadRowError(f"its messages name image {index}, counted from 0, and its column 'images' has "
+                                              f"{len(given)}; required: an image for each.")  # fmt: skip
+                        image, num_taken = given[index], num_taken + 1
+                    images.append(open_image(image, self.folder))
+                    parts.append({"type": "image"})
+                elif kind == "video":
+                    frames = read_frames(
+                        self.video_path(part.get("video")), part.get("fps", 1.0), part.get("max_pixels")
+                    )
+                    images += frames
+                    parts += [{"type": "image"}] * len(frames)
+                else:
+                    raise BadRowError(f"a part of its content has the type {kind!r}; required: text, image or video.")
+            message["content"] = parts
+        if num_taken < len(given):
+            raise BadRowError(
+                f"its column 'images' has {len(given)}, and its messages name {num_taken} of them; required: each."
+            )
+        return messages, images
+
+    def video_path(self, name: Any) -> Path:
+        """Return the file of a video; override it for another layout of the folder."""
+        path = self.folder / str(name)
+        if not path.is_file():
+            raise BadRowError(f"its video '{name}' does not exist in '{self.folder}'; required: a file there.")
+        return path
+
+    def _pack(self, messages: list[dict[str, Any]], images: list[Any], last_only: bool = False) -> Sample:
+        text, answers = self._answers(messages)
+        ids, offsets, inputs = self._encode(text, images, answers)
+        mask = [False] * len(ids)
+        for begin, end in offsets[-1:] if last_only else offsets:
+            mask[begin:end] = [True] * (end - begin)
+        if len(ids) > self.max_length:
+            if images:
+                raise BadRowError(f"it has {len(ids)} tokens, more than policy.model_max_length={self.max_length}, and a cut may go "
+                                  f"through an image. Set policy.model_max_length={len(ids)} or more.")  # fmt: skip
+            ids, mask = ids[: self.max_length], mask[: self.max_length]
+        if not any(mask):
+            raise BadRowError(f"no token of an answer is among its first {len(ids)}; required: at least one. "
+                              "Set a larger policy.model_max_length.")  # fmt: skip
+        return Sample(ids, mask, inputs)
+
+    def _answers(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """Return the rendered conversation, and where in it each answer begins and ends, in characters."""
+        speaks = [message["role"] == "assistant" for message in messages]
+        if not any(speaks):
+            raise BadRowError("it has no message of the assistant; required: at least one, which is learned.")
+        rendered = self._render(messages)
+        if BEGIN in rendered or END in rendered:
+            raise BadRowError(
+                "its text has the characters U+FDD0 or U+FDD1, which mark answers here; required: others."
+            )
+        for strip in (False, True):  # many templates strip contents, which they cannot do inside the marks
+            marked = self._render(
+                [
+                    self._marked(message, strip) if own else message
+                    for message, own in zip(messages, speaks, strict=True)
+                ]
+            )
+            if marked.replace(BEGIN, "").replace(END, "") == rendered:
+                return rendered, self._spans(marked, sum(speaks))
+        raise BadRowError(
+            f"the chat template changes its answers, so they cannot be found in its text. {RAW_TEXT_HINT}."
+        )
+
+    def _marked(self, message: dict[str, Any], strip: bool) -> dict[str, Any]:
+        text = _text_of(message["content"])
+        return message | {"content": self._content(f"{BEGIN}{text.strip() if strip else text}{END}")}
+
+    def _spans(self, marked: str, count: int) -> list[tuple[int, int]]:
+        spans, position, clean = [], 0, 0
+        for _ in range(count):
+            end = marked.find(END, position)
+            if end < 0:
+                raise BadRowError("the chat template drops one of its answers; required: all are shown.")
+            piece = marked[position:end]
+            begin = piece.find(BEGIN)
+            before = (
+                piece if begin < 0 else piece[:begin]
+            )  # a template may drop the beginning of an answer: its thoughts
+            header = (
+                before.rfind(self._header) + len(self._header) if self._header and self._header in before else begin
+            )
+            if header < 0:
+                raise BadRowError("the chat template drops the beginning of an answer; required: all of it is shown.")
+            spans.append((clean + header, clean + len(piece.replace(BEGIN, ""))))
+            clean += len(piece.replace(BEGIN, ""))
+            position = end + 1
+        return spans
+
+    def _encode(
+        self, text: str, images: list[Any], spans: Sequence[tuple[int, int]] = ()
+    ) -> tuple[list[int], list[tuple[int, int]], dict[str, Any]]:
+        """Return the tokens of a rendered text, the first and the last + 1 token of each span, and the model's further inputs."""
+        if not self.takes_images:
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            return encoded["input_ids"], self._tokens(text, encoded["offset_mapping"], spans, encoded["input_ids"]), {}
+        options = {"add_special_tokens": False, "return_offsets_mapping": True, "return_text_replacement_offsets": True}
+        try:
+            encoded = self.processor(text=[text], images=images or None, return_tensors="pt", **options)
+        except (ValueError, TypeError, IndexError, KeyError, RuntimeError, StopIteration) as error:
+            raise BadRowError(
+                f"the {type(self.processor).__name__} refuses it: {type(error).__name__}: {error}."
+            ) from error
+        inputs = dict(encoded)
+        ids, offsets = inputs.pop("input_ids")[0].tolist(), inputs.pop("offset_mapping")[0].tolist()
+        replaced = inputs.pop("text_replacement_offsets", None)
+        inputs.pop("attention_mask", None)
+        if images and not (replaced and replaced[0]):
+            raise ConfigError(f"{type(self.processor).__name__} does not say where it puts images in a text "
+                              "(return_text_replacement_offsets); required: a processor of transformers that does.")  # fmt: skip
+        expanded = text
+        for change in reversed(replaced[0] if replaced else []):
+            begin, end = change["span"]
+            expanded = expanded[:begin] + change["replacement"] + expanded[end:]
+        moved = [tuple(_moved(place, replaced[0] if replaced else []) for place in span) for span in spans]
+        return ids, self._tokens(expanded, offsets, moved, ids), inputs
+
+    def _tokens(
+        self, text: str, offsets: Sequence[Sequence[int]], spans: Sequence[tuple[int, int]], ids: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Return the tokens of each span of characters, and of the end token behind it."""
+        found, token, special = [], 0, self._special
+        for begin, end in spans:
+            while token < len(ids) and offsets[token][1] <= begin:
+                token += 1
+            first = token
+            while token < len(ids) and offsets[token][0] < end:
+                token += 1
+            for shared, inside in (
+                (text[offsets[first][0] : begin], first < token),
+                (text[end : offsets[token - 1][1]], first < token),
+            ):
+                if inside and shared.strip():
+                    raise BadRowError(f"a token joins {shared!r} of the chat template with an answer; required: a template that "
+                                      f"separates them. {RAW_TEXT_HINT}.")  # fmt: skip
+            last = token
+            while (
+                last < len(ids) and ids[last] not in special and not text[offsets[last][0] : offsets[last][1]].strip()
+            ):
+                last += 1
+            if last < len(ids) and ids[last] in special:
+                token = last + 1
+            elif not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "The chat template puts no end token after an answer, so the model does not learn where to stop"
+                )
+            found.append((first, token))
+        return found
+
+
+class PromptPacker(ChatPacker):
+    """Prompts of one column: a text as it is, or messages by the chat template. What GRPO uses without a dataset script."""
+
+    def setup(self, config: Any, processor: Any) -> None:
+        """See ``Packer``; a chat template is needed for messages only."""
+        self.column = config.train.train_policy.prompt_column_name
+        if getattr(processor, "chat_template", None):
+            super().setup(config, processor)
+        else:
+            self.config, self.processor, self.takes_images = config, processor, False
+            self.tokenizer, self.max_length = getattr(processor, "tokenizer", processor), config.policy.model_max_length
+
+    def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the messages of the prompt."""
+        return column(row, self.column, "train.train_policy.prompt_column_name")
+
+    def prompt(self, row: dict[str, Any]) -> Prompt:
+        """Return the tokens of a text, with the special tokens that the tokenizer adds, or of messages."""
+        text = self.messages(row)
+        if not isinstance(text, str):
+            return super().prompt(row)
+        ids = self.tokenizer(text)["input_ids"]
+        if not ids:
+            raise BadRowError(f"its column '{self.column}' is empty; required: text.")
+        self._check_length(len(ids))
+        return Prompt(ids, {}, self.reference(row), row)
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return messages whose roles and contents are there; raise BadRowError for others."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not len(messages):
+        raise BadRowError(
+            f"its conversation is {_short(messages)}; required: a list of messages with role and content."
+        )
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise BadRowError(f"message {number} is {_short(message)}; required: role and content.")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise BadRowError(f"message {number} has the role {role!r} and the keys {sorted(message)}; required: a role among "
+                              f"{', '.join(ROLES)}.")  # fmt: skip
+        is_parts = isinstance(content, (list, tuple)) and all(isinstance(part, Mapping) for part in content)
+        if not isinstance(content, str) and not is_parts:
+            raise BadRowError(
+                f"message {number} has the content {_short(content)}; required: a text, or a list of parts."
+            )
+        if role == "assistant":
+            _text_of(content)
+    return [dict(message) for message in messages]
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if any(part.get("type") != "text" for part in content):
+        raise BadRowError(f"an answer has the parts {[part.get('type') for part in content]}; required: text only.")
+    return "".join(str(part.get("text") or "") for part in content)
+
+
+def _text_only(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message for a model that reads text only."""
+    content = message["content"]
+    if not isinstance(content, str) and any(part.get("type") != "text" for part in content):
+        kinds = sorted({str(part.get("type")) for part in content} - {"text"})
+        raise BadRowError(f"a message has parts of the type {', '.join(kinds)}, and the model reads text only; required: text. "
+                          "Set policy.model_name_or_path=<vision-language model>.")  # fmt: skip
+    return message | {"content": _text_of(content)}
+
+
+def _moved(place: int, changes: Sequence[Mapping[str, Any]]) -> int:
+    """Return where a character of a text is after its image tokens were expanded."""
+    grown = [
+        len(each["replacement"]) - (each["span"][1] - each["span"][0]) for each in changes if each["span"][1] <= place
+    ]
+    return place + sum(grown)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

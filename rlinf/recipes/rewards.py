@@ -1,0 +1,219 @@
+"""Rewards of completions by rules, and their weighted sum.
+
+A reward is a function ``reward(completion, reference, **row) -> float``. ``completion`` is what the model wrote, without special
+tokens. ``reference`` is the right answer of the row (None if the recipe names no column for it). ``row`` holds the other columns,
+and ``num_tokens``, the length of the completion, and ``max_tokens``, its bound.
+
+A reward of your own is registered like a model or an env: ``REWARDS.register("name", function)`` in a dataset script or a plugin,
+or the entry point ``rlinf.rewards`` of a package.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.recipes.samples import Prompt
+from rlinf.registry import Registry
+
+Reward = Callable[..., float]
+
+_HERE = "rlinf.recipes.rewards"
+REWARDS: Registry[Reward] = Registry(
+    "reward",
+    "rlinf.rewards",
+    {
+        "boxed_math": f"{_HERE}:boxed_math",
+        "direct_math": f"{_HERE}:direct_math",
+        "format": f"{_HERE}:think_format",
+        "gsm8k": f"{_HERE}:gsm8k",
+        "gsm8k_loose": f"{_HERE}:gsm8k_loose",
+        "overlong": f"{_HERE}:overlong",
+        "single_choice": f"{_HERE}:single_choice",
+    },
+)
+SETTING = "train.train_policy.reward_function"
+MATH_SECONDS = 5
+OVERLONG_BUFFER = 0.25
+
+_AFTER_HASHES = re.compile(r"#### (-?[0-9.,]+)")
+_NUMBER = re.compile(r"-?[0-9][0-9.,]*")
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_THINK_ANSWER = re.compile(r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*?</answer>\n?", re.DOTALL)
+_ANSWER_LINE = re.compile(r"answer\s*:\s*(.+)", re.IGNORECASE)
+
+
+@dataclass
+class Rewards:
+    """The weighted sum of rewards; ``make_rewards`` builds it from a setting.
+
+    Attributes:
+        functions: Reward by name.
+        weights: Weight by name.
+    """
+
+    functions: dict[str, Reward]
+    weights: dict[str, float]
+
+    def __call__(self, completion: str, prompt: Prompt, **facts: Any) -> tuple[float, dict[str, float]]:
+        """Score a completion.
+
+        Args:
+            completion: What the model wrote.
+            prompt: What it continued, with the right answer and the row.
+            **facts: ``num_tokens`` and ``max_tokens`` of the completion.
+
+        Returns:
+            The sum, and each reward by name without its weight.
+
+        Raises:
+            ConfigError: A reward is not a finite number, or needs a reference that the row does not have.
+        """
+        given = {key: value for key, value in {**prompt.row, **facts}.items() if key not in ("completion", "reference")}
+        parts = {name: self._score(name, completion, prompt.reference, given) for name in self.functions}
+        return sum(self.weights[name] * value for name, value in parts.items()), parts
+
+    def _score(self, name: str, completion: str, reference: str | None, given: dict[str, Any]) -> float:
+        try:
+            value = self.functions[name](completion, reference, **given)
+            number = float(value)
+        except Exception as error:
+            error.add_note(
+                f"raised by the reward '{name}' for the completion {completion[:200]!r}, reference {reference!r}"
+            )
+            raise
+        if not math.isfinite(number):
+            raise ConfigError(
+                f"The reward '{name}' returned {value!r} for {completion[:80]!r}; required: a finite number."
+            )
+        return number
+
+
+def make_rewards(rewards: str | Reward | Sequence[str | Reward] | Mapping[str, float]) -> Rewards:
+    """Return rewards and their weights.
+
+    Args:
+        rewards: A name of ``REWARDS``, a function, a list of these (each has weight 1), or ``{name: weight}``.
+
+    Raises:
+        ConfigError: A name is unknown, a weight is not a finite number, or there is no reward.
+    """
+    if isinstance(rewards, str) or callable(rewards):
+        rewards = [rewards]
+    weights = dict(rewards) if isinstance(rewards, Mapping) else dict.fromkeys(rewards, 1.0)
+    if not weights:
+        raise ConfigError(f"{SETTING} is empty; required: a reward. Set {SETTING}=gsm8k")
+    made = Rewards({}, {})
+    for reward, weight in weights.items():
+        name = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise ConfigError(
+                f"The weight of the reward '{name}' is {weight!r}; required: a number. Set {SETTING}.{name}=1.0"
+            )
+        if name in made.functions:
+            raise ConfigError(f"Two rewards are called '{name}'; required: different names, which the logs need.")
+        made.functions[name] = REWARDS.get(reward) if isinstance(reward, str) else reward
+        made.weights[name] = float(weight)
+    return made
+
+
+def gsm8k(completion: str, reference: str | None, **row: Any) -> float:
+    """1 if the number after the first ``#### `` is that of the reference, as text without commas; else 0."""
+    found, right = (_after_hashes(text) for text in (completion, _required(reference, "gsm8k")))
+    return float(found is not None and found == right)
+
+
+def gsm8k_loose(completion: str, reference: str | None, **row: Any) -> float:
+    """1 if the last number of the text equals the last one of the reference; else 0."""
+    found, right = (_last_number(text) for text in (completion, _required(reference, "gsm8k_loose")))
+    return float(found is not None and found == right)
+
+
+def single_choice(completion: str, reference: str | None, **row: Any) -> float:
+    """1 if the text in the first answer tags, or without tags the whole text, equals that of the reference; else 0."""
+    return float(_choice(completion) == _choice(_required(reference, "single_choice")))
+
+
+def think_format(completion: str, reference: str | None = None, **row: Any) -> float:
+    """1 if the text is thoughts in think tags, exactly two newlines, and an answer in answer tags; else 0."""
+    return float(_THINK_ANSWER.fullmatch(completion) is not None)
+
+
+def boxed_math(completion: str, reference: str | None, **row: Any) -> float:
+    r"""1 if what is in ``\boxed{}`` equals the reference by the rules of mathematics (math_verify); else 0, also after 5 s."""
+    try:
+        from math_verify import LatexExtractionConfig, parse, verify
+    except ImportError as error:
+        raise MissingDependencyError(
+            "The reward boxed_math needs math-verify. Run pip install 'rlinf[recipes]'"
+        ) from error
+    right = _required(reference, "boxed_math")
+    if "\\boxed" not in completion:
+        return 0.0
+    # The limit is a signal, which only the main thread of a process can receive.
+    seconds = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
+    if seconds is None:
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+    found, expected = (
+        parse(text, [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=seconds)
+        for text in (completion, right if "\\boxed" in right else f"\\boxed{{{right}}}")
+    )
+    return float(bool(found) and bool(expected) and verify(expected, found, timeout_seconds=seconds))
+
+
+def direct_math(completion: str, reference: str | None, **row: Any) -> float:
+    """1 if the last line is ``Answer: `` and the reference, else -1 (DAPO, Yu et al. 2025)."""
+    lines = completion.strip().splitlines()
+    match = _ANSWER_LINE.fullmatch(lines[-1].strip()) if lines else None
+    return 1.0 if match and _plain(match[1]) == _plain(_required(reference, "direct_math")) else -1.0
+
+
+def overlong(completion: str, reference: str | None = None, **row: Any) -> float:
+    """Linear penalty from 0 to -1 over the last quarter of the allowed length (DAPO, eq. 13).
+
+    ``overlong_buffer``, a number of tokens, may be given as a column of the row in place of the quarter.
+    """
+    missing = [name for name in ("num_tokens", "max_tokens") if name not in row]
+    if missing:
+        raise ConfigError(
+            f"The reward overlong needs {' and '.join(missing)}; required: the length of the completion and its bound."
+        )
+    buffer = row.get("overlong_buffer") or max(1, round(OVERLONG_BUFFER * row["max_tokens"]))
+    beyond = row["num_tokens"] - (row["max_tokens"] - buffer)
+    return -min(max(beyond / buffer, 0.0), 1.0)
+
+
+def _required(reference: str | None, name: str) -> str:
+    if reference is None:
+        raise ConfigError(f"The reward {name} compares with a reference, and the row has none. "
+                          "Set train.train_policy.response_column_name=<column of the answers>")  # fmt: skip
+    return reference
+
+
+def _after_hashes(text: str) -> str | None:
+    match = _AFTER_HASHES.search(text)
+    return match[1].replace(",", "").replace("$", "") if match else None
+
+
+def _last_number(text: str) -> Decimal | None:
+    numbers = _NUMBER.findall(text)
+    try:
+        return Decimal(numbers[-1].replace(",", "").rstrip(".")) if numbers else None
+    except InvalidOperation:  # such as 1.2.3
+        return None
+
+
+def _choice(text: str) -> str:
+    match = _ANSWER.search(text)
+    return (match[1] if match else text).strip().lower()
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[\s$,.\\{}]|\\boxed", "", text).lower()

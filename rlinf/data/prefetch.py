@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
 
-from torch import Tensor
-
-from rlinf.types import Observation
+Batch = TypeVar("Batch")
 
 BATCHES_PER_WORKER = 2
 """Batches ahead for each thread."""
 
 
-class Prefetcher:
+class Prefetcher(Generic[Batch]):
     """Makes the batches of consecutive optimiser steps in threads, and returns them in order.
 
     The rows of a batch do not depend on the threads. Decoding images releases the GIL, so threads suffice.
@@ -25,23 +24,21 @@ class Prefetcher:
         num_workers: Threads; 0: each batch is made on demand.
     """
 
-    def __init__(
-        self, make_batch: Callable[[int], tuple[Observation, Tensor]], first_step: int, num_workers: int
-    ) -> None:
+    def __init__(self, make_batch: Callable[[int], Batch], first_step: int, num_workers: int) -> None:
         self._make_batch, self._next_step = make_batch, first_step
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
-        self._ahead: deque[Future] = deque()
+        self._ahead: deque[Future[Batch]] = deque()
         for _ in range(num_workers * BATCHES_PER_WORKER):
             self._submit()
 
-    def __enter__(self) -> Prefetcher:
+    def __enter__(self) -> Prefetcher[Batch]:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
 
-    def next(self) -> tuple[Observation, Tensor]:
+    def next(self) -> Batch:
         """Return the batch of the next step, or raise the error of the thread that made it."""
         if self._executor is None:
             self._next_step += 1

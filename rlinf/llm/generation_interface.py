@@ -13,6 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlinf.llm.batched_data_dict import BatchedDataDict
 
+SEEDS_KEY = "sampling_seeds"
+
 
 class GenerationDatumSpec(TypedDict):
     """Prompts.
@@ -20,6 +22,8 @@ class GenerationDatumSpec(TypedDict):
     Attributes:
         input_ids: int64 ``[B, S]``, padded on the right.
         attention_mask: ``[B, S]``, 1 for tokens, 0 for padding; its sums are the prompt lengths.
+        sampling_seeds: int64 ``[B]``, optional: seed of each row. Then its random numbers depend on neither the other rows, nor the
+            rank, nor earlier calls.
     """
 
     input_ids: torch.Tensor

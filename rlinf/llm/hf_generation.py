@@ -17,6 +17,7 @@ from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.llm.causal_lm import CausalLMConfig, end_tokens, load_causal_lm, padding_token
 from rlinf.llm.decoding import next_token_only, static_cache
 from rlinf.llm.generation_interface import (
+    SEEDS_KEY,
     GenerationDatumSpec,
     GenerationInterface,
     GenerationOutputSpec,
@@ -28,7 +29,8 @@ from rlinf.models.precision import evaluation_mode
 from rlinf.models.sampling import sample_tokens, token_logprobs
 from rlinf.options import from_mapping, option
 
-_CONSUMED = ("input_ids", "attention_mask", "output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
+_CONSUMED = ("input_ids", "attention_mask", "output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs",
+             SEEDS_KEY)  # fmt: skip
 
 
 @dataclass
@@ -154,7 +156,7 @@ def generate_tokens(
         data: Prompts.
         config: How to choose tokens.
         greedy: Take the most likely token instead of sampling.
-        random: CPU generator of the sampling; row ``i`` uses the ``i``-th numbers of a call.
+        random: CPU generator of the sampling; row ``i`` uses the ``i``-th numbers of a call. Not used with ``sampling_seeds``.
         tokenizer: Supplies padding and end tokens if neither ``config`` nor the model does.
     """
     data = BatchedDataDict(data)
@@ -168,7 +170,7 @@ def generate_tokens(
     pad = padding_token(model, tokenizer, config.pad_token_id, ends)
     room = _new_tokens_allowed(prompt_lengths, config, context_length(model))
     sample = config.do_sample and not greedy
-    uniforms = torch.rand(len(room), config.max_new_tokens, generator=random) if sample else None
+    uniforms = _uniforms(data, config.max_new_tokens, random) if sample else None
     columns = None
     if config.allowed_token_ids is not None:
         columns = torch.tensor(sorted(set(config.allowed_token_ids)), device=next(model.parameters()).device)
@@ -187,6 +189,14 @@ def generate_tokens(
     prompts = [row[:length].long() for row, length in zip(ids, prompt_lengths, strict=True)]
     extra = {key: value for key, value in data.items() if key not in _CONSUMED}
     return BatchedDataDict({**extra, **generation_output(prompts, responses, logprobs, pad)})
+
+
+def _uniforms(data: BatchedDataDict, num_tokens: int, random: torch.Generator) -> Tensor:
+    """Return the random numbers ``[B, num_tokens]`` of a call, by the seeds of its rows if it has them."""
+    if SEEDS_KEY not in data:
+        return torch.rand(data.size, num_tokens, generator=random)
+    rows = [torch.Generator().manual_seed(seed) for seed in data[SEEDS_KEY].tolist()]
+    return torch.stack([torch.rand(num_tokens, generator=row) for row in rows])
 
 
 def _ignores_left_padding(model: Any) -> bool:

@@ -140,6 +140,11 @@ class HuggingFacePolicy(TokenPolicy):
         with self.parallel.whole():
             return super().get_logprobs(data)
 
+    def keep_reference(self) -> None:
+        """Make the present weights the reference policy. Call it before the state of a checkpoint is loaded."""
+        if self.config.lora is None:
+            self._initial = Reference(self.model)
+
     def get_reference_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
         """Return ``get_logprobs`` of the model without adapters, or with the trained weights that the first call keeps.
 

@@ -28,6 +28,7 @@ from rlinf.options import check_options, option
 from rlinf.types import LossOutput
 
 LEVELS = ("token", "sequence")
+LOSS_LEVELS = (*LEVELS, "sequence_sum")
 
 
 @dataclass
@@ -184,8 +185,11 @@ class GRPOLossFn(TokenLoss):
 
     Options: a sequence ratio is ``exp`` of the mean log-ratio of a row (GSPO, Zheng et al. 2025, eq. 7), which needs one
     advantage per row. ``loss_level`` token is the mean over all tokens of the batch (DAPO, Yu et al. 2025, eq. 8); sequence the
-    mean over the rows of the means over their tokens (GRPO, eq. 3). ``importance_cap`` corrects for a generation backend with
+    mean over the rows of the means over their tokens (GRPO, eq. 3); sequence_sum the mean over the rows of their sums, without the
+    bias towards short rows (Dr. GRPO, Liu et al. 2025, section 3.1). ``importance_cap`` corrects for a generation backend with
     other numerics by weights ``min(old / generation, cap)`` (truncated importance sampling, Yao et al. 2025).
+
+    With ``generation_logprobs``, the metrics ``logprob_gap_mean`` and ``logprob_gap_exp_mean`` compare them with ``old_logprobs``.
     """
 
     compares: ClassVar[bool] = True
@@ -195,7 +199,7 @@ class GRPOLossFn(TokenLoss):
         None, "Bound on the loss of negative advantages (Ye et al. 2020, eq. 5); null: none.", minimum=1
     )
     ratio_level: str = option("token", "A ratio per token or per sequence.", choices=LEVELS)
-    loss_level: str = option("token", "What the mean of the loss is taken over.", choices=LEVELS)
+    loss_level: str = option("token", "What the mean of the loss is taken over.", choices=LOSS_LEVELS)
     kl_coef: float = option(0.0, "Weight of the KL penalty to the reference policy.", minimum=0)
     kl_estimator: str = option("k3", "Estimator of the KL penalty (Schulman 2020).", choices=("k1", "k2", "k3"))
     importance_cap: float | None = option(
@@ -214,9 +218,9 @@ class GRPOLossFn(TokenLoss):
         if "old_logprobs" in data:
             old = _logprobs_of(data, "old_logprobs", logprobs, "policy.get_logprobs(data)")
         lengths = mask.sum(-1, keepdim=True)
-        by_sequence = self.loss_level == "sequence"
-        token_weights = 1 / lengths.clamp(min=1) if by_sequence else torch.ones_like(logprobs)
-        denominator = counts.samples if by_sequence else counts.tokens
+        by_mean = self.loss_level == "sequence"
+        token_weights = 1 / lengths.clamp(min=1) if by_mean else torch.ones_like(logprobs)
+        denominator = counts.tokens if self.loss_level == "token" else counts.samples
         # The surrogate scales with the advantage, so multiplying the advantage weights the token.
         if self.ratio_level == "sequence":
             ratios, old_ratios = (_row_mean(values, mask) for values in (logprobs, old))
@@ -229,6 +233,11 @@ class GRPOLossFn(TokenLoss):
         total, sums = clipped_policy_loss(ratios, old_ratios, advantages * weights, unit_mask, *clipping)
         loss = total / denominator
         metrics = {name: value / num_units for name, value in sums.items()} | {"policy_loss": loss.detach()}
+        if "generation_logprobs" in data:
+            generated = _logprobs_of(data, "generation_logprobs", old, "the 'logprobs' of generate(data)")
+            gaps = torch.where(mask, (old - generated).abs(), 0.0)
+            metrics["logprob_gap_mean"] = gaps.sum() / counts.tokens
+            metrics["logprob_gap_exp_mean"] = torch.where(mask, gaps.exp(), 0.0).sum() / counts.tokens
         if self.needs_reference:
             reference = _logprobs_of(data, "reference_logprobs", logprobs, "policy.get_reference_logprobs(data)")
             kl = kl_penalty(logprobs, reference, mask, self.kl_estimator, token_weights) / denominator

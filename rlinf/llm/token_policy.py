@@ -36,8 +36,13 @@ Result = TypeVar("Result")
 class TokenPolicyConfig(SamplingConfig):
     """Keyword arguments of all token policies. ``temperature`` applies to generation and to all log-probabilities."""
 
-    learning_rate: float = option(1e-5, "Learning rate of AdamW.", minimum=0, maximum=1)
-    weight_decay: float = option(0.0, "Weight decay of AdamW.", minimum=0)
+    learning_rate: float = option(1e-5, "Learning rate.", minimum=0, maximum=1)
+    weight_decay: float = option(0.0, "Weight decay.", minimum=0)
+    optimizer: str = option(
+        "AdamW", "AdamW decays the weights; Adam adds the decay to the gradient.", choices=("AdamW", "Adam")
+    )
+    betas: list[float] = option([0.9, 0.999], "Decay rates of the two moments of Adam.")
+    epsilon: float = option(1e-8, "Added to the denominator of Adam's step.", minimum=0)
     max_grad_norm: float = option(1.0, "Clip the gradient to this norm.", minimum=1e-6)
     micro_batch_size: int = option(8, "Rows of one forward-backward pass.", minimum=1)
     max_tokens_per_microbatch: int | None = option(
@@ -67,12 +72,33 @@ class TokenPolicy(PolicyInterface):
         """
         config = self.config
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._optimizer = MasterAdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
+        self._optimizer = MasterAdamW(
+            trained,
+            decoupled=config.optimizer == "AdamW",
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            betas=tuple(config.betas),
+            eps=config.epsilon,
+        )
         self._train_step = TrainStep(self._optimizer, config.max_grad_norm, **train_step)
         seed = config.seed if rank == 0 else derive_seed(config.seed, "generation", rank)
         self._random = torch.Generator().manual_seed(seed)
         self._text_config, self._reference = text_config, reference
         self._checksum: list[float] | None = None
+
+    @property
+    def optimizer(self) -> MasterAdamW:
+        """The optimiser, whose state a checkpoint holds."""
+        return self._optimizer
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the last step, or of the first one."""
+        return self._optimizer.param_groups[0]["lr"]
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Use this learning rate from the next step on."""
+        self._train_step.set_learning_rate(rate)
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobsSpec]:
         """Return the log-probabilities of prompts, training data or generation outputs (``output_ids``)."""

@@ -16,6 +16,7 @@ from rlinf.errors import ConfigError
 from rlinf.llm.batch_checks import verify_right_padding, verify_text_only, verify_token_ids
 from rlinf.llm.batched_data_dict import BatchedDataDict, tokens_and_mask
 from rlinf.llm.generation_interface import (
+    SEEDS_KEY,
     GenerationConfig,
     GenerationDatumSpec,
     GenerationInterface,
@@ -66,7 +67,12 @@ class VllmGenerationWorker:
         self.engine.wake()
 
     def generate(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, greedy: bool = False, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        greedy: bool = False,
+        seeds: list[int] | None = None,
+        **kwargs: Any,
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Generate a completion per row.
 
@@ -74,6 +80,7 @@ class VllmGenerationWorker:
             input_ids: Prompts int64 ``[B, S]``, padded on the right.
             attention_mask: ``[B, S]``; None means no padding.
             greedy: Take the most likely token instead of sampling.
+            seeds: Seed of each row; None: the next ones of the worker.
             **kwargs: Settings of the generation that override those of the worker.
 
         Returns:
@@ -98,6 +105,8 @@ class VllmGenerationWorker:
         request = GenerateRequest([{"prompt_token_ids": ids} for ids in prompts], sampling)
         if sampling["temperature"] == 0:
             request.greedy_temperature = settings.get("temperature")
+        elif seeds is not None:
+            request.seeds = seeds
         else:
             first, self.num_drawn = self.num_drawn, self.num_drawn + len(prompts)
             request.seeds = [derive_seed(self.seed, "vllm", rank(), draw) for draw in range(first, self.num_drawn)]
@@ -181,8 +190,10 @@ class VllmGeneration(GenerationInterface):
         verify_text_only(data, "VllmGeneration", "HuggingFaceGeneration")
         verify_token_ids(data)
         ids, mask = tokens_and_mask(data)
-        output = self.worker.generate(ids, mask, greedy).to(ids.device)
-        extra = {name: value for name, value in data.items() if name not in ("input_ids", "attention_mask", *output)}
+        seeds = data[SEEDS_KEY].tolist() if SEEDS_KEY in data else None
+        output = self.worker.generate(ids, mask, greedy, seeds).to(ids.device)
+        consumed = ("input_ids", "attention_mask", SEEDS_KEY, *output)
+        extra = {name: value for name, value in data.items() if name not in consumed}
         return BatchedDataDict({**extra, **output})
 
     @property

@@ -18,6 +18,7 @@ class MasterAdamW(torch.optim.AdamW):
     Args:
         parameters: Parameters of the model, or groups of them, as ``torch.optim.AdamW`` takes them.
         masters: Masters of a former optimiser, which are stepped further; a parameter without one gets a new one.
+        decoupled: False: weight decay is part of the gradient, as in Adam (Kingma and Ba 2015).
         **settings: Of ``torch.optim.AdamW``, but for ``fused`` and ``foreach``.
 
     Attributes:
@@ -29,6 +30,7 @@ class MasterAdamW(torch.optim.AdamW):
         self,
         parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
         masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+        decoupled: bool = True,
         **settings: Any,
     ) -> None:
         groups = list(parameters)
@@ -40,6 +42,8 @@ class MasterAdamW(torch.optim.AdamW):
         self._master_of = dict(zip(self.parameters, self.masters, strict=True))
         stepped = [group | {"params": [self._master_of[p] for p in group["params"]]} for group in groups]
         super().__init__(stepped, fused=True, **settings)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = decoupled
 
     def master_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return what is stepped for a parameter of the model; None: nothing, it is not trained."""

@@ -64,6 +64,10 @@ class TrainStep:
         self.grad_norm = 0.0
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
+    def set_learning_rate(self, rate: float) -> None:
+        """Step all parameters with this learning rate from now on (after a warm-up)."""
+        self._peaks = [rate] * len(self._peaks)
+
     def accumulate(
         self, micro_batches: Iterable[Part], loss_of: Callable[[Part], tuple[Tensor, Mapping[str, Tensor]]]
     ) -> Totals:

@@ -43,6 +43,15 @@ METRICS: dict[str, Metric] = {
         "1",
     ),
     "rollout/parity_exceeded": Metric("1 if the gap exceeded the limit and the run went on (16 bits), else 0.", "1"),
+    "rollout/reward_mean": Metric(
+        "Mean reward of the answers of a recipe, weighted sum of its parts; `rollout/reward_mean/<part>`: of a part, unweighted.",
+        "reward",
+    ),
+    "rollout/reward_std": Metric("Standard deviation of these rewards over all answers.", "reward"),
+    "rollout/completion_length_mean": Metric("Mean length of an answer, with the token that ends it.", "tokens"),
+    "rollout/completion_length_max": Metric("Length of the longest answer.", "tokens"),
+    "rollout/truncated_fraction": Metric("Share of answers that reached the largest length without an end.", "1"),
+    "rollout/replaced_groups": Metric("Groups of answers with equal rewards that were replaced.", "groups"),
     "train/loss": Metric("Total loss, mean over the minibatches of the iteration.", "1"),
     "train/policy_loss": Metric("Clipped policy-gradient loss.", "1"),
     "train/value_loss": Metric("Value loss before its coefficient.", "reward^2"),
@@ -58,6 +67,10 @@ METRICS: dict[str, Metric] = {
         "Mean return of the samples: of the call (PPO, the target of the value head; REINFORCE++) or of the episode (GRPO, RLOO).",
         "reward",
     ),
+    "train/preference_accuracy": Metric("DPO: share of pairs whose chosen answer has the higher implicit reward.", "1"),
+    "train/preference_chosen": Metric("DPO: mean implicit reward of the chosen answers (Rafailov et al. 2023).", "nat"),
+    "train/preference_rejected": Metric("DPO: mean implicit reward of the rejected answers.", "nat"),
+    "train/preference_margin": Metric("DPO: mean difference of the two.", "nat"),
     "sft/loss": Metric("Behaviour-cloning loss (cross-entropy of the demonstrated tokens).", "nat"),
     "sft/learning_rate": Metric("Learning rate of behaviour cloning.", "1"),
     "sft/grad_norm": Metric("Global gradient norm before clipping.", "1"),
@@ -66,6 +79,19 @@ METRICS: dict[str, Metric] = {
     "eval/episodes": Metric("Evaluation episodes.", "episodes"),
     "eval/interval_low": Metric("Lower end of the 95 % Wilson interval of the success rate.", "1"),
     "eval/interval_high": Metric("Upper end of the 95 % Wilson interval of the success rate.", "1"),
+    "eval/loss": Metric("Loss on the validation rows of a recipe: per learned token (SFT), or per pair (DPO).", "nat"),
+    "eval/reward_mean": Metric(
+        "Mean reward of the most likely answers to the validation prompts; `eval/reward_mean/<part>`: of a part.",
+        "reward",
+    ),
+    "eval/reward_std": Metric("Standard deviation of these rewards.", "reward"),
+    "eval/completion_length_mean": Metric("Mean length of these answers, with the token that ends it.", "tokens"),
+    "eval/completion_length_max": Metric("Length of the longest of these answers.", "tokens"),
+    "eval/truncated_fraction": Metric("Share of these answers that reached the largest length without an end.", "1"),
+    "eval/preference_accuracy": Metric("As train/preference_accuracy, on the validation pairs.", "1"),
+    "eval/preference_chosen": Metric("As train/preference_chosen, on the validation pairs.", "nat"),
+    "eval/preference_rejected": Metric("As train/preference_rejected, on the validation pairs.", "nat"),
+    "eval/preference_margin": Metric("As train/preference_margin, on the validation pairs.", "nat"),
     "time/rollout_s": Metric("Collecting the rollout.", "s"),
     "time/logprob_s": Metric("The trainer's log-probs and values of the rollout.", "s"),
     "time/update_s": Metric("Optimiser steps of the iteration.", "s"),
@@ -75,6 +101,12 @@ METRICS: dict[str, Metric] = {
     "time/total_s": Metric("Training time since the run began (demonstrations, cloning, RL), no evaluation.", "s"),
     "throughput/env_steps_per_s": Metric("Env steps / time of rollout, log-probs, update and sync.", "env steps/s"),
     "throughput/samples_per_s": Metric("Policy calls trained on / time/update_s.", "samples/s"),
+    "throughput/tokens_per_s": Metric(
+        "Tokens of the rows of a recipe's step, without padding / time of the step.", "tokens/s"
+    ),
+    "throughput/mfu": Metric(
+        "Model FLOPs of these tokens / time / peak of the GPUs in bfloat16; only where the GPU's peak is known.", "1"
+    ),
     "throughput/data_wait_fraction": Metric(
         "Share of behaviour cloning's time that was waiting for rows, since the last line.", "1"
     ),

@@ -206,6 +206,16 @@ def test_loss_levels_by_hand():
     ratios = [[1.0] * 3, [1.0] * 3]
     assert grpo(ratios, [1.0, -2.0], [4, 2], loss_level="token") == pytest.approx((-3 + 2) / 4)
     assert grpo(ratios, [1.0, -2.0], [4, 2], loss_level="sequence") == pytest.approx((-1 + 2) / 2)
+    assert grpo(ratios, [1.0, -2.0], [4, 2], loss_level="sequence_sum") == pytest.approx((-3 + 2) / 2)
+
+
+def test_gaps_to_the_generator_by_hand():
+    data = batch_of([3, 2], advantages=torch.tensor([1.0, 1.0]), old_logprobs=torch.zeros(2, 3))
+    data["generation_logprobs"] = torch.tensor([[9.0, LOG(2), 0.0], [0.0, -LOG(4), 9.0]])
+    loss_fn = GRPOLossFn()
+    metrics = loss_fn.from_logprobs(torch.zeros(2, 3), data, loss_fn.counts(data)).metrics
+    assert metrics["logprob_gap_mean"].item() == pytest.approx((LOG(2) + LOG(4)) / 3)
+    assert metrics["logprob_gap_exp_mean"].item() == pytest.approx((2 + 1 + 4) / 3)
 
 
 def test_sequence_ratio_is_the_geometric_mean_by_hand():

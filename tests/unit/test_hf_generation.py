@@ -69,6 +69,22 @@ def test_logprobs_are_those_of_the_sampled_tokens(tiny_lm, prompts, temperature)
     assert (other - output["logprobs"])[generated].abs().max() > 0.1
 
 
+def test_seeds_of_rows_make_answers_independent_of_other_rows_and_calls(tiny_lm, prompts):
+    engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=6, eos_token_id=[])
+    prompts["sampling_seeds"] = torch.tensor([5, 6, 7, 8])
+
+    def answers(rows):
+        output = engine.generate(prompts.select_indices(rows))
+        assert "sampling_seeds" not in output
+        ends = output["unpadded_sequence_lengths"]
+        return [row[end - 6 : end].tolist() for row, end in zip(output["output_ids"], ends, strict=True)]
+
+    whole = answers([0, 1, 2, 3])
+    assert answers([2, 0]) == [whole[2], whole[0]]
+    prompts["sampling_seeds"] = torch.tensor([5, 6, 9, 8])
+    assert [one == two for one, two in zip(answers([0, 1, 2, 3]), whole, strict=True)] == [True, True, False, True]
+
+
 def test_sampling_is_seeded_and_moves_on(tiny_lm, prompts):
     def two_calls(seed):
         engine = HuggingFaceGeneration(tiny_lm(), max_new_tokens=6, seed=seed)

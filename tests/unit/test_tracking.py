@@ -24,6 +24,11 @@ train/advantage_mean train/return_mean sft/loss sft/learning_rate sft/grad_norm 
 eval/successes eval/episodes eval/interval_low eval/interval_high time/rollout_s time/logprob_s time/update_s
 time/sync_s time/data_wait_s time/eval_s time/total_s throughput/env_steps_per_s throughput/samples_per_s throughput/data_wait_fraction memory/rss_gib
 memory/cuda_gib
+rollout/reward_mean rollout/reward_std rollout/completion_length_mean rollout/completion_length_max rollout/truncated_fraction
+rollout/replaced_groups train/preference_accuracy train/preference_chosen train/preference_rejected train/preference_margin
+eval/loss eval/reward_mean eval/reward_std eval/completion_length_mean eval/completion_length_max
+eval/truncated_fraction eval/preference_accuracy eval/preference_chosen eval/preference_rejected eval/preference_margin
+throughput/tokens_per_s throughput/mfu
 """.split()
 
 

@@ -44,6 +44,33 @@ def test_the_learning_rate_rises_over_the_warm_up_steps():
     assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
 
 
+def test_a_learning_rate_that_is_set_counts_from_the_next_step_on():
+    weight, step = step_of()
+    step.set_learning_rate(0.5)
+    before = weight.detach().clone()
+    step.apply(step.accumulate([ROWS], lambda rows: loss_of(weight, rows))["loss"])
+    assert (weight - before).abs().tolist() == pytest.approx([0.5, 0.5]), (
+        "the first step of Adam is as long as its rate"
+    )
+    step.set_learning_rate(0.0)
+    before = weight.detach().clone()
+    step.apply(step.accumulate([ROWS], lambda rows: loss_of(weight, rows))["loss"])
+    assert weight.equal(before)
+
+
+def test_adam_adds_the_decay_to_the_gradient():
+    for decoupled, reference in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
+        ours, theirs = (torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0])) for _ in range(2))
+        one = MasterAdamW([ours], decoupled=decoupled, lr=0.1, weight_decay=0.5)
+        other = reference([theirs], lr=0.1, weight_decay=0.5)
+        for _ in range(3):
+            for weight, optimizer in ((ours, one), (theirs, other)):
+                weight.grad = weight.detach().square()
+                optimizer.step()
+        assert torch.allclose(ours, theirs, rtol=1e-6), reference
+    assert not torch.allclose(ours, torch.tensor([1.0, -2.0, 3.0]))
+
+
 @pytest.mark.parametrize(("loss", "gradient"), [(float("nan"), 1.0), (1.0, float("inf"))])
 def test_what_is_not_finite_is_refused_and_changes_nothing(loss, gradient):
     weight, step = step_of()

@@ -5,9 +5,10 @@ of training that ``summary.json`` states; ``equal_metrics`` says whether the met
 only moves code must give 1.0 and true on one thread. ``success`` is what the run ends with, by tree and seed.
 
 With ``--benchmark update`` each tree runs its own ``benchmarks/update.py`` instead; ``ours`` and ``peer`` are the medians of its ``ours``, a rate.
+Overrides then go to our tree only.
 
     python benchmarks/against_commit.py <commit> [--experiment quickstart] [--seeds 0 0 0] [--threads 1] [overrides ...]
-    python benchmarks/against_commit.py <commit> --benchmark update
+    python benchmarks/against_commit.py <commit> --benchmark update [overrides ...]
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def main() -> None:
             for number, seed in enumerate(arguments.seeds):
                 for side in ("ours", "peer") if number % 2 else ("peer", "ours"):
                     if arguments.benchmark:
-                        out = run(trees[side], [f"benchmarks/{arguments.benchmark}.py", *overrides], arguments.threads)
+                        words = overrides if side == "ours" else []
+                        out = run(trees[side], [f"benchmarks/{arguments.benchmark}.py", *words], arguments.threads)
                         values[side].append(json.loads(out.splitlines()[-1])["ours"])
                     else:
                         words = [f"experiment={arguments.experiment}", f"seed={seed}", *overrides]

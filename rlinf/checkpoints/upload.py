@@ -1,0 +1,236 @@
+"""Take what a run has written to the Hugging Face hub or to S3.
+
+Credentials come from the environment, are checked before training, and appear in no message. What fails is tried ``TRIES`` times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import yaml
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HFValidationError
+
+from rlinf.checkpoints.checkpoint import CONFIG_FILE, SAFETENSORS_FOLDER, STATE_FILE
+from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
+from rlinf.files import write_text
+from rlinf.manifest import MANIFEST_FILE, Manifest
+
+TRIES = 3
+BACKOFF_S = 2.0
+"""Seconds before the second try; twice as many before each later one."""
+SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
+AWS_NAMES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
+
+HUB_ERRORS = (OSError, httpx.HTTPError, HFValidationError)
+
+Result = TypeVar("Result")
+
+
+class HubUpload:
+    """Uploads the final policy, with a model card, to a new repository ``<owner>/<name>-<time of the run>``.
+
+    Args:
+        repo_name: A name, whose owner is the owner of the token, or ``owner/name``.
+        private: Only the owner sees the repository.
+
+    Attributes:
+        every: False: only the final policy is uploaded.
+
+    Raises:
+        ConfigError: There is no token, the hub does not know it, or it may not write.
+    """
+
+    every = False
+
+    def __init__(self, repo_name: str, private: bool = True) -> None:
+        token, where = get_token(), "train.ckpt.upload_hf=true needs a token with write access"
+        if not token:
+            raise ConfigError(
+                f"{where}, and there is none. Set the environment variable HF_TOKEN, or train.ckpt.upload_hf=false"
+            )
+        self.api, self.private = HfApi(token=token), private
+        try:
+            owner = _tried(self.api.whoami, HUB_ERRORS, "ask the hub for the owner of HF_TOKEN")
+        except CheckpointError as error:
+            raise ConfigError(f"{where}: {error}. Set HF_TOKEN, or train.ckpt.upload_hf=false") from error
+        role = owner.get("auth", {}).get("accessToken", {}).get("role")
+        if role == "read":
+            raise ConfigError(
+                f"{where}; that of '{owner['name']}' may only read. Set HF_TOKEN, or train.ckpt.upload_hf=false"
+            )
+        self.repo_name = repo_name if "/" in repo_name else f"{owner['name']}/{repo_name}"
+
+    def upload(self, run_folder: Path, folders: Sequence[Path], is_final: bool) -> None:
+        """Upload the exported policy; raise CheckpointError if that fails."""
+        repo_id = f"{self.repo_name}-{run_folder.name}"
+        for folder in folders:
+            if folder.parent.name == SAFETENSORS_FOLDER:
+                write_text(folder / "README.md", model_card(folder, _scores(folders)))
+
+                def send(folder: Path = folder) -> Any:
+                    self.api.create_repo(repo_id, private=self.private, exist_ok=True)
+                    return self.api.upload_folder(
+                        repo_id=repo_id, folder_path=folder, commit_message=f"Policy of {run_folder.name}"
+                    )
+
+                _tried(send, HUB_ERRORS, f"upload {folder} to the hub as {repo_id}")
+
+
+class S3Upload:
+    """Uploads checkpoints and exported policies to ``<bucket>/<prefix>/<name of output_dir>/<time of the run>/...``.
+
+    Without the run in the keys, runs would overwrite each other. A folder's manifest is sent last, so a folder that has one is whole.
+
+    Args:
+        bucket: Name of the bucket, which exists.
+        prefix: First part of all keys.
+        every: Upload every checkpoint, not only the last one.
+
+    Raises:
+        ConfigError: The bucket cannot be used, or a variable of the environment is missing.
+        MissingDependencyError: boto3 is not installed.
+    """
+
+    def __init__(self, bucket: str | None, prefix: str = "", every: bool = False) -> None:
+        if not bucket:
+            raise ConfigError(
+                "train.ckpt.upload_s3 needs a bucket. Set train.ckpt.s3_bucket=<name>, or train.ckpt.upload_s3=false"
+            )
+        if find_spec("boto3") is None:
+            raise MissingDependencyError(
+                "train.ckpt.upload_s3 needs the package boto3. Install it with pip install 'rlinf[s3]', or set "
+                "train.ckpt.upload_s3=false"
+            )
+        import boto3
+        from boto3.exceptions import Boto3Error
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        self.bucket, self.prefix, self.every = bucket, prefix.strip("/"), every
+        self._errors = (OSError, Boto3Error, BotoCoreError, ClientError)
+        session = boto3.Session()
+        try:
+            is_complete = session.get_credentials() is not None and session.region_name is not None
+        except BotoCoreError:  # half a pair of keys
+            is_complete = False
+        if not is_complete:
+            missing = [name for name in AWS_NAMES if not os.environ.get(name)]
+            raise ConfigError(
+                f"train.ckpt.upload_s3 needs credentials and a region, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
+                "set. Set them in the environment, or train.ckpt.upload_s3=false"
+            )
+        # Region, endpoint (AWS_ENDPOINT_URL) and keys come from the environment; what fails is tried again here.
+        self.client = session.client("s3", config=Config(retries={"total_max_attempts": 1}))
+        try:
+            _tried(lambda: self.client.head_bucket(Bucket=bucket), self._errors, f"use the S3 bucket '{bucket}'")
+        except CheckpointError as error:
+            raise ConfigError(
+                f"{error}. Set train.ckpt.s3_bucket=<a bucket of yours>, check {', '.join(AWS_NAMES)}"
+            ) from error
+
+    def upload(self, run_folder: Path, folders: Sequence[Path], is_final: bool) -> None:
+        """Upload folders of a run; raise CheckpointError if that fails."""
+        for folder in folders:
+            files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+            for path in sorted(files, key=lambda path: path == folder / MANIFEST_FILE):
+                key = self.key_of(run_folder, path)
+                _tried(
+                    lambda path=path, key=key: self.client.upload_file(str(path), self.bucket, key),
+                    self._errors, f"upload {path} to s3://{self.bucket}/{key}",
+                )  # fmt: skip
+
+    def key_of(self, run_folder: Path, path: Path) -> str:
+        """Return the key of a file."""
+        run = run_folder.absolute()
+        parts = (self.prefix, run.parent.name, run.name, path.relative_to(run_folder).as_posix())
+        return "/".join(part for part in parts if part)
+
+
+def model_card(folder: Path, scores: dict[str, float] | None = None) -> str:
+    """Return the README of an exported policy: what it was made from, how, and how it did.
+
+    Args:
+        folder: Of the export, with its manifest and configuration.
+        scores: Validations of the run, by the name of the checkpoint.
+    """
+    manifest = Manifest.load(folder)
+    config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    base = _value(config, "policy.model_name_or_path")
+    datasets = _value(config, "train.train_policy.dataset.name")
+    kind = str(_value(config, "train.train_policy.type") or "").upper()
+    head: dict[str, Any] = {"library_name": "transformers", "tags": ["rlinf", *([kind.lower()] if kind else [])]}
+    # The hub knows models and datasets by its own names, not by paths of this machine.
+    head |= {
+        key: name for key, name in (("base_model", base), ("datasets", datasets)) if name and not Path(name).exists()
+    }
+    facts = {
+        "class": manifest.model.get("class"),
+        "trained": {"merged": "LoRA adapters, merged", "adapter": "LoRA adapters"}.get(
+            manifest.lora.get("state", ""), "all weights"
+        ),
+        "updates": manifest.policy_version,
+        "seed": manifest.seed,
+        "rlinf": manifest.versions.get("rlinf"),
+        "code": manifest.git_revision,
+        **{name: manifest.versions.get(name) for name in ("torch", "transformers", "peft")},
+    }
+    rows = [f"| {name} | {value} |" for name, value in facts.items() if value is not None]
+    lines = [
+        "---",
+        yaml.safe_dump(head, sort_keys=False).strip(),
+        "---",
+        "",
+        f"# {Path(base).name if base else folder.name}",
+        "",
+    ]
+    by, origin = (f" by {kind}" if kind else ""), (f" from {head['base_model']}" if "base_model" in head else "")
+    lines += [f"Trained{by}{origin} with rlinf.", ""]
+    lines += ["| | |", "|---|---|", *rows, ""]
+    if scores:
+        lines += ["## Validation", "", "| checkpoint | score |", "|---|---|"]
+        lines += [f"| {name} | {score:.4f} |" for name, score in scores.items()] + [""]
+    return "\n".join(lines)
+
+
+def _scores(folders: Sequence[Path]) -> dict[str, float] | None:
+    """Return ``scores`` of the loop's state in the checkpoint among the folders."""
+    for folder in folders:
+        if (folder / STATE_FILE).is_file():
+            return json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))["loop_state"].get("scores")
+    return None
+
+
+def _value(config: Any, path: str) -> Any:
+    for part in path.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
+
+
+def _tried(action: Callable[[], Result], errors: tuple[type[Exception], ...], what: str) -> Result:
+    """Return what ``action`` returns, tried ``TRIES`` times; raise CheckpointError without any secret in it."""
+    for number in range(TRIES - 1):
+        with suppress(*errors):
+            return action()
+        time.sleep(BACKOFF_S * 2**number)
+    try:
+        return action()
+    except errors as error:
+        reason = _without_secrets(f"{type(error).__name__}: {error}")
+        # Without the error itself, whose text may hold a secret.
+        raise CheckpointError(f"Cannot {what}, tried {TRIES} times ({reason})") from None
+
+
+def _without_secrets(text: str) -> str:
+    for value in {*(os.environ.get(name) for name in SECRETS), get_token()}:
+        if value:
+            text = text.replace(value, "***")
+    return text

@@ -1,0 +1,358 @@
+"""Uploads against a hub that runs here and against moto's S3: what arrives, what is refused before training, what is tried again."""
+
+import base64
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import pytest
+import yaml
+
+from rlinf.checkpoints import upload as upload_module
+from rlinf.checkpoints.checkpoint_manager import CheckpointManager
+from rlinf.checkpoints.upload import S3Upload, model_card
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.manifest import Manifest, hash_files, verify_files
+
+TOKEN = "hf_secret_of_this_test"
+MANIFEST = Manifest(
+    {"rlinf": "0.2.0", "torch": "2.13.0"}, {"class": "LlamaForCausalLM"}, {}, {}, {}, {"state": "merged"}, "float32", {}, None,
+    policy_version=7, seed=3, git_revision="abc",
+)  # fmt: skip
+RECIPE = {
+    "policy": {"model_name_or_path": "owner/base-model"},
+    "train": {"train_policy": {"type": "sft", "dataset": {"name": "owner/rows"}}},
+}
+STAMP = "20260101000000"
+
+
+def finished_run(root: Path) -> tuple[Path, list[Path]]:
+    """A run folder with a last checkpoint and the final export, as the manager hands them over."""
+    run = root / "outputs" / "my-sft" / STAMP
+    for name in ("checkpoints/step_7", "safetensors/final"):
+        folder = run / name
+        (folder / "trainer_state").mkdir(parents=True)
+        (folder / "trainer_state" / "__0_0.distcp").write_bytes(b"shards")
+        (folder / "config.yaml").write_text(yaml.safe_dump(RECIPE))
+        (folder / "00000.safetensors").write_bytes(b"weights " * 9)
+    state = {"format": 1, "loop_state": {"scores": {"step_5": 0.25, "step_7": 0.5}}}
+    (run / "checkpoints" / "step_7" / "state.json").write_text(json.dumps(state))
+    folders = [run / "checkpoints" / "step_7", run / "safetensors" / "final"]
+    for folder in folders:
+        Manifest(**{**vars(MANIFEST), "files": hash_files(folder)}).save(folder)
+    return run, folders
+
+
+class Hub(ThreadingHTTPServer):
+    """The part of the hub's API that an upload needs.
+
+    Attributes:
+        calls: ``METHOD path`` of each request.
+        files: Content by path in the repository.
+        failures: Answers with status 500 that are still to come, for commits.
+        role: Of the token.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _HubHandler)
+        self.calls: list[str] = []
+        self.files: dict[str, bytes] = {}
+        self.created: list[dict] = []
+        self.failures, self.role = 0, "write"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _HubHandler(BaseHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _answer(self, value: object, status: int = 200) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _is_known(self) -> bool:
+        if self.headers.get("Authorization") == f"Bearer {TOKEN}":
+            return True
+        self._answer({"error": "Invalid credentials"}, 401)
+        return False
+
+    def do_GET(self) -> None:
+        hub = self.server
+        hub.calls.append(f"GET {self.path}")
+        if self._is_known() and self.path == "/api/whoami-v2":
+            self._answer({"type": "user", "name": "me", "auth": {"accessToken": {"role": hub.role}}})
+        elif self.path != "/api/whoami-v2":
+            self._answer({"error": "not here"}, 404)
+
+    def do_POST(self) -> None:
+        hub = self.server
+        hub.calls.append(f"POST {self.path}")
+        body = self._body()
+        if not self._is_known():
+            return
+        if self.path == "/api/repos/create":
+            hub.created.append(json.loads(body))
+            self._answer({"url": f"{hub.address}/me/policy"})
+        elif self.path == "/api/validate-yaml":
+            self._answer({"errors": [], "warnings": []})
+        elif "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            modes = [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in files]
+            self._answer({"files": modes})
+        elif "/commit/" in self.path:
+            if hub.failures:
+                hub.failures -= 1
+                self._answer({"error": "the hub is down"}, 500)
+                return
+            for line in body.decode().splitlines():
+                entry = json.loads(line)
+                if entry["key"] == "file":
+                    hub.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+            self._answer({"commitUrl": f"{hub.address}/c/1", "commitOid": "1", "hookOutput": "", "success": True})
+        else:
+            self._answer({"error": f"{self.path} is not known here"}, 404)
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        data = b""
+        while size := int(self.rfile.readline(), 16):
+            data += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return data
+
+
+@pytest.fixture
+def hub():
+    server = Hub()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+PROGRAM = """
+import logging, sys
+from pathlib import Path
+from rlinf.checkpoints import upload
+from rlinf.errors import RLinfError
+logging.basicConfig(level=logging.DEBUG)
+upload.BACKOFF_S = 0.01
+try:
+    hub = upload.HubUpload("policy")
+    print("begun", flush=True)
+    run = Path(sys.argv[1])
+    hub.upload(run, [run / "checkpoints" / "step_7", run / "safetensors" / "final"], is_final=True)
+    print("done")
+except RLinfError as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def upload_to(hub: Hub, run: Path, token: str | None = TOKEN) -> str:
+    """Upload in a process of its own, as the hub's library reads its settings once; return what it says."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(run.parents[2] / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment |= {"HF_TOKEN": token} if token else {}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(run)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert TOKEN not in result.stdout + result.stderr, "a token must not be logged"
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_final_policy_goes_to_a_new_repository_of_the_hub_with_its_card(hub, tmp_path):
+    run, folders = finished_run(tmp_path)
+    assert "done" in upload_to(hub, run)
+    assert [each["name"] for each in hub.created] == [f"policy-{STAMP}"] and hub.created[0].get("visibility") == "private"
+    assert hub.files.keys() == {
+        path.relative_to(folders[1]).as_posix() for path in folders[1].rglob("*") if path.is_file()
+    }, "the final policy, not the checkpoint"
+    assert hub.files["00000.safetensors"] == b"weights " * 9
+    card = hub.files["README.md"].decode()
+    head = yaml.safe_load(card.split("---")[1])
+    assert head == {
+        "library_name": "transformers",
+        "tags": ["rlinf", "sft"],
+        "base_model": "owner/base-model",
+        "datasets": "owner/rows",
+    }
+    for words in (
+        "Trained by SFT from owner/base-model",
+        "| updates | 7 |",
+        "LoRA adapters, merged",
+        "| step_7 | 0.5000 |",
+    ):
+        assert words in card, card
+    assert sum("/commit/" in call for call in hub.calls) == 1
+    verify_files(folders[1], Manifest.load(folders[1]))
+
+
+def test_a_hub_that_is_down_for_a_moment_is_tried_again(hub, tmp_path):
+    run, _ = finished_run(tmp_path)
+    hub.failures = 2
+    assert "done" in upload_to(hub, run)
+
+
+def test_what_the_hub_refuses_is_said(hub, tmp_path):
+    run, _ = finished_run(tmp_path)
+    assert "ConfigError: train.ckpt.upload_hf=true needs a token" in upload_to(hub, run, token=None)
+    said = upload_to(hub, run, token="hf_wrong")
+    assert "ConfigError" in said and "begun" not in said and "hf_wrong" not in said
+    hub.role = "read"
+    assert (
+        "ConfigError: train.ckpt.upload_hf=true needs a token with write access; that of 'me' may only read"
+        in upload_to(hub, run)
+    )
+    hub.role, hub.failures = "write", 1000
+    said = upload_to(hub, run)
+    assert "begun" in said and "CheckpointError: Cannot upload" in said and "tried 3 times" in said
+
+
+def test_a_card_names_no_path_of_this_machine(tmp_path):
+    _, folders = finished_run(tmp_path)
+    here = {"policy": {"model_name_or_path": str(tmp_path)}}
+    (folders[1] / "config.yaml").write_text(yaml.safe_dump(here))
+    card = model_card(folders[1])
+    assert str(tmp_path.parent) not in card and "base_model" not in card and "Validation" not in card
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """moto's S3 on this machine, with a bucket; returns a client."""
+    boto3 = pytest.importorskip("boto3", reason="boto3 is not installed (pip install boto3)")
+    moto = pytest.importorskip("moto.server", reason="moto is not installed (pip install 'moto[s3]' flask flask-cors)")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a very secret key")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(upload_module, "BACKOFF_S", 0.01)
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="mine")
+    yield client
+    urlopen(
+        Request(f"http://{host}:{port}/moto-api/reset", method="POST"), timeout=30
+    ).close()  # all servers of a process share it
+    server.stop()
+
+
+def keys(client) -> list[str]:
+    return [each["Key"] for each in client.list_objects_v2(Bucket="mine").get("Contents", [])]
+
+
+def test_files_arrive_in_s3_below_prefix_and_run(s3, tmp_path):
+    run, folders = finished_run(tmp_path)
+    S3Upload("mine", "outputs").upload(run, folders, is_final=True)
+    expected = {
+        f"outputs/my-sft/{STAMP}/{path.relative_to(run).as_posix()}"
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    assert set(keys(s3)) == expected and len(expected) > 6
+    body = s3.get_object(Bucket="mine", Key=f"outputs/my-sft/{STAMP}/safetensors/final/00000.safetensors")["Body"]
+    assert body.read() == b"weights " * 9
+    assert S3Upload("mine").key_of(run, folders[0] / "config.yaml") == f"my-sft/{STAMP}/checkpoints/step_7/config.yaml"
+
+
+def test_the_manifest_arrives_last(s3, tmp_path, monkeypatch):
+    run, folders = finished_run(tmp_path)
+    upload, sent = S3Upload("mine"), []
+    monkeypatch.setattr(upload.client, "upload_file", lambda path, bucket, key: sent.append(Path(path)))
+    upload.upload(run, folders, is_final=True)
+    assert [path.name for path in sent].count("manifest.json") == 2
+    for folder in folders:
+        assert [path for path in sent if folder in path.parents][-1] == folder / "manifest.json"
+
+
+def test_what_s3_refuses_is_said_before_training(s3, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="needs a bucket. Set train.ckpt.s3_bucket="):
+        S3Upload(None)
+    with pytest.raises(
+        ConfigError, match="Cannot use the S3 bucket 'absent', tried 3 times .*404.*Set train.ckpt.s3_bucket"
+    ):
+        S3Upload("absent")
+    with monkeypatch.context() as patch:
+        patch.delenv("AWS_SECRET_ACCESS_KEY")
+        patch.delenv("AWS_DEFAULT_REGION")
+        with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION are not set"):
+            S3Upload("mine")
+
+
+def test_wrong_keys_are_refused_and_no_key_is_shown(s3, monkeypatch, caplog):
+    from moto.core import set_initial_no_auth_action_count
+
+    @set_initial_no_auth_action_count(0)
+    def refused() -> str:
+        with pytest.raises(ConfigError, match="Cannot use the S3 bucket 'mine', tried 3 times .*403") as error:
+            S3Upload("mine")
+        return str(error.value)
+
+    with caplog.at_level(logging.DEBUG, "rlinf"):
+        said = refused() + caplog.text
+    assert "very secret" not in said and "a key" not in said
+    S3Upload("mine")  # a control
+
+
+def test_what_fails_once_is_tried_again_and_what_fails_always_ends_the_run_at_its_end(s3, tmp_path, monkeypatch):
+    from botocore.exceptions import ClientError
+
+    run, folders = finished_run(tmp_path)
+    upload, calls = S3Upload("mine", every=True), []
+    send = upload.client.upload_file
+
+    def flaky(path, bucket, key):
+        calls.append(key)
+        if len(calls) <= fails:
+            raise ClientError({"Error": {"Code": "SlowDown", "Message": "a very secret key"}}, "PutObject")
+        send(path, bucket, key)
+
+    fails = 2
+    monkeypatch.setattr(upload.client, "upload_file", flaky)
+    upload.upload(run, folders, is_final=True)
+    assert calls[0] == calls[1] == calls[2] != calls[3] and len(keys(s3)) == len(calls) - 2
+    fails = 10**6
+    manager = CheckpointManager(run, uploads=[upload])
+    manager._upload(folders, is_final=False)
+    manager._upload(folders, is_final=True)
+    with pytest.raises(CheckpointError, match="is complete, but not all of it was uploaded: .*tried 3 times") as error:
+        manager.close()
+    assert "secret" not in str(error.value)
+
+
+def test_only_all_takes_every_checkpoint(tmp_path):
+    class Counter:
+        def __init__(self, every):
+            self.every, self.calls = every, []
+
+        def upload(self, run_folder, folders, is_final):
+            self.calls.append(is_final)
+
+    final, every = Counter(False), Counter(True)
+    manager = CheckpointManager(tmp_path, uploads=[final, every])
+    for is_final in (False, False, True):
+        manager._upload([], is_final)
+    assert final.calls == [True] and every.calls == [False, False, True]

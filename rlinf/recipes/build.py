@@ -1,0 +1,363 @@
+"""The parts of a run, made from its configuration."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from transformers import AutoProcessor, AutoTokenizer
+
+from rlinf.distributed.process_group import world_size
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.llm.causal_lm import end_tokens
+from rlinf.llm.hf_policy import HuggingFacePolicy
+from rlinf.llm.losses import DPOLossFn, GRPOLossFn
+from rlinf.manifest import Manifest, git_revision, library_versions
+from rlinf.models.base_weights import weights_digest
+from rlinf.models.hf_model import load_config
+from rlinf.models.positions import num_positions
+from rlinf.recipes.completions import Answers, Completer, Generator
+from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
+from rlinf.recipes.dpo import DPOTrainer
+from rlinf.recipes.grpo import GRPOTrainer
+from rlinf.recipes.loop import Trainer
+from rlinf.recipes.packers import Packer
+from rlinf.recipes.rewards import Rewards, make_rewards
+from rlinf.recipes.rollouts import TorchGenerator, VllmGenerator
+from rlinf.recipes.schedule import count_steps
+from rlinf.recipes.sft import SFTTrainer
+from rlinf.seeding import derive_seed
+
+logger = logging.getLogger("rlinf")
+
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""``param_dtype`` as the manifest names it."""
+TEST_SHARE = 0.1
+"""Share of the rows that are kept for validation, if nothing else is said."""
+LOSS_LEVELS = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum": "sequence_sum"}
+"""``loss_type`` as ``GRPOLossFn`` names it."""
+
+
+@dataclass
+class RecipeData:
+    """What a dataset script gives.
+
+    Attributes:
+        dataset: Rows to train on: a list, ``datasets.Dataset`` or ``datasets.IterableDataset``.
+        packer: Turns them into tokens.
+        reward_fns: Rewards of GRPO; None: those of the configuration.
+        val_dataset: Rows of the validation; None: the first ones of ``dataset`` (``test_size``).
+        val_packer: Turns them into tokens; None: ``packer``.
+    """
+
+    dataset: Any
+    packer: Packer
+    reward_fns: Any = None
+    val_dataset: Any = None
+    val_packer: Packer | None = None
+
+
+def load_processor(config: RecipeConfig) -> Any:
+    """Return the processor of a vision-language model, or the tokenizer of a language model."""
+    name, trust = config.policy.model_name_or_path, False
+    is_vlm = getattr(load_config(name, trust), "vision_config", None) is not None
+    loader = AutoProcessor if is_vlm else AutoTokenizer
+    try:
+        return loader.from_pretrained(name, trust_remote_code=trust)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"'{name}' has no usable {'processor' if is_vlm else 'tokenizer'} ({error}).") from error
+
+
+def policy_settings(config: RecipeConfig, processor: Any) -> dict[str, Any]:
+    """Return the keyword arguments of ``HuggingFacePolicy``."""
+    train, policy, rollout = config.train, config.policy, config.rollout
+    method = train.train_policy
+    declared = num_positions(load_config(policy.model_name_or_path).get_text_config())
+    longest = min(policy.model_max_length, declared or policy.model_max_length)
+    is_grpo, rows_per_sample = method.type == "grpo", 2 if method.type == "dpo" else 1
+    rows = batch_size(config) * rows_per_sample // world_size()
+    micro_batch = max(1, min(method.mini_batch * rows_per_sample, rows))
+    lora = policy.lora
+    return {
+        "torch_dtype": train.param_dtype,
+        "learning_rate": train.optm_lr,
+        "weight_decay": train.optm_weight_decay,
+        "optimizer": train.optm_name,
+        "betas": list(train.optm_betas),
+        "epsilon": train.epsilon,
+        "max_grad_norm": train.optm_grad_norm_clip or 1e9,
+        "micro_batch_size": micro_batch,
+        "max_tokens_per_microbatch": micro_batch * longest if train.sequence_packing else None,
+        "sequence_packing": train.sequence_packing,
+        "gradient_checkpointing": policy.model_gradient_checkpointing,
+        "compile": train.compile,
+        "lora": None if lora is None else {
+            "rank": lora.r, "alpha": round(lora.lora_alpha), "dropout": lora.lora_dropout,
+            "target_modules": None if lora.target_modules == "all-linear" else lora.target_modules,
+        },
+        "device_map": None if policy.device == "cpu" else "auto",
+        "cpu_offload": train.fsdp_offload,
+        **_sharding(config),
+        "seed": train.seed or 0,
+        "temperature": method.temperature if is_grpo else 1.0,
+        "max_new_tokens": rollout.max_response_length,
+        "max_model_len": longest,
+        "tokenizer": getattr(processor, "tokenizer", processor),
+    }  # fmt: skip
+
+
+def _sharding(config: RecipeConfig) -> dict[str, Any]:
+    """Return how the ranks hold the model: shards of ``dp_shard_size`` ranks, or each rank the whole."""
+    size = config.policy.parallelism.dp_shard_size
+    if world_size() == 1:
+        return {"sharding": "auto"}
+    if size == 1:
+        return {"sharding": "replicate"}
+    return {"sharding": "fsdp2", "shard_size": size if size > 0 and world_size() % size == 0 else None}
+
+
+def batch_size(config: RecipeConfig) -> int:
+    """Return the rows of one step (answers, in GRPO) over all replicas."""
+    parallelism = config.policy.parallelism
+    replicas = parallelism.n_init_replicas * parallelism.dp_replicate_size
+    return config.train.train_batch_per_replica * replicas
+
+
+def describe_data(config: RecipeConfig, trainer: Trainer) -> dict[str, Any]:
+    """Return what determines the rows of a step."""
+    num_rows = len(trainer.rows) if isinstance(trainer.rows, PackedRows) else None
+    return {"num_rows": num_rows, "batch_size": batch_size(config), "seed": config.train.seed or 0}
+
+
+def token_manifest(config: RecipeConfig, policy: HuggingFacePolicy, steps: int) -> Manifest:
+    """Return the conditions of a token policy after so many steps."""
+    text = policy.model.config
+    lora: dict[str, Any] = {"state": "none"}
+    if policy.config.lora is not None:
+        lora = {"state": "adapter", "base_sha256": _digest(policy.model_name), **policy.config.lora}
+    return Manifest(
+        versions=library_versions(),
+        model={"model_type": text.model_type, "class": type(policy.model).__name__},
+        normalization={},
+        preprocessing={},
+        actions={},
+        lora=lora,
+        precision=PRECISIONS[config.train.param_dtype],
+        env={},
+        renderer=None,
+        policy_version=steps,
+        seed=config.train.seed or 0,
+        git_revision=git_revision(),
+    )
+
+
+@lru_cache(maxsize=1)
+def _digest(model_name: str) -> str | None:
+    return weights_digest(model_name)
+
+
+def make_trainer(
+    config: RecipeConfig, policy: HuggingFacePolicy, processor: Any, data: RecipeData, stack: ExitStack
+) -> Trainer:
+    """Return the trainer of ``train.train_policy.type``.
+
+    Raises:
+        ConfigError: The data are too few, a row cannot be used, or settings do not fit.
+    """
+    method = config.train.train_policy
+    packers = [data.packer] if data.val_packer is None else [data.packer, data.val_packer]
+    for packer in packers:
+        packer.setup(config, processor)
+    return _MAKERS[method.type](config, policy, processor, data, stack)
+
+
+def _make_sft(
+    config: RecipeConfig, policy: HuggingFacePolicy, processor: Any, data: RecipeData, stack: ExitStack
+) -> SFTTrainer:
+    train_rows, val_rows = _split(config, data)
+    rows = _packed(config, train_rows, data.packer.sample)
+    packer = data.val_packer or data.packer
+    validation = None if val_rows is None else _in_order(config, val_rows, packer.sample)
+    answers = None
+    if val_rows is not None and config.validation.reward_function:
+        completer = _completer(config, policy, processor, make_rewards(config.validation.reward_function), stack)
+        answers = _answers(config, completer, val_rows, packer)
+    return SFTTrainer(
+        policy,
+        rows,
+        num_steps=_num_steps(config, rows),
+        batch_size=batch_size(config),
+        validation_rows=validation,
+        num_workers=config.train.train_policy.dataloader_num_workers,
+        answers=answers,
+    )
+
+
+def _make_dpo(
+    config: RecipeConfig, policy: HuggingFacePolicy, processor: Any, data: RecipeData, stack: ExitStack
+) -> DPOTrainer:
+    train_rows, val_rows = _split(config, data)
+    rows = _packed(config, train_rows, data.packer.pair)
+    if isinstance(rows, StreamedRows):
+        raise ConfigError("DPO keeps the reference log-probabilities of all rows, so it cannot stream its dataset.")
+    packer = data.val_packer or data.packer
+    method = config.train.train_policy
+    return DPOTrainer(
+        policy,
+        rows,
+        num_steps=_num_steps(config, rows),
+        batch_size=batch_size(config),
+        loss=DPOLossFn(beta=method.dpo_beta, label_smoothing=method.dpo_label_smoothing),
+        validation_rows=None if val_rows is None else _in_order(config, val_rows, packer.pair),
+    )
+
+
+def _make_grpo(
+    config: RecipeConfig, policy: HuggingFacePolicy, processor: Any, data: RecipeData, stack: ExitStack
+) -> GRPOTrainer:
+    method, rollout = config.train.train_policy, config.rollout
+    train_rows, val_rows = _split(config, data)
+    rows = _packed(config, train_rows, data.packer.prompt)
+    rewards = make_rewards(data.reward_fns or method.reward_function)
+    completer = _completer(config, policy, processor, rewards, stack)
+    packer = data.val_packer or data.packer
+    dual_clip = method.lower_bound_ratio
+    loss = GRPOLossFn(
+        clip_range_low=method.epsilon_low,
+        clip_range_high=method.epsilon_high,
+        dual_clip=dual_clip if dual_clip > 0 else None,
+        ratio_level="sequence" if method.variant == "gspo" else "token",
+        loss_level=LOSS_LEVELS[method.loss_type],
+        kl_coef=method.kl_beta,
+    )
+    advantage = "leave_one_out" if method.variant == "rloo" else "unscaled" if method.unbiased_advantage else "scaled"
+    return GRPOTrainer(
+        policy,
+        rows,
+        num_steps=_num_steps(config, rows, rollout.n_generation),
+        batch_size=batch_size(config),
+        group_size=rollout.n_generation,
+        loss=loss,
+        completer=completer,
+        seed=config.train.seed or 0,
+        advantage=advantage,
+        num_updates=method.mu_iterations,
+        max_resamples=method.max_resamples if method.variant == "dapo" else 0,
+        answers=None if val_rows is None else _answers(config, completer, val_rows, packer),
+    )
+
+
+_MAKERS: dict[str, Callable[..., Trainer]] = {"sft": _make_sft, "dpo": _make_dpo, "grpo": _make_grpo}
+
+
+def _split(config: RecipeConfig, data: RecipeData) -> tuple[Any, Rows | None]:
+    """Return the rows to train on, and those of the validation, if there is one."""
+    if not config.validation.enable:
+        return data.dataset, None
+    if data.val_dataset is not None:
+        return data.dataset, _as_rows(data.val_dataset)
+    if is_streamed(data.dataset):
+        raise ConfigError(
+            "A streamed dataset has no rows to split off. Give val_dataset, or set validation.enable=false"
+        )
+    size = config.train.train_policy.dataset.test_size
+    val_rows, train_rows = _as_rows(data.dataset).split_off(TEST_SHARE if size is None else size)
+    return train_rows, val_rows
+
+
+def _as_rows(dataset: Any) -> Rows:
+    return dataset if isinstance(dataset, Rows) else Rows(dataset)
+
+
+def is_streamed(dataset: Any) -> bool:
+    """Return whether a dataset is read row by row."""
+    return not isinstance(dataset, Rows) and not hasattr(dataset, "__len__")
+
+
+def _packed(config: RecipeConfig, dataset: Any, pack: Callable[[dict[str, Any]], Any]) -> PackedRows | StreamedRows:
+    method = config.train.train_policy
+    seed = derive_seed(config.train.seed or 0, "rows") if method.dataloader_shuffle else None
+    skip = method.dataset.skip_bad_rows
+    rows = (
+        StreamedRows(dataset, pack, seed, skip)
+        if is_streamed(dataset)
+        else PackedRows(_as_rows(dataset), pack, seed, skip)
+    )
+    rows.check()
+    return rows
+
+
+def _in_order(config: RecipeConfig, dataset: Rows, pack: Callable[[dict[str, Any]], Any]) -> PackedRows:
+    rows = PackedRows(dataset, pack, None, config.train.train_policy.dataset.skip_bad_rows)
+    rows.check()
+    return rows
+
+
+def _num_steps(config: RecipeConfig, rows: PackedRows | StreamedRows, rows_per_sample: int = 1) -> int:
+    train = config.train
+    if isinstance(rows, StreamedRows):
+        if train.max_num_steps is None:
+            raise ConfigError("A streamed dataset does not tell how many rows it has. Set train.max_num_steps=<steps>")
+        return train.max_num_steps
+    return count_steps(len(rows), train.epoch, batch_size(config), rows_per_sample, train.max_num_steps)
+
+
+def _answers(config: RecipeConfig, completer: Completer, dataset: Rows, packer: Packer) -> Answers:
+    rows = _in_order(config, dataset, packer.prompt)
+    return Answers(completer, [rows[number] for number in range(len(rows))])
+
+
+def _completer(
+    config: RecipeConfig, policy: HuggingFacePolicy, processor: Any, rewards: Rewards, stack: ExitStack
+) -> Completer:
+    tokenizer = getattr(processor, "tokenizer", processor)
+    generator = _generator(config, policy)
+    stack.callback(generator.close)
+    rows = config.rollout.batch_size * config.rollout.n_generation
+    return Completer(
+        generator,
+        tokenizer,
+        rewards,
+        batch_size=rows,
+        max_new_tokens=config.rollout.max_response_length,
+        end_tokens=end_tokens(policy.model, tokenizer, None),
+    )
+
+
+def _generator(config: RecipeConfig, policy: HuggingFacePolicy) -> Generator:
+    """Return the engine of ``rollout.backend``; the trained model where vLLM is not installed or cannot read the inputs."""
+    sampling, rollout = config.rollout.sampling_config, config.rollout
+    for name, neutral in (("top_k", -1), ("top_p", 1.0), ("repetition_penalty", 1.0)):
+        value = getattr(sampling, name)
+        if value not in (neutral, None):
+            logger.warning(
+                "rollout.sampling_config.%s=%s is not used: answers are drawn from the whole distribution, which is the one that is scored "
+                "and trained", name, value,
+            )  # fmt: skip
+    if not rollout.backend.startswith("vllm"):
+        return TorchGenerator(policy)
+    is_vlm = getattr(policy.model.config, "vision_config", None) is not None
+    reason = "it takes token ids only, and the model reads images" if is_vlm else None
+    reason = reason or (None if importlib.util.find_spec("vllm") else "the package vllm is not installed")
+    if reason is not None:
+        logger.warning("rollout.backend=%s is not used: %s. The trained model generates", rollout.backend, reason)
+        return TorchGenerator(policy)
+    return VllmGenerator(policy, {
+        "model_name": policy.model_name,
+        "max_new_tokens": rollout.max_response_length,
+        "temperature": policy.temperature,
+        "seed": config.train.seed or 0,
+        "vllm_cfg": {
+            "tensor_parallel_size": rollout.parallelism.tp_size,
+            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+            "enable_chunked_prefill": rollout.enable_chunked_prefill,
+            "max_model_len": policy.config.max_model_len,
+            "dtype": config.train.param_dtype,
+        },
+    })  # fmt: skip

@@ -1,0 +1,116 @@
+"""Direct preference optimisation of language and vision-language models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rlinf.distributed.process_group import gather_objects, sum_over_ranks
+from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.hf_policy import HuggingFacePolicy
+from rlinf.llm.losses import DPOLossFn
+from rlinf.recipes.datasets import PackedRows
+from rlinf.recipes.loop import Update, Validation, own_share
+from rlinf.recipes.samples import Sample, collate
+
+Pair = tuple[Sample, Sample]
+
+
+class DPOTrainer:
+    """Preferences between two answers (``DPOLossFn``).
+
+    The log-probabilities of the reference are computed once, for all rows, when the trainer is made: before the state of a checkpoint is
+    loaded.
+
+    Args:
+        policy: Trained; now it is the reference.
+        rows: Pairs of the chosen and the rejected sample.
+        num_steps: Steps of the run.
+        batch_size: Pairs of one step, over all ranks.
+        loss: Of the pairs.
+        validation_rows: Pairs of the validation; None: none.
+    """
+
+    phase = "rl"
+
+    def __init__(
+        self,
+        policy: HuggingFacePolicy,
+        rows: PackedRows[Pair],
+        *,
+        num_steps: int,
+        batch_size: int,
+        loss: DPOLossFn,
+        validation_rows: PackedRows[Pair] | None = None,
+    ) -> None:
+        self.policy, self.rows, self.validation_rows = policy, rows, validation_rows
+        self.num_steps, self.batch_size = num_steps, batch_size
+        self._loss = loss
+        self._references = self._score(rows)
+        self._validation_references = [] if validation_rows is None else self._score(validation_rows)
+
+    def update(self, step: int) -> Update:
+        """See ``Trainer.update``."""
+        numbers = self.rows.numbers(step, self.batch_size)
+        share = own_share(len(numbers))
+        batch = self._batch(self.rows, self._references, numbers[share].tolist())
+        (num_tokens,) = sum_over_ranks([float(batch["attention_mask"].sum())])
+        metrics: dict[str, Any] = self.policy.train(batch, self._loss)
+        named = {f"train/{name}": metrics[name] for name in ("loss", "grad_norm")}
+        named |= _preference_metrics(metrics, "train")
+        named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
+        return Update(metrics["loss"], named, num_tokens, 2 * self.batch_size)
+
+    def validate(self, step: int) -> Validation | None:
+        """Return the loss and the share of right preferences on the validation pairs."""
+        if self.validation_rows is None:
+            return None
+        rows = self.validation_rows
+        share = own_share(len(rows))
+        totals = torch.zeros(0)
+        with self.policy.parallel.whole():
+            for start in range(share.start, share.stop, self.batch_size):
+                numbers = list(range(start, min(start + self.batch_size, share.stop)))
+                batch = self._batch(rows, self._validation_references, numbers)
+                output = self._loss.from_logprobs(
+                    self.policy.get_logprobs(batch)["logprobs"], batch, self._loss.counts(batch)
+                )
+                values = torch.stack([output.loss, *(output.metrics[name] for name in sorted(output.metrics))])
+                weighted = values.double() * self._loss.counts(batch).samples
+                totals = weighted if not len(totals) else totals + weighted
+        names = ["loss", *sorted(_METRICS)]
+        sums = totals.tolist() if len(totals) else [0.0] * len(names)
+        means = [total / len(rows) for total in sum_over_ranks(sums)]
+        metrics = dict(zip(names, means, strict=True))
+        text = f"loss {metrics['loss']:.6g}, accuracy {metrics['accuracy']:.4f}"
+        return Validation(-metrics["loss"], {"eval/loss": metrics["loss"]} | _preference_metrics(metrics, "eval"), text)
+
+    def close(self) -> None:
+        """See ``Trainer.close``."""
+
+    def _batch(self, rows: PackedRows[Pair], references: list[Tensor], numbers: list[int]) -> BatchedDataDict:
+        batch = collate([sample for number in numbers for sample in rows[number]])
+        kept = [references[2 * number + i] for number in numbers for i in range(2)]
+        batch["reference_logprobs"] = pad_sequence(kept, batch_first=True)
+        return batch
+
+    def _score(self, rows: PackedRows[Pair]) -> list[Tensor]:
+        """Return the log-probabilities ``[S]`` of all chosen and rejected samples, in turn, on every rank."""
+        share, own = own_share(len(rows)), []
+        with self.policy.parallel.whole():
+            for start in range(share.start, share.stop, self.batch_size):
+                numbers = range(start, min(start + self.batch_size, share.stop))
+                samples = [sample for number in numbers for sample in rows[number]]
+                scores = self.policy.get_logprobs(collate(samples))["logprobs"].cpu()
+                own += [row[: len(each.input_ids)].clone() for row, each in zip(scores, samples, strict=True)]
+        return [each for part in gather_objects(own) for each in part]
+
+
+_METRICS = ("accuracy", "reward_chosen", "reward_rejected", "reward_margin")
+
+
+def _preference_metrics(metrics: dict[str, Any], section: str) -> dict[str, float]:
+    return {f"{section}/preference_{name.removeprefix('reward_')}": metrics[name] for name in _METRICS}

@@ -1,0 +1,190 @@
+"""Group relative policy optimisation with rewards that are functions of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf.distributed.process_group import rank, sum_over_ranks, world_size
+from rlinf.errors import ConfigError
+from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.hf_policy import HuggingFacePolicy
+from rlinf.llm.losses import GRPOLossFn
+from rlinf.recipes.completions import Answers, Completer, Completion, completion_metrics
+from rlinf.recipes.datasets import PackedRows, StreamedRows
+from rlinf.recipes.loop import Update, Validation
+from rlinf.recipes.samples import Prompt, collate
+from rlinf.seeding import derive_seed
+
+EPSILON = 1e-6
+"""Added to the deviation of a group."""
+MAX_ADVANTAGE = 5.0
+"""Advantages are clipped to plus and minus this."""
+
+
+class GRPOTrainer:
+    """Groups of answers to a prompt, whose rewards are compared (Shao et al. 2024, section 4.1).
+
+    The random numbers of an answer depend on the seed, the step, its group and its place there, and not on ranks or earlier steps.
+
+    Args:
+        policy: Trained.
+        rows: Prompts.
+        num_steps: Steps of the run, each with new answers.
+        batch_size: Answers of one step, over all ranks.
+        group_size: Answers of a prompt.
+        loss: Of the answers.
+        completer: Generates and rewards them.
+        seed: Of the answers.
+        advantage: How rewards are compared: a key of ``ADVANTAGES``.
+        num_updates: Optimiser steps on the answers of a step.
+        max_resamples: How often a group whose rewards are equal is replaced.
+        answers: Evaluates the policy; None: nothing does.
+    """
+
+    phase = "rl"
+
+    def __init__(
+        self,
+        policy: HuggingFacePolicy,
+        rows: PackedRows[Prompt] | StreamedRows[Prompt],
+        *,
+        num_steps: int,
+        batch_size: int,
+        group_size: int,
+        loss: GRPOLossFn,
+        completer: Completer,
+        seed: int,
+        advantage: str = "scaled",
+        num_updates: int = 1,
+        max_resamples: int = 0,
+        answers: Answers | None = None,
+    ) -> None:
+        if batch_size % (group_size * world_size()):
+            raise ConfigError(
+                f"A batch of {batch_size} answers cannot be divided into groups of rollout.n_generation={group_size} on {world_size()} "
+                f"ranks. Set train.train_batch_per_replica to a multiple of {group_size * world_size()}"
+            )
+        self.policy, self.rows, self.completer, self.answers = policy, rows, completer, answers
+        self.num_steps, self.batch_size, self.group_size = num_steps, batch_size, group_size
+        self.seed, self.advantage, self.num_updates = seed, advantage, num_updates
+        self.max_resamples = max_resamples
+        self._loss = loss
+        if loss.needs_reference:
+            policy.keep_reference()
+
+    def update(self, step: int) -> Update:
+        """Collect answers and learn from them."""
+        with self.completer.generator.ready():
+            groups, num_replaced = self._collect(step)
+        own = [each for group in groups for each in group]
+        batch = self._batch(groups, own)
+        (num_tokens,) = sum_over_ranks([float(batch["attention_mask"].sum())])
+        updates = [self.policy.train(batch, self._loss) for _ in range(self.num_updates)]
+        metrics: dict[str, Any] = {name: sum(each[name] for each in updates) / len(updates) for name in updates[0]}
+        named = completion_metrics(own, "rollout")
+        flat = sum_over_ranks([float(sum(_is_flat(group) for group in groups)), float(num_replaced)])
+        named["rollout/zero_variance_group_fraction"] = flat[0] * self.group_size / self.batch_size
+        named["rollout/replaced_groups"] = flat[1]
+        for name in ("logprob_gap_mean", "logprob_gap_exp_mean"):
+            named[f"rollout/{name}"] = updates[0][name]
+        for name in ("loss", "grad_norm", "policy_loss", "approx_kl", "clip_fraction", "kl_to_reference"):
+            if name in metrics:
+                named[f"train/{name}"] = metrics[name]
+        named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
+        return Update(metrics["loss"], named, num_tokens, self.batch_size)
+
+    def validate(self, step: int) -> Validation | None:
+        """See ``Trainer.validate``."""
+        return None if self.answers is None else self.answers(step)
+
+    def close(self) -> None:
+        """See ``Trainer.close``."""
+
+    def _collect(self, step: int) -> tuple[list[list[Completion]], int]:
+        """Return the groups of this rank with their advantages, and how many of them replace others."""
+        num_groups = self.batch_size // self.group_size // world_size()
+        prompts = self.rows.batch(step, num_groups * world_size(), rank(), world_size())
+        numbers = range(rank() * num_groups, (rank() + 1) * num_groups)
+        groups = self._groups(step, 0, dict(zip(numbers, prompts, strict=True)))
+        num_replaced = 0
+        for attempt in range(1, 1 + self.max_resamples):
+            flat = [number for number, group in groups.items() if _is_flat(group)]
+            if not flat:
+                break
+            num_replaced += len(flat)
+            others = {number: self._other_prompt(step, attempt, number, groups[number][0].prompt) for number in flat}
+            groups |= self._groups(step, attempt, others)
+        for group in groups.values():
+            rewards = torch.tensor([each.reward for each in group], dtype=torch.float64)
+            for each, value in zip(group, ADVANTAGES[self.advantage](rewards).tolist(), strict=True):
+                each.advantage = value
+        return list(groups.values()), num_replaced
+
+    def _groups(self, step: int, attempt: int, prompts: dict[int, Prompt]) -> dict[int, list[Completion]]:
+        repeated = [prompt for prompt in prompts.values() for _ in range(self.group_size)]
+        seeds = [
+            derive_seed(self.seed, "answer", step, attempt, number, place)
+            for number in prompts
+            for place in range(self.group_size)
+        ]
+        found = self.completer.complete(repeated, seeds)
+        size = self.group_size
+        return {number: found[i * size : (i + 1) * size] for i, number in enumerate(prompts)}
+
+    def _other_prompt(self, step: int, attempt: int, number: int, present: Prompt) -> Prompt:
+        """Return another prompt of the dataset; of a streamed one the same again, whose answers will be others."""
+        if isinstance(self.rows, StreamedRows):
+            return present
+        random = np.random.default_rng(derive_seed(self.seed, "replacement", step, attempt, number))
+        return self.rows[int(random.integers(len(self.rows)))]
+
+    def _batch(self, groups: Sequence[Sequence[Completion]], own: Sequence[Completion]) -> BatchedDataDict:
+        batch = collate([each.sample() for each in own])
+        batch["advantages"] = torch.tensor([each.advantage for each in own], dtype=torch.float32)
+        generated = torch.zeros(batch["input_ids"].shape)
+        for row, each in enumerate(own):
+            start = len(each.prompt.input_ids)
+            generated[row, start : start + len(each.tokens)] = torch.tensor(each.logprobs)
+        batch["generation_logprobs"] = generated
+        if self.num_updates > 1:
+            batch["old_logprobs"] = self.policy.get_logprobs(batch)["logprobs"]
+        if self._loss.needs_reference:
+            batch["reference_logprobs"] = self.policy.get_reference_logprobs(batch)["logprobs"]
+        return batch
+
+
+def _is_flat(group: Sequence[Completion]) -> bool:
+    return len({each.reward for each in group}) == 1
+
+
+def scaled_advantages(rewards: Tensor) -> Tensor:
+    """Return ``(r - mean) / (std + 1e-6)`` of a group ``[G]``, with the population's deviation (Shao et al. 2024, section 4.1.2)."""
+    return _clipped((rewards - rewards.mean()) / (rewards.std(correction=0) + EPSILON))
+
+
+def unscaled_advantages(rewards: Tensor) -> Tensor:
+    """Return ``r - mean`` of a group ``[G]``, which does not favour questions with little spread (Liu et al. 2025, section 3.1)."""
+    return _clipped(rewards - rewards.mean())
+
+
+def leave_one_out_advantages(rewards: Tensor) -> Tensor:
+    """Return ``r`` minus the mean of the others of the group ``[G]`` (RLOO, Ahmadian et al. 2024, eq. 7)."""
+    others = max(1, len(rewards) - 1)
+    return _clipped((rewards - rewards.mean()) * len(rewards) / others)
+
+
+def _clipped(advantages: Tensor) -> Tensor:
+    return advantages.clamp(-MAX_ADVANTAGE, MAX_ADVANTAGE)
+
+
+ADVANTAGES = {
+    "scaled": scaled_advantages,
+    "unscaled": unscaled_advantages,
+    "leave_one_out": leave_one_out_advantages,
+}
+"""How the rewards of a group ``[G]`` are compared."""

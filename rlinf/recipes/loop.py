@@ -1,0 +1,267 @@
+"""What the trainers of recipes share: steps, metrics, validation, checkpoints and an orderly end. Every rank runs a loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlinf.checkpoints.checkpoint_manager import CheckpointManager, save_is_due
+from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.process_group import any_rank, rank, world_size
+from rlinf.files import write_text
+from rlinf.llm.hf_policy import HuggingFacePolicy
+from rlinf.manifest import Manifest
+from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.schedule import learning_rate
+from rlinf.recipes.throughput import flops_per_token, peak_flops
+from rlinf.tracking.progress import Progress
+from rlinf.tracking.tracker import Tracker
+from rlinf.training.stop_signal import StopRequested, StopSignal
+
+logger = logging.getLogger("rlinf")
+
+SAMPLES_FOLDER = "samples"
+"""Folder of a run with one file of completions for each evaluation."""
+
+
+@dataclass
+class LoopState:
+    """Where a run is; a checkpoint holds it.
+
+    Attributes:
+        step: Optimiser steps done.
+        data: What determines the rows of a step, which a resumed run must have too.
+        rows: State of the dataset.
+        num_tokens: Tokens trained on or scored so far, without padding, over all ranks.
+        train_wall_s: Seconds of training, without validation.
+        scores: Score of each validation by the name of the checkpoint that follows it; higher is better.
+        tracker_run_id: Identity of the run of the tracker.
+    """
+
+    step: int = 0
+    data: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, Any] = field(default_factory=dict)
+    num_tokens: float = 0.0
+    train_wall_s: float = 0.0
+    scores: dict[str, float] = field(default_factory=dict)
+    tracker_run_id: str | None = None
+
+
+@dataclass
+class Update:
+    """What a step returns.
+
+    Attributes:
+        loss: Of the step.
+        metrics: Named as in ``rlinf.tracking.METRICS``.
+        num_tokens: Tokens of the batch on all ranks, without padding.
+        num_rows: Rows of the batch on all ranks.
+    """
+
+    loss: float
+    metrics: dict[str, float]
+    num_tokens: float
+    num_rows: float
+
+
+@dataclass
+class Validation:
+    """What an evaluation returns on every rank.
+
+    Attributes:
+        score: By which checkpoints are compared; higher is better.
+        metrics: Named as in ``rlinf.tracking.METRICS``.
+        samples: Completions with their rewards, on rank 0.
+        text: One line about it.
+    """
+
+    score: float
+    metrics: dict[str, float]
+    text: str
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Trainer(Protocol):
+    """A method of training.
+
+    Attributes:
+        phase: ``sft`` or ``rl``, as the tracker names it.
+        num_steps: Steps of the run.
+        rows: Its dataset.
+    """
+
+    phase: str
+    num_steps: int
+    rows: Any
+
+    def update(self, step: int) -> Update:
+        """Take one step (a collective call)."""
+
+    def validate(self, step: int) -> Validation | None:
+        """Evaluate the present weights (a collective call); None: there is nothing to evaluate on."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+class Loop:
+    """Runs a trainer from the step of its state to the end.
+
+    Args:
+        config: Of the run.
+        policy: Trained.
+        trainer: Takes the steps.
+        state: Where to begin.
+        folder: Of the run.
+        checkpoints: Writes checkpoints and exports the policy.
+        manifest: Returns the conditions after so many steps.
+        config_mapping: The configuration as a mapping, for checkpoints.
+        stop_signal: Whether the run is asked to stop.
+        progress: Live line.
+        tracker: Writes metrics; None: on another rank.
+
+    Attributes:
+        last_validation: Its metrics.
+    """
+
+    def __init__(
+        self,
+        config: RecipeConfig,
+        policy: HuggingFacePolicy,
+        trainer: Trainer,
+        state: LoopState,
+        folder: Path,
+        *,
+        checkpoints: CheckpointManager,
+        manifest: Callable[[int], Manifest],
+        config_mapping: dict[str, Any],
+        stop_signal: StopSignal,
+        progress: Progress,
+        tracker: Tracker | None = None,
+    ) -> None:
+        self.config, self.policy, self.trainer, self.state, self.folder = config, policy, trainer, state, folder
+        self.checkpoints, self.manifest, self.config_mapping = checkpoints, manifest, config_mapping
+        self.stop_signal, self.progress, self.tracker = stop_signal, progress, tracker
+        self.last_validation: dict[str, float] = {}
+        self._saved_step: int | None = None
+
+    @waiting("update")
+    def fit(self) -> None:
+        """Take the remaining steps, save, and export the policy.
+
+        Raises:
+            StopRequested: A signal came; what was trained is saved.
+        """
+        trainer, state, train = self.trainer, self.state, self.config.train
+        validation = self.config.validation
+        if state.step == 0 and validation.val_before_train:
+            self.validate()
+        while state.step < trainer.num_steps:
+            start = time.monotonic()
+            rate = learning_rate(
+                state.step, trainer.num_steps, train.optm_lr, train.optm_warmup_steps, train.optm_decay_type,
+                train.optm_decay_ratio, train.optm_min_lr_factor,
+            )  # fmt: skip
+            self.policy.set_learning_rate(rate)
+            update = trainer.update(state.step)
+            state.step += 1
+            self._log(update, rate, time.monotonic() - start)
+            last = state.step == trainer.num_steps
+            if validation.enable and (last or state.step % validation.freq == 0):
+                self.validate()
+            if last:
+                logger.info(
+                    "[Policy] Training finished at step %d/%d, saving final checkpoint in huggingface safetensors...",
+                    state.step, trainer.num_steps,
+                )  # fmt: skip
+            ckpt = train.ckpt
+            if last or (
+                ckpt.enable_checkpoint
+                and save_is_due(
+                    state.step, ckpt.save_freq, ckpt.save_freq_in_epoch, round(trainer.num_steps / train.epoch)
+                )
+            ):
+                self.save(is_last=last)
+            self._stop_if_asked()
+
+    @waiting("evaluate")
+    def validate(self) -> None:
+        """Evaluate the present weights (a collective call)."""
+        start, state = time.monotonic(), self.state
+        result = self.trainer.validate(state.step)
+        if result is None:
+            return
+        state.scores[self.name] = result.score
+        self.last_validation = result.metrics
+        logger.info("[Policy] Validation: %s for train step %d/%d", result.text, state.step, self.trainer.num_steps)
+        self._write(max(0, state.step - 1), result.metrics | {"time/eval_s": time.monotonic() - start})
+        if rank() == 0 and result.samples:
+            lines = [json.dumps(each, ensure_ascii=False) + "\n" for each in result.samples]
+            write_text(self.folder / SAMPLES_FOLDER / f"{self.name}.jsonl", "".join(lines))
+
+    @waiting("save")
+    def save(self, is_last: bool = False) -> None:
+        """Write a checkpoint of the present state; the last one is exported too (a collective call)."""
+        self.state.rows = self.trainer.rows.state_dict()
+        best = self.checkpoints.best_of(self.state.scores, also=self.name)
+        self.checkpoints.save(
+            self.name,
+            model=self.policy.model,
+            optimizer=self.policy.optimizer,
+            loop_state=asdict(self.state),
+            run_config=self.config_mapping,
+            manifest=self.manifest(self.state.step),
+            best=best,
+            is_last=is_last,
+        )
+        self._saved_step = self.state.step
+
+    @property
+    def name(self) -> str:
+        """Name of a checkpoint of the present state."""
+        return f"step_{self.state.step}"
+
+    def _log(self, update: Update, rate: float, seconds: float) -> None:
+        state, trainer = self.state, self.trainer
+        state.num_tokens += update.num_tokens
+        state.train_wall_s += seconds
+        speed = update.num_tokens / seconds
+        if state.step % self.config.logging.log_interval == 0 or state.step == trainer.num_steps:
+            logger.info(
+                "[Policy] Step: %d/%d, [Policy] Loss: %.6g, Learning rate: %.4g, Iteration time: %.2fs",
+                state.step, trainer.num_steps, update.loss, rate, seconds,
+            )  # fmt: skip
+        metrics = update.metrics | {
+            f"{'sft' if trainer.phase == 'sft' else 'train'}/learning_rate": rate,
+            "time/update_s": seconds,
+            "time/total_s": state.train_wall_s,
+            "throughput/tokens_per_s": speed,
+        }
+        peak = peak_flops()
+        if peak is not None:
+            flops = flops_per_token(self.policy.model, update.num_tokens / update.num_rows)
+            metrics["throughput/mfu"] = speed * flops / (peak * world_size())
+        self._write(state.step - 1, metrics)
+        self.progress.update(trainer.phase, state.step, trainer.num_steps, loss=update.loss, **{"tokens/s": speed})
+
+    def _write(self, step: int, metrics: dict[str, float]) -> None:
+        if self.tracker is not None:
+            self.tracker.log(step, metrics, self.trainer.phase)
+
+    def _stop_if_asked(self) -> None:
+        if self.state.step < self.trainer.num_steps and any_rank(self.stop_signal.number is not None):
+            if self._saved_step != self.state.step and self.config.train.ckpt.enable_checkpoint:
+                self.save()
+            raise StopRequested(f"stopped by a signal after step {self.state.step}")
+
+
+def own_share(num_rows: int) -> slice:
+    """Return the neighbouring rows of a batch that this rank takes; the first ranks take one more if they do not divide."""
+    share, extra = divmod(num_rows, world_size())
+    start = rank() * share + min(rank(), extra)
+    return slice(start, start + share + (rank() < extra))

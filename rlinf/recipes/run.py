@@ -1,0 +1,198 @@
+"""Run a recipe: from its configuration and data to a finished folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlinf.checkpoints.checkpoint import CONFIG_FILE, on_rank_zero, resolve_checkpoint
+from rlinf.checkpoints.checkpoint_manager import CheckpointManager, newest_checkpoint
+from rlinf.checkpoints.hf_folder import HFFolder
+from rlinf.distributed.process_group import gather_objects, rank
+from rlinf.errors import ConfigError
+from rlinf.files import locked_folder, write_text
+from rlinf.llm.hf_policy import HuggingFacePolicy
+from rlinf.manifest import Manifest
+from rlinf.models.precision import torch_dtype_of
+from rlinf.options import to_mapping
+from rlinf.recipes.build import RecipeData, describe_data, load_processor, make_trainer, policy_settings, token_manifest
+from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.logs import shown_logs
+from rlinf.recipes.loop import Loop, LoopState, Trainer
+from rlinf.recipes.packers import Packer
+from rlinf.tracking.config import TrackingConfig
+from rlinf.tracking.progress import Progress
+from rlinf.tracking.tracker import Tracker
+from rlinf.training.stop_signal import StopRequested, StopSignal
+
+logger = logging.getLogger("rlinf")
+
+SUMMARY_FILE = "summary.json"
+
+
+def run(
+    config: RecipeConfig,
+    *,
+    dataset: Any,
+    data_packer: Packer,
+    reward_fns: Any = None,
+    val_dataset: Any = None,
+    val_data_packer: Packer | None = None,
+) -> Path:
+    """Train a model, and return the folder of the run. Every rank calls it.
+
+    Args:
+        config: Checked.
+        dataset, data_packer, reward_fns, val_dataset, val_data_packer: See ``RecipeData``.
+
+    Raises:
+        ConfigError: Settings, data and model do not fit; raised before the first step.
+        SystemExit: A signal ended the run in an orderly way.
+    """
+    data = RecipeData(dataset, data_packer, reward_fns, val_dataset, val_data_packer)
+    stop_signal = StopSignal(announce=rank() == 0)
+    progress = Progress(updates=rank() == 0)
+    with ExitStack() as stack:
+        stack.callback(progress.close)
+        stack.enter_context(shown_logs(progress, rank()))
+        folder, checkpoint = _folder(config)
+        if rank() == 0:
+            stack.enter_context(locked_folder(folder))
+        try:
+            with stop_signal.handled():
+                _run_in(folder, checkpoint, config, data, stop_signal, progress)
+        except StopRequested as stop:
+            if rank() == 0:
+                print(f"\n{stop}; continue with: train.resume=true", file=sys.stderr, flush=True)
+            number = stop_signal.number
+            sys.exit(1 if number is None else 128 + number)  # None: another rank received the signal
+    return folder
+
+
+def _run_in(
+    folder: Path,
+    checkpoint: Path | None,
+    config: RecipeConfig,
+    data: RecipeData,
+    stop_signal: StopSignal,
+    progress: Progress,
+) -> None:
+    """Build the parts of a run, and run it."""
+    train = config.train
+    processor = load_processor(config)
+    mapping = to_mapping(config)
+    with ExitStack() as stack:
+        policy = HuggingFacePolicy(config.policy.model_name_or_path, **policy_settings(config, processor))
+        trainer = make_trainer(config, policy, processor, data, stack)
+        stack.callback(trainer.close)
+        exporter = HFFolder(config.policy.model_name_or_path, torch_dtype_of(train.param_dtype))
+        ckpt = train.ckpt
+        checkpoints = CheckpointManager(
+            folder,
+            save_mode=ckpt.save_mode,
+            max_keep=ckpt.max_keep,
+            keeps_any=ckpt.enable_checkpoint,
+            with_policy=False,
+            export=exporter,
+            exports_all=ckpt.enable_checkpoint and ckpt.export_safetensors,
+        )
+        state = LoopState(data=describe_data(config, trainer))
+        if checkpoint is not None:
+            state = _restored(checkpoint, checkpoints, policy, trainer, state, token_manifest(config, policy, 0))
+        tracker = None
+        if rank() == 0:
+            tracker = stack.enter_context(_tracker(config, folder, mapping, state, trainer))
+            write_text(folder / CONFIG_FILE, yaml.safe_dump(mapping, sort_keys=False))
+        loop = Loop(
+            config, policy, trainer, state, folder,
+            checkpoints=checkpoints,
+            manifest=lambda steps: token_manifest(config, policy, steps),
+            config_mapping=mapping, stop_signal=stop_signal, progress=progress, tracker=tracker,
+        )  # fmt: skip
+        try:
+            loop.fit()
+        except StopRequested:
+            checkpoints.close()
+            raise
+        checkpoints.close()
+        if rank() == 0:
+            write_text(folder / SUMMARY_FILE, json.dumps(summary(loop), indent=1))
+
+
+def summary(loop: Loop) -> dict[str, Any]:
+    """Return what a finished run has reached: steps, tokens, seconds, and the last and the best validation."""
+    state = loop.state
+    best = max(state.scores, key=lambda name: state.scores[name], default=None)
+    return {
+        "type": loop.config.train.train_policy.type,
+        "steps": state.step,
+        "tokens": state.num_tokens,
+        "train_wall_s": state.train_wall_s,
+        "validation": loop.last_validation,
+        "best_validation": None if best is None else {"checkpoint": best, "score": state.scores[best]},
+        "model": str(loop.folder / "safetensors" / "final"),
+    }
+
+
+def _folder(config: RecipeConfig) -> tuple[Path, Path | None]:
+    """Return the folder of the run, and the checkpoint from which it goes on (None: from the beginning), equal on all ranks."""
+    output, resume = Path(config.train.output_dir), config.train.resume
+    if resume in (False, None, ""):
+        stamp = config.train.timestamp or gather_objects(time.strftime("%Y%m%d%H%M%S"))[0]
+        return output / stamp, None
+    if isinstance(resume, str) and resume not in ("auto", "true"):
+        checkpoint = on_rank_zero(lambda: resolve_checkpoint(resume), f"read {resume}")
+    else:
+        checkpoint = newest_checkpoint(output)
+    if checkpoint is None:
+        logger.info("train.resume=%s, but %s holds no checkpoint: the run begins anew", resume, output)
+        stamp = config.train.timestamp or gather_objects(time.strftime("%Y%m%d%H%M%S"))[0]
+        return output / stamp, None
+    logger.info("The run goes on from %s", checkpoint)
+    return checkpoint.parent.parent, checkpoint
+
+
+def _restored(
+    checkpoint: Path,
+    checkpoints: CheckpointManager,
+    policy: HuggingFacePolicy,
+    trainer: Trainer,
+    present: LoopState,
+    manifest: Manifest,
+) -> LoopState:
+    """Load a checkpoint into the policy and the dataset, and return where it was.
+
+    Raises:
+        ConfigError: The rows of the next step would not be those of the run that wrote it.
+    """
+    loaded = checkpoints.load(checkpoint, model=policy.model, optimizer=policy.optimizer, present=manifest)
+    state = LoopState(**loaded)
+    changed = [f"{name} was {state.data.get(name)} and is {value}" for name, value in present.data.items()
+               if state.data.get(name) != value]  # fmt: skip
+    if changed:
+        raise ConfigError(
+            f"{checkpoint} was written with other data: {'; '.join(changed)}. Set them as they were, or train.resume=false"
+        )
+    trainer.rows.load_state_dict(state.rows)
+    return state
+
+
+def _tracker(
+    config: RecipeConfig, folder: Path, mapping: dict[str, Any], state: LoopState, trainer: Trainer
+) -> Tracker:
+    resumed = state.tracker_run_id is not None
+    tracking = TrackingConfig(
+        tensorboard=True, wandb="wandb" in config.logging.logger, wandb_project=config.logging.project_name
+    )
+    run_id = state.tracker_run_id
+    step = state.step if resumed else None
+    tracker = Tracker(folder, tracking, mapping, run_id=run_id, resume_step=step, resume_phase=trainer.phase)
+    state.tracker_run_id = tracker.run_id
+    return tracker

@@ -1,0 +1,94 @@
+"""Supervised fine-tuning of language and vision-language models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from rlinf.data.prefetch import Prefetcher
+from rlinf.distributed.process_group import rank, sum_over_ranks, world_size
+from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.hf_policy import HuggingFacePolicy
+from rlinf.llm.losses import NLLLossFn, trained_tokens
+from rlinf.recipes.datasets import PackedRows, StreamedRows
+from rlinf.recipes.loop import Update, Validation, own_share
+from rlinf.recipes.samples import Sample, collate
+
+
+class SFTTrainer:
+    """Maximum likelihood of the learned tokens.
+
+    The loss of a step is the mean over the learned tokens of its whole batch, so neither micro-batches, nor packing, nor ranks
+    change it.
+
+    Args:
+        policy: Trained.
+        rows: Of the dataset.
+        num_steps: Steps of the run.
+        batch_size: Rows of one step, over all ranks.
+        validation_rows: Rows of the validation; None: none.
+        num_workers: Threads that prepare batches ahead; a streamed dataset is read without.
+        answers: Evaluates completions, beside the loss of the validation rows; None: nothing does.
+    """
+
+    phase = "sft"
+
+    def __init__(
+        self,
+        policy: HuggingFacePolicy,
+        rows: PackedRows[Sample] | StreamedRows[Sample],
+        *,
+        num_steps: int,
+        batch_size: int,
+        validation_rows: PackedRows[Sample] | None = None,
+        num_workers: int = 0,
+        answers: Callable[[int], Validation] | None = None,
+    ) -> None:
+        self.policy, self.rows, self.validation_rows, self.answers = policy, rows, validation_rows, answers
+        self.num_steps, self.batch_size = num_steps, batch_size
+        self.num_workers = num_workers if isinstance(rows, PackedRows) else 0
+        self._loss = NLLLossFn()
+        self._batches: Prefetcher[BatchedDataDict] | None = None
+
+    def update(self, step: int) -> Update:
+        """See ``Trainer.update``."""
+        if self._batches is None:
+            self._batches = Prefetcher(self._read, step, self.num_workers)
+        batch = self._batches.next()
+        (num_tokens,) = sum_over_ranks([float(batch["attention_mask"].sum())])
+        metrics: dict[str, Any] = self.policy.train(batch, self._loss)
+        named = {"sft/loss": metrics["loss"], "sft/grad_norm": metrics["grad_norm"]}
+        named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
+        return Update(metrics["loss"], named, num_tokens, self.batch_size)
+
+    def validate(self, step: int) -> Validation | None:
+        """Return the loss on the validation rows, and what ``answers`` finds."""
+        parts = [] if self.validation_rows is None else [self._validation_loss(self.validation_rows)]
+        if self.answers is not None:
+            parts.append(self.answers(step))
+        if not parts:
+            return None
+        metrics = {name: value for part in parts for name, value in part.metrics.items()}
+        return Validation(parts[-1].score, metrics, ", ".join(part.text for part in parts), parts[-1].samples)
+
+    def close(self) -> None:
+        """See ``Trainer.close``."""
+        if self._batches is not None:
+            self._batches.__exit__()
+
+    def _read(self, step: int) -> BatchedDataDict:
+        return collate(self.rows.batch(step, self.batch_size, rank(), world_size()))
+
+    def _validation_loss(self, rows: PackedRows[Sample]) -> Validation:
+        share = own_share(len(rows))
+        total = count = 0.0
+        with self.policy.parallel.whole():
+            for start in range(share.start, share.stop, self.batch_size):
+                batch = collate([rows[row] for row in range(start, min(start + self.batch_size, share.stop))])
+                mask = trained_tokens(batch)
+                total -= float(self.policy.get_logprobs(batch)["logprobs"][mask].double().sum())
+                count += float(mask.sum())
+        total, count = sum_over_ranks([total, count])
+        loss = total / count if count else math.nan
+        return Validation(-loss, {"eval/loss": loss}, f"loss {loss:.6g}")

@@ -1,0 +1,146 @@
+"""Whole runs of recipes: folders, log lines, and runs that were interrupted."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from rlinf.options import from_mapping
+from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.run import run
+from rlinf.recipes.samples import Prompt, Sample
+from rlinf.tracking.tracker import read_metrics
+
+LETTERS = ["<pad>", "<s>", "</s>", *"0123456789+= "]
+
+
+def add_tokenizer(folder: str) -> str:
+    """A tokenizer of single letters for a tiny model."""
+    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return folder
+
+
+class Sums:
+    """Packs sums of two digits."""
+
+    def setup(self, config, processor):
+        self.tokenizer = processor
+
+    def sample(self, row, answer="answer"):
+        question, answer = (self.tokenizer(row[key])["input_ids"] for key in ("question", answer))
+        return Sample(question + answer + [2], [False] * len(question) + [True] * (len(answer) + 1))
+
+    def pair(self, row):
+        return self.sample(row), self.sample(row, "wrong")
+
+    def prompt(self, row):
+        return Prompt(self.tokenizer(row["question"])["input_ids"], {}, row["answer"], row)
+
+
+ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b), "wrong": str(a * b)} for a in range(8) for b in range(5)]
+
+
+def digits(completion, reference, **row):
+    """Share of digits: a reward that random answers differ in."""
+    return sum(letter.isdigit() for letter in completion) / 5
+
+
+def config_of(model: str, output: Path, kind: str, steps: int, **train) -> RecipeConfig:
+    return from_mapping(
+        RecipeConfig,
+        {
+            "train": {
+                "output_dir": str(output), "param_dtype": "float32", "optm_lr": 1e-2, "train_batch_per_replica": 8, "epoch": 3,
+                "max_num_steps": steps, "optm_warmup_steps": 2, "optm_grad_norm_clip": 1e9,
+                "train_policy": {"type": kind, "mini_batch": 4, "kl_beta": 0.01 * (kind == "grpo"), "dataset": {"test_size": 4}},
+                "ckpt": {"save_freq": 2, "export_safetensors": False},
+                **train,
+            },
+            "policy": {"model_name_or_path": model, "model_max_length": 32, "model_gradient_checkpointing": False, "device": "cpu"},
+            "rollout": {"backend": "torch", "n_generation": 4, "batch_size": 2, "max_response_length": 5},
+            "validation": {"enable": True, "freq": 2},
+        },
+    )  # fmt: skip
+
+
+def start(config: RecipeConfig) -> Path:
+    return run(config, dataset=ROWS, data_packer=Sums(), reward_fns=[digits])
+
+
+@pytest.fixture(scope="module")
+def model(tiny_lm):
+    return add_tokenizer(tiny_lm())
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "safetensors" / "final" / "00000.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo", "dpo"])
+def test_two_and_two_steps_are_four_bit_for_bit(model, tmp_path, kind):
+    whole = start(config_of(model, tmp_path / "whole", kind, 4))
+    half = config_of(model, tmp_path / "parts", kind, 2, timestamp="20260102030405")
+    start(half)
+    parts = start(config_of(model, tmp_path / "parts", kind, 4, resume=True))
+    assert parts.name == "20260102030405", "the run goes on in its folder"
+    one, two = final_weights(whole), final_weights(parts)
+    assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
+    other = start(config_of(model, tmp_path / "seed", kind, 4, seed=1))
+    assert not all(one[name].equal(tensor) for name, tensor in final_weights(other).items()), "the seed matters"
+    lines = [read_metrics(folder) for folder in (whole, parts)]
+    assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == [0, 1, 1, 2, 3, 3]
+    timed = ("time", "throughput/", "memory/")
+    numbers = [
+        [{key: value for key, value in line.items() if not key.startswith(timed)} for line in each] for each in lines
+    ]
+    assert numbers[0] == numbers[1]
+
+
+def test_the_log_and_the_folder_of_a_run(model, tmp_path, capfd):
+    folder = start(config_of(model, tmp_path, "sft", 4))
+    log = capfd.readouterr().err
+    head = r"\[rank0\]:\[rlinf\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - rlinf - INFO - "
+    final = re.escape(str(folder / "safetensors" / "final"))
+    for line in (
+        r"\[Policy\] Step: 4/4, \[Policy\] Loss: \d+\.\d+",
+        r"\[Policy\] Training finished at step 4/4, saving final checkpoint in huggingface safetensors\.\.\.",
+        rf"Prepare to exporting safetensors to {final} at rank 0",
+        r"Saved chunk 0 to 00000\.safetensors",
+        rf"\n\[rank0\]:\n\[rank0\]:Exported safetensors to {final}",
+    ):
+        assert re.search(head + line, log), line
+    assert re.fullmatch(r"\d{14}", folder.name) and folder.parent == tmp_path
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_2", "step_4"]
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "safetensors" / "final")
+    assert AutoTokenizer.from_pretrained(folder / "safetensors" / "final").decode([8]) == "5"
+    assert any(not p.equal(q) for p, q in zip(loaded.parameters(), AutoModelForCausalLM.from_pretrained(model).parameters(),
+                                              strict=True))  # fmt: skip
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 4 and summary["validation"]["eval/loss"] > 0
+    assert RecipeConfig and "model_name_or_path" in (folder / "config.yaml").read_text()
+
+
+def test_validation_of_grpo_keeps_its_answers(model, tmp_path):
+    folder = start(config_of(model, tmp_path, "grpo", 2))
+    samples = [json.loads(line) for line in (folder / "samples" / "step_2.jsonl").read_text().splitlines()]
+    assert [each["reference"] for each in samples] == [row["answer"] for row in ROWS[:4]]
+    assert all(each["reward"] == each["rewards"]["digits"] == digits(each["completion"], None) for each in samples)
+
+
+def test_other_data_are_refused_when_a_run_goes_on(model, tmp_path):
+    from rlinf.errors import ConfigError
+
+    start(config_of(model, tmp_path, "sft", 2))
+    with pytest.raises(ConfigError, match="seed was 0 and is 7.*train.resume=false"):
+        start(config_of(model, tmp_path, "sft", 4, resume=True, seed=7))

@@ -1,0 +1,82 @@
+"""The DPO trainer of recipes: references that are computed once, and the step it takes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlinf.llm.losses import DPOLossFn
+from rlinf.models import HuggingFacePolicy
+from rlinf.recipes.datasets import PackedRows, Rows
+from rlinf.recipes.dpo import DPOTrainer
+from rlinf.recipes.samples import Sample
+
+
+def packed(num_rows=5, seed=0):
+    """Pairs of answers of different lengths to prompts of three tokens."""
+    random = torch.Generator().manual_seed(3)
+    rows = [{"ids": torch.randint(3, 48, (12,), generator=random).tolist(), "cut": 5 + i} for i in range(num_rows)]
+
+    def pack(row):
+        answers = row["ids"][3 : row["cut"]], row["ids"][row["cut"] :]
+        return tuple(Sample(row["ids"][:3] + each, [False] * 3 + [True] * len(each)) for each in answers)
+
+    return PackedRows(Rows(rows), pack, seed)
+
+
+def trainer(folder, **options):
+    policy = HuggingFacePolicy(folder, **{"learning_rate": 3e-3, "max_grad_norm": 1e9} | options)
+    return DPOTrainer(
+        policy, packed(), num_steps=4, batch_size=2, loss=DPOLossFn(beta=0.5), validation_rows=packed(seed=None)
+    )
+
+
+def answer_logprob(model, sample):
+    logprobs = model(torch.tensor([sample.input_ids])).logits[0].log_softmax(-1)
+    return sum(
+        float(logprobs[place - 1, token].detach())
+        for place, token in enumerate(sample.input_ids)
+        if sample.token_mask[place]
+    )
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_losses_are_those_of_a_slow_computation(tiny_lm, lora):
+    one = trainer(tiny_lm(), lora=lora)
+    reference = HuggingFacePolicy(tiny_lm()).model
+    assert one.update(0).loss == pytest.approx(math.log(2), rel=1e-5)
+    first = one.validate(1)
+    losses, right = [], 0
+    for number in range(5):
+        margins = [
+            answer_logprob(one.policy.model, sample) - answer_logprob(reference, sample) for sample in packed()[number]
+        ]
+        margin = 0.5 * (margins[0] - margins[1])
+        losses.append(math.log1p(math.exp(-margin)))
+        right += margin > 0
+    assert first.metrics["eval/loss"] == pytest.approx(sum(losses) / 5, rel=1e-4)
+    assert first.metrics["eval/preference_accuracy"] == pytest.approx(right / 5)
+    assert first.score == -first.metrics["eval/loss"]
+
+
+def test_the_model_scores_the_reference_only_once(tiny_lm):
+    one = trainer(tiny_lm())
+
+    def refuse(data):
+        raise AssertionError("the reference was computed before")
+
+    one.policy.get_reference_logprobs = refuse
+    losses = [one.update(step).loss for step in range(5)]
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-5)
+    assert one.validate(5).metrics["eval/loss"] < math.log(2) - 0.05, "the second epoch knows the first one's pairs"
+    assert one.validate(5).metrics["eval/preference_margin"] > 0
+
+
+def test_metrics_have_the_names_of_the_tracker(tiny_lm):
+    from rlinf.tracking.metrics import check_names
+
+    one = trainer(tiny_lm())
+    check_names(one.update(0).metrics)
+    check_names(one.validate(0).metrics)

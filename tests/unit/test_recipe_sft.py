@@ -1,0 +1,121 @@
+"""The supervised trainer of recipes: the loss of a step, its schedule and its speed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlinf.errors import ConfigError
+from rlinf.models import HuggingFacePolicy
+from rlinf.recipes.datasets import PackedRows, Rows
+from rlinf.recipes.samples import Sample
+from rlinf.recipes.schedule import count_steps, learning_rate
+from rlinf.recipes.sft import SFTTrainer
+
+LENGTHS = (9, 3, 6, 2, 12, 5, 7, 4)
+
+
+def packed(seed=0):
+    """Eight rows of different lengths, of which the second half is learned."""
+    random = torch.Generator().manual_seed(3)
+    rows = [{"ids": torch.randint(3, 48, (length,), generator=random).tolist()} for length in LENGTHS]
+
+    def pack(row):
+        ids = row["ids"]
+        return Sample(ids, [place >= len(ids) // 2 for place in range(len(ids))])
+
+    return PackedRows(Rows(rows), pack, seed)
+
+
+def trainer(folder, rows=None, **options):
+    policy = HuggingFacePolicy(folder, **{"learning_rate": 1e-2, "max_grad_norm": 1e9} | options)
+    return SFTTrainer(policy, rows or packed(), num_steps=4, batch_size=4)
+
+
+def weights(one):
+    return torch.cat([p.detach().flatten() for p in one.policy.model.parameters()])
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_learned_tokens(tiny_lm):
+    rows = packed()
+    one = trainer(tiny_lm(), rows)
+    model = HuggingFacePolicy(tiny_lm()).model
+    total = count = 0
+    for sample in rows.batch(0, 4):
+        logprobs = model(torch.tensor([sample.input_ids])).logits[0].log_softmax(-1)
+        for place in range(1, len(sample.input_ids)):
+            if sample.token_mask[place]:
+                total -= float(logprobs[place - 1, sample.input_ids[place]])
+                count += 1
+    update = one.update(0)
+    assert update.loss == pytest.approx(total / count, rel=1e-5)
+    assert update.num_tokens == sum(len(sample.input_ids) for sample in rows.batch(0, 4))
+    lengths = [len(sample.input_ids) for sample in rows.batch(0, 4)]
+    assert len(set(lengths)) > 1, "a mean of means would differ"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batch_size": 1},
+        {"max_tokens_per_microbatch": 16, "sequence_packing": True},
+        {"gradient_checkpointing": True},
+    ],
+    ids=["micro-batches", "packed", "checkpointed"],
+)
+def test_how_a_batch_is_cut_changes_nothing(tiny_lm, options):
+    whole, cut = trainer(tiny_lm()), trainer(tiny_lm(), **options)
+    for step in range(2):
+        assert cut.update(step).loss == pytest.approx(whole.update(step).loss, rel=1e-5)
+    change = weights(whole) - torch.cat([p.flatten() for p in HuggingFacePolicy(tiny_lm()).model.parameters()])
+    assert (weights(cut) - weights(whole)).norm() < 1e-3 * change.norm()
+    other = trainer(tiny_lm(), packed(seed=1))
+    assert other.update(0).loss != pytest.approx(trainer(tiny_lm()).update(0).loss, rel=1e-3), (
+        "other rows, another loss"
+    )
+
+
+def test_threads_that_read_ahead_change_no_row(tiny_lm):
+    one, ahead = trainer(tiny_lm()), trainer(tiny_lm())
+    ahead.num_workers = 2
+    assert [ahead.update(step).loss for step in range(3)] == [one.update(step).loss for step in range(3)]
+    ahead.close()
+
+
+def test_validation_is_the_mean_over_all_learned_tokens(tiny_lm):
+    policy = HuggingFacePolicy(tiny_lm())
+    rows = packed(seed=None)
+    large, small = (SFTTrainer(policy, rows, num_steps=1, batch_size=size, validation_rows=rows) for size in (8, 3))
+    result = large.validate(0)
+    assert small.validate(0).metrics["eval/loss"] == pytest.approx(result.metrics["eval/loss"], rel=1e-6)
+    assert result.metrics["eval/loss"] == pytest.approx(large.update(0).loss, rel=1e-5)
+    assert result.score == -result.metrics["eval/loss"]
+    assert trainer(tiny_lm()).validate(0) is None
+
+
+def test_steps_are_epochs_times_rows_by_batch():
+    assert count_steps(1000, epochs=1, batch_size=8) == 125
+    assert count_steps(1000, epochs=3, batch_size=7) == 428
+    assert count_steps(100, epochs=2, batch_size=40, rows_per_sample=8) == 40
+    assert count_steps(1000, epochs=1, batch_size=8, limit=10) == 10
+    with pytest.raises(ConfigError, match="3 rows.*train_batch_per_replica=8.*Set train.train_batch_per_replica=3"):
+        count_steps(3, epochs=1, batch_size=8)
+
+
+def test_learning_rates_by_hand():
+    def rates(num_steps, **options):
+        return [learning_rate(step, num_steps, 1.0, **options) for step in range(num_steps)]
+
+    assert rates(4) == [1, 1, 1, 1]
+    assert rates(5, warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1]
+    assert rates(4, warmup_steps=0.5) == [0.5, 1, 1, 1]
+    assert rates(2, warmup_steps=20) == [0.5, 1], "the warm-up ends with the run"
+    assert rates(5, warmup_steps=1, decay="linear") == [1, 1, 0.75, 0.5, 0.25]
+    assert rates(5, warmup_steps=1, decay="linear", min_factor=0.6) == [1, 1, 0.75, 0.6, 0.6]
+    assert rates(4, decay="linear", decay_ratio=0.5) == [1, 1, 1, 0.5]
+    assert rates(4, decay="cosine") == pytest.approx([1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2])
+    assert rates(4, decay="sqrt") == pytest.approx([1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)])
+    assert rates(3, decay="none") == rates(3)
+    assert rates(3, warmup_steps=1) == rates(3, warmup_steps=1 / 3), "an int counts steps, a float is a share"

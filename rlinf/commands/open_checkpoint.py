@@ -52,7 +52,12 @@ class Opened:
 
 
 def open_checkpoint(
-    path: str | os.PathLike, config: RunConfig, allow_mismatch: Sequence[str] | None = None, *, resumes: bool = False
+    path: str | os.PathLike,
+    config: RunConfig,
+    allow_mismatch: Sequence[str] | None = None,
+    *,
+    resumes: bool = False,
+    deferred: bool = False,
 ) -> Opened:
     """Find, verify and load a checkpoint or an export; a collective call on all ranks.
 
@@ -61,6 +66,7 @@ def open_checkpoint(
         config: Says how the policy is run, and what the present conditions are.
         allow_mismatch: Conditions that may differ, as in ``evaluation.allow_mismatch``; None: do not compare conditions.
         resumes: ``load_checkpoint`` follows and reads the base weights below adapters, so they are not read here.
+        deferred: Leave the weights in their files, if they can be: ``make_parallel`` reads them.
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it holds another model type that ``allow_mismatch`` does not name.
@@ -72,7 +78,7 @@ def open_checkpoint(
     if not {"model", "model.model_type"} & set(allow_mismatch or ()):
         check_model_type(folder, saved, config)
     verify_checkpoint(folder)
-    opened = Opened(folder, saved, load_policy(folder, config, reads_base=not resumes))
+    opened = Opened(folder, saved, load_policy(folder, config, reads_base=not resumes, deferred=deferred))
     if allow_mismatch is not None:
         opened.present = build_manifest(config, opened.policy, policy_version=saved.policy_version)
         opened.differences = check(saved, opened.present, allow_mismatch)
@@ -96,7 +102,9 @@ def read_config(folder: str | os.PathLike, overrides: Sequence[str] = ()) -> Run
     return build_config(composed)
 
 
-def load_policy(folder: str | os.PathLike, config: RunConfig, *, reads_base: bool = True) -> Any:
+def load_policy(
+    folder: str | os.PathLike, config: RunConfig, *, reads_base: bool = True, deferred: bool = False
+) -> Any:
     """Build the policy of a checkpoint or an export, on the CPU, with its processor.
 
     Weights, sizes, processor and action statistics come from the folder; how the policy is run (precision, attention,
@@ -106,6 +114,7 @@ def load_policy(folder: str | os.PathLike, config: RunConfig, *, reads_base: boo
         folder: Checkpoint or exported folder, already verified.
         config: Configuration whose ``model`` section fits it.
         reads_base: Read the base weights below the adapters of a checkpoint that holds them, because they were random.
+        deferred: Leave the weights in their files, if they can be.
 
     Raises:
         CheckpointError: The folder holds adapters and ``config`` does not expect any.
@@ -115,9 +124,9 @@ def load_policy(folder: str | os.PathLike, config: RunConfig, *, reads_base: boo
     """
     source = policy_folder(folder)
     if (source / "adapter_config.json").is_file():
-        return _load_adapter(Path(folder), source, config, reads_base)
+        return _load_adapter(Path(folder), source, config, reads_base, deferred)
     model = replace(config.model, model_path=str(source), init_config={})
-    return build_policy(replace(config, model=model, tokenizer=from_mapping(TokenizerConfig, {})))
+    return build_policy(replace(config, model=model, tokenizer=from_mapping(TokenizerConfig, {})), deferred=deferred)
 
 
 def statistics_of_env(
@@ -142,7 +151,7 @@ def statistics_of_env(
     return {"norm_stats": {name: env.action_statistics() if dataset is None else dataset.statistics()}}
 
 
-def _load_adapter(folder: Path, source: Path, config: RunConfig, reads_base: bool) -> Any:
+def _load_adapter(folder: Path, source: Path, config: RunConfig, reads_base: bool, deferred: bool) -> Any:
     if not config.model.is_lora:
         raise CheckpointError(f"{source} holds LoRA adapters and no base weights. Set model.is_lora=true")
     brings_base = is_checkpoint(folder) and "base_sha256" not in Manifest.load(folder).lora  # it was random
@@ -153,7 +162,8 @@ def _load_adapter(folder: Path, source: Path, config: RunConfig, reads_base: boo
     statistics = source / STATISTICS_FILE
     if statistics.is_file():  # those of the env, where the base weights had none
         overrides = {"norm_stats": json.loads(statistics.read_text(encoding="utf-8"))}
-    model = build_policy(replace(config, model=replace(config.model, lora_path=str(source))), overrides)
+    adapted = replace(config, model=replace(config.model, lora_path=str(source)))
+    model = build_policy(adapted, overrides, deferred=deferred and not brings_base)
     if brings_base and reads_base:
         load_weights(folder, model)
     return model

@@ -20,6 +20,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.data.formats import open_dataset
 from rlinf.data.stored import StoredDemonstrations
 from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deferred import deferred_parameters
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import (
     Parallel,
@@ -27,6 +28,7 @@ from rlinf.distributed.parallel import (
     empty_copy,
     make_parallel,
     rank_memory_bytes,
+    read_deferred,
     take_weights_of_rank_0,
 )
 from rlinf.distributed.process_group import (
@@ -46,6 +48,7 @@ from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.files import locked_folder
 from rlinf.models import build_policy
+from rlinf.models.deferred import check_read, how_read
 from rlinf.models.lora import trained_names
 from rlinf.options import cured_by_settings, override_text, to_mapping
 from rlinf.rollout.collector import RolloutCollector
@@ -196,13 +199,15 @@ def _policy(
     fingerprint: dict[str, Any] | None,
 ) -> torch.nn.Module:
     """Build the policy, or load the one that is resumed or begun with, whose conditions must fit."""
-    source = resumed_from or config.init_from
+    source, trainer = resumed_from or config.init_from, config.trainer
+    # Ranks that share the weights read them once it is known who holds what.
+    deferred = trainer.sharding == "fsdp2" or trainer.cpu_offload or (trainer.sharding == "auto" and world_size() > 1)
     if source is None:
-        return build_policy(config, statistics_of_env(config, env, dataset))
+        return build_policy(config, statistics_of_env(config, env, dataset), deferred=deferred)
     # A new run may go on in another env or precision; a resumed one may not.
     free = [] if resumed_from is not None else ["env", "precision", "lora", "renderer"]
     allowed = [*config.evaluation.allow_mismatch, *free]
-    opened = open_checkpoint(source, config, allowed, resumes=resumed_from is not None)
+    opened = open_checkpoint(source, config, allowed, resumes=resumed_from is not None, deferred=deferred)
     for line in compare_fingerprints(opened.manifest.probe, fingerprint):
         logger.warning("the simulator has changed since %s was made: %s", opened.folder, line)
     return opened.policy
@@ -215,13 +220,17 @@ def _on_ranks(config: RunConfig, model: torch.nn.Module, device: str) -> tuple[P
     with cured_by_settings("trainer"):
         choice = choose_sharding(trainer.sharding, model, world_size(), memory, cpu_offload=trainer.cpu_offload)
     if rank() == 0:
-        print(choice, flush=True)
+        print(f"{choice}; {how_read(model)}" if choice.sharded else choice, flush=True)
+    sources = deferred_parameters(model)
+    if not choice.sharded:
+        read_deferred(model, sources, "cpu")
     take_weights_of_rank_0(model)
     trained = trained_names(model)
     rollout_model = empty_copy(model, device) if choice.sharded else model
     parallel = make_parallel(
         model, device, choice.sharded, shard_size=trainer.shard_size, cpu_offload=trainer.cpu_offload
     )
+    checkpoints.on_every_rank(lambda: check_read(model, sources), "read the weights")
     generator = None
     if rollout.backend == "vllm" and config.trainer.max_steps > 0:
         envs_per_rank = rollout.num_envs // world_size()

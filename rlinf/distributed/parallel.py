@@ -6,7 +6,7 @@ import copy
 import warnings
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from rlinf.distributed.deferred import FileTensor, Weight, deferred_parameters
 from rlinf.distributed.devices import own_device
 from rlinf.distributed.process_group import gather_objects, world_size
 from rlinf.errors import ConfigError
@@ -107,6 +108,8 @@ class Sharded(Parallel):
     ranks and micro-batches in float32. ``model.compute_dtypes`` then maps their names to the 16-bit format. Frozen
     weights stay in 16 bits, and modules in ``float32_modules`` stay in float32.
 
+    Deferred parameters (``rlinf.distributed.deferred``) are sharded before they are read, so a rank reads only its rows of them.
+
     Args:
         model: Changed in place, unit by unit: the device never holds more of it than the shards and one unit.
         device: ``cuda`` or ``cpu``.
@@ -127,6 +130,7 @@ class Sharded(Parallel):
         )
         check_can_shard(model)
         self.model = model
+        sources = deferred_parameters(model)
         offload = CPUOffloadPolicy(pin_memory=device != "cpu") if cpu_offload else OffloadPolicy()
         shared: dict[str, Any] = {"mesh": _mesh(device, shard_size), "offload_policy": offload}
         model.compute_dtypes = {
@@ -145,6 +149,7 @@ class Sharded(Parallel):
                 if parameter.requires_grad and parameter.element_size() == 2:
                     parameter.data = parameter.data.float()
             fully_shard(module, mp_policy=policy, **shared)
+        read_deferred(model, sources, "cpu" if cpu_offload else device)
         for unit in self.units():
             # Losses are shares of a mean over all ranks, so their gradients are added, not averaged.
             unit.set_gradient_divide_factor(1.0)
@@ -196,10 +201,12 @@ def take_weights_of_rank_0(model: nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0 (a collective call); equal ones are neither sent nor written.
 
     Ranks draw initial weights under one seed, which is not enough: code that only one rank has run may have drawn too.
+    Deferred weights are left out: every rank reads them from the same files.
     """
     if world_size() == 1:
         return
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     own = {name: _checksum(tensor) for name, tensor in tensors.items()}
     first, *others = gather_objects(own)
     for name in first:
@@ -216,10 +223,40 @@ def _checksum(tensor: Tensor) -> int:
 def make_parallel(
     model: nn.Module, device: str, sharded: bool, *, shard_size: int | None = None, cpu_offload: bool = False
 ) -> Parallel:
-    """Hold a model on all ranks. A replica moves to ``device`` whole, shards one by one."""
+    """Hold a model on all ranks. A replica moves to ``device`` whole, shards one by one; deferred weights are read."""
     if sharded:
         return Sharded(model, device, shard_size=shard_size, cpu_offload=cpu_offload)
+    read_deferred(model, deferred_parameters(model), device)
     return Replicated(model.to(device))
+
+
+@torch.no_grad()
+def read_deferred(model: nn.Module, sources: Mapping[str, FileTensor], device: str) -> None:
+    """Put deferred parameters on ``device`` and read them, one after the other; of a sharded one, this rank's rows only.
+
+    Args:
+        model: With its final parameters, sharded or not; those that are not deferred stay as they are.
+        sources: What ``deferred_parameters`` returned before the model was sharded.
+        device: Where the parameters, or this rank's shards of them, are to be.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
+    if not sources:
+        return
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(
+        True
+    )  # parameters stay the same objects, so tied ones stay tied
+    try:
+        model._apply(lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    parameters = dict(model.named_parameters())
+    for name, source in sources.items():
+        part, where = local_part(parameters[name])
+        if part.numel():
+            part.copy_(part_of(source, where))
 
 
 def empty_copy(model: nn.Module, device: str) -> nn.Module:
@@ -375,6 +412,13 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
         return tensor, (...,)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def part_of(whole: Weight, where: tuple[Any, ...]) -> Tensor:
+    """Return the part of a whole tensor at a place that ``local_part`` names; only its rows are read of one in a file."""
+    if isinstance(whole, Tensor):
+        return whole[where]
+    return whole.rows() if where[0] is ... else whole.rows(where[0].start, where[0].stop)
 
 
 def grad_norm(parameters: list[nn.Parameter]) -> Tensor:

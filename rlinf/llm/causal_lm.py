@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from rlinf.distributed.deferred import is_deferred
 from rlinf.distributed.devices import take_own_device
 from rlinf.errors import CheckpointError, ConfigError, MissingDependencyError
 from rlinf.models.dropout import switch_off_dropout
@@ -36,8 +37,8 @@ class CausalLMConfig:
     tokenizer: Any = option(None, "Tokenizer that supplies padding and end tokens which the model does not name.")
 
 
-def load_causal_lm(model_name: str, config: CausalLMConfig) -> Any:
-    """Load a model in evaluation mode and switch off all dropout."""
+def load_causal_lm(model_name: str, config: CausalLMConfig, *, deferred: bool = False) -> Any:
+    """Load a model in evaluation mode and switch off all dropout; ``deferred``: leave its weights in files, if they can be."""
     check_attention(config.attn_implementation)
     quantization = _quantization(config)
     num_accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
@@ -51,8 +52,10 @@ def load_causal_lm(model_name: str, config: CausalLMConfig) -> Any:
     is_spread = device_map not in (None, "auto") or (device_map == "auto" and num_accelerators > 1)
     if quantization or (is_spread and not with_ranks):
         return _load_spread(model_name, device_map=device_map, **arguments, **quantization)
-    model = HFModel.from_pretrained(model_name, **arguments).model
-    check_loaded(model.state_dict(), model_name)
+    model = HFModel.from_pretrained(model_name, deferred=deferred, **arguments).model
+    check_loaded({name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}, model_name)
+    if is_deferred(model):
+        return switch_off_dropout(model).eval()
     if with_ranks:
         model.to(device_map[""])
     elif device_map == "auto" and num_accelerators:

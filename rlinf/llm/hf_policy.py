@@ -15,6 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from rlinf.distributed.config import SHARDINGS
+from rlinf.distributed.deferred import deferred_parameters
 from rlinf.distributed.devices import own_device
 from rlinf.distributed.parallel import (
     Parallel,
@@ -39,6 +40,7 @@ from rlinf.llm.policy_interface import LogprobsSpec, LossFunction
 from rlinf.llm.token_policy import TokenPolicy, TokenPolicyConfig, check_trainable
 from rlinf.models.blocks import check_compiler, set_training_options
 from rlinf.models.config import LoraConfig
+from rlinf.models.deferred import check_read, how_read
 from rlinf.models.hf_model import HFModel, model_shapes
 from rlinf.models.lora import apply_lora, merged_state_dict
 from rlinf.models.precision import torch_dtype_of
@@ -122,9 +124,13 @@ class HuggingFacePolicy(TokenPolicy):
         take_weights_of_rank_0(self.model)
         self.parallel: Parallel = Replicated(self.model)
         if self._sharded:
+            if rank() == 0:
+                logger.info("%s", how_read(self.model))
+            sources = deferred_parameters(self.model)
             self.model.fsdp_wrap_modules = HFModel(self.model).fsdp_wrap_modules
             sizes = {"shard_size": self.config.shard_size, "cpu_offload": self.config.cpu_offload}
             self.parallel = Sharded(self.model, _device_of(self.config), **sizes)
+            check_read(self.model, sources)
         self._initial: Reference | None = None
         self._begin(self.model.config.get_text_config(), rank(), parallel=self.parallel)
 
@@ -217,13 +223,16 @@ class HuggingFacePolicy(TokenPolicy):
         """Keep the weights that the policy began with; after a step they are read again."""
         initial = Reference(self.model)
         if self._train_step.num_steps:
-            initial.load(dict(self._initial_model().named_parameters()))
+            model = self._load()
+            initial.load(dict(model.named_parameters()) | deferred_parameters(model))
+            with initial.in_place():
+                self._check_initial(self.model)
         return initial
 
     def _load(self) -> nn.Module:
         # Shards move to the device one by one.
         config = replace(self.config, device_map=None) if self._sharded else self.config
-        return load_causal_lm(self.model_name, config)
+        return load_causal_lm(self.model_name, config, deferred=self._sharded)
 
 
 def _check_training(config: HuggingFacePolicyConfig) -> None:
@@ -258,7 +267,8 @@ def _is_sharded(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConf
         return False
     shapes = model_shapes(model_name, config.trust_remote_code, torch_dtype_of(config.torch_dtype))
     if lora is not None:
-        apply_lora(shapes, lora)
+        with torch.random.fork_rng(devices=[]):  # one process draws no adapters here
+            apply_lora(shapes, lora)
     memory = rank_memory_bytes(_device_of(config), local_world_size()) if world_size() > 1 else 0
     choice = choose_sharding(config.sharding, shapes, world_size(), memory, cpu_offload=config.cpu_offload)
     if rank() == 0 and world_size() > 1:

@@ -242,6 +242,11 @@ class TokenPolicy(PolicyInterface):
     def _initial_model(self) -> nn.Module:
         """Load the weights that the policy began with."""
         model = self._load()
+        self._check_initial(model)
+        return model
+
+    def _check_initial(self, model: nn.Module) -> None:
+        """Raise CheckpointError if a model that was read after a step is not the one that the policy began with."""
         expected = self._checksum or weights_checksum(self.model)
         pairs = zip(weights_checksum(model), expected, strict=True)
         if not all(
@@ -251,7 +256,6 @@ class TokenPolicy(PolicyInterface):
                 f"'{self.model_name}' no longer holds the weights that this policy began with, so they cannot be its "
                 "reference. Call get_reference_logprobs once before the first train"
             )
-        return model
 
 
 def check_trainable(config: TokenPolicyConfig) -> None:

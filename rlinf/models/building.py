@@ -17,7 +17,7 @@ from rlinf.models.config import ModelConfig, TokenizerConfig
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
 from rlinf.models.fallback import TEXT, folder_config, generic_kind
 from rlinf.models.loading import check_attention, check_fit, check_model_type, read_json, without_load_report
-from rlinf.models.precision import torch_dtype_from_precision
+from rlinf.models.precision import heads_in_float32, torch_dtype_from_precision
 from rlinf.optim.finite import check_loaded
 from rlinf.options import cured_by_settings, from_mapping, override_text, plain_container
 
@@ -61,7 +61,11 @@ def get_model_config_and_processor(cfg: Any) -> tuple[Any, Any]:
 
 
 def get_model(
-    cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None, allow_mismatch: Sequence[str] = ()
+    cfg: Any,
+    override_config_kwargs: Mapping[str, Any] | None = None,
+    allow_mismatch: Sequence[str] = (),
+    *,
+    deferred: bool = False,
 ) -> Any:
     """Build the policy: load ``cfg.model_path``, or draw random weights from ``cfg.init_config``.
 
@@ -69,6 +73,7 @@ def get_model(
         cfg: The model section, as ``ModelConfig`` or mapping (missing keys take the defaults).
         override_config_kwargs: Fields of the model's own configuration to replace.
         allow_mismatch: ``["lora.base_sha256"]`` accepts adapters of other base weights.
+        deferred: Leave the weights of an action policy in their files, if they can be: ``make_parallel`` reads them.
 
     Raises:
         ConfigError: Unknown model type or field, or a declared size that the checkpoint does not have.
@@ -77,11 +82,11 @@ def get_model(
     """
     section = _model_section(cfg)
     return _load_or_fall_back(
-        section, lambda entry: _load(entry, section, override_config_kwargs, allow_mismatch), log=True
+        section, lambda entry: _load(entry, section, override_config_kwargs, allow_mismatch, deferred), log=True
     )
 
 
-def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None) -> Any:
+def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = None, *, deferred: bool = False) -> Any:
     """Return ``get_model(cfg.model)`` with ``model.processor`` set, ready to act on observations.
 
     ``cfg.evaluation.allow_mismatch`` may accept adapters of other base weights.
@@ -92,7 +97,7 @@ def build_policy(cfg: Any, override_config_kwargs: Mapping[str, Any] | None = No
 
     def load(entry: ModelEntry) -> Any:
         _, processor = _config_and_processor(entry.resolve(), cfg)
-        model = _load(entry, section, override_config_kwargs, allowed)
+        model = _load(entry, section, override_config_kwargs, allowed, deferred)
         model.processor = processor
         return model
 
@@ -146,7 +151,11 @@ def _load_or_fall_back(cfg: ModelConfig, load: Callable[[ModelEntry], Any], log:
 
 
 def _load(
-    entry: ModelEntry, cfg: ModelConfig, overrides: Mapping[str, Any] | None, allow_mismatch: Sequence[str]
+    entry: ModelEntry,
+    cfg: ModelConfig,
+    overrides: Mapping[str, Any] | None,
+    allow_mismatch: Sequence[str],
+    deferred: bool,
 ) -> Any:
     entry = entry.resolve()
     check_attention(cfg.attn_implementation)
@@ -157,14 +166,15 @@ def _load(
     if entry.acts:
         from rlinf.models.dropout import switch_off_dropout
 
-        model = switch_off_dropout(_load_action_model(entry.model, cfg, config, arguments))
+        model = switch_off_dropout(_load_action_model(entry.model, cfg, config, arguments, deferred))
     elif cfg.model_path is None:
         model = entry.model.from_config(config, **arguments)
     else:
         arguments["trust_remote_code"] = cfg.trust_remote_code
         model = entry.model.from_pretrained(cfg.model_path, config=config, **arguments)
     if cfg.model_path is not None:
-        check_loaded(model.state_dict(), cfg.model_path)
+        present = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+        check_loaded(present, cfg.model_path)
     if entry.acts and cfg.cuda_graph:
         model.check_cuda_graph(config, cfg.attn_implementation)
         model.use_cuda_graph()
@@ -180,13 +190,17 @@ def _load(
     return model
 
 
-def _load_action_model(model_class: Any, cfg: ModelConfig, config: Any, arguments: Mapping[str, Any]) -> Any:
+def _load_action_model(
+    model_class: Any, cfg: ModelConfig, config: Any, arguments: Mapping[str, Any], deferred: bool
+) -> Any:
     """Load or draw a policy; its constructor takes the arguments of ``ActionModel``."""
     own = {"hidden_size": cfg.hidden_size, "unnorm_key": cfg.unnorm_key, "action_dim": cfg.action_token_len}
     own |= _optional_arguments(model_class, cfg)
     if cfg.model_path is not None:
         loading = {"torch_dtype": arguments["dtype"], "attn_implementation": cfg.attn_implementation}
         loading |= {"low_cpu_mem_usage": cfg.low_cpu_mem_usage, "trust_remote_code": cfg.trust_remote_code}
+        if deferred and "deferred" in inspect.signature(model_class.from_pretrained).parameters:
+            loading["deferred"] = True
         return heads_in_float32(_load_exactly(model_class, cfg.model_path, config=config, **loading, **own))
     if hasattr(config, "norm_stats") and not config.norm_stats:
         config.norm_stats = unit_range_stats(cfg.action_token_len, getattr(config, "state_dim", None))
@@ -201,14 +215,6 @@ def _optional_arguments(model_class: type, cfg: ModelConfig) -> dict[str, Any]:
             "Set model.action_chunks_len=1"
         )
     return {key: getattr(cfg, key) for key in OPTIONAL_ARGUMENTS if key in accepted}
-
-
-def heads_in_float32(model: Any) -> Any:
-    """Turn what ``model.float32_modules`` names into float32, in place; ``from_pretrained`` has kept the digits of files."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name.split(".")[0] in getattr(model, "float32_modules", ()) and tensor.is_floating_point():
-            tensor.data = tensor.data.float()
-    return model
 
 
 def _load_exactly(model_class: Any, path: str, **arguments: Any) -> Any:

@@ -8,20 +8,27 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mxfp4Config, PreTrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, rename_source_key, revert_weight_conversion
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from rlinf.distributed.deferred import open_tensors
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.loading import check_fit, without_load_report
+from rlinf.models.deferred import READ_WHOLE, NotDeferredError, defer_weights, without_weights
+from rlinf.models.loading import check_fit, read_json, without_load_report
 
 AUTO_CLASSES = (AutoModelForImageTextToText, AutoModelForCausalLM)
 """A class is usable if one of these knows it. The first one decides if ``architectures`` is empty."""
+
+WANTED_FILES = ("*.json", "*.safetensors", "*.py")
+"""Of a hub id, where the weights are read in rows."""
 
 
 class HFModel(nn.Module):
@@ -56,6 +63,7 @@ class HFModel(nn.Module):
         dtype: torch.dtype = torch.float32,
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
+        deferred: bool = False,
     ) -> HFModel:
         """Load a checkpoint. Weights are read one by one into an empty model, so memory never holds a second copy.
 
@@ -65,6 +73,7 @@ class HFModel(nn.Module):
             dtype: Number format of the weights. Mxfp4 experts (GPT-OSS) are dequantised, which is exact in 16 bits too.
             attn_implementation: Attention kernel. Transformers chooses if it is None, or ``sdpa`` for a class without it.
             trust_remote_code: Run the Python code in the folder.
+            deferred: Leave the weights in their files, if they can be (``rlinf.models.deferred``).
 
         Raises:
             CheckpointError: ``path`` cannot be read, or a weight is missing, unexpected or of another shape.
@@ -73,7 +82,12 @@ class HFModel(nn.Module):
         config = config or load_config(path, trust_remote_code)
         model_class = model_class_of(config, path, trust_remote_code)
         arguments = {"dtype": dtype, **_attention(model_class, attn_implementation)}
-        quantization = _dequantization(config)
+        quantization, because = _dequantization(config), None
+        if deferred:
+            try:
+                return cls(_deferred(model_class, config, path, trust_remote_code, **arguments))
+            except NotDeferredError as reason:
+                because = str(reason)
         try:
             with without_load_report():
                 model, info = model_class.from_pretrained(
@@ -90,9 +104,10 @@ class HFModel(nn.Module):
             raise CheckpointError(message, path="<complete checkpoint folder>") from error
         check_fit(path, info)
         # Loading leaves these buffers of classes outside transformers without values.
-        computed = _unsaved_buffers(_without_weights(model_class, config, **arguments))
+        computed = _unsaved_buffers(without_weights(model_class, config, **arguments))
         for key, (buffers, name) in _unsaved_buffers(model).items():
             buffers[name] = computed[key][0][name]
+        setattr(model, READ_WHOLE, because)
         if not quantization:
             return cls(model)
         model._weight_conversions = None  # else save_pretrained would write packed weights
@@ -114,7 +129,7 @@ class HFModel(nn.Module):
         model_class = model_class_of(config)
         arguments = {"dtype": dtype, **_attention(model_class, attn_implementation)}
         if meta:
-            return cls(_without_weights(model_class, config, **arguments))
+            return cls(without_weights(model_class, config, **arguments))
         return cls(model_class._from_config(copy.deepcopy(config), **arguments))
 
     @property
@@ -218,7 +233,7 @@ def load_config(path: str | Path, trust_remote_code: bool = False) -> PreTrained
 def model_shapes(path: str | Path, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> HFModel:
     """Return what ``HFModel.from_pretrained`` would load, without reading weights: they stay on the meta device."""
     config = load_config(path, trust_remote_code)
-    return HFModel(_without_weights(model_class_of(config, path, trust_remote_code), config, dtype=dtype))
+    return HFModel(without_weights(model_class_of(config, path, trust_remote_code), config, dtype=dtype))
 
 
 def model_class_of(
@@ -272,12 +287,64 @@ def check_tensor_parallel(config: PreTrainedConfig, tp_size: int, key: str) -> N
         )
 
 
-def _without_weights(model_class: type[PreTrainedModel], config: PreTrainedConfig, **arguments: Any) -> PreTrainedModel:
-    """Build a model with its weights on the meta device and its buffers in memory."""
-    with init_empty_weights(include_buffers=False):
-        model = model_class._from_config(copy.deepcopy(config), **arguments)
-    model.tie_weights()  # moving the weights to the meta device one by one has separated them
-    return model
+def _deferred(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    path: str | Path,
+    trust_remote_code: bool,
+    **arguments: Any,
+) -> PreTrainedModel:
+    """Build what ``from_pretrained`` of transformers would load, with its weights still in their files.
+
+    Raises:
+        NotDeferredError: Loading makes other tensors of those in the files, or there are no safetensors.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise NotDeferredError("its weights are quantised")
+    try:
+        tensors = open_tensors(_weight_files(path))
+    except CheckpointError as error:  # which reading them whole tells in its own words
+        raise NotDeferredError("its files cannot be opened") from error
+    model = without_weights(model_class, config, **arguments)
+    conversions = get_model_conversion_mapping(model)
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
+    if any(rename_source_key(name, renamings, converters) != (name, None) for name in tensors):
+        raise NotDeferredError("transformers converts its weights while it reads them")
+    if model._get_dtype_plan(arguments["dtype"]):
+        raise NotDeferredError("parts of it stay in float32")
+    defer_weights(model, tensors)
+    model.config.name_or_path = str(path)
+    if model.can_generate():
+        nothing = dict.fromkeys(
+            ("generation_config", "from_auto_class", "from_pipeline", "cache_dir", "proxies", "token")
+        )
+        model.adjust_generation_fn(
+            **nothing,
+            pretrained_model_name_or_path=path,
+            force_download=False,
+            local_files_only=False,
+            revision=None,
+            subfolder="",
+            trust_remote_code=trust_remote_code,
+        )
+    return model.eval()
+
+
+def _weight_files(path: str | Path) -> list[Path]:
+    """Return the safetensors files of a folder or hub id, one or those that the index names."""
+    try:
+        folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns=WANTED_FILES))
+    except (OSError, ValueError) as error:
+        raise NotDeferredError(f"'{path}' cannot be downloaded as a folder") from error
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    names = [SAFE_WEIGHTS_NAME]
+    if not (folder / SAFE_WEIGHTS_NAME).is_file() and index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    files = [folder / name for name in names]
+    if not all(file.is_file() for file in files):
+        raise NotDeferredError("it has no complete safetensors")
+    return files
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:

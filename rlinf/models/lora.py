@@ -10,6 +10,7 @@ import copy
 import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from rlinf.distributed.deferred import is_deferred
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.config import LoraConfig
 from rlinf.models.embodiment.base import ActionModel
@@ -56,7 +58,8 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
     if lora_path is not None:
         _check_same_settings(Path(lora_path), config)
     try:
-        inject_adapter_in_model(config, model)
+        with _adapters_in_memory() if is_deferred(model) else nullcontext():
+            inject_adapter_in_model(config, model)
     except ValueError as error:
         raise ConfigError(
             f"model.lora.target_modules={targets} matches no layer of {type(model).__name__}: {error}"
@@ -66,6 +69,27 @@ def apply_lora(model: Any, lora: LoraConfig, lora_path: str | None = None) -> An
     if lora_path is not None:
         _load_adapter(model, Path(lora_path))
     return model
+
+
+@contextmanager
+def _adapters_in_memory() -> Iterator[None]:
+    """Keep the numbers of new adapters, which no file holds; PEFT moves them to the meta device, where the base weights wait."""
+    move, drawn = BaseTunerLayer._move_adapter_to_device_of_base_layer, []
+
+    def keep(layer: BaseTunerLayer, name: str, device: torch.device | None = None) -> None:
+        move(layer, name, device or torch.device("cpu"))
+        for part in layer.adapter_layer_names:
+            adapters = getattr(layer, part, None)
+            for module in adapters.modules() if isinstance(adapters, nn.Module) else ():
+                drawn.extend((module, key, parameter) for key, parameter in module._parameters.items())
+
+    BaseTunerLayer._move_adapter_to_device_of_base_layer = keep
+    try:
+        yield
+    finally:
+        BaseTunerLayer._move_adapter_to_device_of_base_layer = move
+    for module, key, parameter in drawn:
+        module._parameters[key] = parameter
 
 
 def has_adapters(model: nn.Module) -> bool:

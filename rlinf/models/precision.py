@@ -49,6 +49,14 @@ def autocast(model: nn.Module, precision: str) -> AbstractContextManager:
     return torch.autocast(next(model.parameters()).device.type, torch.bfloat16)
 
 
+def heads_in_float32(model: Any) -> Any:
+    """Turn what ``model.float32_modules`` names into float32, in place; ``from_pretrained`` has kept the digits of files."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.split(".")[0] in getattr(model, "float32_modules", ()) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    return model
+
+
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
     """Switch dropout and gradients off inside, and back to what they were. Do nothing for an object that only acts."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlinf.distributed.parallel import full_tensor, local_part
+from rlinf.distributed.deferred import Weight
+from rlinf.distributed.parallel import full_tensor, local_part, part_of
 from rlinf.distributed.process_group import rank
 from rlinf.errors import CheckpointError
 
@@ -38,8 +39,8 @@ class Reference:
         return whole
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep these whole weights instead; names that are not trained are ignored.
+    def load(self, tensors: Mapping[str, Weight]) -> None:
+        """Keep these whole weights instead; names that are not trained are ignored. Of those in files, only what is kept is read.
 
         Raises:
             CheckpointError: The weight of a trained parameter is missing, or has another shape.
@@ -54,7 +55,8 @@ class Reference:
             )
         for name, kept in self._kept.items():
             part, where = local_part(kept)
-            part.copy_(tensors[name][where])
+            if part.numel():
+                part.copy_(part_of(tensors[name], where))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -7,12 +7,13 @@ import time
 from collections.abc import Sequence
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm
 from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deferred import open_tensors
 from rlinf.distributed.process_group import any_rank, gather_objects, rank
 from rlinf.distributed.sums import sum_blocks, sum_counts
 from rlinf.errors import CheckpointError, ConfigError
@@ -101,7 +102,7 @@ class RLTrainer:
                     f"{path} is missing, which a run writes that begins RL with a KL penalty. Copy it from that run's folder, or "
                     "set algorithm.kl_coef=0"
                 )
-            reference.load(load_file(path))
+            reference.load(open_tensors([path]))
         if session.state.step == 0 or run_folder.resolve() != session.folder.resolve():
             tensors = reference.tensors()
             if rank() == 0:

@@ -6,21 +6,23 @@ import inspect
 import json
 import logging as python_logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from rlinf.distributed.deferred import FileTensor, Weight, in_memory, open_tensors
 from rlinf.errors import CheckpointError
 from rlinf.files import write_text
+from rlinf.models.deferred import READ_WHOLE, NotDeferredError, defer_weights, without_weights
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.loading import check_fit, checkpoint_folder, read_json, without_load_report
+from rlinf.models.precision import heads_in_float32
 
 logger = python_logging.getLogger("rlinf")
 
@@ -41,9 +43,9 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
         """
 
     @classmethod
-    def _read_weights(cls, folder: Path, config: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors of a folder under the names of our modules."""
-        return read_safetensors(folder)
+    def _read_weights(cls, folder: Path, config: Any, arguments: dict[str, Any]) -> dict[str, Weight]:
+        """Return the tensors of a folder under the names of our modules; those of ``open_safetensors`` are read later."""
+        return open_safetensors(folder)
 
     @classmethod
     def _new_heads(cls, config: Any, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:
@@ -76,11 +78,14 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
             self.get_submodule(name).requires_grad_(False)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, *args: Any, deferred: bool = False, **kwargs: Any
+    ) -> Any:
         """Load a public folder or hub id, or a folder that we saved.
 
         Arguments of the constructor that are not given are read from a folder that we saved. Settings are checked before
         weights are read. Every weight must fit; only heads may be absent as a whole, and are then drawn again.
+        With ``deferred``, the weights stay in their files, if they can (``rlinf.models.deferred``).
         """
         folder = checkpoint_folder(pretrained_model_name_or_path)
         config = kwargs.pop("config", None)
@@ -94,14 +99,21 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
         arguments = {each.name: kwargs.get(each.name, each.default) for each in parameters}
         arguments |= dict(zip(arguments, args, strict=False))
         cls.check_settings(config, attn_implementation=kwargs.get("attn_implementation"), **arguments)
-        state_dict = cls._read_weights(folder, config, arguments)
+        weights = cls._read_weights(folder, config, arguments)
         for name, head in cls._new_heads(config, arguments).items():
-            own = {key for key in state_dict if key.startswith(f"{name}.")}
+            own = {key for key in weights if key.startswith(f"{name}.")}
             if head is None and own:
                 logger.warning("%s: the weights of %s are not used: the model is configured without it", folder, name)
-                state_dict = {key: tensor for key, tensor in state_dict.items() if key not in own}
+                weights = {key: weight for key, weight in weights.items() if key not in own}
             elif head is not None and not own:
-                state_dict |= {f"{name}.{key}": tensor for key, tensor in head.state_dict().items()}
+                weights |= {f"{name}.{key}": tensor for key, tensor in head.state_dict().items()}
+        because = None
+        if deferred:
+            try:
+                return cls._deferred(config, weights, arguments, kwargs)
+            except NotDeferredError as reason:
+                because = str(reason)
+        state_dict = {name: in_memory(weight) for name, weight in weights.items()}
         wanted_info = kwargs.pop("output_loading_info", False)
         with no_progress_bars(), without_load_report():
             model, info = super().from_pretrained(
@@ -115,7 +127,28 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
             )
         check_fit(folder, info, **cls._cure(config))
         model._freeze()
+        setattr(model, READ_WHOLE, because)
         return (model, info) if wanted_info else model
+
+    @classmethod
+    def _deferred(
+        cls, config: Any, weights: Mapping[str, Weight], arguments: dict[str, Any], options: Mapping[str, Any]
+    ) -> Any:
+        """Build the policy with its heads read and everything else in files.
+
+        Raises:
+            NotDeferredError: The class turns its files into other numbers, or they do not fit; reading them whole says how.
+        """
+        if not any(isinstance(each, FileTensor) for each in weights.values()):
+            raise NotDeferredError(f"{cls.__name__} reads its files itself")
+        attention = options.get("attn_implementation")
+        given = {} if attention is None else {"attn_implementation": attention}
+        dtype = options.get("torch_dtype", options.get("dtype", torch.float32))
+        with torch.random.fork_rng(devices=[]):  # adapters, which come next, are drawn as without this
+            model = heads_in_float32(without_weights(cls, config, dtype=dtype, **given, **arguments))
+        defer_weights(model, weights, whole=cls.trained_in_full)
+        model._freeze()
+        return model.eval()
 
     def save_pretrained(
         self, save_directory: str | Path, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
@@ -135,6 +168,11 @@ class CheckpointPolicy(ActionModel, PreTrainedModel):
 
 def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
     """Read all ``model*.safetensors`` of a checkpoint folder; refuse a folder in which a shard is missing."""
+    return {name: tensor.rows() for name, tensor in open_safetensors(folder).items()}
+
+
+def open_safetensors(folder: str | Path) -> dict[str, FileTensor]:
+    """Return what ``read_safetensors`` would read; only the headers of the files are read."""
     folder = Path(folder)
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
@@ -146,14 +184,7 @@ def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
         if missing:
             raise CheckpointError(f"'{folder}' is incomplete: {', '.join(missing)} named by its index is missing.")
         files = [folder / name for name in sorted(wanted)]
-    state_dict: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            state_dict.update(load_file(file))
-        except SafetensorError as error:
-            problem = f"'{file}' cannot be read as safetensors ({error})"
-            raise CheckpointError(f"{problem}. Set model.model_path=<another folder>") from error
-    return state_dict
+    return open_tensors(files)
 
 
 def refuse_adapters(names: Iterable[str]) -> None:

@@ -13,10 +13,11 @@ from transformers import LlamaForCausalLM
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput
 
+from rlinf.distributed.deferred import Weight
 from rlinf.errors import ConfigError
 from rlinf.models.cuda_graph import CudaGraphs
 from rlinf.models.embodiment.base import check_hidden_size
-from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, read_safetensors
+from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, open_safetensors
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.float32 import linear_in_float32
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
@@ -336,8 +337,8 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
     # -- files ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def _read_weights(cls, folder: Path, config: OpenVLAConfig, arguments: dict[str, Any]) -> dict[str, Tensor]:
-        return from_public(read_safetensors(folder), config)
+    def _read_weights(cls, folder: Path, config: OpenVLAConfig, arguments: dict[str, Any]) -> dict[str, Weight]:
+        return from_public(open_safetensors(folder), config)
 
     @classmethod
     def _new_heads(cls, config: OpenVLAConfig, arguments: dict[str, Any]) -> dict[str, nn.Module | None]:

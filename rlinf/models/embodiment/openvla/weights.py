@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rlinf.distributed.deferred import Weight
 from rlinf.models.embodiment.openvla.config import OpenVLAConfig
 
 _BLOCK = re.compile(r"(vision_backbone\.(?:fused_)?featurizer)\.blocks\.(\d+)\.(.+)")
@@ -36,10 +37,10 @@ def _names_by_tower(config: OpenVLAConfig) -> dict[str, dict[str, tuple[str, ...
     return {prefix: tables[spec.kind] for prefix, spec in zip(prefixes, config.vision_towers(), strict=False)}
 
 
-def from_public(state_dict: Mapping[str, Tensor], config: OpenVLAConfig) -> dict[str, Tensor]:
+def from_public(state_dict: Mapping[str, Weight], config: OpenVLAConfig) -> dict[str, Weight]:
     """Rename and split the tensors of a public checkpoint; names that are ours already pass through."""
     tables = _names_by_tower(config)
-    result: dict[str, Tensor] = {}
+    result: dict[str, Weight] = {}
     for name, tensor in state_dict.items():
         match = _BLOCK.fullmatch(name)
         table = tables.get(match[1], {}) if match else {}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
+from rlinf.distributed.deferred import Weight
 from rlinf.errors import ConfigError
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_stats
 from rlinf.models.embodiment.openvla.llama_layer import run_layers
@@ -190,7 +191,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
     # -- files ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def _read_weights(cls, folder: Path, config: OpenVLAOFTConfig, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    def _read_weights(cls, folder: Path, config: OpenVLAOFTConfig, arguments: dict[str, Any]) -> dict[str, Weight]:
         state_dict = from_public(read_oft_weights(folder, config), config)
         parts = absent_parts(folder, config, state_dict)
         action_dim, chunk_len = arguments["action_dim"], arguments["action_chunks_len"]

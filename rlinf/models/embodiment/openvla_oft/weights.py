@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from rlinf.distributed.deferred import Weight
 from rlinf.errors import CheckpointError
-from rlinf.models.embodiment.checkpoint_policy import read_safetensors
+from rlinf.models.embodiment.checkpoint_policy import open_safetensors
 from rlinf.models.embodiment.openvla_oft.action_head import L1ActionHead, ProprioProjector
 from rlinf.models.embodiment.openvla_oft.config import NEW_PARTS, OpenVLAOFTConfig
 
@@ -21,7 +22,7 @@ MAX_LORA_ALPHA = 16
 """The public fine-tuning scales its adapters by min(rank, 16) / rank."""
 
 
-def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Tensor]:
+def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Weight]:
     """Read ``model*.safetensors`` and the files ``<part>--<step>_checkpoint.pt`` of the same folder.
 
     Parts: ``action_head``, ``proprio_projector``, ``value_head``, and ``vision_backbone`` (with FiLM), which takes the
@@ -33,7 +34,7 @@ def read_oft_weights(folder: Path, config: OpenVLAOFTConfig) -> dict[str, Tensor
         "vision_backbone": (config.use_film, "use_film=true"),
         "value_head": (True, ""),
     }
-    state_dict = read_safetensors(folder)
+    state_dict: dict[str, Weight] = dict(open_safetensors(folder))
     chosen = {part: path for part in wanted if (path := _newest(folder, part)) is not None}
     steps = {part: _step(path) for part, path in chosen.items()}
     if len(set(steps.values())) > 1:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from rlinf.distributed.deferred import Weight
 from rlinf.files import write_text
-from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, read_safetensors
+from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, open_safetensors
 from rlinf.models.embodiment.modules.float32 import without_autocast
 from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.pi0.config import Pi0Config
@@ -165,8 +166,8 @@ class Pi0Network(CheckpointPolicy):
     # -- files ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def _read_weights(cls, folder: Path, config: Pi0Config, arguments: dict[str, Any]) -> dict[str, Tensor]:
-        state_dict = from_public(read_safetensors(folder))
+    def _read_weights(cls, folder: Path, config: Pi0Config, arguments: dict[str, Any]) -> dict[str, Weight]:
+        state_dict = from_public(open_safetensors(folder))
         if config.noise_std_range is not None and any(name.startswith("noise_head.") for name in state_dict):
             bounds = deviation_bounds(config.noise_std_range)
             state_dict |= {f"noise_head.{name}": bound for name, bound in bounds.items()}

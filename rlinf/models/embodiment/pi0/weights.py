@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rlinf.distributed.deferred import Weight, in_memory
 from rlinf.errors import CheckpointError
 
 LM_HEAD = "paligemma_with_expert.paligemma.lm_head.weight"
@@ -21,14 +22,14 @@ _PREFIXES = {
 }
 
 
-def from_public(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_public(state_dict: Mapping[str, Weight]) -> dict[str, Weight]:
     """Rename the tensors of an openpi or lerobot checkpoint, where the token embedding is tied to ``lm_head``."""
     if all(name.startswith("model.") for name in state_dict):
         state_dict = {name.removeprefix("model."): tensor for name, tensor in state_dict.items()}
     tensors = dict(state_dict)
     head = tensors.pop(LM_HEAD, None)
     if head is not None:
-        if EMBED_TOKENS in tensors and not torch.equal(head, tensors[EMBED_TOKENS]):
+        if EMBED_TOKENS in tensors and not torch.equal(in_memory(head), in_memory(tensors[EMBED_TOKENS])):
             raise CheckpointError(
                 f"'{EMBED_TOKENS}' and '{LM_HEAD}' are one tensor in pi0, and differ here. "
                 "Set model.model_path=<another folder>"

@@ -1,0 +1,133 @@
+"""Weights that are still in their files: parameters on the meta device, until a rank knows which rows of them it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.errors import CheckpointError
+
+_SOURCE = "rows_in_file"
+"""Attribute of a deferred parameter. It stays when adapters rename the parameter or its number format changes."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a safetensors file, or some of its rows, not read yet.
+
+    Attributes:
+        file: Path of the file.
+        name: Name in the file.
+        shape: Shape of the rows.
+        first_row: Row of the tensor in the file with which they begin.
+        dtype: Number format to which they are rounded; None: that of the file.
+    """
+
+    file: Path
+    name: str
+    shape: torch.Size
+    first_row: int = 0
+    dtype: torch.dtype | None = None
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Read rows ``start:stop``, or the number if the tensor has no dimensions; the file's other bytes are not touched.
+
+        Raises:
+            CheckpointError: The file cannot be read.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.file, framework="pt") as file:
+                if self.shape:
+                    stop = self.shape[0] if stop is None else stop
+                    found = file.get_slice(self.name)[self.first_row + start : self.first_row + stop]
+                else:
+                    found = file.get_tensor(self.name)
+                return found if self.dtype is None else found.to(self.dtype)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"'{self.name}' in '{self.file}' cannot be read ({error}).") from error
+
+    def chunk(self, chunks: int) -> list[FileTensor]:
+        """Divide the rows as ``Tensor.chunk`` does; nothing is read."""
+        size = -(-self.shape[0] // chunks)
+        starts = range(0, self.shape[0], size)
+        return [
+            replace(
+                self,
+                shape=torch.Size((min(size, self.shape[0] - start), *self.shape[1:])),
+                first_row=self.first_row + start,
+            )
+            for start in starts
+        ]
+
+    def clone(self) -> FileTensor:
+        """Return itself: what is read is always new memory."""
+        return self
+
+
+Weight = Tensor | FileTensor
+"""A tensor of a checkpoint, read or not."""
+
+
+def in_memory(weight: Weight) -> Tensor:
+    """Return a tensor of a checkpoint, reading it if it is not read yet."""
+    return weight.rows() if isinstance(weight, FileTensor) else weight
+
+
+def open_tensors(files: list[Path]) -> dict[str, FileTensor]:
+    """Return the tensors of safetensors files by name; only the headers are read.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():
+                    found[name] = FileTensor(path, name, torch.Size(file.get_slice(name).get_shape()))
+        except (OSError, SafetensorError) as error:
+            problem = f"'{path}' cannot be read as safetensors ({error})"
+            raise CheckpointError(f"{problem}. Set model.model_path=<another folder>") from error
+    return found
+
+
+def defer(parameter: nn.Parameter, source: FileTensor) -> None:
+    """Note where the numbers of a parameter on the meta device are."""
+    setattr(parameter, _SOURCE, source)
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Return whether any parameter is still in a file."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def deferred_parameters(model: nn.Module) -> dict[str, FileTensor]:
+    """Return where the deferred parameters are, to be rounded to their present format; one of several modules appears once.
+
+    Raises:
+        ValueError: A parameter or buffer is on the meta device and nothing says where its numbers are.
+    """
+    sources, lost = {}, []
+    for name, tensor in _tensors(model):
+        if tensor.is_meta:
+            source = getattr(tensor, _SOURCE, None)
+            if source is None:
+                lost.append(name)
+            else:
+                sources[name] = replace(source, dtype=tensor.dtype)
+    if lost:
+        raise ValueError(f"{lost[:5]} ({len(lost)}) are on the meta device, and nothing says what they hold")
+    return sources
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()

@@ -1,0 +1,86 @@
+"""Build a model of transformers without its weights, which stay in their files until the ranks divide them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlinf.distributed.deferred import FileTensor, Weight, defer, in_memory, is_deferred
+from rlinf.distributed.parallel import local_part
+from rlinf.optim.finite import check_loaded
+
+READ_WHOLE = "read_whole_because"
+"""Attribute of a model whose weights were asked to stay in their files and could not: the reason."""
+
+
+def how_read(model: nn.Module) -> str:
+    """Tell how the ranks get the weights of a model that they shard."""
+    if is_deferred(model):
+        return "each rank reads its rows of the weights"
+    because = getattr(model, READ_WHOLE, None) or "its weights are random, or its class reads its folder itself"
+    return f"each rank first holds the whole model: {because}"
+
+
+def check_read(model: nn.Module, sources: Mapping[str, FileTensor]) -> None:
+    """Refuse weights that are not finite, of what ``read_deferred`` has read on this rank.
+
+    Raises:
+        CheckpointError: A number is NaN or infinite; names the tensor.
+    """
+    parameters = dict(model.named_parameters())
+    folders = sorted({str(source.file.parent) for source in sources.values()})
+    check_loaded({name: local_part(parameters[name])[0] for name in sources}, ", ".join(folders))
+
+
+class NotDeferredError(Exception):
+    """The weights cannot stay in their files; the text says why, and what is read whole instead works."""
+
+
+def without_weights(model_class: type[PreTrainedModel], config: Any, **arguments: Any) -> Any:
+    """Build a model with its parameters on the meta device and its buffers in memory, with their values."""
+    with init_empty_weights(include_buffers=False):
+        model = model_class._from_config(copy.deepcopy(config), **arguments)
+    model.tie_weights()  # moving the weights to the meta device one by one has separated them
+    return model
+
+
+@torch.no_grad()
+def defer_weights(model: nn.Module, tensors: Mapping[str, Weight], whole: Collection[str] = ()) -> None:
+    """Say of each parameter of a model on the meta device where its numbers are; read small ones and buffers now.
+
+    Args:
+        model: What ``without_weights`` returned.
+        tensors: All weights by name, in files or in memory; of tied weights only one.
+        whole: First parts of the names of modules that are read now, because other code writes into them.
+
+    Raises:
+        NotDeferredError: Names or shapes are not exactly those of the model.
+    """
+    places: dict[int, list[str]] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        places.setdefault(id(parameter), []).append(name)
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+    given = [[name for name in names if name in tensors] for names in places.values()]
+    fits = all(len(names) == 1 for names in given) and tensors.keys() <= parameters.keys() | buffers.keys()
+    own = parameters | buffers
+    if not fits or buffers.keys() - tensors.keys() or any(own[name].shape != tensors[name].shape for name in tensors):
+        raise NotDeferredError("the names and shapes in its files are not those of the model")
+    for (name,), names in zip(given, places.values(), strict=True):
+        parameter, source = parameters[name], tensors[name]
+        if isinstance(source, FileTensor) and name.split(".")[0] not in whole:
+            defer(parameter, source)
+            continue
+        numbers = in_memory(source).to(parameter.dtype, copy=True)
+        held = nn.Parameter(numbers, requires_grad=parameter.requires_grad)
+        for each in names:
+            module, _, attribute = each.rpartition(".")
+            setattr(model.get_submodule(module), attribute, held)
+    for name, buffer in buffers.items():
+        buffer.copy_(in_memory(tensors[name]))

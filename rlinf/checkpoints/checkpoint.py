@@ -255,6 +255,11 @@ def _has_policy(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
+def has_policy(checkpoint: Path) -> bool:
+    """Return whether a checkpoint or an export has files for ``from_pretrained``; checkpoints of token policies have none."""
+    return any(_has_policy(place) for place in (checkpoint / MODEL_FOLDER, checkpoint / ADAPTER_FOLDER, checkpoint))
+
+
 def resolve_checkpoint(path: str | os.PathLike) -> Path:
     """Return the checkpoint folder that a user's path means; raise CheckpointError if there is none.
 

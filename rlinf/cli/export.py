@@ -27,7 +27,8 @@ class ExportConfig:
 def export(arguments: Sequence[str]) -> int:
     """Write a checkpoint as a folder that ``from_pretrained`` loads.
 
-    Other keys override the checkpoint's configuration, e.g. ``plugins=[my_model.py]``.
+    Other keys override the checkpoint's configuration, e.g. ``plugins=[my_model.py]``, or ``policy.model_name_or_path=`` where the
+    model of a recipe has moved.
     """
     own, overrides = _split(arguments)
     config = from_mapping(ExportConfig, own)
@@ -48,7 +49,8 @@ def export(arguments: Sequence[str]) -> int:
 def _split(arguments: Sequence[str]) -> tuple[dict, list[str]]:
     """Return the values of the command's own keys, and the overrides of the configuration."""
     own, others = {}, []
-    own_keys, other_keys = public_fields(ExportConfig), public_fields(RunConfig)
+    sections_of_recipes = [key.partition(".")[0] for key in command.TOKEN_KEYS]
+    own_keys, other_keys = public_fields(ExportConfig), [*public_fields(RunConfig), *sections_of_recipes]
     for word in arguments:
         key, equals, value = word.partition("=")
         if not equals:

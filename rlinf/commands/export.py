@@ -14,14 +14,23 @@ import numpy as np
 import torch
 import yaml
 
-from rlinf.checkpoints.checkpoint import CONFIG_FILE, policy_folder, resolve_checkpoint
+from rlinf.checkpoints.checkpoint import (
+    CONFIG_FILE,
+    has_policy,
+    policy_folder,
+    resolve_checkpoint,
+    verify_checkpoint,
+)
 from rlinf.checkpoints.model_files import is_adapter, write_policy
+from rlinf.checkpoints.saved_config import flat, read_saved_config
 from rlinf.commands.open_checkpoint import load_policy, open_checkpoint, read_config
 from rlinf.config.schema import RunConfig
 from rlinf.envs import ENVS
-from rlinf.errors import CheckpointError
+from rlinf.errors import CheckpointError, ConfigError
 from rlinf.files import write_text
 from rlinf.manifest import Manifest, hash_files
+from rlinf.models.config import LoraConfig
+from rlinf.models.precision import torch_dtype_of
 from rlinf.options import to_mapping
 from rlinf.types import Observation
 
@@ -33,7 +42,8 @@ def export(
 ) -> Path:
     """Write model (or adapter), processor, ``dataset_statistics.json``, ``config.yaml`` and ``manifest.json``.
 
-    The folder is read back before it gets its name, and must give the same logits and actions on a random observation.
+    The folder of an action policy is read back before it gets its name, and must give the same logits and actions on a random
+    observation. That of a token policy has its weights in chunks (``rlinf.checkpoints.hf_folder``).
 
     Args:
         checkpoint: Checkpoint or run folder, or an export.
@@ -52,6 +62,8 @@ def export(
     checkpoint, output = resolve_checkpoint(checkpoint), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} exists and is not empty; nothing is overwritten. Set output=<a new folder>")
+    if not has_policy(checkpoint):
+        return _export_tokens(checkpoint, output, merge_lora, overrides)
     config = read_config(checkpoint, overrides)
     _check_lora(checkpoint, Manifest.load(checkpoint), merge_lora)
     opened = open_checkpoint(checkpoint, config)
@@ -87,6 +99,41 @@ def export(
     return output
 
 
+TOKEN_KEYS = ("policy.model_name_or_path", "train.param_dtype")
+"""What of a recipe's configuration an export reads, and an override may change."""
+
+
+def _export_tokens(checkpoint: Path, output: Path, merge_lora: bool, overrides: Sequence[str]) -> Path:
+    """Write the policy of a token run, whose other files come from the model that training began with."""
+    from rlinf.checkpoints.hf_folder import HFFolder  # imports transformers
+
+    values = flat(read_saved_config(checkpoint))
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if key not in TOKEN_KEYS:
+            found = f"'{word}' changes nothing in the export of {checkpoint}, which is one of a recipe"
+            raise ConfigError(f"{found}; keys are {', '.join(TOKEN_KEYS)}.")
+        values[key] = value
+    verify_checkpoint(checkpoint)
+    manifest = Manifest.load(checkpoint)
+    _check_lora(checkpoint, manifest, merge_lora)
+    lora = {key: value for key, value in manifest.lora.items() if key not in ("state", "base_sha256")}
+    source, dtype = (values.get(key) for key in TOKEN_KEYS)
+    folder = HFFolder(
+        source,
+        torch_dtype_of(dtype),
+        lora=LoraConfig(**lora) if manifest.lora["state"] == "adapter" else None,
+        merge_lora=merge_lora,
+    )
+    try:
+        folder(checkpoint, output)
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot write {output}: {error}. Check space and permissions, or choose another output"
+        ) from error
+    return output
+
+
 def random_observation(config: RunConfig, model: Any, num_rows: int = 2, seed: int = 0) -> Observation:
     """Make up an observation of the shapes that the env gives."""
     generator = np.random.default_rng(seed)
@@ -104,6 +151,8 @@ def _check_lora(checkpoint: Path, manifest: Manifest, merge_lora: bool) -> None:
     if merge_lora and state != "adapter":
         reason = "were merged before; a second time would count them twice" if state == "merged" else "do not exist"
         raise CheckpointError(f"merge_lora=true, but the adapters of {checkpoint} {reason}. Set merge_lora=false")
+    if not has_policy(checkpoint):
+        return
     source = policy_folder(checkpoint)
     if state == "merged" and (source / "config.json").is_file():
         merged = json.loads((source / "config.json").read_text(encoding="utf-8")).get("merged_adapters")

@@ -76,7 +76,7 @@ class CheckpointManager:
         with_policy: Checkpoints hold ``model/`` or ``adapter/``, as those of action policies do.
         export: Writes ``<folder>/safetensors/final`` from the last checkpoint; None: nothing does.
         exports_all: It also writes ``<folder>/safetensors/<name>`` from every other one, which goes when its checkpoint goes.
-        uploads: Take what is written. Their errors are raised by ``close``, when everything is on the disk.
+        uploads: Those of rank 0 take what is written. Their errors are raised by ``close``, when everything is on the disk.
     """
 
     def __init__(
@@ -185,15 +185,18 @@ class CheckpointManager:
             raise failure
 
     def close(self) -> None:
-        """Wait, raise what went wrong, also with the uploads, and free the memory of the copies; nothing can be saved afterwards."""
+        """Wait, raise what went wrong, also with the uploads, and free the memory of the copies; nothing can be saved afterwards.
+
+        Errors of uploads are raised by rank 0 alone.
+        """
         try:
             self.wait()
         finally:
             if self._stager is not None:
                 self._stager.close()
-        failures = on_rank_zero(lambda: self._upload_failures, "upload") if self.uploads else []
-        if failures:
-            raise CheckpointError(f"{self.folder} is complete, but not all of it was uploaded: {'; '.join(failures)}")
+        if self._upload_failures:
+            failures = "; ".join(self._upload_failures)
+            raise CheckpointError(f"{self.folder} is complete, but not all of it was uploaded: {failures}")
 
     def names(self) -> list[str]:
         """Return the names of the whole checkpoints."""

@@ -7,20 +7,23 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from transformers import AutoProcessor, AutoTokenizer
 
+from rlinf.checkpoints.checkpoint_manager import Upload
+from rlinf.checkpoints.hf_folder import token_manifest
+from rlinf.checkpoints.upload import HubUpload, S3Upload
 from rlinf.distributed.process_group import world_size
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.llm.causal_lm import end_tokens
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import DPOLossFn, GRPOLossFn
-from rlinf.manifest import Manifest, git_revision, library_versions
-from rlinf.models.base_weights import weights_digest
+from rlinf.manifest import Manifest
+from rlinf.models.config import LoraConfig
 from rlinf.models.hf_model import load_config
 from rlinf.models.positions import num_positions
+from rlinf.options import from_mapping
 from rlinf.recipes.completions import Answers, Completer, Generator
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
@@ -135,31 +138,31 @@ def describe_data(config: RecipeConfig, trainer: Trainer) -> dict[str, Any]:
     return {"num_rows": num_rows, "batch_size": batch_size(config), "seed": config.train.seed or 0}
 
 
-def token_manifest(config: RecipeConfig, policy: HuggingFacePolicy, steps: int) -> Manifest:
+def lora_of(policy: HuggingFacePolicy) -> LoraConfig | None:
+    """Return the settings of the adapters that are trained."""
+    return None if policy.config.lora is None else from_mapping(LoraConfig, policy.config.lora)
+
+
+def manifest_of(config: RecipeConfig, policy: HuggingFacePolicy, steps: int) -> Manifest:
     """Return the conditions of a token policy after so many steps."""
-    text = policy.model.config
-    lora: dict[str, Any] = {"state": "none"}
-    if policy.config.lora is not None:
-        lora = {"state": "adapter", "base_sha256": _digest(policy.model_name), **policy.config.lora}
-    return Manifest(
-        versions=library_versions(),
-        model={"model_type": text.model_type, "class": type(policy.model).__name__},
-        normalization={},
-        preprocessing={},
-        actions={},
-        lora=lora,
-        precision=PRECISIONS[config.train.param_dtype],
-        env={},
-        renderer=None,
-        policy_version=steps,
-        seed=config.train.seed or 0,
-        git_revision=git_revision(),
-    )
+    precision, seed = PRECISIONS[config.train.param_dtype], config.train.seed or 0
+    source, lora = policy.model_name, lora_of(policy)
+    return token_manifest(policy.model, source, precision=precision, seed=seed, policy_version=steps, lora=lora)
 
 
-@lru_cache(maxsize=1)
-def _digest(model_name: str) -> str | None:
-    return weights_digest(model_name)
+def make_uploads(config: RecipeConfig) -> list[Upload]:
+    """Return what takes a run's folders elsewhere, with credentials that work; made on one rank.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    ckpt = config.train.ckpt
+    uploads: list[Upload] = []
+    if ckpt.upload_hf:
+        uploads.append(HubUpload(ckpt.hf_repo_name))
+    if ckpt.upload_s3:
+        uploads.append(S3Upload(ckpt.s3_bucket, ckpt.s3_prefix, every=ckpt.upload_s3 == "all"))
+    return uploads
 
 
 def make_trainer(

@@ -22,7 +22,16 @@ from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.manifest import Manifest
 from rlinf.models.precision import torch_dtype_of
 from rlinf.options import to_mapping
-from rlinf.recipes.build import RecipeData, describe_data, load_processor, make_trainer, policy_settings, token_manifest
+from rlinf.recipes.build import (
+    RecipeData,
+    describe_data,
+    load_processor,
+    lora_of,
+    make_trainer,
+    make_uploads,
+    manifest_of,
+    policy_settings,
+)
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.logs import shown_logs
 from rlinf.recipes.loop import Loop, LoopState, Trainer
@@ -88,11 +97,12 @@ def _run_in(
     train = config.train
     processor = load_processor(config)
     mapping = to_mapping(config)
+    uploads = make_uploads(config) if rank() == 0 else []
     with ExitStack() as stack:
         policy = HuggingFacePolicy(config.policy.model_name_or_path, **policy_settings(config, processor))
         trainer = make_trainer(config, policy, processor, data, stack)
         stack.callback(trainer.close)
-        exporter = HFFolder(config.policy.model_name_or_path, torch_dtype_of(train.param_dtype))
+        exporter = HFFolder(policy.model_name, torch_dtype_of(train.param_dtype), lora=lora_of(policy))
         ckpt = train.ckpt
         checkpoints = CheckpointManager(
             folder,
@@ -102,10 +112,11 @@ def _run_in(
             with_policy=False,
             export=exporter,
             exports_all=ckpt.enable_checkpoint and ckpt.export_safetensors,
+            uploads=uploads,
         )
         state = LoopState(data=describe_data(config, trainer))
         if checkpoint is not None:
-            state = _restored(checkpoint, checkpoints, policy, trainer, state, token_manifest(config, policy, 0))
+            state = _restored(checkpoint, checkpoints, policy, trainer, state, manifest_of(config, policy, 0))
         tracker = None
         if rank() == 0:
             tracker = stack.enter_context(_tracker(config, folder, mapping, state, trainer))
@@ -113,7 +124,7 @@ def _run_in(
         loop = Loop(
             config, policy, trainer, state, folder,
             checkpoints=checkpoints,
-            manifest=lambda steps: token_manifest(config, policy, steps),
+            manifest=lambda steps: manifest_of(config, policy, steps),
             config_mapping=mapping, stop_signal=stop_signal, progress=progress, tracker=tracker,
         )  # fmt: skip
         try:
@@ -121,9 +132,10 @@ def _run_in(
         except StopRequested:
             checkpoints.close()
             raise
-        checkpoints.close()
+        checkpoints.wait()
         if rank() == 0:
             write_text(folder / SUMMARY_FILE, json.dumps(summary(loop), indent=1))
+        checkpoints.close()  # raises what went wrong with uploads
 
 
 def summary(loop: Loop) -> dict[str, Any]:

@@ -31,7 +31,7 @@ POLICY_FIELDS = ("model", "normalization", "preprocessing", "actions", "lora", "
 BASE_FIELD = "lora.base_sha256"
 """Hash of the base weights that adapters belong to."""
 
-WORLD_FIELDS = ("env", "simulators", "renderer")
+WORLD_FIELDS = ("env", "simulators", "renderer", "questions")
 """Sections that change what a policy sees, what its actions do or how success is counted. A field that only one side has
 is reported, not refused: a setting of a later version, a task that was not played, an unused renderer."""
 
@@ -64,6 +64,7 @@ class Manifest:
         policy_version: Number of weight updates behind the policy.
         seed: Seed of the run.
         git_revision: Commit of the code, if it is in a git repository.
+        questions: Of an evaluation on questions: digest of the file, how answers were drawn and found.
         files: Path relative to the manifest's folder, to the SHA-256 of the file.
     """
 
@@ -81,6 +82,7 @@ class Manifest:
     simulators: dict[str, str] = field(default_factory=dict)
     probe: dict[str, Any] | None = None
     git_revision: str | None = None
+    questions: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
 
     def save(self, folder: str | Path) -> Path:

@@ -10,8 +10,7 @@ from rlinf.config.compose import parse_overrides
 from rlinf.errors import ConfigError
 from rlinf.evaluation.compare_folders import compare_folders, evaluation_folder
 from rlinf.evaluation.config import EvaluationConfig
-from rlinf.evaluation.report import REPORT_FILE
-from rlinf.evaluation.report_data import COMPARISON_FILE
+from rlinf.evaluation.report_data import COMPARISON_FILE, REPORT_FILE
 from rlinf.options import from_mapping
 
 COMPARE_FLAG = "--compare"

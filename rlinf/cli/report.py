@@ -7,8 +7,9 @@ from pathlib import Path
 
 from rlinf.errors import ConfigError
 from rlinf.evaluation.report import write_report
-from rlinf.evaluation.runs import group_runs, read_runs, repeated_seeds
+from rlinf.evaluation.runs import group_runs, read_runs, repeated_seeds, run_folders
 from rlinf.evaluation.runs_report import write_runs_report
+from rlinf.evaluation.token_data import is_token_folder
 from rlinf.preflight.refuse import refuse
 
 OUTPUT = "runs.html"
@@ -31,10 +32,15 @@ def report(arguments: Sequence[str]) -> int:
     taken = next((word for word in outputs if Path(word).expanduser().exists() and Path(word).suffix != ".html"), None)
     if taken is not None:
         refuse(f"output='{taken}', which exists and is not an .html file", "a new file or a page", f"output={OUTPUT}")
-    runs = read_runs(folders)
-    if len(runs) == 1 and not outputs:
-        print(f"report: {write_report(runs[0].folder)}")
+    places = run_folders(folders)
+    if len(places) == 1 and not outputs:
+        print(f"report: {write_report(places[0])}")
         return 0
+    of_tokens = next((place for place in places if is_token_folder(place)), None)
+    if of_tokens is not None:
+        found = f"'{of_tokens}' is a run of a recipe, which the page of several runs does not show"
+        raise ConfigError(f"{found}; required: runs of `rlinf train`, or one folder. Run rlinf report {of_tokens}")
+    runs = read_runs(folders)
     output = Path(outputs[0] if outputs else OUTPUT).expanduser()
     for sentence in repeated_seeds(group_runs(runs)):
         print(sentence)

@@ -6,19 +6,21 @@ episodes, which both share. Pairing removes it, so fewer episodes reveal the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from rlinf.errors import ConfigError
+from rlinf.evaluation.answers import AnswerResult
 from rlinf.evaluation.intervals import paired_difference_interval
 from rlinf.evaluation.result import EvaluationResult, Success
 from rlinf.manifest import Mismatch, refuse_mismatches
 from rlinf.number_formats import format_p_value, format_points
-from rlinf.types import EpisodeResult
 
 EPISODES = "episodes"
 """Name in ``evaluation.allow_mismatch`` that lets the lists of episodes differ."""
+QUESTIONS = "questions"
+"""Name in ``evaluation.allow_mismatch`` that lets the lists of questions differ."""
 METHOD = "Exact conditional McNemar test, two-sided; 95 % interval of the paired difference: Newcombe 1998, method 10"
 
 
@@ -79,6 +81,7 @@ class Comparison:
         num_unpaired: Number of episodes that only one of the two has.
         a, b: Names of the two, for tables.
         mismatches: Accepted differences of conditions.
+        unit: What the pairs are: episodes or questions.
     """
 
     per_task: dict[str, Pairs]
@@ -86,6 +89,7 @@ class Comparison:
     a: str = "a"
     b: str = "b"
     mismatches: list[str] = field(default_factory=list)
+    unit: str = EPISODES
 
     @property
     def total(self) -> Pairs:
@@ -97,7 +101,7 @@ class Comparison:
         return {
             "a": self.a, "b": self.b, "method": METHOD, "total": self.total.as_dict(),
             "per_task": {task: pairs.as_dict() for task, pairs in self.per_task.items()},
-            "num_unpaired": self.num_unpaired, "mismatches": self.mismatches,
+            "num_unpaired": self.num_unpaired, "mismatches": self.mismatches, "unit": self.unit,
         }  # fmt: skip
 
     def table(self) -> str:
@@ -153,23 +157,50 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
     sentence = "Actions were drawn in different ways in the two evaluations (first: saved, second: present)"
     mismatches = refuse_mismatches(sampling_differences(result_a, result_b), allow_mismatch, sentence)
     first, second = _by_episode(result_a, "first"), _by_episode(result_b, "second")
+    cure = "Evaluate both with the same env, evaluation.split and evaluation.num_episodes"
+    comparison = _pair(first, second, EPISODES, cure, allow_mismatch)
+    comparison.mismatches = [str(one) for one in mismatches]
+    return comparison
+
+
+def compare_answers(result_a: AnswerResult, result_b: AnswerResult, allow_mismatch: Sequence[str] = ()) -> Comparison:
+    """Pair two results by question; they may answer it in any order.
+
+    Args:
+        result_a, result_b: Results of two models on the same questions.
+        allow_mismatch: ``"questions"`` compares the common ones of two lists.
+
+    Raises:
+        ConfigError: The lists differ and that is not allowed, or they have no question in common.
+    """
+    first, second = (
+        {(one.id, one.prompt, one.expected): (one.category, one.is_correct) for one in result.answers}
+        for result in (result_a, result_b)
+    )
+    return _pair(first, second, QUESTIONS, "Evaluate both with the same questions=<file>", allow_mismatch)
+
+
+Outcomes = Mapping[Hashable, tuple[str, bool]]
+"""Task (or category) and success of each episode (or question)."""
+
+
+def _pair(first: Outcomes, second: Outcomes, unit: str, cure: str, allow_mismatch: Sequence[str]) -> Comparison:
     common = [key for key in first if key in second]
     unpaired = len(first) + len(second) - 2 * len(common)
-    sizes = f"The first result has {len(first)} episodes and the second {len(second)}"
-    cure = "Evaluate both with the same env, evaluation.split and evaluation.num_episodes"
+    sizes = f"The first result has {len(first)} {unit} and the second {len(second)}"
     if not common:
         raise ConfigError(f"{sizes}, and they have none in common. {cure}")
-    if unpaired and EPISODES not in allow_mismatch:
+    if unpaired and unit not in allow_mismatch:
         raise ConfigError(
             f"{sizes}, {len(common)} of them in common; a paired comparison needs the same list. {cure}, or compare the "
-            f"common ones: set 'evaluation.allow_mismatch=[{','.join([*allow_mismatch, EPISODES])}]'"
+            f"common ones: set 'evaluation.allow_mismatch=[{','.join([*allow_mismatch, unit])}]'"
         )
     outcomes: dict[str, list[tuple[bool, bool]]] = {}
     for key in common:
-        outcomes.setdefault(key[1], []).append((bool(first[key].success), bool(second[key].success)))
+        outcomes.setdefault(first[key][0], []).append((first[key][1], second[key][1]))
     cells = ((True, True), (True, False), (False, True), (False, False))
     per_task = {task: Pairs(*(seen.count(cell) for cell in cells)) for task, seen in outcomes.items()}
-    return Comparison(per_task, unpaired, mismatches=[str(one) for one in mismatches])
+    return Comparison(per_task, unpaired, unit=unit)
 
 
 def sampling_differences(result_a: EvaluationResult, result_b: EvaluationResult) -> list[Mismatch]:
@@ -179,9 +210,12 @@ def sampling_differences(result_a: EvaluationResult, result_b: EvaluationResult)
     return [Mismatch(name, old, new, must_match=True) for name, (old, new) in pairs.items() if old != new]
 
 
-def _by_episode(result: EvaluationResult, which: str) -> dict[tuple[str, str, int, int], EpisodeResult]:
-    """Return the results by suite, task, initial state and seed, without ``task_id``, which depends on ``env.tasks``."""
-    found = {(one.spec.suite, one.task, one.spec.init_state_id, one.spec.seed): one for one in result.results}
+def _by_episode(result: EvaluationResult, which: str) -> Outcomes:
+    """Return outcomes by suite, task, initial state and seed, without ``task_id``, which depends on ``env.tasks``."""
+    found = {
+        (one.spec.suite, one.task, one.spec.init_state_id, one.spec.seed): (one.task, bool(one.success))
+        for one in result.results
+    }
     if len(found) < len(result.results):
         rows = f"{len(result.results)} rows for {len(found)} episodes"
         raise ConfigError(f"The {which} result has {rows}; each must have been run once. Evaluate again")

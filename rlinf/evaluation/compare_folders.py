@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.evaluation.compare import EPISODES, Comparison, compare
+from rlinf.evaluation.answers import AnswerResult, holds_answers
+from rlinf.evaluation.compare import EPISODES, QUESTIONS, Comparison, compare, compare_answers
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE, closing_tags
 from rlinf.evaluation.result import EvaluationResult
@@ -19,7 +20,7 @@ from rlinf.tracking.tracker import read_metrics
 
 CONDITIONS = "conditions"
 """Name in ``evaluation.allow_mismatch`` that lets a manifest be missing."""
-COMPARISON_NAMES = (EPISODES, CONDITIONS, "greedy", "temperature")
+COMPARISON_NAMES = (EPISODES, QUESTIONS, CONDITIONS, "greedy", "temperature")
 """Names in ``evaluation.allow_mismatch`` that are not fields of a manifest."""
 
 
@@ -32,13 +33,13 @@ def compare_folders(
         folder_a, folder_b: Evaluation folders, their ``result.json``, or run folders, which stand for their closing
             evaluation. The first is the baseline.
         allow_mismatch: Fields of the manifest in which conditions may differ (those of the policy always may). Also
-            accepted: ``"episodes"`` (different lists), ``"conditions"`` (a missing manifest), and ``"greedy"``,
+            accepted: ``"episodes"`` or ``"questions"`` (different lists), ``"conditions"`` (a missing manifest), and ``"greedy"``,
             ``"temperature"`` and ``"seed"`` (how actions were drawn).
 
     Raises:
         CheckpointError: A folder holds no result, or no manifest.
         ManifestMismatchError: The simulator, its settings or versions, or how actions were drawn, differ.
-        ConfigError: The lists of episodes differ, or both are one folder.
+        ConfigError: The lists of episodes or questions differ, or both are one folder.
     """
     folders = [evaluation_folder(path) for path in (folder_a, folder_b)]
     if folders[0].resolve() == folders[1].resolve():
@@ -46,13 +47,22 @@ def compare_folders(
             f"{folder_a} and {folder_b} are one evaluation. Run rlinf evaluate --compare <baseline folder> <other folder>"
         )
     mismatches = check_conditions(*folders, allow_mismatch)
-    results = [EvaluationResult.from_json(folder / RESULT_FILE) for folder in folders]
-    comparison = compare(*results, allow_mismatch)
+    comparison = _compare(*(folder / RESULT_FILE for folder in folders), allow_mismatch)
     comparison.a, comparison.b = (str(path) for path in folders)
     comparison.mismatches = mismatches + comparison.mismatches
     write_text(folders[1] / COMPARISON_FILE, json.dumps(comparison.as_dict(), indent=1))
     write_report(folders[1])
     return comparison
+
+
+def _compare(file_a: Path, file_b: Path, allow_mismatch: Sequence[str]) -> Comparison:
+    is_a, is_b = holds_answers(file_a), holds_answers(file_b)
+    if is_a != is_b:
+        kinds = [f"{file} holds {'questions' if one else 'episodes'}" for file, one in ((file_a, is_a), (file_b, is_b))]
+        raise ConfigError(f"{' and '.join(kinds)}; required: two evaluations of one kind. Name another folder")
+    if is_a:
+        return compare_answers(AnswerResult.from_json(file_a), AnswerResult.from_json(file_b), allow_mismatch)
+    return compare(EvaluationResult.from_json(file_a), EvaluationResult.from_json(file_b), allow_mismatch)
 
 
 def evaluation_folder(path: str | os.PathLike) -> Path:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rlinf.evaluation.charts import SMALL, Interval, Series, legend, line_chart
-from rlinf.evaluation.report_data import RunData, read_run
-from rlinf.evaluation.report_style import CSS
-from rlinf.evaluation.report_tables import all_evaluations, comparisons, headline, tasks, warnings
+from rlinf.evaluation.charts import SMALL, Interval, Series
+from rlinf.evaluation.report_data import REPORT_FILE, RunData, read_run
+from rlinf.evaluation.report_page import card, charts, comparisons, header, page, texts, training_curves
+from rlinf.evaluation.report_tables import all_evaluations, headline, tasks, warnings
+from rlinf.evaluation.token_data import is_token_folder
+from rlinf.evaluation.token_report import write_token_report
 from rlinf.files import write_text
 from rlinf.number_formats import format_duration
-
-REPORT_FILE = "report.html"
 
 
 def write_report(run_folder: str | os.PathLike) -> Path:
@@ -32,26 +32,18 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     Raises:
         CheckpointError: The folder has neither metrics nor an evaluation.
     """
+    if is_token_folder(run_folder):
+        return write_token_report(run_folder)
     data = read_run(run_folder)
     title = _title(data)
     parts = (
-        headline, warnings, _success_curves, tasks, _success_by_step, comparisons, all_evaluations, _gallery, _training_curves,
+        headline, warnings, _success_curves, tasks, _success_by_step, _comparison, all_evaluations, _gallery, _training_curves,
         _profile, _texts,
     )  # fmt: skip
     sections = [_header(title, data), *(part(data) for part in parts)]
     newest = data.after or next(reversed(data.evaluations), None)
     tab = f"{title}: {newest.result.total}" if newest else title
     return write_text(data.folder / REPORT_FILE, page(tab, sections))
-
-
-def page(tab: str, sections: Sequence[str]) -> str:
-    """Return an HTML page with ``tab`` as its title and ``sections`` as its body."""
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(tab)} - rlinf</title><style>{CSS}</style></head><body><main>"
-        f"{''.join(sections)}</main></body></html>\n"
-    )
 
 
 def _title(data: RunData) -> str:
@@ -81,9 +73,7 @@ def _header(title: str, data: RunData) -> str:
         "checkpoint": config.get("checkpoint"), "actions": _actions(data),
         "training time": format_duration(data.summary["train_wall_s"]) if "train_wall_s" in data.summary else None,
     }  # fmt: skip
-    given = {name: escape(str(value)) for name, value in facts.items() if value is not None}
-    chips = "".join(f"<span>{name} <b>{value}</b></span>" for name, value in given.items())
-    return f'<header><h1>{escape(title)}</h1><div class="facts">{chips}</div></header>'
+    return header(title, facts)
 
 
 def _actions(data: RunData) -> str | None:
@@ -105,16 +95,6 @@ def _success_curves(data: RunData) -> str:
         series = [rollouts, _evaluated(shown, x, data.episodes)]
         cards.append(card(title, series, x_label, "success rate", percent=True))
     return charts(cards)
-
-
-def charts(cards: Sequence[str], heading: str = "", style: str = "charts") -> str:
-    """Return a section of cards below its heading; "" if all of them are empty."""
-    return f'{heading}<section class="{style}">{"".join(cards)}</section>' if any(cards) else ""
-
-
-def training_curves(cards: Sequence[str]) -> str:
-    """Return the section of small charts over iterations."""
-    return charts(cards, "<h2>Training curves</h2>", "charts small")
 
 
 def _success_by_step(data: RunData) -> str:
@@ -180,12 +160,6 @@ def _evaluated(lines: Sequence[dict[str, Any]], x: str, episodes: str) -> Series
     return Series(f"evaluation ({episodes})", points, 1, bands, markers=True)
 
 
-def card(title: str, series: Sequence[Series], x_label: str, y_label: str, **options: Any) -> str:
-    """Return a chart with its title and legend; "" if there is nothing to draw."""
-    chart = line_chart(series, x_label=x_label, y_label=y_label, **options)
-    return f'<div class="card"><h3>{escape(title)}</h3>{legend(series)}{chart}</div>' if chart else ""
-
-
 def _gallery(data: RunData) -> str:
     parts = []
     for one in reversed(data.evaluations):
@@ -218,12 +192,12 @@ def _profile(data: RunData) -> str:
     return f'<h2>Profile</h2><p class="note">{note}</p><p>{links}</p>'
 
 
+def _comparison(data: RunData) -> str:
+    return comparisons(data.comparison)
+
+
 def _texts(data: RunData) -> str:
-    blocks = [
-        f'<details class="card"><summary>{name}</summary><pre>{escape(text)}</pre></details>'
-        for name, text in (("Configuration", data.config), ("Manifest", data.manifest)) if text
-    ]  # fmt: skip
-    return f"<h2>Configuration and manifest</h2>{''.join(blocks)}" if blocks else ""
+    return texts(data.config, data.manifest)
 
 
 def _get(config: dict[str, Any], section: str, key: str) -> Any:

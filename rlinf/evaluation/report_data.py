@@ -19,7 +19,7 @@ from rlinf.tracking.tracker import read_metrics
 
 TAG_NAMES = {"after_sft": "after SFT", "before_rl": "before RL", "after_rl": "after RL"}
 
-COMPARISON_FILE, RESULT_FILE, PROFILE_FOLDER = "compare.json", "result.json", "profile"
+COMPARISON_FILE, RESULT_FILE, REPORT_FILE, PROFILE_FOLDER = "compare.json", "result.json", "report.html", "profile"
 CLOSING_TAGS = ("after_rl", "after_sft")
 """Names in ``eval/`` of a run's closing evaluation: after RL, or after cloning if the run only clones."""
 

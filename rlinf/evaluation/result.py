@@ -147,13 +147,17 @@ class EvaluationResult:
 
     def table(self) -> str:
         """Return a text table: one line per task and the total, with intervals."""
-        rows = [*self.per_task.items(), ("total", self.total)]
-        width = max(len(name) for name, _ in rows)
-        lines = [f"{'task'.ljust(width)}  success     k/n  95 % interval"]
-        for name, success in rows:
-            interval = format_interval(*success.interval, " - ")
-            lines.append(f"{name.ljust(width)}  {success.success_rate:6.1%}  {success.count:>7}  {interval}")
-        return "\n".join(lines)
+        return success_table([*self.per_task.items(), ("total", self.total)], "task", "success")
+
+
+def success_table(rows: Sequence[tuple[str, Success]], first: str, second: str) -> str:
+    """Return a text table with k/n and interval of each row; ``first`` and ``second`` head the names and the rates."""
+    width = max(len(first), *(len(name) for name, _ in rows))
+    lines = [f"{first.ljust(width)}  {second}     k/n  95 % interval"]
+    for name, success in rows:
+        interval = format_interval(*success.interval, " - ")
+        lines.append(f"{name.ljust(width)}  {success.success_rate:6.1%}  {success.count:>7}  {interval}")
+    return "\n".join(lines)
 
 
 def _count(results: Sequence[EpisodeResult]) -> Success:

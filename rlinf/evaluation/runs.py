@@ -81,7 +81,12 @@ def first_weights(run: RunData) -> str | None:
 
 def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
     """Read run folders, following ``latest``; a sweep folder means all of its runs."""
-    found: dict[Path, RunData] = {}
+    return [read_run(folder) for folder in run_folders(folders)]
+
+
+def run_folders(folders: Sequence[str | os.PathLike]) -> list[Path]:
+    """Return run folders, following ``latest``; a sweep folder means all of its runs."""
+    found: dict[Path, Path] = {}
     for name in folders:
         folder = follow_latest(Path(name).expanduser())
         below = [path for path in folder.glob("*") if (path / METRICS_FILE).is_file()]
@@ -90,7 +95,7 @@ def read_runs(folders: Sequence[str | os.PathLike]) -> list[RunData]:
         for place in [folder] if is_run else below:
             if not place.is_dir():
                 raise CheckpointError(f"There is no folder {place}; required: a run folder, or the folder of a sweep.")
-            found.setdefault(place.resolve(), read_run(place))
+            found.setdefault(place.resolve(), place)
     return list(found.values())
 
 

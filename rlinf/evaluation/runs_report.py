@@ -10,9 +10,9 @@ from urllib.parse import quote
 
 from rlinf.evaluation.charts import NUM_COLOURS, SMALL, Series, interval_bar
 from rlinf.evaluation.intervals import mean_interval
-from rlinf.evaluation.report import REPORT_FILE, RL_CURVES, card, charts, page, training_curves, with_axes
-from rlinf.evaluation.report_data import RunData
-from rlinf.evaluation.report_tables import details, row, table
+from rlinf.evaluation.report import RL_CURVES, with_axes
+from rlinf.evaluation.report_data import REPORT_FILE, RunData
+from rlinf.evaluation.report_page import card, charts, details, page, row, table, training_curves
 from rlinf.evaluation.runs import (
     RunGroup,
     closing_evaluation,

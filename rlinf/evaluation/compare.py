@@ -6,7 +6,7 @@ episodes, which both share. Pairing removes it, so fewer episodes reveal the sam
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -180,7 +180,7 @@ def compare_answers(result_a: AnswerResult, result_b: AnswerResult, allow_mismat
     return _pair(first, second, QUESTIONS, "Evaluate both with the same questions=<file>", allow_mismatch)
 
 
-Outcomes = Mapping[Hashable, tuple[str, bool]]
+Outcomes = Mapping[Any, tuple[str, bool]]
 """Task (or category) and success of each episode (or question)."""
 
 

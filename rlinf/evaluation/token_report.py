@@ -199,7 +199,7 @@ def _before_and_after(run: TokenRun) -> str:
         if not run.samples:
             return ""
         shown = run.samples[-1:]
-        order = range(len(shown[0].rows))
+        order = list(range(len(shown[0].rows)))
     else:
         shown = list(run.before_and_after)
         rewards = [[row["reward"] for row in samples.rows] for samples in shown]
@@ -211,7 +211,7 @@ def _before_and_after(run: TokenRun) -> str:
             f'<td class="text">{escape(str(shown[0].rows[number].get("reference") or ""))}</td>',
             *(_completion_cell(samples.rows[number]) for samples in shown),
         ])
-        for number in list(order)[:MAX_COMPLETIONS]
+        for number in order[:MAX_COMPLETIONS]
     ]  # fmt: skip
     files = " and ".join(f"samples/step_{samples.step}.jsonl" for samples in shown)
     note = f"{len(rows)} of {len(shown[-1].rows)} prompts of the validation"
@@ -228,12 +228,12 @@ def _prompt(sample: dict[str, Any]) -> str:
 
 
 def _completion_cell(sample: dict[str, Any]) -> str:
-    parts = sample["rewards"]
-    rewards = ", ".join(f"{name} {format_number(value)}" for name, value in parts.items())
-    style = "yes" if sample["reward"] > 0 else "no"
+    badges = " ".join(
+        f'<span class="badge {"yes" if value > 0 else "no"}">{escape(name)} {format_number(value)}</span>'
+        for name, value in sample["rewards"].items()
+    )
     return (
-        f'<td class="text">{escape(sample["completion"])}<br><span class="badge {style}">{escape(rewards)}</span> '
-        f"<small>{sample['num_tokens']} tokens</small></td>"
+        f'<td class="text">{escape(sample["completion"])}<br>{badges} <small>{sample["num_tokens"]} tokens</small></td>'
     )
 
 

@@ -115,7 +115,8 @@ def load_rows(
     library.disable_progress_bars()
     parts = [_load_split(library, name, each, subset, revision, streaming) for each in splits]
     for part in parts:
-        _leave_undecoded(part.features)
+        if part.features is not None:
+            part.info.features = library.Features(_undecoded(part.features))
     data = parts[0] if len(parts) == 1 else library.concatenate_datasets(parts)
     return data if streaming else Rows(data, describe(name, split, subset))
 
@@ -166,9 +167,7 @@ def _load_split(library: Any, name: str, split: str, subset: str, revision: str 
     try:
         if files:
             reader = READERS[files[0].suffix]
-            return library.load_dataset(
-                reader, data_files={split: [str(file) for file in files]}, split=split, **options
-            )
+            return library.load_dataset(reader, data_files=[str(file) for file in files], split="train", **options)
         if folder is not None and any((folder / each).exists() for each in _SAVED):
             saved = library.load_from_disk(str(folder))
             if isinstance(saved, library.DatasetDict):
@@ -211,17 +210,14 @@ def _name_bad_line(files: Sequence[Path]) -> None:
                     ) from None
 
 
-def _leave_undecoded(features: Any) -> None:
-    """Have images, videos and sounds anywhere in the columns returned as path and bytes."""
-    if isinstance(features, Mapping):
-        features = list(features.values())
-    if isinstance(features, (list, tuple)):
-        for each in features:
-            _leave_undecoded(each)
-    elif type(features).__name__ in ("Image", "Video", "Audio"):
-        features.decode = False
-    elif hasattr(features, "feature"):
-        _leave_undecoded(features.feature)
+def _undecoded(features: Any) -> Any:
+    """Have images, videos and sounds anywhere in the columns returned as path and bytes; ``features`` is changed."""
+    for each in features.values() if isinstance(features, Mapping) else [getattr(features, "feature", None)]:
+        if type(each).__name__ in ("Image", "Video", "Audio"):
+            each.decode = False
+        elif each is not None:
+            _undecoded(each)
+    return features
 
 
 @dataclass

@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-REQUEST = 'Let\'s think step by step and output the final answer after "####".'  # of gsm8k_grpo.py, as few tokens
+REQUEST = 'Think step by step, and write the final answer after "#### ".'  # of gsm8k_grpo.py, which so takes few tokens
 
 
 def worked_answer(first: int, second: int, carry_wrong: bool = False) -> str:

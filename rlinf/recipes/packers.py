@@ -15,8 +15,9 @@ from jinja2 import TemplateError
 
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.recipes.datasets import local_folder
-from rlinf.recipes.media import open_image, read_frames
+from rlinf.recipes.media import open_image
 from rlinf.recipes.samples import BadRowError, Prompt, Sample
+from rlinf.recipes.videos import find_video, read_frames
 
 logger = logging.getLogger("rlinf")
 
@@ -48,10 +49,11 @@ class Packer(Protocol):
         """Return the tokens to continue (GRPO)."""
 
 
-def column(row: Mapping[str, Any], name: str, setting: str) -> Any:
-    """Return a column of a row; BadRowError if it is missing or null. ``setting`` is the key that names the column."""
+def column(row: Mapping[str, Any], name: str, setting: str = "") -> Any:
+    """Return a column of a row; BadRowError if it is missing or null. ``setting`` is the key that names the column, if one does."""
     if name not in row:
-        raise BadRowError(f"it has no column '{name}' ({setting}).{did_you_mean(name, row)}")
+        cure = f" Set {setting}=<column>." if setting else ""
+        raise BadRowError(f"it has no column '{name}'.{did_you_mean(name, row)}{cure}")
     if row[name] is None:
         raise BadRowError(f"its column '{name}' is null; required: a value.")
     return row[name]
@@ -135,8 +137,15 @@ class ChatPacker:
         self._has_warned = False
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the conversation of a row; override it for another kind of row."""
-        name = self.config.train.train_policy.conversation_column_name
+        """Return the conversation of a row; override it for another kind of row.
+
+        A row without the column of conversations may have a prompt and a response.
+        """
+        method = self.config.train.train_policy
+        name, prompt, response = method.conversation_column_name, method.prompt_column_name, method.response_column_name
+        if name not in row and prompt in row and response in row:
+            answer = {"role": "assistant", "content": column(row, response)}
+            return [*_as_messages(column(row, prompt)), answer]
         return column(row, name, "train.train_policy.conversation_column_name")
 
     def reference(self, row: dict[str, Any]) -> str | None:
@@ -155,13 +164,13 @@ class ChatPacker:
         """
         samples = []
         for name in ("chosen", "rejected"):
-            answer = column(row, name, f"the column '{name}' of a preference")
+            answer = column(row, name)
             if isinstance(answer, str):
                 answer = [{"role": "assistant", "content": answer}]
             answer = check_messages(answer)
             if answer[0]["role"] == "assistant":
-                prompt = column(row, "prompt", "the column 'prompt' of a preference")
-                answer = [*([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt), *answer]
+                name = self.config.train.train_policy.prompt_column_name or "prompt"
+                answer = [*_as_messages(column(row, name, "train.train_policy.prompt_column_name")), *answer]
             samples.append(self._pack(*self._resolved(answer, row), last_only=True))
         return samples[0], samples[1]
 
@@ -199,9 +208,9 @@ class ChatPacker:
 
     def _resolved(self, messages: Any, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
         """Return messages as the template takes them, and the images in the order of their places."""
-        messages = [
-            {key: value for key, value in message.items() if value is not None} for message in check_messages(messages)
-        ]
+        system = self.config.train.train_policy.system_prompt
+        messages = ([{"role": "system", "content": system}] if system else []) + check_messages(messages)
+        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         if not self.takes_images:
             return [_text_only(message) for message in messages], []
         given = row.get("images", row.get("image"))
@@ -228,7 +237,7 @@ class ChatPacker:
                     parts.append({"type": "image"})
                 elif kind == "video":
                     frames = read_frames(
-                        self.video_path(part.get("video")), part.get("fps", 1.0), part.get("max_pixels")
+                        self.video_path(str(part.get("video"))), part.get("fps", 1.0), part.get("max_pixels")
                     )
                     images += frames
                     parts += [{"type": "image"}] * len(frames)
@@ -241,12 +250,10 @@ class ChatPacker:
             )
         return messages, images
 
-    def video_path(self, name: Any) -> Path:
+    def video_path(self, name: str) -> Path:
         """Return the file of a video; override it for another layout of the folder."""
-        path = self.folder / str(name)
-        if not path.is_file():
-            raise BadRowError(f"its video '{name}' does not exist in '{self.folder}'; required: a file there.")
-        return path
+        dataset = self.config.train.train_policy.dataset
+        return find_video(name, dataset.name, dataset.subset)
 
     def _pack(self, messages: list[dict[str, Any]], images: list[Any], last_only: bool = False) -> Sample:
         text, answers = self._answers(messages)
@@ -386,9 +393,13 @@ class PromptPacker(ChatPacker):
             self.config, self.processor, self.takes_images = config, processor, False
             self.tokenizer, self.max_length = getattr(processor, "tokenizer", processor), config.policy.model_max_length
 
-    def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the messages of the prompt."""
-        return column(row, self.column, "train.train_policy.prompt_column_name")
+    def messages(self, row: dict[str, Any]) -> Any:
+        """Return the prompt: a text, or messages. A text with images becomes a message with the images before it."""
+        prompt = column(row, self.column, "train.train_policy.prompt_column_name")
+        images = row.get("images") or ([row["image"]] if row.get("image") else [])
+        if isinstance(prompt, str) and images and self.takes_images:
+            return [{"role": "user", "content": [{"type": "image"}] * len(images) + [{"type": "text", "text": prompt}]}]
+        return prompt
 
     def prompt(self, row: dict[str, Any]) -> Prompt:
         """Return the tokens of a text, with the special tokens that the tokenizer adds, or of messages."""
@@ -400,6 +411,10 @@ class PromptPacker(ChatPacker):
             raise BadRowError(f"its column '{self.column}' is empty; required: text.")
         self._check_length(len(ids))
         return Prompt(ids, {}, self.reference(row), row)
+
+
+def _as_messages(prompt: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:

@@ -15,11 +15,12 @@ import math
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.recipes.config import OverlongRewardConfig
 from rlinf.recipes.samples import Prompt
 from rlinf.registry import Registry
 
@@ -57,10 +58,12 @@ class Rewards:
     Attributes:
         functions: Reward by name.
         weights: Weight by name.
+        facts: Further arguments of every call.
     """
 
     functions: dict[str, Reward]
     weights: dict[str, float]
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, completion: str, prompt: Prompt, **facts: Any) -> tuple[float, dict[str, float]]:
         """Score a completion.
@@ -76,7 +79,11 @@ class Rewards:
         Raises:
             ConfigError: A reward is not a finite number, or needs a reference that the row does not have.
         """
-        given = {key: value for key, value in {**prompt.row, **facts}.items() if key not in ("completion", "reference")}
+        given = {
+            key: value
+            for key, value in {**prompt.row, **self.facts, **facts}.items()
+            if key not in ("completion", "reference")
+        }
         parts = {name: self._score(name, completion, prompt.reference, given) for name in self.functions}
         return sum(self.weights[name] * value for name, value in parts.items()), parts
 
@@ -96,11 +103,14 @@ class Rewards:
         return number
 
 
-def make_rewards(rewards: str | Reward | Sequence[str | Reward] | Mapping[str, float]) -> Rewards:
+def make_rewards(
+    rewards: str | Reward | Sequence[str | Reward] | Mapping[str, float], overlong: OverlongRewardConfig | None = None
+) -> Rewards:
     """Return rewards and their weights.
 
     Args:
         rewards: A name of ``REWARDS``, a function, a list of these (each has weight 1), or ``{name: weight}``.
+        overlong: If enabled, ``overlong`` is added with this buffer and weight.
 
     Raises:
         ConfigError: A name is unknown, a weight is not a finite number, or there is no reward.
@@ -110,7 +120,9 @@ def make_rewards(rewards: str | Reward | Sequence[str | Reward] | Mapping[str, f
     weights = dict(rewards) if isinstance(rewards, Mapping) else dict.fromkeys(rewards, 1.0)
     if not weights:
         raise ConfigError(f"{SETTING} is empty; required: a reward. Set {SETTING}=gsm8k")
-    made = Rewards({}, {})
+    if overlong is not None and overlong.enable_overlong_penalty:
+        weights.setdefault("overlong", overlong.penalty_factor)
+    made = Rewards({}, {}, {} if overlong is None else {"overlong_buffer": overlong.buffer_length})
     for reward, weight in weights.items():
         name = reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
@@ -176,10 +188,7 @@ def direct_math(completion: str, reference: str | None, **row: Any) -> float:
 
 
 def overlong(completion: str, reference: str | None = None, **row: Any) -> float:
-    """Linear penalty from 0 to -1 over the last quarter of the allowed length (DAPO, eq. 13).
-
-    ``overlong_buffer``, a number of tokens, may be given as a column of the row in place of the quarter.
-    """
+    """Linear penalty from 0 to -1 over the last ``overlong_buffer`` tokens of the allowed length (DAPO, eq. 13); default: a quarter."""
     missing = [name for name in ("num_tokens", "max_tokens") if name not in row]
     if missing:
         raise ConfigError(

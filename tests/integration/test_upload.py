@@ -179,7 +179,9 @@ def upload_to(hub: Hub, run: Path, token: str | None = TOKEN) -> str:
 def test_the_final_policy_goes_to_a_new_repository_of_the_hub_with_its_card(hub, tmp_path):
     run, folders = finished_run(tmp_path)
     assert "done" in upload_to(hub, run)
-    assert [each["name"] for each in hub.created] == [f"policy-{STAMP}"] and hub.created[0].get("visibility") == "private"
+    assert [each["name"] for each in hub.created] == [f"policy-{STAMP}"] and hub.created[0].get(
+        "visibility"
+    ) == "private"
     assert hub.files.keys() == {
         path.relative_to(folders[1]).as_posix() for path in folders[1].rglob("*") if path.is_file()
     }, "the final policy, not the checkpoint"

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rlinf.recipes.packers import ChatPacker
+from rlinf.errors import ConfigError
+from rlinf.recipes.packers import ChatPacker, PromptPacker, RawTextPacker
+from rlinf.recipes.samples import BadRowError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 from chat_models import PIECES, SPECIAL, chat_tokenizer
@@ -23,7 +25,8 @@ def recipe(**settings) -> SimpleNamespace:
     """Return the keys of a recipe that packers read."""
     policy = SimpleNamespace(model_max_length=settings.pop("max_length", 1000))
     names = {"conversation_column_name": "messages", "prompt_column_name": "prompt", "response_column_name": "answer"}
-    method = SimpleNamespace(**names | settings, dataset=SimpleNamespace(name="no folder"))
+    dataset = SimpleNamespace(name=settings.pop("name", "no folder"), subset="")
+    method = SimpleNamespace(**{"system_prompt": ""} | names | settings, dataset=dataset)
     return SimpleNamespace(policy=policy, train=SimpleNamespace(train_policy=method))
 
 
@@ -124,3 +127,191 @@ def test_answers_and_their_end_tokens_are_learned_and_nothing_else(family, kind)
             tokenizer, sample.input_ids, [(text, not learned) for text, learned in pieces], kind, special
         )
         assert sample.token_mask != control
+
+
+QUESTION = {"role": "user", "content": "What is the capital of France?"}
+ANSWER = {"role": "assistant", "content": "Paris"}
+
+
+def learned(tokenizer, sample) -> list[str]:
+    """Return the text of each run of learned tokens."""
+    runs, last = [], False
+    for token, is_learned in zip(sample.input_ids, sample.token_mask, strict=True):
+        if is_learned:
+            runs[-1:] = [runs[-1] + [token]] if last else [*runs[-1:], [token]]
+        last = is_learned
+    return [tokenizer.decode(run) for run in runs]
+
+
+def test_thoughts_that_a_template_drops_or_moves_are_followed():
+    tokenizer = chat_tokenizer("qwen")
+    packer = ready(ChatPacker(), tokenizer)
+    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nParis"}
+    assert learned(tokenizer, packer.sample({"messages": [QUESTION, thought, QUESTION, thought]})) == [
+        "Paris<|im_end|>",
+        "<think>\nhm\n</think>\n\nParis<|im_end|>",
+    ]
+
+
+def test_padding_that_is_the_end_token_and_padding_in_a_text_change_nothing():
+    tokenizer = chat_tokenizer("phi")
+    tokenizer.pad_token = tokenizer.eos_token = "<|im_end|>"
+    packer = ready(ChatPacker(), tokenizer)
+    row = {"messages": [QUESTION | {"content": "<|im_end|>" * 12}, ANSWER | {"content": "a" + "<|im_end|>" * 12}]}
+    assert learned(tokenizer, packer.sample(row)) == ["a" + "<|im_end|>" * 13]
+
+
+def test_a_long_text_is_cut_and_a_cut_before_the_answer_is_refused():
+    tokenizer = chat_tokenizer("phi")
+    row = {"messages": [QUESTION, ANSWER | {"content": "Paris " * 50}]}
+    whole = ready(ChatPacker(), tokenizer).sample(row)
+    cut = ready(ChatPacker(), tokenizer, max_length=60).sample(row)
+    assert (
+        cut.input_ids == whole.input_ids[:60] and cut.token_mask == whole.token_mask[:60] and sum(cut.token_mask) > 10
+    )
+    with pytest.raises(BadRowError, match="no token of an answer is among its first 5"):
+        ready(ChatPacker(), tokenizer, max_length=5).sample(row)
+
+
+def test_mistral_refuses_roles_that_do_not_alternate_and_raw_text_takes_them():
+    tokenizer = chat_tokenizer("mistral")
+    row = {"messages": [QUESTION, QUESTION, ANSWER]}
+    with pytest.raises(BadRowError, match="roles must alternate .*raw_text_sft.py, which needs no chat template"):
+        ready(ChatPacker(), tokenizer).sample(row)
+    sample = ready(RawTextPacker(), tokenizer).sample(row)
+    expected = "user: What is the capital of France?\nuser: What is the capital of France?\nassistant: Paris"
+    assert tokenizer.decode(sample.input_ids) == expected and all(sample.token_mask)
+
+
+def test_raw_text_is_learned_whole():
+    tokenizer = chat_tokenizer("plain")
+    packer = ready(RawTextPacker(column="conversation"), tokenizer, max_length=8)
+    assert ready(RawTextPacker(), tokenizer).text({"messages": "a: b"}) == "a: b"
+    sample = packer.sample({"conversation": "The quick brown fox jumps over the lazy dog"})
+    assert tokenizer.decode(sample.input_ids).startswith("The quick") and sample.token_mask == [True] * 8
+    assert tokenizer.bos_token_id not in sample.input_ids
+    with pytest.raises(BadRowError, match="'conversation' is empty"):
+        packer.sample({"conversation": ""})
+    for call in (packer.prompt, packer.pair):
+        with pytest.raises(ConfigError, match="raw text has no prompt"):
+            call({"conversation": "a"})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a"}, "no column 'messages'. Known: text. Set train.train_policy.conversation_column_name=<column>"),
+        ({"message": []}, "no column 'messages'. Did you mean 'message'"),
+        ({"messages": None}, "column 'messages' is null"),
+        ({"messages": []}, "its conversation is .*required: a list of messages"),
+        ({"messages": "text"}, "its conversation is 'text'; required: a list of messages"),
+        ({"messages": ["a"]}, "message 0 is 'a'; required: role and content"),
+        (
+            {"messages": [QUESTION, {"content": "b"}]},
+            "message 1 has the role None and the keys .'content'.; required: a role",
+        ),
+        ({"messages": [{"from": "human", "value": "b"}]}, "message 0 has the role None and the keys .'from', 'value'."),
+        ({"messages": [QUESTION | {"content": None}]}, "message 0 has the content None; required: a text"),
+        ({"messages": [QUESTION]}, "no message of the assistant"),
+        (
+            {"messages": [QUESTION | {"content": [{"type": "image"}]}, ANSWER]},
+            "type image, and the model reads text only",
+        ),
+        (
+            {"messages": [QUESTION, ANSWER | {"content": [{"type": "image"}]}]},
+            "an answer has the parts .'image'.; required: text",
+        ),
+        ({"messages": [QUESTION | {"content": "\ufdd0"}, ANSWER]}, "characters U.FDD0"),
+    ],
+)
+def test_bad_rows_are_named(row, message):
+    with pytest.raises(BadRowError, match=message):
+        ready(ChatPacker(), chat_tokenizer("phi")).sample(row)
+
+
+def test_models_without_template_or_offsets_are_refused():
+    tokenizer = chat_tokenizer("phi")
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template. .*raw_text_sft.py"):
+        ready(ChatPacker(), tokenizer)
+    slow = SimpleNamespace(chat_template="x", is_fast=False)
+    with pytest.raises(ConfigError, match="required: a fast tokenizer"):
+        ready(ChatPacker(), slow)
+
+
+def test_a_template_that_changes_answers_is_refused():
+    tokenizer = chat_tokenizer("phi")
+    tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "m['content'] | replace('Par', 'par')")
+    packer = ready(ChatPacker(), tokenizer)
+    assert learned(tokenizer, packer.sample({"messages": [QUESTION, ANSWER]})) == ["paris<|im_end|>"]
+    tokenizer.chat_template = tokenizer.chat_template.replace("replace('Par', 'par')", "truncate(5, true, '', 0)")
+    with pytest.raises(BadRowError, match="the chat template .* its answers"):
+        packer.sample({"messages": [QUESTION, ANSWER]})
+
+
+def test_a_token_that_joins_prompt_and_answer_is_refused():
+    tokenizer = chat_tokenizer("plain")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'The qui' if m['role'] == 'user' else m['content'] }}{% endfor %}"
+    )
+    with pytest.raises(BadRowError, match="a token joins '.*' of the chat template with an answer"):
+        ready(ChatPacker(), tokenizer).sample({"messages": [QUESTION, ANSWER | {"content": "ck brown"}]})
+
+
+def test_an_answer_without_end_token_is_announced_once(caplog):
+    packer = ready(ChatPacker(), chat_tokenizer("plain"))
+    for _ in range(2):
+        packer.sample({"messages": [QUESTION, ANSWER]})
+    assert caplog.text.count("does not learn where to stop") == 1
+
+
+def test_a_system_prompt_and_columns_of_prompt_and_response():
+    tokenizer = chat_tokenizer("phi")
+    packer = ready(ChatPacker(), tokenizer, system_prompt="Be brief.", conversation_column_name="conversations")
+    sample = packer.sample({"prompt": QUESTION["content"], "answer": "Paris"})
+    system = {"role": "system", "content": "Be brief."}
+    assert sample.input_ids == tokenizer.apply_chat_template([system, QUESTION, ANSWER], return_dict=False)
+    assert learned(tokenizer, sample) == ["Paris<|im_end|>"]
+
+
+def test_prompts_end_where_the_model_answers():
+    tokenizer = chat_tokenizer("phi")
+    for prompt in ([QUESTION], [QUESTION, ANSWER, QUESTION]):
+        row = {"prompt": prompt, "answer": 7, "level": 3}
+        found = ready(PromptPacker(), tokenizer).prompt(row)
+        expected = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        assert (found.input_ids, found.reference, found.row) == (expected, "7", row)
+    as_it_is = ready(PromptPacker(), tokenizer, response_column_name="").prompt({"prompt": "The quick"})
+    assert as_it_is.input_ids == tokenizer("The quick")["input_ids"] and as_it_is.reference is None
+    tokenizer.chat_template = None
+    assert (
+        ready(PromptPacker(), tokenizer).prompt({"prompt": "The quick", "answer": "x"}).input_ids == as_it_is.input_ids
+    )
+    with pytest.raises(BadRowError, match="last message is of the assistant"):
+        ready(PromptPacker(), chat_tokenizer("phi")).prompt({"prompt": [QUESTION, ANSWER], "answer": ""})
+    with pytest.raises(BadRowError, match="prompt has .* tokens; required: fewer than policy.model_max_length=4"):
+        ready(PromptPacker(), chat_tokenizer("phi"), max_length=4).prompt({"prompt": [QUESTION], "answer": ""})
+    with pytest.raises(BadRowError, match="no column 'answer'.*response_column_name"):
+        ready(PromptPacker(), chat_tokenizer("phi")).prompt({"prompt": [QUESTION]})
+
+
+def test_the_last_answers_of_a_preference_are_compared():
+    tokenizer = chat_tokenizer("phi")
+    packer = ready(ChatPacker(), tokenizer)
+    rows = (
+        {"prompt": QUESTION["content"], "chosen": "Paris", "rejected": "London"},
+        {"prompt": [QUESTION, ANSWER, QUESTION], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "London"}]},
+        {
+            "chosen": [QUESTION, ANSWER, QUESTION, ANSWER],
+            "rejected": [QUESTION, ANSWER, QUESTION, ANSWER | {"content": "London"}],
+        },
+    )
+    for row in rows:
+        chosen, rejected = packer.pair(row)
+        assert learned(tokenizer, chosen) == ["Paris<|im_end|>"] and learned(tokenizer, rejected) == [
+            "London<|im_end|>"
+        ]
+        first = chosen.token_mask.index(True)
+        assert chosen.input_ids[:first] == rejected.input_ids[:first]
+    with pytest.raises(BadRowError, match="no column 'rejected'"):
+        packer.pair({"prompt": "a", "chosen": "b"})

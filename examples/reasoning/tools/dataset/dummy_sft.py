@@ -1,0 +1,13 @@
+"""The shortest dataset script: raw text from the column `conversation`, whatever the recipe names.
+
+    rlinf launch --config configs/mistral/mistral-7b-fsdp4-sft.toml tools/dataset/dummy_sft.py
+
+See raw_text_sft.py for what is learned.
+"""
+
+from rlinf.recipes.launch_worker import launch_worker
+
+from rlinf.recipes.packers import RawTextPacker
+
+if __name__ == "__main__":
+    launch_worker(data_packer=RawTextPacker(column="conversation"))

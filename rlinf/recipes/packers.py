@@ -337,14 +337,14 @@ class ChatPacker:
         ids, offsets = inputs.pop("input_ids")[0].tolist(), inputs.pop("offset_mapping")[0].tolist()
         replaced = inputs.pop("text_replacement_offsets", None)
         inputs.pop("attention_mask", None)
-        if images and not (replaced and replaced[0]):
+        if images and not replaced:
             raise ConfigError(f"{type(self.processor).__name__} does not say where it puts images in a text "
                               "(return_text_replacement_offsets); required: a processor of transformers that does.")  # fmt: skip
-        expanded = text
-        for change in reversed(replaced[0] if replaced else []):
+        changes, expanded = list(replaced[0]) if images else [], text
+        for change in reversed(changes):
             begin, end = change["span"]
             expanded = expanded[:begin] + change["replacement"] + expanded[end:]
-        moved = [tuple(_moved(place, replaced[0] if replaced else []) for place in span) for span in spans]
+        moved = [(_moved(begin, changes), _moved(end, changes)) for begin, end in spans]
         return ids, self._tokens(expanded, offsets, moved, ids), inputs
 
     def _tokens(

@@ -61,15 +61,15 @@ def weights_of(policy):
     return dict(weights.tensors(set(weights.manifest)))
 
 
-def make_language_model(seed, hidden_size=64):
+def make_language_model(seed, hidden_size=64, **fields):
     """A Phi-3: its queries, keys and values are one tensor, gate and up projections another."""
     torch.manual_seed(seed)
-    config = Phi3Config(
-        vocab_size=96, hidden_size=hidden_size, intermediate_size=128, num_hidden_layers=2, num_attention_heads=hidden_size // 32,
-        num_key_value_heads=hidden_size // 64, max_position_embeddings=64, original_max_position_embeddings=64, initializer_range=0.3,
-        pad_token_id=0, bos_token_id=1, eos_token_id=95,
-    )  # fmt: skip
-    return Phi3ForCausalLM(config).eval()
+    sizes = {
+        "vocab_size": 96, "intermediate_size": 128, "num_hidden_layers": 2, "initializer_range": 0.3, "max_position_embeddings": 64,
+        "original_max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 95,
+    }  # fmt: skip
+    heads = {"num_attention_heads": hidden_size // 32, "num_key_value_heads": hidden_size // 64}
+    return Phi3ForCausalLM(Phi3Config(hidden_size=hidden_size, **heads, **{**sizes, **fields})).eval()
 
 
 @torch.no_grad()

@@ -229,6 +229,13 @@ def test_a_log_probability_that_is_not_finite_stops_any_step(value):
         check_parity(batch(ROLLOUT, ROLLOUT, values=([0.0, value], [0.0, 0.0])), step=7, max_gap=1.0)
 
 
+def test_a_gap_that_is_no_number_is_the_worst_of_all_ranks(monkeypatch):
+    """NaN compares as false."""
+    monkeypatch.setattr("rlinf.rollout.parity.gather_objects", lambda own: [(0.25, 0.25, "one of rank 0"), own])
+    with pytest.raises(ParityError, match="differ by nan.*call 0 of env 0, episode four"):
+        check_parity(batch(ROLLOUT, [float("nan"), *TRAINER[1:]]), step=0, max_gap=1.0)
+
+
 @pytest.mark.parametrize(("max_gap", "kl", "stops"), [
     (1e-3, 9e-5, False), (1e-3, 2e-4, True), (1e-3, float("nan"), True), (0.2, 0.03, False), (0.2, 0.05, True), (None, 9.0, False),
 ])  # fmt: skip

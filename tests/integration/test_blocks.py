@@ -170,6 +170,7 @@ def test_three_iterations_give_the_same_losses_and_weights_on_1_2_and_4_ranks(tm
         for ranks in (2, 4):
             for line, other in zip(lines, numbers_of(tmp_path / f"{name} {ranks}"), strict=True):
                 assert other == pytest.approx(line, abs=1e-5, rel=1e-4), (name, ranks)
+                assert other["train/loss"] == pytest.approx(line["train/loss"], abs=1e-5, rel=0), (name, ranks)
             for key, tensor in weights_of(tmp_path / f"{name} {ranks}", "rl_000003").items():
                 torch.testing.assert_close(tensor, weights[key], atol=1e-5, rtol=0, msg=f"{name} {ranks} {key}")
 

@@ -92,7 +92,9 @@ def test_two_workers_open_the_weights_themselves_and_so_do_those_of_a_restarted_
                 generation.prepare_for_generation()
                 counts = crossed(SimpleNamespace(engine=engine), patch)
                 assert generation.update_weights(MergedWeights(model, version, buckets)) == version
-                print(f"version {version}: {counts['messages']} bytes of messages, {counts['tensors']} bytes of weights")
+                print(
+                    f"version {version}: {counts['messages']} bytes of messages, {counts['tensors']} bytes of weights"
+                )
                 assert counts["messages"] < 1_000_000 < counts["tensors"] == num_bytes
                 check_rows(generation.generate(data, greedy=True), model, prompts, 4, temperature=1.0)
                 patch.undo()

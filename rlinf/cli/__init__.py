@@ -1,4 +1,4 @@
-"""The command ``rlinf``: ``train``, ``sft``, ``evaluate``, ``play``, ``report``, ``collect``, ``export``, ``doctor``,
+"""The command ``rlinf``: ``train``, ``sft``, ``launch``, ``evaluate``, ``play``, ``report``, ``collect``, ``export``, ``doctor``,
 ``check``, ``diagnose``, ``models``."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rlinf.imports import import_string
 COMMANDS = {
     "train": ("rlinf.cli.train:train", "behaviour cloning (if configured), then reinforcement learning"),
     "sft": ("rlinf.cli.train:sft", "behaviour cloning only"),
+    "launch": ("rlinf.cli.launch:launch", "language and vision-language models from a recipe: SFT, GRPO, DPO"),
     "evaluate": ("rlinf.cli.evaluate:evaluate", "success rate of a checkpoint on held-out episodes, with videos"),
     "play": ("rlinf.cli.play:play", "one episode of a checkpoint as a video, in a window where there is a display"),
     "report": ("rlinf.cli.report:report", "the page of a run, or the curves of several runs with intervals over seeds"),
@@ -34,10 +35,11 @@ COMMANDS = {
     "models": ("rlinf.cli.listing:models", "registered models, envs, algorithms and experiments"),
 }
 
-WITH_RANKS = ("train", "sft", "evaluate")
+WITH_RANKS = ("train", "sft", "launch", "evaluate")
 """Commands that use all processes that torchrun or srun has started. The others run on rank 0 alone."""
 
 USAGES = {
+    "launch": "--config <recipe> [dataset script] [key=value ...] [--dry-run]",
     "evaluate": "checkpoint=<folder> [key=value ...]\n       rlinf evaluate --compare A B",
     "play": "checkpoint=<folder> [episode=...] [output=...] [window=...] [key=value ...]",
     "report": "<run folder> ... [output=runs.html]",
@@ -55,6 +57,7 @@ EXAMPLES = """examples:
   rlinf train model=openvla_tiny env=tabletop algorithm=ppo
   rlinf train experiment=quickstart --cfg job            print the configuration and stop
   rlinf train -m experiment=quickstart seed=0,1,2        one run per value
+  rlinf launch --config mistral-7b-fsdp4-sft --dry-run   what a recipe for a language model needs
   rlinf evaluate checkpoint=outputs/quickstart/latest evaluation.num_episodes=500
   rlinf play checkpoint=outputs/quickstart/latest episode=3
   rlinf report multirun/quickstart/latest                the runs of a sweep on one page

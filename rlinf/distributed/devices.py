@@ -58,6 +58,11 @@ def isolate_rank(gpus: Sequence[str], rank: int) -> None:
     os.environ.update(own)
 
 
+def hide_gpus() -> None:
+    """Hide all GPUs from this process and those that it starts. Call it before CUDA starts."""
+    os.environ[VISIBLE] = ""
+
+
 def engine_gpus(gpus: Sequence[str], first: int, count: int, key: str) -> list[str]:
     """Return the GPUs of an engine with ``count`` ranks, starting at ``gpus[first]``.
 

@@ -152,13 +152,6 @@ def _check_rollout(config: RecipeConfig) -> None:
             f"rollout.sampling_config.temperature={other}, but train.train_policy.temperature={method.temperature}; required: equal "
             f"ones, because the loss compares their log-probabilities. Set rollout.sampling_config.temperature={method.temperature}"
         )
-    rewards = method.reward_function
-    if not rewards:
-        raise ConfigError("train.train_policy.reward_function is empty. Set train.train_policy.reward_function=[gsm8k]")
-    for name, weight in rewards.items() if isinstance(rewards, dict) else ():
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-            key = f"train.train_policy.reward_function.{name}"
-            raise ConfigError(f"{key} is {override_text(weight)!r}; required: a number, its weight. Set {key}=1.0")
 
 
 _ABSENT = object()

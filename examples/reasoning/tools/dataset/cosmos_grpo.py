@@ -7,7 +7,6 @@ single_choice (the letter is right) and format (thoughts, two newlines, answer).
 """
 
 from rlinf.recipes.launch_worker import launch_worker
-
 from rlinf.recipes.packers import ChatPacker, column
 
 FPS = 1

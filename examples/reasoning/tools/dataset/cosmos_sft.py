@@ -7,7 +7,6 @@ $COSMOS_CACHE. One frame per second is read, and the model sees the frames as im
 """
 
 from rlinf.recipes.launch_worker import launch_worker
-
 from rlinf.recipes.packers import ChatPacker, column
 
 FPS = 1

@@ -6,7 +6,6 @@ A row has a `prompt`, and two answers to it, `chosen` and `rejected`: texts, or 
 """
 
 from rlinf.recipes.launch_worker import launch_worker
-
 from rlinf.recipes.packers import ChatPacker
 
 

@@ -6,7 +6,6 @@ See raw_text_sft.py for what is learned.
 """
 
 from rlinf.recipes.launch_worker import launch_worker
-
 from rlinf.recipes.packers import RawTextPacker
 
 if __name__ == "__main__":

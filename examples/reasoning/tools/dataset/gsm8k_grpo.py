@@ -6,7 +6,6 @@ A row has a `question` and an `answer` that ends with `#### ` and the number.
 """
 
 from rlinf.recipes.launch_worker import launch_worker
-
 from rlinf.recipes.packers import ChatPacker, column
 
 REQUEST = 'Think step by step, and write the final answer after "#### ".'

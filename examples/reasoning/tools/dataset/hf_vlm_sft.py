@@ -12,7 +12,6 @@ of one such line per row, and train.train_policy.dataset.name=<the file>.
 """
 
 from rlinf.recipes.launch_worker import launch_worker
-
 from rlinf.recipes.packers import ChatPacker
 
 

@@ -7,7 +7,6 @@ order, which the chat templates of some models, such as Mistral's, refuse.
 """
 
 from rlinf.recipes.launch_worker import launch_worker
-
 from rlinf.recipes.packers import RawTextPacker
 
 if __name__ == "__main__":

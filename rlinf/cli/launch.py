@@ -1,0 +1,123 @@
+"""``rlinf launch``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from rlinf.commands.hydra_app import hide_progress_bars
+from rlinf.distributed.devices import hide_gpus
+from rlinf.distributed.launch import launch as start_ranks
+from rlinf.distributed.process_group import local_world_size, resolve_device, set_num_threads
+from rlinf.distributed.start import is_connected, place_of
+from rlinf.errors import ConfigError, did_you_mean
+from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.datasets import local_folder
+from rlinf.recipes.launch_worker import find_script, rows_of, train
+from rlinf.recipes.load import load_recipe, recipe_names
+from rlinf.recipes.plan import Plan, choose_device, describe, make_plan
+
+SHARED_GPUS = "each rank of the policy generates on its own GPU, between its updates; the GPUs of the rollout stay free (mode=colocated)"
+FLAGS = ("--config", "--dry-run")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. Run rlinf launch --config <recipe> [dataset script] [key=value ...] [--dry-run]")
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Train a language or vision-language model from a recipe, a TOML or YAML file.
+
+    --config takes a file, or the name of a recipe that comes with rlinf. A path that does not exist here is looked up among
+    the files that come with rlinf, a dataset script too: ./tools/dataset/gsm8k_grpo.py, or tools.dataset.gsm8k_grpo.
+    key=value changes a key of the recipe by its dotted path: train.epoch=2. --dry-run prints what the recipe needs and does.
+    """
+    parser = _Parser(prog="rlinf launch", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument("--dry-run", action="store_true")
+    given, words = parser.parse_known_args(list(arguments))
+    _refuse_flags(words)
+    if given.config is None:
+        raise ConfigError(
+            f"`rlinf launch` needs --config <recipe>: a TOML or YAML file, or one of {', '.join(recipe_names())}"
+        )
+    overrides = [word for word in words if "=" in word]
+    scripts = [word for word in words if "=" not in word]
+    if len(scripts) > 1:
+        raise ConfigError(
+            f"{' and '.join(scripts)} are several dataset scripts; required: one, and overrides as key=value."
+        )
+    config, notices = load_recipe(given.config, overrides)
+    script = find_script(scripts[0]) if scripts else None
+    for line in notices:
+        print(f"note: {line}", file=sys.stderr)
+    place = place_of(os.environ) if is_connected() else None
+    plan = make_plan(config, None if place is None else place.size)
+    device = None if given.dry_run else _device(config, plan)
+    print(describe(config, plan, count_rows(config)), flush=True)
+    if script is not None:
+        print(f"{'script:':<14}{script}", flush=True)
+    if device is None:
+        return 0
+    if device == "cuda" and plan.rollout_gpus:
+        print(f"note: {SHARED_GPUS}", file=sys.stderr)
+    _warn_about_wandb(config)
+    start_ranks(_execute_rank, (config, script, device), plan.policy_gpus, device, config.train.fsdp_offload)
+    return 0
+
+
+def _refuse_flags(words: Sequence[str]) -> None:
+    for word in words:
+        if word.startswith("-"):
+            raise ConfigError(f"'{word}' is not a flag of `rlinf launch`.{did_you_mean(word.partition('=')[0], FLAGS)}")
+
+
+def count_rows(config: RecipeConfig) -> int | None:
+    """Return the rows to train on, those of validation left out; None where the dataset is a stream or not on this machine.
+
+    Raises:
+        ConfigError: A file or folder of the dataset cannot be read.
+    """
+    dataset = config.train.train_policy.dataset
+    if dataset.streaming or local_folder(dataset.name) is None:
+        return None
+    rows = rows_of(dataset)
+    if config.validation.enable and not config.validation.dataset.name:
+        rows = rows.split_off(dataset.test_size)[1]
+    return len(rows)
+
+
+def _device(config: RecipeConfig, plan: Plan) -> str:
+    """Return the device of the ranks; a launcher has given each of its own a GPU, where there are some."""
+    if not is_connected():
+        return choose_device(config, plan)
+    return resolve_device(config.policy.device, 1)
+
+
+def _warn_about_wandb(config: RecipeConfig) -> None:
+    """Leave Weights & Biases out where its package is missing, and say when it stays offline."""
+    loggers = [name.lower() for name in config.logging.logger]
+    if "wandb" in loggers and importlib.util.find_spec("wandb") is None:
+        print(
+            "warning: the package wandb is not installed, so metrics stay on this machine (pip install wandb)",
+            file=sys.stderr,
+        )
+        loggers.remove("wandb")
+    elif "wandb" in loggers and not os.environ.get("WANDB_API_KEY"):
+        print("warning: WANDB_API_KEY is not set, so wandb writes offline, into the folder of the run", file=sys.stderr)
+    config.logging.logger = loggers
+
+
+def _execute_rank(work: tuple[RecipeConfig, Path | None, str]) -> None:
+    config, script, device = work
+    if device == "cpu":
+        hide_gpus()
+    hide_progress_bars()
+    set_num_threads(None, local_world_size())
+    train(config, script)

@@ -1,0 +1,218 @@
+"""What a recipe needs and does, before anything is loaded: GPUs, steps, tokens, memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+
+from rlinf.distributed.parallel import StateBytes
+from rlinf.errors import ConfigError, RLinfError
+from rlinf.models.config import LoraConfig
+from rlinf.models.hf_model import model_shapes
+from rlinf.models.lora import apply_lora
+from rlinf.models.precision import torch_dtype_of
+from rlinf.number_formats import format_bytes
+from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.schedule import count_steps
+
+NOT_COUNTED = "activations, one gathered layer of a sharded model, and libraries are not counted"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ranks, steps and tokens of a recipe.
+
+    Attributes:
+        replicas: Copies of the trained model, each with a batch of its own.
+        shards: Ranks of a replica, which divide its weights and its batch.
+        rollout_gpus: GPUs of the engines that generate, besides those of the policy.
+        engines: Number of these engines.
+        batch_size: Rows of a step over all replicas; in GRPO its answers.
+        group_size: Answers to each prompt in GRPO; else 1.
+        micro_batch: Rows of one forward-backward pass on one rank.
+        max_tokens: Most tokens of a step.
+    """
+
+    replicas: int
+    shards: int
+    rollout_gpus: int
+    engines: int
+    batch_size: int
+    group_size: int
+    micro_batch: int
+    max_tokens: int
+
+    @property
+    def policy_gpus(self) -> int:
+        """GPUs, and ranks, of the trained model."""
+        return self.replicas * self.shards
+
+    @property
+    def num_gpus(self) -> int:
+        """All GPUs."""
+        return self.policy_gpus + self.rollout_gpus
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of a step on one rank; in GRPO its answers."""
+        return self.batch_size // self.policy_gpus
+
+
+def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
+    """Return the plan of a checked recipe.
+
+    Args:
+        config: Checked.
+        num_ranks: Ranks that there are, for ``dp_shard_size=-1``; None: those that the recipe names, -1 being 1.
+
+    Raises:
+        ConfigError: The recipe names other ranks than there are, or the batch does not divide over them.
+    """
+    train, sizes, rollout = config.train, config.policy.parallelism, config.rollout
+    is_grpo = train.train_policy.type == "grpo"
+    replicas = sizes.n_init_replicas * sizes.dp_replicate_size
+    shards = sizes.dp_shard_size if sizes.dp_shard_size > 0 else max(1, (num_ranks or 1) // replicas)
+    if num_ranks is not None and replicas * shards != num_ranks:
+        raise ConfigError(
+            f"{num_ranks} ranks were started, and the recipe has {replicas * shards} (policy.parallelism: {replicas} replicas of "
+            f"dp_shard_size={sizes.dp_shard_size}). Start {replicas * shards}, or set policy.parallelism.dp_shard_size=-1"
+        )
+    group_size = rollout.n_generation if is_grpo else 1
+    unit = group_size * shards
+    if train.train_batch_per_replica % unit:
+        fits = max(1, train.train_batch_per_replica // unit) * unit
+        whole_groups = f" with whole groups of rollout.n_generation={group_size}" if is_grpo else ""
+        raise ConfigError(
+            f"train.train_batch_per_replica={train.train_batch_per_replica} does not divide over {shards} ranks{whole_groups}; "
+            f"required: a multiple of {unit}. Set train.train_batch_per_replica={fits}"
+        )
+    separate = is_grpo and rollout.backend == "vllm" and config.mode != "colocated"
+    engines = rollout.parallelism.n_init_replicas if separate else 0
+    batch_size = train.train_batch_per_replica * replicas
+    answer = min(rollout.max_response_length, config.policy.model_max_length)
+    return Plan(
+        replicas=replicas,
+        shards=shards,
+        rollout_gpus=engines * rollout.parallelism.tp_size,
+        engines=engines,
+        batch_size=batch_size,
+        group_size=group_size,
+        micro_batch=min(train.train_policy.mini_batch, train.train_batch_per_replica // shards),
+        max_tokens=batch_size * (answer if is_grpo else config.policy.model_max_length),
+    )
+
+
+def num_steps(config: RecipeConfig, plan: Plan, num_rows: int) -> int:
+    """Return the optimiser steps on ``num_rows`` rows; see ``count_steps``."""
+    return count_steps(num_rows, config.train.epoch, plan.batch_size, plan.group_size, config.train.max_num_steps)
+
+
+def describe(config: RecipeConfig, plan: Plan, num_rows: int | None) -> str:
+    """Return the plan as the lines that ``rlinf launch`` prints; ``num_rows`` is None where the dataset is not at hand."""
+    method, train = config.train.train_policy, config.train
+    rows = "rows" if method.type != "grpo" else "answers"
+    batch = f"{plan.batch_size} {rows}"
+    if plan.group_size > 1:
+        batch += f" ({plan.batch_size // plan.group_size} prompts x {plan.group_size})"
+    ways = f"{plan.policy_gpus}"
+    if plan.policy_gpus > 1:
+        ways += f" ({plan.replicas} x {plan.shards} shards)" if plan.replicas > 1 else f" ({plan.shards} shards)"
+    rollout = "none"
+    if method.type == "grpo":
+        tp_size = config.rollout.parallelism.tp_size
+        rollout = (
+            f"{plan.rollout_gpus} ({plan.engines} x tensor parallel {tp_size})"
+            if plan.engines
+            else "those of the policy"
+        )
+    factor = "" if plan.group_size == 1 else f" * {plan.group_size} answers"
+    formula = f"{train.epoch} epochs * N rows{factor} / {plan.batch_size}"
+    limit = "" if train.max_num_steps is None else f", at most {train.max_num_steps}"
+    if num_rows is None:
+        steps = f"{formula}{limit}; N is unknown: '{method.dataset.name}' is not on this machine"
+    else:
+        steps = f"{num_steps(config, plan, num_rows)} = {formula}{limit}; N = {num_rows:,}"
+    kind = method.variant if method.type == "grpo" else method.type
+    lines = [
+        ("recipe", f"{kind} of {config.policy.model_name_or_path}"),
+        ("policy GPUs", ways),
+        ("rollout GPUs", rollout),
+        ("total GPUs", str(plan.num_gpus)),
+        ("batch", f"{batch}; {plan.rows_per_rank} on each rank, {plan.micro_batch} at a time"),
+        ("steps", steps),
+        ("tokens", f"at most {plan.max_tokens:,} {'generated ' if method.type == 'grpo' else ''}in a step"),
+        *memory_lines(config, plan),
+        ("output", f"{train.output_dir}/<timestamp>"),
+    ]  # fmt: skip
+    return "\n".join(f"{name + ':':<14}{text}" for name, text in lines)
+
+
+def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
+    """Return what the weights take on a GPU of each role, from the model's shapes alone."""
+    name = config.policy.model_name_or_path
+    if not is_local(name):
+        return [("memory", f"unknown: the config.json of {name} is not on this machine")]
+    try:
+        model = model_shapes(name, dtype=torch_dtype_of(config.train.param_dtype))
+    except RLinfError as error:
+        return [("memory", f"unknown: {error}")]
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    count = sum(p.numel() for p in model.parameters())
+    lora = config.policy.lora
+    if lora is not None:
+        apply_lora(model, LoraConfig(lora.r, lora.lora_alpha, lora.lora_dropout, lora.target_modules))
+    state = StateBytes.of(model, plan.shards if plan.shards > 1 else None)
+    parts = f"weights {format_bytes(state.weights + state.masters)}, gradients {format_bytes(state.gradients)}"
+    lines = [
+        ("memory", f"{count / 1e9:.3g} billion weights; {NOT_COUNTED}"),
+        ("  policy", f"{format_bytes(state.total)} on each GPU: {parts}, optimiser {format_bytes(state.moments)}"),
+    ]
+    if config.train.train_policy.type == "grpo":
+        tp_size = config.rollout.parallelism.tp_size
+        takes = f"; the engine takes {config.rollout.gpu_memory_utilization:.0%} of the GPU" if plan.engines else ""
+        lines.append(("  rollout", f"weights {format_bytes(weights // (tp_size if plan.engines else 1))}{takes}"))
+    return lines
+
+
+def is_local(name: str) -> bool:
+    """Return whether the configuration of a model can be read without a network."""
+    if Path(name).expanduser().is_dir():
+        return True
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError:  # not the form of a hub id
+        return False
+
+
+def choose_device(config: RecipeConfig, plan: Plan) -> str:
+    """Return ``cuda`` or ``cpu`` for the policy's ranks.
+
+    Raises:
+        ConfigError: torch sees fewer GPUs than the recipe needs, or an engine would need several GPUs of one rank.
+    """
+    wanted, needed = config.policy.device, plan.num_gpus
+    if wanted == "cpu":
+        return "cpu"
+    found = torch.cuda.device_count()
+    if wanted == "auto" and found == 0 and needed == 1:
+        return "cpu"
+    if found < needed:
+        roles = f"{plan.policy_gpus} for the policy, {plan.rollout_gpus} for the rollout"
+        cures = [f"policy.device=cpu to run {plan.policy_gpus} ranks as processes of this machine"]
+        if plan.rollout_gpus and found >= plan.policy_gpus:
+            cures.insert(0, f"mode=colocated to generate on the policy's {plan.policy_gpus}")
+        elif 1 <= found < plan.policy_gpus:
+            cures.insert(0, f"policy.parallelism.dp_shard_size={max(1, (found - plan.rollout_gpus) // plan.replicas)}")
+        raise ConfigError(
+            f"The recipe needs {needed} GPUs ({roles}), and torch sees {found}. Set {', or '.join(cures)}"
+        )
+    tp_size = config.rollout.parallelism.tp_size
+    if config.train.train_policy.type == "grpo" and config.rollout.backend == "vllm" and tp_size > 1:
+        raise ConfigError(
+            f"rollout.parallelism.tp_size is {tp_size}, and each rank of the policy generates on its own GPU, between its updates. Set "
+            "rollout.parallelism.tp_size=1"
+        )
+    return "cuda"

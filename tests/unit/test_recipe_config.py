@@ -1,0 +1,278 @@
+"""Recipe files: their keys, overrides, older names, and what is refused."""
+
+import tomllib
+
+import pytest
+
+from rlinf.errors import ConfigError
+from rlinf.options import from_mapping, override_text
+from rlinf.recipes.checks import NOT_DONE, WITHOUT_EFFECT
+from rlinf.recipes.config import CkptConfig, RecipeConfig
+from rlinf.recipes.load import (
+    ALIASES,
+    DROPPED,
+    find_recipe,
+    keys_of,
+    load_recipe,
+    packaged_recipes,
+    read_recipe,
+    recipe_names,
+)
+
+NAMES = (
+    "cosmos-reason1-7b-fsdp2-sft",
+    "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo",
+    "gemma3-12b-vlm-fsdp4-sft",
+    "gpt-oss-20b-fsdp8-sft",
+    "gpt-oss-20b-p-fsdp4-r-tp4-pp1-grpo",
+    "mistral-7b-fsdp4-sft",
+    "mistral-7b-p-fsdp1-r-tp1-grpo",
+    "phi4-14b-p-fsdp4-r-tp2-grpo",
+)
+
+PATHS = (
+    "configs/cosmos-reason1-7b-fsdp2-sft.toml",
+    "configs/cosmos-reason1-7b-p-fsdp2-r-tp2-grpo.toml",
+    "configs/gemma/gemma3-12b-vlm-fsdp4-sft.toml",
+    "configs/gpt-oss/gpt-oss-20b-fsdp8-sft.toml",
+    "configs/gpt-oss/gpt-oss-20b-p-fsdp4-r-tp4-pp1-grpo.toml",
+    "configs/mistral/mistral-7b-fsdp4-sft.toml",
+    "configs/mistral/mistral-7b-p-fsdp1-r-tp1-grpo.toml",
+    "configs/phi/phi4-14b-p-fsdp4-r-tp2-grpo.toml",
+)
+
+CKPT_BLOCK = """
+[train.ckpt]
+## Basic checkpoint
+enable_checkpoint = true # Enable checkpointing for training. If set to False, no checkpoint will be saved.
+save_freq = 100 # Checkpoint save frequency for training steps
+max_keep = 2 # Maximum number of checkpoints to keep. If set to -1, all checkpoints will be kept.
+save_mode = "async" # Checkpoint save mode for training steps, `async` is recommended
+
+## Huggingface safetensors
+export_safetensors = true # Whether to export a safetensors weight for huggingface usage, include related config files.
+upload_hf = true # Whather to upload the final safetensors weight to huggingface.
+hf_repo_name = "Cosmos-Reason1" # The huggingface repo name to upload the safetensors weight.
+
+## S3
+upload_s3 = true # Whether to upload the checkpoint and safetensors to S3. Default to False, set `final` will upload the final checkpoint, `all` will upload all checkpoints.
+s3_bucket = 'your-s3-bucket' # The S3 bucket name to upload the checkpoint and safetensors weight.
+s3_prefix = 'outputs' # The S3 prefix to upload the checkpoint and safetensors weight.
+"""
+
+MINIMAL = """
+[policy]
+model_name_or_path = "my/model"
+[train.train_policy]
+type = "{type}"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Return a function that writes a recipe and loads it."""
+
+    def load(*overrides, text="", type="sft"):
+        path = tmp_path / "recipe.toml"
+        path.write_text(MINIMAL.format(type=type) + text)
+        return load_recipe(str(path), overrides)
+
+    return load
+
+
+def test_the_recipes_of_the_package_are_these():
+    assert recipe_names() == sorted(NAMES)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_recipe_is_found_by_path_and_by_name_and_its_yaml_says_the_same(path):
+    by_path, notices = load_recipe(path)
+    name = path.rpartition("/")[2].removesuffix(".toml")
+    assert find_recipe(path) == find_recipe(name) == packaged_recipes() / path
+    assert load_recipe(f"config/{name}.yaml") == (by_path, notices)
+    assert read_recipe(find_recipe(f"config/{name}.yaml")) == read_recipe(find_recipe(path))
+
+
+def test_a_recipe_below_the_working_directory_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs" / "mistral").mkdir(parents=True)
+    (tmp_path / PATHS[5]).write_text(MINIMAL.format(type="sft"))
+    assert load_recipe(PATHS[5])[0].policy.model_name_or_path == "my/model"
+
+
+def test_the_checkpoint_block_of_the_guide_is_understood_as_it_is(recipe):
+    given = tomllib.loads(CKPT_BLOCK)["train"]["ckpt"]
+    assert len(given) == 10
+    config, notices = recipe(text=CKPT_BLOCK)
+    assert notices == []
+    assert config.train.ckpt == CkptConfig(
+        enable_checkpoint=True, save_freq=100, save_freq_in_epoch=0, max_keep=2, save_mode="async", export_safetensors=True,
+        upload_hf=True, hf_repo_name="Cosmos-Reason1", upload_s3="final", s3_bucket="your-s3-bucket", s3_prefix="outputs",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "read"), [("true", "final"), ("final", "final"), ("all", "all"), ("false", False)])
+def test_uploads_to_s3_may_be_final_or_all(recipe, value, read):
+    config, _ = recipe(f"train.ckpt.upload_s3={value}", "train.ckpt.s3_bucket=b")
+    assert config.train.ckpt.upload_s3 == read
+
+
+def test_keys_of_released_recipes_are_read_or_dropped_with_a_line():
+    config, notices = load_recipe("cosmos-reason1-7b-fsdp2-sft")
+    assert (config.validation.enable, config.validation.freq, config.validation.batch_size) == (True, 30, 2)
+    assert [line.split()[0] for line in notices] == [*ALIASES, "policy.parallelism.cp_rotate_method", "redis=12800"]
+    assert set(DROPPED) >= {"policy.parallelism.cp_rotate_method"}
+
+
+def test_an_override_of_the_key_of_today_beats_its_older_name():
+    assert load_recipe("cosmos-reason1-7b-fsdp2-sft", ["validation.freq=7"])[0].validation.freq == 7
+    assert load_recipe("cosmos-reason1-7b-fsdp2-sft", ["train.validation_step=8"])[0].validation.freq == 8
+
+
+def test_overrides_change_any_key_of_toml_and_yaml():
+    words = [
+        "train.optm_betas=[0.8,0.9]",
+        "policy.lora.r=4",
+        "custom.mine={a:1}",
+        "train.train_policy.dataset.name='a b'",
+    ]
+    for name in ("mistral-7b-fsdp4-sft", "config/mistral-7b-fsdp4-sft.yaml"):
+        config, _ = load_recipe(name, words)
+        assert config.train.optm_betas == [0.8, 0.9] and config.policy.lora.r == 4
+        assert config.custom == {"mine": {"a": 1}} and config.train.train_policy.dataset.name == "a b"
+
+
+def test_a_yaml_recipe_may_build_on_another(tmp_path):
+    (tmp_path / "base.yaml").write_text("policy: {model_name_or_path: m}\ntrain: {epoch: 3, seed: 1}\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\ntrain: {seed: 2}\n")
+    config, _ = load_recipe(str(tmp_path / "mine.yaml"))
+    assert (config.train.epoch, config.train.seed, config.policy.model_name_or_path) == (3, 2, "m")
+
+
+@pytest.mark.parametrize(
+    ("key", "type"), [("kl_beta = 0.1", "grpo"), ("temperature = 0.5", "grpo"), ("mini_batch = 1", "sft"), ("", "sft")]
+)
+def test_without_a_type_the_keys_of_rollouts_mean_grpo(tmp_path, key, type):
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f'[policy]\nmodel_name_or_path = "m"\n[train]\ntrain_batch_per_replica = 16\n[train.train_policy]\n{key}\n'
+    )
+    assert load_recipe(str(path))[0].train.train_policy.type == type
+
+
+def test_all_linear_and_none_are_words_of_released_recipes(recipe):
+    config, _ = recipe("policy.lora.target_modules=all-linear", "logging.experiment_name='None'")
+    assert config.policy.lora.target_modules is None and config.logging.experiment_name is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epochs=3", "There is no key 'train.epochs'. Did you mean 'epoch'?"),
+        ("train.mini_batch=3", "Did you mean train.train_policy.mini_batch?"),
+        ("train.dataset_name=x", "Use train.train_policy.dataset.name"),
+        ("train.train_policy.dataset_test_size=x", "Use train.train_policy.dataset.test_size"),
+        ("train.validation_freq=3", "Use validation.freq"),
+        ("logging.enable_logging=true", "Use logging.logger"),
+        ("train.train_policy.fps=1", "Use custom.fps"),
+        ("train.resume='None'", "Set train.resume=false"),
+        ("train.epoch=x", "train.epoch is 'x' (str); required: int"),
+        ("train.optm_name=SGD", "required: one of AdamW, Adam"),
+        ("train.ckpt.save_mode=later", "required: one of async, sync"),
+        ("train.ckpt.save_freq=0", "required: at least 1"),
+        ("train.ckpt.max_keep=0", "Set train.ckpt.enable_checkpoint=false"),
+        ("train.ckpt.upload_s3=some", "required: one of false, true, final, all"),
+        ("train.ckpt.upload_s3=true", "Set train.ckpt.s3_bucket=<name>"),
+        ("train.ckpt.upload_hf=true", "Set train.ckpt.hf_repo_name=<name>"),
+        ("train.optm_betas=[0.9]", "required: two numbers"),
+        ("train.optm_betas=[0.9,1.0]", "required: two numbers of at least 0 and below 1"),
+        ("train.optm_warmup_steps=1.5", "Set train.optm_warmup_steps=2"),
+        ("train.train_policy.dataset.streaming=true", "Set train.max_num_steps=<steps>"),
+        ("train.train_batch_per_replica=7", None),
+        ("policy.parallelism.dp_shard_size=0", "Set policy.parallelism.dp_shard_size=1"),
+        ("policy.parallelism.dp_shard_size=3", "does not divide over policy.parallelism.dp_shard_size=3 ranks"),
+        ("policy.model_name_or_path=''", "Set policy.model_name_or_path=<folder or hub id>"),
+        ("policy.lora.target_modules=q_proj", "Set 'policy.lora.target_modules=[q_proj]'"),
+        ("policy.lora=3", "required: a section with the keys r, lora_alpha"),
+        ("logging.logger=[tensorbord]", "logging.logger names 'tensorbord'"),
+        ("rollout.backend=trtllm", "that engine is not available; required: vllm or torch. Set rollout.backend=vllm"),
+        ("train.epoch=1,2", "required: key=value, with one value"),
+        ("~train.epoch", "required: key=value"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_names_the_cure(recipe, override, message):
+    if message is None:  # the control: one rank takes any batch
+        assert recipe(override)[0].train.train_batch_per_replica == 7
+        return
+    with pytest.raises(ConfigError) as error:
+        recipe(override)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.n_generation=1", "Set rollout.n_generation=8"),
+        ("train.train_batch_per_replica=24", "required: a multiple of 16. Set train.train_batch_per_replica=16"),
+        ("train.train_policy.temperature=0", "Set train.train_policy.temperature=1.0"),
+        ("rollout.sampling_config.temperature=0.5", "Set rollout.sampling_config.temperature=1.0"),
+        ("policy.lora.lora_dropout=0.1", "Set policy.lora.lora_dropout=0"),
+        ("train.train_policy.loss_type=mean", "required: one of token-mean"),
+    ],
+)
+def test_grpo_refuses_settings_that_cannot_learn(recipe, override, message):
+    recipe("train.train_batch_per_replica=16", type="grpo")
+    with pytest.raises(ConfigError) as error:
+        recipe("train.train_batch_per_replica=16", override, type="grpo")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("key", sorted(NOT_DONE))
+def test_a_key_that_is_not_done_is_refused_only_with_another_value(recipe, key):
+    possible = NOT_DONE[key][0]
+    other = {
+        "rollout.backend": "vllm_async",
+        "rollout.mode": "async",
+        "rollout.quantization": "fp8",
+        "policy.trainable_map": "{a:true}",
+        "policy.lora.modules_to_save": "[a]",
+        "policy.lora.init_lora_weights": "false",
+        "policy.model_revision": "main",
+    }.get(key, "true" if possible == (False,) else "2")
+    with pytest.raises(ConfigError, match=rf"{key} is .*Set {key}="):
+        recipe(f"{key}={other}")
+    for value in possible:
+        recipe(f"{key}={override_text(value)}")
+
+
+def test_what_the_tables_name_exists():
+    keys = dict(keys_of(RecipeConfig))
+    assert {*NOT_DONE, *WITHOUT_EFFECT, *ALIASES.values()} <= set(keys)
+    assert not {*ALIASES, *DROPPED} & set(keys)
+
+
+def test_every_default_is_accepted_and_leaves_are_documented():
+    config = from_mapping(RecipeConfig, {"policy": {"lora": {}}})
+    assert config.train.ckpt.max_keep == 5 and config.policy.lora.r == 8
+    assert all(field.metadata["help"] for _, field in keys_of(RecipeConfig))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.toml", "x = = 1", "is not TOML"),
+        ("a.yaml", "a: [1", "cannot be composed"),
+        ("a.yaml", "defaults: [nowhere]", "cannot be composed"),
+        ("a.json", "{}", "required: a file with one of the endings .toml, .yaml"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_recipe(str(tmp_path / name))
+    assert message in str(error.value) and name in str(error.value)
+
+
+def test_a_recipe_that_does_not_exist_is_refused_with_a_suggestion():
+    with pytest.raises(ConfigError, match="Did you mean 'mistral-7b-fsdp4-sft'"):
+        load_recipe("mistral-7b-fsdp-sft")

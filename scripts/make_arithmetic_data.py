@@ -62,7 +62,12 @@ def make_rows(num_train: int, num_test: int, wrong_share: float, seed: int) -> t
     return rows[num_test:], rows[:num_test]
 
 
-def make_tokenizer(texts: list[str], vocab_size: int = 384) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    texts: list[str],
+    chat_template: str = CHAT_TEMPLATE,
+    extra_special_tokens: tuple[str, ...] = (),
+    vocab_size: int = 384,
+) -> PreTrainedTokenizerFast:
     """Train a byte-level tokenizer whose digits are tokens of their own."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(r"\d|[^\d\s]+| ?[A-Za-z]+|\s"), "isolated")
@@ -72,7 +77,7 @@ def make_tokenizer(texts: list[str], vocab_size: int = 384) -> PreTrainedTokeniz
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=SPECIAL_TOKENS,
+        special_tokens=[*SPECIAL_TOKENS, *extra_special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -82,8 +87,8 @@ def make_tokenizer(texts: list[str], vocab_size: int = 384) -> PreTrainedTokeniz
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
-        additional_special_tokens=SPECIAL_TOKENS[3:],
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[*SPECIAL_TOKENS[3:], *extra_special_tokens],
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoTokenizer
 
 from rlinf.checkpoints.checkpoint_manager import Upload
 from rlinf.checkpoints.hf_folder import token_manifest
@@ -21,6 +21,7 @@ from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.losses import DPOLossFn, GRPOLossFn
 from rlinf.manifest import Manifest
 from rlinf.models.config import LoraConfig
+from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 from rlinf.models.hf_model import load_config
 from rlinf.models.positions import num_positions
 from rlinf.options import from_mapping
@@ -69,12 +70,13 @@ class RecipeData:
 def load_processor(config: RecipeConfig) -> Any:
     """Return the processor of a vision-language model, or the tokenizer of a language model."""
     name, trust = config.policy.model_name_or_path, False
-    is_vlm = getattr(load_config(name, trust), "vision_config", None) is not None
-    loader = AutoProcessor if is_vlm else AutoTokenizer
+    model_config = load_config(name, trust)
+    if getattr(model_config, "vision_config", None) is not None:
+        return load_vlm_processor(name, model_config)
     try:
-        return loader.from_pretrained(name, trust_remote_code=trust)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"'{name}' has no usable {'processor' if is_vlm else 'tokenizer'} ({error}).") from error
+        raise CheckpointError(f"'{name}' has no usable tokenizer ({error}).") from error
 
 
 def policy_settings(config: RecipeConfig, processor: Any) -> dict[str, Any]:
@@ -227,7 +229,7 @@ def _make_grpo(
     method, rollout = config.train.train_policy, config.rollout
     train_rows, val_rows = _split(config, data)
     rows = _packed(config, train_rows, data.packer.prompt)
-    rewards = make_rewards(data.reward_fns or method.reward_function)
+    rewards = make_rewards(data.reward_fns or method.reward_function, method.overlong_reward)
     completer = _completer(config, policy, processor, rewards, stack)
     packer = data.val_packer or data.packer
     dual_clip = method.lower_bound_ratio

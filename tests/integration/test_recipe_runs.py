@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from rlinf.cli import main
 from rlinf.options import from_mapping
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.run import run
@@ -144,3 +146,37 @@ def test_other_data_are_refused_when_a_run_goes_on(model, tmp_path):
     start(config_of(model, tmp_path, "sft", 2))
     with pytest.raises(ConfigError, match="seed was 0 and is 7.*train.resume=false"):
         start(config_of(model, tmp_path, "sft", 4, resume=True, seed=7))
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"]}])
+def test_a_checkpoint_is_exported_as_the_final_policy_was(model, tmp_path, lora, capsys):
+    """``rlinf export`` on the last checkpoint of a run; the model that training began with may have moved."""
+    config = config_of(model, tmp_path / "runs", "sft", 2)
+    if lora is not None:
+        config.policy.lora = from_mapping(type(config.policy), {"lora": lora}).lora
+    folder = start(config)
+    moved = shutil.copytree(model, tmp_path / "moved")
+    words = [f"checkpoint={folder}", f"output={tmp_path / 'exported'}", f"policy.model_name_or_path={moved}"]
+    assert main(["export", *words, *(["merge_lora=true"] if lora else [])]) == 0
+    capsys.readouterr()
+    one, two = final_weights(folder), load_file(tmp_path / "exported" / "00000.safetensors")
+    assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
+    before = load_file(f"{model}/model.safetensors")
+    assert not all(one[name].equal(before[name]) for name in one), "a control: training has changed it"
+    AutoTokenizer.from_pretrained(tmp_path / "exported")
+    if lora is not None:
+        words[1] = f"output={tmp_path / 'adapter'}"
+        assert main(["export", *words]) == 0
+        assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+        words[2] = f"policy.model_name_or_path={other_weights(model, tmp_path / 'other')}"
+        assert main(["export", *words[:1], f"output={tmp_path / 'refused'}", words[2]]) == 2
+        assert "belong to other base weights" in capsys.readouterr().err and not (tmp_path / "refused").exists()
+
+
+def other_weights(model: str, target: Path) -> Path:
+    shutil.copytree(model, target)
+    weights = load_file(target / "model.safetensors")
+    save_file(
+        {name: tensor + 1 for name, tensor in weights.items()}, target / "model.safetensors", metadata={"format": "pt"}
+    )
+    return target

@@ -4,6 +4,7 @@ import gc
 import itertools
 import logging
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -20,6 +21,7 @@ import pytest
 from rlinf.checks.env import equal_rows, play, spread_specs
 from rlinf.distributed.stack_dump import DUMP_SIGNAL, dump_stacks
 from rlinf.envs.config import EnvConfig, with_share_of_cores
+from rlinf.envs.process.worker_handle import Worker
 from rlinf.errors import ConfigError, SimulatorError
 
 FIXTURES = str(Path(__file__).parents[1] / "fixtures")
@@ -108,6 +110,16 @@ def test_workers_have_one_thread_each_and_no_torch(make):
     env.reset()
     for pose in env.poses(range(NUM_ENVS)):
         assert pose["threads"] == [1.0, 0.0] and pose["pid"] != [os.getpid()] and pose["torch"] == [0.0]
+
+
+def test_pictures_cross_in_shared_memory_and_not_through_the_pipe(make, monkeypatch):
+    env, answers, receive = make(image_size=64), [], Worker.receive
+    env.reset()
+    monkeypatch.setattr(Worker, "receive", lambda *given: answers.append(receive(*given)) or answers[-1])
+    pictures = env.chunk_step(zeros(env)).observation.images
+    sent, nbytes = len(pickle.dumps(answers)), sum(image.nbytes for image in pictures.values())
+    print(f"{sent / NUM_ENVS:.0f} bytes through a pipe for each env step, {nbytes / NUM_ENVS:.0f} bytes of pictures")
+    assert len(answers) == 2 and 0 < sent < nbytes / 10
 
 
 def test_what_was_handed_out_is_not_written_again(make):

@@ -227,8 +227,9 @@ def test_nobody_acts_between_begin_and_commit(buckets):
     assert receiver.version is None
     for handle in ModuleWeights(Net(1), 6, buckets).buckets(False):
         receiver.load(handle)
-        assert receiver.version is None
+        assert receiver.version is None and receiver._mapped
     assert receiver.commit() == 6 == receiver.version
+    assert not receiver._mapped, "the sender's memory is let go"
     with pytest.raises(WeightsRefusedError, match="ended before it had begun"):
         receiver.commit()
     with pytest.raises(WeightsRefusedError, match="version 6 arrived; expected: none"):

@@ -240,6 +240,19 @@ def test_nobody_acts_between_begin_and_commit(buckets):
         receiver.load(handle)
 
 
+def test_a_push_without_a_bucket_is_incomplete_and_nobody_acts_after_it(buckets):
+    receiver, weights = ModuleReceiver(Net(2)), ModuleWeights(Net(1), 5, buckets)
+    push(weights, Direct(receiver))
+    receiver.begin(PushHeader(6, base=5))
+    with pytest.raises(WeightsRefusedError, match=r"version 6 lack count, empty, head.bias, head.weight \(4 tensors\)"):
+        receiver.commit()
+    assert receiver.version is None
+    receiver.begin(PushHeader(7, weights.manifest))  # a complete push mends it
+    for handle in ModuleWeights(Net(1), 7, buckets).buckets(False):
+        receiver.load(handle)
+    assert receiver.commit() == 7 == receiver.version
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused_by_name(buckets, value):
     source, receiver = Net(1), ModuleReceiver(Net(2))

@@ -92,8 +92,9 @@ def test_weights_of_any_size_pass_through_two_bounded_buckets(nbytes, num_bucket
 
 
 def test_a_frozen_tensor_crosses_once_and_the_manifest_once(buckets):
-    source, target = Net(1), Net(2)
+    source, target, finished = Net(1), Net(2), []
     peer = Direct(ModuleReceiver(target))
+    peer.receiver.finish = lambda is_complete: finished.append(is_complete)
     first = ModuleWeights(source, 1, buckets)
     push(first, peer)
     everything, sent = peer.crossed(), peer.sent_nbytes
@@ -109,6 +110,7 @@ def test_a_frozen_tensor_crosses_once_and_the_manifest_once(buckets):
         source.base.bias.add_(1.0)
     push(ModuleWeights(source, 3, buckets), peer, base=2)
     assert not equal(source, target), "control: a frozen tensor does not cross again"
+    assert finished == [True, False, False]
 
 
 def lora_model(rank=4):

@@ -119,7 +119,9 @@ class HuggingFacePolicy(TokenPolicy):
                 "Pass sequence_packing=False"
             )
         if lora is not None:
-            self.model.peft_config = apply_lora(HFModel(self.model), lora).peft_config
+            with torch.random.fork_rng():
+                torch.manual_seed(self.config.seed)  # how much was drawn before differs with the number of ranks
+                self.model.peft_config = apply_lora(HFModel(self.model), lora).peft_config
         set_training_options(self.model, recomputed=self.config.gradient_checkpointing, compiled=self.config.compile)
         take_weights_of_rank_0(self.model)
         self.parallel: Parallel = Replicated(self.model)

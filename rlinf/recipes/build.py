@@ -31,7 +31,7 @@ from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.dpo import DPOTrainer
 from rlinf.recipes.grpo import GRPOTrainer
 from rlinf.recipes.loop import Trainer
-from rlinf.recipes.packers import Packer
+from rlinf.recipes.packers import Packer, PromptPacker
 from rlinf.recipes.rewards import Rewards, make_rewards
 from rlinf.recipes.rollouts import TorchGenerator, VllmGenerator
 from rlinf.recipes.schedule import count_steps
@@ -192,6 +192,11 @@ def _make_sft(
     answers = None
     if val_rows is not None and config.validation.reward_function:
         completer = _completer(config, policy, processor, make_rewards(config.validation.reward_function), stack)
+        if (
+            config.train.train_policy.prompt_column_name
+        ):  # a conversation holds the answer, its prompt has a column of its own
+            packer = PromptPacker()
+            packer.setup(config, processor)
         answers = _answers(config, completer, val_rows, packer)
     return SFTTrainer(
         policy,

@@ -36,6 +36,7 @@ from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.logs import shown_logs
 from rlinf.recipes.loop import Loop, LoopState, Trainer
 from rlinf.recipes.packers import Packer
+from rlinf.seeding import seed_everything
 from rlinf.tracking.config import TrackingConfig
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
@@ -99,6 +100,7 @@ def _run_in(
     mapping = to_mapping(config)
     uploads = make_uploads(config) if rank() == 0 else []
     with ExitStack() as stack:
+        seed_everything(train.seed or 0)  # dropout of adapters draws
         policy = HuggingFacePolicy(config.policy.model_name_or_path, **policy_settings(config, processor))
         trainer = make_trainer(config, policy, processor, data, stack)
         stack.callback(trainer.close)

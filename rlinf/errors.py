@@ -29,6 +29,21 @@ class RLinfError(Exception):
         cure = " or ".join(f"{name}={value}" for name, value in values.items())
         return f"{self.args[0]} Pass {cure}" if cure else self.args[0]
 
+    def __reduce__(self) -> tuple:
+        return _with_message, (type(self), self.args[0] if self.args else "", self.__dict__)
+
+    def finished(self, message: str) -> RLinfError:
+        """Return an error of this class whose whole text is ``message``."""
+        kept = {name: value for name, value in self.__dict__.items() if name != "__notes__"}
+        return _with_message(type(self), message, {**kept, "cure": {}})
+
+
+def _with_message(cls: type[RLinfError], message: str, attributes: dict[str, Any]) -> RLinfError:
+    """Make an error from its message; ``cls`` itself may take what the message is composed of."""
+    error = cls.__new__(cls, message)
+    error.__dict__.update(attributes)
+    return error
+
 
 class ConfigError(RLinfError, ValueError):
     """A configuration value is unknown, out of range or contradicts another one."""

@@ -167,7 +167,7 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
     state = StateBytes.of(model, plan.shards if plan.shards > 1 else None)
     parts = f"weights {format_bytes(state.weights + state.masters)}, gradients {format_bytes(state.gradients)}"
     lines = [
-        ("memory", f"{count / 1e9:.3g} billion weights; {NOT_COUNTED}"),
+        ("memory", f"{count:,} weights; {NOT_COUNTED}"),
         ("  policy", f"{format_bytes(state.total)} on each GPU: {parts}, optimiser {format_bytes(state.moments)}"),
     ]
     if config.train.train_policy.type == "grpo":

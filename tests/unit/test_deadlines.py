@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -22,10 +23,11 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed import deadlines, launch, process_group
 from rlinf.distributed.config import DeadlinesConfig
-from rlinf.distributed.deadlines import Clock, DeadlineError, Watchdog, go_on, report, reported, waiting
-from rlinf.errors import RankError, RLinfError
+from rlinf.distributed.deadlines import Clock, DeadlineError, Watchdog, go_on, portable, report, reported, waiting
+from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.optim.train_step import TrainStep
 from rlinf.preflight.validation import validate
+from rlinf.recipes.samples import BadRowError
 from rlinf.training import train_worker
 from rlinf.training.rl_trainer import RLTrainer
 from rlinf.types import EpisodeSpec
@@ -320,3 +322,22 @@ def test_the_wait_around_another_begins_again_after_it():
 def test_every_named_wait_has_a_deadline():
     names = set(re.findall(r'waiting\("(\w+)"\)', "".join(p.read_text() for p in (ROOT / "rlinf").rglob("*.py"))))
     assert names == {field for field in DeadlinesConfig.__dataclass_fields__}
+
+
+class ComposedError(ConfigError):
+    def __init__(self, reason, place="somewhere"):
+        super().__init__(f"{reason} in {place}.", fix=1)
+        self.place = place
+
+
+def test_an_error_of_a_rank_keeps_its_class_and_its_text_in_another_process():
+    error = ComposedError("A fault")
+    error.add_note("a note")
+    # A test file has no name by which another process could import it.
+    pickled = pickle.loads(pickle.dumps(BadRowError("It is empty.", 3, "rows").finished("said")))
+    assert type(pickled) is BadRowError and str(pickled) == "said" and pickled.row == 3
+    arrived = portable(error, 1)
+    assert type(arrived) is ComposedError and arrived.place == "somewhere"
+    assert str(arrived) == "A fault in somewhere. Pass fix=1\na note" and not hasattr(arrived, "__notes__")
+    whole = pickle.loads(pickle.dumps(ConfigError("A fault.", fix=1)))
+    assert str(whole) == "A fault. Pass fix=1" and whole.cure == {"fix": 1}

@@ -80,8 +80,8 @@ def recipe(tmp_path):
     return load
 
 
-def test_the_recipes_of_the_package_are_these():
-    assert recipe_names() == sorted(NAMES)
+def test_the_package_has_the_recipes_of_the_guides():
+    assert set(NAMES) <= set(recipe_names())
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -242,6 +242,17 @@ def test_nobody_acts_between_begin_and_commit(buckets):
         receiver.load(handle)
 
 
+def test_a_push_that_stops_after_a_tensor_leaves_no_weights_to_build_on(buckets):
+    source = Net(1)
+    receiver, weights = ModuleReceiver(Net(2)), ModuleWeights(source, 5, buckets)
+    push(weights, Direct(receiver))
+    receiver.begin(PushHeader(6, base=5))
+    receiver.begin(PushHeader(7, base=5))  # control: nothing has been taken
+    receiver.take("head.bias", source.head.bias)
+    with pytest.raises(WeightsRefusedError, match="the receiver holds no complete weights"):
+        receiver.begin(PushHeader(8, base=5))
+
+
 def test_a_push_without_a_bucket_is_incomplete_and_nobody_acts_after_it(buckets):
     receiver, weights = ModuleReceiver(Net(2)), ModuleWeights(Net(1), 5, buckets)
     push(weights, Direct(receiver))

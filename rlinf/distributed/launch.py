@@ -57,8 +57,8 @@ def launch(
     only its own GPU (``rlinf.distributed.devices``) and has ``deadlines`` in seconds by name (None: those of
     ``DeadlinesConfig``).
 
-    A rank that fails or is killed ends the others, and the first error is raised here. SIGINT, SIGTERM and SIGHUP reach
-    every rank that is started here as SIGTERM; a second SIGINT kills them. None of these ranks outlives this call or this process.
+    A rank that fails or is killed ends the others, and the first error is raised here. SIGINT, SIGTERM, SIGUSR1 and SIGHUP
+    reach every rank that is started here as SIGTERM; a second SIGINT kills them. None of these ranks outlives this call or this process.
 
     Raises:
         RLinfError: That of a rank, unchanged; ConfigError if there are fewer GPUs than ranks.
@@ -99,7 +99,9 @@ def launch(
             if process.is_alive():
                 process.kill() if kill else process.terminate()
 
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    previous = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    }
     if previous[signal.SIGHUP] == signal.SIG_IGN:  # nohup
         del previous[signal.SIGHUP]
     try:

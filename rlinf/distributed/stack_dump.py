@@ -11,8 +11,8 @@ import time
 import weakref
 from typing import IO
 
-DUMP_SIGNAL = signal.SIGUSR1
-"""The signal that the process has registered with ``faulthandler``."""
+DUMP_SIGNAL = signal.SIGUSR2
+"""The signal that the process has registered with ``faulthandler``. Batch systems announce the end of a job by SIGUSR1."""
 POLL_S = 0.3
 MAX_POLLS = 10
 """After these the process is killed without its stacks; a stopped process writes none."""

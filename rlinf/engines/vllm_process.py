@@ -36,7 +36,7 @@ def end(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR2)  # rlinf.distributed.stack_dump.DUMP_SIGNAL
     end_with(int(sys.argv[2]), sys.argv[3])
     importlib.import_module("rlinf.engines.vllm_server").serve(Connection(int(sys.argv[1])))
     end(sys.argv[3])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rlinf.number_formats import GIB
 from rlinf.options import option
 
 TYPES = ("sft", "grpo", "dpo")
@@ -140,6 +141,8 @@ class CkptConfig:
         "async", "async: written while training goes on; sync: training waits.", choices=("async", "sync")
     )
     export_safetensors: bool = option(True, "Also export every checkpoint as safetensors; false: only the last one.")
+    chunk_bytes: int = option(4 * GIB, "Most bytes of a safetensors file, unless one tensor alone has more.", minimum=1)
+    merge_lora: bool = option(True, "Export adapters added to the weights; false: as an adapter folder of PEFT.")
     upload_hf: bool = option(False, "Upload the final safetensors to the hub; needs HF_TOKEN with write access.")
     hf_repo_name: str | None = option(None, "Repository on the hub: a name, or owner/name.")
     upload_s3: bool | str = option(

@@ -104,8 +104,14 @@ def _run_in(
         policy = HuggingFacePolicy(config.policy.model_name_or_path, **policy_settings(config, processor))
         trainer = make_trainer(config, policy, processor, data, stack)
         stack.callback(trainer.close)
-        exporter = HFFolder(policy.model_name, torch_dtype_of(train.param_dtype), lora=lora_of(policy))
         ckpt = train.ckpt
+        exporter = HFFolder(
+            policy.model_name,
+            torch_dtype_of(train.param_dtype),
+            lora=lora_of(policy),
+            merge_lora=ckpt.merge_lora,
+            chunk_bytes=ckpt.chunk_bytes,
+        )
         checkpoints = CheckpointManager(
             folder,
             save_mode=ckpt.save_mode,

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP: an orderly end of a run."""
+"""SIGINT, SIGTERM, SIGUSR1 and SIGHUP: an orderly end of a run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class StopRequested(Exception):
 
 
 class StopSignal:
-    """The first SIGINT, SIGTERM or SIGHUP (a terminal that is closed, unless `nohup` has the process ignore it), which ends a
-    run after the present step; a second SIGINT ends it at once.
+    """The first SIGINT, SIGTERM, SIGUSR1 (from a batch system) or SIGHUP (a terminal that is closed, unless `nohup` has the process
+    ignore it), which ends a run after the present step; a second SIGINT ends it at once.
 
     Args:
         announce: Say so on stderr, on rank 0.
@@ -89,7 +89,7 @@ class StopSignal:
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that end a run; SIGHUP only where nobody, as `nohup`, has chosen to ignore it."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+    return [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *([] if ignored else [signal.SIGHUP])]
 
 
 def open_terminals() -> list[int]:

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlinf.checkpoints.checkpoint import save_checkpoint
+from rlinf.checkpoints.trainer_state import read_entries
 from rlinf.commands.export import export
+from rlinf.commands.open_checkpoint import load_policy
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.errors import ManifestMismatchError
@@ -72,6 +74,22 @@ def test_another_base_is_refused_with_both_digests(folders, adapters):
         for word in (weights_digest(str(folders / "base")), weights_digest(str(folders / "other"))):
             assert word in str(error.value), name
         assert "'evaluation.allow_mismatch=[lora.base_sha256]'" in str(error.value)
+
+
+def test_a_checkpoint_of_adapters_on_a_known_base_holds_no_base(folders):
+    entries = read_entries(folders / "rl_000001" / "trainer_state")
+    assert any(".lora_" in name for name in entries)
+    assert not any(".base_layer." in name for name in entries), "the base lies where model.model_path says"
+    read = load_policy(folders / "rl_000001", config_of(folders / "base"))
+    base = load_file(folders / "base" / "model.safetensors")
+    held = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in read.state_dict().items()
+        if ".base_layer." in name
+    }
+    assert held and all(torch.equal(tensor, base[name]) for name, tensor in held.items())
+    with pytest.raises(ManifestMismatchError, match="lora.base_sha256"):
+        load_policy(folders / "rl_000001", config_of(folders / "other"))
 
 
 def test_the_right_base_is_taken_without_a_word(folders, caplog):

@@ -152,6 +152,7 @@ def test_other_data_are_refused_when_a_run_goes_on(model, tmp_path):
 def test_a_checkpoint_is_exported_as_the_final_policy_was(model, tmp_path, lora, capsys):
     """``rlinf export`` on the last checkpoint of a run; the model that training began with may have moved."""
     config = config_of(model, tmp_path / "runs", "sft", 2)
+    config.train.ckpt.chunk_bytes = 16_000
     if lora is not None:
         config.policy.lora = from_mapping(type(config.policy), {"lora": lora}).lora
     folder = start(config)
@@ -159,7 +160,8 @@ def test_a_checkpoint_is_exported_as_the_final_policy_was(model, tmp_path, lora,
     words = [f"checkpoint={folder}", f"output={tmp_path / 'exported'}", f"policy.model_name_or_path={moved}"]
     assert main(["export", *words, *(["merge_lora=true"] if lora else [])]) == 0
     capsys.readouterr()
-    one, two = final_weights(folder), load_file(tmp_path / "exported" / "00000.safetensors")
+    one, two = all_weights(folder / "safetensors" / "final"), all_weights(tmp_path / "exported")
+    assert len(list((folder / "safetensors" / "final").glob("*.safetensors"))) >= 3
     assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
     before = load_file(f"{model}/model.safetensors")
     assert not all(one[name].equal(before[name]) for name in one), "a control: training has changed it"
@@ -171,6 +173,10 @@ def test_a_checkpoint_is_exported_as_the_final_policy_was(model, tmp_path, lora,
         words[2] = f"policy.model_name_or_path={other_weights(model, tmp_path / 'other')}"
         assert main(["export", *words[:1], f"output={tmp_path / 'refused'}", words[2]]) == 2
         assert "belong to other base weights" in capsys.readouterr().err and not (tmp_path / "refused").exists()
+
+
+def all_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def other_weights(model: str, target: Path) -> Path:

@@ -73,6 +73,19 @@ def test_a_run_saves_by_the_clock_and_no_number_changes(tmp_path):
         assert "rl_000003" in left, "what the earlier run had saved after that is kept, out of the way"
 
 
+def test_asynchronous_checkpoints_change_no_number_and_are_resumed(tmp_path):
+    """The whole run with checkpoints after every step, written by a thread; and a run that goes on from one of these."""
+    often = ("trainer.save_every=1", "trainer.save_every_minutes=0", "trainer.max_keep=-1")
+    train(config_of(tmp_path / "async", *SFT, *often, "trainer.save_mode=async"))
+    train(config_of(tmp_path / "sync", *SFT, *often))
+    assert saved(tmp_path / "async") == saved(tmp_path / "sync")
+    assert same_policy(tmp_path / "async", tmp_path / "sync", "rl_000002")
+    assert same_policy(tmp_path / "async", tmp_path / "sync", "rl_000004")
+    assert not list((tmp_path / "async" / "checkpoints").glob(".*"))
+    train(config_of(tmp_path / "async", *SFT, *often, f"resume={tmp_path / 'async' / 'checkpoints' / 'rl_000002'}"))
+    assert same_policy(tmp_path / "async", tmp_path / "sync", "rl_000004")
+
+
 @pytest.fixture
 def session_of(monkeypatch, tmp_path):
     """Make a session with a clock, whose checkpoints are only counted."""
@@ -212,14 +225,15 @@ def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, caplog, n
     assert ("cannot be locked" in caplog.text) == (number != errno.EIO)
 
 
-def test_sighup_saves_as_sigterm_does(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(RLTrainer, "_make_reference", lambda trainer: signal.raise_signal(signal.SIGHUP))
-    before = signal.getsignal(signal.SIGHUP)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_other_signals_save_as_sigterm_does(tmp_path, monkeypatch, capsys, number):
+    monkeypatch.setattr(RLTrainer, "_make_reference", lambda trainer: signal.raise_signal(number))
+    before = signal.getsignal(number)
     with pytest.raises(SystemExit) as ended:
         train(config_of(tmp_path))
-    assert ended.value.code == 128 + signal.SIGHUP
+    assert ended.value.code == 128 + number
     assert "rl_000000" in saved(tmp_path) and "resume=" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGHUP) == before
+    assert signal.getsignal(number) == before
 
 
 def test_nohup_is_respected():

@@ -29,7 +29,7 @@ from rlinf.engines.vllm_process import end, end_with
 from rlinf.engines.weight_handle import WeightsRefusedError
 from rlinf.errors import ConfigError
 
-faulthandler.register(signal.SIGUSR1)
+faulthandler.register(signal.SIGUSR2)
 end_with(int(sys.argv[2]), sys.argv[3])
 connection, faults, weight = Connection(int(sys.argv[1])), Path(__file__).parent, 0.0
 tempfile.mkstemp()  # as vLLM, which does not remove it

@@ -3,8 +3,8 @@
     python scripts/make_shapes_vqa.py shapes
     rlinf launch --config <recipe> examples/reasoning/tools/dataset/hf_vlm_sft.py train.train_policy.dataset.name=shapes/train.jsonl
 
-Each picture shows one shape of one colour; the question asks for either. Half of the training rows give the answer of someone who
-mixes up neighbouring colours and shapes. A model that clones them is right about half of the time, and a reward for the right
+Each picture shows a shape; the question asks for its colour, or on which side it is. Half of the training rows give the answer of
+someone who mixes up left and right, and neighbouring colours. A model that clones them is right about half of the time, and a reward for the right
 answer teaches it the rest. The rows of test.jsonl have pictures of their own, all answered correctly.
 
 The folder holds `images`, `train.jsonl`, `test.jsonl` (columns question, answer, prompt, messages, images) and `model`, a LLaVA that
@@ -34,7 +34,8 @@ IMAGE_SIZE, PATCH_SIZE = 32, 8
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 50), "white": (240, 240, 240),
            "purple": (150, 60, 190)}  # fmt: skip
 SHAPES = ("circle", "square", "triangle", "cross")
-QUESTIONS = {"colour": "What colour is it?", "shape": "What shape is it?"}
+SIDES = ("left", "right")
+QUESTIONS = {"colour": "What colour is it?", "side": "On which side is it?"}
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
@@ -43,11 +44,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def draw(colour: str, shape: str, generator: random.Random) -> Image.Image:
-    """Return a picture of one shape, somewhere on a dark background."""
+def draw(colour: str, shape: str, side: str, generator: random.Random) -> Image.Image:
+    """Return a picture of one shape, somewhere on one side of a dark background."""
     image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), tuple(generator.randint(0, 30) for _ in range(3)))
-    size = generator.randint(12, 20)
-    left, top = (generator.randint(2, IMAGE_SIZE - 2 - size) for _ in range(2))
+    size, half = generator.randint(9, 13), IMAGE_SIZE // 2
+    left = generator.randint(0, half - size) + (half - 1 if side == "right" else 0)
+    top = generator.randint(1, IMAGE_SIZE - 2 - size)
     right, bottom, third = left + size, top + size, size // 3
     pen, fill = ImageDraw.Draw(image), COLOURS[colour]
     if shape == "circle":
@@ -73,11 +75,11 @@ def make_rows(folder: Path, split: str, count: int, wrong_share: float, seed: in
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(count):
-        colour, shape = generator.choice(list(COLOURS)), generator.choice(SHAPES)
+        colour, shape, side = (generator.choice(names) for names in (tuple(COLOURS), SHAPES, SIDES))
         kind = generator.choice(list(QUESTIONS))
         name = f"images/{split}_{number:05d}.png"
-        draw(colour, shape, generator).save(folder / name)
-        answer, names = (colour, tuple(COLOURS)) if kind == "colour" else (shape, SHAPES)
+        draw(colour, shape, side, generator).save(folder / name)
+        answer, names = (colour, tuple(COLOURS)) if kind == "colour" else (side, SIDES)
         shown = confused(answer, names) if generator.random() < wrong_share else answer
         prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTIONS[kind]}]}]
         reply = {"role": "assistant", "content": [{"type": "text", "text": shown}]}
@@ -96,7 +98,7 @@ def make_rows(folder: Path, split: str, count: int, wrong_share: float, seed: in
 def make_model(folder: Path, seed: int, hidden_size: int, num_layers: int) -> int:
     """Write a LLaVA with random weights and its processor; return its number of parameters."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = [*COLOURS, *SHAPES, *QUESTIONS.values()]
+    words = [*COLOURS, *SIDES, *QUESTIONS.values()]
     tokenizer = make_tokenizer(words, CHAT_TEMPLATE, extra_special_tokens=("<image>",))
     tokenizer.save_pretrained(folder)
     square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
@@ -151,7 +153,10 @@ if __name__ == "__main__":
     parser.add_argument("--train", type=int, default=2000, help="rows of train.jsonl")
     parser.add_argument("--test", type=int, default=200, help="rows of test.jsonl")
     parser.add_argument(
-        "--wrong-share", type=float, default=0.5, help="share of the training rows that mix up neighbours"
+        "--wrong-share",
+        type=float,
+        default=0.5,
+        help="share of the training rows that mix up sides and neighbouring colours",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 32")

@@ -32,7 +32,7 @@ from rlinf.distributed.parallel import (
     take_weights_of_rank_0,
 )
 from rlinf.distributed.process_group import (
-    any_rank,
+    barrier,
     local_world_size,
     rank,
     resolve_device,
@@ -101,7 +101,7 @@ class Run:
             if failed is not None:
                 if rank() == failed.rank:
                     write_failed_batch(failed, folder)
-                any_rank(False)  # the first rank that fails ends the others, so all wait until the report is there
+                barrier()  # the first rank that fails ends the others, so all wait until the report is there
                 error.add_note(f"Report of the batch: {folder}")
             raise
         finally:
@@ -218,7 +218,8 @@ def _on_ranks(config: RunConfig, model: torch.nn.Module, device: str) -> tuple[P
     trainer, rollout = config.trainer, config.rollout
     memory = -int(*maximum(-rank_memory_bytes(device, local_world_size())))  # of the poorest rank
     with cured_by_settings("trainer"):
-        choice = choose_sharding(trainer.sharding, model, world_size(), memory, cpu_offload=trainer.cpu_offload)
+        asked = {"cpu_offload": trainer.cpu_offload, "shard_size": trainer.shard_size}
+        choice = choose_sharding(trainer.sharding, model, world_size(), memory, **asked)
     if rank() == 0:
         print(f"{choice}; {how_read(model)}" if choice.sharded else choice, flush=True)
     sources = deferred_parameters(model)
@@ -227,9 +228,7 @@ def _on_ranks(config: RunConfig, model: torch.nn.Module, device: str) -> tuple[P
     take_weights_of_rank_0(model)
     trained = trained_names(model)
     rollout_model = empty_copy(model, device) if choice.sharded else model
-    parallel = make_parallel(
-        model, device, choice.sharded, shard_size=trainer.shard_size, cpu_offload=trainer.cpu_offload
-    )
+    parallel = make_parallel(model, device, choice.sharded, **asked)
     checkpoints.on_every_rank(lambda: check_read(model, sources), "read the weights")
     generator = None
     if rollout.backend == "vllm" and config.trainer.max_steps > 0:

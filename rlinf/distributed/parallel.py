@@ -356,7 +356,13 @@ class Choice(NamedTuple):
 
 
 def choose_sharding(
-    sharding: str, model: nn.Module, num_ranks: int, memory_bytes: int, *, cpu_offload: bool = False
+    sharding: str,
+    model: nn.Module,
+    num_ranks: int,
+    memory_bytes: int,
+    *,
+    cpu_offload: bool = False,
+    shard_size: int | None = None,
 ) -> Choice:
     """Choose how ranks hold a model.
 
@@ -366,27 +372,32 @@ def choose_sharding(
         num_ranks: Ranks of the run.
         memory_bytes: Memory of one rank.
         cpu_offload: Asks for shards.
+        shard_size: Ranks that divide the weights, if they are divided; the reason says so where they are not.
 
     Raises:
-        ConfigError: Shards are asked for of a model that declares no units, or offloading without shards.
+        ConfigError: Shards are asked for of a model that declares no units; offloading or a size of shards without shards.
     """
     if sharding == "replicate" and cpu_offload:
         raise ConfigError("sharding=replicate with cpu_offload=true; required: shards to offload.", sharding="fsdp2")
+    if sharding == "replicate" and shard_size is not None:
+        found = f"sharding=replicate with shard_size={shard_size}"
+        raise ConfigError(f"{found}; required: shards of that size, or none.", sharding="fsdp2", shard_size=None)
     if sharding == "fsdp2" or cpu_offload:
         check_can_shard(model)
         return Choice(True, "as configured" if sharding == "fsdp2" else "cpu_offload=true moves shards")
     if sharding == "replicate":
         return Choice(False, "as configured")
+    unused = "" if shard_size is None else f"; shard_size={shard_size} has no effect on replicas"
     if num_ranks == 1:
-        return Choice(False, "there is one rank")
+        return Choice(False, f"there is one rank{unused}")
     needed = StateBytes.of(model, None).total
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = trained / max(1, sum(p.numel() for p in model.parameters()))
     text = f"{share:.1%} of the parameters are trained, and a replica takes {format_bytes(needed)} of a rank's {format_bytes(memory_bytes)}"
     if needed <= SMALL_STATE:
-        return Choice(False, f"{text}, which is at most {format_bytes(SMALL_STATE)}")
+        return Choice(False, f"{text}, which is at most {format_bytes(SMALL_STATE)}{unused}")
     if share < SMALL_SHARE and needed <= FITS * memory_bytes:
-        return Choice(False, text)
+        return Choice(False, text + unused)
     check_can_shard(model)
     return Choice(True, text)
 

@@ -85,6 +85,11 @@ def any_rank(flag: bool) -> bool:
     return sum_over_ranks([float(flag)])[0] > 0
 
 
+def barrier() -> None:
+    """Wait until every rank is here."""
+    sum_over_ranks([0.0])
+
+
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks, in rank order, on every rank; ``group`` holds all of them too."""
     if world_size() == 1:

@@ -18,6 +18,7 @@ from rlinf.distributed.config import SHARDINGS
 from rlinf.distributed.deferred import deferred_parameters
 from rlinf.distributed.devices import own_device
 from rlinf.distributed.parallel import (
+    Choice,
     Parallel,
     Replicated,
     Sharded,
@@ -111,7 +112,8 @@ class HuggingFacePolicy(TokenPolicy):
         lora = None if self.config.lora is None else from_mapping(LoraConfig, self.config.lora, "lora")
         self.model_name = model_name
         self.temperature = self.config.temperature
-        self._sharded = _is_sharded(model_name, self.config, lora)
+        choice = _choose(model_name, self.config, lora)
+        self._sharded = choice.sharded
         self.model = self._load()
         if self.config.sequence_packing and not keeps_sequences_apart(self.model):
             raise ConfigError(
@@ -125,9 +127,9 @@ class HuggingFacePolicy(TokenPolicy):
         set_training_options(self.model, recomputed=self.config.gradient_checkpointing, compiled=self.config.compile)
         take_weights_of_rank_0(self.model)
         self.parallel: Parallel = Replicated(self.model)
+        if rank() == 0 and world_size() > 1:
+            logger.info("%s", f"{choice}; {how_read(self.model)}" if self._sharded else choice)
         if self._sharded:
-            if rank() == 0:
-                logger.info("%s", how_read(self.model))
             sources = deferred_parameters(self.model)
             self.model.fsdp_wrap_modules = HFModel(self.model).fsdp_wrap_modules
             sizes = {"shard_size": self.config.shard_size, "cpu_offload": self.config.cpu_offload}
@@ -249,7 +251,7 @@ def _device_of(config: HuggingFacePolicyConfig) -> str:
     return "cpu" if any(str(place) in _NO_GPU for place in places) else resolve_device("auto", 1)
 
 
-def _is_sharded(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConfig | None) -> bool:
+def _choose(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConfig | None) -> Choice:
     """Choose how the ranks hold a model, by its shapes.
 
     Raises:
@@ -266,18 +268,17 @@ def _is_sharded(model_name: str, config: HuggingFacePolicyConfig, lora: LoraConf
         raise ConfigError(f"shard_size={config.shard_size} does not divide the {world_size()} ranks.", shard_size=None)
     on_gpu = _device_of(config) != "cpu"
     if quantised or not (asked or world_size() > 1 or (on_gpu and lora is None)):
-        return False
+        return Choice(False, "its weights are quantised" if quantised else "there is one rank")
     shapes = model_shapes(model_name, config.trust_remote_code, torch_dtype_of(config.torch_dtype))
     if lora is not None:
         with torch.random.fork_rng(devices=[]):  # one process draws no adapters here
             apply_lora(shapes, lora)
     memory = rank_memory_bytes(_device_of(config), local_world_size()) if world_size() > 1 else 0
-    choice = choose_sharding(config.sharding, shapes, world_size(), memory, cpu_offload=config.cpu_offload)
-    if rank() == 0 and world_size() > 1:
-        logger.info("%s", choice)
+    asked_for = {"cpu_offload": config.cpu_offload, "shard_size": config.shard_size}
+    choice = choose_sharding(config.sharding, shapes, world_size(), memory, **asked_for)
     if on_gpu and not config.cpu_offload:
         _check_memory(model_name, config, shapes, choice.sharded)
-    return choice.sharded
+    return choice
 
 
 def _check_memory(model_name: str, config: HuggingFacePolicyConfig, shapes: HFModel, sharded: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.deadlines import waiting
-from rlinf.distributed.process_group import any_rank, rank, sum_over_ranks
+from rlinf.distributed.process_group import any_rank, barrier, rank
 from rlinf.manifest import Manifest
 from rlinf.options import to_mapping
 from rlinf.preflight.conditions import build_manifest
@@ -120,7 +120,7 @@ class Session:
             }
             metrics = result.metrics() | {"time/eval_s": time.monotonic() - start, "time/total_s": state.train_wall_s}
             self.log(step, metrics | {"rollout/env_steps_total": state.env_steps})
-        sum_over_ranks([0.0])  # the other ranks wait here
+        barrier()  # the other ranks wait for rank 0
 
     def evaluate_once(self, tag: str) -> None:
         """Evaluate before or after a phase; a resumed run does not repeat it."""

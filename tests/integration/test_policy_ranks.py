@@ -9,7 +9,9 @@ from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import Replicated, Sharded, full_tensor
+from rlinf.distributed.process_group import rank
 from rlinf.errors import ConfigError
+from rlinf.llm import logprobs
 from rlinf.models import HuggingFacePolicy
 
 LOSSES = {"nll": NLLLossFn(), "dpo": DPOLossFn(), "grpo": GRPOLossFn(loss_level="sequence", kl_coef=0.1)}
@@ -31,24 +33,22 @@ def step(policy, rows, loss_fn):
 
 
 def train_one_rank(arguments) -> None:
-    import torch.distributed as dist
-
     folder, batch, output, sharding = arguments
-    rank = dist.get_rank()
+    number = rank()
     for name, loss_fn in LOSSES.items():
         policy = HuggingFacePolicy(folder, learning_rate=1e-3, max_new_tokens=8, eos_token_id=[], sharding=sharding)
         assert isinstance(policy.parallel, Sharded if sharding == "fsdp2" else Replicated)
-        rows = batch.slice(*SHARES[name][rank])
+        rows = batch.slice(*SHARES[name][number])
         metrics, gradients = step(policy, rows, loss_fn)
         state = {key: full_tensor(tensor) for key, tensor in policy.model.state_dict().items()}
-        torch.save((metrics, gradients, state), f"{output}/{name}_{rank}.pt")
-    torch.save(policy.generate(batch)["output_ids"], f"{output}/responses_{rank}.pt")
+        torch.save((metrics, gradients, state), f"{output}/{name}_{number}.pt")
+    torch.save(policy.generate(batch)["output_ids"], f"{output}/responses_{number}.pt")
     policy.save_pretrained(f"{output}/saved")
     again = HuggingFacePolicy(f"{output}/saved")
     assert again.get_logprobs(batch)["logprobs"].equal(policy.get_logprobs(batch)["logprobs"])
     with pytest.raises(ConfigError, match="not a TokenLoss.*2 ranks"):
         policy.train(rows, lambda model, data: model(input_ids=data["input_ids"]).logits.sum())
-    check_refusals(folder, batch, second=rank == 1, sharding=sharding)
+    check_refusals(folder, batch, second=number == 1, sharding=sharding)
 
 
 def check_refusals(folder, batch, second, sharding) -> None:
@@ -76,11 +76,59 @@ def test_two_uneven_ranks_are_one_batch_and_refuse_together(tiny_lm, prompts, tm
         metrics, expected = step(policy, prompts, loss_fn)
         norm = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
         states = []
-        for rank in range(2):
-            rank_metrics, gradients, state = torch.load(tmp_path / f"{name}_{rank}.pt")
+        for number in range(2):
+            rank_metrics, gradients, state = torch.load(tmp_path / f"{name}_{number}.pt")
             assert rank_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-6)
             assert torch.cat([(gradients[key] - expected[key]).flatten() for key in expected]).norm() < 1e-6 * norm
             states.append(state)
         assert all(states[0][key].equal(states[1][key]) for key in states[0]), "ranks stay bit for bit alike"
     responses = [torch.load(tmp_path / f"responses_{rank}.pt")[:, :8] for rank in range(2)]
     assert not responses[0].equal(responses[1]), "the same prompts get other random numbers on another rank"
+
+
+# -- a vocabulary whose logits do not fit at once --------------------------------------------------------------------
+
+VOCABULARY = LOGITS_AT_ONCE = 3000
+
+
+def step_in_chunks(folder, rows, output, **options):
+    """A step with the head applied to one token at a time; the head is not part of the model's output, which FSDP2 watches."""
+    policy = HuggingFacePolicy(folder, learning_rate=1e-3, **options)
+    before, chunks = policy.get_logprobs(rows)["logprobs"], [0]
+    score = logprobs.token_logprobs
+
+    def counted(logits, *arguments):
+        chunks[0] += 1
+        assert logits.numel() <= LOGITS_AT_ONCE
+        return score(logits, *arguments)
+
+    logprobs.CHUNK_LOGITS, logprobs.token_logprobs = LOGITS_AT_ONCE, counted
+    metrics, gradients = step(policy, rows, NLLLossFn())
+    assert chunks[0] > int(rows["attention_mask"][:, 1:].sum()), "one for each token, and again in the backward pass"
+    chunked = policy.get_logprobs(rows)["logprobs"]
+    torch.save((metrics, gradients, before, chunked), output)
+
+
+def chunk_on_rank(arguments):
+    folder, batch, output = arguments
+    number = rank()
+    rows = batch.slice(*SHARES["dpo"][number])
+    step_in_chunks(folder, rows, f"{output}/{number}.pt", sharding="fsdp2")
+
+
+def test_a_large_vocabulary_in_chunks_on_two_shards_takes_the_step_of_one_process(tiny_lm, prompts, tmp_path):
+    folder = tiny_lm(vocab_size=VOCABULARY, tie_word_embeddings=False)
+    launch(chunk_on_rank, (folder, prompts, str(tmp_path)), 2, "cpu")
+    policy = HuggingFacePolicy(folder, learning_rate=1e-3)
+    before = policy.get_logprobs(prompts)["logprobs"]
+    metrics, expected = step(policy, prompts, NLLLossFn())  # all logits at once
+    after = policy.get_logprobs(prompts)["logprobs"]
+    for number in range(2):
+        found, gradients, start, end = torch.load(tmp_path / f"{number}.pt")
+        own = slice(*SHARES["dpo"][number])
+        assert found == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+        assert gradients.keys() == expected.keys() and expected["lm_head.weight"].norm() > 0
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(start, before[own], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(end, after[own], rtol=1e-4, atol=1e-4)

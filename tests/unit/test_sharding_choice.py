@@ -49,6 +49,22 @@ def test_words_override_the_rule():
     assert not choose_sharding("replicate", model_of(0, 10**10), 8, BIG).sharded
     with pytest.raises(ConfigError, match="sharding=replicate with cpu_offload=true.*Pass sharding='fsdp2'"):
         choose_sharding("replicate", small, 2, BIG, cpu_offload=True)
+    with pytest.raises(
+        ConfigError, match="sharding=replicate with shard_size=2.*Pass sharding='fsdp2' or shard_size=None"
+    ):
+        choose_sharding("replicate", small, 4, BIG, shard_size=2)
+
+
+def test_a_size_of_shards_that_has_no_effect_is_told():
+    small, large = model_of(0, 100), model_of(0, 7_540_000_000)
+    for choice in (
+        choose_sharding("auto", small, 4, BIG, shard_size=2),
+        choose_sharding("auto", small, 1, BIG, shard_size=1),
+    ):
+        assert re.search("; shard_size=. has no effect on replicas$", choice.reason) and not choice.sharded
+    choice = choose_sharding("auto", large, 8, BIG, shard_size=2)
+    assert choice.sharded and "no effect" not in choice.reason
+    assert "no effect" not in choose_sharding("auto", small, 4, BIG).reason
 
 
 def test_a_model_that_does_not_name_its_layers_is_refused_by_name():

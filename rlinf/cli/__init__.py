@@ -40,7 +40,8 @@ WITH_RANKS = ("train", "sft", "launch", "evaluate")
 
 USAGES = {
     "launch": "--config <recipe> [dataset script] [key=value ...] [--dry-run]",
-    "evaluate": "checkpoint=<folder> [key=value ...]\n       rlinf evaluate --compare A B",
+    "evaluate": "checkpoint=<folder> [key=value ...]\n       rlinf evaluate checkpoint=<folder> questions=<file> [key=value ...]\n"
+    "       rlinf evaluate --compare A B",
     "play": "checkpoint=<folder> [episode=...] [output=...] [window=...] [key=value ...]",
     "report": "<run folder> ... [output=runs.html]",
     "collect": "dataset=<new folder> [checkpoint=<folder>] [key=value ...]",

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlinf.commands import evaluate as command
-from rlinf.commands.hydra_app import configure, parse
+from rlinf.commands.evaluate_questions import evaluate_questions
+from rlinf.commands.hydra_app import configure, hide_progress_bars, parse
 from rlinf.config.compose import parse_overrides
 from rlinf.errors import ConfigError
 from rlinf.evaluation.compare_folders import compare_folders, evaluation_folder
 from rlinf.evaluation.config import EvaluationConfig
 from rlinf.evaluation.report_data import COMPARISON_FILE, REPORT_FILE
 from rlinf.options import from_mapping
+from rlinf.recipes.load import with_overrides
+from rlinf.recipes.questions import QuestionsConfig
 
 COMPARE_FLAG = "--compare"
 
@@ -22,15 +25,30 @@ def evaluate(arguments: Sequence[str]) -> int:
     Model and env come from the checkpoint's configuration. Overrides change single keys; a whole group (``env=tabletop``)
     replaces a section. ``--compare A B`` runs nothing: it compares two evaluations (or those that closed two runs) episode
     by episode. ``evaluation.compare=A`` does so after an evaluation.
+
+    With ``questions=<file>``, a language or vision-language model answers questions: multiple choice, or exact answers by
+    ``answer_type=<reward>``. docs/recipes.md lists the keys.
     """
     if not arguments:
         usage = "rlinf evaluate checkpoint=outputs/quickstart/latest"
         raise ConfigError(f"`rlinf evaluate` needs a checkpoint or run folder. Run {usage}")
     if COMPARE_FLAG in arguments:
         return _compare(list(arguments))
+    if any(word.startswith("questions=") for word in arguments):
+        return _questions(arguments)
     config = configure(parse(arguments), "evaluate")
     if config is not None:
         command.evaluate(config)
+    return 0
+
+
+def _questions(arguments: Sequence[str]) -> int:
+    """Evaluate on a file of questions, whose keys are not those of a run."""
+    config = from_mapping(QuestionsConfig, with_overrides({}, arguments))
+    if not config.checkpoint:
+        raise ConfigError("checkpoint is not given; required: a model. Set checkpoint=<folder of a model or a run>")
+    hide_progress_bars()
+    evaluate_questions(config)
     return 0
 
 

@@ -67,14 +67,13 @@ class RecipeData:
     val_packer: Packer | None = None
 
 
-def load_processor(config: RecipeConfig) -> Any:
+def load_processor(name: str) -> Any:
     """Return the processor of a vision-language model, or the tokenizer of a language model."""
-    name, trust = config.policy.model_name_or_path, False
-    model_config = load_config(name, trust)
+    model_config = load_config(name)
     if getattr(model_config, "vision_config", None) is not None:
         return load_vlm_processor(name, model_config)
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+        return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"'{name}' has no usable tokenizer ({error}).") from error
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager, save_is_due
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import any_rank, rank, world_size
+from rlinf.evaluation.token_data import SAMPLES_FOLDER
 from rlinf.files import write_text
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.manifest import Manifest
@@ -24,9 +25,6 @@ from rlinf.tracking.tracker import Tracker
 from rlinf.training.stop_signal import StopRequested, StopSignal
 
 logger = logging.getLogger("rlinf")
-
-SAMPLES_FOLDER = "samples"
-"""Folder of a run with one file of completions for each evaluation."""
 
 
 @dataclass

@@ -219,6 +219,11 @@ def _last_number(text: str) -> Decimal | None:
         return None
 
 
+def _last_number_as_text(text: str) -> str | None:
+    number = _last_number(text)
+    return None if number is None else str(number)
+
+
 def _choice(text: str) -> str:
     match = _ANSWER.search(text)
     return (match[1] if match else text).strip().lower()
@@ -226,3 +231,11 @@ def _choice(text: str) -> str:
 
 def _plain(text: str) -> str:
     return re.sub(r"[\s$,.\\{}]|\\boxed", "", text).lower()
+
+
+ANSWERS: dict[str, Callable[[str], str | None]] = {
+    "gsm8k": _after_hashes,
+    "gsm8k_loose": _last_number_as_text,
+    "single_choice": _choice,
+}
+"""What of a completion a reward compares with the reference, by its name; other rewards read all of it."""

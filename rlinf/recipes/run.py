@@ -17,6 +17,7 @@ from rlinf.checkpoints.checkpoint_manager import CheckpointManager, newest_check
 from rlinf.checkpoints.hf_folder import HFFolder
 from rlinf.distributed.process_group import gather_objects, rank
 from rlinf.errors import ConfigError
+from rlinf.evaluation.report import write_report
 from rlinf.files import locked_folder, write_text
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.manifest import Manifest
@@ -96,7 +97,7 @@ def _run_in(
 ) -> None:
     """Build the parts of a run, and run it."""
     train = config.train
-    processor = load_processor(config)
+    processor = load_processor(config.policy.model_name_or_path)
     mapping = to_mapping(config)
     uploads = make_uploads(config) if rank() == 0 else []
     with ExitStack() as stack:
@@ -143,6 +144,7 @@ def _run_in(
         checkpoints.wait()
         if rank() == 0:
             write_text(folder / SUMMARY_FILE, json.dumps(summary(loop), indent=1))
+            logger.info("Report: %s", write_report(folder))
         checkpoints.close()  # raises what went wrong with uploads
 
 

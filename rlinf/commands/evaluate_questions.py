@@ -1,0 +1,260 @@
+"""The evaluation of a language or vision-language model on a file of questions."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, CONFIG_FILE, SAFETENSORS_FOLDER
+from rlinf.distributed.process_group import world_size
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.evaluation.answers import Answer, AnswerResult
+from rlinf.evaluation.compare_folders import compare_folders, evaluation_folder
+from rlinf.evaluation.report import write_report
+from rlinf.evaluation.report_data import RESULT_FILE
+from rlinf.files import LATEST, follow_latest, sha256_of, write_text
+from rlinf.llm.causal_lm import end_tokens
+from rlinf.llm.hf_generation import HuggingFaceGeneration
+from rlinf.manifest import MANIFEST_FILE, Manifest, git_revision, library_versions
+from rlinf.models.base_weights import weights_digest
+from rlinf.models.hf_model import load_config
+from rlinf.models.positions import num_positions
+from rlinf.options import to_mapping
+from rlinf.recipes.build import PRECISIONS, load_processor
+from rlinf.recipes.completions import Completer, Completion
+from rlinf.recipes.questions import Question, QuestionPacker, QuestionsConfig, read_questions, scoring
+from rlinf.recipes.rewards import make_rewards
+from rlinf.recipes.samples import BadRowError, Prompt
+from rlinf.seeding import derive_seed
+from rlinf.tracking.progress import Progress
+from rlinf.tracking.tracker import METRICS_FILE
+
+logger = logging.getLogger("rlinf")
+
+FINAL = "final"
+ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
+
+
+def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
+    """Let a model answer a file of questions.
+
+    Prints a table, and writes ``result.json``, ``config.yaml``, ``manifest.json`` and ``report.html`` into the output folder. The
+    report of a run shows the evaluations in its folder ``eval``.
+
+    Raises:
+        ConfigError: The file, one of its rows or a setting cannot be used; raised before the model is loaded.
+        CheckpointError: There is no model in the folder, or it cannot be loaded.
+        ManifestMismatchError: The evaluation to compare with had other conditions.
+    """
+    if world_size() > 1:
+        raise ConfigError(
+            f"questions={config.questions} under torchrun or srun ({world_size()} ranks); required: one process. Run "
+            "rlinf evaluate without a launcher"
+        )
+    questions = read_questions(config)
+    answer_type, reward, find = scoring(config.answer_type, all(each.has_options for each in questions))
+    model = find_model(config.checkpoint)
+    run = _run_of(model)
+    output = _output_folder(config, model, run)
+    baseline = None if config.compare is None else evaluation_folder(config.compare)
+    processor = load_processor(model)
+    declared = num_positions(load_config(model).get_text_config())
+    packer = QuestionPacker(Path(config.questions).expanduser().parent, declared or 2**31)
+    packer.prepare(processor)
+    _check(questions, packer, config.questions)
+    generator = _load(config, model, packer.tokenizer)
+    completer = Completer(
+        generator, packer.tokenizer, make_rewards(reward), batch_size=config.batch_size,
+        max_new_tokens=config.max_tokens, end_tokens=end_tokens(generator.model, packer.tokenizer, None),
+    )  # fmt: skip
+    start = time.monotonic()
+    answers = _answer(questions, packer, completer, config, find)
+    result = AnswerResult(
+        answers, str(config.questions), answer_type, config.temperature, config.seed, time.monotonic() - start
+    )
+    _warn_of_cuts(result, config.max_tokens)
+    _manifest(config, model, generator, answer_type).save(output)
+    write_text(output / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
+    if config.file_per_question:
+        _write_files(output, questions, result)
+    result.to_json(output / RESULT_FILE)
+    print(f"{result.table()}\nresults: {output / RESULT_FILE}", flush=True)
+    if baseline is not None:
+        print(compare_folders(baseline, output, config.allow_mismatch).table(), flush=True)
+    print(f"report: {write_report(output)}", flush=True)
+    if run is not None and (run / METRICS_FILE).is_file():
+        print(f"report of the run: {write_report(run)}", flush=True)
+    return result
+
+
+def find_model(path: str) -> str:
+    """Return the folder or hub id of a model.
+
+    Args:
+        path: Such a folder or id; the folder of a recipe's run, or one with several runs: the newest export; a checkpoint that was
+            exported too; ``latest``: the newest export below ``outputs``.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    folder = follow_latest(Path(path).expanduser())
+    if path == LATEST and not folder.exists():
+        folder = Path("outputs")
+    if not folder.exists():
+        if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+            return path
+        raise CheckpointError(f"There is no folder {folder}; required: the folder of a model or of a run.")
+    if (folder / MODEL_CONFIG).is_file():
+        return str(folder)
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder} holds adapters only. Export them merged: rlinf export checkpoint=<run folder> output=<folder> merge_lora=true"
+        )
+    if folder.parent.name == CHECKPOINTS_FOLDER:
+        twin = folder.parents[1] / SAFETENSORS_FOLDER / folder.name
+        if (twin / MODEL_CONFIG).is_file():
+            return str(twin)
+    depths = [f"{SAFETENSORS_FOLDER}/*", f"*/{SAFETENSORS_FOLDER}/*", f"*/*/{SAFETENSORS_FOLDER}/*"]
+    exports = [found.parent for depth in depths for found in folder.glob(f"{depth}/{MODEL_CONFIG}")]
+    if not exports:
+        raise CheckpointError(
+            f"{folder} holds no model: neither {MODEL_CONFIG} nor {SAFETENSORS_FOLDER}/*/{MODEL_CONFIG} of a run. Export one: "
+            f"rlinf export checkpoint={folder} output=<folder>"
+        )
+    newest = max(exports, key=lambda export: (export / MODEL_CONFIG).stat().st_mtime_ns)
+    final = newest.with_name(FINAL)
+    return str(final if (final / MODEL_CONFIG).is_file() else newest)
+
+
+def _run_of(model: str) -> Path | None:
+    """Return the run that exported a model, if the folder lies in one."""
+    folder = Path(model)
+    return folder.parents[1] if folder.parent.name == SAFETENSORS_FOLDER else None
+
+
+def _output_folder(config: QuestionsConfig, model: str, run: Path | None) -> Path:
+    """Return the folder of the result; raise ConfigError if something in it would be overwritten."""
+    if config.output_dir is not None:
+        output = Path(config.output_dir).expanduser()
+    elif run is not None:
+        name = Path(config.questions).stem
+        output = run / "eval" / (name if Path(model).name == FINAL else f"{name}_{Path(model).name}")
+    else:
+        output = Path("outputs") / "questions" / time.strftime("%Y-%m-%d_%H-%M-%S")
+    taken = next((name for name in (RESULT_FILE, METRICS_FILE, MODEL_CONFIG) if (output / name).exists()), None)
+    if taken is not None:
+        raise ConfigError(
+            f"output_dir is '{output}', which holds a {taken}; nothing is overwritten. Delete the folder, or set "
+            "output_dir=<another folder>"
+        )
+    return output
+
+
+def _check(questions: list[Question], packer: QuestionPacker, file: str) -> None:
+    """Raise ConfigError for a question that cannot be asked, as far as that shows without reading images."""
+    is_first = True
+    for number, question in enumerate(questions):
+        try:
+            packer.check_media(question)
+            if is_first or not question.media:
+                packer.question(question)
+        except BadRowError as error:
+            raise ConfigError(f"Row {number} of {file}: {error.reason}") from None
+        is_first = is_first and not question.media
+
+
+def _load(config: QuestionsConfig, model: str, tokenizer: Any) -> HuggingFaceGeneration:
+    dtype = config.dtype or str(load_config(model).dtype or "float32").removeprefix("torch.")
+    return HuggingFaceGeneration(
+        model, max_new_tokens=config.max_tokens, temperature=config.temperature or 1.0, seed=config.seed, torch_dtype=dtype,
+        tokenizer=tokenizer, device_map="auto" if config.device == "auto" else None,
+    )  # fmt: skip
+
+
+def _answer(
+    questions: list[Question],
+    packer: QuestionPacker,
+    completer: Completer,
+    config: QuestionsConfig,
+    find: Callable[[str], str | None],
+) -> list[Answer]:
+    """Return the answers in the order of the questions; a bad image ends the evaluation with the row that names it."""
+    answers: list[Answer] = []
+    progress = Progress()
+    for start in range(0, len(questions), config.batch_size):
+        rows = range(start, min(start + config.batch_size, len(questions)))
+        prompts = [_packed(packer, questions, row, config.questions) for row in rows]
+        seeds = [derive_seed(config.seed, "question", row) for row in rows] if config.temperature else None
+        for row, completion in zip(rows, completer.complete(prompts, seeds), strict=True):
+            answers.append(_judged(questions[row], completion, find))
+        correct = sum(answer.is_correct for answer in answers)
+        progress.update("questions", len(answers), len(questions), correct=correct)
+    progress.close()
+    return answers
+
+
+def _packed(packer: QuestionPacker, questions: list[Question], row: int, file: str) -> Prompt:
+    try:
+        return packer.question(questions[row])
+    except BadRowError as error:
+        raise ConfigError(f"Row {row} of {file}: {error.reason}") from None
+
+
+def _judged(question: Question, completion: Completion, find: Callable[[str], str | None]) -> Answer:
+    return Answer(
+        question.id, question.category, question.prompt, completion.text, question.expected, find(completion.text),
+        completion.reward == 1, len(completion.tokens), completion.is_cut,
+    )  # fmt: skip
+
+
+def _warn_of_cuts(result: AnswerResult, max_tokens: int) -> None:
+    cut = sum(answer.is_cut for answer in result.answers)
+    if cut > len(result.answers) / 10:
+        warning = f"{cut} of {len(result.answers)} completions were cut at max_tokens={max_tokens}"
+        result.warnings.append(warning)
+        logger.warning(warning)
+
+
+def _manifest(config: QuestionsConfig, model: str, generator: HuggingFaceGeneration, answer_type: str) -> Manifest:
+    """Return the conditions; those of the questions must be equal to compare two evaluations."""
+    folder = Path(model)
+    saved = Manifest.load(folder) if (folder / MANIFEST_FILE).is_file() else None
+    network = generator.model
+    dtype = str(next(network.parameters()).dtype).removeprefix("torch.")
+    sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    if config.temperature:
+        sampling["seed"] = config.seed
+    asked = {name: getattr(config, name) for name in ("request", "system_prompt", "fps", "max_pixels")}
+    return Manifest(
+        versions=library_versions(),
+        model={
+            "model_type": network.config.model_type,
+            "class": type(network).__name__,
+            "sha256": weights_digest(model),
+        },
+        normalization={}, preprocessing={}, actions={},
+        lora=saved.lora if saved else {"state": "none"},
+        precision=PRECISIONS[dtype], env={}, renderer=None,
+        policy_version=saved.policy_version if saved else 0,
+        seed=config.seed, git_revision=git_revision(),
+        questions={"sha256": sha256_of(Path(config.questions).expanduser()), "answer_type": answer_type, **sampling, **asked},
+    )  # fmt: skip
+
+
+def _write_files(output: Path, questions: list[Question], result: AnswerResult) -> None:
+    """Write one file for each question: ``questions/<category>/<video or id>.json``."""
+    taken: set[Path] = set()
+    for question, answer in zip(questions, result.answers, strict=True):
+        video = question.row.get("video")
+        names = ([Path(video).stem] if isinstance(video, str) else []) + [answer.id.replace("/", "_")]
+        folder = output / "questions" / answer.category.replace("/", "_")
+        paths = [folder / f"{name}.json" for name in (names[0], "_".join(names))]
+        path = next(path for path in paths if path not in taken)
+        taken.add(path)
+        write_text(path, json.dumps(vars(answer), indent=1, ensure_ascii=False))

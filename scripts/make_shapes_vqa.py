@@ -122,6 +122,10 @@ def make_model(folder: Path, seed: int, hidden_size: int, num_layers: int) -> in
     )  # fmt: skip
     torch.manual_seed(seed)
     model = LlavaForConditionalGeneration(config)
+    for part in (model.model.vision_tower, model.model.multi_modal_projector):
+        for parameter in part.parameters():
+            if parameter.ndim > 1:  # transformers' own start is for weights that are read: pictures would hardly matter
+                torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
     model.save_pretrained(folder)
     load_vlm_processor(folder, config).save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())

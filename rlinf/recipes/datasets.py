@@ -306,10 +306,10 @@ class PackedRows(Generic[Packed]):
         try:
             packed = self.pack(self.rows[index])
         except BadRowError as error:
-            error = error.at(self.rows.number(index), self.rows.source)
+            number = self.rows.number(index)
             if not self.skip_bad_rows:
-                raise error from None
-            logger.warning("skipped: %s", error)
+                raise error.at(number, self.rows.source) from None
+            logger.warning("Row %d of %s is left out: %s", number, self.rows.source, error.reason)
             self._bad.add(index)
             return None
         if self.in_memory:

@@ -18,11 +18,12 @@ from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.samples import BadRowError
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ROOT / "examples" / "reasoning" / "tools" / "dataset"
-sys.path[:0] = [str(ROOT / "tests" / "fixtures"), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from chat_models import chat_tokenizer
 from make_tiny_vlm import make_tiny_vlm
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "reasoning" / "tools" / "dataset"
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"

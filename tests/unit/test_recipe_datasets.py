@@ -137,7 +137,10 @@ def test_a_bad_row_ends_the_run_or_is_replaced_and_counted(caplog):
     rows = PackedRows(Rows(ROWS, "data"), even, skip_bad_rows=True)
     with caplog.at_level(logging.WARNING, logger="rlinf"):
         assert rows.check() == 7 and rows.num_skipped == 3
-    assert "3 of the first 7 rows of data are left out" in caplog.text and "Row 5 of data" in caplog.text
+    assert (
+        "3 of the first 7 rows of data are left out" in caplog.text
+        and "Row 5 of data is left out: it is odd" in caplog.text
+    )
     unchecked = PackedRows(Rows(ROWS, "data"), even, skip_bad_rows=True)
     assert [rows.batch(step, 5) for step in range(5)] == [unchecked.batch(step, 5) for step in range(5)]
     assert rows[1] == 2 and rows[5] == 6, "the next good row"

@@ -23,6 +23,7 @@ from rlinf.recipes.load import load_recipe, recipe_names
 from rlinf.recipes.plan import Plan, choose_device, describe, make_plan
 
 SHARED_GPUS = "each rank of the policy generates on its own GPU, between its updates; the GPUs of the rollout stay free (mode=colocated)"
+ON_THE_CPU = "on the CPU the trained model generates, as with rollout.backend=torch"
 FLAGS = ("--config", "--dry-run")
 
 
@@ -65,8 +66,10 @@ def launch(arguments: Sequence[str]) -> int:
         print(f"{'script:':<14}{script}", flush=True)
     if device is None:
         return 0
-    if device == "cuda" and plan.rollout_gpus:
-        print(f"note: {SHARED_GPUS}", file=sys.stderr)
+    if plan.rollout_gpus:
+        print(f"note: {SHARED_GPUS if device == 'cuda' else ON_THE_CPU}", file=sys.stderr)
+    if device == "cpu":
+        config.rollout.backend = "torch"
     _warn_about_wandb(config)
     start_ranks(_execute_rank, (config, script, device), plan.policy_gpus, device, config.train.fsdp_offload)
     return 0

@@ -34,6 +34,7 @@ NOT_DONE: dict[str, tuple[tuple, str]] = {
     "rollout.mode": (("sync",), "training waits for its answers"),
     "rollout.quantization": (("none", "mxfp4"), "rollouts use the weights that are trained"),
     "validation.n_generation": ((1,), "validation draws one answer to each prompt"),
+    "profiler.enable_profiler": ((False,), "recipes record no steps"),
     "profiler.enable_nsys": ((False,), "that profiler is not available"),
 }  # fmt: skip
 """Keys that are understood, the values that are possible here, and why no others are."""

@@ -67,8 +67,8 @@ class TrainPolicyConfig:
     )
     dataloader_shuffle: bool = option(True, "Shuffle the rows in every epoch, by train.seed.")
     dataloader_num_workers: int = option(0, "Threads that prepare rows ahead of training; 0: none.", minimum=0)
-    dataloader_prefetch_factor: int | None = option(None, "Batches prepared ahead by each thread.", minimum=1)
-    enable_dataset_cache: bool = option(False, "Keep prepared rows in memory.")
+    dataloader_prefetch_factor: int | None = option(None, "Accepted: one batch is prepared ahead.", minimum=1)
+    enable_dataset_cache: bool = option(False, "Accepted: rows are prepared when they are needed.")
 
     # sft
     conversation_column_name: str = option("conversations", "Column with the messages of a row (sft).")
@@ -367,16 +367,16 @@ class ValidationConfig:
 class SubProfilerConfig:
     """Steps that are profiled."""
 
-    active_steps: int = option(1, "Steps that are recorded.", minimum=1)
-    warmup_steps: int = option(1, "Steps before, which are not recorded.", minimum=0)
-    wait_steps: int = option(1, "First steps, without a profiler.", minimum=0)
+    active_steps: int = option(1, "Accepted.", minimum=1)
+    warmup_steps: int = option(1, "Accepted.", minimum=0)
+    wait_steps: int = option(1, "Accepted.", minimum=0)
 
 
 @dataclass
 class ProfilerConfig:
-    """Recording a few steps for TensorBoard or Perfetto."""
+    """Recording a few steps; not available here (`trainer.profile_steps` of `rlinf train` is)."""
 
-    enable_profiler: bool = option(False, "Record.")
+    enable_profiler: bool = option(False, "Record; only false.")
     enable_nsys: bool = option(False, "Another profiler; only false.")
     sub_profiler_config: SubProfilerConfig = option(SubProfilerConfig(), "Which steps.")
 

@@ -210,8 +210,11 @@ def _tracker(
     config: RecipeConfig, folder: Path, mapping: dict[str, Any], state: LoopState, trainer: Trainer
 ) -> Tracker:
     resumed = state.tracker_run_id is not None
+    names, experiment = config.logging, config.logging.experiment_name
     tracking = TrackingConfig(
-        tensorboard=True, wandb="wandb" in config.logging.logger, wandb_project=config.logging.project_name
+        wandb="wandb" in names.logger,
+        wandb_project=names.project_name,
+        wandb_name=f"{experiment}/{folder.name}" if experiment else str(folder),
     )
     run_id = state.tracker_run_id
     step = state.step if resumed else None

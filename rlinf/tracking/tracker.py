@@ -107,14 +107,15 @@ class Tracker:
             writer = _require("torch.utils.tensorboard", "tensorboard").SummaryWriter
             self._tensorboard = writer(str(self.folder / "tensorboard"), purge_step=resume_step)
         if config.wandb:
-            self._wandb = self._open_wandb(config.wandb_project, run_config)
+            self._wandb = self._open_wandb(config, run_config)
 
-    def _open_wandb(self, project: str, run_config: dict[str, Any]) -> Any:
+    def _open_wandb(self, config: TrackingConfig, run_config: dict[str, Any]) -> Any:
         wandb = _require("wandb", "wandb")
         online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE", "online") == "online"
         try:
             run = wandb.init(
-                project=project, dir=str(self.folder), id=self.run_id, name=self.folder.name, config=run_config,
+                project=config.wandb_project, dir=str(self.folder), id=self.run_id,
+                name=config.wandb_name or self.folder.name, config=run_config,
                 mode="online" if online else "offline", resume="allow" if online else None,
                 settings=wandb.Settings(silent=True, console="off"),
             )  # fmt: skip

@@ -23,6 +23,8 @@ from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.config.search import experiment_names
 from rlinf.options import public_fields
+from rlinf.recipes.launch_worker import find_script
+from rlinf.recipes.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -151,6 +153,13 @@ def check_command(line: str) -> None:
     if command == "report":
         assert arguments and all("=" not in word or word.startswith("output=") for word in arguments), line
         return
+    if command == "launch":
+        config = arguments.pop(arguments.index("--config") + 1)
+        load_recipe(config, [word for word in arguments if "=" in word])
+        for word in arguments:
+            if "=" not in word and not word.startswith("--"):
+                find_script(word)
+        return
     if command == "play":
         arguments = [word for word in arguments if word.partition("=")[0] not in public_fields(PlayConfig)]
     if command == "export":
@@ -192,7 +201,8 @@ def test_readme_shows_the_main_commands():
     "line",
     ["bash scripts/no_such.sh", "python examples/no_such.py", "rlinf tran experiment=quickstart", "rlinf train experiment=nope",
      "rlinf train experiment=quickstart trainer.learning_rte=1", "rlinf export chekpoint=x output=y", "pip install x",
-     "rlinf report", "rlinf play checkpoint=x episod=3", "rlinf check env=tabeltop"],
+     "rlinf launch --config nope", "rlinf launch --config mistral-7b-fsdp4-sft train.epochs=2",
+     "rlinf launch --config mistral-7b-fsdp4-sft nope.py", "rlinf report", "rlinf play checkpoint=x episod=3", "rlinf check env=tabeltop"],
 )  # fmt: skip
 def test_wrong_commands_are_found(line):
     with pytest.raises((AssertionError, ValueError)):

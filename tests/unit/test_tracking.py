@@ -201,6 +201,15 @@ class FakeWandb:
         self.calls.append("finish")
 
 
+def test_a_run_of_wandb_may_have_a_name_of_its_own(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
+    named = TrackingConfig(tensorboard=False, wandb=True, wandb_project="mine", wandb_name="experiment/1")
+    with Tracker(tmp_path, named, {}):
+        pass
+    assert (fake.calls[0]["project"], fake.calls[0]["name"]) == ("mine", "experiment/1")
+
+
 @pytest.mark.parametrize(("key", "mode"), [(None, "offline"), ("secret", "online")])
 def test_wandb_is_offline_without_a_key_and_resumes_the_same_run(tmp_path, monkeypatch, key, mode):
     fake = FakeWandb()
@@ -216,6 +225,7 @@ def test_wandb_is_offline_without_a_key_and_resumes_the_same_run(tmp_path, monke
         pass
     first, _, second, _ = fake.calls
     assert first["mode"] == second["mode"] == mode
+    assert first["name"] == tmp_path.name and first["dir"] == str(tmp_path)
     assert first["id"] == second["id"] == tracker.run_id and first["config"] == {"seed": 3}
     assert fake.logged == [{"train/loss": 1.0, "global_step": 4}]
 

@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, resolve_checkpoint
+from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, STATE_FILE, resolve_checkpoint
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.config import search
 from rlinf.config.compose import (
@@ -36,10 +36,11 @@ from rlinf.config.schema import RunConfig, build_config, overrides_text
 from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.start import is_connected, started_here
 from rlinf.envs.config import num_cores
-from rlinf.errors import ConfigError, RankError, RLinfError
+from rlinf.errors import CheckpointError, ConfigError, RankError, RLinfError
 from rlinf.evaluation.config import TRAINING_SPLIT
 from rlinf.evaluation.runs import sweep_table
-from rlinf.files import mark_latest
+from rlinf.files import LATEST, mark_latest
+from rlinf.options import override_text
 from rlinf.preflight.derived import format_derived
 from rlinf.preflight.folders import check_new_folder
 from rlinf.preflight.saved import changes_since
@@ -47,6 +48,9 @@ from rlinf.preflight.validation import validate
 
 MOST_ENVS_PER_CORE = 1024
 """More are warned of: they are more likely a slip of the keyboard than meant."""
+
+AUTO = "auto"
+"""As ``resume``: the newest whole checkpoint, or a new run."""
 
 SUMMARY_FILE = "summary.json"
 """What a run writes last."""
@@ -110,6 +114,11 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
         )
     only_tells = args.info or args.help or args.hydra_help or args.shell_completion
     resumed = None if only_tells or args.multirun else given_value(args.overrides, "resume")
+    if resumed == AUTO:
+        resumed = newest_run(args)
+        others = [item.input_line for item in parse_overrides(args.overrides) if item.key_or_group != "resume"]
+        args.overrides = [*others, f"resume={'null' if resumed is None else override_text(resumed)}"]
+        print(f"resume=auto: {resumed or 'there is no whole checkpoint, so a new run begins'}", flush=True)
     if resumed is not None:
         composed = compose_resumed(args, resumed)
         config = build(composed, command)
@@ -231,6 +240,24 @@ def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
         run_folder = folder.parent.parent if folder.parent.name == CHECKPOINTS_FOLDER else folder.parent
         composed.output_dir = str(run_folder)
     return composed
+
+
+def newest_run(args: Namespace) -> str | None:
+    """Return the newest whole checkpoint in ``output_dir``, if that is given, or else of all runs of the experiment here; None: none."""
+    output_dir = given_value(args.overrides, "output_dir")
+    if output_dir is not None:
+        runs = [Path(output_dir).expanduser()]
+    else:
+        others = [item.input_line for item in parse_overrides(args.overrides) if item.key_or_group != "resume"]
+        experiment = compose_config(others, args.config_dir, args.config_name).experiment_name
+        runs = sorted((path for path in Path("outputs", experiment).glob("*") if path.name != LATEST), reverse=True)
+    for run in runs:
+        if any(run.glob(f"{CHECKPOINTS_FOLDER}/[!.]*/{STATE_FILE}")):
+            try:
+                return str(resolve_checkpoint(run))
+            except CheckpointError as error:
+                print(f"warning: {run} is skipped: {error}", flush=True)
+    return None
 
 
 def given_value(overrides: Sequence[str], key: str) -> str | None:

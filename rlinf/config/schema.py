@@ -51,7 +51,9 @@ class RunConfig:
     checkpoint: str | None = option(None, "Checkpoint or run folder to evaluate, export or collect with.")
     dataset: str | None = option(None, "New folder into which `rlinf collect` writes demonstrations.")
     resume: str | None = option(
-        None, "Checkpoint or run folder to continue: weights, optimiser, counters and random state."
+        None,
+        "Checkpoint or run folder to continue: weights, optimiser, counters and random state. auto: the newest whole checkpoint of "
+        "output_dir, or else of the experiment; a new run where there is none.",
     )
     init_from: str | None = option(
         None, "Checkpoint or run folder whose weights start this run, and nothing else of it."

@@ -1,8 +1,11 @@
 """Rollout speed: env steps per second end to end, against the slower of its two parts alone.
 
-``ours`` is ``RolloutCollector`` with two worker threads (each acts for, and steps, one half of the envs). ``peer`` is the slower of stepping and rendering the same envs with given actions, and of running the same policy
-on given observations. Doing one after the other reaches ``1 / (1/env + 1/policy)``, printed as ``in_turn``. The first
-size is the quickstart's.
+``ours`` is what a run would use: processes that act for, and step, a share of the envs each. ``threads`` is the same with two
+worker threads of this process (``rollout.num_processes=0``). ``peer`` is the slower of stepping and rendering the same envs with given
+actions, and of running the same policy on given observations with all of torch's threads. Doing one after the other reaches
+``1 / (1/env + 1/policy)``, printed as ``in_turn``. The first size is the quickstart's.
+
+All take turns in each round, and ``ratio`` is the median over rounds, so that a busy moment of the machine slows all alike.
 
     python benchmarks/rollout.py [--num-envs 64 128 256] [--rounds 7]
 """
@@ -14,38 +17,38 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
+from rlinf.commands.rollouts import make_collector
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.process_group import set_num_threads
 from rlinf.envs import make_env
-from rlinf.envs.config import default_num_worker_threads
 from rlinf.models import build_policy
-from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import seed_everything
 
 
-def rates_of(functions: dict[str, Callable[[], object]], num_steps: int, rounds: int) -> dict[str, float]:
-    """Median steps per second of functions that make ``num_steps`` steps each.
-
-    Each round runs all of them, so that a busy moment of the machine slows all alike. The first round is not counted.
-    """
+def seconds_of(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds that functions take in each round, which runs all of them. The first round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(1 + rounds):
         for name, function in functions.items():
             start = time.perf_counter()
             function()
             seconds[name].append(time.perf_counter() - start)
-    return {name: num_steps / statistics.median(taken[1:]) for name, taken in seconds.items()}
+    return {name: taken[1:] for name, taken in seconds.items()}
 
 
 def measure(num_envs: int, num_chunks: int, rounds: int) -> dict[str, float]:
     """Env steps per second of the parts and of the whole."""
-    config = build_config(compose_config(["experiment=quickstart"]))
+    config = build_config(compose_config(["experiment=quickstart", f"rollout.num_envs={num_envs}"]))
+    config.rollout.num_chunks = num_chunks
+    in_threads = replace(config, rollout=replace(config.rollout, num_processes=0))
     set_num_threads(None, 1)
     seed_everything(0)
     env = make_env(config.env, num_envs, auto_reset=True)
@@ -61,21 +64,23 @@ def measure(num_envs: int, num_chunks: int, rounds: int) -> dict[str, float]:
         for _ in range(num_chunks):
             model.predict_action_batch(**model.preprocess(observation))
 
-    sampler = EpisodeSampler(env.episode_specs("train"), len(env.task_names), num_groups=num_envs)
-    collector = RolloutCollector(
-        lambda count: make_env(config.env, count, auto_reset=True), sampler, num_envs=num_envs, num_chunks=num_chunks,
-        temperature=1.0, num_worker_threads=config.rollout.num_lanes or default_num_worker_threads(config.env, num_envs),
-    )  # fmt: skip
-    functions = {
-        "env_only": env_only,
-        "policy_only": policy_only,
-        "ours": lambda: collector.collect(model, 0, 0, needs_values=False),
+    collectors = {
+        name: make_collector(each, env, model, nullcontext)
+        for name, each in (("ours", config), ("threads", in_threads))
     }
-    rates = rates_of(functions, num_envs * num_chunks, rounds)
-    collector.close()
+    functions: dict[str, Callable[[], object]] = {"env_only": env_only, "policy_only": policy_only}
+    for name, collector in collectors.items():
+        functions[name] = partial(collector.collect, model, 0, 0, needs_values=False)
+    seconds = seconds_of(functions, rounds)
+    for collector in collectors.values():
+        collector.close()
     env.close()
+    rates = {name: num_envs * num_chunks / statistics.median(taken) for name, taken in seconds.items()}
     rates["in_turn"] = 1 / (1 / rates["env_only"] + 1 / rates["policy_only"])
-    rates["ratio"] = rates["ours"] / min(rates["env_only"], rates["policy_only"])
+    peers = np.maximum(seconds["env_only"], seconds["policy_only"])
+    rates["ratio"] = float(np.median(peers / seconds["ours"]))
+    rates["ratio_threads"] = float(np.median(peers / seconds["threads"]))
+    rates["processes"] = getattr(collectors["ours"], "num_processes", 0)
     print(f"{num_envs:5} envs: " + "  ".join(f"{name} {value:.3g}" for name, value in rates.items()), flush=True)
     return rates
 
@@ -92,8 +97,8 @@ def main() -> None:
     first = by_size[arguments.num_envs[0]]
     result = {
         "name": "rollout", "ours": round(first["ours"], 1), "peer": round(min(first["env_only"], first["policy_only"]), 1),
-        "ratio": round(first["ratio"], 3), "unit": "env steps/s", "num_envs": arguments.num_envs[0],
-        "num_chunks": arguments.num_chunks, "threads": torch.get_num_threads(),
+        "ratio": round(first["ratio"], 3), "ratio_threads": round(first["ratio_threads"], 3), "unit": "env steps/s", "num_envs": arguments.num_envs[0],
+        "num_chunks": arguments.num_chunks, "processes": first["processes"], "threads": torch.get_num_threads(),
         "ratio_by_num_envs": {size: round(rates["ratio"], 3) for size, rates in by_size.items()},
     }  # fmt: skip
     print(json.dumps(result))

@@ -263,14 +263,7 @@ class RolloutBatch:
         import torch
 
         if observation is None:
-            num_chunks = len(parts[0].loss_mask)
-            widths = [part.loss_mask.shape[1] for part in parts]
-            # Rows of the joined observation are (part, t, b); reorder them to (t, part, b).
-            offsets = np.cumsum([0] + [num_chunks * width for width in widths])
-            order = np.concatenate(
-                [offsets[p] + t * width + np.arange(width) for t in range(num_chunks) for p, width in enumerate(widths)]
-            )
-            observation = Observation.concatenate([part.observation for part in parts]).select(order)
+            observation = _join_time_major([part.observation for part in parts], len(parts[0].loss_mask))
         joined: dict[str, Any] = {name: [part.tensors()[name] for part in parts] for name in parts[0].tensors()}
         joined = {name: torch.cat(tensors, dim=1) for name, tensors in joined.items()}
         episodes = [episode for part in parts for episode in part.episodes]
@@ -290,6 +283,27 @@ class RolloutBatch:
         """Return the rows ``index`` of a flattened batch; without ``observation`` that of the whole batch stays in it."""
         seen = self.observation.select(index.cpu().numpy()) if observation else self.observation
         return self._changed(lambda tensor: tensor[index], seen)
+
+
+def _join_time_major(parts: Sequence[Observation], num_chunks: int) -> Observation:
+    """Join the ``T * B`` rows of rollouts of different envs along ``B``."""
+
+    def join(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        joined = np.concatenate([array.reshape(num_chunks, -1, *array.shape[1:]) for array in arrays], axis=1)
+        return joined.reshape(-1, *joined.shape[2:])
+
+    first, widths = parts[0], [len(part) // num_chunks for part in parts]
+    return Observation(
+        images={name: join([part.images[name] for part in parts]) for name in first.images},
+        state=None if first.state is None else join([part.state for part in parts]),
+        instruction=[
+            sentence
+            for t in range(num_chunks)
+            for part, width in zip(parts, widths, strict=True)
+            for sentence in part.instruction[t * width : (t + 1) * width]
+        ],
+        is_resized=first.is_resized,
+    )
 
 
 @dataclass

@@ -15,6 +15,7 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
 from rlinf.commands.ranks import prepare_rank, refuse_expandable_segments
+from rlinf.commands.rollouts import make_collector
 from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import open_dataset
@@ -43,7 +44,7 @@ from rlinf.distributed.start import started_here
 from rlinf.distributed.sums import maximum
 from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
-from rlinf.envs.config import default_num_worker_threads, with_share_of_cores
+from rlinf.envs.config import with_share_of_cores
 from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.files import locked_folder
@@ -51,8 +52,6 @@ from rlinf.models import build_policy
 from rlinf.models.deferred import check_read, how_read
 from rlinf.models.lora import trained_names
 from rlinf.options import cured_by_settings, override_text, to_mapping
-from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.rollout.weight_push import WeightPush
 from rlinf.seeding import seed_everything
@@ -149,7 +148,7 @@ def build(config: RunConfig) -> Run:
     rl = None
     if config.trainer.max_steps > 0:
         algorithm = ALGORITHMS.get(config.algorithm.name)(config.algorithm)
-        rl = RLTrainer(session, _collector(config, env, worker), algorithm)
+        rl = RLTrainer(session, make_collector(config, env, sync.rollout_model, worker.autocast), algorithm)
     return Run(session, sft, rl)
 
 
@@ -266,34 +265,6 @@ def _tracker(config: RunConfig, state: LoopState, resumed_from: Path | None) -> 
     )
     state.tracker_run_id = tracker.run_id
     return tracker
-
-
-def _collector(config: RunConfig, eval_env: VectorEnv, worker: TrainWorker) -> RolloutCollector:
-    sampler = EpisodeSampler(
-        eval_env.episode_specs("train"),
-        len(eval_env.task_names),
-        num_groups=config.rollout.num_envs // config.rollout.group_size,
-        group_size=config.rollout.group_size,
-        seed=config.seed,
-        init_states=config.rollout.init_states,
-    )
-    # A simulation on the GPU steps all of its rows at once: two of half the size would take as long each, one after the other.
-    envs_per_rank = config.rollout.num_envs // world_size()
-    num_worker_threads = config.rollout.num_lanes or default_num_worker_threads(config.env, envs_per_rank)
-    num_worker_threads = 1 if eval_env.on_gpu else num_worker_threads
-    env_config = with_share_of_cores(config.env, num_worker_threads * local_world_size())
-    return RolloutCollector(
-        lambda num_envs: make_env(env_config, num_envs, auto_reset=config.rollout.auto_reset),
-        sampler,
-        num_envs=config.rollout.num_envs,
-        num_chunks=config.rollout.num_chunks,
-        temperature=config.rollout.temperature,
-        num_worker_threads=num_worker_threads,
-        autocast=worker.autocast,
-        offload_envs=config.rollout.offload_envs,
-        rank=rank(),
-        num_ranks=world_size(),
-    )
 
 
 def _execute_rank(config: RunConfig) -> None:

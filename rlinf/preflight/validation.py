@@ -16,8 +16,10 @@ from rlinf.config.declared import declared_policy
 from rlinf.config.schema import RunConfig, chunks_needed, section_class
 from rlinf.config.text_inputs import check_no_text
 from rlinf.distributed.parallel import check_can_shard
+from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.start import is_connected, place_of
 from rlinf.envs import ENVS
+from rlinf.envs.config import ProcessEnvConfig
 from rlinf.errors import ConfigError
 from rlinf.memory import main_memory_bytes
 from rlinf.models import entry_for, torch_dtype_from_precision
@@ -199,6 +201,7 @@ def check_batches(config: RunConfig) -> None:
     if rollout.num_envs // ranks < (rollout.num_lanes or 1):
         found = f"{rollout.num_envs // ranks} env per rank (rollout.num_envs={rollout.num_envs} over {ranks} ranks)"
         refuse(found, f"at least one for each of rollout.num_lanes={rollout.num_lanes}", "rollout.num_lanes=1")
+    check_rollout_processes(config)
     samples = rollout.num_envs * rollout.num_chunks
     if minibatch % ranks:
         fix = f"trainer.minibatch_size={nearest_divisor(samples, minibatch, ranks)}"
@@ -221,6 +224,30 @@ def check_blocks(config: RunConfig) -> None:
         share = f"cluster.num_processes={ranks} x rollout.group_size={rollout.group_size}"
         fix = f"rollout.num_envs={nearest_multiple(rollout.num_envs, ranks * rollout.group_size)}"
         refuse(f"rollout.num_envs={rollout.num_envs}", f"a multiple of {share}, because a group stays on one rank", fix)
+
+
+def check_rollout_processes(config: RunConfig) -> None:
+    """Check that rollouts can be played in the processes that were asked for."""
+    rollout, env, count = config.rollout, config.env, config.rollout.num_processes
+    if not count:
+        return
+    found = f"rollout.num_processes={count}"
+    if rollout.num_lanes is not None:
+        refuse(f"{found} with rollout.num_lanes={rollout.num_lanes}", "one of them", "rollout.num_lanes=null")
+    if rollout.backend != "torch" or resolve_device(config.cluster.device, 1) != "cpu":
+        refuse(f"{found} with a policy on a GPU or in an engine", "a policy on the CPU", "rollout.num_processes=0")
+    if ENVS.get(env.name).on_gpu or (isinstance(env, ProcessEnvConfig) and env.num_processes != 0):
+        kind = "simulates on the GPU" if ENVS.get(env.name).on_gpu else "has processes of its own (env.num_processes)"
+        refuse(
+            f"{found} with env.name={env.name}, which {kind}",
+            "an env in the process that plays",
+            "rollout.num_processes=0",
+        )
+    blocks = rollout.num_envs // (config.cluster.num_processes * rollout.group_size)
+    if blocks % count:
+        what = "envs" if rollout.group_size == 1 else "groups"
+        fix = f"rollout.num_processes={nearest_divisor(blocks, count, 1)}"
+        refuse(f"{found} for {blocks} {what} per rank", f"one of {divisors_text(blocks, 1)}", fix)
 
 
 def check_rollout_memory(config: RunConfig) -> None:

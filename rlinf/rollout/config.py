@@ -30,9 +30,16 @@ class RolloutConfig:
     offload_envs: bool = option(
         False, "Free the simulators' graphics memory, and end their worker processes, between rollouts."
     )
+    num_processes: int | None = option(
+        None,
+        "Processes of a rank that play, each with a share of the envs and the policy in memory that all share; required: a policy on the "
+        "CPU, and simulators without processes of their own. 0: none, threads of this process play. null: one per core, with "
+        "16 envs or more each, where the env is known to gain from it (env=tabletop with images), else none.",
+        minimum=0,
+    )
     num_lanes: int | None = option(
         None,
-        "Rollout worker threads, which each play a share of the envs: while one steps its simulators, the policy acts for another; "
+        "Without processes that play: rollout worker threads, which each play a share of the envs: while one steps its simulators, the policy acts for another; "
         "null: two, or one if steps cost less than threads (simulators in this process that draw no images). A simulation on the "
         "GPU steps all rows at once and always has one.",
         minimum=1,

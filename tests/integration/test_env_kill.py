@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.envs.process.worker_handle import SharedMemory, Worker
+from rlinf.distributed.child_process import SharedMemory
+from rlinf.envs.process.worker_handle import Worker
 from rlinf.evaluation.evaluator import evaluate_policy
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler

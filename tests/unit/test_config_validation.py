@@ -44,6 +44,10 @@ CASES = {
     "minibatch over ranks": (["trainer.minibatch_size=1", "cluster.num_processes=2"], "trainer.minibatch_size=1"),
     "rows into micro-batches": (["model.micro_batch_size=48"], "128 rows per rank"),
     "one env and two halves": (["rollout.num_envs=1", "rollout.num_lanes=2", "trainer.minibatch_size=16"], "1 env per rank"),
+    "processes and threads": (["rollout.num_processes=2", "rollout.num_lanes=2"], "rollout.num_lanes=2"),
+    "processes for an engine": (
+        ["rollout.num_processes=2", "rollout.backend=vllm", "model.init_config.action_decoding=autoregressive"], "in an engine"),
+    "groups over processes": (["algorithm=grpo", "rollout.num_processes=5"], "8 groups per rank"),
     "grpo without groups": (["algorithm=grpo", "rollout=default"], "rollout.group_size=1"),
     "grpo with auto-reset": (["algorithm=grpo", "rollout.auto_reset=true"], "rollout.auto_reset=true"),
     "rloo without groups": (["algorithm=rloo", "rollout=episodes"], "rollout.group_size=1"),

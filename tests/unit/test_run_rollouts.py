@@ -6,11 +6,11 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
-from rlinf.commands.train import _collector
+from rlinf.commands.rollouts import make_collector
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs.config import EnvConfig, default_num_worker_threads
@@ -60,12 +60,9 @@ def test_in_a_training_run_threads_and_ranks_share_the_cores_and_no_worker_outli
     config.output_dir = "unused"
     monkeypatch.setattr("rlinf.envs.config.num_cores", lambda: 12)
     for name in ("world_size", "local_world_size"):
-        monkeypatch.setattr(f"rlinf.commands.train.{name}", lambda: 2)
-    monkeypatch.setattr(
-        "rlinf.commands.train.make_env", lambda env, count, auto_reset: WalkVectorEnv(env, count, auto_reset)
-    )
+        monkeypatch.setattr(f"rlinf.commands.rollouts.{name}", lambda: 2)
     env = WalkVectorEnv(replace(config.env, num_processes=1), 2, False)
-    collector = _collector(config, env, SimpleNamespace(autocast=nullcontext))
+    collector = make_collector(config, env, nn.Identity(), nullcontext)
     for thread in collector.worker_threads:
         thread.env.reset()
         assert len(thread.env.worker_processes()) == 12 // 2 // 2
@@ -93,13 +90,10 @@ def test_one_thread_where_a_step_costs_less_than_a_thread(env, num_envs, num_wor
 def test_a_simulation_on_the_gpu_is_not_split_into_threads(monkeypatch):
     config = replace(build_config(compose_config(["model=mlp"])), env=WalkConfig(num_processes=0))
     config.rollout.num_envs, config.rollout.num_lanes = 8, 2
-    monkeypatch.setattr(
-        "rlinf.commands.train.make_env", lambda env, count, auto_reset: WalkVectorEnv(env, count, auto_reset)
-    )
     env = WalkVectorEnv(config.env, 1, False)
     for on_gpu, widths in ((True, [8]), (False, [4, 4])):
         monkeypatch.setattr(WalkVectorEnv, "on_gpu", on_gpu)
-        collector = _collector(config, env, SimpleNamespace(autocast=nullcontext))
+        collector = make_collector(config, env, nn.Identity(), nullcontext)
         assert [thread.env.num_envs for thread in collector.worker_threads] == widths
         collector.close()
     env.close()

@@ -18,11 +18,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 import rlinf.errors
+from rlinf.distributed.child_process import POLL_S, Failure, SharedMemory, end_all
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import ProcessEnvConfig, num_cores
 from rlinf.envs.process.simulator import Simulator
-from rlinf.envs.process.worker_handle import POLL_S, SharedMemory, Worker
-from rlinf.envs.process.worker_process import Failure, SimulatorRows, SimulatorTask
+from rlinf.envs.process.worker_handle import Worker
+from rlinf.envs.process.worker_process import SimulatorRows, SimulatorTask
 from rlinf.envs.steps import SimulatorChunk
 from rlinf.errors import ConfigError, SimulatorError
 from rlinf.imports import import_string
@@ -130,12 +131,7 @@ class ProcessVectorEnv(VectorEnv):
         """Ask the workers to end, and kill those that do not."""
         if self._local is not None:
             self._local.close()
-        for worker in self._workers:
-            worker.ask_to_end()
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        for worker in self._workers:
-            worker.end(deadline)
-            worker.process = None
+        end_all(self._workers, CLOSE_TIMEOUT_S)
 
     def _reset_envs(self, ids: np.ndarray, specs: Sequence[EpisodeSpec]) -> None:
         self._num_failures[ids] = 0

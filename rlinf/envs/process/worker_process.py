@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import faulthandler
 import mmap
-import os
 import signal
-import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlinf.distributed.stack_dump import DUMP_SIGNAL
+from rlinf.distributed.child_process import exit_with_parent, failure_of, own_end
 from rlinf.envs.config import ProcessEnvConfig
 from rlinf.envs.process.simulator import Simulator
 from rlinf.envs.steps import SimulatorChunk
-from rlinf.errors import ConfigError, RLinfError
+from rlinf.errors import ConfigError
 from rlinf.imports import import_string
 
 if TYPE_CHECKING:
     from rlinf.types import EpisodeSpec
 
-PARENT_POLL_S = 0.5
 MARGIN_S = 2.0
 
 
@@ -48,22 +43,6 @@ class SimulatorTask:
         images = (len(self.config.cameras), size, size, 3)
         state = ("state", np.float32, (self.state_dim,))
         return np.dtype([("num_calls", np.int64), ("busy", np.bool_), state, ("images", np.uint8, images)])
-
-
-class Failure(NamedTuple):
-    """Why a call gave no answer.
-
-    Attributes:
-        error: Name of a class in ``rlinf.errors`` if the user must fix it, else None.
-        message: The error's text, or how the process ended.
-        traceback: Traceback of the child; may be empty.
-        from_outside: The process was killed from outside, not by its simulator.
-    """
-
-    error: str | None
-    message: str
-    traceback: str
-    from_outside: bool = False
 
 
 class SimulatorRows:
@@ -159,12 +138,9 @@ def _checked(name: str, array: np.ndarray | None, dtype: type, shape: tuple[int,
 
 
 def main() -> None:
-    """Run a worker. ``sys.argv`` holds the parent's process id and the descriptors of pipe, shared memory and log."""
-    parent, pipe, memory, log = (int(number) for number in sys.argv[-4:])
-    del sys.argv[1:]  # some simulators read it
-    faulthandler.enable(log)
-    faulthandler.register(DUMP_SIGNAL, log)
-    with Connection(pipe) as connection:
+    """Run a worker."""
+    connection, (memory,), parent = own_end()
+    with connection:
         _serve(connection, memory, parent)
 
 
@@ -174,7 +150,9 @@ def _serve(connection: Connection, memory: int, parent: int) -> None:
     try:
         task = connection.recv()
         limit_s = max(task.config.step_timeout_s, task.config.reset_timeout_s) + MARGIN_S
-        threading.Thread(target=_exit_with_parent, args=(parent, limit_s), daemon=True).start()
+        # If C code holds Python's lock beyond every deadline, the thread stalls and the alarm ends the process.
+        alarm = partial(signal.setitimer, signal.ITIMER_REAL, limit_s)
+        threading.Thread(target=exit_with_parent, args=(parent, alarm), daemon=True).start()
         rows = SimulatorRows(task, mmap.mmap(memory, task.row_type.itemsize * task.num_envs))
         while True:
             name, arguments = connection.recv()
@@ -182,7 +160,7 @@ def _serve(connection: Connection, memory: int, parent: int) -> None:
     except (EOFError, ConnectionResetError, BrokenPipeError):
         pass
     except Exception as error:  # noqa: BLE001 - the parent reports it
-        connection.send(_failure(error))
+        connection.send(failure_of(error))
     finally:
         if rows is not None:
             rows.close()
@@ -192,19 +170,4 @@ def _answer(method: Callable[..., Any], arguments: tuple) -> Any:
     try:
         return method(*arguments)
     except BaseException as error:  # noqa: BLE001 - the parent reports it and replaces this process
-        return _failure(error)
-
-
-def _failure(error: BaseException) -> Failure:
-    known = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == RLinfError.__module__]
-    message = str(error) if known else f"{type(error).__name__}: {error}"
-    return Failure(known[0] if known else None, message, traceback.format_exc())
-
-
-def _exit_with_parent(parent: int, limit_s: float) -> None:
-    """End this process when its parent has died, whatever the other threads do."""
-    while os.getppid() == parent:
-        # If C code holds Python's lock beyond every deadline, this loop stalls and the alarm ends the process.
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
-        time.sleep(PARENT_POLL_S)
-    os._exit(1)
+        return failure_of(error)

@@ -1,0 +1,97 @@
+"""What plays the rollouts of a run: threads of the rank, or processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+
+from rlinf.config.plugins import load_plugins
+from rlinf.config.schema import RunConfig
+from rlinf.distributed.process_group import local_world_size, rank, world_size
+from rlinf.envs.base import VectorEnv
+from rlinf.envs.config import default_num_worker_threads, with_share_of_cores
+from rlinf.errors import ConfigError
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.rollout.collector import RolloutCollector
+from rlinf.rollout.process_collector import ProcessCollector
+from rlinf.rollout.sampler import EpisodeSampler
+
+logger = logging.getLogger("rlinf")
+
+LEAST_ENVS = 16
+"""Envs of a process that plays by default; with fewer, a policy call costs more per env."""
+
+
+def make_collector(
+    config: RunConfig, eval_env: VectorEnv, model: ActionModel, autocast: Callable[[], AbstractContextManager]
+) -> RolloutCollector | ProcessCollector:
+    """Return what plays this rank's rollouts.
+
+    Args:
+        config: Of the run.
+        eval_env: An env of the run's settings.
+        model: The policy that plays, in the memory in which it is updated.
+        autocast: Makes the context in which it computes.
+    """
+    rollout = config.rollout
+    num_blocks = rollout.num_envs // rollout.group_size
+    sampler = EpisodeSampler(
+        eval_env.episode_specs("train"),
+        len(eval_env.task_names),
+        num_groups=num_blocks,
+        group_size=rollout.group_size,
+        seed=config.seed,
+        init_states=rollout.init_states,
+    )
+    # A simulation on the GPU steps all of its rows at once: two of half the size would take as long each, one after the other.
+    num_threads = rollout.num_lanes or default_num_worker_threads(config.env, rollout.num_envs // world_size())
+    num_threads = 1 if eval_env.on_gpu else num_threads
+    num_processes = _num_processes(config, eval_env, model)
+    num_workers = 1 if num_processes else num_threads
+    env_config = with_share_of_cores(config.env, num_workers * local_world_size())
+    make = partial(
+        RolloutCollector,
+        partial(type(eval_env), env_config, auto_reset=rollout.auto_reset),
+        sampler,
+        num_envs=rollout.num_envs,
+        num_chunks=rollout.num_chunks,
+        temperature=rollout.temperature,
+        num_worker_threads=num_workers,
+        offload_envs=rollout.offload_envs,
+    )
+    if num_processes:
+        try:
+            return ProcessCollector(
+                make,
+                model,
+                num_blocks=num_blocks,
+                num_processes=num_processes,
+                num_threads=max(1, torch.get_num_threads() // num_processes),
+                precision=config.model.precision,
+                rank=rank(),
+                num_ranks=world_size(),
+                prepare=partial(load_plugins, config.plugins),
+            )
+        except ConfigError as error:
+            if rollout.num_processes is not None:
+                raise
+            logger.info("rollouts are played by threads: %s", error)
+            make.keywords["num_worker_threads"] = num_threads
+    return make(autocast=autocast, rank=rank(), num_ranks=world_size())
+
+
+def _num_processes(config: RunConfig, eval_env: VectorEnv, model: ActionModel) -> int:
+    """Return the processes of this rank that play; 0: none."""
+    rollout = config.rollout
+    if rollout.num_processes is not None:
+        return rollout.num_processes
+    fits = eval_env.gains_from_processes and config.env.cameras and rollout.num_lanes is None
+    if not fits or rollout.backend != "torch" or any(p.device.type != "cpu" for p in model.parameters()):
+        return 0
+    num_envs = rollout.num_envs // world_size()
+    most = min(torch.get_num_threads(), num_envs // LEAST_ENVS)
+    return max((n for n in range(2, most + 1) if num_envs // rollout.group_size % n == 0), default=0)

@@ -1,0 +1,159 @@
+"""A Python process that this one starts, asks and ends: simulators, rollout workers."""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from rlinf.distributed.stack_dump import DUMP_SIGNAL, own_child
+from rlinf.errors import RLinfError
+
+POLL_S = 1.0
+PARENT_POLL_S = 0.5
+_START = """
+import os, signal, sys
+# These signals reach the whole process group (SIGHUP when a terminal closes); the parent decides when this process ends.
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+sys.path[:] = sys.argv[1].split(os.pathsep)
+from rlinf.imports import import_string
+import_string(sys.argv[2])()
+"""
+
+
+class Failure(NamedTuple):
+    """Why a call gave no answer.
+
+    Attributes:
+        error: Name of a class in ``rlinf.errors`` if the user must fix it, else None.
+        message: The error's text, or how the process ended.
+        traceback: Traceback of the child; may be empty.
+        from_outside: The process was killed from outside, not by its simulator.
+    """
+
+    error: str | None
+    message: str
+    traceback: str
+    from_outside: bool = False
+
+
+class SharedMemory:
+    """Anonymous memory, which is freed when the last process that maps it has ended."""
+
+    def __init__(self, num_bytes: int) -> None:
+        if hasattr(os, "memfd_create"):
+            self.file = os.fdopen(os.memfd_create("rlinf"), "r+b")
+        else:
+            self.file = tempfile.TemporaryFile()
+        self.file.truncate(max(1, num_bytes))
+        self.map = mmap.mmap(self.file.fileno(), max(1, num_bytes))
+
+
+class ChildProcess:
+    """The parent's end: the process, a pipe to it, and the log of its native crashes. It can be started again.
+
+    Attributes:
+        process: None: not running.
+        connection: This end of the pipe.
+    """
+
+    process: subprocess.Popen | None = None
+
+    def launch(self, main: str, name: str, memories: Sequence[SharedMemory], environment: Mapping[str, str]) -> None:
+        """Start a process that runs ``main`` (``"module:function"``), which calls ``own_end`` first.
+
+        Args:
+            main: Its module can be imported without the main script of this process.
+            name: What the process does, for reports.
+            memories: Shared with the process.
+            environment: All of its environment variables.
+        """
+        self.connection, theirs = Pipe()
+        self.log = tempfile.TemporaryFile()
+        files = (theirs.fileno(), self.log.fileno(), *(memory.file.fileno() for memory in memories))
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _START, path, main, str(os.getpid()), *map(str, files)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=files,
+                env=dict(environment),
+            )
+        own_child(self.process, name, self.log)
+
+    def ending(self) -> tuple[int, str]:
+        """Wait briefly for a process that has closed its pipe, or kill it. Return its status, and that in words."""
+        self.end(deadline=time.monotonic() + POLL_S)
+        status = self.process.returncode
+        return status, f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self.end(deadline=0.0)
+        self.process = None
+
+    def ask_to_end(self) -> None:
+        """Close the pipe, upon which the process ends after its present work."""
+        if self.process is not None:
+            self.connection.close()
+
+    def end(self, deadline: float) -> None:
+        """Wait for the process until ``deadline`` (of ``time.monotonic``), then kill it."""
+        if self.process is None:
+            return
+        self.connection.close()
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def read_log(self) -> str:
+        """Return the stacks that the process has dumped."""
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")
+
+
+def end_all(children: Sequence[ChildProcess], timeout_s: float) -> None:
+    """Ask processes to end, and kill those that have not after ``timeout_s`` together."""
+    for child in children:
+        child.ask_to_end()
+    deadline = time.monotonic() + timeout_s
+    for child in children:
+        child.end(deadline)
+        child.process = None
+
+
+def own_end() -> tuple[Connection, list[int], int]:
+    """Return the child's end of the pipe, the file descriptors of the shared memories, and the parent's process id."""
+    parent, pipe, log, *memories = (int(number) for number in sys.argv[3:])
+    del sys.argv[1:]  # some simulators read it
+    faulthandler.enable(log)
+    faulthandler.register(DUMP_SIGNAL, log)
+    return Connection(pipe), memories, parent
+
+
+def exit_with_parent(parent: int, while_running: Callable[[], object] = lambda: None) -> None:
+    """End this process when its parent has died, whatever the other threads do; a thread runs this."""
+    while os.getppid() == parent:
+        while_running()
+        time.sleep(PARENT_POLL_S)
+    os._exit(1)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return what the parent is told of an error that is being handled."""
+    known = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == RLinfError.__module__]
+    message = str(error) if known else f"{type(error).__name__}: {error}"
+    return Failure(known[0] if known else None, message, traceback.format_exc())

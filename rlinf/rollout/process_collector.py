@@ -1,0 +1,171 @@
+"""Play a policy in several processes, each with a share of the envs and a replica of the policy in shared memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import wait
+from typing import Any
+
+import numpy as np
+from torch.profiler import record_function
+
+import rlinf.errors
+from rlinf.distributed.child_process import POLL_S, ChildProcess, Failure, SharedMemory, end_all
+from rlinf.distributed.sums import own_blocks
+from rlinf.errors import RankError, RLinfError
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.rollout.collector import RolloutCollector
+from rlinf.rollout.shared_memory import SharedTask, read_answer
+from rlinf.rollout.worker_process import RolloutTask
+from rlinf.types import RolloutBatch
+
+CLOSE_TIMEOUT_S = 5.0
+
+
+class _RolloutWorker(ChildProcess):
+    """One process, and the memory of its answers."""
+
+    def __init__(self, number: int, num_threads: int, task: SharedTask) -> None:
+        self.number = number
+        self.answers = SharedMemory(1)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+        memories = [task.memory, self.answers]
+        self.launch("rlinf.rollout.worker_process:main", f"rollout worker {number}", memories, environment)
+
+
+class ProcessCollector:
+    """Collects the rollouts of a ``RolloutCollector`` in processes, which share no Python lock.
+
+    Each process has the envs of neighbouring blocks and acts for them. The policy's tensors are moved into shared memory, so the
+    processes see every update that is written into them; nothing is pushed. Episodes and random numbers derive from the iteration
+    and the block, so the number of processes changes no more than the rounding of matrix products.
+
+    The processes start at once, in the background. Their log records and warnings appear in this process during rollouts.
+
+    Args:
+        make_collector: ``make_collector(rank=, num_ranks=, autocast=)`` makes the collector of a process. It, the policy and the
+            envs are sent to the processes, so their classes must be in modules.
+        model: The policy, on the CPU. Its tensors must stay where they are from now on.
+        num_blocks: Blocks over all ranks; a multiple of the processes of all ranks.
+        num_processes: Of this rank.
+        num_threads: Threads of torch in each process.
+        precision: In which the policy computes.
+        rank, num_ranks: This process plays the envs of its ``own_blocks``.
+        prepare: Called first in each process: imports of user code.
+
+    Attributes:
+        blocks: Those of this rank.
+        num_processes: Of this rank.
+
+    Raises:
+        ConfigError: Something cannot be sent to another process (``SharedTask``).
+    """
+
+    def __init__(
+        self,
+        make_collector: Callable[..., RolloutCollector],
+        model: ActionModel,
+        *,
+        num_blocks: int,
+        num_processes: int,
+        num_threads: int = 1,
+        precision: str = "fp32",
+        rank: int = 0,
+        num_ranks: int = 1,
+        prepare: Callable[[], object] = bool,
+    ) -> None:
+        self.model = model
+        self.blocks = own_blocks(num_blocks, rank, num_ranks)
+        own_blocks(num_blocks, 0, num_processes * num_ranks)  # raises if they cannot be shared
+        level = logging.getLogger("rlinf").getEffectiveLevel()
+        self._task = SharedTask(RolloutTask(prepare, make_collector, model, precision, num_threads, level), model)
+        self.num_processes = num_processes
+        self._warned: dict[Any, Any] = {}
+        self.workers = [_RolloutWorker(number, num_threads, self._task) for number in range(num_processes)]
+        for worker in self.workers:
+            place = (self._task.start, self._task.size)
+            self._send(worker, (*place, rank * num_processes + worker.number, num_processes * num_ranks))
+
+    def close(self) -> None:
+        """End the processes."""
+        end_all(self.workers, CLOSE_TIMEOUT_S)
+
+    @record_function("rollout")
+    def collect(
+        self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
+        blocks: Sequence[int] | None = None,
+    ) -> RolloutBatch:  # fmt: skip
+        """Play one rollout; see ``RolloutCollector.collect``. ``model`` is the one that is shared.
+
+        Raises:
+            RLinfError: An error of the user in a process; or ``model`` is not what the processes compute with.
+            RankError: A process died or hit a bug.
+        """
+        moved = self._task.moved() if model is self.model else ["all"]
+        if moved:
+            raise RLinfError(
+                f"{len(moved)} tensors of the policy are not in the memory that the rollout processes share ({', '.join(moved[:3])}); "
+                "required: updates written into the tensors that it had. Rollouts would be those of older weights. "
+                "Set rollout.num_processes=0"
+            )
+        if any(worker.process is None for worker in self.workers):
+            raise RLinfError("The rollout processes have ended, by close() or an error. Make another collector")
+        wanted = {"step": step, "policy_version": policy_version, "needs_values": needs_values, "attempt": attempt}
+        shares = np.array_split(np.array(self.blocks if blocks is None else blocks, dtype=np.int64), len(self.workers))
+        asked = {worker: each.tolist() for worker, each in zip(self.workers, shares, strict=True) if len(each)}
+        try:
+            for worker, share in asked.items():
+                self._send(worker, wanted | {"blocks": share})
+            answers = self._answers(asked)
+        except BaseException:  # Ctrl-C: the next call must not read the answers to this one
+            for worker in self.workers:
+                worker.kill()
+            raise
+        parts = [read_answer(answers[worker], worker.answers.file.fileno()) for worker in asked]
+        return RolloutBatch.concatenate(parts)  # copies the arrays, which the next rollout overwrites
+
+    def _send(self, worker: _RolloutWorker, message: Any) -> None:
+        try:
+            worker.connection.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the process has died; `_answers` raises why
+
+    def _answers(self, asked: Iterable[_RolloutWorker]) -> dict[_RolloutWorker, Any]:
+        """Wait for the answers of all workers; raise the first failure."""
+        answers: dict[_RolloutWorker, Any] = {}
+        while waiting := [worker for worker in asked if worker not in answers]:
+            wait([worker.connection for worker in waiting], timeout=POLL_S)
+            for worker in waiting:
+                if (message := self._receive(worker)) is not None:
+                    answers[worker] = message
+        return answers
+
+    def _receive(self, worker: _RolloutWorker) -> Any:
+        """Return an answer if there is one; log or warn what the worker has logged or warned.
+
+        Raises:
+            RLinfError, RankError: The worker failed.
+        """
+        try:
+            if not worker.connection.poll():
+                return None
+            message = worker.connection.recv()
+        except (EOFError, ConnectionResetError):
+            _, ending = worker.ending()
+            text = f"Rollout worker {worker.number} was lost: {ending}\n{worker.read_log()}"
+            raise RankError(text.rstrip()) from None
+        if isinstance(message, logging.LogRecord):
+            logging.getLogger(message.name).handle(message)
+            return None
+        if isinstance(message, warnings.WarningMessage):
+            where = (message.filename, message.lineno)
+            warnings.warn_explicit(str(message.message), message.category, *where, registry=self._warned)
+            return None
+        if isinstance(message, Failure):
+            if message.error is not None:
+                raise getattr(rlinf.errors, message.error)(message.message)
+            raise RankError(f"Rollout worker {worker.number} failed: {message.message}\n{message.traceback}".rstrip())
+        return message

@@ -1,0 +1,195 @@
+"""Rollouts in processes: the same numbers as in threads, current weights, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.envs import make_env
+from rlinf.envs.tabletop.env import TabletopVectorEnv
+from rlinf.errors import ConfigError, RankError, RLinfError, SimulatorError
+from rlinf.models import build_policy
+from rlinf.rollout.collector import RolloutCollector
+from rlinf.rollout.process_collector import ProcessCollector
+from rlinf.rollout.sampler import EpisodeSampler
+
+FIXTURES = str(Path(__file__).parents[1] / "fixtures")
+if FIXTURES not in sys.path:
+    sys.path.append(FIXTURES)  # workers import from the same path
+
+from faulty_tabletop import FaultyTabletop  # noqa: E402
+
+NUM_ENVS, NUM_CHUNKS, GROUP_SIZE = 8, 5, 2
+BLOCKS = NUM_ENVS // GROUP_SIZE
+CONFIG = build_config(
+    compose_config(["model=mlp", "env.tasks=[reach,reach_zone]", "env.cameras=[]", "env.max_episode_steps=3"])
+)
+
+
+def make_parts(env_class=TabletopVectorEnv, **settings):
+    env = make_env(CONFIG.env, 1, auto_reset=False)
+    torch.manual_seed(0)
+    model = build_policy(CONFIG, {"norm_stats": {"tabletop": env.action_statistics()}}).eval()
+    num_groups = settings.get("num_envs", NUM_ENVS) // GROUP_SIZE
+    sampler = EpisodeSampler(env.episode_specs("train"), 2, num_groups=num_groups, group_size=GROUP_SIZE, seed=3)
+    env.close()
+    settings = {"num_envs": NUM_ENVS, "num_chunks": NUM_CHUNKS, "temperature": 1.0} | settings
+    return model, partial(RolloutCollector, partial(env_class, CONFIG.env, auto_reset=False), sampler, **settings)
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """A policy, collector in two threads, and one in two processes of the same policy."""
+    model, make = make_parts()
+    threads = make(num_worker_threads=2)
+    processes = ProcessCollector(partial(make, num_worker_threads=1), model, num_blocks=BLOCKS, num_processes=2)
+    yield model, threads, processes
+    threads.close()
+    processes.close()
+
+
+def check_equal(batch, other, rounding=0.0):
+    """Compare two rollouts: floats to ``rounding``, all else bit for bit."""
+    assert batch.tensors().keys() == other.tensors().keys()
+    for name, tensor in batch.tensors().items():
+        torch.testing.assert_close(other.tensors()[name], tensor, atol=rounding, rtol=0, msg=name)
+    np.testing.assert_allclose(batch.observation.state, other.observation.state, atol=rounding, rtol=0)
+    assert batch.observation.instruction == other.observation.instruction
+    assert batch.specs == other.specs
+    for (env, one), (other_env, two) in zip(batch.episodes, other.episodes, strict=True):
+        assert (env, one.spec, one.success, one.num_env_steps) == (other_env, two.spec, two.success, two.num_env_steps)
+        assert one.episode_return == pytest.approx(two.episode_return, abs=rounding)
+
+
+@pytest.mark.parametrize(("blocks", "rounding"), [(None, 0), ([0, 3], 0), ([0, 1, 3], 1e-6)])
+def test_processes_play_what_threads_play(parts, blocks, rounding):
+    """Bit for bit where a process has as many rows as a thread: threads split a group, processes do not."""
+    model, threads, processes = parts
+    for step, attempt in ((0, 0), (7, 2)):
+        batch, other = (
+            each.collect(model, step, 42, needs_values=True, attempt=attempt, blocks=blocks) for each in (threads, processes)
+        )  # fmt: skip
+        check_equal(batch, other, rounding)
+    with pytest.raises(AssertionError):  # control
+        check_equal(batch, processes.collect(model, 8, 42, needs_values=True, attempt=attempt, blocks=blocks), 1e-6)
+
+
+def test_a_rollout_stays_as_it_is_when_the_next_one_is_played(parts):
+    model, _, processes = parts
+    batch = processes.collect(model, 1, 42, needs_values=False)
+    state, tokens = batch.observation.state.copy(), batch.action_tokens.clone()
+    processes.collect(model, 2, 42, needs_values=False)
+    np.testing.assert_array_equal(batch.observation.state, state)
+    assert torch.equal(batch.action_tokens, tokens)
+
+
+def test_processes_compute_with_what_an_optimiser_and_a_checkpoint_have_written(parts):
+    model, threads, processes = parts
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = processes.collect(model, 3, 0, needs_values=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    model.zero_grad()
+    after = processes.collect(model, 3, 0, needs_values=True)
+    check_equal(threads.collect(model, 3, 0, needs_values=True), after)
+    assert (before.rollout_logprobs - after.rollout_logprobs).abs().max() > 1e-3
+    model.load_state_dict(saved)
+    check_equal(before, processes.collect(model, 3, 0, needs_values=True))
+
+
+def test_weights_that_left_the_shared_memory_are_refused(parts):
+    model, _, processes = parts
+    parameter = next(model.parameters())
+    shared = parameter.data
+    parameter.data = shared.clone()
+    with pytest.raises(RLinfError, match="1 tensors of the policy are not in the memory"):
+        processes.collect(model, 0, 0, needs_values=False)
+    parameter.data = shared
+    processes.collect(model, 0, 0, needs_values=False)
+    with pytest.raises(RLinfError, match="older weights"):
+        processes.collect(make_parts()[0], 0, 0, needs_values=False)
+
+
+def faulty(fault: str, file: Path, num_processes: int) -> tuple:
+    model, make = make_parts(partial(FaultyTabletop, fault, str(file)), num_worker_threads=1)
+    return model, ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=num_processes)
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_processes", "error", "message"),
+    [
+        ("crash", 2, RankError, "(?s)worker [01] was lost: killed by SIGSEGV.*faulty_tabletop"),
+        ("bug", 1, RankError, "(?s)worker 0 failed: ZeroDivisionError.*faulty_tabletop.py"),
+        ("user error", 1, SimulatorError, "^out of blocks$"),
+    ],
+)
+def test_a_worker_that_fails_ends_the_rollout_with_its_cause_and_all_workers(
+    tmp_path, fault, num_processes, error, message
+):
+    model, collector = faulty(fault, tmp_path / "once", num_processes)
+    processes = [worker.process for worker in collector.workers]
+    with pytest.raises(error, match=message):
+        collector.collect(model, 0, 0, needs_values=False)
+    assert all(process.poll() is not None for process in processes)
+    with pytest.raises(RLinfError, match="have ended"):
+        collector.collect(model, 0, 0, needs_values=False)
+    collector.close()
+
+
+def test_what_workers_log_and_warn_arrives_here(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="rlinf"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, collector = faulty("warn", tmp_path / "once", 2)
+        processes = [worker.process for worker in collector.workers]
+        collector.collect(model, 0, 0, needs_values=False)
+    assert "the table is 7 m wide" in caplog.messages
+    assert ["the table wobbles"] == list({str(each.message) for each in caught if each.category is UserWarning})
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal signals all of its processes
+        for process in processes:
+            process.send_signal(number)
+    collector.collect(model, 0, 0, needs_values=False)
+    collector.close()
+    assert [process.returncode for process in processes] == [0, 0]
+
+
+def test_workers_end_with_a_parent_that_is_killed():
+    model, make = make_parts()
+    code = "import time; from test_process_collector import *; model, make = make_parts(); "
+    code += "made = ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=1); "
+    code += "print(*[worker.process.pid for worker in made.workers], flush=True); time.sleep(600)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    numbers = [int(word) for word in parent.stdout.readline().split()]
+    assert len(numbers) == 1
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{number}").exists() for number in numbers):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_what_cannot_be_sent_is_refused_before_a_process_starts(monkeypatch):
+    model, make = make_parts()
+    with pytest.raises(ConfigError, match="cannot be sent to another process.*lambda"):
+        ProcessCollector(partial(make, make_env=lambda count: None), model, num_blocks=BLOCKS, num_processes=2)
+    monkeypatch.setattr(type(model), "__module__", "__main__")
+    with pytest.raises(ConfigError, match="MLPForRLActionPrediction is defined in the main script"):
+        ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=2)
+    with pytest.raises(ValueError, match="4 blocks of envs on 3 ranks"):
+        ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=3)

@@ -21,6 +21,7 @@ from rlinf.memory import memory_metrics
 from rlinf.optim.reference import Reference
 from rlinf.preflight.derived import parity_gate
 from rlinf.rollout.collector import RolloutCollector
+from rlinf.rollout.process_collector import ProcessCollector
 from rlinf.seeding import derive_seed
 from rlinf.training.minibatches import MinibatchPlan
 from rlinf.training.session import Session
@@ -39,7 +40,7 @@ class RLTrainer:
         algorithm: Turns rollouts into losses.
     """
 
-    def __init__(self, session: Session, collector: RolloutCollector, algorithm: Algorithm) -> None:
+    def __init__(self, session: Session, collector: RolloutCollector | ProcessCollector, algorithm: Algorithm) -> None:
         self.session, self.collector, self.algorithm = session, collector, algorithm
         self.worker, self.sync = session.worker, session.sync
         self.gate = parity_gate(session.config)

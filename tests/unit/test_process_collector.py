@@ -76,7 +76,7 @@ def check_equal(batch, other, rounding=0.0):
 
 @pytest.mark.parametrize(("blocks", "rounding"), [(None, 0), ([0, 3], 0), ([0, 1, 3], 1e-6)])
 def test_processes_play_what_threads_play(parts, blocks, rounding):
-    """Bit for bit where a process has as many rows as a thread: threads split a group, processes do not."""
+    """Bit for bit with an MLP where a process has as many rows as a thread: threads split a group, processes do not."""
     model, threads, processes = parts
     for step, attempt in ((0, 0), (7, 2)):
         batch, other = (

@@ -14,10 +14,12 @@ import torch
 from PIL import Image
 from transformers import AutoConfig
 
+from rlinf.algorithms import NLLLossFn
 from rlinf.data.video import VideoWriter
+from rlinf.models import HuggingFacePolicy
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 from rlinf.recipes.packers import ChatPacker, PromptPacker
-from rlinf.recipes.samples import BadRowError
+from rlinf.recipes.samples import BadRowError, collate
 from rlinf.recipes.videos import find_video, read_frames
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -216,3 +218,22 @@ def test_archives_of_clips_are_unpacked_once_into_the_cache(clip, tmp_path, monk
     find_video("a.mp4", "owner/data", "robovqa")
     assert found.stat().st_mtime_ns == changed
     assert sorted(path.name for path in subset.iterdir()) == [".video_clips.lock", "clips", "video_clips"]
+
+
+def test_a_tiny_model_learns_four_rows_and_counts_their_answers_only(tmp_path):
+    folder = make_tiny_vlm("llava", tmp_path)
+    processor = load_vlm_processor(folder, AutoConfig.from_pretrained(folder))
+    processor.chat_template = TEMPLATE.replace("IMAGE", "<image>")
+    packer = ready(ChatPacker(), processor)
+    answers = ("the zone", "a red block", "a blue block", "the zone")
+    samples = [
+        packer.sample(
+            {"messages": [said("user", IMAGE, "what is this?"), said("assistant", text)], "images": [picture(seed)]}
+        )
+        for seed, text in enumerate(answers)
+    ]
+    policy = HuggingFacePolicy(str(folder), learning_rate=3e-3, micro_batch_size=2)
+    batch = collate(samples)
+    steps = [policy.train(batch, NLLLossFn()) for _ in range(6)]
+    assert steps[0]["num_tokens"] == sum(len(run) for sample in samples for run in runs(sample))
+    assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]

@@ -227,9 +227,13 @@ def test_nobody_acts_between_begin_and_commit(buckets):
     push(weights, Direct(receiver))
     receiver.begin(PushHeader(6, weights.manifest))
     assert receiver.version is None
+    mapped = {}
     for handle in ModuleWeights(Net(1), 6, buckets).buckets(False):
         receiver.load(handle)
         assert receiver.version is None and receiver._mapped
+        assert all(mapped.setdefault(path, memory) is memory for path, memory in receiver._mapped.items()), (
+            "mapped once"
+        )
     assert receiver.commit() == 6 == receiver.version
     assert not receiver._mapped, "the sender's memory is let go"
     with pytest.raises(WeightsRefusedError, match="ended before it had begun"):

@@ -22,9 +22,10 @@ from rlinf.commands.hydra_app import parse
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
 from rlinf.config.search import experiment_names
-from rlinf.options import public_fields
+from rlinf.options import from_mapping, public_fields
 from rlinf.recipes.launch_worker import find_script
-from rlinf.recipes.load import load_recipe
+from rlinf.recipes.load import load_recipe, with_overrides
+from rlinf.recipes.questions import QuestionsConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -155,7 +156,7 @@ def check_command(line: str) -> None:
         return
     if command == "launch":
         config = arguments.pop(arguments.index("--config") + 1)
-        load_recipe(config, [word for word in arguments if "=" in word])
+        load_recipe(config, [word for word in arguments if "=" in word and "<" not in word])
         for word in arguments:
             if "=" not in word and not word.startswith("--"):
                 find_script(word)
@@ -165,6 +166,9 @@ def check_command(line: str) -> None:
     if command == "export":
         keys = {word.partition("=")[0] for word in arguments}
         assert keys <= set(public_fields(ExportConfig)), line
+        return
+    if any(word.startswith("questions=") for word in arguments):
+        from_mapping(QuestionsConfig, with_overrides({}, [word for word in arguments if "<" not in word]))
         return
     kept = [word for word in arguments if word.partition("=")[0] not in elsewhere]
     assert not any("<" in word for word in kept), line

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import random
 import sys
+from dataclasses import MISSING
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rlinf.commands.evaluate_questions import find_model
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.answers import AnswerResult
 from rlinf.evaluation.intervals import wilson_interval
+from rlinf.options import override_text, public_fields
 from rlinf.recipes.questions import (
     REASONING_REQUEST,
     QuestionsConfig,
@@ -273,3 +275,11 @@ def test_the_newest_export_of_a_run_is_meant(tmp_path, monkeypatch):
     (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="adapters only"):
         find_model(str(tmp_path / "adapters"))
+
+
+def test_the_page_lists_every_key_with_its_default():
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    for name, field in public_fields(QuestionsConfig).items():
+        default = field.default if field.default is not MISSING else field.default_factory()
+        shown = "required" if default == "" else f"`{override_text(default)}`"
+        assert f"| `{name}` | {shown} | {field.metadata['help']} |" in page

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from rlinf.algorithms import NLLLossFn
@@ -19,7 +21,7 @@ from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import Sharded, local_part, make_parallel
 from rlinf.distributed.process_group import rank, world_size
 from rlinf.errors import CheckpointError
-from rlinf.models import HuggingFacePolicy, build_policy
+from rlinf.models import HFModel, HuggingFacePolicy, build_policy
 from rlinf.models.config import TokenizerConfig
 from rlinf.models.deferred import check_read, how_read
 from rlinf.models.embodiment.modules.normalizer import unit_range_stats
@@ -140,8 +142,6 @@ def scores(model, config):
 @pytest.mark.parametrize("family", SIZES)
 @pytest.mark.parametrize("overrides", [[], ["model.precision=bf16"], LORA], ids=["fp32", "bf16", "lora"])
 def test_a_deferred_build_is_the_ordinary_one_once_it_is_read(tmp_path, family, overrides):
-    if family == "cnn" and overrides:
-        pytest.skip("its layers are never in 16 bits under adapters")
     folder = saved(family, tmp_path, value_head=family in ("cnn", "pi0"))
     config = from_folder(family, folder, *overrides)
     expected, model = built(config, deferred=False), built(config, deferred=True)
@@ -199,6 +199,47 @@ def test_a_tensor_in_a_file_is_divided_without_being_read(tmp_path):
         assert part.shape == expected.shape
         assert torch.equal(part.rows(), expected) and torch.equal(part.rows(1, 2), expected[1:2])
     assert found["a"].chunk(2)[1].chunk(2)[0].rows(0, 1).tolist() == [[15, 16, 17]]
+
+
+def test_weights_that_are_drawn_converted_or_given_twice_are_read_whole_and_the_line_says_why(tmp_path, tiny_lm):
+    policy = build_policy(config_of("openvla"), {"norm_stats": unit_range_stats(2, 4)}, deferred=True)
+    assert how_read(policy).startswith("each rank first holds the whole model: its weights are random")
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+    }
+    experts = transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=2)
+    HFModel.from_config(experts).save_pretrained(tmp_path / "experts")
+    tied = shutil.copytree(tiny_lm(tie_word_embeddings=True), tmp_path / "tied")
+    tensors = load_file(tied / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tied / "model.safetensors", metadata={"format": "pt"})
+    for name, reason in (
+        ("experts", "transformers converts its weights"),
+        ("tied", "the names and shapes in its files"),
+    ):
+        model = HFModel.from_pretrained(tmp_path / name, deferred=True)
+        assert not is_deferred(model)
+        assert how_read(model.model).startswith(f"each rank first holds the whole model: {reason}")
+        assert_same(tensors_of(HFModel.from_pretrained(tmp_path / name)), tensors_of(model))
+
+
+def test_a_deferred_language_model_generates_by_the_settings_of_its_folder(tmp_path, tiny_lm):
+    folder = shutil.copytree(tiny_lm(), tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7], "temperature": 0.5}')
+    model = HFModel.from_pretrained(folder, deferred=True).model
+    assert is_deferred(model) and model.generation_config.eos_token_id == [5, 7]
+    expected = HFModel.from_pretrained(folder).model
+    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+    assert without_path(model) == without_path(expected) and not model.training
+    (folder / "generation_config.json").unlink()
+    without = [
+        HFModel.from_pretrained(folder, deferred=flag).model.generation_config.to_dict() for flag in (True, False)
+    ]
+    assert without[0] == without[1]
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------

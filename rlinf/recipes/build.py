@@ -174,7 +174,16 @@ def make_trainer(
     Raises:
         ConfigError: The data are too few, a row cannot be used, or settings do not fit.
     """
-    method = config.train.train_policy
+    method, validation = config.train.train_policy, config.validation
+    if validation.enable and validation.temperature > 0:
+        raise ConfigError(
+            f"validation.temperature={validation.temperature}, but the most probable tokens are evaluated. Set validation.temperature=0"
+        )
+    if validation.max_response_length not in (None, config.rollout.max_response_length):
+        raise ConfigError(
+            f"validation.max_response_length={validation.max_response_length}, but answers have the same bound as in training: "
+            f"{config.rollout.max_response_length}. Set validation.max_response_length=null"
+        )
     packers = [data.packer] if data.val_packer is None else [data.packer, data.val_packer]
     for packer in packers:
         packer.setup(config, processor)

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -78,12 +78,18 @@ def load_processor(name: str) -> Any:
         raise CheckpointError(f"'{name}' has no usable tokenizer ({error}).") from error
 
 
+def longest_row(config: RecipeConfig) -> int:
+    """Return the most tokens of a row: ``policy.model_max_length``, or the positions of the model if they are fewer."""
+    policy = config.policy
+    declared = num_positions(load_config(policy.model_name_or_path).get_text_config())
+    return min(policy.model_max_length, declared or policy.model_max_length)
+
+
 def policy_settings(config: RecipeConfig, processor: Any) -> dict[str, Any]:
     """Return the keyword arguments of ``HuggingFacePolicy``."""
     train, policy, rollout = config.train, config.policy, config.rollout
     method = train.train_policy
-    declared = num_positions(load_config(policy.model_name_or_path).get_text_config())
-    longest = min(policy.model_max_length, declared or policy.model_max_length)
+    longest = longest_row(config)
     is_grpo, rows_per_sample = method.type == "grpo", 2 if method.type == "dpo" else 1
     rows = batch_size(config) * rows_per_sample // world_size()
     micro_batch = max(1, min(method.mini_batch * rows_per_sample, rows))
@@ -184,6 +190,13 @@ def make_trainer(
             f"validation.max_response_length={validation.max_response_length}, but answers have the same bound as in training: "
             f"{config.rollout.max_response_length}. Set validation.max_response_length=null"
         )
+    longest = longest_row(config)
+    if longest < config.policy.model_max_length:
+        given = config.policy.model_max_length
+        logger.warning(
+            "policy.model_max_length=%d is more than the model has: rows have at most %d tokens", given, longest
+        )
+    config = replace(config, policy=replace(config.policy, model_max_length=longest))
     packers = [data.packer] if data.val_packer is None else [data.packer, data.val_packer]
     for packer in packers:
         packer.setup(config, processor)

@@ -1,0 +1,76 @@
+"""The parts of a run, as its configuration makes them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from rlinf.models import HuggingFacePolicy
+from rlinf.options import from_mapping
+from rlinf.recipes.build import RecipeData, make_trainer
+from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.packers import PromptPacker, RawTextPacker
+
+POSITIONS = 64
+"""Of ``tiny_lm``."""
+
+
+class Letters:
+    """A tokenizer of one token for each letter."""
+
+    eos_token_id = 2
+
+    def __call__(self, text, **options):
+        return {"input_ids": [3 + ord(letter) % 40 for letter in text]}
+
+    def decode(self, tokens, skip_special_tokens=False):
+        return "".join(chr(0xE000 + token) for token in tokens)
+
+
+def config_of(folder, kind="sft", **sections) -> RecipeConfig:
+    method = {
+        "type": kind,
+        "prompt_column_name": "text",
+        "conversation_column_name": "text",
+        "reward_function": "format",
+    }
+    return from_mapping(
+        RecipeConfig,
+        {
+            "train": {
+                "train_batch_per_replica": 4,
+                "epoch": 4,
+                "train_policy": {**method, **sections.pop("method", {})},
+            },
+            "policy": {"model_name_or_path": folder, "model_max_length": 1000, "device": "cpu"},
+            "rollout": {"backend": "torch", "n_generation": 2, "max_response_length": 5},
+            **sections,
+        },
+    )
+
+
+@pytest.fixture
+def made(tiny_lm):
+    """``made(kind, texts, packer, **sections)`` returns a trainer of these texts."""
+    with ExitStack() as stack:
+
+        def make(kind, texts, packer, **sections):
+            config = config_of(tiny_lm(), kind, **sections)
+            policy = HuggingFacePolicy(tiny_lm(), max_new_tokens=5)
+            data = RecipeData([{"text": text} for text in texts], packer)
+            return make_trainer(config, policy, Letters(), data, stack)
+
+        yield make
+
+
+def test_text_is_cut_at_the_positions_of_the_model(made):
+    rows = made("sft", ["a" * 300, "b" * 9], RawTextPacker()).rows
+    assert [len(rows[number].input_ids) for number in range(2)] == [POSITIONS, 9]
+
+
+def test_a_prompt_that_leaves_no_position_for_an_answer_is_a_bad_row(made):
+    texts = ["a" * POSITIONS, "b" * (POSITIONS - 1), "c"]
+    rows = made("grpo", texts, PromptPacker(), method={"dataset": {"skip_bad_rows": True}}).rows
+    assert rows.num_skipped == 1
+    assert [len(rows[number].input_ids) for number in range(3)] == [POSITIONS - 1, POSITIONS - 1, 1]

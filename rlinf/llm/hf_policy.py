@@ -15,6 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from rlinf.distributed.config import SHARDINGS
+from rlinf.distributed.deadlines import go_on
 from rlinf.distributed.deferred import deferred_parameters
 from rlinf.distributed.devices import own_device
 from rlinf.distributed.parallel import (
@@ -204,6 +205,7 @@ class HuggingFacePolicy(TokenPolicy):
         counts, parts = self._prepare(data, loss_fn)
 
         def loss_of(number: int) -> tuple[Tensor, dict[str, Tensor]]:
+            go_on()  # the micro-batch before is done
             part, counted = parts[min(number, len(parts) - 1)], float(number < len(parts))
             output = loss_fn.from_logprobs(self._logprobs(self.model, part), part, counts)
             metrics = {name: counted * value for name, value in output.metrics.items()}

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from rlinf.distributed.deadlines import go_on
 from rlinf.distributed.parallel import full_tensor
 from rlinf.distributed.process_group import sum_over_ranks
 from rlinf.errors import CheckpointError, ConfigError
@@ -217,6 +218,7 @@ class TokenPolicy(PolicyInterface):
         with evaluation_mode(model):
             for rows in self._micro_batches(data, rows_per_sample=1):
                 logprobs[rows] = self._logprobs(model, data.select_indices(rows)).to(ids.device)
+                go_on()
         return BatchedDataDict({"logprobs": logprobs})
 
     def _micro_batches(self, data: BatchedDataDict, rows_per_sample: int) -> list[list[int]]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rlinf.distributed.deadlines import go_on
 from rlinf.distributed.process_group import gather_objects, rank
 from rlinf.llm.batch_checks import response_mask
 from rlinf.llm.batched_data_dict import BatchedDataDict
@@ -107,6 +108,7 @@ class Completer:
             if seeds is not None:
                 batch[SEEDS_KEY] = torch.tensor(seeds[start : start + self.batch_size])
             output = self.generator.generate(batch, greedy=seeds is None)
+            go_on()
             mask = response_mask(output)
             for row, prompt in enumerate(rows):
                 tokens = output["output_ids"][row][mask[row]].tolist()

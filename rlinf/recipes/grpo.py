@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import rank, sum_over_ranks, world_size
 from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import BatchedDataDict
@@ -79,7 +80,7 @@ class GRPOTrainer:
 
     def update(self, step: int) -> Update:
         """Collect answers and learn from them."""
-        with self.completer.generator.ready():
+        with waiting("rollout"), self.completer.generator.ready():
             groups, num_replaced = self._collect(step)
         own = [each for group in groups for each in group]
         batch = self._batch(groups, own)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager, save_is_due
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import go_on, waiting
 from rlinf.distributed.process_group import any_rank, rank, world_size
 from rlinf.evaluation.token_data import SAMPLES_FOLDER
 from rlinf.files import write_text
@@ -167,6 +167,7 @@ class Loop:
             )  # fmt: skip
             self.policy.set_learning_rate(rate)
             update = trainer.update(state.step)
+            go_on()
             state.step += 1
             self._log(update, rate, time.monotonic() - start)
             last = state.step == trainer.num_steps

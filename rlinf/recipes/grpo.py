@@ -24,7 +24,7 @@ from rlinf.seeding import derive_seed
 EPSILON = 1e-6
 """Added to the deviation of a group."""
 MAX_ADVANTAGE = 5.0
-"""Advantages are clipped to plus and minus this."""
+"""Scaled advantages are clipped to plus and minus this; others have the units of the reward."""
 
 
 class GRPOTrainer:
@@ -165,22 +165,19 @@ def _is_flat(group: Sequence[Completion]) -> bool:
 
 def scaled_advantages(rewards: Tensor) -> Tensor:
     """Return ``(r - mean) / (std + 1e-6)`` of a group ``[G]``, with the population's deviation (Shao et al. 2024, section 4.1.2)."""
-    return _clipped((rewards - rewards.mean()) / (rewards.std(correction=0) + EPSILON))
+    scaled = (rewards - rewards.mean()) / (rewards.std(correction=0) + EPSILON)
+    return scaled.clamp(-MAX_ADVANTAGE, MAX_ADVANTAGE)
 
 
 def unscaled_advantages(rewards: Tensor) -> Tensor:
     """Return ``r - mean`` of a group ``[G]``, which does not favour questions with little spread (Liu et al. 2025, section 3.1)."""
-    return _clipped(rewards - rewards.mean())
+    return rewards - rewards.mean()
 
 
 def leave_one_out_advantages(rewards: Tensor) -> Tensor:
     """Return ``r`` minus the mean of the others of the group ``[G]`` (RLOO, Ahmadian et al. 2024, eq. 7)."""
     others = max(1, len(rewards) - 1)
-    return _clipped((rewards - rewards.mean()) * len(rewards) / others)
-
-
-def _clipped(advantages: Tensor) -> Tensor:
-    return advantages.clamp(-MAX_ADVANTAGE, MAX_ADVANTAGE)
+    return (rewards - rewards.mean()) * len(rewards) / others
 
 
 ADVANTAGES = {

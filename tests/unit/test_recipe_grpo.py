@@ -62,6 +62,9 @@ def test_advantages_by_hand():
     one_of_many = torch.zeros(100)
     one_of_many[0] = 1.0
     assert float(ADVANTAGES["scaled"](one_of_many)[0]) == 5.0, "sqrt(99) is clipped"
+    of_large_units = torch.tensor([40.0, 0.0])
+    assert ADVANTAGES["unscaled"](of_large_units).tolist() == [20.0, -20.0]
+    assert ADVANTAGES["leave_one_out"](of_large_units).tolist() == [40.0, -40.0]
     for name in ADVANTAGES:
         assert ADVANTAGES[name](torch.ones(4)).tolist() == [0.0] * 4
 

@@ -141,8 +141,18 @@ def batch_size(config: RecipeConfig) -> int:
 
 def describe_data(config: RecipeConfig, trainer: Trainer) -> dict[str, Any]:
     """Return what determines the rows of a step."""
-    num_rows = len(trainer.rows) if isinstance(trainer.rows, PackedRows) else None
-    return {"num_rows": num_rows, "batch_size": batch_size(config), "seed": config.train.seed or 0}
+    method = config.train.train_policy
+    dataset = method.dataset
+    return {
+        "type": method.type,
+        "num_rows": len(trainer.rows) if isinstance(trainer.rows, PackedRows) else None,
+        "batch_size": batch_size(config),
+        "group_size": config.rollout.n_generation if method.type == "grpo" else 1,
+        "seed": config.train.seed or 0,
+        "shuffle": method.dataloader_shuffle,
+        "streaming": isinstance(trainer.rows, StreamedRows),
+        "dataset": {name: getattr(dataset, name) for name in ("name", "subset", "split", "revision")},
+    }
 
 
 def lora_of(policy: HuggingFacePolicy) -> LoraConfig | None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset
 
 from rlinf.models import HuggingFacePolicy
 from rlinf.options import from_mapping
-from rlinf.recipes.build import RecipeData, make_trainer
+from rlinf.recipes.build import RecipeData, describe_data, make_trainer
 from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.packers import PromptPacker, RawTextPacker
 
 POSITIONS = 64
@@ -74,3 +78,37 @@ def test_a_prompt_that_leaves_no_position_for_an_answer_is_a_bad_row(made):
     rows = made("grpo", texts, PromptPacker(), method={"dataset": {"skip_bad_rows": True}}).rows
     assert rows.num_skipped == 1
     assert [len(rows[number].input_ids) for number in range(3)] == [POSITIONS - 1, POSITIONS - 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("type", "dpo"),
+        ("dataloader_shuffle", False),
+        ("dataset.name", "b"),
+        ("dataset.subset", "b"),
+        ("dataset.split", ["train", "test"]),
+        ("dataset.revision", "b"),
+    ],
+)
+def test_what_determines_the_rows_of_a_step_is_compared(key, value):
+    trainer = SimpleNamespace(rows=PackedRows(Rows([{}] * 9), lambda row: row))
+    config = config_of("m", method={"dataset": {"name": "a"}})
+    before = describe_data(config, trainer)
+    assert before == describe_data(config_of("m", method={"dataset": {"name": "a"}}), trainer)
+    *path, last = key.split(".")
+    setattr(config.train.train_policy.dataset if path else config.train.train_policy, last, value)
+    assert describe_data(config, trainer) != before
+    assert json.loads(json.dumps(before)) == before, "a checkpoint holds it as JSON"
+
+
+def test_the_group_size_and_a_stream_are_compared():
+    rows = PackedRows(Rows([{}] * 9), lambda row: row)
+    config = config_of("m", "grpo")
+    before = describe_data(config, SimpleNamespace(rows=rows))
+    config.rollout.n_generation = 4
+    assert describe_data(config, SimpleNamespace(rows=rows)) != before
+    sft = config_of("m")
+    assert describe_data(sft, SimpleNamespace(rows=rows))["group_size"] == 1
+    stream = StreamedRows(Dataset.from_list([{"a": 1}]).to_iterable_dataset(), lambda row: row)
+    assert describe_data(sft, SimpleNamespace(rows=stream))["streaming"]

@@ -6,7 +6,8 @@ import json
 import logging
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 from rlinf.checkpoints.checkpoint import CONFIG_FILE, on_rank_zero, resolve_checkpoint
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager, newest_checkpoint
 from rlinf.checkpoints.hf_folder import HFFolder
+from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import gather_objects, rank
 from rlinf.errors import ConfigError
 from rlinf.evaluation.report import write_report
@@ -123,6 +125,7 @@ def _run_in(
             exports_all=ckpt.enable_checkpoint and ckpt.export_safetensors,
             uploads=uploads,
         )
+        stack.enter_context(_closing(checkpoints))
         state = LoopState(data=describe_data(config, trainer))
         if checkpoint is not None:
             state = _restored(checkpoint, checkpoints, policy, trainer, state, manifest_of(config, policy, 0))
@@ -136,16 +139,32 @@ def _run_in(
             manifest=lambda steps: manifest_of(config, policy, steps),
             config_mapping=mapping, stop_signal=stop_signal, progress=progress, tracker=tracker,
         )  # fmt: skip
-        try:
-            loop.fit()
-        except StopRequested:
-            checkpoints.close()
-            raise
+        loop.fit()
         checkpoints.wait()
         if rank() == 0:
             write_text(folder / SUMMARY_FILE, json.dumps(summary(loop), indent=1))
             logger.info("Report: %s", write_report(folder))
-        checkpoints.close()  # raises what went wrong with uploads
+
+
+@contextmanager
+def _closing(checkpoints: CheckpointManager) -> Iterator[None]:
+    """Let the checkpoint that is being written become whole, whatever ends the block.
+
+    An error of its writing or upload is raised, except beside another error, where it is logged.
+    """
+    try:
+        yield
+    except StopRequested:
+        checkpoints.close()
+        raise
+    except BaseException:
+        try:
+            with waiting("save"):
+                checkpoints.close()
+        except Exception as error:  # noqa: BLE001 - the writer may raise any, and the first error counts
+            logger.error("The checkpoint that was being written is lost, too: %s", error)
+        raise
+    checkpoints.close()
 
 
 def summary(loop: Loop) -> dict[str, Any]:

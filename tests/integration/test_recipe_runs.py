@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from rlinf.checkpoints import checkpoint_manager
 from rlinf.cli import main
+from rlinf.errors import CheckpointError
 from rlinf.options import from_mapping
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.run import run
 from rlinf.recipes.samples import Prompt, Sample
+from rlinf.recipes.sft import SFTTrainer
 from rlinf.tracking.tracker import read_metrics
 
 LETTERS = ["<pad>", "<s>", "</s>", *"0123456789+= "]
@@ -186,3 +190,34 @@ def other_weights(model: str, target: Path) -> Path:
         {name: tensor + 1 for name, tensor in weights.items()}, target / "model.safetensors", metadata={"format": "pt"}
     )
     return target
+
+
+def fail_in_step_2(monkeypatch) -> None:
+    update = SFTTrainer.update
+
+    def fail(self, step):
+        if step == 2:
+            raise FloatingPointError("step 2")
+        return update(self, step)
+
+    monkeypatch.setattr(SFTTrainer, "update", fail)
+
+
+@pytest.mark.parametrize("disk_is_full", [False, True])
+def test_an_error_of_the_training_waits_for_the_checkpoint_that_is_being_written(
+    model, tmp_path, monkeypatch, capfd, disk_is_full
+):
+    write = checkpoint_manager.write_snapshot
+
+    def slow(*arguments, **more):
+        time.sleep(2)
+        if disk_is_full:
+            raise CheckpointError("no space")
+        write(*arguments, **more)
+
+    monkeypatch.setattr(checkpoint_manager, "write_snapshot", slow)
+    fail_in_step_2(monkeypatch)
+    with pytest.raises(FloatingPointError, match="step 2"):
+        start(config_of(model, tmp_path, "sft", 4, timestamp="20260102030405"))
+    assert (tmp_path / "20260102030405" / "checkpoints" / "step_2" / "state.json").is_file() != disk_is_full
+    assert ("lost, too: no space" in capfd.readouterr().err) == disk_is_full

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,16 +191,6 @@ def make_trainer(
     Raises:
         ConfigError: The data are too few, a row cannot be used, or settings do not fit.
     """
-    method, validation = config.train.train_policy, config.validation
-    if validation.enable and validation.temperature > 0:
-        raise ConfigError(
-            f"validation.temperature={validation.temperature}, but the most probable tokens are evaluated. Set validation.temperature=0"
-        )
-    if validation.max_response_length not in (None, config.rollout.max_response_length):
-        raise ConfigError(
-            f"validation.max_response_length={validation.max_response_length}, but answers have the same bound as in training: "
-            f"{config.rollout.max_response_length}. Set validation.max_response_length=null"
-        )
     longest = longest_row(config)
     if longest < config.policy.model_max_length:
         given = config.policy.model_max_length
@@ -210,7 +201,7 @@ def make_trainer(
     packers = [data.packer] if data.val_packer is None else [data.packer, data.val_packer]
     for packer in packers:
         packer.setup(config, processor)
-    return _MAKERS[method.type](config, policy, processor, data, stack)
+    return _MAKERS[config.train.train_policy.type](config, policy, processor, data, stack)
 
 
 def _make_sft(
@@ -235,6 +226,7 @@ def _make_sft(
         num_steps=_num_steps(config, rows),
         batch_size=batch_size(config),
         validation_rows=validation,
+        validation_batch_size=config.validation.batch_size,
         num_workers=config.train.train_policy.dataloader_num_workers,
         answers=answers,
     )
@@ -256,6 +248,7 @@ def _make_dpo(
         batch_size=batch_size(config),
         loss=DPOLossFn(beta=method.dpo_beta, label_smoothing=method.dpo_label_smoothing),
         validation_rows=None if val_rows is None else _in_order(config, val_rows, packer.pair),
+        validation_batch_size=config.validation.batch_size,
     )
 
 
@@ -307,9 +300,14 @@ def _split(config: RecipeConfig, data: RecipeData) -> tuple[Any, Rows | None]:
         raise ConfigError(
             "A streamed dataset has no rows to split off. Give val_dataset, or set validation.enable=false"
         )
-    size = config.train.train_policy.dataset.test_size
-    val_rows, train_rows = _as_rows(data.dataset).split_off(TEST_SHARE if size is None else size)
+    val_rows, train_rows = split_rows(config, _as_rows(data.dataset))
     return train_rows, val_rows
+
+
+def split_rows(config: RecipeConfig, rows: Rows) -> tuple[Rows | None, Rows]:
+    """Return the rows of the validation, by ``test_size``, and those to train on."""
+    size = config.train.train_policy.dataset.test_size
+    return rows.split_off(TEST_SHARE if size is None else size)
 
 
 def _as_rows(dataset: Any) -> Rows:
@@ -328,7 +326,7 @@ def _packed(config: RecipeConfig, dataset: Any, pack: Callable[[dict[str, Any]],
     rows = (
         StreamedRows(dataset, pack, seed, skip)
         if is_streamed(dataset)
-        else PackedRows(_as_rows(dataset), pack, seed, skip)
+        else PackedRows(_as_rows(dataset), pack, seed, skip, in_memory=method.enable_dataset_cache)
     )
     rows.check()
     return rows
@@ -351,7 +349,9 @@ def _num_steps(config: RecipeConfig, rows: PackedRows | StreamedRows, rows_per_s
 
 def _answers(config: RecipeConfig, completer: Completer, dataset: Rows, packer: Packer) -> Answers:
     rows = _in_order(config, dataset, packer.prompt)
-    return Answers(completer, [rows[number] for number in range(len(rows))])
+    own = copy(completer)
+    own.batch_size = config.validation.batch_size or completer.batch_size
+    return Answers(own, [rows[number] for number in range(len(rows))])
 
 
 def _completer(

@@ -33,6 +33,8 @@ NOT_DONE: dict[str, tuple[tuple, str]] = {
     "rollout.backend": (("vllm", "torch"), "that engine is not available"),
     "rollout.mode": (("sync",), "training waits for its answers"),
     "rollout.quantization": (("none", "mxfp4"), "rollouts use the weights that are trained"),
+    "validation.temperature": ((0.0,), "the most probable tokens are evaluated"),
+    "validation.repetition_penalty": ((1.0,), "the most probable tokens are evaluated, as the model gives them"),
     "validation.n_generation": ((1,), "validation draws one answer to each prompt"),
     "profiler.enable_profiler": ((False,), "recipes record no steps"),
     "profiler.enable_nsys": ((False,), "that profiler is not available"),
@@ -59,6 +61,7 @@ def check_recipe(config: RecipeConfig) -> list[str]:
     _check_train(config)
     _check_ckpt(config)
     _check_batch(config)
+    _check_validation(config)
     if config.train.train_policy.type == "grpo":
         _check_rollout(config)
     given = ((key, _get(config, key), neutral, reason) for key, (neutral, reason) in WITHOUT_EFFECT.items())
@@ -152,6 +155,15 @@ def _check_rollout(config: RecipeConfig) -> None:
         raise ConfigError(
             f"rollout.sampling_config.temperature={other}, but train.train_policy.temperature={method.temperature}; required: equal "
             f"ones, because the loss compares their log-probabilities. Set rollout.sampling_config.temperature={method.temperature}"
+        )
+
+
+def _check_validation(config: RecipeConfig) -> None:
+    longest, trained = config.validation.max_response_length, config.rollout.max_response_length
+    if config.validation.enable and longest not in (None, trained):
+        raise ConfigError(
+            f"validation.max_response_length={longest}, but rollout.max_response_length={trained} bounds all answers; required: equal "
+            f"ones. Set rollout.max_response_length={longest}, or validation.max_response_length=null"
         )
 
 

@@ -68,7 +68,9 @@ class TrainPolicyConfig:
     dataloader_shuffle: bool = option(True, "Shuffle the rows in every epoch, by train.seed.")
     dataloader_num_workers: int = option(0, "Threads that prepare rows ahead of training; 0: none.", minimum=0)
     dataloader_prefetch_factor: int | None = option(None, "Accepted: one batch is prepared ahead.", minimum=1)
-    enable_dataset_cache: bool = option(False, "Accepted: rows are prepared when they are needed.")
+    enable_dataset_cache: bool = option(
+        False, "Keep every row in main memory once it is prepared; not those of a stream."
+    )
 
     # sft
     conversation_column_name: str = option("conversations", "Column with the messages of a row (sft).")
@@ -348,16 +350,18 @@ class ValidationConfig:
     enable: bool = option(False, "Validate.")
     val_before_train: bool = option(False, "Validate before the first step, too.")
     freq: int = option(20, "Steps between validations.", minimum=1)
-    batch_size: int | None = option(None, "Rows of one pass; null: as in training.", minimum=1)
+    batch_size: int | None = option(None, "Rows that a rank evaluates together; null: as in training.", minimum=1)
     dataset: DatasetConfig = option(
         DatasetConfig(), "Rows to validate with; without a name, the first `test_size` rows of the training data."
     )
-    temperature: float = option(0.0, "Temperature of answers; 0: the most probable token.", minimum=0)
-    top_p: float | None = option(None, "Accepted.", minimum=0, maximum=1)
-    top_k: int | None = option(None, "Accepted.", minimum=-1)
-    repetition_penalty: float = option(1.0, "Accepted.", minimum=0)
+    temperature: float = option(0.0, "Temperature of answers; only 0: the most probable token.", minimum=0)
+    top_p: float | None = option(None, "Accepted: it leaves the most probable token.", minimum=0, maximum=1)
+    top_k: int | None = option(None, "Accepted: it leaves the most probable token.", minimum=-1)
+    repetition_penalty: float = option(1.0, "Only 1.0.", minimum=0)
     n_generation: int = option(1, "Answers to each prompt; only 1.", minimum=1)
-    max_response_length: int | None = option(None, "Most tokens of an answer; null: as in rollouts.", minimum=1)
+    max_response_length: int | None = option(
+        None, "Most tokens of an answer; only null or rollout.max_response_length.", minimum=1
+    )
     reward_function: str | list[str] | dict[str, float] | None = option(
         None, f"{_REWARDS}; null: in GRPO those of training, in SFT none (the loss alone)."
     )

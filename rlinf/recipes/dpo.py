@@ -32,6 +32,7 @@ class DPOTrainer:
         batch_size: Pairs of one step, over all ranks.
         loss: Of the pairs.
         validation_rows: Pairs of the validation; None: none.
+        validation_batch_size: Pairs that a rank scores together; None: ``batch_size``.
     """
 
     phase = "rl"
@@ -45,9 +46,11 @@ class DPOTrainer:
         batch_size: int,
         loss: DPOLossFn,
         validation_rows: PackedRows[Pair] | None = None,
+        validation_batch_size: int | None = None,
     ) -> None:
         self.policy, self.rows, self.validation_rows = policy, rows, validation_rows
         self.num_steps, self.batch_size = num_steps, batch_size
+        self.validation_batch_size = validation_batch_size or batch_size
         self._loss = loss
         self._references = self._score(rows)
         self._validation_references = [] if validation_rows is None else self._score(validation_rows)
@@ -72,8 +75,8 @@ class DPOTrainer:
         share = own_share(len(rows))
         totals = torch.zeros(0)
         with self.policy.parallel.whole():
-            for start in range(share.start, share.stop, self.batch_size):
-                numbers = list(range(start, min(start + self.batch_size, share.stop)))
+            for start in range(share.start, share.stop, self.validation_batch_size):
+                numbers = list(range(start, min(start + self.validation_batch_size, share.stop)))
                 batch = self._batch(rows, self._validation_references, numbers)
                 output = self._loss.from_logprobs(
                     self.policy.get_logprobs(batch)["logprobs"], batch, self._loss.counts(batch)

@@ -28,6 +28,7 @@ class SFTTrainer:
         num_steps: Steps of the run.
         batch_size: Rows of one step, over all ranks.
         validation_rows: Rows of the validation; None: none.
+        validation_batch_size: Rows that a rank scores together; None: ``batch_size``.
         num_workers: Threads that prepare batches ahead; a streamed dataset is read without.
         answers: Evaluates completions, beside the loss of the validation rows; None: nothing does.
     """
@@ -42,11 +43,13 @@ class SFTTrainer:
         num_steps: int,
         batch_size: int,
         validation_rows: PackedRows[Sample] | None = None,
+        validation_batch_size: int | None = None,
         num_workers: int = 0,
         answers: Callable[[int], Validation] | None = None,
     ) -> None:
         self.policy, self.rows, self.validation_rows, self.answers = policy, rows, validation_rows, answers
         self.num_steps, self.batch_size = num_steps, batch_size
+        self.validation_batch_size = validation_batch_size or batch_size
         self.num_workers = num_workers if isinstance(rows, PackedRows) else 0
         self._loss = NLLLossFn()
         self._batches: Prefetcher[BatchedDataDict] | None = None
@@ -84,8 +87,9 @@ class SFTTrainer:
         share = own_share(len(rows))
         total = count = 0.0
         with self.policy.parallel.whole():
-            for start in range(share.start, share.stop, self.batch_size):
-                batch = collate([rows[row] for row in range(start, min(start + self.batch_size, share.stop))])
+            for start in range(share.start, share.stop, self.validation_batch_size):
+                stop = min(start + self.validation_batch_size, share.stop)
+                batch = collate([rows[row] for row in range(start, stop)])
                 mask = trained_tokens(batch)
                 total -= float(self.policy.get_logprobs(batch)["logprobs"][mask].double().sum())
                 count += float(mask.sum())

@@ -16,6 +16,7 @@ from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.packers import PromptPacker, RawTextPacker
 
+ROLLOUT = {"backend": "torch", "n_generation": 2, "max_response_length": 5}
 POSITIONS = 64
 """Of ``tiny_lm``."""
 
@@ -48,7 +49,7 @@ def config_of(folder, kind="sft", **sections) -> RecipeConfig:
                 "train_policy": {**method, **sections.pop("method", {})},
             },
             "policy": {"model_name_or_path": folder, "model_max_length": 1000, "device": "cpu"},
-            "rollout": {"backend": "torch", "n_generation": 2, "max_response_length": 5},
+            "rollout": ROLLOUT,
             **sections,
         },
     )
@@ -112,3 +113,37 @@ def test_the_group_size_and_a_stream_are_compared():
     assert describe_data(sft, SimpleNamespace(rows=rows))["group_size"] == 1
     stream = StreamedRows(Dataset.from_list([{"a": 1}]).to_iterable_dataset(), lambda row: row)
     assert describe_data(sft, SimpleNamespace(rows=stream))["streaming"]
+
+
+@pytest.mark.parametrize(("size", "calls"), [(None, [4]), (2, [2, 2]), (3, [3, 1])])
+def test_the_validation_evaluates_so_many_rows_together(made, monkeypatch, size, calls):
+    validation = {"enable": True, "batch_size": size}
+    method = {"dataset": {"test_size": 4}}
+    texts = [chr(97 + number) * 5 for number in range(12)]
+    sft = made("sft", texts, RawTextPacker(), validation=validation, method=method)
+    grpo = made(
+        "grpo", texts, PromptPacker(), validation=validation, method=method, rollout=ROLLOUT | {"batch_size": 4}
+    )
+    seen = []
+    score, generate = sft.policy.get_logprobs, grpo.answers.completer.generator.generate
+    monkeypatch.setattr(sft.policy, "get_logprobs", lambda batch: seen.append(len(batch["input_ids"])) or score(batch))
+    sft.validate(0)
+    assert seen == calls
+    seen.clear()
+    generator = grpo.answers.completer.generator
+    monkeypatch.setattr(
+        generator, "generate", lambda batch, greedy: seen.append(len(batch["input_ids"])) or generate(batch, greedy)
+    )
+    grpo.validate(0)
+    assert seen == calls
+    assert grpo.completer.batch_size == 8, "the rollouts of training are not changed"
+
+
+@pytest.mark.parametrize(("is_kept", "count"), [(True, 1), (False, 2)])
+def test_prepared_rows_are_kept_in_memory_on_request(made, is_kept, count):
+    packer, packed = RawTextPacker(), []
+    sample = packer.sample
+    packer.sample = lambda row: packed.append(row) or sample(row)
+    rows = made("sft", ["abc"], packer, method={"enable_dataset_cache": is_kept}).rows
+    assert rows[0].input_ids == sample({"text": "abc"}).input_ids
+    assert len(packed) == count, "the first is of the check"

@@ -238,7 +238,7 @@ def test_a_key_that_is_not_done_is_refused_only_with_another_value(recipe, key):
         "policy.lora.modules_to_save": "[a]",
         "policy.lora.init_lora_weights": "false",
         "policy.model_revision": "main",
-    }.get(key, "true" if possible == (False,) else "2")
+    }.get(key, "true" if possible[0] is False else "2")
     with pytest.raises(ConfigError, match=rf"{key} is .*Set {key}="):
         recipe(f"{key}={other}")
     for value in possible:
@@ -276,3 +276,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, text, message):
 def test_a_recipe_that_does_not_exist_is_refused_with_a_suggestion():
     with pytest.raises(ConfigError, match="Did you mean 'mistral-7b-fsdp4-sft'"):
         load_recipe("mistral-7b-fsdp-sft")
+
+
+def test_answers_of_the_validation_have_the_length_of_all_others(recipe):
+    recipe("validation.max_response_length=64")
+    recipe("validation.enable=true", "validation.max_response_length=64", "rollout.max_response_length=64")
+    with pytest.raises(ConfigError, match="Set rollout.max_response_length=64, or validation.max_response_length=null"):
+        recipe("validation.enable=true", "validation.max_response_length=64")

@@ -149,6 +149,20 @@ class CheckpointManager:
         )  # fmt: skip
         self._run(lambda: self._write(name, snapshot, is_last))
 
+    def finish(self, checkpoint: Path) -> None:
+        """Export and upload the last checkpoint of a run that was interrupted before that.
+
+        Raises:
+            CheckpointError: The export cannot be written.
+        """
+        self.wait()
+
+        def finish() -> None:
+            exported = self._export(checkpoint, self.folder / SAFETENSORS_FOLDER / FINAL)
+            self._upload([checkpoint, *exported], is_final=True)
+
+        on_rank_zero(finish, f"export {checkpoint}")
+
     def load(
         self,
         checkpoint: Path,
@@ -238,14 +252,20 @@ class CheckpointManager:
             write_snapshot(checkpoint, snapshot, group=self._group)
 
         def finish() -> None:
-            if self.export is not None and (is_last or self.exports_all):
-                self.export(checkpoint, exported)
-                folders.append(exported)
+            if is_last or self.exports_all:
+                folders.extend(self._export(checkpoint, exported))
             if not self.keeps_any:
                 shutil.rmtree(checkpoint)
             self._upload(folders, is_last)
 
         on_rank_zero(finish, f"write {exported}", self._group)
+
+    def _export(self, checkpoint: Path, exported: Path) -> list[Path]:
+        """Export a checkpoint, and return the folders that were written."""
+        if self.export is None:
+            return []
+        self.export(checkpoint, exported)
+        return [exported]
 
     def _upload(self, folders: Sequence[Path], is_final: bool) -> None:
         for each in self.uploads:

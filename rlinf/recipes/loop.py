@@ -38,6 +38,7 @@ class LoopState:
         num_tokens: Tokens trained on or scored so far, without padding, over all ranks.
         train_wall_s: Seconds of training, without validation.
         scores: Score of each validation by the name of the checkpoint that follows it; higher is better.
+        last_validation: Metrics of the last validation.
         tracker_run_id: Identity of the run of the tracker.
     """
 
@@ -47,6 +48,7 @@ class LoopState:
     num_tokens: float = 0.0
     train_wall_s: float = 0.0
     scores: dict[str, float] = field(default_factory=dict)
+    last_validation: dict[str, float] = field(default_factory=dict)
     tracker_run_id: str | None = None
 
 
@@ -122,9 +124,7 @@ class Loop:
         stop_signal: Whether the run is asked to stop.
         progress: Live line.
         tracker: Writes metrics; None: on another rank.
-
-    Attributes:
-        last_validation: Its metrics.
+        resumed_from: Checkpoint that ``state`` was read from; None: the run begins.
     """
 
     def __init__(
@@ -141,22 +141,28 @@ class Loop:
         stop_signal: StopSignal,
         progress: Progress,
         tracker: Tracker | None = None,
+        resumed_from: Path | None = None,
     ) -> None:
         self.config, self.policy, self.trainer, self.state, self.folder = config, policy, trainer, state, folder
         self.checkpoints, self.manifest, self.config_mapping = checkpoints, manifest, config_mapping
         self.stop_signal, self.progress, self.tracker = stop_signal, progress, tracker
-        self.last_validation: dict[str, float] = {}
+        self.resumed_from = resumed_from
         self._saved_step: int | None = None
 
     @waiting("update")
     def fit(self) -> None:
         """Take the remaining steps, save, and export the policy.
 
+        A run that was interrupted after its last checkpoint, which is whole before it is exported, is exported and uploaded now.
+
         Raises:
             StopRequested: A signal came; what was trained is saved.
         """
         trainer, state, train = self.trainer, self.state, self.config.train
         validation = self.config.validation
+        if state.step >= trainer.num_steps and self.resumed_from is not None:
+            with waiting("save"):
+                self.checkpoints.finish(self.resumed_from)
         if state.step == 0 and validation.val_before_train:
             self.validate()
         while state.step < trainer.num_steps:
@@ -196,7 +202,7 @@ class Loop:
         if result is None:
             return
         state.scores[self.name] = result.score
-        self.last_validation = result.metrics
+        state.last_validation = result.metrics
         logger.info("[Policy] Validation: %s for train step %d/%d", result.text, state.step, self.trainer.num_steps)
         self._write(max(0, state.step - 1), result.metrics | {"time/eval_s": time.monotonic() - start})
         if rank() == 0 and result.samples:

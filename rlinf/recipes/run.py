@@ -13,7 +13,13 @@ from typing import Any
 
 import yaml
 
-from rlinf.checkpoints.checkpoint import CONFIG_FILE, on_rank_zero, resolve_checkpoint
+from rlinf.checkpoints.checkpoint import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    on_rank_zero,
+    resolve_checkpoint,
+    set_aside_later,
+)
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager, newest_checkpoint
 from rlinf.checkpoints.hf_folder import HFFolder
 from rlinf.distributed.deadlines import waiting
@@ -129,6 +135,8 @@ def _run_in(
         state = LoopState(data=describe_data(config, trainer))
         if checkpoint is not None:
             state = _restored(checkpoint, checkpoints, policy, trainer, state, manifest_of(config, policy, 0))
+            if rank() == 0 and checkpoint.parent.name == CHECKPOINTS_FOLDER:
+                set_aside_later(checkpoint)
         tracker = None
         if rank() == 0:
             tracker = stack.enter_context(_tracker(config, folder, mapping, state, trainer))
@@ -138,6 +146,7 @@ def _run_in(
             checkpoints=checkpoints,
             manifest=lambda steps: manifest_of(config, policy, steps),
             config_mapping=mapping, stop_signal=stop_signal, progress=progress, tracker=tracker,
+            resumed_from=checkpoint,
         )  # fmt: skip
         loop.fit()
         checkpoints.wait()
@@ -176,7 +185,7 @@ def summary(loop: Loop) -> dict[str, Any]:
         "steps": state.step,
         "tokens": state.num_tokens,
         "train_wall_s": state.train_wall_s,
-        "validation": loop.last_validation,
+        "validation": state.last_validation,
         "best_validation": None if best is None else {"checkpoint": best, "score": state.scores[best]},
         "model": str(loop.folder / "safetensors" / "final"),
     }

@@ -15,6 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from rlinf.checkpoints import checkpoint_manager
+from rlinf.checkpoints.hf_folder import HFFolder
 from rlinf.cli import main
 from rlinf.errors import CheckpointError
 from rlinf.options import from_mapping
@@ -221,3 +222,29 @@ def test_an_error_of_the_training_waits_for_the_checkpoint_that_is_being_written
         start(config_of(model, tmp_path, "sft", 4, timestamp="20260102030405"))
     assert (tmp_path / "20260102030405" / "checkpoints" / "step_2" / "state.json").is_file() != disk_is_full
     assert ("lost, too: no space" in capfd.readouterr().err) == disk_is_full
+
+
+def test_a_run_that_ended_before_its_export_is_exported_when_it_goes_on(model, tmp_path, monkeypatch):
+    def full(self, checkpoint, output):
+        raise CheckpointError("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HFFolder, "__call__", full)
+        with pytest.raises(CheckpointError, match="no space"):
+            start(config_of(model, tmp_path, "sft", 2, timestamp="20260102030405"))
+    folder = tmp_path / "20260102030405"
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_2"]
+    assert not (folder / "safetensors").exists()
+    assert start(config_of(model, tmp_path, "sft", 2, resume=True)) == folder
+    expected = final_weights(start(config_of(model, tmp_path / "whole", "sft", 2)))
+    found = final_weights(folder)
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["validation"]["eval/loss"] > 0, "as it was when the last step was taken"
+
+
+def test_later_checkpoints_are_set_aside_when_a_run_goes_on_from_an_older_one(model, tmp_path):
+    folder = start(config_of(model, tmp_path, "sft", 4))
+    start(config_of(model, tmp_path, "sft", 3, resume=str(folder / "checkpoints" / "step_2")))
+    assert (folder / "checkpoints" / "superseded_1" / "step_4").is_dir()
+    assert checkpoint_manager.newest_checkpoint(tmp_path) == folder / "checkpoints" / "step_3"

@@ -16,6 +16,7 @@ from rlinf.distributed.launch import launch as start_ranks
 from rlinf.distributed.process_group import local_world_size, resolve_device, set_num_threads
 from rlinf.distributed.start import is_connected, place_of
 from rlinf.errors import ConfigError, did_you_mean
+from rlinf.recipes.build import split_rows
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import local_folder
 from rlinf.recipes.launch_worker import find_script, rows_of, train
@@ -61,7 +62,7 @@ def launch(arguments: Sequence[str]) -> int:
     place = place_of(os.environ) if is_connected() else None
     plan = make_plan(config, None if place is None else place.size)
     device = None if given.dry_run else _device(config, plan)
-    print(describe(config, plan, count_rows(config)), flush=True)
+    print(describe(config, plan, *count_rows(config, script)), flush=True)
     if script is not None:
         print(f"{'script:':<14}{script}", flush=True)
     if device is None:
@@ -81,19 +82,23 @@ def _refuse_flags(words: Sequence[str]) -> None:
             raise ConfigError(f"'{word}' is not a flag of `rlinf launch`.{did_you_mean(word.partition('=')[0], FLAGS)}")
 
 
-def count_rows(config: RecipeConfig) -> int | None:
-    """Return the rows to train on, those of validation left out; None where the dataset is a stream or not on this machine.
+def count_rows(config: RecipeConfig, script: Path | None) -> tuple[int | None, str]:
+    """Return the rows to train on, those of validation left out; or None, and why they are unknown.
 
     Raises:
         ConfigError: A file or folder of the dataset cannot be read.
     """
     dataset = config.train.train_policy.dataset
-    if dataset.streaming or local_folder(dataset.name) is None:
-        return None
+    if script is not None:
+        return None, f"{script.name} may read other rows"
+    if dataset.streaming:
+        return None, f"'{dataset.name}' is a stream"
+    if local_folder(dataset.name) is None:
+        return None, f"'{dataset.name}' is not on this machine"
     rows = rows_of(dataset)
     if config.validation.enable and not config.validation.dataset.name:
-        rows = rows.split_off(dataset.test_size)[1]
-    return len(rows)
+        rows = split_rows(config, rows)[1]
+    return len(rows), ""
 
 
 def _device(config: RecipeConfig, plan: Plan) -> str:

@@ -110,8 +110,8 @@ def num_steps(config: RecipeConfig, plan: Plan, num_rows: int) -> int:
     return count_steps(num_rows, config.train.epoch, plan.batch_size, plan.group_size, config.train.max_num_steps)
 
 
-def describe(config: RecipeConfig, plan: Plan, num_rows: int | None) -> str:
-    """Return the plan as the lines that ``rlinf launch`` prints; ``num_rows`` is None where the dataset is not at hand."""
+def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str = "") -> str:
+    """Return the plan as the lines that ``rlinf launch`` prints; ``reason`` says why ``num_rows`` is None."""
     method, train = config.train.train_policy, config.train
     rows = "rows" if method.type != "grpo" else "answers"
     batch = f"{plan.batch_size} {rows}"
@@ -132,7 +132,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None) -> str:
     formula = f"{train.epoch} epochs * N rows{factor} / {plan.batch_size}"
     limit = "" if train.max_num_steps is None else f", at most {train.max_num_steps}"
     if num_rows is None:
-        steps = f"{formula}{limit}; N is unknown: '{method.dataset.name}' is not on this machine"
+        steps = f"{formula}{limit}; N is unknown: {reason}"
     else:
         steps = f"{num_steps(config, plan, num_rows)} = {formula}{limit}; N = {num_rows:,}"
     kind = method.variant if method.type == "grpo" else method.type

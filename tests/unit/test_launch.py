@@ -115,6 +115,20 @@ def test_a_dry_run_counts_the_rows_that_are_here(recipe, capsys):
     words = ["validation.enable=true", "train.train_policy.dataset.test_size=8"]
     assert main(["launch", "--config", path, "--dry-run", *words]) == 0
     assert "8 = 1 epochs * N rows / 4; N = 32" in capsys.readouterr().out
+    assert main(["launch", "--config", path, "--dry-run", *words[:1]]) == 0
+    assert "9 = 1 epochs * N rows / 4; N = 36" in capsys.readouterr().out, "by default a tenth is kept for validation"
+
+
+def test_a_dry_run_says_why_rows_are_unknown(recipe, capsys):
+    stream = ["train.train_policy.dataset.streaming=true", "train.max_num_steps=3"]
+    for words, reason in (
+        (["scripts/mine.py"], "mine.py may read other rows"),
+        (stream, "rows.jsonl' is a stream"),
+        (["train.train_policy.dataset.name=no/where"], "'no/where' is not on this machine"),
+    ):
+        assert main(["launch", "--config", recipe(), "--dry-run", *words]) == 0
+        steps = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("steps:"))
+        assert "N is unknown: " in steps and steps.endswith(reason)
 
 
 def test_without_a_script_rows_and_packer_are_those_of_the_recipe(recipe, calls):

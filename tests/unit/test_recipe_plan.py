@@ -109,7 +109,7 @@ def test_the_memory_of_a_model_that_is_here_is_that_of_its_shapes(tiny_lm):
 
 
 def test_what_cannot_be_known_is_said_to_be_unknown():
-    lines = describe(*plan_of("mistral-7b-fsdp4-sft"), None)
+    lines = describe(*plan_of("mistral-7b-fsdp4-sft"), None, "'LNTANOooo/sharegpt52k' is not on this machine")
     assert (
         "memory:       unknown: the config.json of mistralai/Mistral-7B-Instruct-v0.3 is not on this machine" in lines
     )

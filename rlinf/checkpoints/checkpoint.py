@@ -223,6 +223,11 @@ def read_loop_state(folder: str | os.PathLike) -> dict[str, Any]:
     return _read_state(Path(folder))["loop_state"]
 
 
+def saved_at(folder: str | os.PathLike) -> float:
+    """Return when a checkpoint was written, in seconds; damaged ones have the time of their folder."""
+    return _moment(Path(folder))[2]
+
+
 def is_checkpoint(folder: str | os.PathLike) -> bool:
     """Return whether a folder has the files of a checkpoint, whatever their content."""
     return (Path(folder) / STATE_FILE).is_file()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import glob
 import logging
-import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +21,11 @@ from rlinf.checkpoints.checkpoint import (
     SAFETENSORS_FOLDER,
     STATE_FILE,
     Snapshot,
+    is_checkpoint,
     load_checkpoint,
     on_rank_zero,
     resolve_checkpoint,
+    saved_at,
     take_snapshot,
     write_snapshot,
 )
@@ -36,8 +38,6 @@ logger = logging.getLogger("rlinf")
 
 SAVE_MODES = ("sync", "async")
 FINAL = "final"
-TIMESTAMP = re.compile(r"\d{14}")
-"""Name of a run's folder below ``output_dir`` of a recipe: ``%Y%m%d%H%M%S``."""
 
 
 class Export(Protocol):
@@ -277,21 +277,25 @@ class CheckpointManager:
                     self._upload_failures.append(str(error))
 
 
-def newest_checkpoint(output_dir: Path) -> Path | None:
-    """Return the newest whole checkpoint of all runs in ``<output_dir>/<timestamp>``; None if there is none.
+def newest_checkpoint(output_dir: Path, name: str = "") -> Path | None:
+    """Return the newest whole checkpoint of the runs in ``<output_dir>/<name>``; None if there is none.
 
-    A collective call. The newest run that has one counts; a damaged checkpoint is skipped with a warning.
+    A collective call. The run that has saved last counts; a damaged checkpoint is skipped with a warning.
+
+    Args:
+        output_dir: Of the recipe.
+        name: Of one run's folder; empty: any.
     """
 
     def find() -> Path | None:
-        if not Path(output_dir).is_dir():
-            return None
-        for run in sorted(
-            (path for path in Path(output_dir).iterdir() if TIMESTAMP.fullmatch(path.name)), reverse=True
-        ):
+        saved: dict[Path, float] = {}
+        for path in Path(output_dir).glob(f"{glob.escape(name) or '[!.]*'}/{CHECKPOINTS_FOLDER}/step_*"):
+            if is_checkpoint(path):
+                run = path.parent.parent
+                saved[run] = max(saved.get(run, 0.0), saved_at(path))
+        for run in sorted(saved, key=saved.__getitem__, reverse=True):
             try:
-                if any(run.glob(f"{CHECKPOINTS_FOLDER}/[!.]*")):
-                    return resolve_checkpoint(run)
+                return resolve_checkpoint(run)
             except CheckpointError as error:
                 logger.warning("%s is skipped: %s", run, error)
         return None

@@ -192,21 +192,28 @@ def summary(loop: Loop) -> dict[str, Any]:
 
 
 def _folder(config: RecipeConfig) -> tuple[Path, Path | None]:
-    """Return the folder of the run, and the checkpoint from which it goes on (None: from the beginning), equal on all ranks."""
-    output, resume = Path(config.train.output_dir), config.train.resume
-    if resume in (False, None, ""):
-        stamp = config.train.timestamp or gather_objects(time.strftime("%Y%m%d%H%M%S"))[0]
-        return output / stamp, None
-    if isinstance(resume, str) and resume not in ("auto", "true"):
+    """Return the folder of the run, and the checkpoint from which it goes on (None: from the beginning), equal on all ranks.
+
+    Raises:
+        ConfigError: The run would begin in the folder of another one.
+    """
+    output, resume, name = Path(config.train.output_dir), config.train.resume, config.train.timestamp
+    checkpoint = None
+    if isinstance(resume, str) and resume not in ("", "auto", "true"):
         checkpoint = on_rank_zero(lambda: resolve_checkpoint(resume), f"read {resume}")
-    else:
-        checkpoint = newest_checkpoint(output)
-    if checkpoint is None:
-        logger.info("train.resume=%s, but %s holds no checkpoint: the run begins anew", resume, output)
-        stamp = config.train.timestamp or gather_objects(time.strftime("%Y%m%d%H%M%S"))[0]
-        return output / stamp, None
-    logger.info("The run goes on from %s", checkpoint)
-    return checkpoint.parent.parent, checkpoint
+    elif resume:
+        checkpoint = newest_checkpoint(output, name)
+        if checkpoint is None:
+            logger.info("train.resume=%s, but %s holds no checkpoint: the run begins anew", resume, output / name)
+    if checkpoint is not None:
+        logger.info("The run goes on from %s", checkpoint)
+        return checkpoint.parent.parent, checkpoint
+    folder = output / (name or gather_objects(time.strftime("%Y%m%d%H%M%S"))[0])
+    if on_rank_zero(lambda: any(folder.glob(f"{CHECKPOINTS_FOLDER}/[!.]*")), f"read {folder}"):
+        raise ConfigError(
+            f"A run with checkpoints is in {folder} already. Set train.resume=true to go on with it, or another train.timestamp"
+        )
+    return folder, None
 
 
 def _restored(

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from rlinf.checkpoints import checkpoint_manager
 from rlinf.checkpoints.hf_folder import HFFolder
 from rlinf.cli import main
-from rlinf.errors import CheckpointError
+from rlinf.errors import CheckpointError, ConfigError
 from rlinf.options import from_mapping
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.run import run
@@ -146,8 +146,6 @@ def test_validation_of_grpo_keeps_its_answers(model, tmp_path):
 
 
 def test_other_data_are_refused_when_a_run_goes_on(model, tmp_path):
-    from rlinf.errors import ConfigError
-
     start(config_of(model, tmp_path, "sft", 2))
     with pytest.raises(ConfigError, match="seed was 0 and is 7.*train.resume=false"):
         start(config_of(model, tmp_path, "sft", 4, resume=True, seed=7))
@@ -248,3 +246,16 @@ def test_later_checkpoints_are_set_aside_when_a_run_goes_on_from_an_older_one(mo
     start(config_of(model, tmp_path, "sft", 3, resume=str(folder / "checkpoints" / "step_2")))
     assert (folder / "checkpoints" / "superseded_1" / "step_4").is_dir()
     assert checkpoint_manager.newest_checkpoint(tmp_path) == folder / "checkpoints" / "step_3"
+
+
+def test_a_run_with_a_name_goes_on_and_is_not_begun_twice(model, tmp_path):
+    start(config_of(model, tmp_path, "sft", 2, timestamp="mine"))
+    with pytest.raises(ConfigError, match="mine already. Set train.resume=true.*another train.timestamp"):
+        start(config_of(model, tmp_path, "sft", 3, timestamp="mine"))
+    assert start(config_of(model, tmp_path, "sft", 3, timestamp="mine", resume=True)) == tmp_path / "mine"
+    assert start(config_of(model, tmp_path, "sft", 4, resume=True)) == tmp_path / "mine"
+    steps = [line["step"] for line in read_metrics(tmp_path / "mine") if "sft/loss" in line]
+    assert steps == [0, 1, 2, 3], "it went on each time"
+    other = start(config_of(model, tmp_path, "sft", 1, timestamp="other", resume=True))
+    assert other == tmp_path / "other" and (other / "checkpoints" / "step_1").is_dir()
+    assert checkpoint_manager.newest_checkpoint(tmp_path, "mine").name == "step_4"

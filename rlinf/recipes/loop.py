@@ -125,6 +125,7 @@ class Loop:
         progress: Live line.
         tracker: Writes metrics; None: on another rank.
         resumed_from: Checkpoint that ``state`` was read from; None: the run begins.
+        steps_per_epoch: For ``train.ckpt.save_freq_in_epoch``.
     """
 
     def __init__(
@@ -142,11 +143,12 @@ class Loop:
         progress: Progress,
         tracker: Tracker | None = None,
         resumed_from: Path | None = None,
+        steps_per_epoch: int = 0,
     ) -> None:
         self.config, self.policy, self.trainer, self.state, self.folder = config, policy, trainer, state, folder
         self.checkpoints, self.manifest, self.config_mapping = checkpoints, manifest, config_mapping
         self.stop_signal, self.progress, self.tracker = stop_signal, progress, tracker
-        self.resumed_from = resumed_from
+        self.resumed_from, self.steps_per_epoch = resumed_from, steps_per_epoch
         self._saved_step: int | None = None
 
     @waiting("update")
@@ -187,9 +189,7 @@ class Loop:
             ckpt = train.ckpt
             if last or (
                 ckpt.enable_checkpoint
-                and save_is_due(
-                    state.step, ckpt.save_freq, ckpt.save_freq_in_epoch, round(trainer.num_steps / train.epoch)
-                )
+                and save_is_due(state.step, ckpt.save_freq, ckpt.save_freq_in_epoch, self.steps_per_epoch)
             ):
                 self.save(is_last=last)
             self._stop_if_asked()

@@ -33,6 +33,7 @@ from rlinf.models.precision import torch_dtype_of
 from rlinf.options import to_mapping
 from rlinf.recipes.build import (
     RecipeData,
+    batch_size,
     describe_data,
     load_processor,
     lora_of,
@@ -42,9 +43,11 @@ from rlinf.recipes.build import (
     policy_settings,
 )
 from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.datasets import StreamedRows
 from rlinf.recipes.logs import shown_logs
 from rlinf.recipes.loop import Loop, LoopState, Trainer
 from rlinf.recipes.packers import Packer
+from rlinf.recipes.schedule import count_steps_per_epoch
 from rlinf.seeding import seed_everything
 from rlinf.tracking.config import TrackingConfig
 from rlinf.tracking.progress import Progress
@@ -113,6 +116,7 @@ def _run_in(
         policy = HuggingFacePolicy(config.policy.model_name_or_path, **policy_settings(config, processor))
         trainer = make_trainer(config, policy, processor, data, stack)
         stack.callback(trainer.close)
+        steps_per_epoch = _steps_per_epoch(config, trainer)
         ckpt = train.ckpt
         exporter = HFFolder(
             policy.model_name,
@@ -146,13 +150,27 @@ def _run_in(
             checkpoints=checkpoints,
             manifest=lambda steps: manifest_of(config, policy, steps),
             config_mapping=mapping, stop_signal=stop_signal, progress=progress, tracker=tracker,
-            resumed_from=checkpoint,
+            resumed_from=checkpoint, steps_per_epoch=steps_per_epoch,
         )  # fmt: skip
         loop.fit()
         checkpoints.wait()
         if rank() == 0:
             write_text(folder / SUMMARY_FILE, json.dumps(summary(loop), indent=1))
             logger.info("Report: %s", write_report(folder))
+
+
+def _steps_per_epoch(config: RecipeConfig, trainer: Trainer) -> int:
+    """Return the steps of one pass over the dataset; 0 for a stream, whose length is unknown."""
+    if isinstance(trainer.rows, StreamedRows):
+        epochs = config.train.ckpt.save_freq_in_epoch
+        if epochs:
+            raise ConfigError(
+                f"train.ckpt.save_freq_in_epoch={epochs}, but a streamed dataset does not tell how long an epoch is. "
+                "Set train.ckpt.save_freq_in_epoch=0 and train.ckpt.save_freq=<steps>"
+            )
+        return 0
+    rows_per_sample = config.rollout.n_generation if config.train.train_policy.type == "grpo" else 1
+    return count_steps_per_epoch(len(trainer.rows), batch_size(config), rows_per_sample)
 
 
 @contextmanager

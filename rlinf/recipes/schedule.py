@@ -39,6 +39,11 @@ def count_steps(num_rows: int, epochs: int, batch_size: int, rows_per_sample: in
     return steps if limit is None else min(steps, limit)
 
 
+def count_steps_per_epoch(num_rows: int, batch_size: int, rows_per_sample: int = 1) -> int:
+    """Return the optimiser steps of one pass over the dataset, rounded down but at least 1; arguments of ``count_steps``."""
+    return max(1, num_rows * rows_per_sample // batch_size)
+
+
 def learning_rate(
     step: int,
     num_steps: int,

@@ -8,6 +8,7 @@ import shutil
 import time
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -259,3 +260,19 @@ def test_a_run_with_a_name_goes_on_and_is_not_begun_twice(model, tmp_path):
     other = start(config_of(model, tmp_path, "sft", 1, timestamp="other", resume=True))
     assert other == tmp_path / "other" and (other / "checkpoints" / "step_1").is_dir()
     assert checkpoint_manager.newest_checkpoint(tmp_path, "mine").name == "step_4"
+
+
+def test_epochs_between_checkpoints_are_those_of_the_data(model, tmp_path):
+    """36 rows in batches of 8 are 4 steps, whether the run ends in its second epoch or in its first one."""
+    for steps, saved in ((5, ["step_4", "step_5"]), (1, ["step_1"])):
+        config = config_of(model, tmp_path / str(steps), "sft", steps)
+        config.train.ckpt.save_freq_in_epoch = 1
+        folder = start(config)
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == saved
+
+
+def test_a_stream_has_no_epochs_between_checkpoints(model, tmp_path):
+    config = config_of(model, tmp_path, "sft", 2)
+    config.train.ckpt.save_freq_in_epoch, config.validation.enable = 1, False
+    with pytest.raises(ConfigError, match="save_freq_in_epoch=1, but a streamed dataset.*save_freq=<steps>"):
+        run(config, dataset=datasets.IterableDataset.from_generator(lambda: iter(ROWS)), data_packer=Sums())

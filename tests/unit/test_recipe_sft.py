@@ -11,7 +11,7 @@ from rlinf.errors import ConfigError
 from rlinf.models import HuggingFacePolicy
 from rlinf.recipes.datasets import PackedRows, Rows
 from rlinf.recipes.samples import Sample
-from rlinf.recipes.schedule import count_steps, learning_rate
+from rlinf.recipes.schedule import count_steps, count_steps_per_epoch, learning_rate
 from rlinf.recipes.sft import SFTTrainer
 
 LENGTHS = (9, 3, 6, 2, 12, 5, 7, 4)
@@ -102,6 +102,12 @@ def test_steps_are_epochs_times_rows_by_batch():
     assert count_steps(1000, epochs=1, batch_size=8, limit=10) == 10
     with pytest.raises(ConfigError, match="3 rows.*train_batch_per_replica=8.*Set train.train_batch_per_replica=3"):
         count_steps(3, epochs=1, batch_size=8)
+
+
+def test_steps_of_an_epoch_are_rows_by_batch():
+    assert count_steps_per_epoch(1000, batch_size=7) == 142
+    assert count_steps_per_epoch(100, batch_size=40, rows_per_sample=8) == 20
+    assert count_steps_per_epoch(3, batch_size=8) == 1
 
 
 def test_learning_rates_by_hand():

@@ -36,6 +36,16 @@ def write_text(path: str | os.PathLike, text: str) -> Path:
     return path
 
 
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Rename a finished folder; an existing one of that name stays whole until then."""
+    former = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(former, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, former)
+    os.rename(partial, folder)
+    shutil.rmtree(former, ignore_errors=True)
+
+
 @contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
     """Turn a write error (an ``OSError``, or torch's ``RuntimeError``) into an ``OSError`` with the path and the free space."""

@@ -40,7 +40,7 @@ from rlinf.checkpoints.trainer_state import load_trainer_state, trainer_tensors,
 from rlinf.distributed.parallel import full_tensor, local_part
 from rlinf.distributed.process_group import gather_objects, rank, world_size
 from rlinf.errors import CheckpointError
-from rlinf.files import follow_latest, naming, write_text
+from rlinf.files import follow_latest, naming, replace_folder, write_text
 from rlinf.manifest import MANIFEST_FILE, Manifest, hash_files, verify_files
 from rlinf.optim.finite import check_loaded
 from rlinf.tracking.tracker import METRICS_FILE, PHASES
@@ -146,7 +146,7 @@ def write_snapshot(
             write_text(partial / STATE_FILE, json.dumps(state, indent=1))
             write_text(partial / CONFIG_FILE, snapshot.config)
             replace(snapshot.manifest, files=hash_files(partial)).save(partial)
-            _move(partial, folder)
+            replace_folder(partial, folder)
             _prune(folder, max_keep, state["best_checkpoint"])
 
         on_rank_zero(finish, f"write {folder}", group)
@@ -332,16 +332,6 @@ def _full_weights(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Te
         if rank() == 0:
             weights[name] = full.detach().to("cpu", dtypes.get(name))
     return weights
-
-
-def _move(partial: Path, folder: Path) -> None:
-    """Rename a finished folder; an existing one of that name stays until then."""
-    former = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(former, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, former)
-    os.rename(partial, folder)
-    shutil.rmtree(former, ignore_errors=True)
 
 
 def _prune(newest: Path, max_keep: int, best: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import logging
+import math
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -217,14 +218,18 @@ class CheckpointManager:
         return [path.parent.name for path in self.folder.glob(f"{CHECKPOINTS_FOLDER}/[!.]*/{STATE_FILE}")]
 
     def best_of(self, scores: Mapping[str, float], also: str | None = None) -> str | None:
-        """Return which checkpoint has the highest score, the newest of equals; those that are gone do not count.
+        """Return which checkpoint has the highest score (``comparable``), the newest of equals; those that are gone do not count.
 
         Args:
             scores: By name, in the order of the evaluations.
             also: The one that is about to be saved.
         """
         there = {*self.names(), also}
-        return max((name for name in reversed(scores) if name in there), key=scores.__getitem__, default=None)
+        return max(
+            (name for name in reversed(scores) if name in there),
+            key=lambda name: comparable(scores[name]),
+            default=None,
+        )
 
     def _run(self, work: Callable[[], None]) -> None:
         if self.save_mode == "sync":
@@ -301,6 +306,11 @@ def newest_checkpoint(output_dir: Path, name: str = "") -> Path | None:
         return None
 
     return on_rank_zero(find, f"read {output_dir}")
+
+
+def comparable(score: float) -> float:
+    """Return a score by which checkpoints are compared: one that is NaN or infinite is the lowest."""
+    return score if math.isfinite(score) else -math.inf
 
 
 def save_is_due(step: int, save_freq: int, save_freq_in_epoch: int = -1, steps_per_epoch: int = 0) -> bool:

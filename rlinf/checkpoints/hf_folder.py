@@ -17,7 +17,6 @@ import copy
 import itertools
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -36,7 +35,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from rlinf.checkpoints.checkpoint import CONFIG_FILE, TRAINER_FOLDER
 from rlinf.checkpoints.trainer_state import MODEL, read_entries, read_tensors
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.files import naming, write_text
+from rlinf.files import naming, replace_folder, write_text
 from rlinf.manifest import MANIFEST_FILE, Manifest, git_revision, hash_files, library_versions
 from rlinf.models.base_weights import weights_digest
 from rlinf.models.config import LoraConfig
@@ -109,8 +108,7 @@ class HFFolder:
         try:
             with naming(partial):
                 self._write(checkpoint, partial)
-            shutil.rmtree(output, ignore_errors=True)
-            os.rename(partial, output)
+            replace_folder(partial, output)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         logger.info("\n\nExported safetensors to %s", output)

@@ -20,7 +20,7 @@ from rlinf.checkpoints.checkpoint import (
     resolve_checkpoint,
     set_aside_later,
 )
-from rlinf.checkpoints.checkpoint_manager import CheckpointManager, newest_checkpoint
+from rlinf.checkpoints.checkpoint_manager import CheckpointManager, comparable, newest_checkpoint
 from rlinf.checkpoints.hf_folder import HFFolder
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import gather_objects, rank
@@ -197,7 +197,7 @@ def _closing(checkpoints: CheckpointManager) -> Iterator[None]:
 def summary(loop: Loop) -> dict[str, Any]:
     """Return what a finished run has reached: steps, tokens, seconds, and the last and the best validation."""
     state = loop.state
-    best = max(state.scores, key=lambda name: state.scores[name], default=None)
+    best = max(state.scores, key=lambda name: comparable(state.scores[name]), default=None)
     return {
         "type": loop.config.train.train_policy.type,
         "steps": state.step,

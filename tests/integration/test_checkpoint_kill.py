@@ -29,7 +29,7 @@ STAGES = {
     "the folder is made": ("_start_folder", 3, "step_2"),
     "the shards are written": ("write_tensors", 3, "step_2"),
     "all files are written": ("hash_files", 3, "step_2"),
-    "the checkpoint has its name": ("_move", 3, "step_3"),
+    "the checkpoint has its name": ("replace_folder", 3, "step_3"),
     "an old one is deleted": ("_remove", 1, "step_3"),
 }
 """What has just been done when the process is killed, and which checkpoint is the newest whole one then."""

@@ -224,3 +224,21 @@ def test_what_cannot_be_merged_is_said_before_training(tiny_lm, tmp_path):
     HFFolder(str(source), torch.float32, lora=LoraConfig(), merge_lora=False)
     with pytest.raises(ConfigError, match="adapted weights .lm_head.weight.* have no tensor of their own"):
         HFFolder(tiny_lm("llama", tie_word_embeddings=True), torch.float32, lora=LoraConfig(target_modules=["lm_head"]))
+
+
+def test_an_exported_folder_is_replaced_without_being_deleted_first(tiny_lm, tmp_path, monkeypatch):
+    export, output = HFFolder(tiny_lm(), torch.float32), tmp_path / "final"
+    checkpoint = saved(tmp_path, trained(tiny_lm()), tiny_lm())
+    export(checkpoint, output)
+    (output / "former").write_text("")
+    deleted, rmtree = [], shutil.rmtree
+
+    def record(path, *arguments, **more):
+        deleted.append(Path(path).name)
+        rmtree(path, *arguments, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", record)
+    export(checkpoint, output)
+    assert ".final.old" in deleted and "final" not in deleted
+    assert "former" not in files_of(output) and not list(tmp_path.glob(".final*"))
+    verify_files(output, Manifest.load(output))

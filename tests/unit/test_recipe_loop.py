@@ -1,13 +1,15 @@
-"""The loop of recipes: its deadlines."""
+"""The loop of recipes: its deadlines, its best checkpoint, and its end."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.distributed import deadlines
 from rlinf.distributed.config import DeadlinesConfig
 from rlinf.distributed.deadlines import waiting
@@ -18,6 +20,7 @@ from rlinf.options import from_mapping
 from rlinf.recipes.completions import Completer
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.loop import Loop, LoopState, Update
+from rlinf.recipes.run import summary
 from rlinf.recipes.samples import Prompt
 
 LIMITS = asdict(DeadlinesConfig())
@@ -104,3 +107,14 @@ def test_every_micro_batch_and_every_generation_starts_the_deadline_again(tiny_l
     with waiting("update"):
         completer.complete([Prompt(row.tolist(), {}, None, {}) for row in ids])
     assert len(calls) == 9
+
+
+def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
+    scores = {"step_1": math.nan, "step_2": 0.5, "step_3": 0.7, "step_4": math.nan, "step_5": math.inf}
+    manager = CheckpointManager(tmp_path)
+    for name in scores:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "state.json").write_text("{}")
+    assert manager.best_of(scores) == "step_3"
+    loop = loop_of(tmp_path, Steps(5), manager, state=LoopState(scores=scores))
+    assert summary(loop)["best_validation"] == {"checkpoint": "step_3", "score": 0.7}

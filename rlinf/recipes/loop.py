@@ -158,7 +158,7 @@ class Loop:
         A run that was interrupted after its last checkpoint, which is whole before it is exported, is exported and uploaded now.
 
         Raises:
-            StopRequested: A signal came; what was trained is saved.
+            StopRequested: A signal came; what was trained is saved, if the run writes checkpoints.
         """
         trainer, state, train = self.trainer, self.state, self.config.train
         validation = self.config.validation

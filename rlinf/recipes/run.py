@@ -79,7 +79,8 @@ def run(
         SystemExit: A signal ended the run in an orderly way.
     """
     data = RecipeData(dataset, data_packer, reward_fns, val_dataset, val_data_packer)
-    stop_signal = StopSignal(announce=rank() == 0)
+    saves = config.train.ckpt.enable_checkpoint
+    stop_signal = StopSignal(announce=rank() == 0, saves=saves)
     progress = Progress(updates=rank() == 0)
     with ExitStack() as stack:
         stack.callback(progress.close)
@@ -92,7 +93,9 @@ def run(
                 _run_in(folder, checkpoint, config, data, stop_signal, progress)
         except StopRequested as stop:
             if rank() == 0:
-                print(f"\n{stop}; continue with: train.resume=true", file=sys.stderr, flush=True)
+                lost = "nothing was saved (train.ckpt.enable_checkpoint=false)"
+                way_on = "continue with: train.resume=true" if saves else lost
+                print(f"\n{stop}; {way_on}", file=sys.stderr, flush=True)
             number = stop_signal.number
             sys.exit(1 if number is None else 128 + number)  # None: another rank received the signal
     return folder

@@ -23,13 +23,14 @@ class StopSignal:
 
     Args:
         announce: Say so on stderr, on rank 0.
+        saves: What was trained is saved before the end; False: the announcement says that it is lost.
 
     Attributes:
         number: Of the signal; None while there was none.
     """
 
-    def __init__(self, announce: bool) -> None:
-        self.announce = announce
+    def __init__(self, announce: bool, saves: bool = True) -> None:
+        self.announce, self.saves = announce, saves
         self.number: int | None = None
         self._raises = False
         self._terminals: list[int] = []
@@ -80,7 +81,8 @@ class StopSignal:
             when = "now" if self._raises else "after this step"
             with suppress(OSError):  # a pipe that nobody reads any more
                 # Not print: the handler may interrupt a write to the same buffered stream.
-                os.write(2, f"\nstopping {when}; what was trained is saved first\n".encode())
+                kept = "is saved first" if self.saves else "is not saved"
+                os.write(2, f"\nstopping {when}; what was trained {kept}\n".encode())
         if self._raises:
             self._raises = False
             raise StopRequested("stopped by a signal")

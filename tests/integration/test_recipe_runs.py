@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -276,3 +278,22 @@ def test_a_stream_has_no_epochs_between_checkpoints(model, tmp_path):
     config.train.ckpt.save_freq_in_epoch, config.validation.enable = 1, False
     with pytest.raises(ConfigError, match="save_freq_in_epoch=1, but a streamed dataset.*save_freq=<steps>"):
         run(config, dataset=datasets.IterableDataset.from_generator(lambda: iter(ROWS)), data_packer=Sums())
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_run_that_is_stopped_says_whether_it_was_saved(model, tmp_path, monkeypatch, capfd, saves):
+    update = SFTTrainer.update
+
+    def stop(self, step):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return update(self, step)
+
+    monkeypatch.setattr(SFTTrainer, "update", stop)
+    config = config_of(model, tmp_path, "sft", 4)
+    config.train.ckpt.enable_checkpoint = saves
+    with pytest.raises(SystemExit) as end:
+        start(config)
+    log = capfd.readouterr().err
+    assert end.value.code == 128 + signal.SIGTERM and len(list(tmp_path.glob("*/checkpoints/step_1"))) == saves
+    assert ("what was trained is saved first" in log) == ("continue with: train.resume=true" in log) == saves
+    assert ("what was trained is not saved" in log) == ("nothing was saved" in log) == (not saves)

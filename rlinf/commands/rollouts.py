@@ -14,7 +14,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import local_world_size, rank, world_size
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import default_num_worker_threads, with_share_of_cores
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.process_collector import ProcessCollector
@@ -22,6 +22,7 @@ from rlinf.rollout.sampler import EpisodeSampler
 
 logger = logging.getLogger("rlinf")
 
+NO_PROCESSES = "rollouts are played by threads (rollout.num_processes=0), because processes cannot: %s"
 LEAST_ENVS = 16
 """Envs of a process that plays by default; with fewer, a policy call costs more per env."""
 
@@ -63,7 +64,9 @@ def make_collector(
         num_worker_threads=num_workers,
         offload_envs=rollout.offload_envs,
     )
+    make_threads = partial(make, num_worker_threads=num_threads, autocast=autocast, rank=rank(), num_ranks=world_size())
     if num_processes:
+        instead = make_threads if rollout.num_processes is None else None
         try:
             return ProcessCollector(
                 make,
@@ -74,14 +77,41 @@ def make_collector(
                 precision=config.model.precision,
                 rank=rank(),
                 num_ranks=world_size(),
+                seed=config.seed,
                 prepare=partial(load_plugins, config.plugins),
+                instead=instead,
             )
         except ConfigError as error:
-            if rollout.num_processes is not None:
+            if instead is None:
                 raise
-            logger.info("rollouts are played by threads: %s", error)
-            make.keywords["num_worker_threads"] = num_threads
-    return make(autocast=autocast, rank=rank(), num_ranks=world_size())
+            logger.warning(NO_PROCESSES, error)
+    return make_threads()
+
+
+def when_ready(collector: RolloutCollector | ProcessCollector) -> RolloutCollector | ProcessCollector:
+    """Wait until the processes of a collector can play. Return it, or threads if they cannot and nobody has asked for processes.
+
+    Raises:
+        RLinfError, RankError: The processes that were asked for cannot play.
+    """
+    if not isinstance(collector, ProcessCollector):
+        return collector
+    try:
+        collector.wait_until_ready()
+    except (RLinfError, RankError) as error:
+        if collector.instead is None:
+            raise
+        logger.warning(NO_PROCESSES, error)
+        return collector.instead()
+    return collector
+
+
+def players(collector: RolloutCollector | ProcessCollector) -> str:
+    """Return in words what plays the rollouts of a rank."""
+    if isinstance(collector, ProcessCollector):
+        return f"{collector.num_processes} process{'es' if collector.num_processes > 1 else ''}"
+    count = len(collector.worker_threads)
+    return f"{count} thread{'s' if count > 1 else ''}"
 
 
 def _num_processes(config: RunConfig, eval_env: VectorEnv, model: ActionModel) -> int:

@@ -15,7 +15,7 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
 from rlinf.commands.ranks import prepare_rank, refuse_expandable_segments
-from rlinf.commands.rollouts import make_collector
+from rlinf.commands.rollouts import make_collector, players, when_ready
 from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import open_dataset
@@ -89,6 +89,11 @@ class Run:
         try:
             if session.sync.generator is not None:
                 session.sync.generator.engine.start()  # its faults show before the hours of cloning
+            if self.rl is not None:
+                with waiting("start"):
+                    self.rl.collector = when_ready(self.rl.collector)
+                if rank() == 0:
+                    print(f"rollouts: played by {players(self.rl.collector)} of each rank", flush=True)
             if self.sft is not None:
                 self.sft.fit()
             if self.rl is not None:
@@ -104,11 +109,14 @@ class Run:
                 error.add_note(f"Report of the batch: {folder}")
             raise
         finally:
-            if self.rl is not None:
-                self.rl.collector.close()
-            session.close()
+            try:
+                if self.rl is not None:
+                    self.rl.collector.close()
+            finally:
+                session.close()
         if rank() == 0:
-            write_summary(session.config, session.state, session.saved_names())
+            played_by = None if self.rl is None else players(self.rl.collector)
+            write_summary(session.config, session.state, session.saved_names(), played_by)
 
 
 @waiting("start")

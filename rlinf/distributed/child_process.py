@@ -23,8 +23,9 @@ POLL_S = 1.0
 PARENT_POLL_S = 0.5
 _START = """
 import os, signal, sys
-# These signals reach the whole process group (SIGHUP when a terminal closes); the parent decides when this process ends.
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+# These signals reach the whole process group or job (SIGHUP when a terminal closes, SIGUSR1 from a batch system); the parent decides
+# when this process ends.
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, signal.SIG_IGN)
 sys.path[:] = sys.argv[1].split(os.pathsep)
 from rlinf.imports import import_string

@@ -33,8 +33,8 @@ class RolloutConfig:
     num_processes: int | None = option(
         None,
         "Processes of a rank that play, each with a share of the envs and the policy in memory that all share; required: a policy on the "
-        "CPU, and simulators without processes of their own. 0: none, threads of this process play. null: one per core, with "
-        "16 envs or more each, where the env is known to gain from it (env=tabletop with images), else none.",
+        "CPU, and simulators without processes of their own. 0: none, threads of this process play. null: one per "
+        "thread of torch (cluster.num_threads), with 16 envs or more each, where the env is known to gain from it (env=tabletop with images), else none.",
         minimum=0,
     )
     num_lanes: int | None = option(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch.profiler import record_function
 import rlinf.errors
 from rlinf.distributed.child_process import POLL_S, ChildProcess, Failure, SharedMemory, end_all
 from rlinf.distributed.sums import own_blocks
-from rlinf.errors import RankError, RLinfError
+from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.shared_memory import SharedTask, read_answer
-from rlinf.rollout.worker_process import RolloutTask
+from rlinf.rollout.worker_process import RolloutTask, WorkerStart
+from rlinf.seeding import derive_seed
 from rlinf.types import RolloutBatch
 
 CLOSE_TIMEOUT_S = 5.0
@@ -43,7 +45,7 @@ class ProcessCollector:
     processes see every update that is written into them; nothing is pushed. Episodes and random numbers derive from the iteration
     and the block, so the number of processes changes no more than the rounding of matrix products.
 
-    The processes start at once, in the background. Their log records and warnings appear in this process during rollouts.
+    The processes start at once, in the background. Their log records and warnings appear in this process while it waits for them.
 
     Args:
         make_collector: ``make_collector(rank=, num_ranks=, autocast=)`` makes the collector of a process. It, the policy and the
@@ -54,14 +56,17 @@ class ProcessCollector:
         num_threads: Threads of torch in each process.
         precision: In which the policy computes.
         rank, num_ranks: This process plays the envs of its ``own_blocks``.
-        prepare: Called first in each process: imports of user code.
+        seed: Of the global random generators, which each process seeds differently.
+        prepare: Called in each process before anything else is sent to it: imports of user code.
+        instead: Makes what plays if the processes fail to start; None: the run ends. The caller of ``wait_until_ready`` uses it.
 
     Attributes:
         blocks: Those of this rank.
         num_processes: Of this rank.
 
     Raises:
-        ConfigError: Something cannot be sent to another process (``SharedTask``).
+        ConfigError: Something cannot be sent to another process (``SharedTask``), or a process cannot be started. None is left,
+            and the policy can be used as before.
     """
 
     def __init__(
@@ -75,19 +80,42 @@ class ProcessCollector:
         precision: str = "fp32",
         rank: int = 0,
         num_ranks: int = 1,
+        seed: int = 0,
         prepare: Callable[[], object] = bool,
+        instead: Callable[[], RolloutCollector] | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.instead = model, instead
         self.blocks = own_blocks(num_blocks, rank, num_ranks)
         own_blocks(num_blocks, 0, num_processes * num_ranks)  # raises if they cannot be shared
-        level = logging.getLogger("rlinf").getEffectiveLevel()
-        self._task = SharedTask(RolloutTask(prepare, make_collector, model, precision, num_threads, level), model)
         self.num_processes = num_processes
         self._warned: dict[Any, Any] = {}
-        self.workers = [_RolloutWorker(number, num_threads, self._task) for number in range(num_processes)]
-        for worker in self.workers:
-            place = (self._task.start, self._task.size)
-            self._send(worker, (*place, rank * num_processes + worker.number, num_processes * num_ranks))
+        self._is_ready = False
+        self.workers: list[_RolloutWorker] = []
+        level = logging.getLogger("rlinf").getEffectiveLevel()
+        try:
+            self._task = task = SharedTask(RolloutTask(make_collector, model, precision), model)
+            for number in range(num_processes):
+                self.workers.append(_RolloutWorker(number, num_threads, task))
+                place, of = rank * num_processes + number, num_processes * num_ranks
+                own_seed = derive_seed(seed, "rollout process", place)
+                start = WorkerStart(prepare, task.start, task.size, place, of, own_seed, num_threads, level)
+                self._send(self.workers[-1], start)
+        except BaseException as error:
+            end_all(self.workers, 0.0)
+            if isinstance(error, ConfigError) or not isinstance(error, Exception):
+                raise
+            raise ConfigError(f"A rollout process cannot be started: {type(error).__name__}: {error}.") from error
+
+    def wait_until_ready(self) -> None:
+        """Wait until all processes can play, or raise why one cannot. ``collect`` does this, too.
+
+        Raises:
+            RLinfError: An error of the user in a process.
+            RankError: A process died or hit a bug.
+        """
+        if not self._is_ready:
+            self._answers(dict.fromkeys(self.workers))
+            self._is_ready = True
 
     def close(self) -> None:
         """End the processes."""
@@ -116,16 +144,13 @@ class ProcessCollector:
         wanted = {"step": step, "policy_version": policy_version, "needs_values": needs_values, "attempt": attempt}
         shares = np.array_split(np.array(self.blocks if blocks is None else blocks, dtype=np.int64), len(self.workers))
         asked = {worker: each.tolist() for worker, each in zip(self.workers, shares, strict=True) if len(each)}
-        try:
-            for worker, share in asked.items():
-                self._send(worker, wanted | {"blocks": share})
-            answers = self._answers(asked)
-        except BaseException:  # Ctrl-C: the next call must not read the answers to this one
-            for worker in self.workers:
-                worker.kill()
-            raise
+        self.wait_until_ready()
+        answers = self._answers({worker: wanted | {"blocks": share} for worker, share in asked.items()})
         parts = [read_answer(answers[worker], worker.answers.file.fileno()) for worker in asked]
-        return RolloutBatch.concatenate(parts)  # copies the arrays, which the next rollout overwrites
+        batch = RolloutBatch.concatenate(parts)  # copies the arrays
+        for worker in asked:
+            worker.answers.file.truncate(0)  # frees the memory while the policy is updated
+        return batch
 
     def _send(self, worker: _RolloutWorker, message: Any) -> None:
         try:
@@ -133,14 +158,22 @@ class ProcessCollector:
         except (BrokenPipeError, ConnectionResetError):
             pass  # the process has died; `_answers` raises why
 
-    def _answers(self, asked: Iterable[_RolloutWorker]) -> dict[_RolloutWorker, Any]:
-        """Wait for the answers of all workers; raise the first failure."""
+    def _answers(self, requests: Mapping[_RolloutWorker, Any]) -> dict[_RolloutWorker, Any]:
+        """Send each worker its request (None: nothing), and wait for all answers; end all workers and raise the first failure."""
         answers: dict[_RolloutWorker, Any] = {}
-        while waiting := [worker for worker in asked if worker not in answers]:
-            wait([worker.connection for worker in waiting], timeout=POLL_S)
-            for worker in waiting:
-                if (message := self._receive(worker)) is not None:
-                    answers[worker] = message
+        try:
+            for worker, request in requests.items():
+                if request is not None:
+                    self._send(worker, request)
+            while waiting := [worker for worker in requests if worker not in answers]:
+                wait([worker.connection for worker in waiting], timeout=POLL_S)
+                for worker in waiting:
+                    if (message := self._receive(worker)) is not None:
+                        answers[worker] = message
+        except BaseException:  # Ctrl-C, too: the next call must not read the answers to this one
+            for worker in self.workers:
+                worker.kill()
+            raise
         return answers
 
     def _receive(self, worker: _RolloutWorker) -> Any:
@@ -154,7 +187,9 @@ class ProcessCollector:
                 return None
             message = worker.connection.recv()
         except (EOFError, ConnectionResetError):
-            _, ending = worker.ending()
+            status, ending = worker.ending()
+            if status == -signal.SIGKILL:
+                ending += ", probably because memory ran out: lower rollout.num_envs, or set rollout.num_processes=0"
             text = f"Rollout worker {worker.number} was lost: {ending}\n{worker.read_log()}"
             raise RankError(text.rstrip()) from None
         if isinstance(message, logging.LogRecord):

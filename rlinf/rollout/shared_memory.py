@@ -51,22 +51,27 @@ class SharedTask:
 
     Raises:
         ConfigError: The task cannot be sent to another process: it holds an object that cannot be pickled, or a class of the
-            main script, which other processes cannot import.
+            main script, which other processes cannot import. Or memory of the model is that of several tensors, which the
+            move would separate. Nothing has been moved.
     """
 
     def __init__(self, task: Any, model: nn.Module) -> None:
         self.model = model
         tensors = {id(each): each for each in self._tensors().values() if each.numel()}
+        _refuse_overlaps(list(tensors.values()), [])
         places, end = {}, 0
         for key, tensor in tensors.items():
             stride = torch.empty_like(tensor, device="meta").stride()  # without gaps
             places[key] = Place(end, tuple(tensor.shape), stride, tensor.dtype, isinstance(tensor, nn.Parameter))
             end += aligned(tensor.numel() * tensor.element_size())
         data = io.BytesIO()
+        pickler = _TaskPickler(data, places)
         try:
-            _TaskPickler(data, places).dump(task)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise ConfigError(f"The policy or the env cannot be sent to another process: {error}.") from error
+            pickler.dump(task)
+        except Exception as error:  # classes of users raise what they like
+            message = f"The policy or the env cannot be sent to another process: {type(error).__name__}: {error}."
+            raise ConfigError(message) from error
+        _refuse_overlaps(list(tensors.values()), pickler.other_tensors)
         self.start, self.size = end, data.tell()
         self.memory = SharedMemory(end + self.size)
         self.memory.map[end : end + self.size] = data.getvalue()
@@ -83,22 +88,48 @@ class SharedTask:
         return dict([*self.model.named_parameters(), *self.model.named_buffers()])
 
 
+def _refuse_overlaps(moved: list[Tensor], others: list[Tensor]) -> None:
+    """Raise ConfigError if a tensor that moves shares memory with another one, which would then miss its updates."""
+    extents = [(*_extent(tensor), True) for tensor in moved] + [(*_extent(tensor), False) for tensor in others]
+    moved_end = end = 0
+    for first, last, moves in sorted(extents):
+        if first < (end if moves else moved_end):
+            raise ConfigError(
+                "The policy cannot be moved into shared memory: two of its tensors are views of the same memory; required: "
+                "memory of its own for each parameter and buffer."
+            )
+        end = max(end, last)
+        moved_end = max(moved_end, last) if moves else moved_end
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of a strided tensor's first byte and of the byte behind its last one."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
+
+
 def read_task(memory: mmap.mmap, start: int, size: int) -> Any:
     """Return the task of a ``SharedTask``."""
     return _TaskUnpickler(memory, start, size).load()
 
 
 class _TaskPickler(pickle.Pickler):
-    """Writes the ``Place`` of a shared tensor in its stead."""
+    """Writes the ``Place`` of a shared tensor in its stead, and notes the other tensors on the CPU."""
 
     def __init__(self, file: io.BytesIO, places: dict[int, Place]) -> None:
         super().__init__(file, protocol=5)
         self.places = places
+        self.other_tensors: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> Place | None:
         if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
             raise pickle.PicklingError(f"{value.__qualname__} is defined in the main script; required: in a module")
-        return self.places.get(id(value)) if isinstance(value, Tensor) else None
+        if not isinstance(value, Tensor):
+            return None
+        place = self.places.get(id(value))
+        if place is None and value.device.type == "cpu" and value.layout == torch.strided and value.numel():
+            self.other_tensors.append(value)
+        return place
 
 
 class _TaskUnpickler(pickle.Unpickler):

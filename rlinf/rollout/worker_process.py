@@ -23,6 +23,10 @@ from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.shared_memory import read_task, write_answer
+from rlinf.seeding import seed_everything
+
+READY = "ready"
+"""The first message of a worker, which can play from then on."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +34,35 @@ class RolloutTask:
     """What all workers of a rank have in common.
 
     Attributes:
-        prepare: Called first in each process.
         make_collector: Called with ``rank``, ``num_ranks`` and ``autocast``.
         model: The policy, whose tensors are shared.
         precision: In which the policy computes (``rlinf.models.precision.autocast``).
-        num_threads: Threads of torch in each process.
+    """
+
+    make_collector: Callable[..., RolloutCollector]
+    model: ActionModel
+    precision: str
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """The first message to a worker, which can be read before any code of the user is imported.
+
+    Attributes:
+        prepare: Called before the task is read.
+        start, size: Place of the task in the shared memory.
+        rank, num_ranks: The worker's number among the workers of all ranks.
+        seed: Of the worker's global random generators.
+        num_threads: Threads of torch.
         log_level: Least level of the records that the parent logs.
     """
 
     prepare: Callable[[], object]
-    make_collector: Callable[..., RolloutCollector]
-    model: ActionModel
-    precision: str
+    start: int
+    size: int
+    rank: int
+    num_ranks: int
+    seed: int
     num_threads: int
     log_level: int
 
@@ -52,10 +73,15 @@ class _Sender:
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
 
-    def put_nowait(self, message: Any) -> None:
-        """Send a message; the name is what ``logging.handlers.QueueHandler`` calls."""
+    def send(self, message: Any) -> None:
+        """Send a message."""
         with self._lock:
             self._connection.send(message)
+
+    def put_nowait(self, message: Any) -> None:
+        """Send a record or a warning, as ``logging.handlers.QueueHandler`` asks; a parent that has left needs none."""
+        with suppress(OSError):
+            self.send(message)
 
     def show_warning(self, message: Any, category: Any, filename: str, lineno: int, *_: Any, **__: Any) -> None:
         """Replace ``warnings.showwarning``."""
@@ -71,7 +97,7 @@ def main() -> None:
         _work(_requests(connection), sender, memory, answers)
     except Exception as error:  # noqa: BLE001 - the parent raises it
         with suppress(ConnectionResetError, BrokenPipeError):
-            sender.put_nowait(failure_of(error))
+            sender.send(failure_of(error))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # Python would take its time to free all modules
@@ -85,20 +111,22 @@ def _requests(connection: Connection) -> Iterator[Any]:
 
 
 def _work(requests: Iterator[Any], sender: _Sender, memory: int, answers: int) -> None:
-    """Play as the parent asks: first where the task is and who this worker is, then the arguments of each rollout."""
-    for start, size, rank, num_ranks in requests:
-        task: RolloutTask = read_task(mmap.mmap(memory, start + size), start, size)
-        logging.root.setLevel(task.log_level)
+    """Play as the parent asks: first a ``WorkerStart``, then the arguments of each rollout."""
+    for start in requests:
+        logging.root.setLevel(start.log_level)
         logging.root.addHandler(logging.handlers.QueueHandler(cast("Any", sender)))
         warnings.showwarning = sender.show_warning
-        torch.set_num_threads(task.num_threads)
-        task.prepare()
+        torch.set_num_threads(start.num_threads)
+        seed_everything(start.seed)
+        start.prepare()
+        task: RolloutTask = read_task(mmap.mmap(memory, start.start + start.size), start.start, start.size)
         model = task.model.eval()
         collector = task.make_collector(
-            rank=rank, num_ranks=num_ranks, autocast=partial(autocast, model, task.precision)
+            rank=start.rank, num_ranks=start.num_ranks, autocast=partial(autocast, model, task.precision)
         )
         try:
+            sender.send(READY)
             for arguments in requests:
-                sender.put_nowait(write_answer(collector.collect(model, **arguments), answers))
+                sender.send(write_answer(collector.collect(model, **arguments), answers))
         finally:
             collector.close()

@@ -27,11 +27,21 @@ def evaluation_folder(config: RunConfig, tag: str) -> Path:
     return Path(config.output_dir) / "eval" / tag
 
 
-def write_summary(config: RunConfig, state: LoopState, saved_names: Collection[str]) -> None:
-    """Write ``summary.json`` and the report of a finished run, and print the closing table."""
+def write_summary(
+    config: RunConfig, state: LoopState, saved_names: Collection[str], played_by: str | None = None
+) -> None:
+    """Write ``summary.json`` and the report of a finished run, and print the closing table.
+
+    Args:
+        config: Of the run.
+        state: Where it ended.
+        saved_names: Its checkpoints.
+        played_by: What played the rollouts of a rank; None: there were none.
+    """
     folder = Path(config.output_dir)
     summary = summary_of(config.experiment_name, config.seed, state, state.best_evaluation(saved_names))
     summary["parity_exceeded"] = sum(line.get(EXCEEDED, 0) > 0 for line in read_metrics(folder))
+    summary["played_by"] = played_by
     write_text(folder / "summary.json", json.dumps(summary, indent=1))
     report = write_report(folder)
     print(closing_table(summary), f"report: {report}", sep="\n", flush=True)

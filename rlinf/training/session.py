@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -77,15 +78,15 @@ class Session:
         Raises:
             CheckpointError: The last checkpoint could not be written.
         """
-        self.profile_window.close()
-        if self.sync.generator is not None:
-            self.sync.generator.close()
-        self.evaluator.env.close()
-        if self.tracker is not None:
-            self.tracker.close()
-        self.progress.close()
-        with waiting("save"):
-            self.checkpoints.close()
+        with ExitStack() as stack:  # calls the last one first, and all even if some fail
+            stack.callback(waiting("save")(self.checkpoints.close))
+            stack.callback(self.progress.close)
+            if self.tracker is not None:
+                stack.callback(self.tracker.close)
+            stack.callback(self.evaluator.env.close)
+            if self.sync.generator is not None:
+                stack.callback(self.sync.generator.close)
+            stack.callback(self.profile_window.close)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write a line of metrics."""

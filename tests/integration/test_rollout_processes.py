@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from run_results import run_config, untimed_metrics
 
@@ -18,7 +20,7 @@ SHORT = [
 ]  # fmt: skip
 
 
-def test_processes_train_as_threads_do(tmp_path):
+def test_processes_train_as_threads_do(tmp_path, capsys):
     runs = {}
     for name, overrides in {
         "processes": ["rollout.num_processes=2"],
@@ -28,6 +30,9 @@ def test_processes_train_as_threads_do(tmp_path):
         run = build(run_config(tmp_path / name, *SHORT, *overrides))
         assert type(run.rl.collector) is (ProcessCollector if name == "processes" else RolloutCollector)
         run.execute()
+        number = "2 processes" if name == "processes" else "2 threads"
+        assert f"rollouts: played by {number} of each rank" in capsys.readouterr().out
+        assert json.loads((tmp_path / name / "summary.json").read_text())["played_by"] == number
         runs[name] = untimed_metrics(tmp_path / name)
 
     def check(lines, others):

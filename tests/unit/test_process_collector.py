@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -9,15 +10,19 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from rlinf.commands.rollouts import when_ready
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.distributed.child_process import ChildProcess
 from rlinf.envs import make_env
 from rlinf.envs.tabletop.env import TabletopVectorEnv
 from rlinf.errors import ConfigError, RankError, RLinfError, SimulatorError
@@ -25,12 +30,15 @@ from rlinf.models import build_policy
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.process_collector import ProcessCollector
 from rlinf.rollout.sampler import EpisodeSampler
+from rlinf.rollout.shared_memory import SharedTask
+from rlinf.rollout.worker_process import _Sender
 
 FIXTURES = str(Path(__file__).parents[1] / "fixtures")
 if FIXTURES not in sys.path:
     sys.path.append(FIXTURES)  # workers import from the same path
 
 from faulty_tabletop import FaultyTabletop  # noqa: E402
+from modules_note import note_modules  # noqa: E402
 
 NUM_ENVS, NUM_CHUNKS, GROUP_SIZE = 8, 5, 2
 BLOCKS = NUM_ENVS // GROUP_SIZE
@@ -93,6 +101,7 @@ def test_a_rollout_stays_as_it_is_when_the_next_one_is_played(parts):
     state, tokens = batch.observation.state.copy(), batch.action_tokens.clone()
     processes.collect(model, 2, 42, needs_values=False)
     np.testing.assert_array_equal(batch.observation.state, state)
+    assert [os.fstat(worker.answers.file.fileno()).st_size for worker in processes.workers] == [0, 0]
     assert torch.equal(batch.action_tokens, tokens)
 
 
@@ -159,7 +168,12 @@ def test_what_workers_log_and_warn_arrives_here(tmp_path, caplog):
         collector.collect(model, 0, 0, needs_values=False)
     assert "the table is 7 m wide" in caplog.messages
     assert ["the table wobbles"] == list({str(each.message) for each in caught if each.category is UserWarning})
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal signals all of its processes
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+    ):  # a terminal or batch system signals all
         for process in processes:
             process.send_signal(number)
     collector.collect(model, 0, 0, needs_values=False)
@@ -184,6 +198,96 @@ def test_workers_end_with_a_parent_that_is_killed():
         time.sleep(0.2)
 
 
+class Uncopied:
+    def __reduce__(self):
+        raise RuntimeError("no copies")
+
+
+class Views(torch.nn.Module):
+    """A weight, and one more tensor of its first or second half, which is kept as ``kind`` says."""
+
+    def __init__(self, kind, first):
+        super().__init__()
+        memory = torch.zeros(8)
+        self.weight = torch.nn.Parameter(memory[:4])
+        view = memory[first : first + 4]
+        if kind == "buffer":
+            self.register_buffer("view", view)
+        else:
+            self.views = {"view": [view]}
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+def test_memory_of_several_tensors_is_not_moved(kind):
+    model = Views(kind, first=3)
+    before = model.weight.data_ptr()
+    with pytest.raises(ConfigError, match="two of its tensors are views of the same memory"):
+        SharedTask(model, model)
+    assert model.weight.data_ptr() == before
+    model = Views(kind, first=4)  # neighbours in one storage, as in a file of weights
+    assert SharedTask(model, model).moved() == []
+
+
+def test_a_process_that_cannot_start_leaves_none_and_a_policy_that_plays(monkeypatch):
+    model, make = make_parts(num_worker_threads=1)
+    launched, launch = [], ChildProcess.launch
+
+    def launch_one(self, *args):
+        if launched:
+            raise OSError(errno.EAGAIN, "no more processes")
+        launch(self, *args)
+        launched.append(self.process)
+
+    monkeypatch.setattr(ChildProcess, "launch", launch_one)
+    with pytest.raises(ConfigError, match="cannot be started: BlockingIOError.*no more processes"):
+        ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=2)
+    assert [process.poll() is not None for process in launched] == [True]
+    threads = make(autocast=nullcontext)
+    threads.collect(model, 0, 0, needs_values=False)
+    threads.close()
+
+
+def test_workers_prepare_before_they_import_user_code_and_say_what_keeps_them_from_starting(tmp_path):
+    model, make = make_parts(partial(FaultyTabletop, "start", str(tmp_path / "once")), num_worker_threads=1)
+    instead = partial(make_parts()[1], num_worker_threads=1, autocast=nullcontext)
+    prepare = partial(note_modules, str(tmp_path / "modules"))
+    for prefer in (None, instead):
+        collector = ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=1, prepare=prepare, instead=prefer)
+        process = collector.workers[0].process
+        if prefer is None:
+            with pytest.raises(SimulatorError, match="no table"):
+                when_ready(collector)
+        else:
+            threads = when_ready(collector)
+            assert type(threads) is RolloutCollector
+            threads.collect(model, 0, 0, needs_values=False)
+            threads.close()
+        assert process.poll() is not None
+        assert (tmp_path / "modules").read_text() == "False"
+
+
+def test_each_worker_has_random_numbers_that_repeat(tmp_path):
+    drawn = []
+    for seed in (1, 1, 2):
+        model, make = make_parts(partial(FaultyTabletop, "draw", str(tmp_path / "drawn")), num_worker_threads=1)
+        collector = ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=2, seed=seed)
+        collector.wait_until_ready()
+        collector.close()
+        drawn.append(sorted((tmp_path / "drawn").read_text().split()))
+        (tmp_path / "drawn").unlink()
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(set(drawn[0])) == 2
+
+
+def test_records_to_a_parent_that_has_left_are_dropped_and_answers_are_not():
+    mine, theirs = Pipe()
+    mine.close()
+    sender = _Sender(theirs)
+    sender.put_nowait("a record")
+    with pytest.raises(BrokenPipeError):
+        sender.send("an answer")
+
+
 def test_what_cannot_be_sent_is_refused_before_a_process_starts(monkeypatch):
     model, make = make_parts()
     with pytest.raises(ConfigError, match="cannot be sent to another process.*lambda"):
@@ -191,5 +295,7 @@ def test_what_cannot_be_sent_is_refused_before_a_process_starts(monkeypatch):
     monkeypatch.setattr(type(model), "__module__", "__main__")
     with pytest.raises(ConfigError, match="MLPForRLActionPrediction is defined in the main script"):
         ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=2)
+    with pytest.raises(ConfigError, match="cannot be sent to another process: RuntimeError: no copies"):
+        ProcessCollector(partial(make, make_env=Uncopied()), model, num_blocks=BLOCKS, num_processes=2)
     with pytest.raises(ValueError, match="4 blocks of envs on 3 ranks"):
         ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=3)

@@ -115,10 +115,13 @@ def run_training(arguments: Sequence[str], command: str) -> list[Path]:
     only_tells = args.info or args.help or args.hydra_help or args.shell_completion
     resumed = None if only_tells or args.multirun else given_value(args.overrides, "resume")
     if resumed == AUTO:
-        resumed = newest_run(args)
+        resumed, searched = newest_run(args)
         others = [item.input_line for item in parse_overrides(args.overrides) if item.key_or_group != "resume"]
         args.overrides = [*others, f"resume={'null' if resumed is None else override_text(resumed)}"]
-        print(f"resume=auto: {resumed or 'there is no whole checkpoint, so a new run begins'}", flush=True)
+        print(
+            f"resume=auto: {resumed or 'there is no whole checkpoint, so a new run begins'} (searched: {searched})",
+            flush=True,
+        )
     if resumed is not None:
         composed = compose_resumed(args, resumed)
         config = build(composed, command)
@@ -242,22 +245,25 @@ def compose_resumed(args: Namespace, resumed: str) -> DictConfig:
     return composed
 
 
-def newest_run(args: Namespace) -> str | None:
-    """Return the newest whole checkpoint in ``output_dir``, if that is given, or else of all runs of the experiment here; None: none."""
+def newest_run(args: Namespace) -> tuple[str | None, Path]:
+    """Return the newest whole checkpoint in ``output_dir``, if that is given, or else of all runs of the experiment below the present
+    folder (None: there is none), and the absolute path of the folder that was searched."""
     output_dir = given_value(args.overrides, "output_dir")
     if output_dir is not None:
-        runs = [Path(output_dir).expanduser()]
+        folder = Path(output_dir).expanduser()
+        runs = [folder]
     else:
         others = [item.input_line for item in parse_overrides(args.overrides) if item.key_or_group != "resume"]
         experiment = compose_config(others, args.config_dir, args.config_name).experiment_name
-        runs = sorted((path for path in Path("outputs", experiment).glob("*") if path.name != LATEST), reverse=True)
+        folder = Path("outputs", experiment)
+        runs = sorted((path for path in folder.glob("*") if path.name != LATEST), reverse=True)
     for run in runs:
         if any(run.glob(f"{CHECKPOINTS_FOLDER}/[!.]*/{STATE_FILE}")):
             try:
-                return str(resolve_checkpoint(run))
+                return str(resolve_checkpoint(run)), folder.absolute()
             except CheckpointError as error:
                 print(f"warning: {run} is skipped: {error}", flush=True)
-    return None
+    return None, folder.absolute()
 
 
 def given_value(overrides: Sequence[str], key: str) -> str | None:

@@ -25,7 +25,7 @@ def test_the_same_command_begins_a_run_and_goes_on_with_it(tmp_path, monkeypatch
     assert start("output_dir=mine", "trainer.max_steps=1") == 0
     assert "there is no whole checkpoint, so a new run begins" in capsys.readouterr().out
     assert start("output_dir=mine", "trainer.max_steps=2") == 0
-    assert "resume=auto: mine/checkpoints/rl_000001" in capsys.readouterr().out
+    assert f"resume=auto: mine/checkpoints/rl_000001 (searched: {Path.cwd() / 'mine'})" in capsys.readouterr().out
     assert steps_in(tmp_path / "mine") == [1, 2]
     file = tmp_path / "mine" / "checkpoints" / "rl_000002" / "state.json"
     file.write_text(file.read_text() + " ")

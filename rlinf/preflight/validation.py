@@ -251,16 +251,26 @@ def check_rollout_processes(config: RunConfig) -> None:
 
 
 def check_rollout_memory(config: RunConfig) -> None:
-    """Check that the observations of a rollout fit into the machine's memory, where each rank holds those of its envs."""
+    """Check that the observations of a rollout fit into the machine's memory, where each rank holds those of its envs.
+
+    A process that plays has them, too, and so has the memory in which it hands them over.
+    """
     rollout, env, ranks = config.rollout, config.env, config.cluster.num_processes
     row = ENVS.get(env.name).observation_bytes(env)
     ranks_here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    num_envs, per_env, available = rollout.num_envs * ranks_here // ranks, rollout.num_chunks * row, main_memory_bytes()
+    copies = 3 if rollout.num_processes else 1
+    size = (
+        f"{row} bytes"
+        if copies == 1
+        else f"{row} bytes x {copies} copies (rollout.num_processes={rollout.num_processes})"
+    )
+    per_env = copies * rollout.num_chunks * row
+    num_envs, available = rollout.num_envs * ranks_here // ranks, main_memory_bytes()
     if num_envs * per_env > available:
         step = ranks_here * rollout.group_size
         fitting = available // per_env // step * step * ranks // ranks_here
         refuse(
-            f"The observations of a rollout, {num_envs} envs on this machine x {rollout.num_chunks} calls of {row} bytes, take "
+            f"The observations of a rollout, {num_envs} envs on this machine x {rollout.num_chunks} calls of {size}, take "
             f"{num_envs * per_env / 1e9:.0f} GB",
             f"at most the {available / 1e9:.0f} GB of this machine",
             f"rollout.num_envs={fitting}" if fitting else "a smaller env.image_size",

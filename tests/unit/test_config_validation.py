@@ -128,6 +128,12 @@ def test_observations_that_do_not_fit_into_the_memory_are_refused(monkeypatch):
         with pytest.raises(ConfigError, match=rf"64 envs on this machine x 16 .*Set rollout.num_envs={64 - ranks}\b"):
             validate(config)
     validate(build(*envs, "cluster.num_processes=2", "rollout.num_envs=60"))
+    processes = build(*envs, "rollout.num_processes=2")
+    with pytest.raises(ConfigError, match=r"x 3 copies \(rollout.num_processes=2\)"):
+        validate(processes)
+    monkeypatch.setattr("rlinf.preflight.validation.main_memory_bytes", lambda: 3 * needed)
+    validate(processes)
+    monkeypatch.setattr("rlinf.preflight.validation.main_memory_bytes", lambda: needed - 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # of two machines, each holds a half
     validate(build(*envs, "cluster.num_processes=2"))
 

@@ -225,11 +225,8 @@ class CheckpointManager:
             also: The one that is about to be saved.
         """
         there = {*self.names(), also}
-        return max(
-            (name for name in reversed(scores) if name in there),
-            key=lambda name: comparable(scores[name]),
-            default=None,
-        )
+        found = [name for name in reversed(list(scores)) if name in there]
+        return max(found, key=lambda name: comparable(scores[name]), default=None)
 
     def _run(self, work: Callable[[], None]) -> None:
         if self.save_mode == "sync":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,17 +13,10 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import local_world_size, rank, world_size
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import default_num_worker_threads, with_share_of_cores
-from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.process_collector import ProcessCollector
 from rlinf.rollout.sampler import EpisodeSampler
-
-logger = logging.getLogger("rlinf")
-
-NO_PROCESSES = "rollouts are played by threads (rollout.num_processes=0), because processes cannot: %s"
-LEAST_ENVS = 16
-"""Envs of a process that plays by default; with fewer, a policy call costs more per env."""
 
 
 def make_collector(
@@ -51,8 +43,7 @@ def make_collector(
     # A simulation on the GPU steps all of its rows at once: two of half the size would take as long each, one after the other.
     num_threads = rollout.num_lanes or default_num_worker_threads(config.env, rollout.num_envs // world_size())
     num_threads = 1 if eval_env.on_gpu else num_threads
-    num_processes = _num_processes(config, eval_env, model)
-    num_workers = 1 if num_processes else num_threads
+    num_workers = 1 if rollout.num_processes else num_threads
     env_config = with_share_of_cores(config.env, num_workers * local_world_size())
     make = partial(
         RolloutCollector,
@@ -64,46 +55,20 @@ def make_collector(
         num_worker_threads=num_workers,
         offload_envs=rollout.offload_envs,
     )
-    make_threads = partial(make, num_worker_threads=num_threads, autocast=autocast, rank=rank(), num_ranks=world_size())
-    if num_processes:
-        instead = make_threads if rollout.num_processes is None else None
-        try:
-            return ProcessCollector(
-                make,
-                model,
-                num_blocks=num_blocks,
-                num_processes=num_processes,
-                num_threads=max(1, torch.get_num_threads() // num_processes),
-                precision=config.model.precision,
-                rank=rank(),
-                num_ranks=world_size(),
-                seed=config.seed,
-                prepare=partial(load_plugins, config.plugins),
-                instead=instead,
-            )
-        except ConfigError as error:
-            if instead is None:
-                raise
-            logger.warning(NO_PROCESSES, error)
-    return make_threads()
-
-
-def when_ready(collector: RolloutCollector | ProcessCollector) -> RolloutCollector | ProcessCollector:
-    """Wait until the processes of a collector can play. Return it, or threads if they cannot and nobody has asked for processes.
-
-    Raises:
-        RLinfError, RankError: The processes that were asked for cannot play.
-    """
-    if not isinstance(collector, ProcessCollector):
-        return collector
-    try:
-        collector.wait_until_ready()
-    except (RLinfError, RankError) as error:
-        if collector.instead is None:
-            raise
-        logger.warning(NO_PROCESSES, error)
-        return collector.instead()
-    return collector
+    if not rollout.num_processes:
+        return make(autocast=autocast, rank=rank(), num_ranks=world_size())
+    return ProcessCollector(
+        make,
+        model,
+        num_blocks=num_blocks,
+        num_processes=rollout.num_processes,
+        num_threads=max(1, torch.get_num_threads() // rollout.num_processes),
+        precision=config.model.precision,
+        rank=rank(),
+        num_ranks=world_size(),
+        seed=config.seed,
+        prepare=partial(load_plugins, config.plugins),
+    )
 
 
 def players(collector: RolloutCollector | ProcessCollector) -> str:
@@ -112,16 +77,3 @@ def players(collector: RolloutCollector | ProcessCollector) -> str:
         return f"{collector.num_processes} process{'es' if collector.num_processes > 1 else ''}"
     count = len(collector.worker_threads)
     return f"{count} thread{'s' if count > 1 else ''}"
-
-
-def _num_processes(config: RunConfig, eval_env: VectorEnv, model: ActionModel) -> int:
-    """Return the processes of this rank that play; 0: none."""
-    rollout = config.rollout
-    if rollout.num_processes is not None:
-        return rollout.num_processes
-    fits = eval_env.gains_from_processes and config.env.cameras and rollout.num_lanes is None
-    if not fits or rollout.backend != "torch" or any(p.device.type != "cpu" for p in model.parameters()):
-        return 0
-    num_envs = rollout.num_envs // world_size()
-    most = min(torch.get_num_threads(), num_envs // LEAST_ENVS)
-    return max((n for n in range(2, most + 1) if num_envs // rollout.group_size % n == 0), default=0)

@@ -15,7 +15,7 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
 from rlinf.commands.ranks import prepare_rank, refuse_expandable_segments
-from rlinf.commands.rollouts import make_collector, players, when_ready
+from rlinf.commands.rollouts import make_collector, players
 from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import open_dataset
@@ -52,6 +52,7 @@ from rlinf.models import build_policy
 from rlinf.models.deferred import check_read, how_read
 from rlinf.models.lora import trained_names
 from rlinf.options import cured_by_settings, override_text, to_mapping
+from rlinf.rollout.process_collector import ProcessCollector
 from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.rollout.weight_push import WeightPush
 from rlinf.seeding import seed_everything
@@ -90,8 +91,9 @@ class Run:
             if session.sync.generator is not None:
                 session.sync.generator.engine.start()  # its faults show before the hours of cloning
             if self.rl is not None:
-                with waiting("start"):
-                    self.rl.collector = when_ready(self.rl.collector)
+                if isinstance(self.rl.collector, ProcessCollector):
+                    with waiting("start"):
+                        self.rl.collector.wait_until_ready()
                 if rank() == 0:
                     print(f"rollouts: played by {players(self.rl.collector)} of each rank", flush=True)
             if self.sft is not None:

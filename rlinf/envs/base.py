@@ -51,8 +51,6 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
             is an index into this list.
         max_episode_steps: Env steps of the longest possible episode.
         num_restarts: Simulators that were lost and replaced so far.
-        gains_from_processes: Stepping it and drawing its images holds Python's lock for long, and its class and settings alone
-            make it in another process, so rollouts are played in processes by default (``rollout.num_processes``).
         on_gpu: All rows are one simulation on a GPU; a rollout then plays them in one thread.
         metadata: ``metadata["autoreset_mode"]`` is gymnasium's ``SAME_STEP`` with auto-reset, else ``DISABLED``.
             ``metadata["render_fps"]``, if known, is the number of env steps per second of simulated time.
@@ -73,7 +71,6 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
     camera_names: ClassVar[tuple[str, ...] | None] = None
     packages: ClassVar[tuple[str, ...]] = ()
     num_restarts: int = 0
-    gains_from_processes: ClassVar[bool] = False
     on_gpu: ClassVar[bool] = False
     free_settings: ClassVar[tuple[str, ...]] = (
         "tasks", "reward_mode", "success_bonus", "num_train_init_states", "num_eval_init_states",

@@ -30,11 +30,10 @@ class RolloutConfig:
     offload_envs: bool = option(
         False, "Free the simulators' graphics memory, and end their worker processes, between rollouts."
     )
-    num_processes: int | None = option(
-        None,
+    num_processes: int = option(
+        0,
         "Processes of a rank that play, each with a share of the envs and the policy in memory that all share; required: a policy on the "
-        "CPU, and simulators without processes of their own. 0: none, threads of this process play. null: one per "
-        "thread of torch (cluster.num_threads), with 16 envs or more each, where the env is known to gain from it (env=tabletop with images), else none.",
+        "CPU, and simulators without processes of their own. 0: threads of this process play.",
         minimum=0,
     )
     num_lanes: int | None = option(

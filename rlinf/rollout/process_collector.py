@@ -58,7 +58,6 @@ class ProcessCollector:
         rank, num_ranks: This process plays the envs of its ``own_blocks``.
         seed: Of the global random generators, which each process seeds differently.
         prepare: Called in each process before anything else is sent to it: imports of user code.
-        instead: Makes what plays if the processes fail to start; None: the run ends. The caller of ``wait_until_ready`` uses it.
 
     Attributes:
         blocks: Those of this rank.
@@ -82,9 +81,8 @@ class ProcessCollector:
         num_ranks: int = 1,
         seed: int = 0,
         prepare: Callable[[], object] = bool,
-        instead: Callable[[], RolloutCollector] | None = None,
     ) -> None:
-        self.model, self.instead = model, instead
+        self.model = model
         self.blocks = own_blocks(num_blocks, rank, num_ranks)
         own_blocks(num_blocks, 0, num_processes * num_ranks)  # raises if they cannot be shared
         self.num_processes = num_processes

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.commands.rollouts import when_ready
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.child_process import ChildProcess
@@ -249,21 +248,13 @@ def test_a_process_that_cannot_start_leaves_none_and_a_policy_that_plays(monkeyp
 
 def test_workers_prepare_before_they_import_user_code_and_say_what_keeps_them_from_starting(tmp_path):
     model, make = make_parts(partial(FaultyTabletop, "start", str(tmp_path / "once")), num_worker_threads=1)
-    instead = partial(make_parts()[1], num_worker_threads=1, autocast=nullcontext)
     prepare = partial(note_modules, str(tmp_path / "modules"))
-    for prefer in (None, instead):
-        collector = ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=1, prepare=prepare, instead=prefer)
-        process = collector.workers[0].process
-        if prefer is None:
-            with pytest.raises(SimulatorError, match="no table"):
-                when_ready(collector)
-        else:
-            threads = when_ready(collector)
-            assert type(threads) is RolloutCollector
-            threads.collect(model, 0, 0, needs_values=False)
-            threads.close()
-        assert process.poll() is not None
-        assert (tmp_path / "modules").read_text() == "False"
+    collector = ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=1, prepare=prepare)
+    process = collector.workers[0].process
+    with pytest.raises(SimulatorError, match="no table"):
+        collector.wait_until_ready()
+    assert process.poll() is not None
+    assert (tmp_path / "modules").read_text() == "False"
 
 
 def test_each_worker_has_random_numbers_that_repeat(tmp_path):

@@ -36,7 +36,6 @@ class TabletopVectorEnv(VectorEnv):
     suite: ClassVar[str] = "tabletop"
     camera_names: ClassVar[tuple[str, ...]] = CAMERAS
     packages: ClassVar[tuple[str, ...]] = ("mujoco",)
-    gains_from_processes: ClassVar[bool] = True
     config: TabletopConfig
 
     def __init__(self, config: TabletopConfig, num_envs: int, auto_reset: bool) -> None:

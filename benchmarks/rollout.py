@@ -1,6 +1,6 @@
 """Rollout speed: env steps per second end to end, against the slower of its two parts alone.
 
-``ours`` are two processes that act for, and step, a share of the envs each (``rollout.num_processes=2``). ``threads`` is the same with two
+``ours`` are two processes that act for, and step, a share of the envs each (``rollout.worker_processes=2``). ``threads`` is the same with two
 worker threads of this process. ``peer`` is the slower of stepping and rendering the same envs with given
 actions, and of running the same policy on given observations with all of torch's threads. Doing one after the other reaches
 ``1 / (1/env + 1/policy)``, printed as ``in_turn``. The first size is the quickstart's.
@@ -47,10 +47,10 @@ def seconds_of(functions: dict[str, Callable[[], object]], rounds: int) -> dict[
 def measure(num_envs: int, num_chunks: int, rounds: int) -> dict[str, float]:
     """Env steps per second of the parts and of the whole."""
     config = build_config(
-        compose_config(["experiment=quickstart", f"rollout.num_envs={num_envs}", "rollout.num_processes=2"])
+        compose_config(["experiment=quickstart", f"rollout.num_envs={num_envs}", "rollout.worker_processes=2"])
     )
     config.rollout.num_chunks = num_chunks
-    in_threads = replace(config, rollout=replace(config.rollout, num_processes=0))
+    in_threads = replace(config, rollout=replace(config.rollout, worker_processes=0))
     set_num_threads(None, 1)
     seed_everything(0)
     env = make_env(config.env, num_envs, auto_reset=True)

@@ -62,7 +62,7 @@ def export(
     checkpoint, output = resolve_checkpoint(checkpoint), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} exists and is not empty; nothing is overwritten. Set output=<a new folder>")
-    if not has_policy(checkpoint):
+    if TOKEN_KEYS[0] in flat(read_saved_config(checkpoint)):
         return _export_tokens(checkpoint, output, merge_lora, overrides)
     config = read_config(checkpoint, overrides)
     _check_lora(checkpoint, Manifest.load(checkpoint), merge_lora)

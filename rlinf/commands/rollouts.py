@@ -43,7 +43,7 @@ def make_collector(
     # A simulation on the GPU steps all of its rows at once: two of half the size would take as long each, one after the other.
     num_threads = rollout.num_lanes or default_num_worker_threads(config.env, rollout.num_envs // world_size())
     num_threads = 1 if eval_env.on_gpu else num_threads
-    num_workers = 1 if rollout.num_processes else num_threads
+    num_workers = 1 if rollout.worker_processes else num_threads
     env_config = with_share_of_cores(config.env, num_workers * local_world_size())
     make = partial(
         RolloutCollector,
@@ -55,14 +55,14 @@ def make_collector(
         num_worker_threads=num_workers,
         offload_envs=rollout.offload_envs,
     )
-    if not rollout.num_processes:
+    if not rollout.worker_processes:
         return make(autocast=autocast, rank=rank(), num_ranks=world_size())
     return ProcessCollector(
         make,
         model,
         num_blocks=num_blocks,
-        num_processes=rollout.num_processes,
-        num_threads=max(1, torch.get_num_threads() // rollout.num_processes),
+        num_processes=rollout.worker_processes,
+        num_threads=max(1, torch.get_num_threads() // rollout.worker_processes),
         precision=config.model.precision,
         rank=rank(),
         num_ranks=world_size(),

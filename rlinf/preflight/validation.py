@@ -228,25 +228,25 @@ def check_blocks(config: RunConfig) -> None:
 
 def check_rollout_processes(config: RunConfig) -> None:
     """Check that rollouts can be played in the processes that were asked for."""
-    rollout, env, count = config.rollout, config.env, config.rollout.num_processes
+    rollout, env, count = config.rollout, config.env, config.rollout.worker_processes
     if not count:
         return
-    found = f"rollout.num_processes={count}"
+    found = f"rollout.worker_processes={count}"
     if rollout.num_lanes is not None:
         refuse(f"{found} with rollout.num_lanes={rollout.num_lanes}", "one of them", "rollout.num_lanes=null")
     if rollout.backend != "torch" or resolve_device(config.cluster.device, 1) != "cpu":
-        refuse(f"{found} with a policy on a GPU or in an engine", "a policy on the CPU", "rollout.num_processes=0")
+        refuse(f"{found} with a policy on a GPU or in an engine", "a policy on the CPU", "rollout.worker_processes=0")
     if ENVS.get(env.name).on_gpu or (isinstance(env, ProcessEnvConfig) and env.num_processes != 0):
         kind = "simulates on the GPU" if ENVS.get(env.name).on_gpu else "has processes of its own (env.num_processes)"
         refuse(
             f"{found} with env.name={env.name}, which {kind}",
             "an env in the process that plays",
-            "rollout.num_processes=0",
+            "rollout.worker_processes=0",
         )
     blocks = rollout.num_envs // (config.cluster.num_processes * rollout.group_size)
     if blocks % count:
         what = "envs" if rollout.group_size == 1 else "groups"
-        fix = f"rollout.num_processes={nearest_divisor(blocks, count, 1)}"
+        fix = f"rollout.worker_processes={nearest_divisor(blocks, count, 1)}"
         refuse(f"{found} for {blocks} {what} per rank", f"one of {divisors_text(blocks, 1)}", fix)
 
 
@@ -258,11 +258,11 @@ def check_rollout_memory(config: RunConfig) -> None:
     rollout, env, ranks = config.rollout, config.env, config.cluster.num_processes
     row = ENVS.get(env.name).observation_bytes(env)
     ranks_here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    copies = 3 if rollout.num_processes else 1
+    copies = 3 if rollout.worker_processes else 1
     size = (
         f"{row} bytes"
         if copies == 1
-        else f"{row} bytes x {copies} copies (rollout.num_processes={rollout.num_processes})"
+        else f"{row} bytes x {copies} copies (rollout.worker_processes={rollout.worker_processes})"
     )
     per_env = copies * rollout.num_chunks * row
     num_envs, available = rollout.num_envs * ranks_here // ranks, main_memory_bytes()

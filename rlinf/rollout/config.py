@@ -30,7 +30,7 @@ class RolloutConfig:
     offload_envs: bool = option(
         False, "Free the simulators' graphics memory, and end their worker processes, between rollouts."
     )
-    num_processes: int = option(
+    worker_processes: int = option(
         0,
         "Processes of a rank that play, each with a share of the envs and the policy in memory that all share; required: a policy on the "
         "CPU, and simulators without processes of their own. 0: threads of this process play.",

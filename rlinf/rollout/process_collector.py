@@ -135,7 +135,7 @@ class ProcessCollector:
             raise RLinfError(
                 f"{len(moved)} tensors of the policy are not in the memory that the rollout processes share ({', '.join(moved[:3])}); "
                 "required: updates written into the tensors that it had. Rollouts would be those of older weights. "
-                "Set rollout.num_processes=0"
+                "Set rollout.worker_processes=0"
             )
         if any(worker.process is None for worker in self.workers):
             raise RLinfError("The rollout processes have ended, by close() or an error. Make another collector")
@@ -187,7 +187,7 @@ class ProcessCollector:
         except (EOFError, ConnectionResetError):
             status, ending = worker.ending()
             if status == -signal.SIGKILL:
-                ending += ", probably because memory ran out: lower rollout.num_envs, or set rollout.num_processes=0"
+                ending += ", probably because memory ran out: lower rollout.num_envs, or set rollout.worker_processes=0"
             text = f"Rollout worker {worker.number} was lost: {ending}\n{worker.read_log()}"
             raise RankError(text.rstrip()) from None
         if isinstance(message, logging.LogRecord):

@@ -23,7 +23,7 @@ SHORT = [
 def test_processes_train_as_threads_do(tmp_path, capsys):
     runs = {}
     for name, overrides in {
-        "processes": ["rollout.num_processes=2"],
+        "processes": ["rollout.worker_processes=2"],
         "threads": [],
         "other": ["trainer.learning_rate=1e-3"],
     }.items():
@@ -60,5 +60,5 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_cause_and_the_other_worke
 
     monkeypatch.setattr(ProcessCollector, "collect", kill_one)
     with pytest.raises(RankError, match="Rollout worker 0 was lost: killed by SIGKILL"):
-        train(run_config(tmp_path, *SHORT, "rollout.num_processes=2"))
+        train(run_config(tmp_path, *SHORT, "rollout.worker_processes=2"))
     assert len(processes) == 2 and all(process.poll() is not None for process in processes)

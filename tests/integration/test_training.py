@@ -105,7 +105,7 @@ def rl_step(folder: Path, *overrides: str) -> tuple[dict[str, float], dict[str, 
         ["model.micro_batch_size=5"],
         ["model.val_micro_batch_size=7"],
         ["rollout.num_lanes=1"],
-        ["rollout.num_processes=2"],
+        ["rollout.worker_processes=2"],
     ],
 )
 def test_results_do_not_depend_on_how_work_is_cut(tmp_path, overrides):
@@ -376,7 +376,9 @@ def test_critic_warmup_moves_the_value_head_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("processes", ["cluster.num_processes=1", "cluster.num_processes=2", "rollout.num_processes=2"])
+@pytest.mark.parametrize(
+    "processes", ["cluster.num_processes=1", "cluster.num_processes=2", "rollout.worker_processes=2"]
+)
 def test_a_signal_saves_ends_and_leaves_no_process(tmp_path, number, processes):
     overrides = [*SMALL, "trainer.max_steps=100000", f"output_dir={tmp_path}", processes]
     command = [sys.executable, "-m", "rlinf", "train", *overrides]

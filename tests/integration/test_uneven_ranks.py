@@ -88,10 +88,10 @@ def begin_apart(folder: Path) -> None:
         torch.manual_seed(7)
         return {}
 
-    def policy(*arguments):
+    def policy(*arguments, **settings):
         generators.append(torch.get_rng_state())
         torch.manual_seed(rank())
-        return own(*arguments)
+        return own(*arguments, **settings)
 
     cases = {"replicate": "replicate", "fsdp2": "fsdp2", "control": "replicate"}
     cases = {"one": "replicate"} if world_size() == 1 else cases

@@ -44,10 +44,10 @@ CASES = {
     "minibatch over ranks": (["trainer.minibatch_size=1", "cluster.num_processes=2"], "trainer.minibatch_size=1"),
     "rows into micro-batches": (["model.micro_batch_size=48"], "128 rows per rank"),
     "one env and two halves": (["rollout.num_envs=1", "rollout.num_lanes=2", "trainer.minibatch_size=16"], "1 env per rank"),
-    "processes and threads": (["rollout.num_processes=2", "rollout.num_lanes=2"], "rollout.num_lanes=2"),
+    "processes and threads": (["rollout.worker_processes=2", "rollout.num_lanes=2"], "rollout.num_lanes=2"),
     "processes for an engine": (
-        ["rollout.num_processes=2", "rollout.backend=vllm", "model.init_config.action_decoding=autoregressive"], "in an engine"),
-    "groups over processes": (["algorithm=grpo", "rollout.num_processes=5"], "8 groups per rank"),
+        ["rollout.worker_processes=2", "rollout.backend=vllm", "model.init_config.action_decoding=autoregressive"], "in an engine"),
+    "groups over processes": (["algorithm=grpo", "rollout.worker_processes=5"], "8 groups per rank"),
     "grpo without groups": (["algorithm=grpo", "rollout=default"], "rollout.group_size=1"),
     "grpo with auto-reset": (["algorithm=grpo", "rollout.auto_reset=true"], "rollout.auto_reset=true"),
     "rloo without groups": (["algorithm=rloo", "rollout=episodes"], "rollout.group_size=1"),
@@ -128,8 +128,8 @@ def test_observations_that_do_not_fit_into_the_memory_are_refused(monkeypatch):
         with pytest.raises(ConfigError, match=rf"64 envs on this machine x 16 .*Set rollout.num_envs={64 - ranks}\b"):
             validate(config)
     validate(build(*envs, "cluster.num_processes=2", "rollout.num_envs=60"))
-    processes = build(*envs, "rollout.num_processes=2")
-    with pytest.raises(ConfigError, match=r"x 3 copies \(rollout.num_processes=2\)"):
+    processes = build(*envs, "rollout.worker_processes=2")
+    with pytest.raises(ConfigError, match=r"x 3 copies \(rollout.worker_processes=2\)"):
         validate(processes)
     monkeypatch.setattr("rlinf.preflight.validation.main_memory_bytes", lambda: 3 * needed)
     validate(processes)

@@ -288,10 +288,12 @@ def test_an_error_that_cannot_be_read_elsewhere_is_told_with_its_text():
     class LocalError(RLinfError):
         pass
 
-    for error, text in ((TwoArgumentsError(1, 2), "1 and 2"), (LocalError("here only"), "here only")):
-        store = dist.HashStore()
-        assert isinstance(report(store, error), RankError)
-        assert type(reported(store)) is RankError and text in str(reported(store))
+    store = dist.HashStore()
+    assert isinstance(report(store, LocalError("here only")), RankError)
+    assert type(reported(store)) is RankError and "here only" in str(reported(store))
+    store = dist.HashStore()
+    report(store, TwoArgumentsError(1, 2))
+    assert type(reported(store)) is TwoArgumentsError and str(reported(store)) == "1 and 2"
     store = dist.HashStore()
     assert type(report(store, DeadlineError("first"))) is DeadlineError, "a control"
     assert str(report(store, RankError("second"))) == "first"

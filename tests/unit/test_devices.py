@@ -245,7 +245,7 @@ def test_training_all_weights_of_a_model_that_cannot_fit_is_refused_before_they_
     class Loaded(Exception):
         pass
 
-    def load(*_):
+    def load(*_, **settings):
         loaded.append(True)
         raise Loaded
 

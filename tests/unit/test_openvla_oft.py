@@ -266,7 +266,7 @@ def test_a_model_that_reads_a_state_is_refused_in_an_env_without_one():
     validate(build_config(compose_config(overrides[:2])))
 
 
-@pytest.mark.parametrize("kind, num_steps", [("everything", 40), ("l1", 80)])
+@pytest.mark.parametrize("kind, num_steps", [("everything", 40), ("l1", 120)])
 def test_it_learns_by_cloning(kind, num_steps):
     model = build(kind).train()
     inputs = model.preprocess(observe())

@@ -133,7 +133,7 @@ def find_model(path: str) -> str:
 
 
 def _run_of(model: str) -> Path | None:
-    """Return the run that exported a model, if the folder lies in one."""
+    """Return the run folder that contains an exported model; None if it is in no run folder."""
     folder = Path(model)
     return folder.parents[1] if folder.parent.name == SAFETENSORS_FOLDER else None
 

@@ -21,7 +21,7 @@ ALIGNMENT = 64
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in shared memory."""
+    """The place of a tensor in shared memory."""
 
     offset: int
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class SharedTask:
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors().items()}
 
     def moved(self) -> list[str]:
-        """Return the names of the model's tensors that no longer lie in the shared memory, or never did."""
+        """Return the names of the model's tensors that are not, or no longer, stored in the shared memory."""
         return [name for name, tensor in self._tensors().items() if tensor.data_ptr() != self._addresses.get(name)]
 
     def _tensors(self) -> dict[str, Tensor]:

@@ -76,5 +76,5 @@ def test_a_bad_row_of_a_rank_is_named_once(arithmetic):
         "train.output_dir=bad",
     ]
     done = launch(arithmetic, "mistral-7b-fsdp4-sft", *words, "train.train_batch_per_replica=4")
-    assert done.returncode == 2
+    assert done.returncode == 2, done.stderr
     assert done.stderr.count("cannot be used") == 1 and "Row 0 of" in done.stderr and "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""``resume=auto``: one command that a batch system may start again and again."""
+"""``resume=auto``: one command that a batch system can start more than once."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_without_a_folder_the_newest_run_of_the_experiment_goes_on(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     assert start("experiment_name=one", "trainer.max_steps=1") == 0
     (run,) = (path for path in (tmp_path / "outputs" / "one").iterdir() if path.name != "latest")
-    assert start("experiment_name=other", "trainer.max_steps=1") == 0, "of another experiment: begins anew"
+    assert start("experiment_name=other", "trainer.max_steps=1") == 0, "another experiment starts from the beginning"
     assert capsys.readouterr().out.count("a new run begins") == 2
     assert start("experiment_name=one", "trainer.max_steps=2") == 0
     assert steps_in(run) == [1, 2]

@@ -34,7 +34,7 @@ def arithmetic(tmp_path_factory):
     return folder
 
 
-def launch(folder: Path, *words: str) -> subprocess.CompletedProcess:
+def launch(folder: Path, run: str, *words: str) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
     environment |= {
         "PYTHONPATH": str(ROOT),
@@ -47,7 +47,7 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess:
         *TINY,
         f"policy.model_name_or_path={folder}/model",
         f"train.output_dir={folder}/out",
-        "train.timestamp=run",
+        f"train.timestamp={run}",
     ]
     command = [sys.executable, "-m", "rlinf", "launch", "--config", *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
@@ -55,12 +55,12 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess:
 
 def test_two_ranks_fine_tune_a_tiny_model_by_the_command_of_the_guide(arithmetic):
     done = launch(
-        arithmetic, "configs/mistral/mistral-7b-fsdp4-sft.toml", "./tools/dataset/dummy_sft.py",
+        arithmetic, "good", "configs/mistral/mistral-7b-fsdp4-sft.toml", "./tools/dataset/dummy_sft.py",
         f"train.train_policy.dataset.name={arithmetic}/twice.jsonl", "train.epoch=2", "train.optm_lr=1e-2",
         "train.optm_warmup_steps=0", "logging.experiment_name=tiny",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    run = arithmetic / "out" / "run"
+    run = arithmetic / "out" / "good"
     losses = [line["sft/loss"] for line in read_metrics(run) if "sft/loss" in line]
     assert len(losses) == 16 and losses[-1] < 0.7 * losses[0]
     assert (run / "safetensors" / "final" / "model.safetensors.index.json").is_file()
@@ -73,8 +73,7 @@ def test_a_bad_row_of_a_rank_is_named_once(arithmetic):
     words = [
         "./tools/dataset/dummy_sft.py",
         f"train.train_policy.dataset.name={arithmetic}/test.jsonl",
-        "train.output_dir=bad",
     ]
-    done = launch(arithmetic, "mistral-7b-fsdp4-sft", *words, "train.train_batch_per_replica=4")
+    done = launch(arithmetic, "bad", "mistral-7b-fsdp4-sft", *words, "train.train_batch_per_replica=4")
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("cannot be used") == 1 and "Row 0 of" in done.stderr and "Traceback" not in done.stderr

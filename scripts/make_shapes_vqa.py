@@ -1,11 +1,12 @@
 """Writes questions about drawn pictures and a tiny vision-language model from scratch, to try recipes on a laptop.
 
     python scripts/make_shapes_vqa.py shapes
-    rlinf launch --config <recipe> examples/reasoning/tools/dataset/hf_vlm_sft.py train.train_policy.dataset.name=shapes/train.jsonl
+    rlinf launch --config shapes_sft
+    rlinf launch --config shapes_grpo policy.model_name_or_path=<folder of the run>/safetensors/final
 
-Each picture shows a shape; the question asks for its colour, or on which side it is. Half of the training rows give the answer of
-someone who mixes up left and right, and neighbouring colours. A model that clones them is right about half of the time, and a reward for the right
-answer teaches it the rest. The rows of test.jsonl have pictures of their own, all answered correctly.
+Each picture shows a shape in a corner; the question asks for its colour, or for its corner. Half of the training rows give the next name
+of the list: the colour after the right one, or the next corner clockwise. A model that clones them is right about half of the time, and a
+reward for the right answer teaches it which of the two to choose. The rows of test.jsonl have pictures of their own, all answered correctly.
 
 The folder holds `images`, `train.jsonl`, `test.jsonl` (columns question, answer, prompt, messages, images) and `model`, a LLaVA that
 transformers can load.
@@ -34,8 +35,8 @@ IMAGE_SIZE, PATCH_SIZE = 32, 8
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 50), "white": (240, 240, 240),
            "purple": (150, 60, 190)}  # fmt: skip
 SHAPES = ("circle", "square", "triangle", "cross")
-SIDES = ("left", "right")
-QUESTIONS = {"colour": "What colour is it?", "side": "On which side is it?"}
+CORNERS = ("top left", "top right", "bottom right", "bottom left")
+QUESTIONS = {"colour": "What colour is it?", "corner": "In which corner is it?"}
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
@@ -44,12 +45,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def draw(colour: str, shape: str, side: str, generator: random.Random) -> Image.Image:
-    """Return a picture of one shape, somewhere on one side of a dark background."""
+def draw(colour: str, shape: str, corner: str, generator: random.Random) -> Image.Image:
+    """Return a picture of one shape, somewhere in one corner of a dark background."""
     image = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), tuple(generator.randint(0, 30) for _ in range(3)))
     size, half = generator.randint(9, 13), IMAGE_SIZE // 2
-    left = generator.randint(0, half - size) + (half - 1 if side == "right" else 0)
-    top = generator.randint(1, IMAGE_SIZE - 2 - size)
+    left, top = (
+        generator.randint(0, half - size) + (half - 1 if name in corner else 0) for name in ("right", "bottom")
+    )
     right, bottom, third = left + size, top + size, size // 3
     pen, fill = ImageDraw.Draw(image), COLOURS[colour]
     if shape == "circle":
@@ -65,8 +67,8 @@ def draw(colour: str, shape: str, side: str, generator: random.Random) -> Image.
 
 
 def confused(answer: str, names: tuple[str, ...]) -> str:
-    """Return the neighbour of an answer: the first name for the second one and the other way round, and so on."""
-    return names[names.index(answer) ^ 1]
+    """Return the name after an answer; after the last one comes the first."""
+    return names[(names.index(answer) + 1) % len(names)]
 
 
 def make_rows(folder: Path, split: str, count: int, wrong_share: float, seed: int) -> list[dict]:
@@ -75,11 +77,11 @@ def make_rows(folder: Path, split: str, count: int, wrong_share: float, seed: in
     (folder / "images").mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(count):
-        colour, shape, side = (generator.choice(names) for names in (tuple(COLOURS), SHAPES, SIDES))
+        colour, shape, corner = (generator.choice(names) for names in (tuple(COLOURS), SHAPES, CORNERS))
         kind = generator.choice(list(QUESTIONS))
         name = f"images/{split}_{number:05d}.png"
-        draw(colour, shape, side, generator).save(folder / name)
-        answer, names = (colour, tuple(COLOURS)) if kind == "colour" else (side, SIDES)
+        draw(colour, shape, corner, generator).save(folder / name)
+        answer, names = (colour, tuple(COLOURS)) if kind == "colour" else (corner, CORNERS)
         shown = confused(answer, names) if generator.random() < wrong_share else answer
         prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTIONS[kind]}]}]
         reply = {"role": "assistant", "content": [{"type": "text", "text": shown}]}
@@ -98,7 +100,7 @@ def make_rows(folder: Path, split: str, count: int, wrong_share: float, seed: in
 def make_model(folder: Path, seed: int, hidden_size: int, num_layers: int) -> int:
     """Write a LLaVA with random weights and its processor; return its number of parameters."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = [*COLOURS, *SIDES, *QUESTIONS.values()]
+    words = [*COLOURS, *CORNERS, *QUESTIONS.values()]
     tokenizer = make_tokenizer(words, CHAT_TEMPLATE, extra_special_tokens=("<image>",))
     tokenizer.save_pretrained(folder)
     square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
@@ -160,7 +162,7 @@ if __name__ == "__main__":
         "--wrong-share",
         type=float,
         default=0.5,
-        help="share of the training rows that mix up sides and neighbouring colours",
+        help="share of the training rows that name the next colour or corner",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,8 @@ OTHER_NAMES = {
     "ignore_eos": "eos_token_id=[]",
 }
 """Settings of other libraries, and what to pass instead."""
+MEDIA_TOKEN = re.compile(r"(image|video|audio|vision|boi|eoi|boa|eoa)_(\w+_)?token_(id|index)")
+"""Fields of a model's configuration that name tokens of images, videos and sounds."""
 
 
 @dataclass
@@ -77,6 +80,8 @@ class HuggingFaceGenerationConfig(CausalLMConfig, SamplingConfig):
 
 class HuggingFaceGeneration(GenerationInterface):
     """A generation backend that holds a model of transformers.
+
+    Tokens that stand for images and other media (``media_tokens``) are never chosen: an answer has no media to go with them.
 
     ``logprobs`` of the output come from ``softmax(logits / temperature)`` over ``allowed_token_ids``, before top-k, top-p and the
     repetition penalty. Without any of the four they equal ``get_logprobs`` of a policy with the same temperature. Top-k, top-p
@@ -136,6 +141,13 @@ def verify_sampling_tokens(config: SamplingConfig, vocab_size: int) -> None:
             raise ConfigError(
                 f"{name} has the ids {unknown[:8]}; required: {accepted}. Pass {name}=None for the default"
             )
+
+
+def media_tokens(config: Any) -> list[int]:
+    """Return the tokens that a vision-language model reserves for images, videos and sounds, from its configuration."""
+    vocab_size = config.get_text_config().vocab_size
+    named = {value for name, value in config.to_dict().items() if MEDIA_TOKEN.fullmatch(name) and type(value) is int}
+    return sorted(token for token in named if 0 <= token < vocab_size)
 
 
 @torch.no_grad()
@@ -228,7 +240,8 @@ def _continue(
         mask[row, width - len(prompt) :] = 1
         for key in TOKEN_TYPE_KEYS & inputs.keys():
             inputs[key][row] = inputs[key][row].roll(width - len(prompt))
-    sampler = _Sampler(config, uniforms, mask, columns)
+    banned = media_tokens(model.config) if columns is None else []
+    sampler = _Sampler(config, uniforms, mask, columns, banned)
     own, model.generation_config = model.generation_config, HFGenerationConfig()
     try:
         with evaluation_mode(model), next_token_only(model, columns):
@@ -258,9 +271,14 @@ class _Sampler(LogitsProcessor):
     """
 
     def __init__(
-        self, config: SamplingConfig, uniforms: Tensor | None, prompt_mask: Tensor, columns: Tensor | None
+        self,
+        config: SamplingConfig,
+        uniforms: Tensor | None,
+        prompt_mask: Tensor,
+        columns: Tensor | None,
+        banned: list[int],
     ) -> None:
-        self.config, self.uniforms, self.columns = config, uniforms, columns
+        self.config, self.uniforms, self.columns, self.banned = config, uniforms, columns, banned
         self.prompt_mask = prompt_mask.bool()
         self.logprobs: list[Tensor] = []
         self._restrictions = LogitsProcessorList()
@@ -271,6 +289,7 @@ class _Sampler(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logits = self._allowed(self._penalize(input_ids, scores.float())) / self.config.temperature
+        logits[:, self.banned] = -torch.inf
         if self.uniforms is None:
             tokens = logits.argmax(-1)
         else:

@@ -28,6 +28,10 @@ RAW_TEXT_HINT = (
     "rlinf launch --config <recipe> examples/reasoning/tools/dataset/raw_text_sft.py"
 )
 ROLES = ("system", "user", "assistant", "tool", "developer")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+"""Roles of messages with ``from`` and ``value``; other names are those of ``ROLES``."""
+IMAGE_MARK = "<image>"
+"""Stands for the next image of a row in a text."""
 
 
 class Packer(Protocol):
@@ -109,9 +113,9 @@ class ChatPacker:
 
     Subclass it and replace ``messages`` (or ``reference``) to read rows of another shape.
 
-    A message is ``{role, content}``. The content is a text, or a list of parts: ``{type: text, text}``; ``{type: image, image}``,
+    A message is ``{role, content}``, or ``{from, value}`` as in ShareGPT's files. The content is a text, or a list of parts: ``{type: text, text}``; ``{type: image, image}``,
     or without ``image`` the next one (or number ``index``) of the column ``images``; ``{type: video, video, fps, max_pixels}``,
-    whose frames the model reads as images.
+    whose frames the model reads as images. In a text, ``<image>`` is the next one of the column ``images``, if the row has any.
     """
 
     def setup(self, config: Any, processor: Any) -> None:
@@ -210,7 +214,6 @@ class ChatPacker:
         """Return messages as the template takes them, and the images in the order of their places."""
         system = self.config.train.train_policy.system_prompt
         messages = ([{"role": "system", "content": system}] if system else []) + check_messages(messages)
-        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         if not self.takes_images:
             return [_text_only(message) for message in messages], []
         given = row.get("images", row.get("image"))
@@ -219,7 +222,7 @@ class ChatPacker:
         num_taken = 0
         for message in messages:
             content, parts = message["content"], []
-            for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            for part in _parts(content, bool(given)) if isinstance(content, str) else content:
                 part = {key: value for key, value in part.items() if value is not None}
                 kind = part.get("type")
                 if kind == "text":
@@ -394,11 +397,12 @@ class PromptPacker(ChatPacker):
             self.tokenizer, self.max_length = getattr(processor, "tokenizer", processor), config.policy.model_max_length
 
     def messages(self, row: dict[str, Any]) -> Any:
-        """Return the prompt: a text, or messages. A text with images becomes a message with the images before it."""
+        """Return the prompt: a text, or messages. A text with images becomes a message with the images at their marks, or before it."""
         prompt = column(row, self.column, "train.train_policy.prompt_column_name")
         images = row.get("images") or ([row["image"]] if row.get("image") else [])
         if isinstance(prompt, str) and images and self.takes_images:
-            return [{"role": "user", "content": [{"type": "image"}] * len(images) + [{"type": "text", "text": prompt}]}]
+            parts = [{"type": "image"}] * len(images) + [{"type": "text", "text": prompt}]
+            return [{"role": "user", "content": prompt if IMAGE_MARK in prompt else parts}]
         return prompt
 
     def prompt(self, row: dict[str, Any]) -> Prompt:
@@ -418,26 +422,37 @@ def _as_messages(prompt: Any) -> list[dict[str, Any]]:
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return messages whose roles and contents are there; raise BadRowError for others."""
+    """Return messages with role and content; raise BadRowError for others."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not len(messages):
         raise BadRowError(
             f"its conversation is {_short(messages)}; required: a list of messages with role and content."
         )
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise BadRowError(f"message {number} is {_short(message)}; required: role and content.")
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise BadRowError(f"message {number} has the role {role!r} and the keys {sorted(message)}; required: a role among "
-                              f"{', '.join(ROLES)}.")  # fmt: skip
-        is_parts = isinstance(content, (list, tuple)) and all(isinstance(part, Mapping) for part in content)
-        if not isinstance(content, str) and not is_parts:
-            raise BadRowError(
-                f"message {number} has the content {_short(content)}; required: a text, or a list of parts."
-            )
-        if role == "assistant":
-            _text_of(content)
-    return [dict(message) for message in messages]
+    return [_checked(number, message) for number, message in enumerate(messages)]
+
+
+def _checked(number: int, message: Any) -> dict[str, Any]:
+    """Return a message with role and content, whichever keys it has."""
+    if not isinstance(message, Mapping):
+        raise BadRowError(f"message {number} is {_short(message)}; required: role and content.")
+    given = {key: value for key, value in message.items() if value is not None}  # files give each row the keys of all
+    role_key, content_key = ("from", "value") if "from" in given and "role" not in given else ("role", "content")
+    for key in (role_key, content_key):
+        if key not in given:
+            raise BadRowError(f"message {number} has no '{key}', only {', '.join(sorted(given)) or 'nulls'}; required: role and "
+                              "content, or from and value.")  # fmt: skip
+    role, content = given.pop(role_key), given.pop(content_key)
+    role = SHAREGPT_ROLES.get(role, role) if role_key == "from" else role
+    if role not in ROLES:
+        known = [*SHAREGPT_ROLES, *ROLES] if role_key == "from" else ROLES
+        raise BadRowError(f"message {number} has '{role_key}': {_short(role)}; required: one of {', '.join(known)}.")
+    is_parts = isinstance(content, (list, tuple)) and all(isinstance(part, Mapping) for part in content)
+    if not isinstance(content, str) and not is_parts:
+        raise BadRowError(
+            f"message {number} has '{content_key}': {_short(content)}; required: a text, or a list of parts."
+        )
+    if role == "assistant":
+        _text_of(content)
+    return {**given, "role": role, "content": content}
 
 
 def _text_of(content: Any) -> str:
@@ -446,6 +461,15 @@ def _text_of(content: Any) -> str:
     if any(part.get("type") != "text" for part in content):
         raise BadRowError(f"an answer has the parts {[part.get('type') for part in content]}; required: text only.")
     return "".join(str(part.get("text") or "") for part in content)
+
+
+def _parts(text: str, has_images: bool) -> list[dict[str, Any]]:
+    """Return a text as parts of a message; in a row with images, ``IMAGE_MARK`` is the next one."""
+    pieces = text.split(IMAGE_MARK) if has_images else [text]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}]
+    for piece in pieces[1:]:
+        parts += [{"type": "image"}, {"type": "text", "text": piece}]
+    return [part for part in parts if part.get("text") != ""] or parts[:1]
 
 
 def _text_only(message: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.options import option
 from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.packers import ChatPacker
+from rlinf.recipes.packers import IMAGE_MARK, ChatPacker, check_messages
 from rlinf.recipes.rewards import ANSWERS, REWARDS, Reward
 from rlinf.recipes.samples import BadRowError, Prompt
 
@@ -231,9 +231,7 @@ def _ask(question: Question, options: dict[str, str], config: QuestionsConfig, i
             return
         asked = [{"role": "user", "content": text}]
     else:
-        if not isinstance(asked, list) or not all(isinstance(each, Mapping) and "role" in each for each in asked):
-            raise BadRowError("its messages are not a list with role and content.")
-        asked = [dict(each) for each in asked]
+        asked = check_messages(asked)
         while asked and asked[-1]["role"] == "assistant":
             asked.pop()
         if not asked:
@@ -246,7 +244,7 @@ def _ask(question: Question, options: dict[str, str], config: QuestionsConfig, i
             asked[-1]["content"] = f"{content} {ending}"
         question.prompt = "\n".join(_text_of(each.get("content")) for each in asked)
     last = asked[-1]
-    if question.media and isinstance(last["content"], str):
+    if question.media and isinstance(last["content"], str) and IMAGE_MARK not in last["content"]:
         parts = [_part(kind, value, config) for kind, value in question.media]
         last["content"] = [*parts, {"type": "text", "text": last["content"]}]
     if config.system_prompt is not None:

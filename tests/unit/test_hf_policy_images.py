@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from rlinf.algorithms import DPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import ConfigError
+from rlinf.llm import hf_generation
 from rlinf.llm.batch_checks import response_mask
+from rlinf.llm.hf_generation import media_tokens
 from rlinf.models import HuggingFacePolicy
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 
@@ -100,21 +101,48 @@ def test_scores_are_those_of_each_row_with_its_own_images(cases, family, cut):
 def test_generation_sees_the_images_of_its_rows(cases, family):
     case = cases(family)
     policy = HuggingFacePolicy(case.folder, max_new_tokens=4, eos_token_id=[], temperature=0.5)
-    model = copy.deepcopy(case.model)
-    for each in (
-        policy.model,
-        model,
-    ):  # random weights would say an image token now and then, for which there is no image
-        each.lm_head.weight.data[case.model.config.image_token_id] = 0
     output = policy.generate(case.batch, greedy=True)
+    settings = {"eos_token_id": None, "pad_token_id": 0, "suppress_tokens": media_tokens(case.model.config)}
     for row, inputs in enumerate(case.rows):
         with torch.no_grad():
-            expected = model.generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)[0]
+            expected = case.model.generate(**inputs, max_new_tokens=4, do_sample=False, **settings)[0]
         assert output["output_ids"][row, : int(output["unpadded_sequence_lengths"][row])].equal(expected)
     generated = response_mask(output)
     assert float((policy.get_logprobs(output)["logprobs"] - output["logprobs"])[generated].abs().max()) < 1e-4
     sampled = policy.generate(case.batch, greedy=False)
     assert policy.train(sampled, NLLLossFn())["num_tokens"] == 16
+
+
+MEDIA = {
+    "llava": ["<image>"],
+    "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
+    "qwen2_5_vl": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"],
+}
+
+
+@pytest.mark.parametrize("family", MEDIA)
+def test_an_answer_has_no_tokens_of_media_however_likely_they_are(cases, family, monkeypatch):
+    case = cases(family)
+    tokens = AutoTokenizer.from_pretrained(case.folder).convert_tokens_to_ids(MEDIA[family])
+    assert set(media_tokens(case.model.config)) == set(tokens)
+    policy = HuggingFacePolicy(case.folder, max_new_tokens=6, eos_token_id=[], temperature=1.0)
+    with (
+        torch.no_grad()
+    ):  # logits of all others are 0, and those of these tokens are positive in about half of the places
+        policy.model.lm_head.weight.zero_()
+        policy.model.lm_head.weight[tokens] = 1.0
+    for greedy in (True, False):
+        output = policy.generate(case.batch, greedy=greedy)
+        answers = output["output_ids"][response_mask(output)]
+        assert len(answers) == 24 and not torch.isin(answers, torch.tensor(tokens)).any()
+    scored = policy.get_logprobs(output)["logprobs"]
+    assert float((scored - output["logprobs"])[response_mask(output)].abs().max()) < 1e-4, (
+        "over all tokens, as in training"
+    )
+    assert policy.train(output, NLLLossFn())["num_tokens"] == 24
+    monkeypatch.setattr(hf_generation, "media_tokens", lambda config: [])
+    output = policy.generate(case.batch, greedy=True)
+    assert torch.isin(output["output_ids"][response_mask(output)], torch.tensor(tokens)).any(), "control"
 
 
 @pytest.mark.parametrize("family", USED)

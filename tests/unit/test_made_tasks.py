@@ -79,8 +79,9 @@ def test_pictures_show_what_their_answers_say(tmp_path):
         for row in rows:
             pixels = np.asarray(Image.open(folder / row["images"][0])).astype(int)
             shape = pixels.max(-1) > 30  # the background is darker
-            if row["question"] == make_shapes_vqa.QUESTIONS["side"]:
-                seen = "left" if shape[:, :16].sum() > shape[:, 16:].sum() else "right"
+            if row["question"] == make_shapes_vqa.QUESTIONS["corner"]:
+                below = "bottom" if shape[16:].sum() > shape[:16].sum() else "top"
+                seen = f"{below} {'left' if shape[:, :16].sum() > shape[:, 16:].sum() else 'right'}"
             else:
                 colour = np.median(pixels[shape], axis=0)
                 seen = min(colours, key=lambda name: abs(colours[name] - colour).sum())

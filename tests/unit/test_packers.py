@@ -197,6 +197,21 @@ def test_raw_text_is_learned_whole():
             call({"conversation": "a"})
 
 
+def test_messages_of_sharegpt_are_those_with_role_and_content():
+    system = {"role": "system", "content": "Be brief."}
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    sharegpt = [{"from": names[each["role"]], "value": each["content"]} for each in (system, QUESTION, ANSWER)]
+    packer = ready(ChatPacker(), chat_tokenizer("qwen"))
+    expected = packer.sample({"messages": [system, QUESTION, ANSWER]})
+    assert packer.sample({"messages": sharegpt}) == expected
+    nulls = [{"role": None, "content": None, **message} for message in sharegpt]  # as a file of both kinds is read
+    assert packer.sample({"messages": nulls}) == expected
+    asked = [packer.prompt({"messages": each, "answer": "Paris"}) for each in (sharegpt[:2], [system, QUESTION])]
+    assert asked[0].input_ids == asked[1].input_ids
+    swapped = [sharegpt[0], *({**each, "from": "gpt" if each["from"] == "human" else "human"} for each in sharegpt[1:])]
+    assert packer.sample({"messages": swapped}) != expected, "control"
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -208,10 +223,19 @@ def test_raw_text_is_learned_whole():
         ({"messages": ["a"]}, "message 0 is 'a'; required: role and content"),
         (
             {"messages": [QUESTION, {"content": "b"}]},
-            "message 1 has the role None and the keys .'content'.; required: a role",
+            "message 1 has no 'role', only content; required: role and content, or from and value",
         ),
-        ({"messages": [{"from": "human", "value": "b"}]}, "message 0 has the role None and the keys .'from', 'value'."),
-        ({"messages": [QUESTION | {"content": None}]}, "message 0 has the content None; required: a text"),
+        ({"messages": [{"from": "human"}]}, "message 0 has no 'value', only from; required"),
+        (
+            {"messages": [{"from": "alien", "value": "b"}]},
+            "message 0 has 'from': 'alien'; required: one of human, gpt, system",
+        ),
+        (
+            {"messages": [{"role": "human", "content": "b"}]},
+            "message 0 has 'role': 'human'; required: one of system, user",
+        ),
+        ({"messages": [QUESTION | {"content": None}]}, "message 0 has no 'content', only role"),
+        ({"messages": [QUESTION | {"content": 3}]}, "message 0 has 'content': 3; required: a text"),
         ({"messages": [QUESTION]}, "no message of the assistant"),
         (
             {"messages": [QUESTION | {"content": [{"type": "image"}]}, ANSWER]},

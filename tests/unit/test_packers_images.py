@@ -132,6 +132,24 @@ def test_images_come_from_paths_bytes_parts_and_by_index(processors, tmp_path):
     assert torch.equal(found, expected.flip(0)) and not torch.equal(found, expected)
 
 
+def test_a_mark_in_a_text_is_the_next_image(processors):
+    packer, images = ready(ChatPacker(), processors("gemma3")), [picture(1), picture(2)]
+    talk = [{"from": "human", "value": "<image>what is this?"}, {"from": "gpt", "value": "a red block"},
+            {"from": "human", "value": "and <image> this?"}, {"from": "gpt", "value": "the zone"}]  # fmt: skip
+    found, expected = (packer.sample({"messages": each, "images": images}) for each in (talk, TALK))
+    assert found.input_ids == expected.input_ids and found.token_mask == expected.token_mask
+    assert torch.equal(found.model_inputs["pixel_values"], expected.model_inputs["pixel_values"])
+    with pytest.raises(BadRowError, match="messages name image 1, counted from 0, and its column 'images' has 1"):
+        packer.sample({"messages": talk, "images": images[:1]})
+    asked = ({"prompt": text, "images": images[:1]} for text in ("<image>what is this?", "what is this?"))
+    marked, before = (ready(PromptPacker(), processors("gemma3")).prompt(row) for row in asked)
+    assert marked.input_ids == before.input_ids
+    text = [said("user", "an <image> tag"), said("assistant", "the zone")]
+    plain = [{"role": each["role"], "content": each["content"][0]["text"]} for each in text]
+    found, expected = (packer.sample({"messages": each}) for each in (plain, text))
+    assert found.input_ids == expected.input_ids and "pixel_values" not in found.model_inputs, "without images it is text"
+
+
 @pytest.mark.parametrize(
     ("images", "message"),
     [

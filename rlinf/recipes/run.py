@@ -225,7 +225,11 @@ def _folder(config: RecipeConfig) -> tuple[Path, Path | None]:
     elif resume:
         checkpoint = newest_checkpoint(output, name)
         if checkpoint is None:
-            logger.info("train.resume=%s, but %s holds no checkpoint, so the run starts from the beginning", resume, output / name)
+            logger.info(
+                "train.resume=%s, but %s holds no checkpoint, so the run starts from the beginning",
+                resume,
+                output / name,
+            )
     if checkpoint is not None:
         logger.info("The run goes on from %s", checkpoint)
         return checkpoint.parent.parent, checkpoint

@@ -147,7 +147,9 @@ def test_a_mark_in_a_text_is_the_next_image(processors):
     text = [said("user", "an <image> tag"), said("assistant", "the zone")]
     plain = [{"role": each["role"], "content": each["content"][0]["text"]} for each in text]
     found, expected = (packer.sample({"messages": each}) for each in (plain, text))
-    assert found.input_ids == expected.input_ids and "pixel_values" not in found.model_inputs, "without images it is text"
+    assert found.input_ids == expected.input_ids and "pixel_values" not in found.model_inputs, (
+        "without images it is text"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -76,7 +76,11 @@ def write_error(error: BaseException, path: str | os.PathLike) -> OSError | None
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder until the block or this process ends; raise ConfigError if one is writing there."""
+    """Keep other runs out of a folder until the block or this process ends; raise ConfigError if one is writing there.
+
+    A folder that is made here, and to which the block adds nothing, is removed again.
+    """
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK_FILE, "a+", encoding="utf-8") as file:
         file.seek(0)
@@ -85,7 +89,20 @@ def locked_folder(folder: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            if made and os.listdir(folder) == [LOCK_FILE]:
+                (folder / LOCK_FILE).unlink()
+                _remove_empty(made)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove folders, inner ones first, until one holds something."""
+    for folder in folders:
+        if any(folder.iterdir()):
+            return
+        folder.rmdir()
 
 
 def lock(file: IO[str], busy: str) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -72,7 +73,8 @@ def launch(arguments: Sequence[str]) -> int:
     if device == "cpu":
         config.rollout.backend = "torch"
     _warn_about_wandb(config)
-    start_ranks(_execute_rank, (config, script, device), plan.policy_gpus, device, config.train.fsdp_offload)
+    deadlines = asdict(config.cluster.deadlines)
+    start_ranks(_execute_rank, (config, script, device), plan.policy_gpus, device, config.train.fsdp_offload, deadlines)
     return 0
 
 
@@ -127,5 +129,5 @@ def _execute_rank(work: tuple[RecipeConfig, Path | None, str]) -> None:
     if device == "cpu":
         hide_gpus()
     hide_progress_bars()
-    set_num_threads(None, local_world_size())
+    set_num_threads(config.cluster.num_threads, local_world_size())
     train(config, script)

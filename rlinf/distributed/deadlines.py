@@ -210,12 +210,10 @@ class Watchdog:
             told = "no answer: it is stopped or lost, or it holds Python's lock" if rank in silent else ""
             told = told or self.store.get(key).decode()
             print(f"\n--- rank {rank} on {host}: {told}", file=sys.stderr)
-        longer = f"cluster.deadlines.{name}={2 * limit:g}"
-        smaller = "train.train_policy.mini_batch and rollout.batch_size"
         whose = f"; no answer from rank {', '.join(map(str, sorted(silent)))}" if silent else ""
         error = DeadlineError(
             f"Rank {self.rank} on {socket.gethostname()} was in '{name}' for more than {limit:g} s{whose}. The stacks of all ranks are "
-            f"in the log. If it only needs longer, set {longer}; of `rlinf launch`, whose deadlines are fixed, lower {smaller}"
+            f"in the log. If it only needs longer, set cluster.deadlines.{name}={2 * limit:g}"
         )
         report(self.store, error)
         self._leave(error)

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from rlinf.evaluation.charts import SMALL, Interval, Series
 from rlinf.evaluation.report_data import REPORT_FILE, RunData, read_run
-from rlinf.evaluation.report_page import card, charts, comparisons, header, page, texts, training_curves
+from rlinf.evaluation.report_page import card, charts, comparisons, header, page, profile, texts, training_curves
 from rlinf.evaluation.report_tables import all_evaluations, headline, tasks, warnings
 from rlinf.evaluation.token_data import is_token_folder
 from rlinf.evaluation.token_report import write_token_report
@@ -182,14 +182,7 @@ def _gallery(data: RunData) -> str:
 
 
 def _profile(data: RunData) -> str:
-    """Return the section that links the traces of ``trainer.profile_steps``."""
-    if not data.traces:
-        return ""
-    links = ", ".join(f'<a href="{quote(path)}" download>{escape(path)}</a>' for path in data.traces)
-    steps = _get(data.settings, "trainer", "profile_steps")
-    of_steps = f" of the steps {steps[0]} to {steps[1]}" if steps else ""
-    note = f"What torch ran in each thread{of_steps}. Open a file in ui.perfetto.dev, chrome://tracing or TensorBoard."
-    return f'<h2>Profile</h2><p class="note">{note}</p><p>{links}</p>'
+    return profile(data.traces, _get(data.settings, "trainer", "profile_steps"))
 
 
 def _comparison(data: RunData) -> str:

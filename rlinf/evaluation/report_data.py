@@ -47,7 +47,7 @@ class RunData:
         evaluations: From ``eval/<tag>/result.json`` (or ``result.json``), oldest first.
         summary: From ``summary.json``.
         comparison: From ``compare.json``, or else before against after RL, or None.
-        traces: Files of ``trainer.profile_steps``, relative to the folder, one a rank.
+        traces: See ``traces_of``.
         config, manifest: Texts of ``config.yaml`` and ``manifest.json``, of the run or else of its newest checkpoint.
     """
 
@@ -138,7 +138,7 @@ def read_run(folder: str | os.PathLike) -> RunData:
         data.comparison = json.loads((folder / COMPARISON_FILE).read_text(encoding="utf-8"))
     else:
         data.comparison = data.gain
-    data.traces = sorted(f"{PROFILE_FOLDER}/{path.name}" for path in folder.glob(f"{PROFILE_FOLDER}/trace_*.json.gz"))
+    data.traces = traces_of(folder)
     newest_first = sorted(folder.glob("checkpoints/*/state.json"), key=lambda path: -path.stat().st_mtime)
     places = [folder, *(path.parent for path in newest_first)]
     for name, file in (("config", "config.yaml"), ("manifest", "manifest.json")):
@@ -146,3 +146,8 @@ def read_run(folder: str | os.PathLike) -> RunData:
         if found is not None:
             setattr(data, name, found.read_text(encoding="utf-8"))
     return data
+
+
+def traces_of(folder: Path) -> list[str]:
+    """Return the files of recorded steps, relative to the folder, one a rank."""
+    return sorted(f"{PROFILE_FOLDER}/{path.name}" for path in folder.glob(f"{PROFILE_FOLDER}/trace_*.json.gz"))

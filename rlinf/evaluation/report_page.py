@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
+from urllib.parse import quote
 
 from rlinf.evaluation.charts import Series, difference_bar, interval_bar, legend, line_chart
 from rlinf.evaluation.report_style import CSS
@@ -139,3 +140,13 @@ def texts(config: str, manifest: str) -> str:
         details(name, f"<pre>{escape(text)}</pre>") for name, text in (("Configuration", config), ("Manifest", manifest)) if text
     ]  # fmt: skip
     return f"<h2>Configuration and manifest</h2>{''.join(blocks)}" if blocks else ""
+
+
+def profile(traces: Sequence[str], steps: Sequence[int] | None) -> str:
+    """Return the section that links the traces of the recorded steps, of which ``steps`` is the first and the last."""
+    if not traces:
+        return ""
+    links = ", ".join(f'<a href="{quote(path)}" download>{escape(path)}</a>' for path in traces)
+    of_steps = f" of the steps {steps[0]} to {steps[1]}" if steps else ""
+    note = f"What torch ran in each thread{of_steps}. Open a file in ui.perfetto.dev, chrome://tracing or TensorBoard."
+    return f'<h2>Profile</h2><p class="note">{note}</p><p>{links}</p>'

@@ -16,7 +16,7 @@ import yaml
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.answers import AnswerResult, holds_answers
 from rlinf.evaluation.compare import Pairs
-from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE
+from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE, traces_of
 from rlinf.evaluation.result import Success
 from rlinf.tracking.tracker import read_metrics
 
@@ -64,6 +64,7 @@ class TokenRun:
         comparison: From ``compare.json``.
         config, manifest: Texts of the run, or else of its newest checkpoint.
         checkpoints: Folder relative to the run, and its bytes.
+        traces: See ``traces_of``.
     """
 
     folder: Path
@@ -74,6 +75,7 @@ class TokenRun:
     config: str = ""
     manifest: str = ""
     checkpoints: dict[str, int] = field(default_factory=dict)
+    traces: list[str] = field(default_factory=list)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -120,7 +122,7 @@ def is_token_folder(folder: str | os.PathLike) -> bool:
 def read_token_run(folder: str | os.PathLike) -> TokenRun:
     """Read a folder; raise CheckpointError if it has neither metrics nor a result."""
     folder = Path(folder)
-    run = TokenRun(folder, lines=_with_steps(read_metrics(folder)))
+    run = TokenRun(folder, lines=_with_steps(read_metrics(folder)), traces=traces_of(folder))
     for path in sorted(folder.glob(f"{SAMPLES_FOLDER}/step_*.jsonl"), key=_step_of):
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         if rows:

@@ -19,6 +19,7 @@ from rlinf.evaluation.report_page import (
     gain_tile,
     header,
     page,
+    profile,
     row,
     success_cell,
     table,
@@ -58,6 +59,7 @@ CURVES: tuple[tuple[str, dict[str, str], str, dict[str, bool]], ...] = (
         "KL", {"train/approx_kl": "old to new policy", "train/kl_to_reference": "policy to reference"}, "KL (nat)",
         {"zero": True},
     ),
+    ("Entropy", {"sft/entropy": "entropy", "train/entropy": "entropy"}, "entropy (nat)", {}),
     ("Clip fraction", {"train/clip_fraction": "clip fraction"}, "share of ratios", {"zero": True}),
     ("Gap of generator and trainer", {"rollout/logprob_gap_mean": "mean"}, "|difference| (nat)", {"log": True}),
     (
@@ -81,7 +83,7 @@ def write_token_report(folder: str | os.PathLike) -> Path:
     run = read_token_run(folder)
     title = _title(run)
     parts = (
-        _headline, _warnings, _rewards, _categories, _comparison, _before_and_after, _answers, _training_curves, _checkpoints,
+        _headline, _warnings, _rewards, _categories, _comparison, _before_and_after, _answers, _training_curves, _profile, _checkpoints,
         _versions, _texts,
     )  # fmt: skip
     sections = [_header(title, run), *(part(run) for part in parts)]
@@ -286,6 +288,10 @@ def _versions(run: TokenRun) -> str:
     versions = json.loads(run.manifest).get("versions", {}) if run.manifest else {}
     chips = "".join(f"<span>{escape(name)} <b>{escape(str(value))}</b></span>" for name, value in versions.items())
     return f'<h2>Versions</h2><div class="facts">{chips}</div>' if chips else ""
+
+
+def _profile(run: TokenRun) -> str:
+    return profile(run.traces, None)
 
 
 def _texts(run: TokenRun) -> str:

@@ -35,8 +35,8 @@ from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
 from rlinf.llm.hf_generation import generate_tokens, refuse_other_names
-from rlinf.llm.logprobs import batch_logprobs
-from rlinf.llm.losses import TokenLoss
+from rlinf.llm.logprobs import batch_logprobs, batch_scores
+from rlinf.llm.losses import TokenLoss, trained_tokens
 from rlinf.llm.packing import keeps_sequences_apart
 from rlinf.llm.policy_interface import LogprobsSpec, LossFunction
 from rlinf.llm.token_policy import TokenPolicy, TokenPolicyConfig, check_trainable
@@ -62,6 +62,10 @@ class HuggingFacePolicyConfig(CausalLMConfig, TokenPolicyConfig):
     sequence_packing: bool = option(False, "Lay the rows of such a micro-batch end to end instead of padding them.")
     gradient_checkpointing: bool = option(
         False, "Keep the inputs of each repeated block only, and recompute the rest in the backward pass."
+    )
+    report_entropy: bool = option(
+        False,
+        "train() also returns entropy: its mean over the trained tokens, in nats. It takes two more chunks of logits.",
     )
     compile: bool = option(False, "Run the repeated blocks through torch.compile in train().")
     sharding: str = option(
@@ -207,8 +211,14 @@ class HuggingFacePolicy(TokenPolicy):
         def loss_of(number: int) -> tuple[Tensor, dict[str, Tensor]]:
             go_on()  # the micro-batch before is done
             part, counted = parts[min(number, len(parts) - 1)], float(number < len(parts))
-            output = loss_fn.from_logprobs(self._logprobs(self.model, part), part, counts)
-            metrics = {name: counted * value for name, value in output.metrics.items()}
+            packed, with_entropy = self.config.sequence_packing, self.config.report_entropy
+            scores = batch_scores(self.model, part, self.temperature, packed, with_entropy)
+            output = loss_fn.from_logprobs(scores.logprobs, part, counts)
+            metrics = dict(output.metrics)
+            if scores.entropy is not None:
+                mask = trained_tokens(part).to(scores.entropy.device)
+                metrics["entropy"] = torch.where(mask, scores.entropy, 0.0).sum() / counts.tokens
+            metrics = {name: counted * value for name, value in metrics.items()}
             return counted * output.loss, {**metrics, "loss": counted * output.loss.detach()}
 
         # Shards are gathered in every pass, so a rank with fewer micro-batches than another repeats its last one, for nothing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -27,8 +27,27 @@ _WHOLE_LOGITS: WeakSet[nn.Module] = WeakSet()  # models whose logits ``_head_log
 _KNOWN = {"input_ids", "attention_mask", "labels", *IMAGE_KEYS, *TOKEN_TYPE_KEYS}
 
 
+class TokenScores(NamedTuple):
+    """Numbers of every token given the tokens before it, float32 ``[B, S]``; column 0 and padding are 0.
+
+    Attributes:
+        logprobs: Log-probability of the token.
+        entropy: Of the distribution that it belongs to, in nats, without gradients; None: not asked for.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
 def batch_logprobs(model: Any, data: Mapping[str, Any], temperature: float = 1.0, packed: bool = False) -> Tensor:
-    """Return ``sequence_logprobs`` float32 ``[B, S]`` of a batch, images included.
+    """Return the log-probabilities of ``batch_scores``."""
+    return batch_scores(model, data, temperature, packed).logprobs
+
+
+def batch_scores(
+    model: Any, data: Mapping[str, Any], temperature: float = 1.0, packed: bool = False, with_entropy: bool = False
+) -> TokenScores:
+    """Return ``sequence_scores`` of a batch, images included.
 
     The content of padding does not matter, and columns that are padding in all rows are not computed.
 
@@ -37,6 +56,7 @@ def batch_logprobs(model: Any, data: Mapping[str, Any], temperature: float = 1.0
         data: Prompts, training data or generation outputs, padded on the right.
         temperature: Divides the logits.
         packed: Lay the rows end to end.
+        with_entropy: Compute the entropy, too.
     """
     ids, mask = tokens_and_mask(data)
     columns, width = ids.shape[1], max(1, int(mask.sum(-1).max()))
@@ -50,8 +70,8 @@ def batch_logprobs(model: Any, data: Mapping[str, Any], temperature: float = 1.0
     if packed and inputs:
         raise ConfigError(f"sequence_packing=True does not support {', '.join(inputs)}. Pass sequence_packing=False")
     ids, mask = (each[:, :width].to(device) for each in (ids.masked_fill(~mask, 0), mask))
-    logprobs = sequence_logprobs(model, ids, mask, temperature, packed, inputs)
-    return F.pad(logprobs, (0, columns - width))
+    scores = sequence_scores(model, ids, mask, temperature, packed, inputs, with_entropy)
+    return TokenScores(*(None if each is None else F.pad(each, (0, columns - width)) for each in scores))
 
 
 def context_length(model: Any) -> int | None:
@@ -99,7 +119,20 @@ def sequence_logprobs(
     packed: bool = False,
     inputs: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Return the log-probability of every token given the tokens before it.
+    """Return the log-probabilities of ``sequence_scores``."""
+    return sequence_scores(model, input_ids, attention_mask, temperature, packed, inputs).logprobs
+
+
+def sequence_scores(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    temperature: float = 1.0,
+    packed: bool = False,
+    inputs: Mapping[str, Tensor] | None = None,
+    with_entropy: bool = False,
+) -> TokenScores:
+    """Return the log-probability of every token given the tokens before it, and on request the entropy there.
 
     The vocabulary is the largest axis, so the head is applied to ``CHUNK_LOGITS`` logits at a time, and recomputed in the backward
     pass, if ``_run_to_head`` can reproduce the model's logits.
@@ -111,9 +144,7 @@ def sequence_logprobs(
         temperature: Divides the logits.
         packed: Lay the rows end to end and run them as one row (see ``rlinf.llm.packing``).
         inputs: Further inputs of the model (``image_inputs``).
-
-    Returns:
-        float32 ``[B, S]``: column ``i`` is the log-probability of token ``i``; column 0 and padding are 0.
+        with_entropy: Compute the entropy, too; it takes two more arrays of the size of the logits of a chunk.
     """
     predicted = attention_mask.bool().clone()
     predicted[:, 0] = False
@@ -126,9 +157,15 @@ def sequence_logprobs(
         states, head = _run_to_head(model, {**tokens, **(inputs or {})})
         before = predicted[:, 1:]
     scored = states[:, :-1][before.to(states.device)]
-    logprobs = _chunked_logprobs(scored, input_ids[predicted].to(scored.device), head, temperature)
-    result = torch.zeros(input_ids.shape, dtype=torch.float32, device=logprobs.device)
-    return result.masked_scatter(predicted.to(logprobs.device), logprobs)
+    tokens = input_ids[predicted].to(scored.device)
+    logprobs, entropy = _chunked_scores(scored, tokens, head, temperature, with_entropy)
+    zeros, places = (
+        torch.zeros_like(input_ids, dtype=torch.float32, device=logprobs.device),
+        predicted.to(logprobs.device),
+    )
+    return TokenScores(
+        zeros.masked_scatter(places, logprobs), None if entropy is None else zeros.masked_scatter(places, entropy)
+    )
 
 
 def _run_to_head(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -189,14 +226,17 @@ def _are_equal(ours: Tensor, logits: Tensor) -> bool:
     return torch.allclose(ours.float(), logits.float(), rtol=rounding, atol=0)
 
 
-def _chunked_logprobs(states: Tensor, tokens: Tensor, head: Callable[[Tensor], Tensor], temperature: float) -> Tensor:
-    """Return log-probabilities float32 ``[N]`` of ``tokens [N]``, ``CHUNK_LOGITS`` logits at a time.
+def _chunked_scores(
+    states: Tensor, tokens: Tensor, head: Callable[[Tensor], Tensor], temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probabilities of ``tokens [N]`` and, on request, entropies, float32 ``[N]``, ``CHUNK_LOGITS`` logits at a time.
 
     The backward pass recomputes the logits of a chunk instead of keeping them.
     """
 
-    def score(states: Tensor, tokens: Tensor) -> Tensor:
-        return token_logprobs(head(states), tokens, temperature)[0]
+    def score(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        logprobs, entropy = token_logprobs(head(states), tokens, temperature, with_entropy)
+        return logprobs, None if entropy is None else entropy.detach()
 
     if len(tokens) == 0:
         return score(states, tokens)
@@ -206,6 +246,9 @@ def _chunked_logprobs(states: Tensor, tokens: Tensor, head: Callable[[Tensor], T
     if len(tokens) <= rows:
         return score(states, tokens)
     chunks = zip(states.split(rows), tokens.split(rows), strict=True)
-    if not torch.is_grad_enabled():
-        return torch.cat([score(*chunk) for chunk in chunks])
-    return torch.cat([checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks])
+    if torch.is_grad_enabled():
+        found = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    else:
+        found = [score(*chunk) for chunk in chunks]
+    logprobs, entropies = zip(*found, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None

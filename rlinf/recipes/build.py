@@ -108,6 +108,7 @@ def policy_settings(config: RecipeConfig, processor: Any) -> dict[str, Any]:
         "sequence_packing": train.sequence_packing,
         "gradient_checkpointing": policy.model_gradient_checkpointing,
         "compile": train.compile,
+        "report_entropy": config.logging.report_entropy,
         "lora": None if lora is None else {
             "rank": lora.r, "alpha": round(lora.lora_alpha), "dropout": lora.lora_dropout,
             "target_modules": None if lora.target_modules == "all-linear" else lora.target_modules,

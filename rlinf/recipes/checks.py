@@ -36,7 +36,6 @@ NOT_DONE: dict[str, tuple[tuple, str]] = {
     "validation.temperature": ((0.0,), "the most probable tokens are evaluated"),
     "validation.repetition_penalty": ((1.0,), "the most probable tokens are evaluated, as the model gives them"),
     "validation.n_generation": ((1,), "validation draws one answer to each prompt"),
-    "profiler.enable_profiler": ((False,), "recipes record no steps"),
     "profiler.enable_nsys": ((False,), "that profiler is not available"),
 }  # fmt: skip
 """Keys that are understood, the values that are possible here, and why no others are."""

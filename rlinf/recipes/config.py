@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rlinf.distributed.config import DeadlinesConfig
 from rlinf.number_formats import GIB
 from rlinf.options import option
 
@@ -336,6 +337,9 @@ class LoggingConfig:
     project_name: str = option("rlinf", "Project of Weights & Biases.")
     experiment_name: str | None = option(None, "Name of the run there, before its timestamp; null or None: output_dir.")
     log_interval: int = option(1, "Steps between lines on the console.", minimum=1)
+    report_entropy: bool = option(
+        False, "Log the mean entropy of the trained tokens; it takes two more arrays of the size of a chunk of logits."
+    )
     report_mfu: bool = option(False, "Accepted: the model's share of the peak speed is logged on GPUs.")
 
     def __post_init__(self) -> None:
@@ -369,20 +373,37 @@ class ValidationConfig:
 
 @dataclass
 class SubProfilerConfig:
-    """Steps that are profiled."""
+    """Steps that are recorded: the `active_steps` after `wait_steps` and `warmup_steps`."""
 
-    active_steps: int = option(1, "Accepted.", minimum=1)
-    warmup_steps: int = option(1, "Accepted.", minimum=0)
-    wait_steps: int = option(1, "Accepted.", minimum=0)
+    active_steps: int = option(1, "Steps that are recorded.", minimum=1)
+    warmup_steps: int = option(1, "Steps before them, after wait_steps.", minimum=0)
+    wait_steps: int = option(1, "First steps of the run.", minimum=0)
 
 
 @dataclass
 class ProfilerConfig:
-    """Recording a few steps; not available here (`trainer.profile_steps` of `rlinf train` is)."""
+    """Recording the operations of a few steps, as `trainer.profile_steps` of `rlinf train` does."""
 
-    enable_profiler: bool = option(False, "Record; only false.")
+    enable_profiler: bool = option(False, "Write `profile/trace_rank<rank>.json.gz`, which the report links.")
     enable_nsys: bool = option(False, "Another profiler; only false.")
     sub_profiler_config: SubProfilerConfig = option(SubProfilerConfig(), "Which steps.")
+
+    @property
+    def steps(self) -> list[int] | None:
+        """The first and the last step that are recorded, numbered from 0; None: none."""
+        which = self.sub_profiler_config
+        first = which.wait_steps + which.warmup_steps
+        return [first, first + which.active_steps - 1] if self.enable_profiler else None
+
+
+@dataclass
+class ClusterConfig:
+    """The ranks of the trained model."""
+
+    num_threads: int | None = option(
+        None, "CPU threads per rank; null: all cores divided by the ranks of a machine.", minimum=1
+    )
+    deadlines: DeadlinesConfig = option(DeadlinesConfig(), "Deadlines of what several ranks do together.")
 
 
 @dataclass
@@ -395,6 +416,7 @@ class RecipeConfig:
     validation: ValidationConfig = option(ValidationConfig(), "Validation.")
     logging: LoggingConfig = option(LoggingConfig(), "Where metrics go.")
     profiler: ProfilerConfig = option(ProfilerConfig(), "Recording of steps.")
+    cluster: ClusterConfig = option(ClusterConfig(), "Threads and deadlines of the ranks.")
     custom: dict[str, Any] = option({}, "Keys of your own, for your dataset script.")
     mode: str = option(
         "disaggregated",

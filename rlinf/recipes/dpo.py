@@ -62,7 +62,7 @@ class DPOTrainer:
         batch = self._batch(self.rows, self._references, numbers[share].tolist())
         (num_tokens,) = sum_over_ranks([float(batch["attention_mask"].sum())])
         metrics: dict[str, Any] = self.policy.train(batch, self._loss)
-        named = {f"train/{name}": metrics[name] for name in ("loss", "grad_norm")}
+        named = {f"train/{name}": metrics[name] for name in ("loss", "grad_norm", "entropy") if name in metrics}
         named |= _preference_metrics(metrics, "train")
         named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
         return Update(metrics["loss"], named, num_tokens, 2 * self.batch_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import rank, sum_over_ranks, world_size
 from rlinf.errors import ConfigError
@@ -80,8 +82,10 @@ class GRPOTrainer:
 
     def update(self, step: int) -> Update:
         """Collect answers and learn from them."""
+        start = time.monotonic()
         with waiting("rollout"), self.completer.generator.ready():
             groups, num_replaced = self._collect(step)
+        deadlines.clock.add_rollout(time.monotonic() - start)
         own = [each for group in groups for each in group]
         batch = self._batch(groups, own)
         (num_tokens,) = sum_over_ranks([float(batch["attention_mask"].sum())])
@@ -93,7 +97,7 @@ class GRPOTrainer:
         named["rollout/replaced_groups"] = flat[1]
         for name in ("logprob_gap_mean", "logprob_gap_exp_mean"):
             named[f"rollout/{name}"] = updates[0][name]
-        for name in ("loss", "grad_norm", "policy_loss", "approx_kl", "clip_fraction", "kl_to_reference"):
+        for name in ("loss", "grad_norm", "policy_loss", "approx_kl", "clip_fraction", "kl_to_reference", "entropy"):
             if name in metrics:
                 named[f"train/{name}"] = metrics[name]
         named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}

@@ -22,6 +22,7 @@ from rlinf.recipes.schedule import learning_rate
 from rlinf.recipes.throughput import flops_per_token, peak_flops
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
+from rlinf.training.profile_window import ProfileWindow
 from rlinf.training.stop_signal import StopRequested, StopSignal
 
 logger = logging.getLogger("rlinf")
@@ -124,6 +125,7 @@ class Loop:
         stop_signal: Whether the run is asked to stop.
         progress: Live line.
         tracker: Writes metrics; None: on another rank.
+        profile_window: Records steps of the phase of the trainer; None: none.
         resumed_from: Checkpoint that ``state`` was read from; None: the run begins.
         steps_per_epoch: For ``train.ckpt.save_freq_in_epoch``.
     """
@@ -142,6 +144,7 @@ class Loop:
         stop_signal: StopSignal,
         progress: Progress,
         tracker: Tracker | None = None,
+        profile_window: ProfileWindow | None = None,
         resumed_from: Path | None = None,
         steps_per_epoch: int = 0,
     ) -> None:
@@ -149,6 +152,7 @@ class Loop:
         self.checkpoints, self.manifest, self.config_mapping = checkpoints, manifest, config_mapping
         self.stop_signal, self.progress, self.tracker = stop_signal, progress, tracker
         self.resumed_from, self.steps_per_epoch = resumed_from, steps_per_epoch
+        self.profile_window = profile_window or ProfileWindow(None, trainer.phase, folder, rank())
         self._saved_step: int | None = None
 
     @waiting("update")
@@ -174,7 +178,8 @@ class Loop:
                 train.optm_decay_ratio, train.optm_min_lr_factor,
             )  # fmt: skip
             self.policy.set_learning_rate(rate)
-            update = trainer.update(state.step)
+            with self.profile_window.step(trainer.phase, state.step):
+                update = trainer.update(state.step)
             go_on()
             state.step += 1
             self._log(update, rate, time.monotonic() - start)

@@ -52,6 +52,7 @@ from rlinf.seeding import seed_everything
 from rlinf.tracking.config import TrackingConfig
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
+from rlinf.training.profile_window import ProfileWindow
 from rlinf.training.stop_signal import StopRequested, StopSignal
 
 logger = logging.getLogger("rlinf")
@@ -120,6 +121,8 @@ def _run_in(
         trainer = make_trainer(config, policy, processor, data, stack)
         stack.callback(trainer.close)
         steps_per_epoch = _steps_per_epoch(config, trainer)
+        profile_window = _profile_window(config, trainer, folder)
+        stack.callback(profile_window.close)
         ckpt = train.ckpt
         exporter = HFFolder(
             policy.model_name,
@@ -153,7 +156,7 @@ def _run_in(
             checkpoints=checkpoints,
             manifest=lambda steps: manifest_of(config, policy, steps),
             config_mapping=mapping, stop_signal=stop_signal, progress=progress, tracker=tracker,
-            resumed_from=checkpoint, steps_per_epoch=steps_per_epoch,
+            profile_window=profile_window, resumed_from=checkpoint, steps_per_epoch=steps_per_epoch,
         )  # fmt: skip
         loop.fit()
         checkpoints.wait()
@@ -174,6 +177,18 @@ def _steps_per_epoch(config: RecipeConfig, trainer: Trainer) -> int:
         return 0
     rows_per_sample = config.rollout.n_generation if config.train.train_policy.type == "grpo" else 1
     return count_steps_per_epoch(len(trainer.rows), batch_size(config), rows_per_sample)
+
+
+def _profile_window(config: RecipeConfig, trainer: Trainer, folder: Path) -> ProfileWindow:
+    """Return what records the steps of ``profiler``; raise ConfigError if they are not steps of the run."""
+    steps = config.profiler.steps
+    if steps is not None and steps[1] >= trainer.num_steps:
+        raise ConfigError(
+            f"profiler.sub_profiler_config records the steps {steps[0]} to {steps[1]}, counted from 0, of a run of "
+            f"{trainer.num_steps}; required: steps of the run. Set profiler.enable_profiler=false, or lower wait_steps, "
+            "warmup_steps and active_steps"
+        )
+    return ProfileWindow(steps, trainer.phase, folder, rank())
 
 
 @contextmanager

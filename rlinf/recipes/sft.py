@@ -61,7 +61,7 @@ class SFTTrainer:
         batch = self._batches.next()
         (num_tokens,) = sum_over_ranks([float(batch["attention_mask"].sum())])
         metrics: dict[str, Any] = self.policy.train(batch, self._loss)
-        named = {"sft/loss": metrics["loss"], "sft/grad_norm": metrics["grad_norm"]}
+        named = {f"sft/{name}": metrics[name] for name in ("loss", "grad_norm", "entropy") if name in metrics}
         named |= {name: value for name, value in metrics.items() if name.startswith("memory/")}
         return Update(metrics["loss"], named, num_tokens, self.batch_size)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
 import os
 import re
 import shutil
@@ -24,7 +26,7 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.options import from_mapping
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.run import run
-from rlinf.recipes.samples import Prompt, Sample
+from rlinf.recipes.samples import BadRowError, Prompt, Sample
 from rlinf.recipes.sft import SFTTrainer
 from rlinf.tracking.tracker import read_metrics
 
@@ -249,6 +251,67 @@ def test_later_checkpoints_are_set_aside_when_a_run_goes_on_from_an_older_one(mo
     start(config_of(model, tmp_path, "sft", 3, resume=str(folder / "checkpoints" / "step_2")))
     assert (folder / "checkpoints" / "superseded_1" / "step_4").is_dir()
     assert checkpoint_manager.newest_checkpoint(tmp_path) == folder / "checkpoints" / "step_3"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "no rows"),
+        ([*ROWS[:2], {"question": "1+1="}], "Row 2 .*cannot be used: it has no column 'answer'"),
+        ([{"question": "1+1=" * 20, "answer": "2"}], "Row 0 .*tokens"),
+    ],
+)
+def test_a_run_that_its_data_refuse_leaves_nothing_behind(model, tmp_path, rows, message):
+    class Strict(Sums):
+        """Refuses rows as the packers of rlinf do."""
+
+        def sample(self, row):
+            if "answer" not in row:
+                raise BadRowError("it has no column 'answer'.")
+            made = super().sample(row)
+            if len(made.input_ids) > 32:
+                raise BadRowError(f"it has {len(made.input_ids)} tokens; required: at most 32.")
+            return made
+
+    config = config_of(model, tmp_path / "outputs" / "mine", "sft", 2)
+    config.validation.enable = False
+    with pytest.raises(ConfigError, match=message):
+        run(config, dataset=rows, data_packer=Strict())
+    assert not (tmp_path / "outputs").exists()
+    (tmp_path / "outputs" / "mine").mkdir(parents=True)
+    (tmp_path / "outputs" / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=message):
+        run(config, dataset=rows, data_packer=Strict())
+    assert [path.name for path in (tmp_path / "outputs").rglob("*")] == ["mine", "notes.txt"], "what was there stays"
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo", "dpo"])
+def test_steps_of_the_profiler_are_recorded_and_entropy_is_logged_on_request(model, tmp_path, kind):
+    config = config_of(model, tmp_path / "traced", kind, 4)
+    config.profiler.enable_profiler, config.profiler.sub_profiler_config.wait_steps = True, 0
+    config.profiler.sub_profiler_config.active_steps = 2
+    config.logging.report_entropy = True
+    folder, plain = start(config), start(config_of(model, tmp_path / "plain", kind, 4))
+    with gzip.open(folder / "profile" / "trace_rank0.json.gz", "rt", encoding="utf-8") as file:
+        names = [event["name"] for event in json.load(file)["traceEvents"]]
+    phase = "sft" if kind == "sft" else "rl"
+    assert sorted(name for name in names if " step " in name) == [f"{phase} step 1", f"{phase} step 2"]
+    assert "Optimizer.step#MasterAdamW.step" in names
+    assert 'href="profile/trace_rank0.json.gz"' in (folder / "report.html").read_text(encoding="utf-8")
+    assert not (plain / "profile").exists()
+    key = "sft/entropy" if kind == "sft" else "train/entropy"
+    lines, without = ([line for line in read_metrics(each) if "time/update_s" in line] for each in (folder, plain))
+    assert all(0 < line[key] <= math.log(48) for line in lines) and not any(key in line for line in without)
+    one, two = final_weights(folder), final_weights(plain)
+    assert all(one[name].equal(two[name]) for name in one), "neither changes a number"
+
+
+def test_a_profiler_that_waits_for_longer_than_the_run_is_refused(model, tmp_path):
+    config = config_of(model, tmp_path / "out", "sft", 2)
+    config.profiler.enable_profiler = True
+    with pytest.raises(ConfigError, match="records the steps 2 to 2, counted from 0, of a run of 2; required"):
+        start(config)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_with_a_name_goes_on_and_is_not_begun_twice(model, tmp_path):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
 from rlinf.errors import CheckpointError, ConfigError, NonFiniteError
+from rlinf.llm import logprobs as scoring
 from rlinf.llm.batch_checks import response_mask
 from rlinf.models import HuggingFacePolicy
 from rlinf.optim.master_adamw import MasterAdamW
@@ -49,6 +50,28 @@ def test_logprobs_are_a_gather_of_the_log_softmax(tiny_lm, batch, family, temper
         assert logprobs[row, 0] == 0 and not logprobs[row, length:].any()
         for i in range(1, length):
             assert float(logprobs[row, i]) == pytest.approx(float(table[i - 1, ids[i]]), abs=1e-5)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_entropy_is_that_of_the_trained_tokens_and_changes_no_step(tiny_lm, batch, packing, monkeypatch):
+    """By hand from the table of the model; two micro-batches, logits in chunks, a row and two tokens that are not trained."""
+    batch["token_mask"] = torch.ones(4, 6, dtype=torch.bool)
+    batch["token_mask"][0, 1:3], batch["token_mask"][3] = False, False
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm())
+    terms = []
+    for row, length in enumerate(batch["attention_mask"].sum(-1).tolist()):
+        with torch.no_grad():
+            table = (model(batch["input_ids"][row, :length][None]).logits[0].double() / 0.5).softmax(-1)
+        terms += [
+            -float((table[i - 1] * table[i - 1].log()).sum()) for i in range(1, length) if batch["token_mask"][row, i]
+        ]
+    assert len(terms) == 3 + 3 + 4
+    monkeypatch.setattr(scoring, "CHUNK_LOGITS", 4 * 48)
+    rows = {"max_tokens_per_microbatch": 12, "sequence_packing": True} if packing else {"micro_batch_size": 2}
+    policies = [HuggingFacePolicy(tiny_lm(), temperature=0.5, report_entropy=flag, **rows) for flag in (True, False)]
+    found, without = (policy.train(batch, NLLLossFn()) for policy in policies)
+    assert found["entropy"] == pytest.approx(sum(terms) / 10, rel=1e-5)
+    assert "entropy" not in without and largest_change(*map(weights_of, policies)) == 0
 
 
 def test_logprobs_of_a_generation_are_those_it_reported(tiny_lm, batch):

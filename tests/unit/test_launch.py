@@ -4,11 +4,13 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from rlinf.cli import main
+from rlinf.distributed.config import DeadlinesConfig
 from rlinf.errors import ConfigError
 from rlinf.recipes import launch_worker as launching
 from rlinf.recipes.launch_worker import find_script, launch_worker
@@ -137,6 +139,21 @@ def test_without_a_script_rows_and_packer_are_those_of_the_recipe(recipe, calls)
     assert config.train.seed == 3 and len(data["dataset"]) == 40
     assert type(data["data_packer"]) is ChatPacker
     assert data["reward_fns"] is data["val_dataset"] is data["val_data_packer"] is None
+
+
+def test_threads_and_deadlines_of_the_ranks_are_those_of_the_recipe(recipe, calls, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        "rlinf.cli.launch.start_ranks", lambda function, argument, *more: given.append((function, argument, more))
+    )
+    words = ["cluster.deadlines.save=77", "cluster.num_threads=3"]
+    assert main(["launch", "--config", recipe(), *words]) == 0
+    [(function, argument, (*_, deadlines))] = given
+    assert deadlines == {**asdict(DeadlinesConfig()), "save": 77}
+    threads = []
+    monkeypatch.setattr("rlinf.cli.launch.set_num_threads", lambda *numbers: threads.append(numbers))
+    function(argument)
+    assert threads == [(3, 1)] and len(calls) == 1
 
 
 def test_without_a_script_grpo_reads_prompts(recipe, calls):

@@ -24,7 +24,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from rlinf.commands.rollouts import make_collector
+from rlinf.cluster.rollouts import make_collector
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.distributed.process_group import set_num_threads

@@ -13,9 +13,11 @@ import torch
 
 from rlinf.algorithms import ALGORITHMS
 from rlinf.checkpoints import checkpoint as checkpoints
+from rlinf.cluster.players import Players, RemoteEpisodes
+from rlinf.cluster.reservation import Reservation, reserved
+from rlinf.cluster.rollouts import make_collector, played_by
 from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
 from rlinf.commands.ranks import prepare_rank, refuse_expandable_segments
-from rlinf.commands.rollouts import make_collector, players
 from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import open_dataset
@@ -52,7 +54,7 @@ from rlinf.models import build_policy
 from rlinf.models.deferred import check_read, how_read
 from rlinf.models.lora import trained_names
 from rlinf.options import cured_by_settings, override_text, to_mapping
-from rlinf.rollout.process_collector import ProcessCollector
+from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.rollout.weight_push import WeightPush
 from rlinf.seeding import seed_everything
@@ -88,14 +90,13 @@ class Run:
         """Run behaviour cloning and RL as configured, then write summary and report."""
         session = self.session
         try:
-            if session.sync.generator is not None:
+            if isinstance(session.sync.generator, VllmPolicy):
                 session.sync.generator.engine.start()  # its faults show before the hours of cloning
             if self.rl is not None:
-                if isinstance(self.rl.collector, ProcessCollector):
-                    with waiting("start"):
-                        self.rl.collector.wait_until_ready()
+                with waiting("start"):
+                    self.rl.collector.wait_until_ready()
                 if rank() == 0:
-                    print(f"rollouts: played by {players(self.rl.collector)} of each rank", flush=True)
+                    print(f"rollouts: played by {played_by(self.rl.collector)} of each rank", flush=True)
             if self.sft is not None:
                 self.sft.fit()
             if self.rl is not None:
@@ -117,16 +118,17 @@ class Run:
             finally:
                 session.close()
         if rank() == 0:
-            played_by = None if self.rl is None else players(self.rl.collector)
-            write_summary(session.config, session.state, session.saved_names(), played_by)
+            who = None if self.rl is None else played_by(self.rl.collector)
+            write_summary(session.config, session.state, session.saved_names(), who)
 
 
 @waiting("start")
-def build(config: RunConfig) -> Run:
+def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     """Build the parts of one rank.
 
     Args:
         config: Validated configuration with ``output_dir`` set.
+        reservation: Where players may be; None: the ranks play.
     """
     device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
     set_num_threads(config.cluster.num_threads, local_world_size())
@@ -137,7 +139,8 @@ def build(config: RunConfig) -> Run:
     with torch.random.fork_rng(devices=[]):  # only rank 0 takes it, and an env may draw from torch's generator
         fingerprint = take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
     model = _policy(config, env, dataset, resumed_from, fingerprint)
-    parallel, sync = _on_ranks(config, model, device)
+    parallel, sync = _on_ranks(config, model, device, reservation)
+    players = sync.generator if isinstance(sync.generator, Players) else None
     worker = _worker(config, parallel, state)
     if resumed_from is not None:
         checkpoints.load_checkpoint(resumed_from, model=model, optimizer=worker.optimizer)
@@ -147,7 +150,9 @@ def build(config: RunConfig) -> Run:
         state,
         worker=worker,
         sync=sync,
-        evaluator=Evaluator(config, env, stop_signal, worker.autocast),
+        evaluator=Evaluator(
+            config, env, stop_signal, worker.autocast, None if players is None else RemoteEpisodes(players)
+        ),
         stop_signal=stop_signal,
         progress=Progress(enabled=rank() == 0, updates=config.tracking.progress),
         tracker=_tracker(config, state, resumed_from) if rank() == 0 else None,
@@ -158,7 +163,8 @@ def build(config: RunConfig) -> Run:
     rl = None
     if config.trainer.max_steps > 0:
         algorithm = ALGORITHMS.get(config.algorithm.name)(config.algorithm)
-        rl = RLTrainer(session, make_collector(config, env, sync.rollout_model, worker.autocast), algorithm)
+        collector = make_collector(config, env, sync.rollout_model, worker.autocast, players)
+        rl = RLTrainer(session, collector, algorithm)
     return Run(session, sft, rl)
 
 
@@ -222,8 +228,10 @@ def _policy(
     return opened.policy
 
 
-def _on_ranks(config: RunConfig, model: torch.nn.Module, device: str) -> tuple[Parallel, WeightPush]:
-    """Replicate or shard the policy, and make what plays: the policy itself, or a copy that the first push fills."""
+def _on_ranks(
+    config: RunConfig, model: torch.nn.Module, device: str, reservation: Reservation | None
+) -> tuple[Parallel, WeightPush]:
+    """Replicate or shard the policy, and make what plays: the policy itself, or copies that the first push fills."""
     trainer, rollout = config.trainer, config.rollout
     memory = -int(*maximum(-rank_memory_bytes(device, local_world_size())))  # of the poorest rank
     with cured_by_settings("trainer"):
@@ -236,11 +244,15 @@ def _on_ranks(config: RunConfig, model: torch.nn.Module, device: str) -> tuple[P
         read_deferred(model, sources, "cpu")
     take_weights_of_rank_0(model)
     trained = trained_names(model)
-    rollout_model = empty_copy(model, device) if choice.sharded else model
+    shell = None if reservation is None else PolicyShell.of(model)
+    # Where players have the copies, that of a rank describes the policy and holds no numbers.
+    rollout_model = empty_copy(model, device if shell is None else "meta") if choice.sharded else model
     parallel = make_parallel(model, device, choice.sharded, **asked)
     checkpoints.on_every_rank(lambda: check_read(model, sources), "read the weights")
-    generator = None
-    if rollout.backend == "vllm" and config.trainer.max_steps > 0:
+    generator: VllmPolicy | Players | None = None
+    if shell is not None:
+        generator = Players(config, reservation, shell, model)
+    elif rollout.backend == "vllm" and config.trainer.max_steps > 0:
         envs_per_rank = rollout.num_envs // world_size()
         generator = VllmPolicy(rollout_model, rollout.vllm, envs_per_rank, torch.get_num_threads(), trained)
     return parallel, WeightPush(model, rollout_model, generator)
@@ -277,11 +289,12 @@ def _tracker(config: RunConfig, state: LoopState, resumed_from: Path | None) -> 
     return tracker
 
 
-def _execute_rank(config: RunConfig) -> None:
+def _execute_rank(work: tuple[RunConfig, Reservation | None]) -> None:
+    config, reservation = work
     prepare_rank(config)
     if config.rollout.backend == "vllm" and resolve_device(config.cluster.device, 1) == "cuda":
         refuse_expandable_segments()
-    run = build(config)
+    run = build(config, reservation)
     stop_signal = run.session.stop_signal
     try:
         with stop_signal.handled():
@@ -309,8 +322,9 @@ def train(config: RunConfig) -> Path:
     if device == "cuda" and config.rollout.backend == "torch":  # what an engine shares must not be in such segments
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     alone = config.trainer.sharding == "fsdp2" or config.trainer.cpu_offload
-    with locked_folder(Path(config.output_dir)):
-        launch(_execute_rank, config, cluster.num_processes, device, alone, asdict(cluster.deadlines))
+    with locked_folder(Path(config.output_dir)), reserved(config) as reservation:
+        work = (config, reservation)
+        launch(_execute_rank, work, cluster.num_processes, device, alone, asdict(cluster.deadlines))
     return Path(config.output_dir)
 
 

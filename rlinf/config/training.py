@@ -82,6 +82,28 @@ class ClusterConfig:
         "these, on any number of machines. Else the ranks are started on this machine.",
         minimum=1,
     )
+    start: str = option(
+        "auto",
+        "auto: the ranks are started here, or torchrun or srun has started them; ray: so are they, and Ray places players, in the cluster "
+        "that the variable RAY_ADDRESS names, or in one that is started on this machine for the run.",
+        choices=("auto", "ray"),
+    )
+    placement: str = option(
+        "colocated",
+        "colocated: the ranks that train also play; split: players in processes of their own play, on any machine.",
+        choices=("colocated", "split"),
+    )
+    num_players: int | None = option(
+        None,
+        "Players of cluster.placement=split over all machines, a multiple of the ranks; null: one for each rank.",
+        minimum=1,
+    )
+    max_staleness: int = option(
+        0, "Weight pushes by which a rollout of players may be older than the weights that learn from it.", minimum=0
+    )
+    max_restarts: int = option(
+        20, "Players that may be replaced (killed, machine lost, deadline missed) before the run ends.", minimum=0
+    )
     num_threads: int | None = option(None, "CPU threads per rank; null: all cores divided by the ranks.")
     device: str = option("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))
     deadlines: DeadlinesConfig = option(DeadlinesConfig(), "Deadlines of what several ranks do together.")

@@ -70,9 +70,12 @@ class Clock:
     def limit(self, deadlines: Mapping[str, float | None]) -> float | None:
         """Return the seconds that the present work may take; None: any."""
         with self._lock:
-            if self.name is None:
-                return None
-            given = deadlines[self.name]
+            return None if self.name is None else self.limit_of(self.name, deadlines)
+
+    def limit_of(self, name: str, deadlines: Mapping[str, float | None]) -> float:
+        """Return the seconds that the work ``name`` may take."""
+        with self._lock:
+            given = deadlines[name]
             if given is not None:
                 return given
             if not self.rollouts:

@@ -140,12 +140,15 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def describe_differences(found: Sequence[tuple[str, Mapping[str, Any]]], limit: int = 20) -> list[str]:
+def describe_differences(
+    found: Sequence[tuple[str, Mapping[str, Any]]], limit: int = 20, noun: str = "rank"
+) -> list[str]:
     """Return a line for each value in which a rank differs from rank 0.
 
     Args:
         found: Host and values of each rank, in rank order.
         limit: Lines; the rest is counted.
+        noun: What they are, if not ranks.
     """
     host, first = found[0]
     lines = []
@@ -153,16 +156,16 @@ def describe_differences(found: Sequence[tuple[str, Mapping[str, Any]]], limit: 
         for name in sorted({*first, *values}):
             expected, value = first.get(name, "(absent)"), values.get(name, "(absent)")
             if value != expected:
-                lines.append(f"{name}: rank {rank} on {other} has {value}, rank 0 on {host} has {expected}")
+                lines.append(f"{name}: {noun} {rank} on {other} has {value}, {noun} 0 on {host} has {expected}")
     return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} more"]
 
 
-def refuse_differences(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Raise ConfigError if ranks differ; ``found`` as for ``describe_differences``."""
-    lines = describe_differences(found)
+def refuse_differences(found: Sequence[tuple[str, Mapping[str, Any]]], noun: str = "rank") -> None:
+    """Raise ConfigError if ranks differ; arguments as for ``describe_differences``."""
+    lines = describe_differences(found, noun=noun)
     if lines:
-        cure = "Start all ranks with the same words, in the same environment, from the same code"
-        raise ConfigError("The ranks of this run are not alike:\n  " + "\n  ".join(lines) + f"\n{cure}")
+        cure = f"Start all {noun}s with the same words, in the same environment, from the same code"
+        raise ConfigError(f"The {noun}s of this run are not alike:\n  " + "\n  ".join(lines) + f"\n{cure}")
 
 
 def refuse_shared_gpus(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:

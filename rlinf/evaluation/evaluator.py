@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -89,6 +89,50 @@ class ObjectPolicy(RowPolicy):
         return actions
 
 
+Video = tuple[int, dict[str, Any], str]
+"""Number and description of a video, and the episode if it ended differently when it was replayed."""
+
+
+class Episodes(Protocol):
+    """Plays the episodes of one rank."""
+
+    @property
+    def num_restarts(self) -> int:
+        """Simulators' worker processes that were lost and replaced so far."""
+        ...
+
+    def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
+        """Return the results in the order of ``specs``; each goes to ``on_result`` as soon as it is known."""
+        ...
+
+    def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
+        """Write a video of each numbered episode, with frames of ``size`` pixels."""
+        ...
+
+
+@dataclass
+class LocalEpisodes:
+    """Plays them in this process (an ``Episodes``)."""
+
+    policy: RowPolicy
+    env: VectorEnv
+
+    @property
+    def num_restarts(self) -> int:
+        """See ``Episodes.num_restarts``."""
+        return self.env.num_restarts
+
+    def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
+        """See ``Episodes.play``."""
+        size = self.env.num_envs
+        batches = [specs[first : first + size] for first in range(0, len(specs), size)]
+        return [result for batch in batches for result in _run(self.policy, self.env, batch, on_result)]
+
+    def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
+        """See ``Episodes.record``."""
+        return _record(self.policy, self.env, numbered, folder, size)
+
+
 def _calls(lengths: Sequence[Hashable]) -> list[list[int]]:
     """Split rows into calls of at most ``NUM_ROWS`` with prompts of one length."""
     groups: dict[Hashable, list[int]] = {}
@@ -139,6 +183,7 @@ def evaluate_policy(
     rank: int = 0,
     num_ranks: int = 1,
     together: Callable[[Callable[[], Any]], list[Any]] = lambda part: [part()],
+    episodes: Episodes | None = None,
 ) -> EvaluationResult:
     """Run every episode of a list once, and return the results in the order of ``specs``.
 
@@ -158,29 +203,30 @@ def evaluate_policy(
         on_result: Called with each result as soon as its episode ends.
         rank, num_ranks: This process plays the ``share_of`` of the episodes.
         together: Runs a function on this rank and returns the results of all ranks, in rank order.
+        episodes: Plays them elsewhere, with the same settings and weights; None: ``model`` plays in ``env``.
 
     Raises:
         ConfigError: ``specs`` is empty, or an episode does not end.
     """
     if not specs:
         raise ConfigError("The list of episodes (specs) is empty; required: at least one")
-    start, restarts_before = time.monotonic(), env.num_restarts
-    kind = RowPolicy if hasattr(model, "predict_action_batch") else ObjectPolicy
-    policy = kind(model, env.task_names, greedy, temperature, seed)
+    start = time.monotonic()
+    if episodes is None:
+        kind = RowPolicy if hasattr(model, "predict_action_batch") else ObjectPolicy
+        episodes = LocalEpisodes(kind(model, env.task_names, greedy, temperature, seed), env)
+    restarts_before = episodes.num_restarts
     found = {result.spec: result for result in known}
     queue = share_of([spec for spec in specs if spec not in found], rank, num_ranks)
 
-    def play() -> list[EpisodeResult]:
-        batches = [queue[first : first + env.num_envs] for first in range(0, len(queue), env.num_envs)]
-        return [result for batch in batches for result in _run(policy, env, batch, on_result)]
-
     with evaluation_mode(model):
-        found |= {result.spec: result for played in together(play) for result in played}
+        found |= {
+            result.spec: result for played in together(lambda: episodes.play(queue, on_result)) for result in played
+        }
         evaluation = EvaluationResult([found[spec] for spec in specs], greedy, temperature, seed)
         if video_folder is not None:
             chosen = _chosen(evaluation.results, num_videos_per_task)
             mine = list(enumerate(chosen))[rank::num_ranks]
-            parts = together(lambda: _record(policy, env, mine, Path(video_folder), video_size))
+            parts = together(lambda: episodes.record(mine, Path(video_folder), video_size))
             recorded = sorted((item for part in parts for item in part), key=lambda item: item[0])
             evaluation.videos = [video for _, video, _ in recorded]
             changed = [episode for _, _, episode in recorded if episode]
@@ -189,7 +235,7 @@ def evaluate_policy(
                     f"{len(changed)} of {len(chosen)} episodes ended differently when replayed for the videos (first: "
                     f"{changed[0]}): the simulator or the policy is not deterministic, so another evaluation may give other numbers"
                 )
-    num_restarts = sum(together(lambda: env.num_restarts - restarts_before))
+    num_restarts = sum(together(lambda: episodes.num_restarts - restarts_before))
     if num_restarts:
         evaluation.warnings.append(
             f"{num_restarts} of the simulators' worker processes were lost and replaced, and their episodes restarted; see the log"
@@ -262,8 +308,8 @@ def _chosen(results: Sequence[EpisodeResult], num_per_task: int) -> list[Episode
 
 def _record(
     policy: RowPolicy, env: VectorEnv, queue: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int
-) -> list[tuple[int, dict[str, Any], str]]:
-    """Replay numbered episodes; return each video's number and description, and the episode if its end differed."""
+) -> list[Video]:
+    """Replay numbered episodes."""
     videos = []
     for first in range(0, len(queue), env.num_envs):
         batch = queue[first : first + env.num_envs]

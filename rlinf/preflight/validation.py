@@ -38,6 +38,7 @@ from rlinf.preflight.derived import DerivedNumbers, derive
 from rlinf.preflight.folders import check_new_folder, check_sources, check_writable
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.performance import check_cuda_graph, check_performance
+from rlinf.preflight.placement import check_placement
 from rlinf.preflight.refuse import refuse
 from rlinf.preflight.saved import check_start
 
@@ -90,6 +91,8 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
         check_sharding(config)
         check_performance(config, policy)
         check_precision(config)
+    if command == "train":
+        check_placement(config)
     if command == "train" and config.trainer.max_steps > 0:
         check_batches(config)
         check_algorithm(config)

@@ -115,6 +115,9 @@ class RolloutCollector:
             for rows in np.array_split(self._envs_of(self.blocks), self.num_worker_threads)
         ]
 
+    def wait_until_ready(self) -> None:
+        """Do nothing: simulators start with the first episode."""
+
     def close(self) -> None:
         """Close the envs, each in the thread that owns its graphics context. A running rollout stops after its chunk."""
         self._stop.set()

@@ -26,14 +26,15 @@ class WeightPush:
 
     Args:
         trainer_model: The trained model, sharded or not.
-        rollout_model: A full model of the same architecture, or ``trainer_model`` itself.
-        generator: Another policy that plays with the weights of ``rollout_model`` after
-            ``update_weights(version)``; None: ``rollout_model`` plays.
+        rollout_model: A full model of the same architecture, or ``trainer_model`` itself. On the meta device it only describes
+            the policy, and ``generator`` takes the weights from the trained model.
+        generator: What plays with the trained weights after ``update_weights(version)``; None: ``rollout_model`` plays.
     """
 
     def __init__(self, trainer_model: nn.Module, rollout_model: ActionModel, generator: Any = None) -> None:
         self.trainer_model, self.rollout_model, self.generator = trainer_model, rollout_model, generator
-        self._replica = None if rollout_model is trainer_model else ModuleReceiver(rollout_model)
+        holds_numbers = rollout_model is not trainer_model and not any(p.is_meta for p in rollout_model.parameters())
+        self._replica = ModuleReceiver(rollout_model) if holds_numbers else None
         self.version: int | None = None
 
     @property

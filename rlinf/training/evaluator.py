@@ -9,7 +9,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.deadlines import go_on
 from rlinf.distributed.process_group import rank, world_size
 from rlinf.envs.base import VectorEnv
-from rlinf.evaluation.evaluator import episode_list, evaluate_policy
+from rlinf.evaluation.evaluator import Episodes, episode_list, evaluate_policy
 from rlinf.evaluation.result import EvaluationResult
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.training.outcome import SUMMARY_TAGS, evaluation_folder
@@ -24,6 +24,7 @@ class Evaluator:
         env: Made with ``auto_reset=False``; offloaded after each evaluation.
         stop_signal: Gives an evaluation up on all ranks.
         autocast: Makes the context in which the policy runs.
+        episodes: Plays them elsewhere; None: this rank plays.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class Evaluator:
         env: VectorEnv,
         stop_signal: StopSignal,
         autocast: Callable[[], AbstractContextManager],
+        episodes: Episodes | None = None,
     ) -> None:
         self.config, self.env, self.stop_signal, self.autocast = config, env, stop_signal, autocast
+        self.episodes = episodes
 
     def run(self, model: ActionModel, tag: str) -> EvaluationResult | None:
         """Return the result on all ranks (a collective call), or None if a signal has stopped it."""
@@ -55,6 +58,7 @@ class Evaluator:
                     num_ranks=world_size(),
                     on_result=lambda _: go_on(),
                     together=self.stop_signal.together,
+                    episodes=self.episodes,
                 )
         except StopRequested:
             return None

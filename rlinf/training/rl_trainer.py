@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm
+from rlinf.cluster.rollouts import Collector
 from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.deferred import open_tensors
@@ -20,8 +21,6 @@ from rlinf.errors import CheckpointError, ConfigError
 from rlinf.memory import memory_metrics
 from rlinf.optim.reference import Reference
 from rlinf.preflight.derived import parity_gate
-from rlinf.rollout.collector import RolloutCollector
-from rlinf.rollout.process_collector import ProcessCollector
 from rlinf.seeding import derive_seed
 from rlinf.training.minibatches import MinibatchPlan
 from rlinf.training.session import Session
@@ -40,7 +39,7 @@ class RLTrainer:
         algorithm: Turns rollouts into losses.
     """
 
-    def __init__(self, session: Session, collector: RolloutCollector | ProcessCollector, algorithm: Algorithm) -> None:
+    def __init__(self, session: Session, collector: Collector, algorithm: Algorithm) -> None:
         self.session, self.collector, self.algorithm = session, collector, algorithm
         self.worker, self.sync = session.worker, session.sync
         self.gate = parity_gate(session.config)

@@ -93,7 +93,7 @@ def run_with_a_stale_layer_on_the_second_rank(config):
     MLPForRLActionPrediction.fsdp_wrap_modules = ("Linear",)
     if rank() == 1:
         ModuleReceiver._copy = skipping("policy.0")
-    _execute_rank(config)
+    _execute_rank((config, None))
 
 
 def test_one_stale_layer_on_one_of_two_ranks_stops_the_run(tmp_path):

@@ -29,6 +29,7 @@ LAYERS = (
     ("config",),
     ("checks",),
     ("preflight",),
+    ("cluster",),
     ("training",),
     ("recipes",),
     ("commands",),

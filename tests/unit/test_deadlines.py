@@ -190,7 +190,7 @@ def train_and_note_unnamed_calls(config) -> None:
             return result
 
         setattr(owner, name, progress)
-    _execute_rank(config)
+    _execute_rank((config, None))
     dist.all_reduce(torch.zeros(1))  # a control, which is outside of every wait
     Path(config.output_dir, f"rollouts{process_group.rank()}").write_text(str(len(deadlines.clock.rollouts)))
     Path(config.output_dir, f"calls{process_group.rank()}").write_text(json.dumps(found))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from rlinf.commands.rollouts import make_collector
+from rlinf.cluster.rollouts import make_collector
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.envs.config import EnvConfig, default_num_worker_threads
@@ -60,7 +60,7 @@ def test_in_a_training_run_threads_and_ranks_share_the_cores_and_no_worker_outli
     config.output_dir = "unused"
     monkeypatch.setattr("rlinf.envs.config.num_cores", lambda: 12)
     for name in ("world_size", "local_world_size"):
-        monkeypatch.setattr(f"rlinf.commands.rollouts.{name}", lambda: 2)
+        monkeypatch.setattr(f"rlinf.cluster.rollouts.{name}", lambda: 2)
     env = WalkVectorEnv(replace(config.env, num_processes=1), 2, False)
     collector = make_collector(config, env, nn.Identity(), nullcontext)
     for thread in collector.worker_threads:

@@ -1,0 +1,127 @@
+"""The process of a player: what Ray makes an actor of. Everything else about a player is in ``Player``."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rlinf.cluster.player import Player
+from rlinf.config.plugins import load_plugins
+from rlinf.distributed.child_process import Failure, failure_of
+from rlinf.distributed.stack_dump import DUMP_SIGNAL
+from rlinf.engines.weight_handle import TensorSpec
+from rlinf.engines.weight_transfer import PushHeader
+from rlinf.types import RolloutBatch
+
+
+class Arrays(NamedTuple):
+    """A rollout on its way between processes: its tensors as arrays, which a store of objects does not copy."""
+
+    tensors: dict[str, np.ndarray]
+    rest: RolloutBatch
+
+    @classmethod
+    def of(cls, batch: RolloutBatch) -> Arrays:
+        """Take a rollout apart."""
+        tensors = batch.tensors()
+        rest = RolloutBatch(**{**vars(batch), **dict.fromkeys(tensors)})
+        return cls({name: tensor.numpy() for name, tensor in tensors.items()}, rest)
+
+    def batch(self) -> RolloutBatch:
+        """Put it together; the memory is that of the arrays, which may be read-only."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            tensors = {name: torch.from_numpy(each) for name, each in self.tensors.items()}
+        return RolloutBatch(**{**vars(self.rest), **tensors})
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Weights in Ray's store of objects: enough for a player that holds nothing, and for one that holds an earlier version.
+
+    Attributes:
+        version: Number of weight updates that produced them.
+        manifest: Every tensor.
+        base_version: Version of ``base``, the same in all weights of a run until a push breaks off.
+        base: References to the buckets of every tensor.
+        trained: References to the buckets of what training changes, in ``version``; empty if it is ``base_version``.
+    """
+
+    version: int
+    manifest: Mapping[str, TensorSpec]
+    base_version: int
+    base: Sequence[Any]
+    trained: Sequence[Any] = ()
+
+
+class Whereabouts(NamedTuple):
+    """Where a player is: the id that Ray gives its machine, and its process."""
+
+    node: str
+    pid: int
+
+
+class PlayerActor:
+    """A ``Player`` in a process of its own. An error is returned as a ``Failure``; ``rlinf.cluster.players`` raises it."""
+
+    def __init__(self) -> None:
+        faulthandler.enable()
+        faulthandler.register(DUMP_SIGNAL)
+        self.player: Player | None = None
+        self.failure: Failure | None = None
+
+    def where(self) -> Whereabouts:
+        """Return where this process is."""
+        import ray
+
+        return Whereabouts(ray.get_runtime_context().get_node_id(), os.getpid())
+
+    def build(self, plugins: Sequence[str], start: bytes) -> Failure | None:
+        """Make the player from its pickled arguments, in which classes of the plugins may occur."""
+        try:
+            load_plugins(plugins)
+            self.player = Player(*pickle.loads(start))
+        except Exception as error:  # noqa: BLE001 - the rank raises it
+            self.failure = failure_of(error)
+        return self.failure
+
+    def push(self, weights: StoredWeights) -> Any:
+        """Bring the player to a version of the weights, whatever it holds; return that version."""
+        import ray
+
+        try:
+            player = self._player()
+            if player.version is None:
+                player.begin(PushHeader(weights.base_version, weights.manifest))
+                for bucket in weights.base:
+                    player.load(ray.get(bucket))
+                player.commit()
+            if player.version != weights.version:
+                player.begin(PushHeader(weights.version, base=player.version))
+                for bucket in weights.trained:
+                    player.load(ray.get(bucket))
+                player.commit()
+            return player.version
+        except Exception as error:  # noqa: BLE001 - the rank raises it
+            return failure_of(error)
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the player."""
+        try:
+            answer = getattr(self._player(), method)(*arguments)
+            return Arrays.of(answer) if isinstance(answer, RolloutBatch) else answer
+        except Exception as error:  # noqa: BLE001 - the rank raises it
+            return failure_of(error)
+
+    def _player(self) -> Player:
+        if self.player is None:
+            raise RuntimeError("The player was not built")
+        return self.player

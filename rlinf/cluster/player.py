@@ -1,0 +1,116 @@
+"""A player: plays a policy that is trained elsewhere. It knows nothing of how it was started or how it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from rlinf.cluster.factory import collector_factory, threads_of_rank
+from rlinf.config.schema import RunConfig
+from rlinf.distributed.process_group import resolve_device
+from rlinf.engines.weight_handle import WeightsHandle
+from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader
+from rlinf.envs import make_env
+from rlinf.envs.config import num_cores, with_share_of_cores
+from rlinf.errors import RLinfError
+from rlinf.evaluation.evaluator import LocalEpisodes, RowPolicy, Video
+from rlinf.models.precision import autocast, evaluation_mode
+from rlinf.preflight.placement import Placement
+from rlinf.rollout.policy_shell import PolicyShell
+from rlinf.seeding import derive_seed, seed_everything
+from rlinf.types import EpisodeResult, EpisodeSpec, RolloutBatch
+
+
+class Player:
+    """The envs of some blocks, and a copy of the policy that a push fills.
+
+    Which blocks it plays in a call is the caller's choice, as long as there are no more of them than ``placement.blocks_of``
+    gives it. What a block plays depends on the weights, the iteration, the attempt and the block alone, so any player may play it.
+
+    Args:
+        config: Of the run.
+        shell: The policy without its weights.
+        placement: Of the run.
+        number: Of this player, over all machines.
+        num_neighbours: Players on this machine, this one included; they share its cores.
+    """
+
+    def __init__(
+        self, config: RunConfig, shell: PolicyShell, placement: Placement, number: int, num_neighbours: int
+    ) -> None:
+        self.config = config
+        threads = config.cluster.num_threads
+        # The threads of the ranks that this player's share of their envs had, or of the cores of this machine.
+        share = (
+            num_cores() // num_neighbours if threads is None else threads * placement.num_ranks // placement.num_players
+        )
+        torch.set_num_threads(max(1, share))
+        seed_everything(derive_seed(config.seed, "player", number))
+        self.model = shell.build(resolve_device(config.cluster.device, 1))
+        self.receiver = ModuleReceiver(self.model)
+        num_envs = -(-config.evaluation.num_envs // placement.num_players)
+        self.env = make_env(with_share_of_cores(config.env, num_neighbours), num_envs, auto_reset=False)
+        num_threads = placement.worker_threads(threads_of_rank(config, self.env, placement.num_ranks))
+        make = collector_factory(config, self.env, num_threads, num_threads * num_neighbours)
+        self._autocast = partial(autocast, self.model, config.model.precision)
+        self.collector = make(autocast=self._autocast, rank=number, num_ranks=placement.num_players)
+        settings = config.evaluation
+        policy = RowPolicy(self.model, self.env.task_names, settings.greedy, config.rollout.temperature, config.seed)
+        self._episodes = LocalEpisodes(policy, self.env)
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights; None: there are none, or not all of one version, so it does not act."""
+        return self.receiver.version
+
+    def begin(self, header: PushHeader) -> None:
+        """Prepare for the weights of a version; see ``WeightReceiver``. Nobody acts until ``commit``."""
+        self.receiver.begin(header)
+
+    def load(self, bucket: WeightsHandle) -> None:
+        """Take a bucket of weights."""
+        self.receiver.load(bucket)
+
+    def commit(self) -> int:
+        """End a push; return the version that is held now."""
+        return self.receiver.commit()
+
+    def collect(self, step: int, needs_values: bool, attempt: int, blocks: Sequence[int]) -> RolloutBatch:
+        """Play a rollout of some blocks, with the version of the weights that is held; see ``RolloutCollector.collect``."""
+        version = self._held()
+        self.env.offload()  # of the last evaluation
+        return self.collector.collect(self.model, step, version, needs_values, attempt, blocks)
+
+    def evaluate(self, specs: Sequence[EpisodeSpec]) -> tuple[list[EpisodeResult], int]:
+        """Play episodes as an evaluation of the run does; return their results, and how many simulators were replaced."""
+        self._held()
+        before = self.env.num_restarts
+        with evaluation_mode(self.model), self._autocast():
+            results = self._episodes.play(specs, lambda result: None)
+        return results, self.env.num_restarts - before
+
+    def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
+        """Write videos of evaluated episodes into a folder that all machines see; see ``Episodes.record``."""
+        self._held()
+        with evaluation_mode(self.model), self._autocast():
+            return self._episodes.record(numbered, folder, size)
+
+    def close(self) -> None:
+        """Close the envs."""
+        self.collector.close()
+        self.env.close()
+
+    def _held(self) -> int:
+        """Return the version of the weights that are held.
+
+        Raises:
+            RLinfError: There are none, or not all of one version.
+        """
+        if self.version is None:
+            raise RLinfError(
+                "A player has no complete weights: no push has ended, or the last one was refused. Push again"
+            )
+        return self.version

@@ -1,0 +1,347 @@
+"""The players of a rank as it sees them: asked, waited for, replaced when they are lost."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+import rlinf.errors
+from rlinf.cluster.actor import PlayerActor, StoredWeights, Whereabouts
+from rlinf.cluster.reservation import Reservation
+from rlinf.config.schema import RunConfig
+from rlinf.distributed.child_process import Failure
+from rlinf.distributed.deadlines import clock, go_on
+from rlinf.distributed.process_group import rank
+from rlinf.distributed.stack_dump import DUMP_SIGNAL
+from rlinf.distributed.sums import own_blocks
+from rlinf.engines.weight_store import stored_buckets
+from rlinf.engines.weight_transfer import manifest_of
+from rlinf.errors import RankError
+from rlinf.evaluation.evaluator import Video
+from rlinf.preflight.placement import Placement
+from rlinf.rollout.policy_shell import PolicyShell
+from rlinf.rollout.weight_push import gathered
+from rlinf.types import EpisodeResult, EpisodeSpec, RolloutBatch
+
+logger = logging.getLogger("rlinf")
+
+POLL_S = 0.5
+CLOSE_S = 5.0
+"""Seconds that players have to close their envs."""
+DUMP_S = 2.0
+"""Seconds that a silent player has to write its stacks, which Ray passes on to the log of the run."""
+DEADLINE_SHARE = 0.5
+"""Part of a rank's deadline after which a silent player is replaced, so that its blocks are played again within the deadline."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A question to a player that is not answered yet.
+
+    Attributes:
+        player: Number of the player, over all machines.
+        deadline: Key of ``cluster.deadlines``.
+        method: Of ``PlayerActor``.
+        arguments: Of the method.
+        ref: Ray's reference to the answer.
+        waited_s: Seconds that somebody has waited for it.
+    """
+
+    player: int
+    deadline: str
+    method: str
+    arguments: tuple
+    ref: Any = None
+    waited_s: float = 0.0
+
+
+class Players:
+    """The players of this rank.
+
+    A player is asked one thing after the other. One that is lost (its process or machine ends, or it misses a deadline) is replaced:
+    the new one takes the weights that the old one held, and is asked again what was not answered. What it answers is what the
+    old one would have answered, because a rollout depends on weights, iteration, attempt and block alone.
+
+    Args:
+        config: Of the run.
+        reservation: Where players may be.
+        shell: The policy without its weights.
+        model: The trained model, sharded or not, from which weights come.
+
+    Attributes:
+        placement: Of the run.
+        blocks: Those of this rank.
+        num_replaced: Players that were lost so far.
+    """
+
+    def __init__(self, config: RunConfig, reservation: Reservation, shell: PolicyShell, model: nn.Module) -> None:
+        self.config, self.reservation, self.shell, self.model = config, reservation, shell, model
+        self.placement = Placement.of(config)
+        self.numbers = self.placement.players_of(rank())
+        self.blocks = own_blocks(self.placement.num_blocks, rank(), self.placement.num_ranks)
+        self.num_replaced = 0
+        self.weights: StoredWeights | None = None
+        self._deadlines = asdict(config.cluster.deadlines)
+        self._open: dict[int, list[Call]] = {number: [] for number in self.numbers}
+        self._setup: dict[int, list[Any]] = {}
+        self._held: dict[int, StoredWeights] = {}
+        self._where: dict[int, Any] = {}
+        self._actors: dict[int, Any] = {}
+        reservation.join()
+        for number in self.numbers:
+            self._start(number)
+
+    def wait_until_ready(self) -> None:
+        """Wait until all players are built, or raise why one cannot be."""
+        self.answers([self.call(number, "start", "where") for number in self.numbers])
+
+    def ask(self, number: int, deadline: str, method: str, *arguments: Any) -> Call:
+        """Ask a player to call a method of ``Player``; do not wait."""
+        return self.call(number, deadline, "ask", method, *arguments)
+
+    def call(self, number: int, deadline: str, method: str, *arguments: Any) -> Call:
+        """Call a method of a player's ``PlayerActor``; do not wait."""
+        call = Call(number, deadline, method, arguments)
+        self._send(call)
+        self._open[number].append(call)
+        return call
+
+    def answers(self, calls: Sequence[Call]) -> list[Any]:
+        """Wait for the answers to some calls, and return them in their order; see ``as_answered``."""
+        found = dict(self.as_answered(list(calls)))
+        return [found[call] for call in calls]
+
+    def as_answered(self, calls: list[Call]) -> Iterator[tuple[Call, Any]]:
+        """Yield each call with its answer as soon as it is there. The caller may append further calls meanwhile.
+
+        Raises:
+            RLinfError: An error of the user in a player.
+            RankError: A bug of a player, or more players were lost than ``cluster.max_restarts`` allows.
+        """
+        import ray
+
+        while calls:
+            start = time.monotonic()
+            ready, _ = ray.wait([call.ref for call in calls], timeout=POLL_S)
+            waited = min(time.monotonic() - start, 2 * POLL_S)  # this process may have been stopped (Ctrl-Z)
+            go_on()  # the deadlines of the players apply
+            for call in [call for call in calls if call.ref in ready]:
+                try:
+                    self._check_setup(call.player)
+                    answer = _checked(ray.get(call.ref), call.player)
+                except ray.exceptions.RayError as error:
+                    self._replace(call.player, _first_line(error))
+                    break  # its other calls have other references now
+                calls.remove(call)
+                self._open[call.player].remove(call)
+                yield call, answer
+            else:
+                for number in {call.player for call in calls}:
+                    first = self._open[number][0]
+                    first.waited_s += waited
+                    limit = DEADLINE_SHARE * clock.limit_of(first.deadline, self._deadlines)
+                    if first.waited_s > limit:
+                        self._give_up(number, first.deadline, limit)
+
+    def update_weights(self, version: int) -> None:
+        """Bring all players of this rank to the trained weights (a collective call of all ranks)."""
+        weights, self.weights = self.weights, None  # if this breaks off, the next push is complete
+        if weights is None or weights.version != version:
+            weights = self._stored(version, weights)
+        held = {number: self._held.get(number) for number in self.numbers}
+        calls = [self.call(number, "push", "push", weights) for number in self.numbers if held[number] is not weights]
+        for call, _ in self.as_answered(list(calls)):
+            self._held[call.player] = weights
+        self.weights = weights
+
+    def sleep(self) -> None:
+        """Do nothing: players have memory of their own."""
+
+    def close(self) -> None:
+        """End the players."""
+        import ray
+
+        if not self._actors or not ray.is_initialized():
+            return
+        closing = [actor.ask.remote("close") for actor in self._actors.values()]
+        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
+        for actor in self._actors.values():
+            ray.kill(actor)
+        self._actors = {}
+
+    def _stored(self, version: int, before: StoredWeights | None) -> StoredWeights:
+        """Put the trained weights into Ray's store: all of them, or what training has changed since ``before``."""
+        import ray
+
+        manifest = manifest_of(self.model)
+        names = {name for name, spec in manifest.items() if before is None or spec.trained}
+        buckets = [ray.put(bucket) for bucket in stored_buckets(gathered(self.model, names), version)]
+        if before is None:
+            return StoredWeights(version, manifest, version, buckets)
+        return replace(before, version=version, trained=buckets)
+
+    def _start(self, number: int) -> None:
+        """Start a player; Ray queues what it is asked meanwhile."""
+        self._actors[number] = actor = self.reservation.start(PlayerActor, number)
+        neighbours = self.reservation.num_neighbours(number)
+        start = pickle.dumps((self.config, self.shell, self.placement, number, neighbours))
+        self._where[number] = actor.where.remote()
+        self._setup[number] = [actor.build.remote(self.config.plugins, start)]
+        if number in self._held:
+            self._setup[number].append(actor.push.remote(self._held[number]))
+
+    def _send(self, call: Call) -> None:
+        call.ref, call.waited_s = getattr(self._actors[call.player], call.method).remote(*call.arguments), 0.0
+
+    def _check_setup(self, number: int) -> None:
+        """Raise what went wrong before the first call of a player, which has been answered since."""
+        import ray
+
+        for answer in ray.get(self._setup[number]):
+            _checked(answer, number)
+        self._setup[number] = []
+
+    def _replace(self, number: int, cause: str) -> None:
+        """Start another player for one that is lost, and ask it what the old one has not answered."""
+        self.num_replaced += 1
+        text, limit = f"Player {number} was lost: {cause}", self.config.cluster.max_restarts
+        if self.num_replaced > limit:
+            raise RankError(
+                f"{text}. {self.num_replaced} players of this rank have been lost (cluster.max_restarts={limit}). Look for the cause in the "
+                f"log, then continue with rlinf train resume=<run folder>, or raise it: cluster.max_restarts={2 * limit + 2}"
+            )
+        logger.warning("%s. Another one takes its place and plays the same blocks again.", text)
+        self._signal(number, signal.SIGKILL)
+        self._start(number)
+        for call in self._open[number]:
+            self._send(call)
+
+    def _give_up(self, number: int, deadline: str, limit: float) -> None:
+        """Replace a player that has not answered; its stacks go to the log."""
+        self._signal(number, DUMP_SIGNAL)
+        time.sleep(DUMP_S)
+        cure = f"cluster.deadlines.{deadline}={2 * limit / DEADLINE_SHARE:g}"
+        cause = f"it was in '{deadline}' for more than {limit:g} s. Its stacks are in the log. If it only needs longer, set {cure}"
+        self._replace(number, cause)
+
+    def _signal(self, number: int, signal_number: int) -> None:
+        """Send a signal to a player's process, which may be stopped and on another machine."""
+        import ray
+
+        with suppress(ray.exceptions.RayError):  # its machine is lost, or it has not told where it is
+            where: Whereabouts = ray.get(self._where[number], timeout=POLL_S)
+            ray.get(self.reservation.signal(where.node, where.pid, signal_number), timeout=10 * POLL_S)
+        if signal_number == signal.SIGKILL:
+            ray.kill(self._actors[number])
+
+
+def _checked(answer: Any, number: int) -> Any:
+    """Return a player's answer, or raise its error."""
+    if not isinstance(answer, Failure):
+        return answer
+    if answer.error is not None:
+        raise getattr(rlinf.errors, answer.error)(answer.message)
+    raise RankError(f"Player {number} failed: {answer.message}\n{answer.traceback}".rstrip())
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+class RemoteCollector:
+    """Collects rollouts by players; the same calls as ``RolloutCollector``, and ``collect`` in two parts.
+
+    Attributes:
+        players: Those of this rank.
+        blocks: Those of this rank.
+    """
+
+    def __init__(self, players: Players) -> None:
+        self.players, self.blocks = players, players.blocks
+
+    def wait_until_ready(self) -> None:
+        """Wait until all players can play, or raise why one cannot."""
+        self.players.wait_until_ready()
+
+    def collect(
+        self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
+        blocks: Sequence[int] | None = None,
+    ) -> RolloutBatch:  # fmt: skip
+        """Play one rollout with the weights that the players hold; see ``RolloutCollector.collect``."""
+        return self.take(self.issue(step, needs_values, attempt, blocks))
+
+    def issue(self, step: int, needs_values: bool, attempt: int = 0, blocks: Sequence[int] | None = None) -> list[Call]:
+        """Ask the players for one rollout, with the weights of the last push, and return at once; ``take`` takes the result.
+
+        A push that follows reaches a player when it has played.
+        """
+        wanted = np.array(self.blocks if blocks is None else blocks, dtype=np.int64)
+        numbers = self.players.numbers
+        shares = zip(numbers, np.array_split(wanted, len(numbers)), strict=True)
+        return [
+            self.players.ask(number, "rollout", "collect", step, needs_values, attempt, share.tolist())
+            for number, share in shares
+            if len(share)
+        ]
+
+    def take(self, calls: Sequence[Call]) -> RolloutBatch:
+        """Wait for a rollout that was issued, and return it, in the order of its blocks."""
+        return RolloutBatch.concatenate([answer.batch() for answer in self.players.answers(calls)])  # copies the arrays
+
+    def close(self) -> None:
+        """End the players."""
+        self.players.close()
+
+
+class RemoteEpisodes:
+    """Plays the episodes of evaluations on all players of this rank (an ``Episodes`` of ``rlinf.evaluation.evaluator``).
+
+    Attributes:
+        num_restarts: Simulators' worker processes that were replaced.
+    """
+
+    def __init__(self, players: Players) -> None:
+        self.players = players
+        self.num_restarts = 0
+
+    def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
+        """See ``Episodes.play``. A player that is free takes the next episodes, as many as it has envs."""
+        count = -(-self.players.config.evaluation.num_envs // self.players.placement.num_players)
+        parts = deque((first, specs[first : first + count]) for first in range(0, len(specs), count))
+        place: dict[Call, int] = {}
+        calls: list[Call] = []
+        found: dict[int, list[EpisodeResult]] = {}
+
+        def give_next(number: int) -> None:
+            if parts:
+                first, part = parts.popleft()
+                calls.append(self.players.ask(number, "evaluate", "evaluate", part))
+                place[calls[-1]] = first
+
+        for number in self.players.numbers:
+            give_next(number)
+        for call, (results, num_restarts) in self.players.as_answered(calls):
+            self.num_restarts += num_restarts
+            found[place[call]] = results
+            for result in results:
+                on_result(result)
+            give_next(call.player)
+        return [result for first in sorted(found) for result in found[first]]
+
+    def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
+        """See ``Episodes.record``."""
+        numbers, place = self.players.numbers, folder.resolve()
+        shares = [(number, list(numbered[number - numbers.start :: len(numbers)])) for number in numbers]
+        calls = [self.players.ask(each, "evaluate", "record", share, place, size) for each, share in shares if share]
+        return [video for videos in self.players.answers(calls) for video in videos]

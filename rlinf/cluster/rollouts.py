@@ -1,0 +1,72 @@
+"""What plays the rollouts of a run: threads of the rank, processes, or players on other machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+
+from rlinf.cluster.factory import collector_factory, threads_of_rank
+from rlinf.cluster.players import Players, RemoteCollector
+from rlinf.config.plugins import load_plugins
+from rlinf.config.schema import RunConfig
+from rlinf.distributed.process_group import local_world_size, rank, world_size
+from rlinf.envs.base import VectorEnv
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.rollout.collector import RolloutCollector
+from rlinf.rollout.process_collector import ProcessCollector
+
+Collector = RolloutCollector | ProcessCollector | RemoteCollector
+"""Anything with ``blocks``, ``collect`` and ``close``."""
+
+
+def make_collector(
+    config: RunConfig,
+    eval_env: VectorEnv,
+    model: ActionModel,
+    autocast: Callable[[], AbstractContextManager],
+    players: Players | None = None,
+) -> Collector:
+    """Return what plays this rank's rollouts.
+
+    Args:
+        config: Of the run.
+        eval_env: An env of the run's settings.
+        model: The policy that plays, in the memory in which it is updated.
+        autocast: Makes the context in which it computes.
+        players: Those of this rank, which then play; None: the rank plays.
+    """
+    if players is not None:
+        return RemoteCollector(players)
+    rollout = config.rollout
+    num_workers = 1 if rollout.worker_processes else threads_of_rank(config, eval_env, world_size())
+    make = collector_factory(config, eval_env, num_workers, num_workers * local_world_size())
+    if not rollout.worker_processes:
+        return make(autocast=autocast, rank=rank(), num_ranks=world_size())
+    return ProcessCollector(
+        make,
+        model,
+        num_blocks=rollout.num_envs // rollout.group_size,
+        num_processes=rollout.worker_processes,
+        num_threads=max(1, torch.get_num_threads() // rollout.worker_processes),
+        precision=config.model.precision,
+        rank=rank(),
+        num_ranks=world_size(),
+        seed=config.seed,
+        prepare=partial(load_plugins, config.plugins),
+    )
+
+
+def played_by(collector: Collector) -> str:
+    """Return in words what plays the rollouts of a rank."""
+    if isinstance(collector, RemoteCollector):
+        return _count(collector.players.placement.num_players // world_size(), "player")
+    if isinstance(collector, ProcessCollector):
+        return _count(collector.num_processes, "process", "es")
+    return _count(len(collector.worker_threads), "thread")
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number > 1 else ''}"

@@ -1,0 +1,168 @@
+"""Where trainer ranks and players are, as a pure function of the configuration and of what the machines have."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlinf.config.schema import RunConfig
+from rlinf.distributed.process_group import resolve_device
+from rlinf.distributed.start import place_of
+from rlinf.distributed.sums import own_blocks
+from rlinf.errors import MissingDependencyError
+from rlinf.preflight.refuse import refuse
+
+CPUS_PER_PLAYER = 1
+"""That Ray counts for a player. Its threads and simulators share the cores of its machine with the other players there."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What Ray may give away of one machine."""
+
+    name: str
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which players there are, whose they are and what each of them needs.
+
+    Players and blocks are divided alike: player ``p`` belongs to rank ``p * num_ranks // num_players``, and plays the blocks
+    that a rank of ``num_players`` would own, which are blocks of its rank.
+
+    Attributes:
+        num_ranks, num_players: Over all machines; a multiple of one another.
+        num_blocks: Over all ranks.
+        on_gpu: A player has a GPU of its own.
+    """
+
+    num_ranks: int
+    num_players: int
+    num_blocks: int
+    on_gpu: bool
+
+    @classmethod
+    def of(cls, config: RunConfig, nodes: Sequence[Node] | None = None) -> Placement:
+        """Return the placement of a run whose players are split off.
+
+        Args:
+            config: Of the run.
+            nodes: The machines of the cluster; None: they are not known yet.
+
+        Raises:
+            ConfigError: Players, ranks, envs and machines do not fit each other.
+        """
+        cluster, rollout = config.cluster, config.rollout
+        ranks = cluster.num_processes
+        players = ranks if cluster.num_players is None else cluster.num_players
+        if players % ranks:
+            fix = f"cluster.num_players={max(1, math.ceil(players / ranks)) * ranks}"
+            refuse(
+                f"cluster.num_players={players}",
+                f"a multiple of cluster.num_processes={ranks}, so many for each rank",
+                fix,
+            )
+        if rollout.num_envs % (players * rollout.group_size):
+            share = players * rollout.group_size
+            fix = f"rollout.num_envs={max(1, round(rollout.num_envs / share)) * share}"
+            unit = f"cluster.num_players={players} x rollout.group_size={rollout.group_size}"
+            refuse(
+                f"rollout.num_envs={rollout.num_envs}", f"a multiple of {unit}, because one player plays a group", fix
+            )
+        on_gpu = resolve_device(cluster.device, 1) == "cuda"
+        placement = cls(ranks, players, rollout.num_envs // rollout.group_size, on_gpu)
+        if nodes is not None:
+            placement._check_nodes(nodes)
+        return placement
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray reserves for each player."""
+        return {"CPU": CPUS_PER_PLAYER} | ({"GPU": 1} if self.on_gpu else {})
+
+    def players_of(self, rank: int) -> range:
+        """Return the players of a rank."""
+        return own_blocks(self.num_players, rank, self.num_ranks)
+
+    def blocks_of(self, player: int) -> range:
+        """Return the blocks of a player."""
+        return own_blocks(self.num_blocks, player, self.num_players)
+
+    def worker_threads(self, of_rank: int) -> int:
+        """Return the worker threads of a player: its part of those with which a rank would play, ``of_rank``.
+
+        So a player calls the policy with as many rows as the rank would, wherever players divide the threads.
+        """
+        return max(1, of_rank * self.num_ranks // self.num_players)
+
+    def _check_nodes(self, nodes: Sequence[Node]) -> None:
+        """Refuse machines without room for all players."""
+
+        def room(node: Node) -> int:
+            return int(min([node.cpus // CPUS_PER_PLAYER, *([node.gpus] if self.on_gpu else [])]))
+
+        fitting = sum(map(room, nodes))
+        if fitting >= self.num_players:
+            return
+        have = "; ".join(f"{node.name} has {node.cpus:g} CPUs and {node.gpus:g} GPUs" for node in nodes)
+        need = "a CPU and a GPU" if self.on_gpu else "a CPU"
+        possible = fitting // self.num_ranks * self.num_ranks
+        while possible and self.num_blocks % possible:
+            possible -= self.num_ranks
+        fix = f"cluster.num_players={possible}" if possible else "cluster.placement=colocated cluster.start=auto"
+        if self.on_gpu and not possible:
+            fix += ", or cluster.device=cpu"
+        refuse(f"cluster.num_players={self.num_players}, and of the Ray cluster {have}", f"{need} for each player", fix)
+
+
+def check_placement(config: RunConfig) -> None:
+    """Check what a placement needs that can be known before there is a cluster."""
+    cluster, rollout = config.cluster, config.rollout
+    if cluster.placement == "colocated":
+        if cluster.start == "ray":
+            refuse("cluster.start=ray with cluster.placement=colocated", "players to place", "cluster.placement=split")
+        if cluster.num_players is not None:
+            found = f"cluster.num_players={cluster.num_players} with cluster.placement=colocated"
+            refuse(
+                found, "players of their own", "cluster.placement=split cluster.start=ray, or cluster.num_players=null"
+            )
+        if cluster.max_staleness:
+            found = f"cluster.max_staleness={cluster.max_staleness} with cluster.placement=colocated"
+            refuse(
+                found,
+                "players that play while ranks train",
+                "cluster.placement=split cluster.start=ray, or cluster.max_staleness=0",
+            )
+        return
+    split = "cluster.placement=split"
+    if cluster.start != "ray":
+        refuse(f"{split} with cluster.start={cluster.start}", "Ray, which places the players", "cluster.start=ray")
+    if config.trainer.max_steps == 0:
+        fix = "cluster.placement=colocated cluster.start=auto"
+        refuse(f"{split} with trainer.max_steps=0", "rollouts to play", fix)
+    place = place_of(os.environ)
+    if place is not None:
+        found = f"{split} in a command that {place.launcher} has started {place.size} times"
+        refuse(
+            found,
+            "one command, whose ranks are on its machine",
+            f"cluster.num_processes={place.size} and start it once",
+        )
+    if rollout.worker_processes:
+        refuse(f"rollout.worker_processes={rollout.worker_processes} with {split}", "players as the processes that play",
+               f"rollout.worker_processes=0 cluster.num_players={rollout.worker_processes * cluster.num_processes}")  # fmt: skip
+    if rollout.backend != "torch":
+        refuse(
+            f"rollout.backend={rollout.backend} with {split}",
+            "players that run the policy in torch",
+            "rollout.backend=torch",
+        )
+    Placement.of(config)
+    if importlib.util.find_spec("ray") is None:
+        cure = "Run pip install 'rlinf[ray]', or set cluster.placement=colocated cluster.start=auto"
+        raise MissingDependencyError(f"{split} needs the package 'ray'. {cure}")

@@ -1,0 +1,136 @@
+"""A player in this process plays what the ranks that train would play, and only with complete weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from run_results import run_config
+
+from rlinf.cluster.actor import Arrays
+from rlinf.cluster.player import Player
+from rlinf.commands.train import build
+from rlinf.engines.weight_handle import WeightsRefusedError
+from rlinf.engines.weight_store import stored_buckets
+from rlinf.engines.weight_transfer import PushHeader, manifest_of
+from rlinf.errors import ConfigError, RLinfError
+from rlinf.evaluation.evaluator import episode_list, evaluate_policy
+from rlinf.preflight.placement import Placement
+from rlinf.rollout.policy_shell import PolicyShell
+from rlinf.types import RolloutBatch
+
+SMALL = [
+    "experiment=quickstart", "rollout.num_envs=8", "rollout.num_chunks=3", "trainer.minibatch_size=12", "model.micro_batch_size=12",
+    "sft.max_steps=0", "env.max_episode_steps=3", "evaluation.num_episodes=5", "evaluation.num_envs=4", "evaluation.probe=false",
+    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run whose rank plays with two worker threads."""
+    run = build(run_config(tmp_path_factory.mktemp("run"), *SMALL))
+    run.rl.sync.push(0)
+    yield run
+    run.rl.collector.close()
+    run.session.close()
+
+
+@pytest.fixture(scope="module")
+def players(run):
+    """Two players with the weights of the run, version 7."""
+    config = run.session.config
+    split = replace(config, cluster=replace(config.cluster, placement="split", num_players=2))
+    placement, shell = Placement.of(split), PolicyShell.of(run.session.sync.rollout_model)
+    made = [Player(split, shell, placement, number, 2) for number in range(2)]
+    for player in made:
+        push(player, run.session.sync.rollout_model, 7)
+    yield made
+    for player in made:
+        player.close()
+
+
+def push(player, model, version, base=None, end=True):
+    manifest = manifest_of(model)
+    player.begin(PushHeader(version, manifest if base is None else None, base))
+    for bucket in stored_buckets(model.state_dict().items(), version):
+        player.load(bucket)
+    return player.commit() if end else None
+
+
+def check_equal(batch, other):
+    assert batch.tensors().keys() == other.tensors().keys()
+    for name, tensor in batch.tensors().items():
+        assert torch.equal(tensor, other.tensors()[name]), name
+    for name, image in batch.observation.images.items():
+        assert (image == other.observation.images[name]).all()
+    assert batch.observation.instruction == other.observation.instruction
+    assert (batch.specs, batch.episodes) == (other.specs, other.episodes)
+
+
+def test_two_players_play_bit_for_bit_what_two_threads_of_a_rank_play(run, players):
+    model = run.session.sync.rollout_model
+    for step, attempt in ((0, 0), (3, 2)):
+        expected = run.rl.collector.collect(model.eval(), step, 7, True, attempt)
+        parts = [players[k].collect(step, True, attempt, range(4 * k, 4 * k + 4)) for k in (1, 0)]  # in any order
+        check_equal(RolloutBatch.concatenate([Arrays.of(part).batch() for part in reversed(parts)]), expected)
+    with pytest.raises(AssertionError):  # control
+        check_equal(RolloutBatch.concatenate(parts), expected)
+
+
+def test_any_player_can_play_any_blocks(run, players):
+    blocks = [1, 2, 4, 7]
+    check_equal(players[0].collect(1, True, 0, blocks), players[1].collect(1, True, 0, blocks))
+
+
+def test_players_evaluate_as_the_run_does(run, players):
+    env, model = run.session.evaluator.env, run.session.sync.rollout_model
+    specs = episode_list(env, "eval", 5)
+    expected = evaluate_policy(model, env, specs).results
+    first, second = (players[k].evaluate(specs[k::2]) for k in range(2))
+    assert [result for pair in zip(first[0], [*second[0], None], strict=True) for result in pair if result] == expected
+    assert first[1] == 0
+
+
+def test_a_player_acts_only_with_complete_weights(run, players):
+    player, model = players[0], run.session.sync.rollout_model
+    with pytest.raises(
+        WeightsRefusedError, match="replaces some tensors of version 3, but the receiver holds version 7"
+    ):
+        push(player, model, 8, base=3)
+    assert player.version == 7, "the old weights stay"
+    player.begin(PushHeader(8, manifest_of(model)))
+    buckets = list(stored_buckets(model.state_dict().items(), 8))
+    damaged = buckets[0].data.copy()
+    damaged[100_000] ^= 1
+    for act in (lambda: player.collect(0, True, 0, [0]), lambda: player.evaluate([])):
+        with pytest.raises(RLinfError, match="no complete weights"):
+            act()
+    with pytest.raises(WeightsRefusedError, match="damaged on the way"):
+        player.load(replace(buckets[0], data=damaged))
+    with pytest.raises(WeightsRefusedError):
+        player.commit()
+    assert push(player, model, 7) == 7
+    player.collect(0, True, 0, [0, 1, 2, 3])
+
+
+def test_a_shell_has_no_weights_and_keeps_what_a_push_does_not_bring(run):
+    model = run.session.sync.rollout_model
+    shell = PolicyShell.of(model)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    assert len(shell.data) < 0.2 * size
+    built = shell.build("cpu")
+    kept = dict(model.named_buffers()).keys() - model.state_dict().keys()
+    assert kept, "control"
+    for name in kept:
+        assert torch.equal(built.get_buffer(name), model.get_buffer(name))
+    assert {n: p.requires_grad for n, p in built.named_parameters()} == {
+        n: p.requires_grad for n, p in model.named_parameters()
+    }
+    model.hook = lambda: None
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be sent to players.*Set cluster.placement=colocated"):
+            PolicyShell.of(model)
+    finally:
+        del model.hook

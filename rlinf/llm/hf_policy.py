@@ -37,7 +37,7 @@ from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutput
 from rlinf.llm.hf_generation import generate_tokens, refuse_other_names
 from rlinf.llm.logprobs import batch_logprobs, batch_scores
 from rlinf.llm.losses import TokenLoss, trained_tokens
-from rlinf.llm.packing import keeps_sequences_apart
+from rlinf.llm.packing import attend_each_sequence, keeps_sequences_apart
 from rlinf.llm.policy_interface import LogprobsSpec, LossFunction
 from rlinf.llm.token_policy import TokenPolicy, TokenPolicyConfig, check_trainable
 from rlinf.models.blocks import check_compiler, set_training_options
@@ -120,6 +120,8 @@ class HuggingFacePolicy(TokenPolicy):
         choice = _choose(model_name, self.config, lora)
         self._sharded = choice.sharded
         self.model = self._load()
+        if self.config.sequence_packing and _device_of(self.config) == "cpu" and not self.config.compile:
+            attend_each_sequence(self.model)
         if self.config.sequence_packing and not keeps_sequences_apart(self.model):
             raise ConfigError(
                 f"sequence_packing=True, but {type(self.model).__name__} lets packed sequences attend to each other. "
@@ -212,12 +214,12 @@ class HuggingFacePolicy(TokenPolicy):
             go_on()  # the micro-batch before is done
             part, counted = parts[min(number, len(parts) - 1)], float(number < len(parts))
             packed, with_entropy = self.config.sequence_packing, self.config.report_entropy
-            scores = batch_scores(self.model, part, self.temperature, packed, with_entropy)
+            trained = trained_tokens(part)
+            scores = batch_scores(self.model, part, self.temperature, packed, with_entropy, trained)
             output = loss_fn.from_logprobs(scores.logprobs, part, counts)
             metrics = dict(output.metrics)
             if scores.entropy is not None:
-                mask = trained_tokens(part).to(scores.entropy.device)
-                metrics["entropy"] = torch.where(mask, scores.entropy, 0.0).sum() / counts.tokens
+                metrics["entropy"] = scores.entropy.sum() / counts.tokens
             metrics = {name: counted * value for name, value in metrics.items()}
             return counted * output.loss, {**metrics, "loss": counted * output.loss.detach()}
 

@@ -22,13 +22,15 @@ TOKEN_TYPE_KEYS = {"token_type_ids", "mm_token_type_ids"}
 """Keys ``[B, S]`` that mark image tokens; 0 is text, which generated tokens are."""
 CHUNK_LOGITS = 2**25
 """Maximum number of logits at a time: 128 MiB of float32. Forward and backward pass hold up to five such arrays."""
+USEFUL_SHARE = 0.75
+"""Below this share of scored positions the head is applied to these alone."""
 _TRIAL_COLUMNS = 2
 _WHOLE_LOGITS: WeakSet[nn.Module] = WeakSet()  # models whose logits ``_head_logits`` does not reproduce
 _KNOWN = {"input_ids", "attention_mask", "labels", *IMAGE_KEYS, *TOKEN_TYPE_KEYS}
 
 
 class TokenScores(NamedTuple):
-    """Numbers of every token given the tokens before it, float32 ``[B, S]``; column 0 and padding are 0.
+    """Numbers of every token given the tokens before it, float32 ``[B, S]``; column 0, padding and tokens that were not chosen are 0.
 
     Attributes:
         logprobs: Log-probability of the token.
@@ -39,13 +41,24 @@ class TokenScores(NamedTuple):
     entropy: Tensor | None
 
 
-def batch_logprobs(model: Any, data: Mapping[str, Any], temperature: float = 1.0, packed: bool = False) -> Tensor:
+def batch_logprobs(
+    model: Any,
+    data: Mapping[str, Any],
+    temperature: float = 1.0,
+    packed: bool = False,
+    chosen: Tensor | None = None,
+) -> Tensor:
     """Return the log-probabilities of ``batch_scores``."""
-    return batch_scores(model, data, temperature, packed).logprobs
+    return batch_scores(model, data, temperature, packed, chosen=chosen).logprobs
 
 
 def batch_scores(
-    model: Any, data: Mapping[str, Any], temperature: float = 1.0, packed: bool = False, with_entropy: bool = False
+    model: Any,
+    data: Mapping[str, Any],
+    temperature: float = 1.0,
+    packed: bool = False,
+    with_entropy: bool = False,
+    chosen: Tensor | None = None,
 ) -> TokenScores:
     """Return ``sequence_scores`` of a batch, images included.
 
@@ -57,6 +70,7 @@ def batch_scores(
         temperature: Divides the logits.
         packed: Lay the rows end to end.
         with_entropy: Compute the entropy, too.
+        chosen: bool ``[B, S]``, tokens to score; None: all.
     """
     ids, mask = tokens_and_mask(data)
     columns, width = ids.shape[1], max(1, int(mask.sum(-1).max()))
@@ -70,7 +84,8 @@ def batch_scores(
     if packed and inputs:
         raise ConfigError(f"sequence_packing=True does not support {', '.join(inputs)}. Pass sequence_packing=False")
     ids, mask = (each[:, :width].to(device) for each in (ids.masked_fill(~mask, 0), mask))
-    scores = sequence_scores(model, ids, mask, temperature, packed, inputs, with_entropy)
+    chosen = None if chosen is None else chosen[:, :width].to(device)
+    scores = sequence_scores(model, ids, mask, temperature, packed, inputs, with_entropy, chosen)
     return TokenScores(*(None if each is None else F.pad(each, (0, columns - width)) for each in scores))
 
 
@@ -118,9 +133,10 @@ def sequence_logprobs(
     temperature: float = 1.0,
     packed: bool = False,
     inputs: Mapping[str, Tensor] | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Return the log-probabilities of ``sequence_scores``."""
-    return sequence_scores(model, input_ids, attention_mask, temperature, packed, inputs).logprobs
+    return sequence_scores(model, input_ids, attention_mask, temperature, packed, inputs, chosen=chosen).logprobs
 
 
 def sequence_scores(
@@ -131,6 +147,7 @@ def sequence_scores(
     packed: bool = False,
     inputs: Mapping[str, Tensor] | None = None,
     with_entropy: bool = False,
+    chosen: Tensor | None = None,
 ) -> TokenScores:
     """Return the log-probability of every token given the tokens before it, and on request the entropy there.
 
@@ -145,16 +162,18 @@ def sequence_scores(
         packed: Lay the rows end to end and run them as one row (see ``rlinf.llm.packing``).
         inputs: Further inputs of the model (``image_inputs``).
         with_entropy: Compute the entropy, too; it takes two more arrays of the size of the logits of a chunk.
+        chosen: bool ``[B, S]``, tokens to which the head is applied; None: all.
     """
-    predicted = attention_mask.bool().clone()
-    predicted[:, 0] = False
+    attended = attention_mask.bool()
+    predicted = attended.clone() if chosen is None else attended & chosen
+    predicted[:, 0] = False  # in a packed row, the token before it is of another sequence
     if packed:
         ids, positions = pack_rows(input_ids, attention_mask.sum(-1))
-        states, head = _run_to_head(model, {"input_ids": ids, "position_ids": positions})
-        before = positions[:, 1:] > 0  # position 0 follows another sequence, which does not predict it
+        states, head = _run_to_head(model, {"input_ids": ids, "position_ids": positions}, int(predicted.sum()))
+        before = predicted[attended].unsqueeze(0)[:, 1:]
     else:
         tokens = {"input_ids": input_ids, "attention_mask": attention_mask.long()}
-        states, head = _run_to_head(model, {**tokens, **(inputs or {})})
+        states, head = _run_to_head(model, {**tokens, **(inputs or {})}, int(predicted.sum()))
         before = predicted[:, 1:]
     scored = states[:, :-1][before.to(states.device)]
     tokens = input_ids[predicted].to(scored.device)
@@ -168,16 +187,18 @@ def sequence_scores(
     )
 
 
-def _run_to_head(model: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Run a causal language model, without computing all logits if these are more than ``CHUNK_LOGITS``.
+def _run_to_head(
+    model: Any, inputs: Mapping[str, Tensor], num_scored: int
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Run a causal language model, without computing all logits if these are more than ``CHUNK_LOGITS`` or mostly not needed.
 
     A model that takes ``logits_to_keep`` works with the logits of a few columns. Its head gets only these columns, and a hook keeps
     the hidden states of all. If ``_head_logits`` does not reproduce the few logits, the model runs again in full.
 
     Return hidden states ``[B, S, H]`` and the function that turns them into logits ``[..., V]``; or logits and the identity.
     """
-    head = None
-    if inputs["input_ids"].numel() * model.config.get_text_config().vocab_size > CHUNK_LOGITS:
+    head, num_tokens = None, inputs["input_ids"].numel()
+    if num_tokens * model.config.get_text_config().vocab_size > CHUNK_LOGITS or num_scored < USEFUL_SHARE * num_tokens:
         takes_few = "logits_to_keep" in inspect.signature(model.forward).parameters and model not in _WHOLE_LOGITS
         head = model.get_output_embeddings() if takes_few else None
     if head is not None:

@@ -97,7 +97,8 @@ class TokenLoss(ABC):
     def __call__(self, model: Any, data: Mapping[str, Any]) -> Tensor:
         """Run a causal language model on a whole batch, padded on the right, and return the scalar loss."""
         verify_right_padding(data, raise_error=True)
-        return self.from_logprobs(batch_logprobs(model, data, self.temperature), data, self.counts(data)).loss
+        logprobs = batch_logprobs(model, data, self.temperature, chosen=trained_tokens(data))
+        return self.from_logprobs(logprobs, data, self.counts(data)).loss
 
     def counts(self, data: Mapping[str, Any]) -> TokenCounts:
         """Count the trained tokens and samples of a batch; counts of parts add up."""

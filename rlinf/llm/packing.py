@@ -1,4 +1,4 @@
-"""Choose the rows of each forward pass, and lay several sequences end to end in one row.
+"""Choose the rows of each forward pass, lay several sequences end to end in one row, and attend to each alone.
 
 The position ids of a packed row restart at 0 with each sequence, and attention must be block-diagonal. Models of transformers
 that build their masks with ``create_causal_mask`` derive this from the position ids if they get no attention mask and no cache,
@@ -15,8 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from rlinf.errors import ConfigError
+
+SDPA_BY_SEQUENCE = "sdpa_by_sequence"
+"""Name of ``attend_by_sequence`` as an ``attn_implementation`` of transformers."""
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int, num_bins_multiple: int = 1) -> list[list[int]]:
@@ -131,6 +137,59 @@ def pack_rows(input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     mask = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths.to(input_ids.device).unsqueeze(1)
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     return input_ids[mask].unsqueeze(0), positions[mask].unsqueeze(0)
+
+
+def attend_each_sequence(model: Any) -> None:
+    """Let a model whose kernel is ``sdpa`` attend to each sequence of a packed row alone: less work for a CPU, equal numbers."""
+    if model.config.get_text_config()._attn_implementation == "sdpa":
+        model.set_attn_implementation(SDPA_BY_SEQUENCE)
+
+
+def attend_by_sequence(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Run the ``sdpa`` of transformers on each sequence of a packed row, and on any other input as it is.
+
+    A CPU kernel also computes the scores between sequences, which the mask discards. They are most of a packed row.
+
+    Args:
+        module, key, value, position_bias, **kwargs: As for ``sdpa``.
+        query: ``[B, heads, S, head_dim]``.
+        attention_mask: bool ``[B, 1, S, S]`` or None.
+    """
+    lengths = [] if position_bias is not None else _sequence_lengths(query, attention_mask)
+    if len(lengths) < 2:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, position_bias=position_bias, **kwargs)
+    parts, start = [], 0
+    for queries, keys, values in zip(*(each.split(lengths, dim=2) for each in (query, key, value)), strict=True):
+        own = slice(start, start := start + queries.shape[2])
+        mask, settings = attention_mask[..., own, own], kwargs
+        if torch.equal(mask[0, 0], torch.ones_like(mask[0, 0]).tril()):
+            mask, settings = None, kwargs | {"is_causal": True}  # the kernel then skips half of the scores
+        parts.append(sdpa_attention_forward(module, queries, keys, values, mask, **settings)[0])
+    return torch.cat(parts, dim=1), None
+
+
+def _sequence_lengths(query: Tensor, mask: Tensor | None) -> list[int]:
+    """Return the lengths of the sequences of one packed row; empty if it is not one.
+
+    The first token of a sequence is the one that does not see the token before it.
+    """
+    columns = query.shape[2]
+    if mask is None or mask.dtype != torch.bool or mask.shape != (1, 1, columns, columns):
+        return []
+    starts = [0, *((~mask[0, 0].diagonal(-1)).nonzero().flatten() + 1).tolist()]
+    return [stop - start for start, stop in zip(starts, [*starts[1:], columns], strict=True)]
+
+
+AttentionInterface.register(SDPA_BY_SEQUENCE, attend_by_sequence)
+AttentionMaskInterface.register(SDPA_BY_SEQUENCE, sdpa_mask)
 
 
 def keeps_sequences_apart(model: Any) -> bool:

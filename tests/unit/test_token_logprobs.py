@@ -182,6 +182,26 @@ def test_packed_rows_in_chunks(load, monkeypatch):
     torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi"])
+def test_the_head_is_applied_to_chosen_tokens_alone(load, name, packed):
+    model, (ids, mask) = load(name), rows()
+    chosen = torch.rand(ids.shape, generator=torch.Generator().manual_seed(3)) < 0.2
+    chosen[:, 0] = False
+    everything = scored(model, lambda *a: sequence_logprobs(*a, packed=packed).masked_fill(~chosen, 0.0), ids, mask)
+    found = scored(model, lambda *a: sequence_logprobs(*a, packed=packed, chosen=chosen), ids, mask)
+    assert_same(model, found, everything)
+    assert torch.equal(found[0] != 0, chosen & mask)
+    weights = max(parameter.numel() for parameter in model.parameters())
+    assert found[2] <= max(int((chosen & mask).sum()) * VOCABULARY, weights) < everything[2]
+
+
+def test_no_token_chosen_is_a_zero_with_a_gradient(load):
+    model, (ids, mask) = load("llama"), rows()
+    found = scored(model, lambda *a: sequence_logprobs(*a, chosen=torch.zeros_like(mask)), ids, mask)
+    assert not found[0].any() and all(not gradient.any() for gradient in found[1].values())
+
+
 def test_a_head_that_does_more_is_found_and_gets_all_logits(load, monkeypatch):
     """The model runs twice in its first pass, and once afterwards."""
     monkeypatch.setattr(module, "CHUNK_LOGITS", 10 * VOCABULARY)

@@ -1,0 +1,116 @@
+"""The side of TRL in ``sft_throughput.py`` and ``grpo_iteration.py``, run by a Python that has TRL.
+
+The trainer runs in a thread and waits between steps, so that the two sides take turns.
+"""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from datasets import Dataset
+from side_by_side import Stopwatch, memory_mb, serve
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+
+class Turns(TrainerCallback):
+    """Lets a trainer take one step at a time."""
+
+    def __init__(self) -> None:
+        self._go: queue.Queue[None] = queue.Queue()
+        self._done: queue.Queue[dict[str, float] | BaseException] = queue.Queue()
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._go.get()
+
+    def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        self._done.put(logs)  # the last thing of a step
+
+    def start(self, trainer: Any) -> None:
+        """Train in a thread."""
+
+        def train() -> None:
+            try:
+                trainer.train()
+                raise RuntimeError("The trainer has taken all of its steps.")
+            except BaseException as error:  # noqa: BLE001 - the asking thread raises it
+                self._done.put(error)
+
+        threading.Thread(target=train, daemon=True).start()
+
+    def step(self) -> dict[str, Any]:
+        """Let the trainer take a step; return what it logs, and the times of ``Stopwatch``."""
+        with Stopwatch() as watch:
+            self._go.put(None)
+            logged = self._done.get()
+        if isinstance(logged, BaseException):
+            raise logged
+        return logged | watch.times
+
+
+def common(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what both trainers are told: the optimiser of ours, no checkpoints, no reports."""
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
+        "learning_rate": settings["learning_rate"], "lr_scheduler_type": "constant", "optim": "adamw_torch_fused",
+        "weight_decay": 0.0, "max_grad_norm": 1.0, "adam_epsilon": 1e-8,
+        "max_steps": 100_000, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "per_device_train_batch_size": settings["micro_batch"], "gradient_accumulation_steps": settings["accumulation"],
+        "seed": settings["seed"],
+    }  # fmt: skip
+
+
+class Recorded(SFTTrainer):
+    """Keeps the rows that it trains on."""
+
+    rows: list[list[list[int]]]
+
+    def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        packed = torch.stack([inputs["input_ids"][0], (inputs["labels"][0] != -100).long()])
+        starts = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
+        for start, stop in zip(starts, [*starts[1:], packed.shape[1]], strict=True):
+            self.rows.append(packed[:, start:stop].tolist())
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def sft(settings: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Return a function that takes a step; it returns loss, gradient norm, and the rows as tokens and which are learned."""
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    columns = {name: [row[name] for row in settings["rows"]] for name in ("input_ids", "completion_mask")}
+    config = SFTConfig(**common(settings), packing=True, max_length=settings["length"], completion_only_loss=True)
+    turns = Turns()
+    trainer = Recorded(
+        model, args=config, train_dataset=Dataset.from_dict(columns),
+        processing_class=AutoTokenizer.from_pretrained(settings["model"]), callbacks=[turns],
+    )  # fmt: skip
+    before, trainer.rows = memory_mb("VmRSS"), []
+    turns.start(trainer)
+
+    def step() -> dict[str, Any]:
+        trainer.rows.clear()
+        logged = turns.step()
+        return {
+            "loss": logged["loss"], "norm": logged["grad_norm"], "rows": trainer.rows, "peak_mb": memory_mb("VmHWM"),
+            "start_mb": before, **{key: logged[key] for key in ("seconds", "cpu_seconds")},
+        }  # fmt: skip
+
+    return step
+
+
+METHODS = {"sft": sft}
+
+
+def make_answer(settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+    """Return the function that answers messages."""
+    torch.set_num_threads(settings["threads"])
+    return METHODS[settings["method"]](settings)
+
+
+if __name__ == "__main__":
+    serve(make_answer)

@@ -9,11 +9,11 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
@@ -143,10 +143,14 @@ class CheckpointManager:
         self.wait()
         if not self.keeps_any and not (is_last and self.export):
             return
+        # Without use_async_staging, stage returns the copies and no future.
+        copy = (
+            dict if self._stager is None else cast(Callable[[dict[str, Tensor]], dict[str, Tensor]], self._stager.stage)
+        )
         snapshot = take_snapshot(
             model=model, optimizer=optimizer if self.keeps_any else None, loop_state=loop_state, run_config=run_config,
             manifest=manifest, best=best, generators=generators, with_policy=self.with_policy,
-            copy=dict if self._stager is None else self._stager.stage,
+            copy=copy,
         )  # fmt: skip
         self._run(lambda: self._write(name, snapshot, is_last))
 
@@ -211,7 +215,11 @@ class CheckpointManager:
                 self._stager.close()
         if self._upload_failures:
             failures = "; ".join(self._upload_failures)
-            raise CheckpointError(f"{self.folder} is complete, but not all of it was uploaded: {failures}")
+            final = self.folder / SAFETENSORS_FOLDER / FINAL
+            later = "start the same command with train.resume=true" if self.keeps_any else f"upload {final} by hand"
+            raise CheckpointError(
+                f"{self.folder} is complete, but not all of it was uploaded: {failures}. To upload it later, {later}"
+            )
 
     def names(self) -> list[str]:
         """Return the names of the whole checkpoints."""

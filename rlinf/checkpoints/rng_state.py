@@ -41,12 +41,12 @@ def load_rng_state(path: Path, generators: Mapping[str, torch.Generator] | None 
 
 def _state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    found = np.random.get_state(legacy=False)
     state = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
         "numpy": {
-            "name": name, "keys": torch.from_numpy(keys.astype(np.int64)), "position": int(position),
-            "has_gauss": int(has_gauss), "cached": float(cached),
+            "name": found["bit_generator"], "keys": torch.from_numpy(found["state"]["key"].astype(np.int64)),
+            "position": int(found["state"]["pos"]), "has_gauss": int(found["has_gauss"]), "cached": float(found["gauss"]),
         },
         "torch": torch.get_rng_state(),
     }  # fmt: skip

@@ -27,7 +27,7 @@ def read_saved_config(folder: Path) -> dict[str, Any]:
 
 def flat(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return a nested mapping with dotted keys."""
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in mapping.items():
         found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
     return found

@@ -158,7 +158,7 @@ def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
     _compare_names(folder, saved, weights, may_lack=frozen_names(model) if is_adapter(model) else set())
     stepped = _stepped(model, optimizer)
     targets = {f"{MODEL}{name}": t for name, t in weights_to_save(model, optimizer).items() if name in saved}
-    states: dict[nn.Parameter, dict[str, Tensor]] = {}
+    states: dict[Tensor, dict[str, Tensor]] = {}
     for entry in entries:
         name, _, key = entry.removeprefix(OPTIMIZER).rpartition(".")
         if entry.startswith(OPTIMIZER) and name in stepped:
@@ -175,14 +175,16 @@ def load_trainer_state(folder: str | Path, model: nn.Module, optimizer: Optimize
 
 def _checked_entries(folder: Path, metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     """Return the index by name; raise ValueError unless all are tensors in the folder, as DCP would unpickle anything else."""
+    entries: dict[str, TensorStorageMetadata] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(f"{METADATA_FILE} holds '{name}' as {type(entry).__name__}, and only tensors are read")
+        entries[name] = entry
     for place in metadata.storage_data.values():
         if not _DATA_FILE.fullmatch(place.relative_path):
             file = place.relative_path
             raise ValueError(f"{METADATA_FILE} names the file '{file}', which is not one of the folder's")
-    return metadata.state_dict_metadata
+    return entries
 
 
 def weights_to_save(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:

@@ -143,10 +143,11 @@ class S3Upload:
             files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
             for path in sorted(files, key=lambda path: path == folder / MANIFEST_FILE):
                 key = self.key_of(run_folder, path)
-                _tried(
-                    lambda path=path, key=key: self.client.upload_file(str(path), self.bucket, key),
-                    self._errors, f"upload {path} to s3://{self.bucket}/{key}",
-                )  # fmt: skip
+
+                def send(path: Path = path, key: str = key) -> None:
+                    self.client.upload_file(str(path), self.bucket, key)
+
+                _tried(send, self._errors, f"upload {path} to s3://{self.bucket}/{key}")
 
     def key_of(self, run_folder: Path, path: Path) -> str:
         """Return the key of a file."""

@@ -107,6 +107,8 @@ class HuggingFacePolicy(TokenPolicy):
         MissingDependencyError: Quantisation is asked for without bitsandbytes.
     """
 
+    config: HuggingFacePolicyConfig
+
     def __init__(self, model_name: str, **kwargs: Any) -> None:
         refuse_other_names(kwargs)
         self.config = from_mapping(HuggingFacePolicyConfig, kwargs)

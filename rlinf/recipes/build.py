@@ -109,10 +109,7 @@ def policy_settings(config: RecipeConfig, processor: Any) -> dict[str, Any]:
         "gradient_checkpointing": policy.model_gradient_checkpointing,
         "compile": train.compile,
         "report_entropy": config.logging.report_entropy,
-        "lora": None if lora is None else {
-            "rank": lora.r, "alpha": round(lora.lora_alpha), "dropout": lora.lora_dropout,
-            "target_modules": None if lora.target_modules == "all-linear" else lora.target_modules,
-        },
+        "lora": None if lora is None else lora.settings(),
         "device_map": None if policy.device == "cpu" else "auto",
         "cpu_offload": train.fsdp_offload,
         **_sharding(config),

@@ -305,6 +305,12 @@ class LoraConfig:
         if self.target_modules == "all-linear":
             self.target_modules = None
 
+    def settings(self) -> dict[str, Any]:
+        """Return the fields of ``rlinf.models.config.LoraConfig``."""
+        return {
+            "rank": self.r, "alpha": self.lora_alpha, "dropout": self.lora_dropout, "target_modules": self.target_modules
+        }  # fmt: skip
+
 
 @dataclass
 class PolicyConfig:

@@ -324,7 +324,7 @@ class PackedRows(Generic[Packed]):
         return ""
 
 
-def share(items: Sequence, rank: int, num_ranks: int) -> Sequence:
+def share(items: Any, rank: int, num_ranks: int) -> Any:
     """Return the ``rank``-th of equal neighbouring parts; raise ConfigError if there are none."""
     if len(items) % num_ranks:
         raise ConfigError(f"A batch of {len(items)} rows cannot be divided among {num_ranks} ranks. "

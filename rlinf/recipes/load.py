@@ -200,7 +200,7 @@ def keys_of(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fiel
 def section_of(hint: Any) -> type | None:
     """Return the dataclass of a key that is a section; None for other keys."""
     kinds = typing.get_args(hint) or (hint,)
-    return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+    return next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
 
 def _leaves(mapping: Mapping[str, Any], cls: type, prefix: str = "") -> Iterator[str]:

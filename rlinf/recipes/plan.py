@@ -163,7 +163,7 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
     count = sum(p.numel() for p in model.parameters())
     lora = config.policy.lora
     if lora is not None:
-        apply_lora(model, LoraConfig(lora.r, lora.lora_alpha, lora.lora_dropout, lora.target_modules))
+        apply_lora(model, LoraConfig(**lora.settings()))
     state = StateBytes.of(model, plan.shards if plan.shards > 1 else None)
     parts = f"weights {format_bytes(state.weights + state.masters)}, gradients {format_bytes(state.gradients)}"
     lines = [

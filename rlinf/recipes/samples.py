@@ -98,13 +98,14 @@ def collate(rows: Sequence[Sample] | Sequence[Prompt], pad_token_id: int = 0) ->
                 )
         masks = [torch.tensor(sample.token_mask, dtype=torch.bool) for sample in samples]
         batch["token_mask"] = pad_sequence(masks, batch_first=True)
-    for key in dict.fromkeys(key for row in rows for key in row.model_inputs):
-        present = next(row.model_inputs[key] for row in rows if key in row.model_inputs)
+    inputs = [row.model_inputs for row in rows]
+    for key in dict.fromkeys(key for each in inputs for key in each):
+        present = next(each[key] for each in inputs if key in each)
         if key in TOKEN_TYPE_KEYS:
             text = [torch.zeros(1, len(row.input_ids), dtype=present.dtype) for row in rows]  # 0 is text
-            types = [row.model_inputs.get(key, zeros)[0] for row, zeros in zip(rows, text, strict=True)]
+            types = [each.get(key, zeros)[0] for each, zeros in zip(inputs, text, strict=True)]
             batch[key] = pad_sequence(types, batch_first=True)
         else:
             empty = present.new_zeros(0, *present.shape[1:])
-            batch[key] = [row.model_inputs.get(key, empty) for row in rows]
+            batch[key] = [each.get(key, empty) for each in inputs]
     return BatchedDataDict(batch)

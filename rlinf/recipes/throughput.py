@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
 
 PEAK_FLOPS = {
     "A100": 312e12,
@@ -21,7 +22,7 @@ PEAK_FLOPS = {
 """Peak of a GPU in bfloat16 without sparsity, by a part of its name, from the data sheets of its maker."""
 
 
-def flops_per_token(model: nn.Module, length: float) -> float:
+def flops_per_token(model: Any, length: float) -> float:
     """Estimate the floating-point operations that training takes for a token (Kaplan et al. 2020, section 2.1).
 
     A weight in a matrix product takes 2 operations forward, 2 for the gradient of its input, and, if it is trained, 2 for its

@@ -20,6 +20,10 @@ from rlinf.checkpoints.upload import S3Upload, model_card
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.manifest import Manifest, hash_files, verify_files
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
+from chat_models import chat_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "hf_secret_of_this_test"
 MANIFEST = Manifest(
     {"rlinf": "0.2.0", "torch": "2.13.0"}, {"class": "LlamaForCausalLM"}, {}, {}, {}, {"state": "merged"}, "float32", {}, None,
@@ -224,6 +228,61 @@ def test_what_the_hub_refuses_is_said(hub, tmp_path):
     hub.role, hub.failures = "write", 1000
     said = upload_to(hub, run)
     assert "begun" in said and "CheckpointError: Cannot upload" in said and "tried 3 times" in said
+
+
+SCRIPT = """
+from rlinf.checkpoints import upload
+from rlinf.recipes.launch_worker import launch_worker
+from rlinf.recipes.packers import RawTextPacker
+
+upload.BACKOFF_S = 0.01
+if __name__ == "__main__":
+    launch_worker(dataset=[{"text": f"{n} and {n}"} for n in range(4)], data_packer=RawTextPacker(column="text"))
+"""
+
+
+def test_an_upload_that_fails_ends_a_whole_run_and_is_done_by_the_next_command(hub, tiny_lm, tmp_path):
+    tokenizer = chat_tokenizer("plain")
+    model = tiny_lm("llama", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(model)
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    config = {
+        "train": {"output_dir": "out", "timestamp": STAMP, "train_batch_per_replica": 2, "param_dtype": "float32",
+                  "ckpt": {"upload_hf": True, "hf_repo_name": "policy"}},
+        "policy": {"model_name_or_path": model, "device": "cpu", "model_max_length": 64},
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(config))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {
+        "HF_ENDPOINT": hub.address,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_TOKEN": TOKEN,
+        "PYTHONPATH": str(ROOT),
+    }
+
+    def launch(*words: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "rlinf", "launch", "--config", "recipe.yaml", "mine.py", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert TOKEN not in done.stdout + done.stderr, "a token must not be logged"
+        return done
+
+    hub.failures = 1000
+    failed, run = launch(), tmp_path / "out" / STAMP
+    assert failed.returncode == 2 and "Traceback" not in failed.stderr, failed.stderr
+    assert f"out/{STAMP} is complete, but not all of it was uploaded: Cannot upload" in failed.stderr
+    assert "To upload it later, start the same command with train.resume=true" in failed.stderr and not hub.files
+    for folder in (run / "checkpoints" / "step_2", run / "safetensors" / "final"):
+        verify_files(folder, Manifest.load(folder))
+    assert json.loads((run / "summary.json").read_text())["steps"] == 2 and (run / "report.html").is_file()
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert not any(TOKEN.encode() in path.read_bytes() for path in files)
+    hub.failures = 0
+    done = launch("train.resume=true")
+    assert done.returncode == 0, done.stderr
+    final = run / "safetensors" / "final"
+    assert hub.files == {
+        path.relative_to(final).as_posix(): path.read_bytes() for path in final.rglob("*") if path.is_file()
+    }
 
 
 def test_a_card_names_no_path_of_this_machine(tmp_path):

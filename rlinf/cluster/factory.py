@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from rlinf.cluster.envs import env_maker
 from rlinf.config.schema import RunConfig
 from rlinf.envs.base import VectorEnv
-from rlinf.envs.config import default_num_worker_threads, with_share_of_cores
+from rlinf.envs.config import default_num_worker_threads
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.sampler import EpisodeSampler
 
@@ -42,7 +43,7 @@ def collector_factory(
     )
     return partial(
         RolloutCollector,
-        partial(type(env), with_share_of_cores(config.env, num_sharers), auto_reset=rollout.auto_reset),
+        partial(env_maker(config, num_sharers, num_worker_threads), auto_reset=rollout.auto_reset),
         sampler,
         num_envs=rollout.num_envs,
         num_chunks=rollout.num_chunks,

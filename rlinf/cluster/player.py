@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
+from rlinf.cluster.envs import env_maker
 from rlinf.cluster.factory import collector_factory, threads_of_rank
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device
 from rlinf.engines.weight_handle import WeightsHandle
 from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader
-from rlinf.envs import make_env
-from rlinf.envs.config import num_cores, with_share_of_cores
+from rlinf.envs.config import num_cores
 from rlinf.errors import RLinfError
 from rlinf.evaluation.evaluator import LocalEpisodes, RowPolicy, Video
 from rlinf.models.precision import autocast, evaluation_mode
@@ -52,7 +52,7 @@ class Player:
         self.model = shell.build(resolve_device(config.cluster.device, 1))
         self.receiver = ModuleReceiver(self.model)
         num_envs = -(-config.evaluation.num_envs // placement.num_players)
-        self.env = make_env(with_share_of_cores(config.env, num_neighbours), num_envs, auto_reset=False)
+        self.env = env_maker(config, num_neighbours)(num_envs, auto_reset=False)
         num_threads = placement.worker_threads(threads_of_rank(config, self.env, placement.num_ranks))
         make = collector_factory(config, self.env, num_threads, num_threads * num_neighbours)
         self._autocast = partial(autocast, self.model, config.model.precision)

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, CONFIG_FILE, STATE_FILE
+from rlinf.cluster.envs import env_maker
 from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
 from rlinf.commands.ranks import prepare_rank
 from rlinf.config.schema import RunConfig
@@ -27,9 +28,7 @@ from rlinf.distributed.process_group import (
     world_size,
 )
 from rlinf.distributed.start import started_here
-from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
-from rlinf.envs.config import with_share_of_cores
 from rlinf.errors import CheckpointError, ConfigError, RankKilledError
 from rlinf.evaluation.compare import compare
 from rlinf.evaluation.compare_folders import COMPARISON_NAMES, check_conditions, compare_folders, evaluation_folder
@@ -103,7 +102,7 @@ def _evaluate_rank(config: RunConfig) -> None:
     baseline = evaluation_folder(settings.compare) if settings.compare else None
     set_num_threads(config.cluster.num_threads, local_world_size())
     seed_everything(config.seed)
-    env = make_env(with_share_of_cores(config.env, local_world_size()), _num_envs(settings), auto_reset=False)
+    env = env_maker(config, local_world_size())(_num_envs(settings), auto_reset=False)
     try:
         with waiting("start"):
             specs = episode_list(env, settings.split, settings.num_episodes)

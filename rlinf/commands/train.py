@@ -13,6 +13,7 @@ import torch
 
 from rlinf.algorithms import ALGORITHMS
 from rlinf.checkpoints import checkpoint as checkpoints
+from rlinf.cluster.envs import describe_places, env_maker
 from rlinf.cluster.players import Players, RemoteEpisodes
 from rlinf.cluster.reservation import Reservation, reserved
 from rlinf.cluster.rollouts import make_collector, played_by
@@ -44,9 +45,7 @@ from rlinf.distributed.process_group import (
 )
 from rlinf.distributed.start import started_here
 from rlinf.distributed.sums import maximum
-from rlinf.envs import make_env
 from rlinf.envs.base import VectorEnv
-from rlinf.envs.config import with_share_of_cores
 from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.files import locked_folder
@@ -134,7 +133,11 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     set_num_threads(config.cluster.num_threads, local_world_size())
     seed_everything(config.seed)
     resumed_from, state = _where_to_begin(config)
+    if reservation is not None:
+        reservation.join()  # env nodes are in the cluster of the players
     env = _evaluation_env(config, state)
+    if rank() == 0 and config.cluster.env_nodes:
+        print(f"simulators: {describe_places(env)}", flush=True)
     dataset = _dataset(config, env, state, resumed_from)
     with torch.random.fork_rng(devices=[]):  # only rank 0 takes it, and an env may draw from torch's generator
         fingerprint = take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
@@ -181,7 +184,7 @@ def _evaluation_env(config: RunConfig, state: LoopState) -> VectorEnv:
     # While the expert plays, every rank has all of them: the order of the demonstrations depends on their number.
     if state.phase != "sft" or config.sft.dataset is not None:
         num_envs = max(-(-num_envs // world_size()), min(num_envs, NUM_EPISODES))
-    return make_env(with_share_of_cores(config.env, local_world_size()), num_envs, auto_reset=False)
+    return env_maker(config, local_world_size())(num_envs, auto_reset=False)
 
 
 def _dataset(

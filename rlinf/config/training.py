@@ -106,6 +106,16 @@ class ClusterConfig:
     )
     num_threads: int | None = option(None, "CPU threads per rank; null: all cores divided by the ranks.")
     device: str = option("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))
+    env_nodes: int = option(
+        0,
+        "Ray actors that hold the simulators of each env, in which they share the rows. 0: none, simulators run next to the policy. "
+        "They go to the machines that have the Ray resource rlinf_env, if there are any, else to all.",
+        minimum=0,
+    )
+    env_node_timeout_s: float = option(
+        600.0, "Seconds in which such an actor may neither answer nor finish a simulator call.", minimum=0.1
+    )
+    env_node_restarts: int = option(20, "Such actors of an env that may be replaced before the run ends.", minimum=0)
     deadlines: DeadlinesConfig = option(DeadlinesConfig(), "Deadlines of what several ranks do together.")
     tp_size: int = option(1, "Tensor parallel ranks of the trainer, which shards by FSDP only.", choices=(1,))
     pp_size: int = option(1, "Pipeline parallel ranks of the trainer, which shards by FSDP only.", choices=(1,))

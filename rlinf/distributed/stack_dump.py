@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 import weakref
-from typing import IO
+from typing import IO, Protocol
 
 DUMP_SIGNAL = signal.SIGUSR2
 """The signal that the process has registered with ``faulthandler``. Batch systems announce the end of a job by SIGUSR1."""
@@ -19,6 +19,16 @@ MAX_POLLS = 10
 CHILDREN_S = 2.0
 """Seconds that all children together have to write their stacks."""
 
+
+class RemoteProcesses(Protocol):
+    """Simulators or other processes that are not children of this one."""
+
+    def stacks(self) -> str:
+        """Return their stacks within a second or two, each below a line with the name of its process."""
+        ...
+
+
+_remote: weakref.WeakSet[RemoteProcesses] = weakref.WeakSet()
 _children: weakref.WeakKeyDictionary[subprocess.Popen, tuple[str, IO]] = weakref.WeakKeyDictionary()
 
 
@@ -38,6 +48,11 @@ def own_child(process: subprocess.Popen, name: str, log: IO) -> None:
     _children[process] = (name, log)
 
 
+def own_remote(processes: RemoteProcesses) -> None:
+    """Remember processes elsewhere for ``stacks_of_children``."""
+    _remote.add(processes)
+
+
 def running_children() -> dict[subprocess.Popen, tuple[str, IO]]:
     """Return the remembered processes that still run."""
     return {
@@ -48,7 +63,10 @@ def running_children() -> dict[subprocess.Popen, tuple[str, IO]]:
 
 
 def stacks_of_children() -> str:
-    """Return the stacks of this process's simulators and engines; equal ones once, with the names of all that have them."""
+    """Return the stacks of this process's simulators and engines; equal ones once, with the names of all that have them.
+
+    Those of processes elsewhere follow.
+    """
     before = {process: os.fstat(log.fileno()).st_size for process, (_, log) in running_children().items()}
     for process in before:
         process.send_signal(DUMP_SIGNAL)
@@ -67,7 +85,8 @@ def stacks_of_children() -> str:
         text = os.pread(log.fileno(), written[process] - size, size).decode(errors="replace")
         text = re.sub(r"0x[0-9a-f]+", "", text) or "no answer: it is stopped or holds Python's lock\n"
         names.setdefault(text, []).append(f"{name} (process {process.pid})")
-    return "".join(f"\n{', '.join(all_names)}:\n{text}" for text, all_names in names.items())
+    texts = [f"\n{', '.join(all_names)}:\n{text}" for text, all_names in names.items()]
+    return "".join([*texts, *(processes.stacks() for processes in list(_remote))])
 
 
 def kill_children() -> None:

@@ -206,6 +206,10 @@ class VectorEnv(gymnasium.vector.VectorEnv, ABC):
         """Return ``ids`` and all rows that lose their simulator when one of ``ids`` does; all rows by default."""
         return np.arange(self.num_envs) if len(ids) else ids
 
+    def num_finished_calls(self) -> int:
+        """Return a number that grows while simulators in worker processes get on, from any thread; 0 without such processes."""
+        return 0
+
     def offload(self) -> None:
         """Free what the next reset can rebuild (graphics contexts, GPU memory, processes); nothing by default.
 

@@ -17,6 +17,7 @@ from rlinf.config.schema import RunConfig, chunks_needed, section_class
 from rlinf.config.text_inputs import check_no_text
 from rlinf.distributed.parallel import check_can_shard
 from rlinf.distributed.process_group import resolve_device
+from rlinf.distributed.ray_cluster import check_address, import_ray
 from rlinf.distributed.start import is_connected, place_of
 from rlinf.envs import ENVS
 from rlinf.envs.config import ProcessEnvConfig
@@ -74,6 +75,8 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
             return derive(config)
     check_model(config)
     check_devices(config, command)
+    if command in WITH_RANKS:
+        check_env_nodes(config)
     check_sources(config)
     if trains:
         check_start(config, command)
@@ -147,6 +150,28 @@ def check_model(config: RunConfig) -> None:
     if model.is_lora and model.lora.dropout > 0 and config.trainer.max_steps > 0:
         reason = "0 for RL, because dropout makes the log-probs of rollout and training differ"
         refuse(f"model.lora.dropout={model.lora.dropout}", reason, "model.lora.dropout=0")
+
+
+def check_env_nodes(config: RunConfig) -> None:
+    """Check that simulators on other machines can be reached, and that their own deadlines come first."""
+    cluster, env, workers = config.cluster, config.env, config.rollout.worker_processes
+    if not cluster.env_nodes:
+        return
+    found = f"cluster.env_nodes={cluster.env_nodes}"
+    if workers:
+        required = "one of them 0, because the threads of a rank wait for simulators elsewhere at no cost"
+        refuse(f"{found} with rollout.worker_processes={workers}", required, "rollout.worker_processes=0")
+    if isinstance(env, ProcessEnvConfig) and env.num_processes != 0:
+        longest = max(env.step_timeout_s, env.reset_timeout_s)
+        if cluster.env_node_timeout_s <= longest:
+            refuse(
+                f"cluster.env_node_timeout_s={cluster.env_node_timeout_s:g} with a simulator that may take {longest:g} s "
+                "(env.step_timeout_s, env.reset_timeout_s)",
+                "more, so that a slow simulator does not cost the rows of its whole actor",
+                f"cluster.env_node_timeout_s={2 * longest:g}",
+            )
+    import_ray(found)
+    check_address(found)
 
 
 def check_devices(config: RunConfig, command: str) -> None:

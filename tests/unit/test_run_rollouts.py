@@ -23,10 +23,15 @@ FIXTURES = str(Path(__file__).parents[1] / "fixtures")
 if FIXTURES not in sys.path:
     sys.path.append(FIXTURES)  # workers import from the same path
 
-from walk_env import WalkConfig, WalkVectorEnv  # noqa: E402
+from walk_env import WalkConfig, WalkVectorEnv, register  # noqa: E402
 from wanderer import Wanderer  # noqa: E402
 
 SPECS = [EpisodeSpec("s", i % 2, i // 2, 0) for i in range(20)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def walk_is_registered(plugins_of_other_files_are_gone):
+    register()
 
 
 def test_ordered_init_states_visit_every_episode_once_per_lap():

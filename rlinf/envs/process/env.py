@@ -122,6 +122,10 @@ class ProcessVectorEnv(VectorEnv):
         """Return the rows of the workers that own the rows ``ids``."""
         return np.concatenate([ids, *(worker.ids for worker in self._workers if len(worker.positions(ids)))])
 
+    def num_finished_calls(self) -> int:
+        """Return the number of calls that simulators have finished."""
+        return int(self._rows["num_calls"].sum())
+
     def offload(self) -> None:
         """End the workers. The next reset starts new ones; call nothing else before it."""
         self.close_extras()

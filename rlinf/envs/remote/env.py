@@ -1,0 +1,478 @@
+"""A vector env whose simulators run on other machines, in actors of Ray.
+
+The base class (episodes, statistics, auto-reset) runs here, so that nothing that plays an env can tell the difference. Each
+actor has neighbouring rows: it gets actions, and returns rewards and the rows of observations that have changed. An actor that
+is lost or silent is replaced, and its rows restart their episodes (``ChunkStep.lost_env_ids``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+import rlinf.errors
+from rlinf.distributed.child_process import Failure
+from rlinf.distributed.ray_cluster import connect
+from rlinf.distributed.stack_dump import own_remote
+from rlinf.distributed.start import describe_differences, what_ranks_share
+from rlinf.envs.base import VectorEnv
+from rlinf.envs.config import EnvConfig
+from rlinf.envs.remote.host import Answer, EnvFacts, EnvHost, HostTask
+from rlinf.envs.steps import SimulatorChunk
+from rlinf.errors import ConfigError, RankError, SimulatorError
+from rlinf.types import EpisodeSpec, Observation
+
+logger = logging.getLogger("rlinf")
+
+RESOURCE = "rlinf_env"
+"""Machines that were added to the cluster with this resource get all actors; without any such machine, all machines share them."""
+POLL_S = 1.0
+STACKS_S = 1.5
+"""Seconds that actors have to send their stacks."""
+CLOSE_TIMEOUT_S = 5.0
+MAX_REASON = 1500
+"""Characters of Ray's report of a lost actor."""
+
+
+@dataclass(frozen=True)
+class EnvNodes:
+    """How a run wants its simulators elsewhere.
+
+    Attributes:
+        count: Actors of each env; at most one for each row.
+        num_envs_at_once: Envs of the run, over all ranks, that play at the same time.
+        start_s: Longest time in which an actor is started and builds its env.
+        timeout_s: Longest time in which it then neither answers nor gets on.
+        max_restarts: Actors that each env may replace.
+        prepare: Called in each actor first: imports of user code.
+    """
+
+    count: int
+    num_envs_at_once: int = 1
+    start_s: float = 900.0
+    timeout_s: float = 600.0
+    max_restarts: int = 20
+    prepare: Callable[[], object] = bool
+
+
+class _Actor:
+    """The rows of an env that are in one actor of Ray, which may be replaced.
+
+    Attributes:
+        handle: Ray's handle; None: not started.
+        host, pid: Where the actor is, once known.
+        num_restarts: Simulators that it has replaced.
+    """
+
+    def __init__(self, ids: np.ndarray) -> None:
+        self.ids = ids
+        self.handle: Any = None
+        self.host, self.pid, self.num_restarts = "a machine that has not answered yet", 0, 0
+
+    def positions(self, ids: np.ndarray) -> np.ndarray:
+        """Return the positions of this actor's rows in ``ids``."""
+        return np.flatnonzero((ids >= self.ids[0]) & (ids <= self.ids[-1]))
+
+    def __str__(self) -> str:
+        return f"The env actor of the rows {self.ids[0]} to {self.ids[-1]} on {self.host} (process {self.pid})"
+
+
+class RemoteVectorEnv(VectorEnv):
+    """``num_envs`` rows of a registered env in actors of Ray. ``RemoteVectorEnv.of`` makes the class of a kind of env.
+
+    Attributes:
+        kind: The class that the actors build.
+        nodes: How many actors, and how long to wait for them.
+
+    Raises:
+        ConfigError: See ``VectorEnv``; or an actor has other software than this process.
+        SimulatorError: Raised by any call if more than ``nodes.max_restarts`` actors were lost, which closes the env, or if the
+            env is closed.
+    """
+
+    kind: ClassVar[type[VectorEnv]]
+    nodes: ClassVar[EnvNodes]
+
+    @classmethod
+    def of(cls, kind: type[VectorEnv], nodes: EnvNodes) -> type[Self]:
+        """Return the subclass that has its rows of ``kind`` on ``nodes``, and answers for ``kind`` otherwise."""
+        names = ("config_class", "suite", "camera_names", "packages", "free_settings", "on_gpu")
+        inherited: dict[str, Any] = {name: getattr(kind, name) for name in names}
+        for name, value in vars(VectorEnv).items():
+            if isinstance(value, classmethod):
+                inherited[name] = staticmethod(getattr(kind, name))
+        if kind.render_frames is VectorEnv.render_frames:
+            inherited["render_frames"] = VectorEnv.render_frames
+        return type(f"Remote{kind.__name__}", (cls,), {**inherited, "kind": kind, "nodes": nodes})
+
+    def __init__(self, config: EnvConfig, num_envs: int, auto_reset: bool) -> None:
+        if num_envs < 1:
+            raise ConfigError(f"num_envs={num_envs}; required: at least 1.")
+        self.kind.check_names(config)
+        self._ray = connect(f"cluster.env_nodes={self.nodes.count}")
+        self._task_config = config
+        self._actors = [_Actor(ids) for ids in np.array_split(np.arange(num_envs), min(self.nodes.count, num_envs))]
+        self._num_lost, self._past_restarts = 0, 0
+        self._software = what_ranks_share(())
+        own_remote(self)
+        try:
+            self._facts = self._open(self._actors)
+            super().__init__(config, num_envs, auto_reset, self._facts.action_low, self._facts.action_high)
+        except BaseException:
+            self._kill(self._actors)
+            raise
+        if "render_fps" in self._facts.metadata:
+            self.metadata["render_fps"] = self._facts.metadata["render_fps"]
+        size = config.image_size
+        self._images = {camera: np.zeros((num_envs, size, size, 3), np.uint8) for camera in config.cameras}
+        self._state = np.zeros((num_envs, self.state_dim), np.float32)
+        self._instructions = np.full(num_envs, "", dtype=object)
+
+    # What the actors know.
+
+    @property
+    def state_dim(self) -> int:
+        """``S``."""
+        return self._facts.state_dim
+
+    @property
+    def num_restarts(self) -> int:  # type: ignore[override]
+        """Simulators and actors that were lost and replaced."""
+        return self._num_lost + self._past_restarts + sum(actor.num_restarts for actor in self._actors)
+
+    def action_statistics(self) -> dict[str, Any]:
+        """Return those of the env in the actors."""
+        return self._facts.action_statistics
+
+    def state_bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return those of the env in the actors."""
+        return self._facts.state_bounds
+
+    def instruction_of(self, task_id: int) -> str | None:
+        """Return that of the env in the actors."""
+        return self._facts.instructions[task_id]
+
+    def episode_specs(self, split: str) -> Sequence[EpisodeSpec]:
+        """Return the episodes of a split."""
+        first = self._actors[0]
+        return self._ask({first: ("episode_specs", (split,))})[first]
+
+    def expert_actions(self, **options: Any) -> np.ndarray:
+        """Return the scripted experts' actions, float32 ``[B, D]``; 0 in the rows of actors without an episode."""
+        self._check_reset()
+        actions = np.zeros((self.num_envs, self.action_dim), dtype=np.float32)
+        used = self._rows_in_use()
+        calls = {actor: ("expert_actions", (options,)) for actor in self._actors if len(actor.positions(used))}
+        for actor, answer in self._ask(calls).items():
+            actions[actor.ids] = answer
+        return actions
+
+    def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
+        """Return uint8 ``[K, size, size, 3]``."""
+        self._check_reset()
+        rows = np.asarray(ids, dtype=np.int64)
+        frames = np.empty((len(rows), size, size, 3), dtype=np.uint8)
+        for actor, answer in self._ask(self._calls("render_frames", rows, size)).items():
+            frames[actor.positions(rows)] = answer
+        return frames
+
+    def poses(self, ids: Sequence[int]) -> list[dict[str, list[float]]]:
+        """Return the poses of the rows ``ids``."""
+        self._check_reset()
+        rows = np.asarray(ids, dtype=np.int64)
+        found = {}
+        for actor, answer in self._ask(self._calls("poses", rows)).items():
+            found |= dict(zip(actor.positions(rows).tolist(), answer, strict=True))
+        return [found[position] for position in range(len(rows))]
+
+    def places(self) -> list[tuple[str, int]]:
+        """Return host and process id of each actor, in the order of their rows."""
+        return [(actor.host, actor.pid) for actor in self._actors]
+
+    def rows_lost_with(self, ids: np.ndarray) -> np.ndarray:
+        """Return the rows of the actors that own the rows ``ids``."""
+        return np.concatenate([ids, *(actor.ids for actor in self._actors if len(actor.positions(ids)))])
+
+    def offload(self) -> None:
+        """Free what the actors can build again. Reset before anything else."""
+        self._ask({actor: ("offload", ()) for actor in self._actors})
+        self._specs = None
+
+    def close_extras(self, **kwargs: object) -> None:
+        """Close the envs of the actors, and end the actors."""
+        closings = [actor.handle.close.remote() for actor in self._actors if actor.handle is not None]
+        if closings and self._ray.is_initialized():
+            self._ray.wait(closings, num_returns=len(closings), timeout=CLOSE_TIMEOUT_S)
+        self._kill(self._actors)
+
+    def stacks(self) -> str:
+        """Return the stacks of all actors and their simulators, as far as they answer."""
+        asked = {
+            actor: actor.handle.stacks.options(concurrency_group="control").remote()
+            for actor in self._actors
+            if actor.handle is not None
+        }
+        if not asked or not self._ray.is_initialized():
+            return ""
+        ready, _ = self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACKS_S)
+        return "".join(f"\n{actor}:\n{self._stacks_in(reference, ready)}" for actor, reference in asked.items())
+
+    def _stacks_in(self, reference: Any, ready: list[Any]) -> str:
+        if reference not in ready:
+            return "no answer: it is stopped or lost, or it holds Python's lock\n"
+        try:
+            return self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            return f"no answer: {_reason(error)}\n"
+
+    # What the base class asks.
+
+    def _reset_envs(self, ids: np.ndarray, specs: Sequence[EpisodeSpec]) -> None:
+        wanted = dict(zip(ids.tolist(), specs, strict=True))
+        calls: dict[_Actor, tuple[str, tuple]] = {}
+        for actor in self._actors:
+            if len(at := actor.positions(ids)):
+                own = ids[at]
+                calls[actor] = (
+                    "reset",
+                    (own - actor.ids[0], [wanted[row] for row in own.tolist()], self._specs_of(actor)),
+                )
+        # An actor that is lost here is replaced, and the new one resets all its rows, these included.
+        self._call(calls)
+
+    def _step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> SimulatorChunk:
+        chunk = SimulatorChunk.empty(*actions.shape[:2])
+        places = {actor: at for actor in self._actors if len(at := actor.positions(ids))}
+        calls = {
+            actor: ("step_chunk", (ids[at] - actor.ids[0], actions[at], steps_left[at])) for actor, at in places.items()
+        }
+        for actor, part in self._call(calls).items():
+            for array, values in zip(chunk, part, strict=True):
+                array[places[actor]] = values
+        return chunk
+
+    def _observe(self, ids: np.ndarray) -> Observation:
+        images = {camera: image[ids] for camera, image in self._images.items()}
+        return Observation(images, self._state[ids] if self.state_dim else None, self._instructions[ids].tolist())
+
+    # How the actors are asked.
+
+    def _calls(self, name: str, ids: np.ndarray, *arguments: Any) -> dict[_Actor, tuple[str, tuple]]:
+        """Return the call of ``name`` for each actor that has rows among ``ids``."""
+        return {
+            actor: (name, (ids[at] - actor.ids[0], *arguments))
+            for actor in self._actors
+            if len(at := actor.positions(ids))
+        }
+
+    def _ask(self, calls: dict[_Actor, tuple[str, tuple]]) -> dict[_Actor, Any]:
+        """Call, and call again in actors that were replaced."""
+        answers: dict[_Actor, Any] = {}
+        while pending := {actor: call for actor, call in calls.items() if actor not in answers}:
+            answers |= self._call(pending)
+        return answers
+
+    def _call(self, calls: dict[_Actor, tuple[str, tuple]]) -> dict[_Actor, Any]:
+        """Let each actor call a method of its ``EnvHost``, all in parallel, and return the values.
+
+        Lost actors are missing there. They are replaced, and all their rows are in the first state of their episodes.
+        """
+        if any(actor.handle is None for actor in calls):
+            raise SimulatorError(
+                f"{next(iter(calls.values()))[0]} was called, but env.name={self._task_config.name} is closed: close() or a "
+                "SimulatorError has ended its actors. Make another env to continue"
+            )
+        limit = (self.nodes.timeout_s, "cluster.env_node_timeout_s")
+        answers, lost = self._exchange(
+            {actor: ("call", (name, *rest)) for actor, (name, rest) in calls.items()}, *limit
+        )
+        values = {actor: self._take(actor, answer) for actor, answer in answers.items()}
+        while lost:
+            for actor, why in lost.items():
+                self._replace(actor, why)
+            self._open(list(lost))
+            resets: dict[_Actor, tuple[str, tuple]] = {}
+            for actor in lost:
+                specs = self._specs_of(actor)
+                rows = np.array([row for row, spec in enumerate(specs) if spec is not None], dtype=np.int64)
+                resets[actor] = ("call", ("reset", rows, [specs[row] for row in rows], specs))
+            answers, lost = self._exchange(resets, *limit)
+            for actor, answer in answers.items():
+                self._take(actor, answer)
+        return values
+
+    def _specs_of(self, actor: _Actor) -> list[EpisodeSpec | None]:
+        return [None] * len(actor.ids) if self._specs is None else [self._specs[row] for row in actor.ids]
+
+    def _take(self, actor: _Actor, answer: Answer) -> Any:
+        """Store the observations of an answer, and return its value."""
+        first = actor.ids[0]
+        rows = answer.rows + first
+        if answer.observation is not None:
+            for camera, image in answer.observation.images.items():
+                self._images[camera][rows] = image
+            if answer.observation.state is not None:
+                self._state[rows] = answer.observation.state
+            self._instructions[rows] = answer.observation.instruction
+        self._lost[actor.ids] |= answer.lost
+        actor.num_restarts = answer.num_restarts
+        return answer.value
+
+    def _exchange(
+        self, calls: dict[_Actor, tuple[str, tuple]], limit_s: float, key: str
+    ) -> tuple[dict[_Actor, Any], dict[_Actor, str]]:
+        """Send all calls, then collect answers, and why other actors gave none.
+
+        Args:
+            calls: Name of a method of ``EnvHost``, and its arguments.
+            limit_s: Seconds in which an actor may neither answer nor get on.
+            key: The setting that is ``limit_s``.
+
+        Raises:
+            RLinfError: An error of the user in an actor.
+            RankError: A bug in an actor.
+        """
+        ray = self._ray
+        answers: dict[_Actor, Any] = {}
+        lost: dict[_Actor, str] = {}
+        waits = {}
+        for actor, (name, arguments) in calls.items():
+            waits[actor] = _Wait(getattr(actor.handle, name).remote(*arguments), arguments[0] if arguments else name)
+        poll_s, now = min(POLL_S, limit_s / 4), time.monotonic()
+        try:
+            while waiting := [actor for actor in calls if actor not in answers and actor not in lost]:
+                ready, _ = ray.wait([waits[actor].reference for actor in waiting], num_returns=1, timeout=poll_s)
+                before, now = now, time.monotonic()
+                for actor in waiting:
+                    wait = waits[actor]
+                    try:
+                        if wait.reference in ready:
+                            answers[actor] = ray.get(wait.reference)
+                            continue
+                        # Time in which this process itself did not run does not count as silence.
+                        wait.silent_s += min(now - before, poll_s)
+                        if wait.has_moved(ray, actor.handle):
+                            wait.silent_s = 0.0
+                    except ray.exceptions.RayTaskError as error:
+                        raise RankError(f"{actor} failed: {error}") from None
+                    except ray.exceptions.RayError as error:
+                        lost[actor] = f"it was lost during {wait.name}: {_reason(error)}"
+                    if wait.silent_s > limit_s:
+                        lost[actor] = (
+                            f"{wait.name} made no progress for {limit_s:g} s ({key}). Stack traces:{self.stacks()}"
+                        )
+        except BaseException:  # Ctrl-C: the next call must not read the answers to this one.
+            self._kill(calls)
+            raise
+        for failure in answers.values():
+            if isinstance(failure, Failure):
+                if failure.error is not None:
+                    raise getattr(rlinf.errors, failure.error)(failure.message)
+                raise RankError(f"An env actor failed: {failure.message}\n{failure.traceback}".rstrip())
+        return answers, lost
+
+    def _replace(self, actor: _Actor, why: str) -> None:
+        """Count a lost actor; close the env and raise SimulatorError if too many have been lost."""
+        self._kill([actor])
+        self._num_lost += 1
+        self._past_restarts += actor.num_restarts
+        actor.num_restarts = 0
+        count, limit = self._num_lost, self.nodes.max_restarts
+        if count > limit:
+            self.close()
+            raise SimulatorError(
+                f"{actor}: {why}\n{count} env actors have been lost (cluster.env_node_restarts={limit}). To continue, set "
+                f"cluster.env_node_restarts={2 * count}"
+            )
+        logger.warning("%s: %s\nIts episodes restart (restart %d of %d).", actor, why, count, limit)
+        self._lost[actor.ids] = True
+
+    def _open(self, actors: Sequence[_Actor]) -> EnvFacts:
+        """Start actors and let them build their envs; refuse those with other software than this process.
+
+        Raises:
+            SimulatorError: An actor does not start in time, or is lost meanwhile.
+        """
+        nodes, config = self.nodes, self._task_config
+        machines = [machine["Resources"] for machine in self._ray.nodes() if machine["Alive"]]
+        chosen = [machine for machine in machines if RESOURCE in machine]
+        total = nodes.count * nodes.num_envs_at_once
+        sharers = -(-total // max(1, len(chosen or machines)))
+        options = {
+            "num_cpus": 0,  # the cores are shared, see HostTask.num_sharers
+            "scheduling_strategy": "SPREAD",
+            "max_restarts": 0,
+            "concurrency_groups": {"control": 2},
+            "resources": {RESOURCE: 0.001} if chosen else {},
+        }
+        for actor in actors:
+            task = pickle.dumps(HostTask(config, len(actor.ids), sharers))
+            path = [entry or os.getcwd() for entry in sys.path]
+            actor.handle = self._ray.remote(**options)(EnvHost).remote(path, pickle.dumps(nodes.prepare), task)
+        answers, lost = self._exchange(
+            {actor: ("open", ()) for actor in actors}, nodes.start_s, "cluster.deadlines.start"
+        )
+        for actor, why in lost.items():
+            self._kill(self._actors)
+            raise SimulatorError(
+                f"{actor} did not start: {why}. See the machines and resources of the cluster with `ray status`; if starting only "
+                f"needs longer, set cluster.deadlines.start={2 * nodes.start_s:g}"
+            )
+        for actor, facts in answers.items():
+            actor.host, actor.pid = facts.host, facts.pid
+            lines = describe_differences([(socket.gethostname(), self._software), (facts.host, facts.software)])
+            if lines:
+                self._kill(self._actors)
+                told = "\n  ".join(lines).replace("rank 1 on", "the actor on").replace("rank 0 on", "the run on")
+                raise ConfigError(
+                    f"{actor} has other software than the run:\n  {told}\nStart all machines of the cluster in the same "
+                    "environment, from the same code"
+                )
+        return answers[actors[0]]
+
+    def _kill(self, actors: Sequence[_Actor] | dict[_Actor, Any]) -> None:
+        for actor in actors:
+            if actor.handle is not None and self._ray.is_initialized():
+                self._ray.kill(actor.handle)
+            actor.handle = None
+
+
+class _Wait:
+    """A call that an actor has not answered yet.
+
+    Attributes:
+        reference: Of the answer.
+        name: Of the call.
+        silent_s: Seconds since the actor last got on.
+    """
+
+    def __init__(self, reference: Any, name: str) -> None:
+        self.reference, self.name, self.silent_s = reference, name, 0.0
+        self._question: Any = None
+        self._num_calls = -1
+
+    def has_moved(self, ray: Any, handle: Any) -> bool:
+        """Ask whether the actor's simulators have finished calls since the last time, without waiting for the answer."""
+        if self._question is None:
+            self._question = handle.num_finished_calls.options(concurrency_group="control").remote()
+            return False
+        if not ray.wait([self._question], timeout=0)[0]:
+            return False
+        before, self._num_calls = self._num_calls, ray.get(self._question)
+        self._question = None
+        return before not in (-1, self._num_calls)
+
+
+def _reason(error: Exception) -> str:
+    """Return Ray's report in a line, or whole where an actor could not be made."""
+    text = str(error).strip() or type(error).__name__
+    return text[:MAX_REASON] if "creation task" in text else text.splitlines()[0]

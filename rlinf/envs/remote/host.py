@@ -1,0 +1,193 @@
+"""Rows of a vector env that another process asks for; it runs in an actor of Ray, but knows nothing of Ray."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from rlinf.distributed.child_process import Failure, failure_of
+from rlinf.distributed.stack_dump import stacks_of_children
+from rlinf.distributed.start import what_ranks_share
+from rlinf.envs import make_env
+from rlinf.envs.config import EnvConfig, with_share_of_cores
+
+if TYPE_CHECKING:
+    from rlinf.envs.steps import SimulatorChunk
+    from rlinf.types import EpisodeSpec, Observation
+
+
+@dataclass(frozen=True)
+class HostTask:
+    """What a host has to know.
+
+    Attributes:
+        config: Settings of the env.
+        num_envs: Rows of this host.
+        num_sharers: Hosts that share the cores of a machine.
+    """
+
+    config: EnvConfig
+    num_envs: int
+    num_sharers: int
+
+
+@dataclass(frozen=True)
+class EnvFacts:
+    """What the asking process must know of the env, which it does not build.
+
+    Attributes:
+        host, pid: Where the simulators are.
+        software: What all processes must have in common (``what_ranks_share``).
+        action_low, action_high: float32 ``[D]``.
+        instructions: ``instruction_of`` each task.
+    """
+
+    host: str
+    pid: int
+    software: dict[str, Any]
+    action_low: np.ndarray
+    action_high: np.ndarray
+    state_dim: int
+    task_names: list[str]
+    action_statistics: dict[str, Any]
+    state_bounds: tuple[np.ndarray, np.ndarray] | None
+    instructions: list[str | None]
+    metadata: dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """What a call returns.
+
+    Attributes:
+        value: The call's own result.
+        rows: int64 ``[K]``: the rows that the call may have changed.
+        observation: Theirs.
+        lost: bool ``[rows of the host]``: the rows whose simulator was lost, and which are in the first state of their episode.
+        num_restarts: Simulators lost so far.
+    """
+
+    value: Any
+    rows: np.ndarray
+    observation: Observation | None
+    lost: np.ndarray
+    num_restarts: int
+
+
+class EnvHost:
+    """A vector env whose base class, which owns episodes, statistics and auto-reset, runs in another process.
+
+    All calls but ``stacks`` and ``num_finished_calls`` come from one thread, because graphics contexts belong to a thread.
+
+    Args:
+        path: ``sys.path`` of the process that asks.
+        prepare: A pickled function, called before the task is read: imports of user code.
+        task: A pickled ``HostTask``.
+    """
+
+    def __init__(self, path: Sequence[str], prepare: bytes, task: bytes) -> None:
+        self._start = path, prepare, task
+        self._env: Any = None
+
+    def open(self) -> EnvFacts | Failure:
+        """Build the env, and describe it."""
+        return _told(self._open)
+
+    def call(self, name: str, *arguments: Any) -> Answer | Failure:
+        """Call one of the methods ``reset`` to ``episode_specs``; return an error that it raises."""
+        return _told(lambda: getattr(self, name)(*arguments))
+
+    def _open(self) -> EnvFacts:
+        path, prepare, pickled = self._start
+        sys.path += [entry for entry in path if entry not in sys.path]
+        pickle.loads(prepare)()
+        task: HostTask = pickle.loads(pickled)
+        config = with_share_of_cores(task.config, task.num_sharers)
+        env = self._env = make_env(config, task.num_envs, auto_reset=False)
+        env._specs = [None] * task.num_envs
+        return EnvFacts(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            software=what_ranks_share(()),
+            action_low=env.action_low,
+            action_high=env.action_high,
+            state_dim=env.state_dim,
+            task_names=env.task_names,
+            action_statistics=env.action_statistics(),
+            state_bounds=env.state_bounds(),
+            instructions=[env.instruction_of(number) for number in range(len(env.task_names))],
+            metadata=dict(env.metadata),
+        )
+
+    def reset(self, ids: np.ndarray, specs: Sequence[EpisodeSpec], all_specs: Sequence[EpisodeSpec | None]) -> Answer:
+        """Start the episodes ``specs`` in the rows ``ids``; those of all rows are then ``all_specs``."""
+        self._env._specs = list(all_specs)
+        if len(ids):
+            self._env._reset_envs(ids, specs)
+        return self._answer(None, ids)
+
+    def step_chunk(self, ids: np.ndarray, actions: np.ndarray, steps_left: np.ndarray) -> Answer:
+        """Step as ``VectorEnv._step_chunk`` does."""
+        chunk: SimulatorChunk = self._env._step_chunk(ids, actions, steps_left)
+        return self._answer(chunk, ids)
+
+    def expert_actions(self, options: dict[str, Any]) -> Answer:
+        """Return the expert's actions of all rows."""
+        return self._answer(self._env.expert_actions(**options), ())
+
+    def render_frames(self, ids: np.ndarray, size: int) -> Answer:
+        """Return pictures of the rows ``ids``."""
+        return self._answer(self._env.render_frames(ids, size), ())
+
+    def poses(self, ids: np.ndarray) -> Answer:
+        """Return the poses of the rows ``ids``."""
+        return self._answer(self._env.poses(ids), ())
+
+    def episode_specs(self, split: str) -> Answer:
+        """Return the episodes of a split."""
+        return self._answer(self._env.episode_specs(split), ())
+
+    def offload(self) -> Answer:
+        """Free what the next reset can rebuild."""
+        self._env.offload()
+        self._env._specs = [None] * self._env.num_envs
+        return self._answer(None, ())
+
+    def close(self) -> None:
+        """Close the env."""
+        if self._env is not None:
+            self._env.close()
+
+    def num_finished_calls(self) -> int:
+        """Return a number that grows while simulators in worker processes get on; from any thread."""
+        return 0 if self._env is None else self._env.num_finished_calls()
+
+    def stacks(self) -> str:
+        """Return the stacks of this process and of its simulators; from any thread."""
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            own = file.read().decode(errors="replace")
+        return own + stacks_of_children()
+
+    def _answer(self, value: Any, ids: Sequence[int] | np.ndarray) -> Answer:
+        env = self._env
+        lost = env._lost.copy()
+        env._lost[:] = False
+        rows = np.union1d(np.asarray(ids, dtype=np.int64), np.intersect1d(np.flatnonzero(lost), env._rows_in_use()))
+        return Answer(value, rows, env._observe(rows) if len(rows) else None, lost, env.num_restarts)
+
+
+def _told(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - the asking process raises it
+        return failure_of(error)

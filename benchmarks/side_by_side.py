@@ -75,6 +75,12 @@ def serve(make_answer: Callable[[dict[str, Any]], Callable[..., dict[str, Any]]]
         answers.flush()
 
 
+def distinct_words(text: str) -> float:
+    """Return the share of the words of a text that differ: a reward."""
+    words = text.split()
+    return len(set(words)) / max(1, len(words))
+
+
 class Stopwatch:
     """Times what runs inside, in seconds of the clock and of this process's processor time."""
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from side_by_side import Stopwatch, memory_mb, serve
+from side_by_side import Stopwatch, distinct_words, memory_mb, serve
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 
 class Turns(TrainerCallback):
@@ -103,7 +103,49 @@ def sft(settings: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     return step
 
 
-METHODS = {"sft": sft}
+def grpo(settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+    """Return a function that takes an iteration, or gives loss and gradient norm of ``given`` answers."""
+    config = GRPOConfig(
+        **common(settings), num_generations=settings["group_size"], max_completion_length=settings["answer_tokens"],
+        temperature=settings["temperature"], beta=settings["beta"], num_iterations=settings["updates"],
+        epsilon=settings["epsilon"], loss_type="dapo", scale_rewards="group", model_init_kwargs={"dtype": "float32"},
+    )  # fmt: skip
+    turns = Turns()
+    trainer = GRPOTrainer(
+        settings["model"], args=config, train_dataset=Dataset.from_dict({"prompt": settings["prompts"]}),
+        reward_funcs=lambda completions, **_: [distinct_words(each) for each in completions],
+        processing_class=AutoTokenizer.from_pretrained(settings["model"]), callbacks=[turns],
+    )  # fmt: skip
+    before, is_training = memory_mb("VmRSS"), False
+
+    def loss_of(given: dict[str, list]) -> dict[str, float]:
+        inputs = {name: torch.tensor(values) for name, values in given.items()}
+        inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+        trainer.current_gradient_accumulation_steps = config.steps_per_generation  # all rows are one window
+        trainer.model.train()
+        loss = trainer._compute_loss(trainer.model, inputs)
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()])
+        trainer.model.zero_grad()
+        return {"loss": float(loss), "norm": float(norm)}
+
+    def answer(given: dict[str, list] | None = None) -> dict[str, Any]:
+        nonlocal is_training
+        if given is not None:
+            return loss_of(given)
+        if not is_training:
+            turns.start(trainer)
+            is_training = True
+        steps = [turns.step() for _ in range(settings["updates"])]
+        return {
+            "answer_tokens": steps[0]["completions/mean_length"], "reward": steps[0]["reward"], "peak_mb": memory_mb("VmHWM"),
+            "start_mb": before, **{key: sum(step[key] for step in steps) for key in ("seconds", "cpu_seconds")},
+        }  # fmt: skip
+
+    return answer
+
+
+METHODS = {"sft": sft, "grpo": grpo}
 
 
 def make_answer(settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:

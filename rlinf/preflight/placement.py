@@ -15,6 +15,9 @@ from rlinf.distributed.sums import own_blocks
 from rlinf.errors import MissingDependencyError
 from rlinf.preflight.refuse import refuse
 
+COLOCATED = "cluster.placement=colocated cluster.start=auto cluster.num_players=null"
+"""The overrides of a run without players."""
+
 CPUS_PER_PLAYER = 1
 """That Ray counts for a player. Its threads and simulators share the cores of its machine with the other players there."""
 
@@ -114,7 +117,7 @@ class Placement:
         possible = fitting // self.num_ranks * self.num_ranks
         while possible and self.num_blocks % possible:
             possible -= self.num_ranks
-        fix = f"cluster.num_players={possible}" if possible else "cluster.placement=colocated cluster.start=auto"
+        fix = f"cluster.num_players={possible}" if possible else COLOCATED
         if self.on_gpu and not possible:
             fix += ", or cluster.device=cpu"
         refuse(f"cluster.num_players={self.num_players}, and of the Ray cluster {have}", f"{need} for each player", fix)
@@ -143,8 +146,7 @@ def check_placement(config: RunConfig) -> None:
     if cluster.start != "ray":
         refuse(f"{split} with cluster.start={cluster.start}", "Ray, which places the players", "cluster.start=ray")
     if config.trainer.max_steps == 0:
-        fix = "cluster.placement=colocated cluster.start=auto"
-        refuse(f"{split} with trainer.max_steps=0", "rollouts to play", fix)
+        refuse(f"{split} with trainer.max_steps=0", "rollouts to play", COLOCATED)
     place = place_of(os.environ)
     if place is not None:
         found = f"{split} in a command that {place.launcher} has started {place.size} times"
@@ -164,5 +166,5 @@ def check_placement(config: RunConfig) -> None:
         )
     Placement.of(config)
     if importlib.util.find_spec("ray") is None:
-        cure = "Run pip install 'rlinf[ray]', or set cluster.placement=colocated cluster.start=auto"
+        cure = f"Run pip install 'rlinf[ray]', or set {COLOCATED}"
         raise MissingDependencyError(f"{split} needs the package 'ray'. {cure}")

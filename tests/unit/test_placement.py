@@ -1,0 +1,156 @@
+"""Where players are follows from the configuration and the machines alone; what does not fit is refused without Ray."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.errors import ConfigError, MissingDependencyError
+from rlinf.preflight.placement import COLOCATED, Node, Placement, check_placement
+from rlinf.preflight.validation import validate
+
+SPLIT = [
+    "model=mlp", "env.cameras=[]", "rollout.num_envs=64", "cluster.device=cpu", "cluster.start=ray", "cluster.placement=split",
+    "cluster.num_players=4",
+]  # fmt: skip
+GROUPS = ["algorithm=grpo", "rollout.group_size=8", "rollout.auto_reset=false"]
+LAUNCHER = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+def config_of(*overrides):
+    return build_config(compose_config([*SPLIT, *overrides]))
+
+
+def placed(*overrides, nodes=None):
+    config = config_of(*overrides)
+    check_placement(config)
+    return Placement.of(config, nodes)
+
+
+PLAYERS = config_of()
+MISFITS = {
+    "ray without players": (["cluster.placement=colocated"], "cluster.placement=split"),
+    "players of ranks that play": (
+        ["cluster.placement=colocated", "cluster.start=auto"],
+        "cluster.placement=split cluster.start=ray",
+    ),
+    "staleness without players": (
+        ["cluster.placement=colocated", "cluster.start=auto", "cluster.num_players=null", "cluster.max_staleness=1"],
+        "cluster.placement=split cluster.start=ray",
+    ),
+    "players without ray": (["cluster.start=auto"], "cluster.start=ray"),
+    "nothing to play": (["trainer.max_steps=0", "sft.max_steps=5"], COLOCATED),
+    "fewer players than ranks": (["cluster.num_processes=8"], "cluster.num_players=8"),
+    "players that ranks do not divide": (["cluster.num_processes=3", "rollout.num_envs=48"], "cluster.num_players=6"),
+    "envs that players do not divide": (["rollout.num_envs=66"], "rollout.num_envs=64"),
+    "groups that players do not divide": ([*GROUPS, "rollout.num_envs=48"], "rollout.num_envs=64"),
+    "more players than groups": ([*GROUPS, "cluster.num_players=16"], "rollout.num_envs=128"),
+    "processes that play, too": (["rollout.worker_processes=2"], "rollout.worker_processes=0 cluster.num_players=2"),
+    "an engine": (["rollout.backend=vllm"], "rollout.backend=torch"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_does_not_fit_is_refused_with_the_override_that_mends_it(name):
+    overrides, cure = MISFITS[name]
+    with pytest.raises(ConfigError) as caught:
+        check_placement(config_of(*overrides))
+    assert f"Set {cure}" in str(caught.value)
+    check_placement(config_of(*overrides, *cure.split()))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "overrides", "cure"),
+    [
+        ([Node("a", 2, 0), Node("b", 1, 0)], [], "cluster.num_players=2"),
+        ([Node("a", 3, 0)], ["cluster.num_processes=2"], "cluster.num_players=2"),
+        ([Node("a", 0, 0)], [], COLOCATED),
+        ([Node("a", 64, 2), Node("b", 0, 8)], ["cluster.device=cuda"], "cluster.num_players=2"),
+        ([Node("a", 64, 0)], ["cluster.device=cuda"], f"{COLOCATED}, or cluster.device=cpu"),
+    ],
+)  # fmt: skip
+def test_machines_without_room_are_refused(monkeypatch, nodes, overrides, cure):
+    monkeypatch.setattr("rlinf.preflight.placement.resolve_device", lambda device, _: device)
+    with pytest.raises(ConfigError) as caught:
+        Placement.of(config_of(*overrides), nodes)
+    assert f"Set {cure}" in str(caught.value) and nodes[0].name in str(caught.value)
+    roomy = [*nodes, Node("roomy", 8, 8)]
+    assert Placement.of(config_of(*overrides), roomy).num_players == 4, "control"
+
+
+def test_a_launcher_and_a_missing_package_are_refused(monkeypatch):
+    assert placed().players_of(0) == range(4), "control"
+    for name, value in LAUNCHER.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ConfigError, match=r"torchrun has started 4 times.*Set cluster.num_processes=4 and start it once"
+    ):
+        check_placement(config_of("cluster.num_processes=4"))
+    for name in LAUNCHER:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("rlinf.preflight.placement.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"needs the package 'ray'. Run pip install 'rlinf\[ray\]'"):
+        check_placement(config_of())
+
+
+def test_the_command_checks_the_placement():
+    with pytest.raises(ConfigError, match="Set cluster.start=ray"):
+        validate(config_of("cluster.start=auto"))
+    validate(config_of())
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
+def test_every_player_and_every_block_has_one_owner(ranks, per_rank, per_player, group):
+    players = ranks * per_rank
+    config = replace(
+        PLAYERS,
+        cluster=replace(PLAYERS.cluster, num_processes=ranks, num_players=players),
+        rollout=replace(PLAYERS.rollout, group_size=group, num_envs=players * per_player * group),
+    )
+    placement = Placement.of(config)
+    owned = [list(placement.players_of(rank)) for rank in range(ranks)]
+    assert sum(owned, []) == list(range(players)) and {len(each) for each in owned} == {per_rank}
+    blocks = [list(placement.blocks_of(player)) for player in range(players)]
+    assert sum(blocks, []) == list(range(players * per_player))
+    for rank, own in enumerate(owned):
+        assert sum((blocks[player] for player in own), []) == list(
+            range(rank * per_rank * per_player, (rank + 1) * per_rank * per_player)
+        )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "players", "of_rank", "of_player"), [(1, 2, 2, 1), (1, 1, 2, 2), (2, 2, 2, 2), (1, 8, 2, 1)]
+)
+def test_players_share_the_worker_threads_of_the_ranks(ranks, players, of_rank, of_player):
+    placement = Placement(ranks, players, num_blocks=64, on_gpu=False)
+    assert placement.worker_threads(of_rank) == of_player
+
+
+LAPTOP = """
+import sys, torch.distributed as dist
+from pathlib import Path
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.commands.train import train
+config = build_config(compose_config([
+    "model=mlp", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=3", "rollout.num_envs=4", "rollout.num_chunks=3",
+    "trainer.minibatch_size=12", "model.micro_batch_size=12", "trainer.max_steps=1", "evaluation.num_episodes=1", "evaluation.num_envs=1",
+    "evaluation.num_videos_per_task=0", "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1"]))
+config.output_dir = sys.argv[1]
+made = []
+dist.init_process_group = lambda *args, **kwargs: made.append(args)
+train(config)
+print("ray" in sys.modules, made, dist.is_initialized())
+"""
+
+
+def test_one_process_imports_no_ray_and_makes_no_process_group(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LAPTOP, tmp_path], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1] == "False [] False", done.stdout + done.stderr

@@ -41,6 +41,8 @@ CLOSE_S = 5.0
 """Seconds that players have to close their envs."""
 DUMP_S = 2.0
 """Seconds that a silent player has to write its stacks, which Ray passes on to the log of the run."""
+SIGNAL_S = 30.0
+"""Seconds in which a signal must reach a machine, where a process may have to start that sends it."""
 DEADLINE_SHARE = 0.5
 """Part of a rank's deadline after which a silent player is replaced, so that its blocks are played again within the deadline."""
 
@@ -55,7 +57,7 @@ class Call:
         method: Of ``PlayerActor``.
         arguments: Of the method.
         ref: Ray's reference to the answer.
-        waited_s: Seconds that somebody has waited for it.
+        built_s, waited_s: Seconds that somebody has waited for it, while the player was being built and after.
     """
 
     player: int
@@ -63,6 +65,7 @@ class Call:
     method: str
     arguments: tuple
     ref: Any = None
+    built_s: float = 0.0
     waited_s: float = 0.0
 
 
@@ -140,19 +143,16 @@ class Players:
                 try:
                     self._check_setup(call.player)
                     answer = _checked(ray.get(call.ref), call.player)
+                except ray.exceptions.RayTaskError as error:
+                    raise RankError(f"Player {call.player} failed: {error}") from None
                 except ray.exceptions.RayError as error:
                     self._replace(call.player, _first_line(error))
                     break  # its other calls have other references now
                 calls.remove(call)
                 self._open[call.player].remove(call)
                 yield call, answer
-            else:
-                for number in {call.player for call in calls}:
-                    first = self._open[number][0]
-                    first.waited_s += waited
-                    limit = DEADLINE_SHARE * clock.limit_of(first.deadline, self._deadlines)
-                    if first.waited_s > limit:
-                        self._give_up(number, first.deadline, limit)
+            for number in {call.player for call in calls}:
+                self._watch(number, waited)
 
     def update_weights(self, version: int) -> None:
         """Bring all players of this rank to the trained weights (a collective call of all ranks)."""
@@ -202,7 +202,8 @@ class Players:
             self._setup[number].append(actor.push.remote(self._held[number]))
 
     def _send(self, call: Call) -> None:
-        call.ref, call.waited_s = getattr(self._actors[call.player], call.method).remote(*call.arguments), 0.0
+        call.ref = getattr(self._actors[call.player], call.method).remote(*call.arguments)
+        call.built_s = call.waited_s = 0.0
 
     def _check_setup(self, number: int) -> None:
         """Raise what went wrong before the first call of a player, which has been answered since."""
@@ -214,6 +215,8 @@ class Players:
 
     def _replace(self, number: int, cause: str) -> None:
         """Start another player for one that is lost, and ask it what the old one has not answered."""
+        import ray
+
         self.num_replaced += 1
         text, limit = f"Player {number} was lost: {cause}", self.config.cluster.max_restarts
         if self.num_replaced > limit:
@@ -222,17 +225,30 @@ class Players:
                 f"log, then continue with rlinf train resume=<run folder>, or raise it: cluster.max_restarts={2 * limit + 2}"
             )
         logger.warning("%s. Another one takes its place and plays the same blocks again.", text)
-        self._signal(number, signal.SIGKILL)
+        ray.kill(self._actors[number])
         self._start(number)
         for call in self._open[number]:
             self._send(call)
 
-    def _give_up(self, number: int, deadline: str, limit: float) -> None:
-        """Replace a player that has not answered; its stacks go to the log."""
+    def _watch(self, number: int, waited_s: float) -> None:
+        """Replace a player that has not answered its first open call for too long; its stacks go to the log."""
+        import ray
+
+        call, setup = self._open[number][0], self._setup[number]
+        if setup and len(ray.wait(setup, num_returns=len(setup), timeout=0)[0]) < len(setup):
+            call.built_s += waited_s
+            deadline, seconds = "start", call.built_s
+        else:
+            call.waited_s += waited_s
+            deadline, seconds = call.deadline, call.waited_s
+        limit = DEADLINE_SHARE * clock.limit_of(deadline, self._deadlines)
+        if seconds <= limit:
+            return
         self._signal(number, DUMP_SIGNAL)
         time.sleep(DUMP_S)
         cure = f"cluster.deadlines.{deadline}={2 * limit / DEADLINE_SHARE:g}"
         cause = f"it was in '{deadline}' for more than {limit:g} s. Its stacks are in the log. If it only needs longer, set {cure}"
+        self._signal(number, signal.SIGKILL)  # Ray asks a process to end, and this one may be stopped
         self._replace(number, cause)
 
     def _signal(self, number: int, signal_number: int) -> None:
@@ -241,9 +257,7 @@ class Players:
 
         with suppress(ray.exceptions.RayError):  # its machine is lost, or it has not told where it is
             where: Whereabouts = ray.get(self._where[number], timeout=POLL_S)
-            ray.get(self.reservation.signal(where.node, where.pid, signal_number), timeout=10 * POLL_S)
-        if signal_number == signal.SIGKILL:
-            ray.kill(self._actors[number])
+            ray.get(self.reservation.signal(where.node, where.pid, signal_number), timeout=SIGNAL_S)
 
 
 def _checked(answer: Any, number: int) -> Any:
@@ -256,7 +270,7 @@ def _checked(answer: Any, number: int) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 class RemoteCollector:

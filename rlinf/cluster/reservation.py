@@ -73,13 +73,17 @@ class Reservation:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(node, soft=False)
-        return ray.remote(num_cpus=0, scheduling_strategy=there, max_retries=0)(os.kill).remote(pid, number)
+        return ray.remote(num_cpus=0, scheduling_strategy=there, max_retries=0)(_send_signal).remote(pid, number)
 
     def _group(self) -> Any:
         from ray import PlacementGroupID
         from ray.util.placement_group import PlacementGroup
 
         return PlacementGroup(PlacementGroupID(bytes.fromhex(self.group)))
+
+
+def _send_signal(pid: int, number: int) -> None:
+    os.kill(pid, number)  # which Ray cannot make a task of, because it is not a Python function
 
 
 @contextmanager

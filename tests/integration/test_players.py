@@ -1,0 +1,164 @@
+"""Runs whose rollouts and evaluations are played by actors of Ray: equal to those of ranks that play, also when players die."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+from contextlib import contextmanager
+
+import pytest
+import torch
+from run_results import run_config, untimed_metrics, weights_of
+
+from rlinf.cluster.players import Players
+from rlinf.commands.train import train
+from rlinf.errors import RankError
+from rlinf.evaluation.result import EvaluationResult
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
+SURROUNDINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # a machine that is short of memory for other reasons is not this test's matter
+    # Nor is one that is busy: Ray gives up after half a minute or a minute.
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_gcs_server_port_wait_time_s": "300",
+    "RAY_gcs_server_request_timeout_seconds": "300",
+    "RAY_health_check_timeout_ms": "100000",
+    "RAY_worker_register_timeout_seconds": "300",
+}
+SHORT = [
+    "rollout.num_envs=8", "rollout.num_chunks=3", "env.max_episode_steps=3", "trainer.minibatch_size=12", "model.micro_batch_size=12",
+    "trainer.max_steps=3", "trainer.eval_every=2", "sft.max_steps=0", "evaluation.num_episodes=6", "evaluation.num_envs=4",
+    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
+    "cluster.num_threads=1",
+]  # fmt: skip
+PPO = ["experiment=quickstart", *SHORT]
+GRPO = ["experiment=quickstart_grpo", "rollout.group_size=2", *SHORT]
+STATE = ["model=mlp", "env.tasks=[reach]", "env.cameras=[]", *SHORT]
+SPLIT = ["cluster.start=ray", "cluster.placement=split", "cluster.num_players=2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """Two machines of two CPUs each, two of Ray's daemons on this one; this process is connected to the first."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SURROUNDINGS.items():
+            patch.setenv(name, value)
+        import ray  # reads some of them
+        from ray.cluster_utils import Cluster
+
+        settings = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
+        cluster = Cluster(initialize_head=True, head_node_args=settings)
+        cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
+        ray.init(address=cluster.address)
+        try:
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """``runs(name, *overrides)`` trains once and returns the run folder."""
+    folders = {}
+
+    def run(name, *overrides):
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
+            train(run_config(folders[name], *overrides))
+        return folders[name]
+
+    return run
+
+
+def check_equal(folder, other):
+    """Compare two runs bit for bit: metrics, weights, evaluations."""
+    lines, others = untimed_metrics(folder), untimed_metrics(other)
+    assert len(lines) > 3 and lines == others
+    weights, other_weights = weights_of(folder, "rl_000003"), weights_of(other, "rl_000003")
+    assert weights.keys() == other_weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, other_weights[name]), name
+    for tag in ("before_rl", "step_000002", "after_rl"):
+        one, two = (EvaluationResult.from_json(each / "eval" / tag / "result.json") for each in (folder, other))
+        assert len(one.results) == 6 and one.results == two.results
+
+
+@pytest.mark.parametrize("overrides", [PPO, GRPO], ids=["ppo", "grpo"])
+def test_a_run_with_two_players_is_bit_for_bit_the_run_of_one_process(runs, overrides):
+    colocated = runs(f"colocated {overrides[0]}", *overrides)
+    split = runs(f"split {overrides[0]}", *overrides, *SPLIT)
+    check_equal(split, colocated)
+    assert json.loads((split / "summary.json").read_text())["played_by"] == "2 players"
+
+
+def test_control_another_seed_is_another_run(runs):
+    with pytest.raises(AssertionError):
+        check_equal(runs("other", *PPO, "seed=1"), runs(f"colocated {PPO[0]}", *PPO))
+
+
+@contextmanager
+def disturbed(monkeypatch, moments):
+    """Call ``moments[(method, count)](players, player)`` right after a player was called for the ``count``-th time in a run."""
+    call, counts, done = Players.call, {}, []
+
+    def noted(self, number, deadline, method, *arguments):
+        made = call(self, number, deadline, method, *arguments)
+        name = arguments[0] if method == "ask" else method
+        counts[name] = counts.get(name, 0) + 1
+        if (name, counts[name]) in moments:
+            done.append(moments[name, counts[name]](self, number))
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Players, "call", noted)
+        yield done
+    assert len(done) == len(moments), "all of it happened"
+
+
+def send(number):
+    def signal_player(players, player):
+        import ray
+
+        where = ray.get(players._where[player])
+        os.kill(where.pid, number)
+        return where.pid
+
+    return signal_player
+
+
+def test_players_that_are_killed_change_nothing(runs, monkeypatch, caplog):
+    """While they play, while they take weights, while they evaluate, one of them twice."""
+    kill = send(signal.SIGKILL)
+    moments = {("collect", 3): kill, ("push", 4): kill, ("evaluate", 4): kill, ("collect", 6): kill}
+    with disturbed(monkeypatch, moments) as pids:
+        folder = runs("killed", *STATE, *SPLIT)
+    check_equal(folder, runs("state", *STATE))
+    assert caplog.text.count("Another one takes its place") == len(set(pids)) == 4
+
+
+def test_a_player_that_is_silent_is_replaced_within_its_deadline(runs, monkeypatch, caplog):
+    with disturbed(monkeypatch, {("collect", 4): send(signal.SIGSTOP)}) as (pids):
+        folder = runs("stopped", *STATE, *SPLIT, "cluster.deadlines.rollout=8")
+    check_equal(folder, runs("state", *STATE))
+    assert "was lost: it was in 'rollout' for more than 4 s" in caplog.text
+    assert "set cluster.deadlines.rollout=16" in caplog.text
+    assert not is_running(pids[0])
+
+
+def test_more_losses_than_allowed_end_the_run(tmp_path, monkeypatch):
+    moments = {("collect", 1): send(signal.SIGKILL)}
+    with disturbed(monkeypatch, moments), pytest.raises(RankError, match=r"Player 0 was lost.*cluster.max_restarts=0"):
+        train(run_config(tmp_path, *STATE, *SPLIT, "cluster.max_restarts=0"))
+
+
+def is_running(pid):
+    """Whether a process runs, which is no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

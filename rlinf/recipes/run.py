@@ -142,6 +142,7 @@ def _run_in(
             uploads=uploads,
         )
         stack.enter_context(_closing(checkpoints))
+        _check_equal_rows(trainer)
         state = LoopState(data=describe_data(config, trainer))
         if checkpoint is not None:
             state = _restored(checkpoint, checkpoints, policy, trainer, state, manifest_of(config, policy, 0))
@@ -177,6 +178,31 @@ def _steps_per_epoch(config: RecipeConfig, trainer: Trainer) -> int:
         return 0
     rows_per_sample = config.rollout.n_generation if config.train.train_policy.type == "grpo" else 1
     return count_steps_per_epoch(len(trainer.rows), batch_size(config), rows_per_sample)
+
+
+def _check_equal_rows(trainer: Trainer) -> None:
+    """Raise ConfigError on every rank if a dataset script gives other rows to one rank than to another (a collective call).
+
+    Their number and the first row are compared; of a stream nothing is.
+    """
+    rows = trainer.rows
+    if isinstance(rows, StreamedRows):
+        return
+    told = gather_objects((len(rows), _tokens(rows[0])))
+    for number, (num_rows, first) in enumerate(told):
+        if (num_rows, first) == told[0]:
+            continue
+        found = f"rank 0 has {told[0][0]} rows, rank {number} has {num_rows}"
+        if num_rows == told[0][0]:
+            found = f"the first row of rank {number} is not that of rank 0"
+        raise ConfigError(
+            f"The dataset differs between the ranks: {found}. On every rank a script must give all rows, which are divided here"
+        )
+
+
+def _tokens(row: Any) -> list[list[int]]:
+    """Return the tokens of a packed row: of a sample, a prompt, or a pair of samples."""
+    return [each.input_ids for each in (row if isinstance(row, tuple) else (row,))]
 
 
 def _profile_window(config: RecipeConfig, trainer: Trainer, folder: Path) -> ProfileWindow:

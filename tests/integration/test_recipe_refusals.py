@@ -1,0 +1,117 @@
+"""What two ranks of a recipe refuse: all of them, with one message, and none waits for another."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+
+from rlinf.distributed.launch import launch
+from rlinf.distributed.process_group import rank
+from rlinf.errors import ConfigError
+from rlinf.options import from_mapping
+from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.datasets import PackedRows
+from rlinf.recipes.run import run
+from rlinf.recipes.samples import BadRowError, Prompt, Sample
+from rlinf.tracking.tracker import read_metrics
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
+from chat_models import chat_tokenizer
+
+ROWS = [{"ids": [5 + number, 6, 7]} for number in range(8)]
+
+
+class Ids:
+    """Packs rows of tokens."""
+
+    def setup(self, config, processor):
+        pass
+
+    def sample(self, row):
+        if not row["ids"]:
+            raise BadRowError("it is empty.")
+        return Sample(row["ids"], [True] * len(row["ids"]))
+
+    def prompt(self, row):
+        return Prompt(row["ids"])
+
+
+def share_of_rows():
+    """The rows of a script that divides them itself, unevenly."""
+    return ROWS[:5] if rank() == 0 else ROWS[5:]
+
+
+def other_rows():
+    """The same, evenly."""
+    return ROWS[rank() :: 2]
+
+
+CASES = {
+    "too few rows": ("sft", 4, lambda: ROWS[:3], "The dataset has 3 rows, too few for one batch of .*=4"),
+    "rows by rank, unevenly": ("sft", 2, share_of_rows, "rank 0 has 5 rows, rank 1 has 3.*On every rank a script must give all rows"),
+    "rows by rank, evenly": ("sft", 2, other_rows, "the first row of rank 1 is not that of rank 0.*On every rank a script must give all rows"),
+    "a group that would be split": ("grpo", 4, lambda: ROWS, "of rollout.n_generation=4 on 2 ranks. Set .* a multiple of 8"),
+}  # fmt: skip
+
+
+def recipe(model: str, output: Path, kind: str, batch_size: int) -> RecipeConfig:
+    return from_mapping(RecipeConfig, {
+        "train": {"output_dir": str(output), "param_dtype": "float32", "train_batch_per_replica": batch_size,
+                  "max_num_steps": 2, "train_policy": {"type": kind}},
+        "policy": {"model_name_or_path": model, "model_max_length": 16, "device": "cpu", "parallelism": {"dp_shard_size": 2}},
+        "rollout": {"backend": "torch", "n_generation": 4, "max_response_length": 4},
+    })  # fmt: skip
+
+
+def refuse_on_a_rank(arguments) -> None:
+    model, folder = arguments
+    found = {}
+    for name, (kind, batch_size, rows, _) in CASES.items():
+        try:
+            run(
+                recipe(model, folder / "out", kind, batch_size),
+                dataset=rows(),
+                data_packer=Ids(),
+                reward_fns=["format"],
+            )
+        except ConfigError as error:
+            found[name] = str(error)
+    (folder / f"{rank()}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_lm):
+    tokenizer = chat_tokenizer("plain")
+    folder = tiny_lm("llama", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_all_ranks_refuse_with_the_same_words_and_leave_nothing(model, tmp_path):
+    launch(refuse_on_a_rank, (model, tmp_path), 2, "cpu")
+    one, two = (json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2))
+    assert one == two and one.keys() == CASES.keys()
+    for name, (*_, message) in CASES.items():
+        with pytest.raises(ConfigError, match=message):
+            raise ConfigError(one[name])
+    assert not (tmp_path / "out").exists()
+
+
+def read_a_stream(arguments) -> None:
+    model, folder = arguments
+    rows = [*ROWS[:7], {"ids": []}]  # of two batches of four, the last row of rank 1
+    config = recipe(model, folder / "out", "sft", 4)
+    config.train.timestamp = "run"
+    config.train.train_policy.dataloader_shuffle = False
+    PackedRows.check = lambda self, seconds=0.0: 0  # as if the rows were too many to look at before training
+    run(config, dataset=datasets.IterableDataset.from_generator(lambda: iter(rows)), data_packer=Ids())
+
+
+def test_a_bad_row_that_one_rank_alone_reads_ends_both(model, tmp_path):
+    with pytest.raises(BadRowError, match="Row 7 .*cannot be used: it is empty"):
+        launch(read_a_stream, (model, tmp_path), 2, "cpu")
+    assert len(read_metrics(tmp_path / "out" / "run")) == 1, "the step before it"

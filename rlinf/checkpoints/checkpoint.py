@@ -60,7 +60,7 @@ class Snapshot:
     """What a rank adds to a checkpoint, taken at one moment.
 
     Attributes:
-        tensors: Of ``trainer_tensors``: the parts that this rank holds.
+        tensors: Of ``trainer_tensors``, and more: the parts that this rank holds.
         rng: Of ``rng_state``.
         model: Names the files of the policy; its weights are not read.
         weights: The whole acting weights (of adapters: the masters) on rank 0; None: the checkpoint has no files of the policy.
@@ -87,6 +87,7 @@ def take_snapshot(
     manifest: Manifest,
     best: str | None = None,
     generators: Mapping[str, torch.Generator] | None = None,
+    more: Mapping[str, Tensor] | None = None,
     with_policy: bool = True,
     copy: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> Snapshot:
@@ -101,13 +102,14 @@ def take_snapshot(
         manifest: Conditions.
         best: Name of the checkpoint with the best evaluation.
         generators: Random generators of this rank, by name, beside those of Python, NumPy and torch.
+        more: Further tensors for ``trainer_state``, by name.
         with_policy: Add ``model/`` or ``adapter/``.
         copy: Copies tensors to memory of their own. Without it, nothing may change before the snapshot is written.
     """
     with_base = not (is_adapter(model) and "base_sha256" in manifest.lora)
     state = {"format": FORMAT, "world_size": world_size(), "best_checkpoint": best, "loop_state": loop_state}
     return Snapshot(
-        tensors=copy(trainer_tensors(model, optimizer, with_base)),
+        tensors=copy(trainer_tensors(model, optimizer, with_base) | dict(more or {})),
         rng=rng_state(generators),
         model=model,
         weights=copy(_full_weights(model, optimizer)) if with_policy else None,

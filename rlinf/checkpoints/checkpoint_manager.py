@@ -123,6 +123,7 @@ class CheckpointManager:
         manifest: Manifest,
         best: str | None = None,
         generators: Mapping[str, torch.Generator] | None = None,
+        more: Mapping[str, Tensor] | None = None,
         is_last: bool = False,
     ) -> None:
         """Save the present state as ``checkpoints/<name>``.
@@ -135,6 +136,7 @@ class CheckpointManager:
             manifest: Conditions.
             best: Name of the checkpoint with the best evaluation so far (``best_of``), which is not deleted.
             generators: Random generators of this rank beside those of Python, NumPy and torch.
+            more: Further tensors, sharded or not, which ``read_tensors`` reads.
             is_last: The run is complete: the policy is exported as ``final``, and uploaded.
 
         Raises:
@@ -149,7 +151,7 @@ class CheckpointManager:
         )
         snapshot = take_snapshot(
             model=model, optimizer=optimizer if self.keeps_any else None, loop_state=loop_state, run_config=run_config,
-            manifest=manifest, best=best, generators=generators, with_policy=self.with_policy,
+            manifest=manifest, best=best, generators=generators, more=more, with_policy=self.with_policy,
             copy=copy,
         )  # fmt: skip
         self._run(lambda: self._write(name, snapshot, is_last))

@@ -293,9 +293,12 @@ class RemoteCollector:
         blocks: Sequence[int] | None = None,
     ) -> RolloutBatch:  # fmt: skip
         """Play one rollout with the weights that the players hold; see ``RolloutCollector.collect``."""
-        return self.take(self.issue(step, needs_values, attempt, blocks))
+        return self.take(self.issue(model, step, policy_version, needs_values, attempt, blocks))
 
-    def issue(self, step: int, needs_values: bool, attempt: int = 0, blocks: Sequence[int] | None = None) -> list[Call]:
+    def issue(
+        self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
+        blocks: Sequence[int] | None = None,
+    ) -> list[Call]:  # fmt: skip
         """Ask the players for one rollout, with the weights of the last push, and return at once; ``take`` takes the result.
 
         A push that follows reaches a player when it has played.

@@ -15,11 +15,8 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import local_world_size, rank, world_size
 from rlinf.envs.base import VectorEnv
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.rollout.collector import RolloutCollector
+from rlinf.rollout.collector import Collector, RolloutCollector
 from rlinf.rollout.process_collector import ProcessCollector
-
-Collector = RolloutCollector | ProcessCollector | RemoteCollector
-"""Anything with ``blocks``, ``collect`` and ``close``."""
 
 
 def make_collector(
@@ -40,7 +37,7 @@ def make_collector(
     """
     if players is not None:
         return RemoteCollector(players)
-    rollout = config.rollout
+    rollout, ahead = config.rollout, config.cluster.max_staleness
     num_workers = 1 if rollout.worker_processes else threads_of_rank(config, eval_env, world_size())
     make = collector_factory(config, eval_env, num_workers, num_workers * local_world_size())
     if not rollout.worker_processes:
@@ -50,7 +47,9 @@ def make_collector(
         model,
         num_blocks=rollout.num_envs // rollout.group_size,
         num_processes=rollout.worker_processes,
-        num_threads=max(1, torch.get_num_threads() // rollout.worker_processes),
+        max_ahead=ahead,
+        # Where they play ahead, this process computes at the same time.
+        num_threads=max(1, torch.get_num_threads() // (rollout.worker_processes + (ahead > 0))),
         precision=config.model.precision,
         rank=rank(),
         num_ranks=world_size(),
@@ -59,7 +58,7 @@ def make_collector(
     )
 
 
-def played_by(collector: Collector) -> str:
+def played_by(collector: RolloutCollector | ProcessCollector | RemoteCollector) -> str:
     """Return in words what plays the rollouts of a rank."""
     if isinstance(collector, RemoteCollector):
         return _count(collector.players.placement.num_players // world_size(), "player")

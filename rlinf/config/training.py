@@ -99,7 +99,11 @@ class ClusterConfig:
         minimum=1,
     )
     max_staleness: int = option(
-        0, "Weight pushes by which a rollout of players may be older than the weights that learn from it.", minimum=0
+        0,
+        "Iterations by which the weights that play may be older than those that are trained. From 1 on, the rollouts of the next "
+        "iterations are played while the policy is updated; required: processes or players that play (rollout.worker_processes, "
+        "cluster.placement=split), and algorithm.tis_cap.",
+        minimum=0,
     )
     max_restarts: int = option(
         20, "Players that may be replaced (killed, machine lost, deadline missed) before the run ends.", minimum=0

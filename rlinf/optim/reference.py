@@ -1,4 +1,4 @@
-"""The policy with which training began, kept as the weights that training changes."""
+"""The policy of a former moment, kept as the weights that training changes."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ class Reference:
         self._model = model
         self._give_up_gathered()
         self._kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the kept weights by name, sharded as the model is; what is written into them is kept."""
+        return self._kept
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the kept weights whole, on the CPU of rank 0; nothing on other ranks (a collective call)."""

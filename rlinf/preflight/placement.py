@@ -134,13 +134,6 @@ def check_placement(config: RunConfig) -> None:
             refuse(
                 found, "players of their own", "cluster.placement=split cluster.start=ray, or cluster.num_players=null"
             )
-        if cluster.max_staleness:
-            found = f"cluster.max_staleness={cluster.max_staleness} with cluster.placement=colocated"
-            refuse(
-                found,
-                "players that play while ranks train",
-                "cluster.placement=split cluster.start=ray, or cluster.max_staleness=0",
-            )
         return
     split = "cluster.placement=split"
     if cluster.start != "ray":

@@ -230,6 +230,7 @@ def check_batches(config: RunConfig) -> None:
         found = f"{rollout.num_envs // ranks} env per rank (rollout.num_envs={rollout.num_envs} over {ranks} ranks)"
         refuse(found, f"at least one for each of rollout.num_lanes={rollout.num_lanes}", "rollout.num_lanes=1")
     check_rollout_processes(config)
+    check_staleness(config)
     samples = rollout.num_envs * rollout.num_chunks
     if minibatch % ranks:
         fix = f"trainer.minibatch_size={nearest_divisor(samples, minibatch, ranks)}"
@@ -278,15 +279,36 @@ def check_rollout_processes(config: RunConfig) -> None:
         refuse(f"{found} for {blocks} {what} per rank", f"one of {divisors_text(blocks, 1)}", fix)
 
 
+def check_staleness(config: RunConfig) -> None:
+    """Check that rollouts can be played ahead of training, and that the loss corrects for older weights."""
+    ahead = config.cluster.max_staleness
+    if not ahead:
+        return
+    found = f"cluster.max_staleness={ahead}"
+    if config.cluster.placement == "colocated" and not config.rollout.worker_processes:
+        refuse(
+            f"{found} with rollouts that the ranks play",
+            "processes or players that play while ranks train",
+            "rollout.worker_processes=1, or cluster.placement=split cluster.start=ray, or cluster.max_staleness=0",
+        )
+    if config.algorithm.tis_cap is None:
+        refuse(
+            f"{found} with algorithm.tis_cap=null",
+            "a cap: losses are weighed by min(trainer / rollout probability, cap), because older weights have played",
+            "algorithm.tis_cap=2.0",
+        )
+
+
 def check_rollout_memory(config: RunConfig) -> None:
     """Check that the observations of a rollout fit into the machine's memory, where each rank holds those of its envs.
 
-    A process that plays has them, too, and so has the memory in which it hands them over.
+    A process that plays has them, too, and so has the memory in which it hands them over, once for each rollout that waits there.
     """
     rollout, env, ranks = config.rollout, config.env, config.cluster.num_processes
     row = ENVS.get(env.name).observation_bytes(env)
     ranks_here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    copies = 3 if rollout.worker_processes else 1
+    waiting = max(0, config.cluster.max_staleness - 1)
+    copies = 3 + waiting if rollout.worker_processes else 1
     size = (
         f"{row} bytes"
         if copies == 1

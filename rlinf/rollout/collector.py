@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import KW_ONLY, dataclass
 from threading import Event
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,28 @@ from rlinf.types import ChunkStep, EpisodeSpec, Observation, RolloutBatch
 
 ATTEMPT_STRIDE = 1 << 32
 """Offset between the group and episode ids of two rollouts of one iteration."""
+
+
+class Collector(Protocol):
+    """Plays the rollouts of a rank. ``RolloutCollector.collect`` explains the arguments.
+
+    Attributes:
+        blocks: Those of this rank.
+    """
+
+    blocks: range
+
+    def issue(
+        self, model: Any, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
+        blocks: Sequence[int] | None = None,
+    ) -> Any:  # fmt: skip
+        """Ask for a rollout with the weights ``policy_version``, which were pushed last; return at once what ``take`` takes."""
+
+    def take(self, issued: Any) -> RolloutBatch:
+        """Return a rollout that was asked for; wait for it if need be."""
+
+    def close(self) -> None:
+        """End what plays."""
 
 
 @dataclass
@@ -130,6 +152,17 @@ class RolloutCollector:
         """Return the envs of some blocks, counted over all ranks: int64 ``[B]``."""
         size = self.sampler.group_size
         return (np.array(blocks, dtype=np.int64)[:, None] * size + np.arange(size)).ravel()
+
+    def issue(
+        self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
+        blocks: Sequence[int] | None = None,
+    ) -> Callable[[], RolloutBatch]:  # fmt: skip
+        """Return what plays a rollout, with the weights that ``model`` has then; nothing is played before."""
+        return lambda: self.collect(model, step, policy_version, needs_values, attempt, blocks)
+
+    def take(self, issued: Callable[[], RolloutBatch]) -> RolloutBatch:
+        """Play the rollout."""
+        return issued()
 
     @record_function("rollout")
     def collect(

@@ -104,25 +104,21 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float | None) -> tuple
         names the worst sample of all ranks, else None. ParityError if a number is not finite. Every rank returns and raises
         the same (a collective call).
     """
-    executed = batch.action_mask & batch.loss_mask.unsqueeze(-1)
+    executed, difference = _differences(batch)
     mask = executed.unsqueeze(-1)
-    difference = (batch.old_logprobs - batch.rollout_logprobs).unflatten(-1, (executed.shape[-1], -1))
-    difference = torch.where(mask, difference, 0.0)
     gap, mask = difference.abs(), mask.expand_as(difference)
     gap_mean, exp_mean = masked_mean(gap, mask), masked_mean(gap.exp(), mask)
-    ratios = torch.where(executed, difference.sum(-1).exp(), 0.0)
     pair = (batch.rollout_logprobs, batch.old_logprobs)
     # The smaller of the two peaks: a density that is wrongly too high must not raise its own limit.
     peaks = [torch.where(mask, x.reshape(difference.shape), 0.0).max().exp() for x in pair]
-    largest_ratio, num_executed, *densities = maximum(*map(_number, (ratios.max(), executed.sum(), *peaks)))
+    densities = maximum(*map(_number, peaks))
     limit = None if max_gap is None else max_gap * max(1.0, min(densities))
     largest, fault = _judge("log-probabilities", batch, step, gap.flatten(2).amax(-1), exp_mean, limit, pair)
     metrics = {
         "rollout/logprob_gap_mean": gap_mean,
         "rollout/logprob_gap_max": largest,
         "rollout/logprob_gap_exp_mean": exp_mean,
-        "rollout/importance_ratio_mean": masked_mean(ratios, executed) if num_executed else 1.0,
-        "rollout/importance_ratio_max": largest_ratio if num_executed else 1.0,
+        **importance_ratios(batch),
     }
     if batch.rollout_values is not None:
         valid = batch.loss_mask
@@ -132,6 +128,24 @@ def check_parity(batch: RolloutBatch, step: int, max_gap: float | None) -> tuple
         largest, other = _judge("values", batch, step, gap, exp_mean, max_gap, pair)
         metrics["rollout/value_gap_max"], fault = largest, fault or other
     return metrics, fault
+
+
+def importance_ratios(batch: RolloutBatch) -> dict[str, float]:
+    """Return mean and maximum over all ranks of the probability ratios trainer / rollout of executed actions (a collective call)."""
+    executed, difference = _differences(batch)
+    ratios = torch.where(executed, difference.sum(-1).exp(), 0.0)
+    largest, num_executed = maximum(_number(ratios.max()), _number(executed.sum()))
+    return {
+        "rollout/importance_ratio_mean": masked_mean(ratios, executed) if num_executed else 1.0,
+        "rollout/importance_ratio_max": largest if num_executed else 1.0,
+    }
+
+
+def _differences(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """Return which actions count, bool ``[T, B, C]``, and ``old_logprobs - rollout_logprobs`` ``[T, B, C, D]``, elsewhere 0."""
+    executed = batch.action_mask & batch.loss_mask.unsqueeze(-1)
+    difference = (batch.old_logprobs - batch.rollout_logprobs).unflatten(-1, (executed.shape[-1], -1))
+    return executed, torch.where(executed.unsqueeze(-1), difference, 0.0)
 
 
 def _number(value: Tensor) -> float:

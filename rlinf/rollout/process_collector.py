@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import signal
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 import rlinf.errors
@@ -20,7 +24,7 @@ from rlinf.errors import ConfigError, RankError, RLinfError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.shared_memory import SharedTask, read_answer
-from rlinf.rollout.worker_process import RolloutTask, WorkerStart
+from rlinf.rollout.worker_process import READY, RolloutTask, WorkerStart
 from rlinf.seeding import derive_seed
 from rlinf.types import RolloutBatch
 
@@ -28,13 +32,20 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class _RolloutWorker(ChildProcess):
-    """One process, and the memory of its answers."""
+    """One process, and the memories of its answers.
 
-    def __init__(self, number: int, num_threads: int, task: SharedTask) -> None:
+    Attributes:
+        asked: What it has been asked for and not answered yet, in this order.
+        answered: Its answers that nobody has taken yet.
+    """
+
+    def __init__(self, number: int, num_threads: int, task: SharedTask, num_slots: int) -> None:
         self.number = number
-        self.answers = SharedMemory(1)
+        self.asked: deque[Hashable] = deque([READY])
+        self.answered: dict[Hashable, Any] = {}
+        self.answers = [SharedMemory(1) for _ in range(num_slots)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
-        memories = [task.memory, self.answers]
+        memories = [task.memory, *self.answers]
         self.launch("rlinf.rollout.worker_process:main", f"rollout worker {number}", memories, environment)
 
 
@@ -45,6 +56,10 @@ class ProcessCollector:
     processes see every update that is written into them; nothing is pushed. Episodes and random numbers derive from the iteration
     and the block, so the number of processes changes no more than the rounding of matrix products.
 
+    With ``max_ahead`` of 1 or more, the processes play while the policy is trained: so many rollouts can be asked for before the
+    first is taken. There are as many copies of the trained weights, and a rollout is played with the copy that ``issue`` made.
+    Frozen weights exist once.
+
     The processes start at once, in the background. Their log records and warnings appear in this process while it waits for them.
 
     Args:
@@ -53,6 +68,8 @@ class ProcessCollector:
         model: The policy, on the CPU. Its tensors must stay where they are from now on.
         num_blocks: Blocks over all ranks; a multiple of the processes of all ranks.
         num_processes: Of this rank.
+        max_ahead: Rollouts that can be asked for and not taken, each with weights of its own. 0: one, with the weights of ``model``,
+            which must not change before it is taken.
         num_threads: Threads of torch in each process.
         precision: In which the policy computes.
         rank, num_ranks: This process plays the envs of its ``own_blocks``.
@@ -75,6 +92,7 @@ class ProcessCollector:
         *,
         num_blocks: int,
         num_processes: int,
+        max_ahead: int = 0,
         num_threads: int = 1,
         precision: str = "fp32",
         rank: int = 0,
@@ -87,13 +105,15 @@ class ProcessCollector:
         own_blocks(num_blocks, 0, num_processes * num_ranks)  # raises if they cannot be shared
         self.num_processes = num_processes
         self._warned: dict[Any, Any] = {}
-        self._is_ready = False
+        self._versions: list[int | None] = [None] * max(1, max_ahead)  # of the weights of the players
         self.workers: list[_RolloutWorker] = []
         level = logging.getLogger("rlinf").getEffectiveLevel()
         try:
-            self._task = task = SharedTask(RolloutTask(make_collector, model, precision), model)
+            self.players = [_copy_of_trained(model) for _ in range(max_ahead)] or [model]
+            models = nn.ModuleList(self.players)
+            self._task = task = SharedTask(RolloutTask(make_collector, models, precision), models)
             for number in range(num_processes):
-                self.workers.append(_RolloutWorker(number, num_threads, task))
+                self.workers.append(_RolloutWorker(number, num_threads, task, len(models)))
                 place, of = rank * num_processes + number, num_processes * num_ranks
                 own_seed = derive_seed(seed, "rollout process", place)
                 start = WorkerStart(prepare, task.start, task.size, place, of, own_seed, num_threads, level)
@@ -105,15 +125,13 @@ class ProcessCollector:
             raise ConfigError(f"A rollout process cannot be started: {type(error).__name__}: {error}.") from error
 
     def wait_until_ready(self) -> None:
-        """Wait until all processes can play, or raise why one cannot. ``collect`` does this, too.
+        """Wait until all processes can play, or raise why one cannot. ``take`` does this, too.
 
         Raises:
             RLinfError: An error of the user in a process.
             RankError: A process died or hit a bug.
         """
-        if not self._is_ready:
-            self._answers(dict.fromkeys(self.workers))
-            self._is_ready = True
+        self._answers(READY)
 
     def close(self) -> None:
         """End the processes."""
@@ -124,11 +142,23 @@ class ProcessCollector:
         self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
         blocks: Sequence[int] | None = None,
     ) -> RolloutBatch:  # fmt: skip
-        """Play one rollout; see ``RolloutCollector.collect``. ``model`` is the one that is shared.
+        """Play one rollout: ``issue``, then ``take``."""
+        return self.take(self.issue(model, step, policy_version, needs_values, attempt, blocks))
+
+    def issue(
+        self, model: ActionModel, step: int, policy_version: int, needs_values: bool, attempt: int = 0,
+        blocks: Sequence[int] | None = None,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Ask for a rollout; see ``RolloutCollector.collect`` for the arguments. ``model`` is the one that is shared.
+
+        With copies, the weights are those of the moment unless the copy of ``step`` has those of ``policy_version`` already. The copy
+        is that of ``step - max_ahead``, whose rollout has been taken.
+
+        Returns:
+            ``step`` and ``attempt``, for ``take``.
 
         Raises:
-            RLinfError: An error of the user in a process; or ``model`` is not what the processes compute with.
-            RankError: A process died or hit a bug.
+            RLinfError: ``model`` is not what the processes compute with, or the processes have ended.
         """
         moved = self._task.moved() if model is self.model else ["all"]
         if moved:
@@ -137,18 +167,38 @@ class ProcessCollector:
                 "required: updates written into the tensors that it had. Rollouts would be those of older weights. "
                 "Set rollout.worker_processes=0"
             )
-        if any(worker.process is None for worker in self.workers):
-            raise RLinfError("The rollout processes have ended, by close() or an error. Make another collector")
+        self._check_running()
+        slot = step % len(self.players)
+        if self._versions[slot] != policy_version:
+            self._versions[slot] = policy_version
+            _copy_tensors(self.model, self.players[slot])
         wanted = {"step": step, "policy_version": policy_version, "needs_values": needs_values, "attempt": attempt}
         shares = np.array_split(np.array(self.blocks if blocks is None else blocks, dtype=np.int64), len(self.workers))
-        asked = {worker: each.tolist() for worker, each in zip(self.workers, shares, strict=True) if len(each)}
-        self.wait_until_ready()
-        answers = self._answers({worker: wanted | {"blocks": share} for worker, share in asked.items()})
-        parts = [read_answer(answers[worker], worker.answers.file.fileno()) for worker in asked]
+        for worker, share in zip(self.workers, shares, strict=True):
+            if len(share):
+                worker.asked.append((step, attempt))
+                self._send(worker, (slot, wanted | {"blocks": share.tolist()}))
+        return step, attempt
+
+    def take(self, issued: tuple[int, int]) -> RolloutBatch:
+        """Wait for a rollout that was asked for, and return it.
+
+        Raises:
+            RLinfError: An error of the user in a process; or the processes have ended.
+            RankError: A process died or hit a bug.
+        """
+        self._check_running()
+        answers = self._answers(issued)
+        memories = [worker.answers[issued[0] % len(self.players)].file for worker in answers]
+        parts = [read_answer(answer, file.fileno()) for answer, file in zip(answers.values(), memories, strict=True)]
         batch = RolloutBatch.concatenate(parts)  # copies the arrays
-        for worker in asked:
-            worker.answers.file.truncate(0)  # frees the memory while the policy is updated
+        for file in memories:
+            file.truncate(0)  # frees the memory while the policy is updated
         return batch
+
+    def _check_running(self) -> None:
+        if any(worker.process is None for worker in self.workers):
+            raise RLinfError("The rollout processes have ended, by close() or an error. Make another collector")
 
     def _send(self, worker: _RolloutWorker, message: Any) -> None:
         try:
@@ -156,23 +206,20 @@ class ProcessCollector:
         except (BrokenPipeError, ConnectionResetError):
             pass  # the process has died; `_answers` raises why
 
-    def _answers(self, requests: Mapping[_RolloutWorker, Any]) -> dict[_RolloutWorker, Any]:
-        """Send each worker its request (None: nothing), and wait for all answers; end all workers and raise the first failure."""
-        answers: dict[_RolloutWorker, Any] = {}
+    def _answers(self, wanted: Hashable) -> dict[_RolloutWorker, Any]:
+        """Wait for the answers of all workers that were asked for ``wanted``; end all workers and raise the first failure."""
+        asked = [worker for worker in self.workers if wanted in worker.asked or wanted in worker.answered]
         try:
-            for worker, request in requests.items():
-                if request is not None:
-                    self._send(worker, request)
-            while waiting := [worker for worker in requests if worker not in answers]:
+            while waiting := [worker for worker in asked if wanted not in worker.answered]:
                 wait([worker.connection for worker in waiting], timeout=POLL_S)
                 for worker in waiting:
                     if (message := self._receive(worker)) is not None:
-                        answers[worker] = message
+                        worker.answered[worker.asked.popleft()] = message
         except BaseException:  # Ctrl-C, too: the next call must not read the answers to this one
             for worker in self.workers:
                 worker.kill()
             raise
-        return answers
+        return {worker: worker.answered.pop(wanted) for worker in asked}
 
     def _receive(self, worker: _RolloutWorker) -> Any:
         """Return an answer if there is one; log or warn what the worker has logged or warned.
@@ -202,3 +249,22 @@ class ProcessCollector:
                 raise getattr(rlinf.errors, message.error)(message.message)
             raise RankError(f"Rollout worker {worker.number} failed: {message.message}\n{message.traceback}".rstrip())
         return message
+
+
+def _copy_of_trained(model: ActionModel) -> ActionModel:
+    """Return a copy of a policy with trained weights of its own; it shares the frozen ones."""
+    frozen = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+    return copy.deepcopy(model, frozen)
+
+
+@torch.no_grad()
+def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
+    """Copy what ``_copy_of_trained`` does not share."""
+    new = _tensors(source)
+    for name, tensor in _tensors(target).items():
+        if tensor is not new[name]:
+            tensor.copy_(new[name])
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(), *model.named_buffers()])

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from rlinf.distributed.child_process import exit_with_parent, failure_of, own_end
-from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast
 from rlinf.rollout.collector import RolloutCollector
 from rlinf.rollout.shared_memory import read_task, write_answer
@@ -35,12 +35,12 @@ class RolloutTask:
 
     Attributes:
         make_collector: Called with ``rank``, ``num_ranks`` and ``autocast``.
-        model: The policy, whose tensors are shared.
+        models: The policies that play, whose tensors are shared.
         precision: In which the policy computes (``rlinf.models.precision.autocast``).
     """
 
     make_collector: Callable[..., RolloutCollector]
-    model: ActionModel
+    models: nn.ModuleList
     precision: str
 
 
@@ -90,7 +90,7 @@ class _Sender:
 
 def main() -> None:
     """Run a worker."""
-    connection, (memory, answers), parent = own_end()
+    connection, (memory, *answers), parent = own_end()
     threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
     sender = _Sender(connection)
     try:
@@ -110,8 +110,11 @@ def _requests(connection: Connection) -> Iterator[Any]:
             yield connection.recv()
 
 
-def _work(requests: Iterator[Any], sender: _Sender, memory: int, answers: int) -> None:
-    """Play as the parent asks: first a ``WorkerStart``, then the arguments of each rollout."""
+def _work(requests: Iterator[Any], sender: _Sender, memory: int, answers: Sequence[int]) -> None:
+    """Play as the parent asks: first a ``WorkerStart``, then for each rollout which of the policies plays, and the other arguments.
+
+    The answer goes into the memory of the policy's number.
+    """
     for start in requests:
         logging.root.setLevel(start.log_level)
         logging.root.addHandler(logging.handlers.QueueHandler(cast("Any", sender)))
@@ -120,13 +123,13 @@ def _work(requests: Iterator[Any], sender: _Sender, memory: int, answers: int) -
         seed_everything(start.seed)
         start.prepare()
         task: RolloutTask = read_task(mmap.mmap(memory, start.start + start.size), start.start, start.size)
-        model = task.model.eval()
+        models = task.models.eval()
         collector = task.make_collector(
-            rank=start.rank, num_ranks=start.num_ranks, autocast=partial(autocast, model, task.precision)
+            rank=start.rank, num_ranks=start.num_ranks, autocast=partial(autocast, models[0], task.precision)
         )
         try:
             sender.send(READY)
-            for arguments in requests:
-                sender.send(write_answer(collector.collect(model, **arguments), answers))
+            for slot, arguments in requests:
+                sender.send(write_answer(collector.collect(models[slot], **arguments), answers[slot]))
         finally:
             collector.close()

@@ -38,6 +38,11 @@ METRICS: dict[str, Metric] = {
     "rollout/importance_ratio_max": Metric(
         "Largest trainer / rollout probability of a sampled action (all its tokens) before the update.", "1"
     ),
+    "rollout/staleness_iterations": Metric(
+        "Iterations of training between the weights that played the rollout and those before its update; at most `cluster.max_staleness`.",
+        "iterations",
+    ),
+    "rollout/staleness_updates": Metric("The same in optimiser steps.", "updates"),
     "rollout/value_gap_max": Metric(
         "Largest |rollout value - trainer value| before the update, in shares of the largest value (of 1, where all are smaller).",
         "1",

@@ -5,33 +5,61 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlinf.algorithms.base import Algorithm
-from rlinf.cluster.rollouts import Collector
+from rlinf.checkpoints.checkpoint import TRAINER_FOLDER
+from rlinf.checkpoints.trainer_state import read_tensors
 from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.deferred import open_tensors
 from rlinf.distributed.process_group import any_rank, gather_objects, rank
 from rlinf.distributed.sums import sum_blocks, sum_counts
-from rlinf.errors import CheckpointError, ConfigError
+from rlinf.errors import CheckpointError, ConfigError, RLinfError
 from rlinf.memory import memory_metrics
 from rlinf.optim.reference import Reference
 from rlinf.preflight.derived import parity_gate
+from rlinf.rollout.collector import Collector
+from rlinf.rollout.parity import importance_ratios
 from rlinf.seeding import derive_seed
 from rlinf.training.minibatches import MinibatchPlan
 from rlinf.training.session import Session
+from rlinf.training.state import RolloutAhead
 from rlinf.types import RolloutBatch
 
 REFERENCE_FILE = "reference.safetensors"
 """The trained weights with which RL began, in the run folder of a run with a KL penalty."""
 
 
+@dataclass
+class _Issued:
+    """A rollout that was asked for.
+
+    Attributes:
+        ahead: What a checkpoint keeps of it.
+        weights: Those that play it, if the present ones may differ when it is taken.
+        handle: For ``Collector.take``.
+        since: When it was asked for.
+    """
+
+    ahead: RolloutAhead
+    weights: Reference | None
+    handle: Any
+    since: float
+
+
 class RLTrainer:
     """Improve a policy by its own rollouts.
+
+    With ``cluster.max_staleness = s``, the rollout of an iteration is played with the weights of ``s`` iterations before, while the
+    policy is updated: it is issued before the update of iteration ``step - s``. So each rollout is trained on once, and never later than
+    ``s`` iterations after its weights. At the beginning, the first ``s`` of them are played with the first weights.
 
     Args:
         session: The run.
@@ -44,6 +72,9 @@ class RLTrainer:
         self.worker, self.sync = session.worker, session.sync
         self.gate = parity_gate(session.config)
         self.reference: Reference | None = None
+        self._issued: dict[int, _Issued] = {}
+        self._updated = False  # the policy, since the last rollout was issued
+        session.more_tensors = self._weights_ahead
 
     @waiting("update")
     def fit(self) -> None:
@@ -57,6 +88,7 @@ class RLTrainer:
         self.reference = self._make_reference()
         reached = self._evaluate_if_due(last=state.step == config.max_steps)
         session.stop_if_asked()
+        self._issue_again()
         while state.step < config.max_steps and not reached:
             start = time.monotonic()
             step = state.step
@@ -65,6 +97,7 @@ class RLTrainer:
             elapsed = time.monotonic() - start
             state.train_wall_s += elapsed
             state.step += 1
+            state.rollouts_ahead = [asdict(each.ahead) for each in self._issued.values()]
             metrics |= {"time/total_s": state.train_wall_s, **memory_metrics()}
             last = state.step == config.max_steps
             session.progress.update(
@@ -115,7 +148,7 @@ class RLTrainer:
         """One iteration of reinforcement learning; returns its metrics."""
         config, state, algorithm = self.session.config, self.session.state, self.algorithm
         clock, env_steps_before = _Clock(), state.env_steps
-        self.sync.push(state.policy_version)
+        self._issue_until(step, step)
         clock.lap("sync")
         batch = self._collect(step)
         for attempt in range(1, 1 + algorithm.max_resamples):
@@ -124,9 +157,11 @@ class RLTrainer:
                 break
             self._replace(batch, blocks, step, attempt)
         clock.lap("rollout")
+        self._issue_until(step + config.cluster.max_staleness, step)
+        clock.lap("sync")
         self._score(batch)
+        metrics = self._check(batch, step)
         clock.lap("logprob")
-        metrics = self.gate.check(batch, step)
         metrics |= rollout_metrics(batch)
         metrics |= check_equal_on_ranks(algorithm.compute_advantages(batch))
         flat, seed = batch.flatten(), derive_seed(config.seed, "minibatches", step)
@@ -139,7 +174,7 @@ class RLTrainer:
                     self.gate.check_first_update(updates[0], step)
         state.policy_version += len(updates)
         if updates and not algorithm.policy_is_frozen(step):
-            self.gate.policy_was_updated()
+            self._updated = True
         clock.lap("update")
         for name in updates[0] if updates else ():
             metrics[f"train/{name}"] = sum(update[name] for update in updates) / len(updates)
@@ -149,17 +184,65 @@ class RLTrainer:
         metrics["throughput/samples_per_s"] = plan.num_rows * config.algorithm.update_epochs / clock.seconds["update"]
         return metrics
 
+    def _issue_until(self, last: int, step: int) -> None:
+        """Ask, in iteration ``step``, for the rollouts up to ``last`` that were not asked for, to be played with the present weights."""
+        last = min(last, self.session.config.trainer.max_steps - 1)
+        for each in range(max(self._issued, default=step - 1) + 1, last + 1):
+            weights = None if each == step else Reference(self.worker.model)
+            ahead = RolloutAhead(each, self.session.state.policy_version, step, self._updated)
+            self.sync.push(ahead.policy_version)
+            self._issued[each] = _Issued(ahead, weights, self._issue(ahead), time.monotonic())
+            self._updated = False
+
+    def _issue(self, ahead: RolloutAhead, attempt: int = 0, blocks: Sequence[int] | None = None) -> Any:
+        """Ask for a rollout, or for some blocks of it again, with the weights that were pushed last."""
+        policy, needs_values = self.sync.rollout_policy, self.algorithm.needs_values
+        return self.collector.issue(policy, ahead.step, ahead.policy_version, needs_values, attempt, blocks)
+
+    def _issue_again(self) -> None:
+        """Ask again for the rollouts that were under way when the checkpoint that is resumed was written, with their weights."""
+        session = self.session
+        found = [RolloutAhead(**each) for each in session.state.rollouts_ahead]
+        if session.resumed_from is None or any(each.lag > session.config.cluster.max_staleness for each in found):
+            return  # resumed with a smaller max_staleness: they are played with the present weights instead
+        for ahead in found:
+            weights = Reference(self.worker.model)
+            targets = {f"{ahead.name}.{name}": part for name, part in weights.parts().items()}
+            read_tensors(session.resumed_from / TRAINER_FOLDER, targets)
+            with weights.in_place():
+                self.sync.push(ahead.policy_version)
+                self._issued[ahead.step] = _Issued(ahead, weights, self._issue(ahead), time.monotonic())
+
+    def _weights_ahead(self) -> dict[str, Tensor]:
+        """Return, for a checkpoint, the weights that play the rollouts which are under way."""
+        return {
+            f"{each.ahead.name}.{name}": part
+            for each in self._issued.values()
+            if each.weights is not None
+            for name, part in each.weights.parts().items()
+        }
+
     @waiting("rollout")
     def _collect(self, step: int, attempt: int = 0, blocks: Sequence[int] | None = None) -> RolloutBatch | None:
-        """Play one rollout of this rank's blocks (None: all of them); None if there are none. Count its env steps."""
-        state, batch, start = self.session.state, None, time.monotonic()
-        if blocks is None or len(blocks):
-            policy, needs_values = self.sync.rollout_policy, self.algorithm.needs_values
-            batch = self.collector.collect(policy, step, state.policy_version, needs_values, attempt, blocks)
+        """Take the rollout of this rank's blocks, or play some of them again (None if there are none). Count its env steps."""
+        state, issued, batch = self.session.state, self._issued[step], None
+        handle, version = issued.handle, issued.ahead.policy_version
+        if blocks is not None:
+            with nullcontext() if issued.weights is None else issued.weights.in_place():
+                if self.sync.version != version:  # on all ranks
+                    self.sync.push(version)
+                handle = self._issue(issued.ahead, attempt, blocks) if blocks else None
+        if handle is not None:
+            batch = self.collector.take(handle)
             self.sync.rest()
+            played = batch.policy_version.unique().tolist()
+            if played != [version]:
+                raise RLinfError(
+                    f"The rollout of step {step} was played by weights {played}; required: those of version {version}"
+                )
         state.env_steps += sum_counts(0 if batch is None else int(batch.action_mask.sum()))[0]
         if blocks is None:
-            deadlines.clock.add_rollout(time.monotonic() - start)
+            deadlines.clock.add_rollout(time.monotonic() - issued.since)
         return batch
 
     def _uninformative_blocks(self, batch: RolloutBatch) -> list[int]:
@@ -183,6 +266,29 @@ class RLTrainer:
             with self.reference.in_place():
                 batch.ref_logprobs, _ = self.worker.evaluate(batch)
 
+    def _check(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        """Compare rollout and trainer at the weights that have played, and say how old these are.
+
+        Where they have changed meanwhile, the trainer scores one call of each env with them.
+        """
+        issued, version = self._issued.pop(step), self.session.state.policy_version
+        played = issued.ahead.policy_version
+        if issued.ahead.updated:
+            self.gate.policy_was_updated()
+        if issued.weights is None or played == version:
+            metrics = self.gate.check(batch, step)
+        else:
+            sampled = one_call_of_each_env(batch, step + self._first_env(batch))
+            with issued.weights.in_place():
+                sampled.old_logprobs, sampled.values = self.worker.evaluate(sampled)
+            metrics = self.gate.check(sampled, step) | importance_ratios(batch)
+        metrics["rollout/staleness_iterations"] = issued.ahead.lag
+        return metrics | {"rollout/staleness_updates": version - played}
+
+    def _first_env(self, batch: RolloutBatch) -> int:
+        blocks = self.collector.blocks
+        return blocks.start * (batch.loss_mask.shape[1] // len(blocks))
+
 
 class _Clock:
     """Seconds of the parts of an iteration."""
@@ -203,6 +309,17 @@ class _Clock:
 
     def metrics(self) -> dict[str, float]:
         return {f"time/{name}_s": value for name, value in self.seconds.items()}
+
+
+def one_call_of_each_env(batch: RolloutBatch, number: int) -> RolloutBatch:
+    """Return a time-major rollout in which ``loss_mask`` is true for one valid policy call of each env that has any.
+
+    Of the ``V`` valid calls of env ``b`` it is number ``(number + b) mod V``.
+    """
+    valid = batch.loss_mask
+    count = valid.sum(0)
+    wanted = (number + torch.arange(len(count))) % count.clamp_min(1)
+    return replace(batch, loss_mask=valid & (valid.cumsum(0) == wanted + 1))
 
 
 def replace_envs(batch: RolloutBatch, envs: Tensor, more: RolloutBatch, wanted: Tensor) -> None:

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.deadlines import waiting
@@ -69,6 +71,7 @@ class Session:
             self.folder, save_mode=config.trainer.save_mode, max_keep=config.trainer.max_keep
         )
         self.profile_window = ProfileWindow(config.trainer.profile_steps, phase, self.folder, rank())
+        self.more_tensors: Callable[[], dict[str, Tensor]] = dict  # which a trainer adds to its checkpoints
         self._saved_steps: tuple[int, int] | None = None  # of cloning and RL, in the newest checkpoint
         self._clock, self._saved_at = clock, clock()
 
@@ -189,6 +192,7 @@ class Session:
             run_config=to_mapping(self.config),
             manifest=self._manifest(),
             best=None if best is None else state.evaluations[best]["checkpoint"],
+            more=self.more_tensors(),
         )
         self._saved_steps = (state.sft_step, state.step)
         self._saved_at = self._clock()

@@ -8,6 +8,33 @@ from typing import Any
 
 
 @dataclass
+class RolloutAhead:
+    """A rollout that is played ahead.
+
+    Attributes:
+        step: Iteration that trains on it.
+        policy_version: Of the weights that play it.
+        issued_at: Iteration before whose updates it was asked for.
+        updated: The policy was updated since the rollout before was asked for.
+    """
+
+    step: int
+    policy_version: int
+    issued_at: int
+    updated: bool
+
+    @property
+    def lag(self) -> int:
+        """Iterations of training between its weights and those that are trained on it."""
+        return self.step - self.issued_at
+
+    @property
+    def name(self) -> str:
+        """Begin the names of its weights in a checkpoint."""
+        return f"rollout_{self.step}"
+
+
+@dataclass
 class LoopState:
     """Where a run is; saved with every checkpoint.
 
@@ -20,6 +47,7 @@ class LoopState:
         tracker_run_id: Identity of the metric run.
         evaluations: Tag to summary of each evaluation so far, with the name of the ``checkpoint`` that holds the policy.
         dataset: Hash of the dataset that is cloned (``StoredDemonstrations.digest``), or None.
+        rollouts_ahead: Fields of the ``RolloutAhead`` that are under way.
     """
 
     phase: str = "sft"
@@ -31,6 +59,7 @@ class LoopState:
     tracker_run_id: str | None = None
     evaluations: dict[str, Any] = field(default_factory=dict)
     dataset: str | None = None
+    rollouts_ahead: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def done(self) -> int:

@@ -104,7 +104,7 @@ def recorded(tmp_path_factory) -> Path:
         config = config_of(folder / name, name)
         run = build(config)
         run.rl.reference = Reference(run.session.worker.model)
-        run.rl.sync.push(0)
+        run.rl._issue_until(0, 0)
         batch = run.rl._collect(0)
         run.rl._score(batch)
         run.rl.collector.close()

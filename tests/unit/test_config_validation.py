@@ -48,6 +48,8 @@ CASES = {
     "processes for an engine": (
         ["rollout.worker_processes=2", "rollout.backend=vllm", "model.init_config.action_decoding=autoregressive"], "in an engine"),
     "groups over processes": (["algorithm=grpo", "rollout.worker_processes=5"], "8 groups per rank"),
+    "threads that play ahead": (["cluster.max_staleness=1", "algorithm.tis_cap=2.0"], "rollouts that the ranks play"),
+    "older weights without a correction": (["cluster.max_staleness=1", "rollout.worker_processes=1"], "algorithm.tis_cap=null"),
     "grpo without groups": (["algorithm=grpo", "rollout=default"], "rollout.group_size=1"),
     "grpo with auto-reset": (["algorithm=grpo", "rollout.auto_reset=true"], "rollout.auto_reset=true"),
     "rloo without groups": (["algorithm=rloo", "rollout=episodes"], "rollout.group_size=1"),
@@ -133,6 +135,10 @@ def test_observations_that_do_not_fit_into_the_memory_are_refused(monkeypatch):
         validate(processes)
     monkeypatch.setattr("rlinf.preflight.validation.main_memory_bytes", lambda: 3 * needed)
     validate(processes)
+    ahead = ["rollout.worker_processes=2", "algorithm.tis_cap=2.0"]
+    validate(build(*envs, *ahead, "cluster.max_staleness=1"))
+    with pytest.raises(ConfigError, match="x 5 copies"):
+        validate(build(*envs, *ahead, "cluster.max_staleness=3"))
     monkeypatch.setattr("rlinf.preflight.validation.main_memory_bytes", lambda: needed - 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # of two machines, each holds a half
     validate(build(*envs, "cluster.num_processes=2"))

@@ -100,7 +100,7 @@ def test_a_rollout_stays_as_it_is_when_the_next_one_is_played(parts):
     state, tokens = batch.observation.state.copy(), batch.action_tokens.clone()
     processes.collect(model, 2, 42, needs_values=False)
     np.testing.assert_array_equal(batch.observation.state, state)
-    assert [os.fstat(worker.answers.file.fileno()).st_size for worker in processes.workers] == [0, 0]
+    assert [os.fstat(worker.answers[0].file.fileno()).st_size for worker in processes.workers] == [0, 0]
     assert torch.equal(batch.action_tokens, tokens)
 
 

@@ -1,0 +1,82 @@
+"""Training while processes play the next rollouts: the numbers of a run that does one thing after the other, with older weights."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from run_results import run_config, untimed_metrics
+
+from rlinf.commands.train import build
+
+SMALL = [
+    "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=6", "rollout.num_envs=8",
+    "rollout.num_chunks=6", "rollout.group_size=2", "rollout.num_lanes=1", "trainer.minibatch_size=16", "trainer.max_steps=5",
+    "trainer.learning_rate=1e-3", "trainer.adam_eps=1e-3", "evaluation.num_episodes=2", "evaluation.num_envs=2",
+    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
+    "cluster.num_threads=1",
+]  # fmt: skip
+PPO = ["algorithm.critic_warmup_steps=0"]
+GRPO = ["algorithm=grpo", "algorithm.max_resamples=2", "algorithm.kl_coef=0.01", "rollout.auto_reset=false"]
+
+
+def ahead(staleness: int, *more: str) -> list[str]:
+    overrides = [
+        *SMALL,
+        "rollout.num_lanes=null",
+        "rollout.worker_processes=1",
+        f"cluster.max_staleness={staleness}",
+        *more,
+    ]
+    return overrides + ["algorithm.tis_cap=2.0"] * (staleness > 0)
+
+
+def finish(run) -> dict[str, torch.Tensor]:
+    """Run, with GRPO so that the second group must be played again; return the weights at the end."""
+
+    def second_group(batch):
+        return batch.group_ids[0] == 1  # groups of another attempt have other ids
+
+    if run.session.config.algorithm.name == "grpo":
+        run.rl.algorithm.uninformative_envs = second_group
+    run.execute()
+    return {name: tensor.clone() for name, tensor in run.session.worker.model.state_dict().items()}
+
+
+def lines_of(folder) -> list[dict]:
+    """The metrics of the iterations."""
+    return [line for line in untimed_metrics(folder) if "train/loss" in line]
+
+
+def delayed(folder, staleness: int, *more: str) -> dict[str, torch.Tensor]:
+    """Train as an asynchronous run does, but play each rollout in this process when it is taken, with a copy of the policy."""
+    run, copies = build(run_config(folder, *SMALL, *more, "algorithm.tis_cap=2.0")), {}
+    run.session.config.cluster.max_staleness = staleness
+
+    def issue(model, step, *arguments):
+        policy = copies.setdefault(step, copy.deepcopy(model).eval())
+        return partial(run.rl.collector.collect, policy, step, *arguments)
+
+    run.rl.collector.issue = issue
+    return finish(run)
+
+
+@pytest.mark.parametrize(("staleness", "more"), [(1, PPO), (2, PPO), (2, GRPO)])
+def test_the_numbers_are_those_of_one_thing_after_the_other_with_older_weights(tmp_path, staleness, more):
+    """With dynamic sampling and a KL penalty, too; bit for bit. Every rollout is trained on, once."""
+    taken, run = [], build(run_config(tmp_path / "ahead", *ahead(staleness, *more)))
+    take = run.rl.collector.take
+    run.rl.collector.take = lambda issued: (taken.append(issued), take(issued))[1]
+    weights = finish(run)
+    expected = delayed(tmp_path / "delayed", staleness, *more)
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
+    lines = lines_of(tmp_path / "ahead")
+    assert lines == lines_of(tmp_path / "delayed")
+    assert [line["rollout/staleness_iterations"] for line in lines] == [min(step, staleness) for step in range(5)]
+    assert [issued for issued in taken if issued[1] == 0] == [(step, 0) for step in range(5)]
+    assert any(issued[1] for issued in taken) == (more is GRPO), "groups were played again"
+    assert max(line["rollout/importance_ratio_max"] for line in lines) > 1.01, "control: the weights were older"
+    other = delayed(tmp_path / "other", 0, *more)
+    assert not all(torch.equal(weights[name], other[name]) for name in weights), "control"

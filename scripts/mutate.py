@@ -59,7 +59,7 @@ TESTS = {
     "rlinf/algorithms/reinforce_pp.py": ["tests/numerics/test_groups.py", "tests/numerics/test_losses.py"],
     "rlinf/algorithms/statistics.py": ["tests/numerics/test_statistics.py", "tests/numerics/test_advantages.py"],
     "rlinf/llm/losses.py": ["tests/numerics/test_token_losses.py"],
-    "rlinf/recipes/schedule.py": ["tests/unit/test_recipe_sft.py"],
+    "rlinf/recipes/schedule.py": ["tests/unit/test_recipe_schedule.py"],
     "rlinf/recipes/samples.py": ["tests/unit/test_samples.py"],
     "rlinf/recipes/rewards.py": ["tests/unit/test_rewards.py"],
     "rlinf/recipes/packers.py": ["tests/unit/test_packers.py"],

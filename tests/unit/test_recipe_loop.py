@@ -13,15 +13,19 @@ from rlinf.checkpoints.checkpoint_manager import CheckpointManager
 from rlinf.distributed import deadlines
 from rlinf.distributed.config import DeadlinesConfig
 from rlinf.distributed.deadlines import waiting
+from rlinf.llm import hf_policy
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.losses import NLLLossFn
 from rlinf.models import HuggingFacePolicy
 from rlinf.options import from_mapping
+from rlinf.recipes import loop as loops
 from rlinf.recipes.completions import Completer
 from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.loop import Loop, LoopState, Update
+from rlinf.recipes.loop import Loop, LoopState, Update, Validation, own_share
 from rlinf.recipes.run import summary
 from rlinf.recipes.samples import Prompt
+from rlinf.recipes.throughput import flops_per_token
+from rlinf.training.stop_signal import StopRequested
 
 LIMITS = asdict(DeadlinesConfig())
 LONG_S = 0.9 * LIMITS["update"]
@@ -85,7 +89,7 @@ def test_every_micro_batch_and_every_generation_starts_the_deadline_again(tiny_l
     policy = HuggingFacePolicy(tiny_lm(), micro_batch_size=1, max_new_tokens=2)
     ids = torch.arange(12).view(3, 4) + 3
     batch = BatchedDataDict({"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_mask": torch.ones_like(ids)})  # fmt: skip
-    score, generate, calls = policy._logprobs, policy.generate, []
+    score, train, generate, calls = hf_policy.batch_logprobs, hf_policy.batch_scores, policy.generate, []
 
     def slowly(function):
         def slow(*arguments, **more):
@@ -95,7 +99,8 @@ def test_every_micro_batch_and_every_generation_starts_the_deadline_again(tiny_l
 
         return slow
 
-    monkeypatch.setattr(policy, "_logprobs", slowly(score))
+    monkeypatch.setattr(hf_policy, "batch_logprobs", slowly(score))
+    monkeypatch.setattr(hf_policy, "batch_scores", slowly(train))
     tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
     generator = SimpleNamespace(generate=slowly(generate))
     completer = Completer(
@@ -106,7 +111,7 @@ def test_every_micro_batch_and_every_generation_starts_the_deadline_again(tiny_l
         policy.train(batch, NLLLossFn())
     with waiting("update"):
         completer.complete([Prompt(row.tolist(), {}, None, {}) for row in ids])
-    assert len(calls) == 9
+    assert calls == [score] * 3 + [train] * 3 + [generate] * 3
 
 
 def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
@@ -118,3 +123,132 @@ def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
     assert manager.best_of(scores) == "step_3"
     loop = loop_of(tmp_path, Steps(5), manager, state=LoopState(scores=scores))
     assert summary(loop)["best_validation"] == {"checkpoint": "step_3", "score": 0.7}
+
+
+class Validated(Steps):
+    """A trainer that also validates, and may be told to stop while it takes a step."""
+
+    stops_in, signal = None, None
+
+    def update(self, step):
+        self.done.append(step)
+        if step == self.stops_in:
+            self.signal.number = 15
+        return Update(step / 10, {"sft/loss": step / 10}, 30.0, 4.0)
+
+    def validate(self, step):
+        return Validation(-float(step), {"eval/loss": float(step)}, f"loss {step}", [{"step": step}])
+
+
+class Notes(Saves):
+    """A manager that notes the state and whether a save is the last one."""
+
+    def save(self, name, *, loop_state, is_last, **more):
+        self.saved.append((name, is_last, loop_state["num_tokens"]))
+
+
+def watched(tmp_path, monkeypatch, trainer, **ckpt):
+    """A loop whose clock goes on by 2 seconds at each look, the manager, the lines that it logs, and its learning rates."""
+    seconds, lines, rates = iter(range(0, 1000, 2)), [], []
+    monkeypatch.setattr(loops, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    config = {
+        "train": {"optm_lr": 0.5, "optm_warmup_steps": 2, "ckpt": {"save_freq": 2, **ckpt}},
+        "validation": {"enable": True, "val_before_train": True, "freq": 3},
+    }
+    manager = Notes()
+    one = loop_of(tmp_path, trainer, manager, config)
+    one.policy.set_learning_rate = rates.append
+    one.tracker = SimpleNamespace(log=lambda step, metrics, phase: lines.append((step, metrics)))
+    trainer.signal = one.stop_signal
+    return one, manager, lines, rates
+
+
+def test_every_step_is_logged_saved_and_validated_when_it_is_due(tmp_path, monkeypatch):
+    one, manager, lines, rates = watched(tmp_path, monkeypatch, Validated(5))
+    monkeypatch.setattr(loops, "peak_flops", lambda: 60.0)
+    monkeypatch.setattr(loops, "flops_per_token", lambda model, length: length)
+    one.fit()
+    assert rates == [0.25, 0.5, 0.5, 0.5, 0.5]
+    assert [step for step, _ in lines] == [0, 0, 1, 2, 2, 3, 4, 4]
+    validations = [(metrics["eval/loss"], metrics["time/eval_s"]) for _, metrics in lines if "eval/loss" in metrics]
+    assert validations == [(0, 2), (3, 2), (5, 2)], "before training, after three steps, and after the last one"
+    for number, metrics in enumerate(metrics for _, metrics in lines if "sft/loss" in metrics):
+        assert metrics == {
+            "sft/loss": number / 10, "sft/learning_rate": rates[number], "time/update_s": 2, "time/total_s": 2 * (number + 1),
+            "throughput/tokens_per_s": 15, "throughput/mfu": 15 * (30 / 4) / 60,
+        }  # fmt: skip
+    assert manager.saved == [("step_2", False, 60), ("step_4", False, 120), ("step_5", True, 150)]
+    assert one.state.scores == {"step_0": 0, "step_3": -3, "step_5": -5} and one.state.last_validation == {
+        "eval/loss": 5
+    }
+    assert (one.state.step, one.state.num_tokens, one.state.train_wall_s) == (5, 150, 10)
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
+        "step_0.jsonl",
+        "step_3.jsonl",
+        "step_5.jsonl",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stops_in", "ckpt", "saved"),
+    [
+        (1, {}, ["step_2"]),  # this step was saved already
+        (2, {}, ["step_2", "step_3"]),
+        (2, {"enable_checkpoint": False}, []),
+    ],
+)
+def test_a_run_that_is_stopped_saves_its_step_once(tmp_path, monkeypatch, stops_in, ckpt, saved):
+    trainer = Validated(5)
+    trainer.stops_in = stops_in
+    one, manager, *_ = watched(tmp_path, monkeypatch, trainer, **ckpt)
+    with pytest.raises(StopRequested, match=f"after step {stops_in + 1}"):
+        one.fit()
+    assert [name for name, *_ in manager.saved] == saved and one.state.step == stops_in + 1
+
+
+def test_a_run_that_is_stopped_in_its_last_step_ends_as_any_other(tmp_path, monkeypatch):
+    trainer = Validated(2)
+    trainer.stops_in = 1
+    one, manager, *_ = watched(tmp_path, monkeypatch, trainer)
+    one.fit()
+    assert [(name, is_last) for name, is_last, _ in manager.saved] == [("step_2", True)]
+
+
+def test_the_lines_of_the_console_are_those_of_the_interval_and_the_last_one(tmp_path, monkeypatch, caplog):
+    one, *_ = watched(tmp_path, monkeypatch, Validated(5))
+    one.config.logging.log_interval = 2
+    with caplog.at_level("INFO", logger="rlinf"):
+        one.fit()
+    shown = [record.getMessage().split(",")[0] for record in caplog.records if "Iteration time" in record.getMessage()]
+    assert shown == ["[Policy] Step: 2/5", "[Policy] Step: 4/5", "[Policy] Step: 5/5"]
+
+
+def test_rows_of_the_ranks_are_neighbours_and_differ_by_one_at_most(monkeypatch):
+    monkeypatch.setattr(loops, "world_size", lambda: 3)
+    shares = []
+    for number in range(3):
+        monkeypatch.setattr(loops, "rank", lambda number=number: number)
+        shares.append([list(range(8))[own_share(size)] for size in (8, 7, 6, 2)])
+    assert shares == [
+        [[0, 1, 2], [0, 1, 2], [0, 1], [0]],
+        [[3, 4, 5], [3, 4], [2, 3], [1]],
+        [[6, 7], [5, 6], [4, 5], []],
+    ]
+
+
+def test_operations_of_a_token_by_hand(tiny_lm):
+    """Two layers of hidden size 32 with four heads of 8, two of them for keys and values, 48 inner ones; 48 tokens."""
+    layer = (
+        2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32
+    )  # queries and outputs, keys and values, the three of the MLP, norms
+    body, embedding = 2 * layer + 32, 48 * 32
+    attention = 3 * 4 * 2 * 32 * 10 / 2
+    model = HuggingFacePolicy(tiny_lm()).model
+    assert flops_per_token(model, 10) == 6 * (body + embedding) + attention, (
+        "the embeddings are looked up, the head is not"
+    )
+    tied = HuggingFacePolicy(tiny_lm(tie_word_embeddings=True)).model
+    assert flops_per_token(tied, 10) == 6 * (body + embedding) + attention
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lm_head" in name)
+    assert flops_per_token(model, 10) == 4 * (body + embedding) + 2 * embedding + attention

@@ -27,11 +27,16 @@ LATEST = "latest"
 
 def write_text(path: str | os.PathLike, text: str) -> Path:
     """Write ``text`` to a temporary file next to ``path``, then rename it; errors are those of ``naming``."""
+    return write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: str | os.PathLike, content: bytes) -> Path:
+    """Write ``content`` to a temporary file next to ``path``, then rename it; errors are those of ``naming``."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.tmp")
     with naming(path):
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content)
     os.replace(partial, path)
     return path
 

@@ -31,7 +31,7 @@ from make_arithmetic_data import make_tokenizer, write_rows
 
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
 
-IMAGE_SIZE, PATCH_SIZE = 32, 8
+IMAGE_SIZE, PATCH_SIZE = 32, 16
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 50), "white": (240, 240, 240),
            "purple": (150, 60, 190)}  # fmt: skip
 SHAPES = ("circle", "square", "triangle", "cross")
@@ -124,10 +124,9 @@ def make_model(folder: Path, seed: int, hidden_size: int, num_layers: int) -> in
     )  # fmt: skip
     torch.manual_seed(seed)
     model = LlavaForConditionalGeneration(config)
-    for part in (model.model.vision_tower, model.model.multi_modal_projector):
-        for parameter in part.parameters():
-            if parameter.ndim > 1:  # transformers' own start is for weights that are read: pictures would hardly matter
-                torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:  # transformers' own start is for weights that are read: pictures would hardly matter
+            torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
     model.save_pretrained(folder)
     load_vlm_processor(folder, config).save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -135,12 +134,12 @@ def make_model(folder: Path, seed: int, hidden_size: int, num_layers: int) -> in
 
 def make(
     folder: str | Path,
-    num_train: int = 2000,
-    num_test: int = 200,
+    num_train: int = 4000,
+    num_test: int = 300,
     wrong_share: float = 0.5,
     seed: int = 0,
-    hidden_size: int = 128,
-    num_layers: int = 3,
+    hidden_size: int = 64,
+    num_layers: int = 2,
 ) -> Path:
     """Write pictures, questions and model into ``folder``, and return it."""
     folder = Path(folder)
@@ -156,8 +155,8 @@ def make(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
-    parser.add_argument("--train", type=int, default=2000, help="rows of train.jsonl")
-    parser.add_argument("--test", type=int, default=200, help="rows of test.jsonl")
+    parser.add_argument("--train", type=int, default=4000, help="rows of train.jsonl")
+    parser.add_argument("--test", type=int, default=300, help="rows of test.jsonl")
     parser.add_argument(
         "--wrong-share",
         type=float,
@@ -165,7 +164,7 @@ if __name__ == "__main__":
         help="share of the training rows that name the next colour or corner",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 32")
-    parser.add_argument("--num-layers", type=int, default=3)
+    parser.add_argument("--hidden-size", type=int, default=64, help="a multiple of 32")
+    parser.add_argument("--num-layers", type=int, default=2)
     given = parser.parse_args()
     make(given.folder, given.train, given.test, given.wrong_share, given.seed, given.hidden_size, given.num_layers)

@@ -70,6 +70,7 @@ th { text-align: left; font-weight: 600; color: var(--soft); font-size: 12.5px; 
 td { padding: 8px 14px 8px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 td.wrap { white-space: normal; min-width: 160px; }
 td.text { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 70px; vertical-align: top; font-size: 13px; }
+td img { width: 96px; margin: 2px; vertical-align: top; }
 h1, td.wrap, figcaption, .facts, .warning, p.note { overflow-wrap: anywhere; }
 tr:last-child td { border-bottom: 0; }
 tr.total td { font-weight: 650; }

@@ -21,7 +21,7 @@ from rlinf.evaluation.result import Success
 from rlinf.tracking.tracker import read_metrics
 
 SAMPLES_FOLDER = "samples"
-"""Of a run, with one file of completions and their rewards for each validation, ``step_<steps>.jsonl``."""
+"""Of a run, with one file of completions and their rewards for each validation, ``step_<steps>.jsonl``, and ``images``."""
 TOKEN_METRICS = ("throughput/tokens_per_s", "eval/loss", "eval/reward_mean")
 """Only runs of recipes have these metrics."""
 
@@ -32,7 +32,8 @@ class Samples:
 
     Attributes:
         step: Optimiser steps before it.
-        rows: ``prompt``, ``completion``, ``reference``, ``reward``, ``rewards`` (by part) and ``num_tokens`` of each.
+        rows: ``prompt``, ``completion``, ``reference``, ``reward``, ``rewards`` (by part) and ``num_tokens`` of each; ``images`` of a
+            prompt that has some, as files relative to the folder.
     """
 
     step: int

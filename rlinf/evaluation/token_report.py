@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from rlinf.evaluation.report_page import (
     training_curves,
     warning_card,
 )
-from rlinf.evaluation.token_data import TokenRun, read_token_run
+from rlinf.evaluation.token_data import SAMPLES_FOLDER, TokenRun, read_token_run
 from rlinf.files import write_text
 from rlinf.number_formats import format_bytes, format_duration, format_number, format_p_value, format_points
 
@@ -207,9 +208,11 @@ def _before_and_after(run: TokenRun) -> str:
         rewards = [[row["reward"] for row in samples.rows] for samples in shown]
         changed = [after != before for before, after in zip(*rewards, strict=True)]
         order = sorted(range(len(changed)), key=lambda number: not changed[number])
-    columns = ("prompt", "expected", *(samples.name for samples in shown))
+    has_images = any("images" in sample for sample in shown[0].rows)
+    columns = ("prompt", *(["images"] if has_images else []), "expected", *(samples.name for samples in shown))
     rows = [
         row(_prompt(shown[0].rows[number]), [
+            *_image_cells(run, shown[0].rows[number], has_images),
             f'<td class="text">{escape(str(shown[0].rows[number].get("reference") or ""))}</td>',
             *(_completion_cell(samples.rows[number]) for samples in shown),
         ])
@@ -227,6 +230,16 @@ def _before_and_after(run: TokenRun) -> str:
 
 def _prompt(sample: dict[str, Any]) -> str:
     return str(sample["prompt"])
+
+
+def _image_cells(run: TokenRun, sample: dict[str, Any], has_images: bool) -> list[str]:
+    """Return the cell with the images of a prompt, in the page itself; none if no prompt has images."""
+    if not has_images:
+        return []
+    files = [run.folder / SAMPLES_FOLDER / name for name in sample.get("images", ())]
+    stored = [base64.b64encode(file.read_bytes()).decode() for file in files if file.is_file()]
+    shown = "".join(f'<img src="data:image/jpeg;base64,{each}" alt="image of the prompt">' for each in stored)
+    return [f"<td>{shown}</td>"]
 
 
 def _completion_cell(sample: dict[str, Any]) -> str:

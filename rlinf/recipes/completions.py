@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -63,9 +64,11 @@ class Completion:
         return Sample(prompt + self.tokens, mask, self.prompt.model_inputs)
 
     def describe(self, tokenizer: Any) -> dict[str, Any]:
-        """Return the completion as JSON values."""
+        """Return the completion as JSON values, but for the previews of its images: bytes."""
+        previews = {"images": self.prompt.previews} if self.prompt.previews else {}
         return {
-            "prompt": tokenizer.decode(self.prompt.input_ids),
+            "prompt": tokenizer.decode(_one_token_an_image(self.prompt.input_ids)),
+            **previews,
             "completion": self.text,
             "reference": self.prompt.reference,
             "reward": self.reward,
@@ -119,6 +122,12 @@ class Completer:
                 is_cut = not tokens or tokens[-1] not in self.end_tokens
                 found.append(Completion(prompt, tokens, logprobs, text, reward, parts, is_cut))
         return found
+
+
+def _one_token_an_image(tokens: Sequence[int]) -> list[int]:
+    """Return tokens with one of each run of four or more equal ones, which stands for an image."""
+    runs = [list(run) for _, run in groupby(tokens)]
+    return [token for run in runs for token in (run[:1] if len(run) > 3 else run)]
 
 
 def completion_metrics(completions: Sequence[Completion], section: str) -> dict[str, float]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from rlinf.checkpoints.checkpoint_manager import CheckpointManager, save_is_due
 from rlinf.distributed.deadlines import go_on, waiting
 from rlinf.distributed.process_group import any_rank, rank, world_size
 from rlinf.evaluation.token_data import SAMPLES_FOLDER
-from rlinf.files import write_text
+from rlinf.files import write_bytes, write_text
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.manifest import Manifest
 from rlinf.recipes.config import RecipeConfig
@@ -211,8 +212,7 @@ class Loop:
         logger.info("[Policy] Validation: %s for train step %d/%d", result.text, state.step, self.trainer.num_steps)
         self._write(max(0, state.step - 1), result.metrics | {"time/eval_s": time.monotonic() - start})
         if rank() == 0 and result.samples:
-            lines = [json.dumps(each, ensure_ascii=False) + "\n" for each in result.samples]
-            write_text(self.folder / SAMPLES_FOLDER / f"{self.name}.jsonl", "".join(lines))
+            write_samples(self.folder / SAMPLES_FOLDER, self.name, result.samples)
 
     @waiting("save")
     def save(self, is_last: bool = False) -> None:
@@ -268,6 +268,19 @@ class Loop:
             if self._saved_step != self.state.step and self.config.train.ckpt.enable_checkpoint:
                 self.save()
             raise StopRequested(f"stopped by a signal after step {self.state.step}")
+
+
+def write_samples(folder: Path, name: str, samples: Sequence[Mapping[str, Any]]) -> None:
+    """Write completions into ``<name>.jsonl``, and each of their images once into ``images/<digest>.jpg``."""
+    lines = []
+    for sample in samples:
+        files = [f"images/{hashlib.sha256(image).hexdigest()[:16]}.jpg" for image in sample.get("images", ())]
+        for file, image in zip(files, sample.get("images", ()), strict=True):
+            if not (folder / file).exists():
+                write_bytes(folder / file, image)
+        shown = {**sample, "images": files} if files else sample
+        lines.append(json.dumps(shown, ensure_ascii=False) + "\n")
+    write_text(folder / f"{name}.jsonl", "".join(lines))
 
 
 def own_share(num_rows: int) -> slice:

@@ -12,6 +12,9 @@ from PIL import Image, UnidentifiedImageError
 
 from rlinf.recipes.samples import BadRowError
 
+PREVIEW_PIXELS = 128
+"""Longer side of a preview."""
+
 
 def open_image(image: Any, folder: Path) -> Image.Image:
     """Return an image as RGB.
@@ -39,3 +42,12 @@ def open_image(image: Any, folder: Path) -> Image.Image:
         raise BadRowError(
             f"the image {place} cannot be read ({error}); required: a picture such as PNG or JPEG."
         ) from error
+
+
+def preview(image: Image.Image) -> bytes:
+    """Return a small copy of an image for the report, as JPEG."""
+    small = image.copy()
+    small.thumbnail((PREVIEW_PIXELS, PREVIEW_PIXELS))
+    stored = io.BytesIO()
+    small.save(stored, "JPEG", quality=90)
+    return stored.getvalue()

@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.recipes.datasets import local_folder
-from rlinf.recipes.media import open_image
+from rlinf.recipes.media import open_image, preview
 from rlinf.recipes.samples import BadRowError, Prompt, Sample
 from rlinf.recipes.videos import find_video, read_frames
 
@@ -32,6 +32,8 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 """Roles of messages with ``from`` and ``value``; other names are those of ``ROLES``."""
 IMAGE_MARK = "<image>"
 """Stands for the next image of a row in a text."""
+MAX_PREVIEWS = 4
+"""Images of a prompt that the report shows."""
 
 
 class Packer(Protocol):
@@ -185,7 +187,7 @@ class ChatPacker:
             raise BadRowError("its last message is of the assistant; required of a prompt: of the user.")
         ids, _, inputs = self._encode(self._render(messages, add_generation_prompt=True), images)
         self._check_length(len(ids))
-        return Prompt(ids, inputs, self.reference(row), row)
+        return Prompt(ids, inputs, self.reference(row), row, [preview(image) for image in images[:MAX_PREVIEWS]])
 
     def _check_length(self, length: int) -> None:
         if length >= self.max_length:

@@ -61,12 +61,14 @@ class Prompt:
         model_inputs: See ``Sample``.
         reference: The right answer, for rewards; None if there is none.
         row: The row itself, for rewards and for the report.
+        previews: Small copies of its images as JPEG, for the report.
     """
 
     input_ids: list[int]
     model_inputs: dict[str, Tensor] = field(default_factory=dict)
     reference: str | None = None
     row: dict[str, Any] = field(default_factory=dict)
+    previews: list[bytes] = field(default_factory=list)
 
 
 def collate(rows: Sequence[Sample] | Sequence[Prompt], pad_token_id: int = 0) -> BatchedDataDict:

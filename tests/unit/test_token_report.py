@@ -1,5 +1,6 @@
 """The report of a recipe's run: what it draws and counts is what the files of the run hold."""
 
+import base64
 import json
 import re
 import shutil
@@ -7,11 +8,14 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
+from PIL import Image
 
 from rlinf.cli import main
 from rlinf.errors import CheckpointError
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.token_data import is_token_folder, read_token_run
+from rlinf.recipes.loop import write_samples
+from rlinf.recipes.media import preview
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 BEFORE, AFTER = [1, 0, 0, 0], [1, 1, 1, 0]
@@ -84,6 +88,23 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self.open and self.open[-1] == "h3":
             self.headings.append(data)
+
+
+def test_images_of_prompts_are_in_the_page_once_for_each_row_that_has_some(run):
+    pictures = [preview(Image.new("RGB", (400, 200), colour)) for colour in ("red", "blue")]
+    rows = [json.loads(line) for line in samples(BEFORE, "dunno").splitlines()]
+    shown = [row | ({"images": pictures[: number % 3]} if number % 3 else {}) for number, row in enumerate(rows)]
+    for name in ("step_0", "step_20", "step_100"):
+        write_samples(run / "samples", name, shown)
+    files = sorted((run / "samples" / "images").iterdir())
+    assert [Image.open(file).size for file in files] == [(128, 64)] * 2, "each once, and small"
+    page = write_report(run).read_text(encoding="utf-8")
+    stored = [base64.b64encode(picture).decode() for picture in pictures]
+    assert [page.count(f'src="data:image/jpeg;base64,{each}"') for each in stored] == [2, 1]
+    files[0].unlink()
+    assert write_report(run).read_text(encoding="utf-8").count("data:image/jpeg") in (1, 2), (
+        "a missing file is left out"
+    )
 
 
 def test_the_page_holds_the_curves_of_the_run_and_nothing_from_elsewhere(run):

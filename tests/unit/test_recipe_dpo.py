@@ -80,3 +80,37 @@ def test_metrics_have_the_names_of_the_tracker(tiny_lm):
     one = trainer(tiny_lm())
     check_names(one.update(0).metrics)
     check_names(one.validate(0).metrics)
+
+
+def test_a_step_counts_the_tokens_of_both_answers_and_its_margin_is_by_hand(tiny_lm):
+    one = trainer(tiny_lm())
+    one.update(0)
+    before, reference = HuggingFacePolicy(tiny_lm()).model, HuggingFacePolicy(tiny_lm()).model
+    before.load_state_dict(one.policy.model.state_dict())
+    pairs = [packed()[number] for number in one.rows.numbers(1, 2)]
+    rewards = [
+        [0.5 * (answer_logprob(before, each) - answer_logprob(reference, each)) for each in pair] for pair in pairs
+    ]
+    update = one.update(1)
+    for name, values in (
+        ("chosen", [chosen for chosen, _ in rewards]),
+        ("rejected", [rejected for _, rejected in rewards]),
+        ("margin", [chosen - rejected for chosen, rejected in rewards]),
+        ("accuracy", [float(chosen > rejected) for chosen, rejected in rewards]),
+    ):
+        assert update.metrics[f"train/preference_{name}"] == pytest.approx(sum(values) / 2, rel=1e-3, abs=1e-5), name
+    assert update.num_tokens == sum(len(each.input_ids) for pair in pairs for each in pair) and update.num_rows == 4
+    assert update.loss == update.metrics["train/loss"]
+
+
+def test_a_validation_may_score_fewer_pairs_at_a_time(tiny_lm):
+    one = trainer(tiny_lm())
+    one.update(0)
+    whole = one.validate(1)
+    one.validation_batch_size = 2
+    parts = one.validate(1)
+    assert parts.metrics == pytest.approx(whole.metrics, rel=1e-5) and whole.metrics["eval/loss"] != pytest.approx(
+        math.log(2)
+    )
+    one.validation_rows = None
+    assert one.validate(1) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
+import datasets
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from rlinf.errors import ConfigError
 from rlinf.llm.losses import GRPOLossFn
 from rlinf.models import HuggingFacePolicy
 from rlinf.recipes.completions import Answers, Completer
-from rlinf.recipes.datasets import PackedRows, Rows
+from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
 from rlinf.recipes.grpo import ADVANTAGES, GRPOTrainer
 from rlinf.recipes.rollouts import TorchGenerator
 from rlinf.recipes.samples import Prompt
@@ -204,3 +205,44 @@ def test_the_generator_is_ready_while_answers_are_made(tiny_lm):
     one.completer.generator.generate = lambda *args, **kwargs: (calls.append("generate"), generate(*args, **kwargs))[1]
     one.update(0)
     assert calls == ["ready", "generate", "generate", "done"]
+
+
+def test_metrics_of_several_updates_are_their_means_and_the_gap_is_that_of_the_first(tiny_lm):
+    one, made = trainer(tiny_lm(), num_updates=2), []
+    take = one.policy.train
+
+    def record(batch, loss_fn):
+        made.append(take(batch, loss_fn))
+        return made[-1]
+
+    one.policy.train = record
+    update = one.update(0)
+    assert len(made) == 2 and made[0]["grad_norm"] != made[1]["grad_norm"]
+    for name in ("loss", "grad_norm", "policy_loss", "approx_kl", "clip_fraction"):
+        assert update.metrics[f"train/{name}"] == pytest.approx((made[0][name] + made[1][name]) / 2), name
+    assert update.loss == update.metrics["train/loss"] and update.num_rows == 12
+    for name in ("logprob_gap_mean", "logprob_gap_exp_mean"):
+        assert update.metrics[f"rollout/{name}"] == made[0][name]
+
+
+def test_the_share_of_equal_groups_counts_groups(tiny_lm):
+    prompts = packed().batch(0, 3)
+
+    def first_differs(text, prompt, **facts):
+        return (even_share(text, prompt)[0] if prompt.input_ids == prompts[0].input_ids else 0.5), {}
+
+    metrics = trainer(tiny_lm(), first_differs).update(0).metrics
+    assert (
+        metrics["rollout/zero_variance_group_fraction"] == pytest.approx(2 / 3)
+        and metrics["rollout/replaced_groups"] == 0
+    )
+
+
+def test_equal_groups_of_a_stream_answer_their_prompt_again(tiny_lm):
+    """Another row would have to be read ahead of its turn."""
+    one = trainer(tiny_lm(), lambda text, prompt, **facts: (1.0, {}), max_resamples=1)
+    rows = [{"ids": [3 + number, 7]} for number in range(6)]
+    stream = datasets.IterableDataset.from_generator(lambda: iter(rows))
+    one.rows = StreamedRows(stream, lambda row: Prompt(row["ids"], reference="even", row=row), seed=None)
+    groups, num_replaced = one._collect(0)
+    assert num_replaced == 3 and [group[0].prompt.input_ids for group in groups] == [row["ids"] for row in rows[:3]]

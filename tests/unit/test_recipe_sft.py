@@ -7,6 +7,7 @@ import torch
 
 from rlinf.models import HuggingFacePolicy
 from rlinf.recipes.datasets import PackedRows, Rows
+from rlinf.recipes.loop import Validation
 from rlinf.recipes.samples import Sample
 from rlinf.recipes.sft import SFTTrainer
 
@@ -89,3 +90,25 @@ def test_validation_is_the_mean_over_all_learned_tokens(tiny_lm):
     assert result.metrics["eval/loss"] == pytest.approx(large.update(0).loss, rel=1e-5)
     assert result.score == -result.metrics["eval/loss"]
     assert trainer(tiny_lm()).validate(0) is None
+
+
+def test_answers_are_evaluated_besides_the_loss_and_give_the_score(tiny_lm):
+    found = Validation(0.75, {"eval/reward_mean": 0.75}, "reward 0.75", [{"completion": "x"}])
+    both = SFTTrainer(
+        HuggingFacePolicy(tiny_lm()),
+        packed(),
+        num_steps=1,
+        batch_size=4,
+        validation_rows=packed(),
+        answers=lambda step: found,
+    )
+    result = both.validate(0)
+    assert result.score == 0.75 and result.samples == found.samples
+    assert result.metrics.keys() == {"eval/loss", "eval/reward_mean"} and result.text.endswith(", reward 0.75")
+    both.validation_rows = None
+    assert both.validate(0).metrics == found.metrics
+
+
+def test_a_step_counts_rows_and_gradients(tiny_lm):
+    update = trainer(tiny_lm()).update(0)
+    assert update.num_rows == 4 and update.metrics["sft/loss"] == update.loss and update.metrics["sft/grad_norm"] > 0

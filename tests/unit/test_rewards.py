@@ -7,6 +7,7 @@ import math
 import pytest
 
 from rlinf.errors import ConfigError
+from rlinf.recipes.config import OverlongRewardConfig
 from rlinf.recipes.rewards import REWARDS, make_rewards
 from rlinf.recipes.samples import Prompt
 
@@ -193,3 +194,17 @@ def test_a_reward_that_fails_is_named():
     with pytest.raises(KeyError) as caught:
         make_rewards(missing)("text", Prompt([], reference="r"))
     assert "raised by the reward 'missing' for the completion 'text', reference 'r'" in caught.value.__notes__[0]
+
+
+def test_the_penalty_of_long_answers_is_added_with_its_buffer_and_factor():
+    setting = OverlongRewardConfig(enable_overlong_penalty=True, buffer_length=10, penalty_factor=3.0)
+    found = make_rewards("gsm8k", setting)("#### 1", Prompt([], reference="#### 1"), num_tokens=95, max_tokens=100)
+    assert found == (1 - 3 * 0.5, {"gsm8k": 1, "overlong": -0.5})
+    setting.enable_overlong_penalty = False
+    assert (
+        make_rewards("gsm8k", setting)("#### 1", Prompt([], reference="#### 1"), num_tokens=95, max_tokens=100)[0] == 1
+    )
+    given = make_rewards(
+        {"overlong": 2.0}, OverlongRewardConfig(enable_overlong_penalty=True, buffer_length=10, penalty_factor=3.0)
+    )
+    assert given("", Prompt([]), num_tokens=95, max_tokens=100)[0] == -1, "a weight that is given stays"

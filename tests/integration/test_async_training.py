@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import partial
 
 import pytest
 import torch
 from run_results import run_config, untimed_metrics
 
+import rlinf.rollout.process_collector as process_collector
 from rlinf.commands.train import build
+from rlinf.errors import ParityError, RLinfError
 
 SMALL = [
     "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=6", "rollout.num_envs=8",
@@ -80,3 +83,65 @@ def test_the_numbers_are_those_of_one_thing_after_the_other_with_older_weights(t
     assert max(line["rollout/importance_ratio_max"] for line in lines) > 1.01, "control: the weights were older"
     other = delayed(tmp_path / "other", 0, *more)
     assert not all(torch.equal(weights[name], other[name]) for name in weights), "control"
+
+
+def test_a_resumed_run_plays_what_was_under_way_with_the_weights_of_then(tmp_path):
+    """Bit for bit as the run that was not interrupted."""
+    overrides = ahead(2, *PPO, "trainer.save_every=3", "trainer.max_keep=-1")
+    whole = finish(build(run_config(tmp_path / "whole", *overrides)))
+    first = tmp_path / "whole" / "checkpoints" / "rl_000003"
+    state = json.loads((first / "state.json").read_text())["loop_state"]
+    assert [(each["step"], each["issued_at"]) for each in state["rollouts_ahead"]] == [(3, 1), (4, 2)]
+    resumed = finish(build(run_config(tmp_path / "resumed", *overrides, f"resume={first}")))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert lines_of(tmp_path / "whole")[3:] == lines_of(tmp_path / "resumed")
+    last = tmp_path / "whole" / "checkpoints" / "rl_000005"
+    assert json.loads((last / "state.json").read_text())["loop_state"]["rollouts_ahead"] == []
+    # With a smaller limit no rollout may be as old as these two are: they are played with the weights of the checkpoint.
+    fewer = ahead(1, *PPO, f"resume={first}")
+    other = finish(build(run_config(tmp_path / "fewer", *fewer)))
+    assert [line["rollout/staleness_iterations"] for line in lines_of(tmp_path / "fewer")] == [0, 1]
+    assert not all(torch.equal(whole[name], other[name]) for name in whole), "control: the weights of then matter"
+
+
+def stale_weights(monkeypatch):
+    """The processes go on with the weights that they had."""
+    copy_tensors = process_collector._copy_tensors
+
+    def copy_once(source, target):
+        if not hasattr(target, "was_copied"):
+            target.was_copied = True
+            copy_tensors(source, target)
+
+    monkeypatch.setattr(process_collector, "_copy_tensors", copy_once)
+
+
+def wrong_number(monkeypatch):
+    """One log-probability of each policy call is wrong from the second rollout on."""
+    take = process_collector.ProcessCollector.take
+
+    def wrong(self, issued):
+        batch = take(self, issued)
+        if issued[0]:
+            batch.rollout_logprobs[..., 1] += 0.02
+        return batch
+
+    monkeypatch.setattr(process_collector.ProcessCollector, "take", wrong)
+
+
+@pytest.mark.parametrize(("fault", "step"), [(stale_weights, 2), (wrong_number, 1)])
+def test_the_parity_gate_finds_faults_in_rollouts_of_older_weights(tmp_path, monkeypatch, fault, step):
+    """Though these differ from the trained weights by more (the control of the first test)."""
+    fault(monkeypatch)
+    with pytest.raises(ParityError, match=f"differ by .* at step {step}"):
+        finish(build(run_config(tmp_path, *ahead(1, *PPO, "trainer.max_steps=3"))))
+
+
+def test_a_rollout_of_another_version_is_refused(tmp_path):
+    run = build(run_config(tmp_path, *ahead(1, *PPO)))
+    issue = run.rl.collector.issue
+    run.rl.collector.issue = lambda model, step, version, *arguments: issue(
+        model, step, version + (step == 2), *arguments
+    )
+    with pytest.raises(RLinfError, match="rollout of step 2 was played by weights .*; required: those of version"):
+        finish(run)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from run_results import run_config
 
 from rlinf.commands.train import build
 from rlinf.rollout.collector import ATTEMPT_STRIDE
+from rlinf.training.rl_trainer import one_call_of_each_env
 
 GROUP, NUM_BLOCKS, HORIZON, NUM_CHUNKS, EPOCHS = 2, 4, 6, 12, 2
 SMALL = [
@@ -68,3 +71,19 @@ def test_only_missing_groups_are_played_again_and_ended_episodes_cost_nothing(tm
     assert counted.scored == rows * NUM_BLOCKS <= 0.6 * NUM_BLOCKS * GROUP * NUM_CHUNKS
     assert counted.learnt == EPOCHS * rows * NUM_BLOCKS
     assert metrics["rollout/num_episodes"] == GROUP * sum(map(len, played))
+
+
+@dataclass
+class Masked:
+    loss_mask: torch.Tensor
+
+
+def test_the_gate_sees_each_valid_call_of_an_env_in_turn():
+    valid = torch.rand(5, 7, generator=torch.Generator().manual_seed(0)) < 0.6
+    valid[:, 3] = False
+    calls = [valid[:, env].nonzero().flatten().tolist() for env in range(7)]
+    assert {len(each) for each in calls} >= {0, 2, 4}
+    for number in range(12):
+        found = one_call_of_each_env(Masked(valid), number).loss_mask
+        expected = [each[(number + env) % len(each) :][:1] if each else [] for env, each in enumerate(calls)]
+        assert [found[:, env].nonzero().flatten().tolist() for env in range(7)] == expected

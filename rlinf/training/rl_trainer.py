@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -151,11 +151,7 @@ class RLTrainer:
         self._issue_until(step, step)
         clock.lap("sync")
         batch = self._collect(step)
-        for attempt in range(1, 1 + algorithm.max_resamples):
-            blocks = self._uninformative_blocks(batch)
-            if sum_counts(len(blocks)) == (0,):
-                break
-            self._replace(batch, blocks, step, attempt)
+        self._resample(batch, step)
         clock.lap("rollout")
         self._issue_until(step + config.cluster.max_staleness, step)
         clock.lap("sync")
@@ -173,16 +169,12 @@ class RLTrainer:
                 if len(updates) == 1:
                     self.gate.check_first_update(updates[0], step)
         state.policy_version += len(updates)
-        if updates and not algorithm.policy_is_frozen(step):
-            self._updated = True
+        self._updated |= bool(updates) and not algorithm.policy_is_frozen(step)
         clock.lap("update")
-        for name in updates[0] if updates else ():
-            metrics[f"train/{name}"] = sum(update[name] for update in updates) / len(updates)
-        metrics |= clock.metrics()
         metrics["rollout/env_steps_total"] = state.env_steps
         metrics["throughput/env_steps_per_s"] = (state.env_steps - env_steps_before) / clock.total()
         metrics["throughput/samples_per_s"] = plan.num_rows * config.algorithm.update_epochs / clock.seconds["update"]
-        return metrics
+        return metrics | means_of(updates) | clock.metrics()
 
     def _issue_until(self, last: int, step: int) -> None:
         """Ask, in iteration ``step``, for the rollouts up to ``last`` that were not asked for, to be played with the present weights."""
@@ -244,6 +236,14 @@ class RLTrainer:
         if blocks is None:
             deadlines.clock.add_rollout(time.monotonic() - issued.since)
         return batch
+
+    def _resample(self, batch: RolloutBatch, step: int) -> None:
+        """Play groups that teach nothing again, until there are none or ``max_resamples`` is reached (dynamic sampling)."""
+        for attempt in range(1, 1 + self.algorithm.max_resamples):
+            blocks = self._uninformative_blocks(batch)
+            if sum_counts(len(blocks)) == (0,):
+                break
+            self._replace(batch, blocks, step, attempt)
 
     def _uninformative_blocks(self, batch: RolloutBatch) -> list[int]:
         """Return the blocks of this rank that teach nothing."""
@@ -309,6 +309,12 @@ class _Clock:
 
     def metrics(self) -> dict[str, float]:
         return {f"time/{name}_s": value for name, value in self.seconds.items()}
+
+
+def means_of(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the means of the metrics of the updates of an iteration (``train/*``); nothing if there were none."""
+    names = updates[0] if updates else ()
+    return {f"train/{name}": sum(update[name] for update in updates) / len(updates) for name in names}
 
 
 def one_call_of_each_env(batch: RolloutBatch, number: int) -> RolloutBatch:

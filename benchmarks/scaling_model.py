@@ -1,0 +1,158 @@
+"""Predict an iteration on more GPUs than were measured (``rlinf.preflight.scaling``), and check the model on this machine.
+
+Without arguments, one worker is measured with two numbers of envs, and the times of 2 and 4 workers are predicted from these and
+compared with what they take: workers are processes that play (``rollout.worker_processes``), or ranks (``cluster.num_processes``).
+Envs and losses sleep as long as heavy ones compute, so that the cores of this machine do not limit; what sleeps is the same for
+all numbers of workers. Rank 0's clock is used. The last line is one JSON object: ``ours`` is the largest relative error of an
+iteration, ``peer`` the largest that is accepted.
+
+    python benchmarks/scaling_model.py
+    python benchmarks/scaling_model.py --example
+    python benchmarks/scaling_model.py --runs outputs/half outputs/whole [--gpus-per-node 8 --gpu-link 400e9 --node-link 400e9]
+
+``--runs`` takes folders of runs on one GPU that differ in ``rollout.num_envs``, and prints a table for 1 to 1024 GPUs with as many
+envs on each GPU as the largest run had. ``--example`` prints that of a 7B policy whose numbers are estimates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from rlinf.commands.train import train
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.preflight.scaling import PHASES, PLACEMENTS, Line, Machine, Workload, best, measured, predict
+from rlinf.preflight.validation import validate
+
+FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "fixtures"
+ACCEPTED = 0.15
+ENVS, CHUNKS = 16, 4
+EXAMPLE = Workload(
+    samples=128 * 64, blocks=128, steps=32, sample_bytes=256 * 256 * 3, spread=0.05,
+    rollout=Line(fixed_s=60.0, row_s=0.014), score=Line(0.0, 0.010), update=Line(0.0, 0.040),
+    gradient_bytes=0.45e9,
+)  # fmt: skip
+"""OpenVLA-OFT with LoRA of rank 32 and 128 episodes of LIBERO-10 on each GPU: estimates from the size of the model, not measured."""
+EXAMPLE_SPLIT = replace(EXAMPLE, pushed_bytes=0.45e9)
+
+
+def phases_of(workers: int, ranks: int, envs: int, sleep_s: float, iterations: int) -> dict[str, float]:
+    """Return the median seconds of the phases of a short run, and of its iterations."""
+    with tempfile.TemporaryDirectory() as folder:
+        plugins = f"plugins=[{FIXTURES / 'slow_tabletop.py'},{FIXTURES / 'padded.py'}]"
+        words = [
+            "model=mlp", plugins, "env=tabletop", "env.name=slow_tabletop", "env.cameras=[]", "env.tasks=[push]",
+            f"env.sleep_s={sleep_s}", f"env.max_episode_steps={CHUNKS}", "algorithm=ppo", "algorithm.name=padded",
+            f"algorithm.sleep_s={sleep_s}", "algorithm.update_epochs=1", f"rollout.num_envs={envs}",
+            f"rollout.num_chunks={CHUNKS}", f"rollout.worker_processes={workers}", f"rollout.num_lanes={'null' if workers else 1}",
+            f"trainer.minibatch_size={envs * CHUNKS}", f"trainer.max_steps={iterations + 1}", "sft.max_steps=0",
+            "evaluation.num_episodes=4", "evaluation.num_envs=4", "evaluation.probe=false", "evaluation.num_videos_per_task=0",
+            f"cluster.num_processes={ranks}", "cluster.num_threads=1", "cluster.device=cpu", "tracking.progress=false",
+            f"output_dir={folder}/run",
+        ]  # fmt: skip
+        config = build_config(compose_config(words))
+        validate(config)
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(config)
+        return measured(read(Path(folder) / "run"))
+
+
+def read(folder: Path) -> list[dict]:
+    """Return the lines of a run's metrics."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def check(sleep_s: float, iterations: int) -> dict:
+    """Measure, predict and compare; return the last line."""
+    points = {envs * CHUNKS: phases_of(0, 1, envs, sleep_s, iterations) for envs in (ENVS // 4, ENVS)}
+    lines = {name: Line.through([(rows, found[name]) for rows, found in points.items()]) for name in PHASES}
+    print(json.dumps({"lines": {name: [round(line.fixed_s, 4), round(line.row_s, 5)] for name, line in lines.items()}}))
+    rows = ENVS * CHUNKS
+    work = Workload(rows, ENVS, lines["rollout"], lines["score"], lines["update"])
+    errors = {}
+    for kind, workers, ranks in [("one", 0, 1)] + [(kind, count if kind == "processes" else 0, count if kind == "ranks" else 1)
+                                                  for kind in ("processes", "ranks") for count in (2, 4)]:  # fmt: skip
+        players = max(workers, ranks)
+        predicted = predict(work, Machine(), "colocated", ranks, players)
+        found = points[rows] if players == 1 else phases_of(workers, ranks, ENVS, sleep_s, iterations)
+        seconds = sum(found.values())
+        errors[f"{kind} {players}"] = predicted.seconds / seconds - 1
+        print(json.dumps({"workers": kind, "count": players, "predicted_s": round(predicted.seconds, 3),
+                          "measured_s": round(seconds, 3), "error": round(errors[f"{kind} {players}"], 4),
+                          "phases_s": {name: round(value, 3) for name, value in found.items()}}), flush=True)  # fmt: skip
+    worst = max(map(abs, errors.values()))
+    return {"name": "scaling_model", "ours": round(worst, 4), "peer": ACCEPTED, "ratio": round(ACCEPTED / worst, 2),
+            "envs": ENVS, "chunks": CHUNKS, "sleep_s": sleep_s, "iterations": iterations}  # fmt: skip
+
+
+def table(work: Workload, machine: Machine, pushed_bytes: float) -> None:
+    """Print an iteration on 1 to 1024 GPUs, with as many envs on each, and what limits it at 8, 64 and 1024."""
+    print(f"{'GPUs':>5} {'placement':>10} {'trainers':>8} {'players':>8} {'seconds':>9} {'samples/s':>10}  limit")
+    for gpus in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
+        for placement in PLACEMENTS:
+            if placement != "colocated" and gpus == 1:
+                continue
+            own = work if placement == "colocated" else replace(work, pushed_bytes=max(work.pushed_bytes, pushed_bytes))
+            found = best(own.times(gpus), machine, placement, gpus)
+            rate = own.samples * gpus / found.seconds
+            print(f"{gpus:>5} {placement:>10} {found.trainers:>8} {found.players:>8} {found.seconds:>9.1f} {rate:>10.0f}  "
+                  f"{found.limit} ({found.busy_s.get(found.limit, 0) / found.seconds:.0%} of the time)")  # fmt: skip
+
+
+def recorded(folders: list[Path]) -> Workload:
+    """Return the workload of a GPU from runs on one GPU that differ in their number of envs."""
+    points, sizes = [], []
+    for folder in folders:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        rollout = config["rollout"]
+        rows = rollout["num_envs"] * rollout["num_chunks"]
+        points.append((rows, measured(read(folder))))
+        size = len(config["env"]["cameras"]) * config["env"]["image_size"] ** 2 * 3
+        groups, minibatches = rollout["num_envs"] // rollout["group_size"], rows // config["trainer"]["minibatch_size"]
+        sizes.append((rows, groups, minibatches * config["algorithm"]["update_epochs"], size))
+    lines = {name: Line.through([(rows, found[name]) for rows, found in points]) for name in PHASES}
+    rows, groups, steps, size = max(sizes)
+    return Workload(
+        rows, groups, lines["rollout"], lines["score"], lines["update"], steps=max(1, steps), sample_bytes=size
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=Path, nargs="+", help="folders of runs on one GPU")
+    parser.add_argument("--example", action="store_true", help="a 7B policy, estimated")
+    parser.add_argument("--gradient-bytes", type=float, default=0.0, help="of --runs: 4 for each trained parameter")
+    parser.add_argument(
+        "--pushed-bytes",
+        type=float,
+        default=0.0,
+        help="of --runs with players: 2 for each trained parameter in 16 bits",
+    )
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--gpu-link", type=float, default=400e9, help="bytes per second into a GPU within a machine")
+    parser.add_argument("--node-link", type=float, default=400e9, help="bytes per second into a machine")
+    parser.add_argument("--memory", type=float, default=2e12, help="bytes of main memory of a machine")
+    parser.add_argument("--sleep-s", type=float, default=0.06, help="of a row, in the check on this machine")
+    parser.add_argument("--iterations", type=int, default=3)
+    args = parser.parse_args()
+    machine = Machine(args.gpus_per_node, args.gpu_link, args.node_link, args.memory)
+    if args.example:
+        table(EXAMPLE, machine, EXAMPLE_SPLIT.pushed_bytes)
+    elif args.runs:
+        table(replace(recorded(args.runs), gradient_bytes=args.gradient_bytes), machine, args.pushed_bytes)
+    else:
+        sys.path.append(str(FIXTURES))  # ranks and processes inherit it
+        print(json.dumps(check(args.sleep_s, args.iterations)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+#!/bin/bash
+# A Ray cluster for the time of a job: ranks train on the first node, players play on the others.
+#
+#   sbatch examples/cluster/slurm_ray.sh experiment=libero_ppo_openvla_oft cluster.num_processes=8 cluster.num_players=8 output_dir=/runs/oft
+#
+# Sent again, the same words continue the run. The nodes share the folder of output_dir.
+#SBATCH --job-name=rlinf-split
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=96
+#SBATCH --signal=TERM@900
+set -euo pipefail
+[ $# -ge 1 ] || { echo "usage: sbatch $0 <overrides of rlinf train>" >&2; exit 2; }
+# sbatch runs a copy of this script, so the folder cannot be taken from its name.
+here="${RLINF_CLUSTER_FOLDER:-$SLURM_SUBMIT_DIR/examples/cluster}"
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+port="${PORT:-6379}"
+address="${nodes[0]}:$port"
+on() { srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" "${@:2}"; }
+
+# Ray has none of the GPUs of the first node, where the ranks are. Its processes end with the job.
+on "${nodes[0]}" ray start --head --port="$port" --num-gpus=0 --disable-usage-stats --block &
+python "$here/wait_for_ray.py" "$address" 1
+for node in "${nodes[@]:1}"; do
+  on "$node" ray start --address="$address" --disable-usage-stats --block &
+done
+python "$here/wait_for_ray.py" "$address" "${#nodes[@]}"
+RAY_ADDRESS="$address" on "${nodes[0]}" rlinf train resume=auto cluster.start=ray cluster.placement=split "$@"

@@ -143,6 +143,9 @@ def test_an_answer_has_no_tokens_of_media_however_likely_they_are(cases, family,
     monkeypatch.setattr(hf_generation, "media_tokens", lambda config: [])
     output = policy.generate(case.batch, greedy=True)
     assert torch.isin(output["output_ids"][response_mask(output)], torch.tensor(tokens)).any(), "control"
+    if family == "llava":
+        with pytest.raises(ValueError, match="Image features and image tokens do not match"):
+            policy.train(output, NLLLossFn())
 
 
 @pytest.mark.parametrize("family", USED)

@@ -252,3 +252,11 @@ def test_operations_of_a_token_by_hand(tiny_lm):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lm_head" in name)
     assert flops_per_token(model, 10) == 4 * (body + embedding) + 2 * embedding + attention
+
+
+@pytest.mark.parametrize(("step", "asked", "validated"), [(0, True, [0, 3]), (0, False, [3]), (1, True, [3])])
+def test_only_a_run_that_begins_is_validated_before_training(tmp_path, monkeypatch, step, asked, validated):
+    one, _, lines, _ = watched(tmp_path, monkeypatch, Validated(3))
+    one.state.step, one.config.validation.val_before_train = step, asked
+    one.fit()
+    assert [metrics["eval/loss"] for _, metrics in lines if "eval/loss" in metrics] == validated

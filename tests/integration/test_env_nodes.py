@@ -5,12 +5,19 @@ import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rlinf.checks.env import check_env, equal_rows, seeded_actions, spread_specs
+from rlinf.cluster.envs import env_maker
+from rlinf.cluster.rollouts import make_collector
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
 from rlinf.distributed import ray_cluster
 from rlinf.distributed.stack_dump import stacks_of_children
 from rlinf.distributed.start import what_ranks_share
@@ -27,6 +34,7 @@ if FIXTURES not in sys.path:
     sys.path.append(FIXTURES)
 
 import walk_env  # noqa: E402
+from wanderer import Wanderer  # noqa: E402
 
 NUM_ENVS = 4
 
@@ -79,6 +87,30 @@ def test_episodes_are_those_of_simulators_in_this_process():
     assert local.action_statistics() == remote.action_statistics()
     local.close()
     remote.close()
+
+
+def test_a_rollout_has_the_bits_of_one_in_this_process(tmp_path):
+    """Through the collector of a run, in two worker threads."""
+    (tmp_path / "walk_plugin.py").write_text("import walk_env\nwalk_env.register()\n")
+    batches = []
+    for count in (0, 2):
+        config = build_config(compose_config(["model=mlp", f"cluster.env_nodes={count}"]))
+        config = replace(config, env=walk_env.WalkConfig(num_processes=1), plugins=[str(tmp_path / "walk_plugin.py")])
+        config.rollout.num_envs, config.rollout.num_chunks, config.rollout.num_lanes = 4, 6, 2
+        walk_env.register()
+        env = env_maker(config, 1)(1, auto_reset=False)
+        assert isinstance(env, RemoteVectorEnv) == bool(count)
+        collector = make_collector(config, env, Wanderer(), nullcontext)
+        batches.append(collector.collect(Wanderer(), 3, 0, False))
+        collector.close()
+        env.close()
+    local, remote = batches
+    assert len(local.episodes) and remote.episodes == local.episodes and remote.specs == local.specs
+    assert equal_rows(local.observation, remote.observation)
+    tensors = remote.tensors()
+    assert tensors.keys() == local.tensors().keys() and tensors["action_mask"].any()
+    for name, one in local.tensors().items():
+        assert torch.equal(one, tensors[name]), name
 
 
 def kill(env, actor, number=signal.SIGKILL):

@@ -3,7 +3,7 @@
 Without arguments, one worker is measured with two numbers of envs, and the times of 2 and 4 workers are predicted from these and
 compared with what they take: workers are processes that play (``rollout.worker_processes``), or ranks (``cluster.num_processes``).
 Envs and losses sleep as long as heavy ones compute, so that the cores of this machine do not limit; what sleeps is the same for
-all numbers of workers. Rank 0's clock is used. The last line is one JSON object: ``ours`` is the largest relative error of an
+all numbers of workers. Rank 0's clock is used. It takes about seven minutes. The last line is one JSON object: ``ours`` is the largest relative error of an
 iteration, ``peer`` the largest that is accepted.
 
     python benchmarks/scaling_model.py
@@ -141,8 +141,8 @@ def main() -> None:
     parser.add_argument("--gpu-link", type=float, default=400e9, help="bytes per second into a GPU within a machine")
     parser.add_argument("--node-link", type=float, default=400e9, help="bytes per second into a machine")
     parser.add_argument("--memory", type=float, default=2e12, help="bytes of main memory of a machine")
-    parser.add_argument("--sleep-s", type=float, default=0.06, help="of a row, in the check on this machine")
-    parser.add_argument("--iterations", type=int, default=3)
+    parser.add_argument("--sleep-s", type=float, default=0.2, help="of a row, in the check on this machine")
+    parser.add_argument("--iterations", type=int, default=2)
     args = parser.parse_args()
     machine = Machine(args.gpus_per_node, args.gpu_link, args.node_link, args.memory)
     if args.example:

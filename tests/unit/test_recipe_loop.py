@@ -167,7 +167,10 @@ def test_every_step_is_logged_saved_and_validated_when_it_is_due(tmp_path, monke
     one, manager, lines, rates = watched(tmp_path, monkeypatch, Validated(5))
     monkeypatch.setattr(loops, "peak_flops", lambda: 60.0)
     monkeypatch.setattr(loops, "flops_per_token", lambda model, length: length)
+    shown = []
+    one.progress = SimpleNamespace(update=lambda *words, **numbers: shown.append((*words, numbers)))
     one.fit()
+    assert shown[3] == ("sft", 4, 5, {"loss": 0.3, "tokens/s": 15}) and len(shown) == 5
     assert rates == [0.25, 0.5, 0.5, 0.5, 0.5]
     assert [step for step, _ in lines] == [0, 0, 1, 2, 2, 3, 4, 4]
     validations = [(metrics["eval/loss"], metrics["time/eval_s"]) for _, metrics in lines if "eval/loss" in metrics]

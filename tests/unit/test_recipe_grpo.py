@@ -240,9 +240,14 @@ def test_the_share_of_equal_groups_counts_groups(tiny_lm):
 
 def test_equal_groups_of_a_stream_answer_their_prompt_again(tiny_lm):
     """Another row would have to be read ahead of its turn."""
-    one = trainer(tiny_lm(), lambda text, prompt, **facts: (1.0, {}), max_resamples=1)
-    rows = [{"ids": [3 + number, 7]} for number in range(6)]
-    stream = datasets.IterableDataset.from_generator(lambda: iter(rows))
-    one.rows = StreamedRows(stream, lambda row: Prompt(row["ids"], reference="even", row=row), seed=None)
-    groups, num_replaced = one._collect(0)
-    assert num_replaced == 3 and [group[0].prompt.input_ids for group in groups] == [row["ids"] for row in rows[:3]]
+    rows, found = [{"ids": [3 + number, 7]} for number in range(6)], []
+    for most in (0, 1):
+        one = trainer(tiny_lm(), lambda text, prompt, **facts: (1.0, {}), max_resamples=most)
+        stream = datasets.IterableDataset.from_generator(lambda: iter(rows))
+        one.rows = StreamedRows(stream, lambda row: Prompt(row["ids"], reference="even", row=row), seed=None)
+        groups, num_replaced = one._collect(0)
+        assert num_replaced == 3 * most and [group[0].prompt.input_ids for group in groups] == [
+            row["ids"] for row in rows[:3]
+        ]
+        found.append([each.tokens for group in groups for each in group])
+    assert found[0] != found[1], "the answers are others"

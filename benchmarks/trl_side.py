@@ -108,7 +108,8 @@ def grpo(settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
     config = GRPOConfig(
         **common(settings), num_generations=settings["group_size"], max_completion_length=settings["answer_tokens"],
         temperature=settings["temperature"], beta=settings["beta"], num_iterations=settings["updates"],
-        epsilon=settings["epsilon"], loss_type="dapo", scale_rewards="group", model_init_kwargs={"dtype": "float32"},
+        epsilon=settings["epsilon"], loss_type="dapo", scale_rewards="group",
+        use_bias_correction_kl=False, model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
     turns = Turns()
     trainer = GRPOTrainer(

@@ -106,6 +106,7 @@ class ProcessCollector:
         self.num_processes = num_processes
         self._warned: dict[Any, Any] = {}
         self._versions: list[int | None] = [None] * max(1, max_ahead)  # of the weights of the players
+        self._untaken: dict[int, tuple[int, int]] = {}  # what each of them plays, or has played
         self.workers: list[_RolloutWorker] = []
         level = logging.getLogger("rlinf").getEffectiveLevel()
         try:
@@ -158,7 +159,8 @@ class ProcessCollector:
             ``step`` and ``attempt``, for ``take``.
 
         Raises:
-            RLinfError: ``model`` is not what the processes compute with, or the processes have ended.
+            RLinfError: ``model`` is not what the processes compute with, the processes have ended, or the copy of ``step`` has a rollout
+                that was not taken.
         """
         moved = self._task.moved() if model is self.model else ["all"]
         if moved:
@@ -169,6 +171,12 @@ class ProcessCollector:
             )
         self._check_running()
         slot = step % len(self.players)
+        if slot in self._untaken:
+            raise RLinfError(
+                f"The rollout {self._untaken[slot]} (step, attempt) must be taken before {(step, attempt)} is asked for: both are played "
+                f"with the same one of {len(self.players)} copies of the weights"
+            )
+        self._untaken[slot] = (step, attempt)
         if self._versions[slot] != policy_version:
             self._versions[slot] = policy_version
             _copy_tensors(self.model, self.players[slot])
@@ -188,12 +196,13 @@ class ProcessCollector:
             RankError: A process died or hit a bug.
         """
         self._check_running()
-        answers = self._answers(issued)
-        memories = [worker.answers[issued[0] % len(self.players)].file for worker in answers]
+        answers, slot = self._answers(issued), issued[0] % len(self.players)
+        memories = [worker.answers[slot].file for worker in answers]
         parts = [read_answer(answer, file.fileno()) for answer, file in zip(answers.values(), memories, strict=True)]
         batch = RolloutBatch.concatenate(parts)  # copies the arrays
         for file in memories:
             file.truncate(0)  # frees the memory while the policy is updated
+        del self._untaken[slot]
         return batch
 
     def _check_running(self) -> None:
@@ -252,9 +261,12 @@ class ProcessCollector:
 
 
 def _copy_of_trained(model: ActionModel) -> ActionModel:
-    """Return a copy of a policy with trained weights of its own; it shares the frozen ones."""
+    """Return a copy of a policy with trained weights of its own; it shares the frozen ones.
+
+    A policy without any trained weight is the replica of a sharded one, into which all of them are pushed.
+    """
     frozen = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
-    return copy.deepcopy(model, frozen)
+    return copy.deepcopy(model, frozen if len(frozen) < len(list(model.parameters())) else None)
 
 
 @torch.no_grad()

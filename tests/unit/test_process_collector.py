@@ -120,6 +120,39 @@ def test_processes_compute_with_what_an_optimiser_and_a_checkpoint_have_written(
     check_equal(before, processes.collect(model, 3, 0, needs_values=True))
 
 
+@pytest.mark.parametrize("is_replica", [False, True])
+def test_a_rollout_is_played_with_the_weights_of_when_it_was_asked_for(is_replica):
+    """Two are under way, and are taken in another order. ``is_replica``: gradients go to another, sharded model."""
+    model, make = make_parts(num_worker_threads=1)
+    frozen, trained = list(model.parameters())[:2]
+    frozen.requires_grad_(False)
+    model.requires_grad_(False) if is_replica else None
+    threads = make()
+    collector = ProcessCollector(make, model, num_blocks=BLOCKS, num_processes=1, max_ahead=2)
+    assert [next(player.parameters()).data_ptr() == frozen.data_ptr() for player in collector.players] == [
+        not is_replica
+    ] * 2
+    first, handles = trained.detach().clone(), []
+    for version in (0, 1):
+        handles.append(collector.issue(model, 5 + version, version, needs_values=True))
+        with torch.no_grad():
+            trained += 0.1
+    with pytest.raises(
+        RLinfError, match=r"rollout \(5, 0\) .* must be taken before \(7, 0\) is asked for.* one of 2 copies"
+    ):
+        collector.issue(model, 7, 2, needs_values=True)
+    batches = {(6, 0, 0.1): collector.take(handles[1]), (5, 0, 0.0): collector.take(handles[0])}
+    batches[5, 1, 0.0] = collector.take(collector.issue(model, 5, 0, needs_values=True, attempt=1))
+    for (step, attempt, change), batch in batches.items():
+        trained.data.copy_(first + change)
+        check_equal(threads.collect(model, step, step - 5, needs_values=True, attempt=attempt), batch)
+    with pytest.raises(AssertionError):  # control
+        trained.data.copy_(first + 0.2)
+        check_equal(threads.collect(model, 5, 0, needs_values=True), batch)
+    threads.close()
+    collector.close()
+
+
 def test_weights_that_left_the_shared_memory_are_refused(parts):
     model, _, processes = parts
     parameter = next(model.parameters())

@@ -14,7 +14,7 @@ from run_results import run_config, untimed_metrics, weights_of
 
 from rlinf.cluster.players import Players
 from rlinf.commands.train import train
-from rlinf.errors import RankError
+from rlinf.errors import ConfigError, RankError
 from rlinf.evaluation.result import EvaluationResult
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
@@ -130,29 +130,63 @@ def send(number):
     return signal_player
 
 
-def test_players_that_are_killed_change_nothing(runs, monkeypatch, caplog):
-    """While they play, while they take weights, while they evaluate, one of them twice."""
-    kill = send(signal.SIGKILL)
-    moments = {("collect", 3): kill, ("push", 4): kill, ("evaluate", 4): kill, ("collect", 6): kill}
+def test_players_that_are_killed_or_silent_change_nothing(runs, monkeypatch, caplog):
+    """While they play, while they take weights, while they evaluate; one of them is stopped instead."""
+    kill, stop = send(signal.SIGKILL), send(signal.SIGSTOP)
+    moments = {("collect", 3): kill, ("push", 4): kill, ("evaluate", 4): kill, ("collect", 6): stop}
     with disturbed(monkeypatch, moments) as pids:
-        folder = runs("killed", *STATE, *SPLIT)
+        folder = runs("disturbed", *STATE, *SPLIT, "cluster.deadlines.rollout=16")
     check_equal(folder, runs("state", *STATE))
-    assert caplog.text.count("Another one takes its place") == len(set(pids)) == 4
-
-
-def test_a_player_that_is_silent_is_replaced_within_its_deadline(runs, monkeypatch, caplog):
-    with disturbed(monkeypatch, {("collect", 4): send(signal.SIGSTOP)}) as (pids):
-        folder = runs("stopped", *STATE, *SPLIT, "cluster.deadlines.rollout=8")
-    check_equal(folder, runs("state", *STATE))
-    assert "was lost: it was in 'rollout' for more than 4 s" in caplog.text
-    assert "set cluster.deadlines.rollout=16" in caplog.text
-    assert not is_running(pids[0])
+    assert len(set(pids)) == 4 and not any(map(is_running, pids))
+    assert caplog.text.count("was lost: The actor died") == 3
+    assert (
+        "was lost: it was in 'rollout' for more than 8 s" in caplog.text
+        and "set cluster.deadlines.rollout=32" in caplog.text
+    )
 
 
 def test_more_losses_than_allowed_end_the_run(tmp_path, monkeypatch):
     moments = {("collect", 1): send(signal.SIGKILL)}
     with disturbed(monkeypatch, moments), pytest.raises(RankError, match=r"Player 0 was lost.*cluster.max_restarts=0"):
         train(run_config(tmp_path, *STATE, *SPLIT, "cluster.max_restarts=0"))
+
+
+def test_two_ranks_with_a_player_each_are_bit_for_bit_two_ranks_that_play(runs):
+    two = [*STATE, "cluster.num_processes=2"]
+    check_equal(runs("two split", *two, *SPLIT), runs("two", *two))
+
+
+def test_a_machine_with_other_packages_is_refused_before_a_model_is_built(cluster, tmp_path, monkeypatch):
+    package = tmp_path / "other" / "another_package-1.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: another-package\nVersion: 1.0\n")
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
+    node = cluster.add_node(num_cpus=2, object_store_memory=100 << 20, env_vars={"PYTHONPATH": path})
+    try:
+        monkeypatch.setattr("rlinf.commands.train.build", lambda *_: pytest.fail("a model was built"))
+        spread = ["cluster.num_players=4", "rollout.num_envs=8"]
+        with pytest.raises(
+            ConfigError, match=r"machines of this run are not alike:\n.*version of another-package.*has 1.0"
+        ):
+            train(run_config(tmp_path / "run", *STATE, *SPLIT, *spread))
+    finally:
+        cluster.remove_node(node)
+
+
+def test_a_machine_that_is_lost_changes_nothing_where_another_one_has_room(cluster, runs, monkeypatch, caplog):
+    (second,) = cluster.worker_nodes
+
+    def lose(players, _):
+        cluster.remove_node(second, allow_graceful=False)
+
+    try:
+        with disturbed(monkeypatch, {("collect", 3): lose}):
+            folder = runs("lost", *STATE, *SPLIT)
+    finally:
+        cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
+    check_equal(folder, runs("state", *STATE))
+    assert "Another one takes its place" in caplog.text  # more than once if Ray notices the loss of the machine late
 
 
 def is_running(pid):

@@ -41,10 +41,6 @@ MISFITS = {
         ["cluster.placement=colocated", "cluster.start=auto"],
         "cluster.placement=split cluster.start=ray",
     ),
-    "staleness without players": (
-        ["cluster.placement=colocated", "cluster.start=auto", "cluster.num_players=null", "cluster.max_staleness=1"],
-        "cluster.placement=split cluster.start=ray",
-    ),
     "players without ray": (["cluster.start=auto"], "cluster.start=ray"),
     "nothing to play": (["trainer.max_steps=0", "sft.max_steps=5"], COLOCATED),
     "fewer players than ranks": (["cluster.num_processes=8"], "cluster.num_players=8"),

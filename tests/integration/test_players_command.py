@@ -1,0 +1,89 @@
+"""The commands of a run with players, as a user types them: what they print, and what they leave behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from run_results import run_config
+
+from rlinf.commands.train import train
+from rlinf.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
+WORDS = [
+    sys.executable, "-m", "rlinf", "train", "model=mlp", "env.tasks=[reach]", "env.cameras=[]", "rollout.num_envs=8",
+    "env.max_episode_steps=3", "trainer.minibatch_size=12", "model.micro_batch_size=12", "trainer.max_steps=10000", "sft.max_steps=0",
+    "evaluation.num_episodes=2", "evaluation.num_envs=2", "evaluation.num_videos_per_task=0", "evaluation.probe=false",
+    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1",
+    "cluster.start=ray", "cluster.placement=split", "cluster.num_players=2",
+]  # fmt: skip
+
+MARK = "RUN_OF_THIS_TEST"
+
+
+def start(folder: Path, mark: str) -> subprocess.Popen:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {MARK: mark}
+    words = [*WORDS, f"output_dir={folder / 'run'}"]
+    return subprocess.Popen(
+        words,
+        env=kept,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def processes_of(mark: str) -> set[int]:
+    """Return the processes whose environment holds ``mark``."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.add(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)],
+    ids=["term", "int", "kill"],
+)
+def test_nothing_of_a_run_outlives_it(tmp_path, number, status):
+    mark = f"{MARK}={tmp_path}"
+    process = start(tmp_path, str(tmp_path))
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("eval before_rl"):
+            break
+    assert len(processes_of(mark)) > 3, "".join(lines)  # control: Ray's daemons and the players
+    process.send_signal(number)
+    rest = process.communicate(timeout=120)[0]
+    assert process.returncode == status, rest
+    if number != signal.SIGKILL:
+        assert "continue with: rlinf train resume=" in rest
+    deadline = time.monotonic() + 60
+    while processes_of(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not processes_of(mark)
+
+
+@pytest.mark.parametrize("address", ["host:port", "ray://127.0.0.1:1", None])
+def test_an_address_without_a_cluster_is_one_error(tmp_path, monkeypatch, address):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", address or f"127.0.0.1:{free.getsockname()[1]}")
+        words = f"RAY_ADDRESS is '{address}'; required" if address else "There is no Ray cluster for this process at"
+        with pytest.raises(ConfigError, match=f"{words}.*unset RAY_ADDRESS to start one on this machine"):
+            train(run_config(tmp_path, *WORDS[4:]))

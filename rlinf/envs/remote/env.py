@@ -189,7 +189,7 @@ class RemoteVectorEnv(VectorEnv):
         """Return the poses of the rows ``ids``."""
         self._check_reset()
         rows = np.asarray(ids, dtype=np.int64)
-        found = {}
+        found: dict[int, dict[str, list[float]]] = {}
         for actor, answer in self._ask(self._calls("poses", rows)).items():
             found |= dict(zip(actor.positions(rows).tolist(), answer, strict=True))
         return [found[position] for position in range(len(rows))]

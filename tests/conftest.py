@@ -38,6 +38,17 @@ def random_numbers_do_not_depend_on_other_tests():
         sys.modules["torch"].manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def gpus_are_hidden_from_no_other_file():
+    """A command on the CPU hides the GPUs from its process, and robosuite cannot read the empty list."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    yield
+    if before is None:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
 @contextmanager
 def plugins_go_again(folder: Path):
     """Two tests may write a plugin of one name, and a plugin that is still imported does not register again."""

@@ -135,7 +135,8 @@ def test_pictures_are_robosuites_own_turned_by_180_degrees(tmp_path):
     )
     target = tmp_path / "pictures.npz"
     command = [sys.executable, "-c", program, str(ASSETS), str(size), str(target)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}  # may be empty
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert target.is_file(), f"exit status {done.returncode}: {done.stderr}"  # robosuite may fail later, at its exit
     theirs = np.load(target)
     sim = simulator(image_size=size, rendering="full", num_settling_steps=0, cameras=["wrist", "agentview"])

@@ -74,7 +74,7 @@ class RLTrainer:
         self.reference: Reference | None = None
         self._issued: dict[int, _Issued] = {}
         self._updated = False  # the policy, since the last rollout was issued
-        session.more_tensors = self._weights_ahead
+        session.before_save = self._note_ahead
 
     @waiting("update")
     def fit(self) -> None:
@@ -83,12 +83,12 @@ class RLTrainer:
         if state.phase != "rl":  # cloning has ended: RL has an optimiser of its own
             state.phase = "rl"
             self.worker.start_phase(config)
+        self._issue_again()  # before anything is saved, because a checkpoint has what is under way
         session.evaluate_once("before_rl")
         self.sync.push(state.policy_version)
         self.reference = self._make_reference()
         reached = self._evaluate_if_due(last=state.step == config.max_steps)
         session.stop_if_asked()
-        self._issue_again()
         while state.step < config.max_steps and not reached:
             start = time.monotonic()
             step = state.step
@@ -97,7 +97,6 @@ class RLTrainer:
             elapsed = time.monotonic() - start
             state.train_wall_s += elapsed
             state.step += 1
-            state.rollouts_ahead = [asdict(each.ahead) for each in self._issued.values()]
             metrics |= {"time/total_s": state.train_wall_s, **memory_metrics()}
             last = state.step == config.max_steps
             session.progress.update(
@@ -205,8 +204,9 @@ class RLTrainer:
                 self.sync.push(ahead.policy_version)
                 self._issued[ahead.step] = _Issued(ahead, weights, self._issue(ahead), time.monotonic())
 
-    def _weights_ahead(self) -> dict[str, Tensor]:
-        """Return, for a checkpoint, the weights that play the rollouts which are under way."""
+    def _note_ahead(self) -> dict[str, Tensor]:
+        """Note the rollouts that are under way in the state of a checkpoint, and return the weights that play them."""
+        self.session.state.rollouts_ahead = [asdict(each.ahead) for each in self._issued.values()]
         return {
             f"{each.ahead.name}.{name}": part
             for each in self._issued.values()

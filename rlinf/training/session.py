@@ -71,7 +71,7 @@ class Session:
             self.folder, save_mode=config.trainer.save_mode, max_keep=config.trainer.max_keep
         )
         self.profile_window = ProfileWindow(config.trainer.profile_steps, phase, self.folder, rank())
-        self.more_tensors: Callable[[], dict[str, Tensor]] = dict  # which a trainer adds to its checkpoints
+        self.before_save: Callable[[], dict[str, Tensor]] = dict  # for what a trainer adds to a checkpoint
         self._saved_steps: tuple[int, int] | None = None  # of cloning and RL, in the newest checkpoint
         self._clock, self._saved_at = clock, clock()
 
@@ -180,7 +180,7 @@ class Session:
     @waiting("save")
     def save(self) -> None:
         """Save the present state (a collective call)."""
-        state = self.state
+        state, more = self.state, self.before_save()
         name = f"{state.phase}_{state.done:06d}"
         self.checkpoints.wait()  # the one before may be the best
         best = state.best_evaluation({name, *self.saved_names()})
@@ -192,7 +192,7 @@ class Session:
             run_config=to_mapping(self.config),
             manifest=self._manifest(),
             best=None if best is None else state.evaluations[best]["checkpoint"],
-            more=self.more_tensors(),
+            more=more,
         )
         self._saved_steps = (state.sft_step, state.step)
         self._saved_at = self._clock()

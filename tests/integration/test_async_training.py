@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 from functools import partial
 
 import pytest
 import torch
-from run_results import run_config, untimed_metrics
+from run_results import run_config, untimed_metrics, weights_of
 
 import rlinf.rollout.process_collector as process_collector
 from rlinf.commands.train import build
 from rlinf.errors import ParityError, RLinfError
+from rlinf.training.stop_signal import StopRequested
 
 SMALL = [
     "model=mlp", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=6", "rollout.num_envs=8",
@@ -85,23 +87,54 @@ def test_the_numbers_are_those_of_one_thing_after_the_other_with_older_weights(t
     assert not all(torch.equal(weights[name], other[name]) for name in weights), "control"
 
 
-def test_a_resumed_run_plays_what_was_under_way_with_the_weights_of_then(tmp_path):
-    """Bit for bit as the run that was not interrupted."""
-    overrides = ahead(2, *PPO, "trainer.save_every=3", "trainer.max_keep=-1")
-    whole = finish(build(run_config(tmp_path / "whole", *overrides)))
-    first = tmp_path / "whole" / "checkpoints" / "rl_000003"
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """``whole(staleness)`` trains once without an interruption; returns the run folder and its checkpoint of step 3."""
+    folders = {}
+
+    def run(staleness):
+        if staleness not in folders:
+            folders[staleness] = tmp_path_factory.mktemp("whole")
+            overrides = ahead(staleness, *PPO, "trainer.save_every=3", "trainer.max_keep=-1")
+            finish(build(run_config(folders[staleness], *overrides)))
+        return folders[staleness], folders[staleness] / "checkpoints" / "rl_000003"
+
+    return run
+
+
+def stopped_at_once(folder, *overrides):
+    """Resume a run that is asked to stop before its first iteration; return its checkpoint."""
+    run = build(run_config(folder, *overrides))
+    run.session.stop_signal.number = signal.SIGTERM
+    with pytest.raises(StopRequested, match="after step 3"):
+        run.execute()
+    return folder / "checkpoints" / "rl_000003"
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_resumed_run_plays_what_was_under_way_with_the_weights_of_then(tmp_path, whole, staleness):
+    """Bit for bit as the run that was not interrupted; also if it was stopped right at its start and resumed again."""
+    folder, first = whole(staleness)
     state = json.loads((first / "state.json").read_text())["loop_state"]
-    assert [(each["step"], each["issued_at"]) for each in state["rollouts_ahead"]] == [(3, 1), (4, 2)]
-    resumed = finish(build(run_config(tmp_path / "resumed", *overrides, f"resume={first}")))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    assert lines_of(tmp_path / "whole")[3:] == lines_of(tmp_path / "resumed")
-    last = tmp_path / "whole" / "checkpoints" / "rl_000005"
+    under_way = [(each["step"], each["issued_at"]) for each in state["rollouts_ahead"]]
+    assert under_way == [(3, 2)] * (staleness == 1) + [(3, 1), (4, 2)] * (staleness == 2)
+    second = stopped_at_once(tmp_path, *ahead(staleness, *PPO, f"resume={first}"))
+    resumed = finish(build(run_config(tmp_path, *ahead(staleness, *PPO, f"resume={second}"))))
+    weights = weights_of(folder, "rl_000005")
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+    assert lines_of(folder)[3:] == lines_of(tmp_path)
+    last = folder / "checkpoints" / "rl_000005"
     assert json.loads((last / "state.json").read_text())["loop_state"]["rollouts_ahead"] == []
-    # With a smaller limit no rollout may be as old as these two are: they are played with the weights of the checkpoint.
-    fewer = ahead(1, *PPO, f"resume={first}")
-    other = finish(build(run_config(tmp_path / "fewer", *fewer)))
-    assert [line["rollout/staleness_iterations"] for line in lines_of(tmp_path / "fewer")] == [0, 1]
-    assert not all(torch.equal(whole[name], other[name]) for name in whole), "control: the weights of then matter"
+
+
+def test_a_run_resumed_with_a_smaller_limit_plays_with_the_weights_of_the_checkpoint(tmp_path, whole):
+    """No rollout may be as old as those under way are. A checkpoint that it saves does not have them."""
+    folder, first = whole(2)
+    second = stopped_at_once(tmp_path, *ahead(1, *PPO, f"resume={first}"))
+    other = finish(build(run_config(tmp_path, *ahead(2, *PPO, f"resume={second}"))))
+    assert [line["rollout/staleness_iterations"] for line in lines_of(tmp_path)] == [0, 1]
+    weights = weights_of(folder, "rl_000005")
+    assert not all(torch.equal(weights[name], other[name]) for name in weights), "control: the weights of then matter"
 
 
 def stale_weights(monkeypatch):

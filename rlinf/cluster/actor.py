@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from rlinf.cluster.machine import Machine
 from rlinf.cluster.player import Player
-from rlinf.config.plugins import load_plugins
 from rlinf.distributed.child_process import Failure, failure_of
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
 from rlinf.engines.weight_handle import TensorSpec
@@ -84,10 +84,15 @@ class PlayerActor:
 
         return Whereabouts(ray.get_runtime_context().get_node_id(), os.getpid())
 
-    def build(self, plugins: Sequence[str], start: bytes) -> Failure | None:
-        """Make the player from its pickled arguments, in which classes of the plugins may occur."""
+    def build(self, machine: Machine, start: bytes) -> Failure | None:
+        """Make the player from its pickled arguments, in which classes of the plugins may occur.
+
+        Args:
+            machine: That of the ranks; this one must be like it.
+            start: The arguments.
+        """
         try:
-            load_plugins(plugins)
+            machine.check()  # imports the plugins
             self.player = Player(*pickle.loads(start))
         except Exception as error:  # noqa: BLE001 - the rank raises it
             self.failure = failure_of(error)

@@ -197,7 +197,7 @@ class Players:
         neighbours = self.reservation.num_neighbours(number)
         start = pickle.dumps((self.config, self.shell, self.placement, number, neighbours))
         self._where[number] = actor.where.remote()
-        self._setup[number] = [actor.build.remote(self.config.plugins, start)]
+        self._setup[number] = [actor.build.remote(self.reservation.machine, start)]
         if number in self._held:
             self._setup[number].append(actor.push.remote(self._held[number]))
 

@@ -6,28 +6,26 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from rlinf.config.plugins import load_plugins
+from rlinf.cluster.machine import Machine
 from rlinf.config.schema import RunConfig
+from rlinf.distributed.child_process import Failure, failure_of
 from rlinf.distributed.devices import visible_gpus
-from rlinf.distributed.start import refuse_differences, what_ranks_share
+from rlinf.distributed.ray_cluster import check_address, import_ray, initialise
 from rlinf.errors import ConfigError
-from rlinf.files import sha256_of
-from rlinf.preflight.placement import Node, Placement
+from rlinf.preflight.placement import SPLIT, Node, Placement
 
 logger = logging.getLogger("rlinf")
 
-ADDRESS = "RAY_ADDRESS"
 ROOM_S = 10.0
 """Seconds after which the log says that the cluster has no room."""
-REACH_S = 10.0
-"""Seconds in which the address of a cluster must answer."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +36,19 @@ class Reservation:
         address: Of the cluster.
         group: Id of Ray's placement group, with one bundle for each player.
         on_gpu: A bundle has a GPU.
+        machine: That of the ranks, with which a player compares its own.
     """
 
     address: str
     group: str
     on_gpu: bool
+    machine: Machine
 
     def join(self) -> None:
         """Connect this process to the cluster, unless it is."""
-        import ray
-
+        ray = import_ray(SPLIT)
         if not ray.is_initialized():
-            _connect(address=self.address)
+            initialise(ray, self.address, log_to_driver=True)
 
     def start(self, actor_class: type, number: int) -> Any:
         """Start an actor in the place of a player."""
@@ -96,12 +95,11 @@ def reserved(config: RunConfig) -> Iterator[Reservation | None]:
     if config.cluster.placement == "colocated" or config.trainer.max_steps == 0:
         yield None
         return
-    address = os.environ.get(ADDRESS, "local")
-    with _local_cluster(config) if address == "local" else _existing_cluster(address):
-        import ray
+    ray = import_ray(SPLIT)
+    with _connected(ray, config) as has_other_machines:
         from ray.util import remove_placement_group
 
-        placement = Placement.of(config, _nodes())
+        placement = Placement.of(config, _nodes(ray))
         group = ray.util.placement_group([placement.bundle] * placement.num_players, strategy="SPREAD")
         try:
             if not group.wait(ROOM_S):
@@ -114,91 +112,61 @@ def reserved(config: RunConfig) -> Iterator[Reservation | None]:
                         f"The Ray cluster has had no room for {placement.num_players} players for {limit:g} s; required: {placement.bundle} "
                         "for each. End other jobs, or set a longer cluster.deadlines.start"
                     )
-            found = Reservation(ray.get_runtime_context().gcs_address, group.id.hex(), placement.on_gpu)
-            if address != "local":
-                _compare_machines(config, group)
-            yield found
+            machine = Machine.here(config.plugins, _gpus(placement)[: placement.num_ranks])
+            if has_other_machines:
+                _compare_machines(ray, config, placement, group, machine)
+            yield Reservation(ray.get_runtime_context().gcs_address, group.id.hex(), placement.on_gpu, machine)
         finally:
             if ray.is_initialized():
                 remove_placement_group(group)
 
 
 @contextmanager
-def _existing_cluster(address: str) -> Iterator[None]:
-    """Connect to the cluster at an address for the block, unless this process is connected to one."""
-    import ray
+def _connected(ray: ModuleType, config: RunConfig) -> Iterator[bool]:
+    """Be connected to a cluster for the block, and yield whether it may have other machines.
 
-    if ray.is_initialized():
-        yield
-        return
-    cure = f"Set {ADDRESS}=<host>:<port> of a cluster that runs, or unset {ADDRESS} to start one on this machine"
-    host, _, port = address.rpartition(":")
-    if "://" in address or (address != "auto" and not (host and port.isdigit())):
-        raise ConfigError(
-            f"{ADDRESS} is '{address}'; required: the host and port of a cluster of which this machine is a part. {cure}"
-        )
-    try:
-        if host:
-            socket.create_connection((host, int(port)), REACH_S).close()
-        _connect(address=address)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"There is no Ray cluster for this process at {ADDRESS}={address} ({error}). {cure}"
-        ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-@contextmanager
-def _local_cluster(config: RunConfig) -> Iterator[None]:
-    """Start a cluster on this machine for the block. It ends with this process, however that ends.
-
-    Ranks have the first GPUs, players the others.
+    It is the one to which this process is connected already, or that of ``RAY_ADDRESS``, or one on this machine. That one ends
+    with this process, however that ends.
     """
-    import ray
-
     if ray.is_initialized():
-        yield
+        yield True
         return
-    placement, gpus = Placement.of(config), []
-    if placement.on_gpu:
-        gpus = visible_gpus(os.environ, torch.cuda.device_count())[placement.num_ranks :]
-    Placement.of(config, [Node(socket.gethostname(), float(placement.num_players), float(len(gpus)))])
-    former = os.environ.get("CUDA_VISIBLE_DEVICES")
+    address = check_address(SPLIT)
     # Ray's sockets lie there, and a path of a socket has at most 107 letters.
     with tempfile.TemporaryDirectory(prefix="rlinf-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         try:
-            _connect(
-                address="local",
-                num_cpus=placement.num_players,
-                num_gpus=len(gpus),
-                include_dashboard=False,
-                _temp_dir=folder,
-            )
-        finally:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-            if former is not None:
-                os.environ["CUDA_VISIBLE_DEVICES"] = former
-        try:
-            yield
+            if address is None:
+                _start(ray, config, folder)
+            else:
+                initialise(ray, address, log_to_driver=True)
+            yield address is not None
         finally:
             ray.shutdown()
 
 
-def _connect(**arguments: Any) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray  # reads the variable
+def _start(ray: ModuleType, config: RunConfig, folder: str) -> None:
+    """Start a cluster on this machine, of which ranks have the first GPUs and players the others."""
+    placement = Placement.of(config)
+    gpus = _gpus(placement)[placement.num_ranks :]
+    Placement.of(config, [Node(socket.gethostname(), float(placement.num_players), float(len(gpus)))])
+    former = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    try:
+        # Weights and rollouts lie in the shared memory of the cluster, so it has the size that Ray chooses.
+        initialise(ray, None, log_to_driver=True, num_cpus=placement.num_players, num_gpus=len(gpus), _temp_dir=folder)
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if former is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = former
 
-    ray.init(logging_level=logging.WARNING, **arguments)
+
+def _gpus(placement: Placement) -> list[str]:
+    """Return the GPUs of this machine that the run may use; none where it runs on CPUs."""
+    return visible_gpus(os.environ, torch.cuda.device_count()) if placement.on_gpu else []
 
 
-def _nodes() -> list[Node]:
+def _nodes(ray: ModuleType) -> list[Node]:
     """Return the machines of the cluster, with what Ray may give away of each."""
-    import ray
-
     alive = [node for node in ray.nodes() if node["Alive"]]
     return [
         Node(node["NodeManagerHostname"], *(node["Resources"].get(key, 0.0) for key in ("CPU", "GPU")))
@@ -206,27 +174,29 @@ def _nodes() -> list[Node]:
     ]
 
 
-def facts(plugins: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Return this machine's name, and what all machines of a run must have in common."""
-    own = {f"plugin {path} (sha256)": sha256_of(path) for path in load_plugins(plugins) if path.endswith(".py")}
-    return socket.gethostname(), what_ranks_share([]) | own
+def _failure_here(machine: Machine) -> Failure | None:
+    try:
+        machine.check()
+    except Exception as error:  # noqa: BLE001 - the asking process raises it
+        return failure_of(error)
+    return None
 
 
-def _compare_machines(config: RunConfig, group: Any) -> None:
-    """Refuse machines whose code or packages differ from those of this one, before a model is loaded."""
-    import ray
-    from ray.util import placement_group_table
+def _compare_machines(ray: ModuleType, config: RunConfig, placement: Placement, group: Any, machine: Machine) -> None:
+    """Refuse places in which players could not play, before a model is loaded. Each player checks its own again."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    places = {node: bundle for bundle, node in placement_group_table(group)["bundles_to_node_id"].items()}
     asked = []
-    for bundle in sorted(places.values()):
+    for bundle in range(placement.num_players):
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        asked.append(ray.remote(num_cpus=1, scheduling_strategy=place, max_retries=0)(facts).remote(config.plugins))
+        options = {"num_cpus": 1, "num_gpus": int(placement.on_gpu), "scheduling_strategy": place, "max_retries": 0}
+        asked.append(ray.remote(**options)(_failure_here).remote(machine))
     try:
         found = ray.get(asked, timeout=config.cluster.deadlines.start)
     except ray.exceptions.RayError as error:
         raise ConfigError(
             f"A machine of the Ray cluster cannot tell its version of rlinf: {error}\nInstall the same rlinf on all machines"
         ) from error
-    refuse_differences([facts(config.plugins), *found], "machine")
+    for failure in found:
+        if failure is not None:
+            raise ConfigError(failure.message)

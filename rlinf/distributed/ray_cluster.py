@@ -15,7 +15,7 @@ from rlinf.errors import ConfigError, MissingDependencyError
 CONNECT_S = 5.0
 """Seconds that the machine of RAY_ADDRESS has to accept a connection."""
 OBJECT_STORE_BYTES = 2 * 2**30
-"""Shared memory of a cluster on this machine; Ray would take 30 % of the main memory."""
+"""Shared memory of a cluster on this machine that has simulators only; Ray would take 30 % of the main memory."""
 
 
 def import_ray(needed_by: str) -> ModuleType:
@@ -71,22 +71,32 @@ def connect(needed_by: str) -> ModuleType:
     address = None
     if rank() == 0:
         address = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
-        address = address or _initialise(ray, check_address(needed_by))
+        address = address or initialise(ray, check_address(needed_by), object_store_memory=OBJECT_STORE_BYTES)
     address = gather_objects(address)[0]
     if not ray.is_initialized():
-        _initialise(ray, address)
+        initialise(ray, address)
     return ray
 
 
-def _initialise(ray: ModuleType, address: str | None) -> str:
-    """Connect to ``address`` (None: start a cluster), and return its address."""
+def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False, **of_new: Any) -> str:
+    """Connect to a cluster, and return its address.
+
+    Args:
+        ray: The module.
+        address: Of the cluster; None: start one on this machine.
+        log_to_driver: Whether what actors print appears here.
+        of_new: Arguments of ``ray.init`` for a cluster that is started.
+
+    Raises:
+        ConfigError: Ray cannot connect or start.
+    """
     how: dict[str, Any] = {"address": address}
     if address is None:
-        how = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        how = {"address": "local", "include_dashboard": False, **of_new}
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(**how, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+        ray.init(**how, log_to_driver=log_to_driver, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"Ray cannot {'start on this machine' if address is None else f'connect to {address}'}: {error}. All machines need "
             "the same versions of Python and Ray"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Sequence
@@ -10,11 +9,12 @@ from dataclasses import dataclass
 
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device
+from rlinf.distributed.ray_cluster import check_address, import_ray
 from rlinf.distributed.start import place_of
 from rlinf.distributed.sums import own_blocks
-from rlinf.errors import MissingDependencyError
 from rlinf.preflight.refuse import refuse
 
+SPLIT = "cluster.placement=split"
 COLOCATED = "cluster.placement=colocated cluster.start=auto cluster.num_players=null"
 """The overrides of a run without players."""
 
@@ -135,29 +135,27 @@ def check_placement(config: RunConfig) -> None:
                 found, "players of their own", "cluster.placement=split cluster.start=ray, or cluster.num_players=null"
             )
         return
-    split = "cluster.placement=split"
     if cluster.start != "ray":
-        refuse(f"{split} with cluster.start={cluster.start}", "Ray, which places the players", "cluster.start=ray")
+        refuse(f"{SPLIT} with cluster.start={cluster.start}", "Ray, which places the players", "cluster.start=ray")
     if config.trainer.max_steps == 0:
-        refuse(f"{split} with trainer.max_steps=0", "rollouts to play", COLOCATED)
+        refuse(f"{SPLIT} with trainer.max_steps=0", "rollouts to play", COLOCATED)
     place = place_of(os.environ)
     if place is not None:
-        found = f"{split} in a command that {place.launcher} has started {place.size} times"
+        found = f"{SPLIT} in a command that {place.launcher} has started {place.size} times"
         refuse(
             found,
             "one command, whose ranks are on its machine",
             f"cluster.num_processes={place.size} and start it once",
         )
     if rollout.worker_processes:
-        refuse(f"rollout.worker_processes={rollout.worker_processes} with {split}", "players as the processes that play",
+        refuse(f"rollout.worker_processes={rollout.worker_processes} with {SPLIT}", "players as the processes that play",
                f"rollout.worker_processes=0 cluster.num_players={rollout.worker_processes * cluster.num_processes}")  # fmt: skip
     if rollout.backend != "torch":
         refuse(
-            f"rollout.backend={rollout.backend} with {split}",
+            f"rollout.backend={rollout.backend} with {SPLIT}",
             "players that run the policy in torch",
             "rollout.backend=torch",
         )
     Placement.of(config)
-    if importlib.util.find_spec("ray") is None:
-        cure = f"Run pip install 'rlinf[ray]', or set {COLOCATED}"
-        raise MissingDependencyError(f"{split} needs the package 'ray'. {cure}")
+    import_ray(SPLIT)
+    check_address(SPLIT)

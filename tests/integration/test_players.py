@@ -13,6 +13,7 @@ import torch
 from run_results import run_config, untimed_metrics, weights_of
 
 from rlinf.cluster.players import Players
+from rlinf.cluster.reservation import reserved
 from rlinf.commands.train import train
 from rlinf.errors import ConfigError, RankError
 from rlinf.evaluation.result import EvaluationResult
@@ -170,6 +171,23 @@ def test_a_machine_with_other_packages_is_refused_before_a_model_is_built(cluste
             ConfigError, match=r"machines of this run are not alike:\n.*version of another-package.*has 1.0"
         ):
             train(run_config(tmp_path / "run", *STATE, *SPLIT, *spread))
+    finally:
+        cluster.remove_node(node)
+
+
+def test_a_gpu_that_a_rank_uses_is_refused(cluster, tmp_path, monkeypatch):
+    """Ray counts GPUs that are not there, and gives the only one of the third machine to the player."""
+    config = run_config(tmp_path, *STATE, *SPLIT, "cluster.num_players=1")
+    monkeypatch.setattr("rlinf.preflight.placement.resolve_device", lambda device, _: "cuda")
+    node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=100 << 20)
+    try:
+        monkeypatch.setattr("rlinf.cluster.reservation._gpus", lambda _: ["0", "1"])  # the first is that of rank 0
+        with pytest.raises(ConfigError, match="Ray gives a player GPU 0 of .*, which a rank uses.*--num-gpus=0"):
+            with reserved(config):
+                pytest.fail("a model would be built")
+        monkeypatch.setattr("rlinf.cluster.reservation._gpus", lambda _: ["1", "0"])
+        with reserved(config) as reservation:  # control
+            assert reservation.machine.gpus == ["1"]
     finally:
         cluster.remove_node(node)
 

@@ -91,8 +91,8 @@ def test_a_launcher_and_a_missing_package_are_refused(monkeypatch):
         check_placement(config_of("cluster.num_processes=4"))
     for name in LAUNCHER:
         monkeypatch.delenv(name)
-    monkeypatch.setattr("rlinf.preflight.placement.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match=r"needs the package 'ray'. Run pip install 'rlinf\[ray\]'"):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependencyError, match=r"cluster.placement=split needs Ray.*pip install 'rlinf\[ray\]'"):
         check_placement(config_of())
 
 

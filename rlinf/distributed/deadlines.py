@@ -24,12 +24,12 @@ from typing import Self
 
 import torch.distributed as dist
 
-from rlinf.distributed.stack_dump import kill_children, stacks_of_children
+from rlinf.distributed.stack_dump import REMOTE_S, kill_children, stacks_of_children
 from rlinf.errors import RankError, RLinfError, exit_status, print_error
 
 POLL_S = 0.5
-ANSWER_S = 4.0
-"""Seconds that the other ranks have to send their stacks. A simulator has two of them."""
+ANSWER_S = REMOTE_S + 1.5
+"""Seconds that the other ranks have to send their stacks and those of their simulators."""
 REPORT_S = 30.0
 """Seconds that the rank whose deadline expired has to collect the stacks and report the error."""
 GRACE_S = 5.0

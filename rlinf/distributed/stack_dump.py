@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 import weakref
+from collections.abc import Callable
 from typing import IO, Protocol
 
 DUMP_SIGNAL = signal.SIGUSR2
@@ -18,13 +19,18 @@ MAX_POLLS = 10
 """After these the process is killed without its stacks; a stopped process writes none."""
 CHILDREN_S = 2.0
 """Seconds that all children together have to write their stacks."""
+REMOTE_S = CHILDREN_S + 1.5
+"""Seconds that processes elsewhere have to send their stacks and those of their own children."""
 
 
 class RemoteProcesses(Protocol):
     """Simulators or other processes that are not children of this one."""
 
-    def stacks(self) -> str:
-        """Return their stacks within a second or two, each below a line with the name of its process."""
+    def ask_stacks(self) -> Callable[[float], str]:
+        """Ask for their stacks; return what waits until a time of ``time.monotonic()`` at most.
+
+        It then returns them, each below a line with the name of its process.
+        """
         ...
 
 
@@ -65,8 +71,10 @@ def running_children() -> dict[subprocess.Popen, tuple[str, IO]]:
 def stacks_of_children() -> str:
     """Return the stacks of this process's simulators and engines; equal ones once, with the names of all that have them.
 
-    Those of processes elsewhere follow.
+    Those of processes elsewhere follow. All are asked at once, so it takes ``REMOTE_S`` at most.
     """
+    remote_deadline = time.monotonic() + REMOTE_S
+    waits = [processes.ask_stacks() for processes in list(_remote)]
     before = {process: os.fstat(log.fileno()).st_size for process, (_, log) in running_children().items()}
     for process in before:
         process.send_signal(DUMP_SIGNAL)
@@ -86,7 +94,7 @@ def stacks_of_children() -> str:
         text = re.sub(r"0x[0-9a-f]+", "", text) or "no answer: it is stopped or holds Python's lock\n"
         names.setdefault(text, []).append(f"{name} (process {process.pid})")
     texts = [f"\n{', '.join(all_names)}:\n{text}" for text, all_names in names.items()]
-    return "".join([*texts, *(processes.stacks() for processes in list(_remote))])
+    return "".join([*texts, *(wait(remote_deadline) for wait in waits)])
 
 
 def kill_children() -> None:

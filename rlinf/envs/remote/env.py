@@ -22,7 +22,7 @@ import numpy as np
 import rlinf.errors
 from rlinf.distributed.child_process import Failure
 from rlinf.distributed.ray_cluster import connect
-from rlinf.distributed.stack_dump import own_remote
+from rlinf.distributed.stack_dump import REMOTE_S, own_remote
 from rlinf.distributed.start import describe_differences, what_ranks_share
 from rlinf.envs.base import VectorEnv
 from rlinf.envs.config import EnvConfig
@@ -35,9 +35,8 @@ logger = logging.getLogger("rlinf")
 
 RESOURCE = "rlinf_env"
 """Machines that were added to the cluster with this resource get all actors; without any such machine, all machines share them."""
+NOWHERE = "a machine that has not answered yet"
 POLL_S = 1.0
-STACKS_S = 1.5
-"""Seconds that actors have to send their stacks."""
 CLOSE_TIMEOUT_S = 5.0
 MAX_REASON = 1500
 """Characters of Ray's report of a lost actor."""
@@ -76,7 +75,7 @@ class _Actor:
     def __init__(self, ids: np.ndarray) -> None:
         self.ids = ids
         self.handle: Any = None
-        self.host, self.pid, self.num_restarts = "a machine that has not answered yet", 0, 0
+        self.host, self.pid, self.num_restarts = NOWHERE, 0, 0
 
     def positions(self, ids: np.ndarray) -> np.ndarray:
         """Return the positions of this actor's rows in ``ids``."""
@@ -125,7 +124,13 @@ class RemoteVectorEnv(VectorEnv):
         self._software = what_ranks_share(())
         own_remote(self)
         try:
-            self._facts = self._open(self._actors)
+            found, lost = self._open(self._actors)
+            for actor, why in lost.items():
+                raise SimulatorError(
+                    f"{actor} did not start: {why}. See the machines and resources of the cluster with `ray status`; if starting only "
+                    f"needs longer, set cluster.deadlines.start={2 * self.nodes.start_s:g}"
+                )
+            self._facts = found[self._actors[0]]
             super().__init__(config, num_envs, auto_reset, self._facts.action_low, self._facts.action_high)
         except BaseException:
             self._kill(self._actors)
@@ -200,7 +205,7 @@ class RemoteVectorEnv(VectorEnv):
 
     def rows_lost_with(self, ids: np.ndarray) -> np.ndarray:
         """Return the rows of the actors that own the rows ``ids``."""
-        return np.concatenate([ids, *(actor.ids for actor in self._actors if len(actor.positions(ids)))])
+        return np.concatenate([ids[:0], *(actor.ids for actor in self._actors if len(actor.positions(ids)))])
 
     def offload(self) -> None:
         """Free what the actors can build again. Reset before anything else."""
@@ -209,21 +214,25 @@ class RemoteVectorEnv(VectorEnv):
 
     def close_extras(self, **kwargs: object) -> None:
         """Close the envs of the actors, and end the actors."""
-        closings = [actor.handle.close.remote() for actor in self._actors if actor.handle is not None]
-        if closings and self._ray.is_initialized():
+        closings = [actor.handle.close.remote() for actor in self._alive()]
+        if closings:
             self._ray.wait(closings, num_returns=len(closings), timeout=CLOSE_TIMEOUT_S)
         self._kill(self._actors)
 
-    def stacks(self) -> str:
-        """Return the stacks of all actors and their simulators, as far as they answer."""
-        asked = {
-            actor: actor.handle.stacks.options(concurrency_group="control").remote()
-            for actor in self._actors
-            if actor.handle is not None
-        }
-        if not asked or not self._ray.is_initialized():
+    def ask_stacks(self) -> Callable[[float], str]:
+        """Ask all actors for their stacks and those of their simulators; see ``RemoteProcesses``."""
+        asked = {actor: actor.handle.stacks.options(concurrency_group="control").remote() for actor in self._alive()}
+        return lambda deadline: self._stacks(asked, deadline)
+
+    def _alive(self) -> list[_Actor]:
+        """Return the actors that can be asked; none after Ray has ended."""
+        return [actor for actor in self._actors if actor.handle is not None and self._ray.is_initialized()]
+
+    def _stacks(self, asked: dict[_Actor, Any], deadline: float) -> str:
+        if not asked:
             return ""
-        ready, _ = self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=STACKS_S)
+        left = max(0.0, deadline - time.monotonic())
+        ready, _ = self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=left)
         return "".join(f"\n{actor}:\n{self._stacks_in(reference, ready)}" for actor, reference in asked.items())
 
     def _stacks_in(self, reference: Any, ready: list[Any]) -> str:
@@ -291,24 +300,29 @@ class RemoteVectorEnv(VectorEnv):
                 f"{next(iter(calls.values()))[0]} was called, but env.name={self._task_config.name} is closed: close() or a "
                 "SimulatorError has ended its actors. Make another env to continue"
             )
-        limit = (self.nodes.timeout_s, "cluster.env_node_timeout_s")
-        answers, lost = self._exchange(
-            {actor: ("call", (name, *rest)) for actor, (name, rest) in calls.items()}, *limit
-        )
+        answers, lost = self._exchange_in_time(calls)
         values = {actor: self._take(actor, answer) for actor, answer in answers.items()}
         while lost:
             for actor, why in lost.items():
                 self._replace(actor, why)
-            self._open(list(lost))
+            opened, lost = self._open(list(lost))
             resets: dict[_Actor, tuple[str, tuple]] = {}
-            for actor in lost:
+            for actor in opened:
                 specs = self._specs_of(actor)
                 rows = np.array([row for row, spec in enumerate(specs) if spec is not None], dtype=np.int64)
-                resets[actor] = ("call", ("reset", rows, [specs[row] for row in rows], specs))
-            answers, lost = self._exchange(resets, *limit)
+                resets[actor] = ("reset", (rows, [specs[row] for row in rows], specs))
+            answers, lost_again = self._exchange_in_time(resets)
+            lost |= lost_again
             for actor, answer in answers.items():
                 self._take(actor, answer)
         return values
+
+    def _exchange_in_time(
+        self, calls: dict[_Actor, tuple[str, tuple]]
+    ) -> tuple[dict[_Actor, Answer], dict[_Actor, str]]:
+        """Let actors call methods of their ``EnvHost``; see ``_exchange``."""
+        asked = {actor: ("call", (name, *arguments)) for actor, (name, arguments) in calls.items()}
+        return self._exchange(asked, self.nodes.timeout_s, "cluster.env_node_timeout_s")
 
     def _specs_of(self, actor: _Actor) -> list[EpisodeSpec | None]:
         return [None] * len(actor.ids) if self._specs is None else [self._specs[row] for row in actor.ids]
@@ -368,7 +382,8 @@ class RemoteVectorEnv(VectorEnv):
                         lost[actor] = f"it was lost during {wait.name}: {_reason(error)}"
                     if wait.silent_s > limit_s:
                         lost[actor] = (
-                            f"{wait.name} made no progress for {limit_s:g} s ({key}). Stack traces:{self.stacks()}"
+                            f"{wait.name} made no progress for {limit_s:g} s ({key}). "
+                            f"Stack traces:{self.ask_stacks()(time.monotonic() + REMOTE_S)}"
                         )
         except BaseException:  # Ctrl-C: the next call must not read the answers to this one.
             self._kill(calls)
@@ -396,11 +411,11 @@ class RemoteVectorEnv(VectorEnv):
         logger.warning("%s: %s\nIts episodes restart (restart %d of %d).", actor, why, count, limit)
         self._lost[actor.ids] = True
 
-    def _open(self, actors: Sequence[_Actor]) -> EnvFacts:
-        """Start actors and let them build their envs; refuse those with other software than this process.
+    def _open(self, actors: Sequence[_Actor]) -> tuple[dict[_Actor, EnvFacts], dict[_Actor, str]]:
+        """Start actors and let them build their envs; return what they tell, and why others did not start.
 
         Raises:
-            SimulatorError: An actor does not start in time, or is lost meanwhile.
+            ConfigError: One has other software than this process.
         """
         nodes, config = self.nodes, self._task_config
         machines = [machine["Resources"] for machine in self._ray.nodes() if machine["Alive"]]
@@ -417,16 +432,11 @@ class RemoteVectorEnv(VectorEnv):
         for actor in actors:
             task = pickle.dumps(HostTask(config, len(actor.ids), sharers))
             path = [entry or os.getcwd() for entry in sys.path]
+            actor.host, actor.pid = NOWHERE, 0
             actor.handle = self._ray.remote(**options)(EnvHost).remote(path, pickle.dumps(nodes.prepare), task)
         answers, lost = self._exchange(
             {actor: ("open", ()) for actor in actors}, nodes.start_s, "cluster.deadlines.start"
         )
-        for actor, why in lost.items():
-            self._kill(self._actors)
-            raise SimulatorError(
-                f"{actor} did not start: {why}. See the machines and resources of the cluster with `ray status`; if starting only "
-                f"needs longer, set cluster.deadlines.start={2 * nodes.start_s:g}"
-            )
         for actor, facts in answers.items():
             actor.host, actor.pid = facts.host, facts.pid
             lines = describe_differences([(socket.gethostname(), self._software), (facts.host, facts.software)])
@@ -437,7 +447,7 @@ class RemoteVectorEnv(VectorEnv):
                     f"{actor} has other software than the run:\n  {told}\nStart all machines of the cluster in the same "
                     "environment, from the same code"
                 )
-        return answers[actors[0]]
+        return answers, lost
 
     def _kill(self, actors: Sequence[_Actor] | dict[_Actor, Any]) -> None:
         for actor in actors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -92,11 +93,20 @@ class Player:
             results = self._episodes.play(specs, lambda result: None)
         return results, self.env.num_restarts - before
 
-    def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
-        """Write videos of evaluated episodes into a folder that all machines see; see ``Episodes.record``."""
+    def record(
+        self, numbered: Sequence[tuple[int, EpisodeResult]], folder: str, size: int
+    ) -> list[tuple[Video, bytes]]:
+        """Record videos of evaluated episodes; return them with the contents of their files, which the rank writes.
+
+        Args:
+            numbered: See ``Episodes.record``.
+            folder: Name of the folder that the rank writes to, which this machine may not see.
+            size: Pixels.
+        """
         self._held()
-        with evaluation_mode(self.model), self._autocast():
-            return self._episodes.record(numbered, folder, size)
+        with evaluation_mode(self.model), self._autocast(), tempfile.TemporaryDirectory(prefix="rlinf-") as parent:
+            videos = self._episodes.record(numbered, Path(parent, folder), size)
+            return [(video, Path(parent, video[1]["path"]).read_bytes()) for video in videos]
 
     def close(self) -> None:
         """Close the envs."""

@@ -29,6 +29,7 @@ from rlinf.engines.weight_store import stored_buckets
 from rlinf.engines.weight_transfer import manifest_of
 from rlinf.errors import RankError
 from rlinf.evaluation.evaluator import Video
+from rlinf.files import write_bytes
 from rlinf.preflight.placement import Placement
 from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.rollout.weight_push import gathered
@@ -358,7 +359,12 @@ class RemoteEpisodes:
 
     def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
         """See ``Episodes.record``."""
-        numbers, place = self.players.numbers, folder.resolve()
+        numbers = self.players.numbers
         shares = [(number, list(numbered[number - numbers.start :: len(numbers)])) for number in numbers]
-        calls = [self.players.ask(each, "evaluate", "record", share, place, size) for each, share in shares if share]
-        return [video for videos in self.players.answers(calls) for video in videos]
+        calls = [
+            self.players.ask(each, "evaluate", "record", share, folder.name, size) for each, share in shares if share
+        ]
+        recorded = [each for answer in self.players.answers(calls) for each in answer]
+        for (_, about, _), content in recorded:
+            write_bytes(folder.parent / about["path"], content)
+        return [video for video, _ in recorded]

@@ -10,12 +10,14 @@ from run_results import run_config
 
 from rlinf.cluster.actor import Arrays
 from rlinf.cluster.player import Player
+from rlinf.cluster.players import RemoteEpisodes
 from rlinf.commands.train import build
 from rlinf.engines.weight_handle import WeightsRefusedError
 from rlinf.engines.weight_store import stored_buckets
 from rlinf.engines.weight_transfer import PushHeader, manifest_of
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
+from rlinf.models.precision import evaluation_mode
 from rlinf.preflight.placement import Placement
 from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.types import RolloutBatch
@@ -134,3 +136,30 @@ def test_a_shell_has_no_weights_and_keeps_what_a_push_does_not_bring(run):
             PolicyShell.of(model)
     finally:
         del model.hook
+
+
+def test_the_rank_writes_the_videos_of_players(run, players, tmp_path):
+    """A machine of players need not see the run folder."""
+    folder = tmp_path / "step_000001" / "videos"
+
+    class Direct:
+        numbers = range(2)
+
+        def ask(self, number, _, method, *arguments):
+            answer = getattr(players[number], method)(*arguments)
+            assert not folder.exists(), "a player has written it"
+            return answer
+
+        def answers(self, calls):
+            return calls
+
+    results, _ = players[0].evaluate(episode_list(players[0].env, "eval", 3))
+    numbered = list(enumerate(results))
+    videos = sorted(RemoteEpisodes(Direct()).record(numbered, folder, 32), key=lambda video: video[0])
+    alone = tmp_path / "alone" / "videos"
+    with evaluation_mode(players[0].model):
+        assert videos == players[0]._episodes.record(numbered, alone, 32)
+    names = sorted(path.name for path in alone.iterdir())
+    assert len(names) == 3 and sorted(path.name for path in folder.iterdir()) == names
+    for name in names:
+        assert (folder / name).read_bytes() == (alone / name).read_bytes()

@@ -472,7 +472,7 @@ def test_a_full_disk_is_one_sentence_with_the_file_and_the_free_space(tmp_path, 
 
     for place, name, fails, file in (
         (torch, "save", torch_full, "rank_0.pt"),
-        (checkpoints.Path, "write_text", full, "state.json"),
+        (checkpoints.Path, "write_bytes", full, "state.json"),
         (checkpoints.Manifest, "save", full, "rl_000001"),
     ):
         with monkeypatch.context() as patch:

@@ -82,7 +82,7 @@ def test_a_kept_file_is_only_cut_where_a_line_is_not_whole(tmp_path, monkeypatch
     partial = PartialResults(tmp_path, {"a": "é"})
     partial._file.close()
     whole = partial.path.read_bytes()
-    monkeypatch.setattr(Path, "write_text", lambda *_, **__: pytest.fail("the kept results may not be written again"))
+    monkeypatch.setattr(Path, "write_bytes", lambda *_, **__: pytest.fail("the kept results may not be written again"))
     for rest in (b"", b'{"spec": "\xc3'):  # in the middle of a letter, too
         partial.path.write_bytes(whole + rest)
         PartialResults(tmp_path, {"a": "é"})._file.close()

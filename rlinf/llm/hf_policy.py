@@ -35,7 +35,7 @@ from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
 from rlinf.llm.hf_generation import generate_tokens, refuse_other_names
-from rlinf.llm.logprobs import batch_logprobs, batch_scores
+from rlinf.llm.logprobs import batch_logprobs, batch_scores, has_separable_head
 from rlinf.llm.losses import TokenLoss, trained_tokens
 from rlinf.llm.packing import attend_each_sequence, keeps_sequences_apart
 from rlinf.llm.policy_interface import LogprobsSpec, LossFunction
@@ -144,6 +144,8 @@ class HuggingFacePolicy(TokenPolicy):
             sizes = {"shard_size": self.config.shard_size, "cpu_offload": self.config.cpu_offload}
             self.parallel = Sharded(self.model, _device_of(self.config), **sizes)
             check_read(self.model, sources)
+            has_separable_head(self.model)  # here, where no rank can be elsewhere
+            self.model.reshard()  # the root would stay whole, with the weights of now
         self._initial: Reference | None = None
         self._begin(self.model.config.get_text_config(), rank(), parallel=self.parallel)
 

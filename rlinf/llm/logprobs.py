@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import IMAGE_KEYS, join_padded, tokens_and_mask
-from rlinf.llm.packing import pack_rows
+from rlinf.llm.packing import pack_rows, probe_tokens
 from rlinf.models.positions import num_positions
+from rlinf.models.precision import evaluation_mode
 from rlinf.models.sampling import token_logprobs
 
 TOKEN_TYPE_KEYS = {"token_type_ids", "mm_token_type_ids"}
@@ -25,7 +26,7 @@ CHUNK_LOGITS = 2**25
 USEFUL_SHARE = 0.75
 """Below this share of scored positions the head is applied to these alone."""
 _TRIAL_COLUMNS = 2
-_WHOLE_LOGITS: WeakSet[nn.Module] = WeakSet()  # models whose logits ``_head_logits`` does not reproduce
+_SEPARABLE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # what ``has_separable_head`` has found
 _KNOWN = {"input_ids", "attention_mask", "labels", *IMAGE_KEYS, *TOKEN_TYPE_KEYS}
 
 
@@ -152,7 +153,7 @@ def sequence_scores(
     """Return the log-probability of every token given the tokens before it, and on request the entropy there.
 
     The vocabulary is the largest axis, so the head is applied to ``CHUNK_LOGITS`` logits at a time, and recomputed in the backward
-    pass, if ``_run_to_head`` can reproduce the model's logits.
+    pass, if the model ``has_separable_head``.
 
     Args:
         model: Causal language model whose output has ``logits``.
@@ -187,45 +188,65 @@ def sequence_scores(
     )
 
 
+def has_separable_head(model: Any) -> bool:
+    """Return whether ``_head_logits`` makes the logits of a model from the hidden states that its head gets.
+
+    The first call for a model tries it on a few tokens; later ones return what that one found. Where the model is sharded, all ranks
+    must make the first call together, because it runs the model. Ranks then never differ in how often they run it for a batch.
+    """
+    if model not in _SEPARABLE:
+        _SEPARABLE[model] = _tried_head(model)
+    return _SEPARABLE[model]
+
+
+def _tried_head(model: Any) -> bool:
+    takes_few = "logits_to_keep" in inspect.signature(model.forward).parameters
+    if not takes_few or model.get_output_embeddings() is None:
+        return False
+    ids = probe_tokens(model)
+    with evaluation_mode(model):
+        given, logits = _run_with_few_logits(model, {"input_ids": ids})
+        if len(given) != 1 or given[0].shape[:-1] != ids.shape:
+            return False
+        return _are_equal(_logits_of(model, given[0][:, :_TRIAL_COLUMNS]), logits)
+
+
 def _run_to_head(
     model: Any, inputs: Mapping[str, Tensor], num_scored: int
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Run a causal language model, without computing all logits if these are more than ``CHUNK_LOGITS`` or mostly not needed.
 
-    A model that takes ``logits_to_keep`` works with the logits of a few columns. Its head gets only these columns, and a hook keeps
-    the hidden states of all. If ``_head_logits`` does not reproduce the few logits, the model runs again in full.
+    Its head then gets a few columns only, and a hook keeps the hidden states of all. Ranks may differ in this choice: either way, a
+    sharded model gathers the same weights in the same order, in both passes, because its head is no unit of its own.
 
     Return hidden states ``[B, S, H]`` and the function that turns them into logits ``[..., V]``; or logits and the identity.
     """
-    head, num_tokens = None, inputs["input_ids"].numel()
-    if num_tokens * model.config.get_text_config().vocab_size > CHUNK_LOGITS or num_scored < USEFUL_SHARE * num_tokens:
-        takes_few = "logits_to_keep" in inspect.signature(model.forward).parameters and model not in _WHOLE_LOGITS
-        head = model.get_output_embeddings() if takes_few else None
-    if head is not None:
-        given: list[Tensor] = []
-
-        def show_few(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            given.extend(args)
-            return tuple(states[:, :_TRIAL_COLUMNS] for states in args)
-
-        hook = head.register_forward_pre_hook(show_few)
-        try:
-            logits = model(**inputs, use_cache=False).logits
-        finally:
-            hook.remove()
-        if not given:
-            return logits, lambda every: every
-
-        def head_logits(states: Tensor) -> Tensor:
-            return _head_logits(model.config.get_text_config(), head(states))
-
-        if len(given) == 1 and given[0].shape[:-1] == inputs["input_ids"].shape:
-            with torch.no_grad():
-                if _are_equal(head_logits(given[0][:, :_TRIAL_COLUMNS]), logits):
-                    return given[0], head_logits
-        if logits.isfinite().all():  # logits that are not finite do not tell whether the head differs
-            _WHOLE_LOGITS.add(model)
+    num_tokens = inputs["input_ids"].numel()
+    is_large = num_tokens * model.config.get_text_config().vocab_size > CHUNK_LOGITS
+    is_separable = has_separable_head(model)  # asked whatever the batch: no rank may decide alone to run the model
+    if is_separable and (is_large or num_scored < USEFUL_SHARE * num_tokens):
+        (states,), _ = _run_with_few_logits(model, inputs)
+        return states, lambda part: _logits_of(model, part)
     return model(**inputs, use_cache=False).logits, lambda every: every
+
+
+def _run_with_few_logits(model: Any, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Run a model whose head gets only the first columns; return all that its head was given, and the logits of these columns."""
+    given: list[Tensor] = []
+
+    def show_few(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given.extend(args)
+        return tuple(states[:, :_TRIAL_COLUMNS] for states in args)
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(show_few)
+    try:
+        return given, model(**inputs, use_cache=False).logits
+    finally:
+        hook.remove()
+
+
+def _logits_of(model: Any, states: Tensor) -> Tensor:
+    return _head_logits(model.config.get_text_config(), model.get_output_embeddings()(states))
 
 
 def _head_logits(config: Any, logits: Tensor) -> Tensor:

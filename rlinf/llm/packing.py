@@ -194,14 +194,14 @@ AttentionMaskInterface.register(SDPA_BY_SEQUENCE, sdpa_mask)
 
 def keeps_sequences_apart(model: Any) -> bool:
     """Return whether a model in evaluation mode keeps the sequences of a packed row apart, tried on two short ones."""
-    sequences = _probe_tokens(model).view(2, -1)
+    sequences = probe_tokens(model).view(2, -1)
     ids, positions = pack_rows(sequences, torch.full((2,), sequences.shape[1]))
     return _reads_only(model, sequences[1:], {"input_ids": ids, "position_ids": positions})
 
 
 def ignores_left_padding(model: Any) -> bool:
     """Return whether left padding, which ``generate`` needs, leaves the logits of a model in evaluation mode unchanged."""
-    ids = _probe_tokens(model)
+    ids = probe_tokens(model)
     mask = torch.ones_like(ids)
     mask[:, : ids.shape[1] // 2] = 0
     inputs = {"input_ids": ids, "attention_mask": mask}
@@ -237,7 +237,7 @@ def _reads_only(model: Any, last: Tensor, inputs: dict[str, Tensor]) -> bool:
     return bool(same) and not bool(gradient[:, :-length].any())
 
 
-def _probe_tokens(model: Any) -> Tensor:
+def probe_tokens(model: Any) -> Tensor:
     """Return tokens ``[1, 16]`` without a special meaning in the configuration, such as that of an image."""
     special = {value for key, value in model.config.to_dict().items() if "token" in key and isinstance(value, int)}
     plain = [token for token in range(model.config.get_text_config().vocab_size) if token not in special]

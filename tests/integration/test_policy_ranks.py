@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlinf.algorithms import DPOLossFn, GRPOLossFn, NLLLossFn
 from rlinf.distributed import BatchedDataDict
@@ -132,3 +134,72 @@ def test_a_large_vocabulary_in_chunks_on_two_shards_takes_the_step_of_one_proces
             torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7)
         torch.testing.assert_close(start, before[own], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(end, after[own], rtol=1e-4, atol=1e-4)
+
+
+# -- ranks that choose different ways to the logits ------------------------------------------------------------------
+
+
+class Collectives(TorchDispatchMode):
+    """Records what FSDP2 asks of the process group: the name of each call and the sizes of its tensors, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            sizes = [tuple(each.shape) for each in args if isinstance(each, torch.Tensor)]
+            self.calls.append((str(function), sizes))
+        return function(*args, **(kwargs or {}))
+
+
+def uneven_rows(number):
+    """Two rows of 8 tokens; rank 0 learns 5 of 16, so it has the head applied to these, rank 1 learns 14."""
+    ids = torch.randint(3, 48, (2, 8), generator=torch.Generator().manual_seed(number))
+    mask = torch.zeros_like(ids)
+    mask[:, 1:] = 1
+    if number == 0:
+        mask[0, 1:] = 0
+        mask[1, :3] = 0
+    return BatchedDataDict({"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_mask": mask})
+
+
+def double_logits(config, logits):
+    """In place of ``_head_logits``: as if the model halved its logits in a way that is not known here."""
+    return 2 * logits
+
+
+WAYS = [(does_more, lora) for does_more in (False, True) for lora in (None, {"rank": 2})]
+
+
+def step_with_uneven_shares(arguments):
+    folder, output = arguments
+    plain = logprobs._head_logits
+    for number, (does_more, lora) in enumerate(WAYS):
+        logprobs._head_logits = double_logits if does_more else plain
+        policy = HuggingFacePolicy(folder, learning_rate=1e-3, sharding="fsdp2", lora=lora)
+        assert all(isinstance(p, DTensor) for p in policy.model.parameters()), (
+            "trying the head leaves no weights behind"
+        )
+        assert logprobs.has_separable_head(policy.model) is not does_more
+        for attempt in range(2):
+            rows = uneven_rows((rank() + attempt) % 2)  # each rank has few tokens once
+            with Collectives() as collectives:
+                metrics, gradients = step(policy, rows, NLLLossFn())
+            torch.save((metrics, gradients, collectives.calls), f"{output}/{number}_{attempt}_{rank()}.pt")
+
+
+def test_ranks_with_other_shares_of_trained_tokens_take_one_step(tiny_lm, tmp_path):
+    folder = tiny_lm(tie_word_embeddings=False)
+    launch(step_with_uneven_shares, (folder, str(tmp_path)), 2, "cpu")
+    rows = BatchedDataDict({key: torch.cat([uneven_rows(0)[key], uneven_rows(1)[key]]) for key in uneven_rows(0)})
+    for number, (_, lora) in enumerate(WAYS):
+        policy = HuggingFacePolicy(folder, learning_rate=1e-3, lora=lora)
+        for attempt in range(2):
+            metrics, expected = step(policy, rows, NLLLossFn())
+            ranks = [torch.load(tmp_path / f"{number}_{attempt}_{index}.pt") for index in range(2)]
+            for found, gradients, _ in ranks:
+                assert found == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+                for name, gradient in gradients.items():
+                    torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+            assert ranks[0][2] == ranks[1][2] and any("reduce_scatter" in name for name, _ in ranks[0][2])

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -97,9 +97,10 @@ def locked_folder(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if made and os.listdir(folder) == [LOCK_FILE]:
-                (folder / LOCK_FILE).unlink()
-                _remove_empty(made)
+            with suppress(OSError):  # an empty folder that stays is no reason to hide the error of the block
+                if made and os.listdir(folder) == [LOCK_FILE]:
+                    (folder / LOCK_FILE).unlink()
+                    _remove_empty(made)
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:

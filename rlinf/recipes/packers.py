@@ -224,7 +224,7 @@ class ChatPacker:
         num_taken = 0
         for message in messages:
             content, parts = message["content"], []
-            for part in _parts(content, bool(given)) if isinstance(content, str) else content:
+            for part in text_parts(content, bool(given)) if isinstance(content, str) else content:
                 part = {key: value for key, value in part.items() if value is not None}
                 kind = part.get("type")
                 if kind == "text":
@@ -443,7 +443,7 @@ def _checked(number: int, message: Any) -> dict[str, Any]:
             raise BadRowError(f"message {number} has no '{key}', only {', '.join(sorted(given)) or 'nulls'}; required: role and "
                               "content, or from and value.")  # fmt: skip
     role, content = given.pop(role_key), given.pop(content_key)
-    role = SHAREGPT_ROLES.get(role, role) if role_key == "from" else role
+    role = SHAREGPT_ROLES.get(role, role) if role_key == "from" and isinstance(role, str) else role
     if role not in ROLES:
         known = [*SHAREGPT_ROLES, *ROLES] if role_key == "from" else ROLES
         raise BadRowError(f"message {number} has '{role_key}': {_short(role)}; required: one of {', '.join(known)}.")
@@ -465,7 +465,7 @@ def _text_of(content: Any) -> str:
     return "".join(str(part.get("text") or "") for part in content)
 
 
-def _parts(text: str, has_images: bool) -> list[dict[str, Any]]:
+def text_parts(text: str, has_images: bool) -> list[dict[str, Any]]:
     """Return a text as parts of a message; in a row with images, ``IMAGE_MARK`` is the next one."""
     pieces = text.split(IMAGE_MARK) if has_images else [text]
     parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}]

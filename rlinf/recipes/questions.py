@@ -12,7 +12,7 @@ from typing import Any
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.options import option
 from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.packers import IMAGE_MARK, ChatPacker, check_messages
+from rlinf.recipes.packers import IMAGE_MARK, ChatPacker, check_messages, text_parts
 from rlinf.recipes.rewards import ANSWERS, REWARDS, Reward
 from rlinf.recipes.samples import BadRowError, Prompt
 
@@ -243,13 +243,31 @@ def _ask(question: Question, options: dict[str, str], config: QuestionsConfig, i
         elif ending:
             asked[-1]["content"] = f"{content} {ending}"
         question.prompt = "\n".join(_text_of(each.get("content")) for each in asked)
-    last = asked[-1]
-    if question.media and isinstance(last["content"], str) and IMAGE_MARK not in last["content"]:
-        parts = [_part(kind, value, config) for kind, value in question.media]
-        last["content"] = [*parts, {"type": "text", "text": last["content"]}]
+    _place(question.media, asked, config)
     if config.system_prompt is not None:
         asked.insert(0, {"role": "system", "content": config.system_prompt})
     question.messages = asked
+
+
+def _place(media: list[tuple[str, Any]], asked: list[dict[str, Any]], config: QuestionsConfig) -> None:
+    """Turn marks into parts of messages, and put images or the video before the last question if no part names them."""
+    has_images = any(kind == "image" for kind, _ in media)
+    for message in asked:
+        content = message["content"]
+        if media and isinstance(content, str) and IMAGE_MARK in content:
+            if not has_images:
+                raise BadRowError(f"its question has {IMAGE_MARK}, and its columns have a video and no image; required: an image for "
+                                  "each mark. A video needs no mark, it comes before the question.")  # fmt: skip
+            message["content"] = text_parts(content, has_images)
+    contents = [message["content"] for message in asked]
+    parts = [part for content in contents if not isinstance(content, str) for part in content]
+    names_images = any(part.get("type") == "image" for part in parts)
+    videos = [part.get("video") for part in parts if part.get("type") == "video"]
+    missing = [_part(kind, value, config) for kind, value in media
+               if not (names_images if kind == "image" else value in videos)]  # fmt: skip
+    if missing:
+        text = [{"type": "text", "text": contents[-1]}] if isinstance(contents[-1], str) else contents[-1]
+        asked[-1]["content"] = [*missing, *text]
 
 
 def _part(kind: str, value: Any, config: QuestionsConfig) -> dict[str, Any]:

@@ -211,6 +211,16 @@ def test_the_lock_of_a_process_that_was_killed_is_open(tmp_path):
         assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} ")
 
 
+def test_a_folder_that_is_gone_does_not_hide_what_went_wrong(tmp_path):
+    folder = tmp_path / "runs" / "mine"
+    with pytest.raises(ConfigError, match="the cause"), locked_folder(folder):
+        shutil.rmtree(folder)
+        raise ConfigError("the cause")
+    with pytest.raises(ConfigError), locked_folder(folder):  # a control: the cleanup still does its work
+        raise ConfigError("nothing was written")
+    assert not folder.exists() and (tmp_path / "runs").is_dir()
+
+
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EIO])
 def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, caplog, number):
     def flock(file, operation):

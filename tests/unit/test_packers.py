@@ -231,6 +231,10 @@ def test_messages_of_sharegpt_are_those_with_role_and_content():
             "message 0 has 'from': 'alien'; required: one of human, gpt, system",
         ),
         (
+            {"messages": [{"from": ["human"], "value": "b"}]},
+            "message 0 has 'from': .'human'.; required: one of human, gpt",
+        ),
+        (
             {"messages": [{"role": "human", "content": "b"}]},
             "message 0 has 'role': 'human'; required: one of system, user",
         ),

@@ -99,6 +99,43 @@ def test_options_may_be_a_list_and_the_answer_a_number(tmp_path):
     assert question.expected == "C" and question.prompt.startswith("Which?\n(A) x\n(B) y\n(C) z\nAnswer")
 
 
+IMAGE, WHAT = {"type": "image"}, {"type": "text", "text": "What?"}
+TURNS = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "cat"},
+         {"role": "user", "content": "Colour?"}]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),  # contents of the messages as the model gets them, by hand
+    [
+        ({"question": "What?", "images": ["a", "b"]}, [[IMAGE, IMAGE, WHAT]]),
+        ({"question": "<image>What?", "image": "a"}, [[IMAGE, WHAT]]),
+        ({"question": "<image>What?", "image": "a", "video": "v"}, [["v", IMAGE, WHAT]]),
+        ({"question": "What?", "image": "a", "video": "v"}, [[IMAGE, "v", WHAT]]),
+        ({"messages": TURNS, "images": ["a"]}, [[IMAGE, WHAT], "cat", "Colour?"]),
+        ({"messages": TURNS, "images": ["a"], "video": "v"}, [[IMAGE, WHAT], "cat", ["v", {**WHAT, "text": "Colour?"}]]),
+        ({"messages": [{"role": "user", "content": [WHAT]}], "image": "a", "video": "v"}, [[IMAGE, "v", WHAT]]),
+        ({"messages": [{"role": "user", "content": [IMAGE, WHAT]}], "image": "a", "video": "v"}, [["v", IMAGE, WHAT]]),
+        ({"messages": [{"role": "user", "content": [WHAT, {"type": "video", "video": "v"}]}], "video": "v"}, [[WHAT, "v"]]),
+        ({"question": "an <image> tag"}, ["an <image> tag"]),
+    ],
+)  # fmt: skip
+def test_every_image_and_video_of_a_question_is_in_its_messages_once(tmp_path, row, expected):
+    (question,) = asked(rows_file(tmp_path / "rows.jsonl", [{**row, "answer": "x"}]))
+    contents = [message["content"] for message in question.messages]
+    for content in contents:
+        if isinstance(content, list):
+            content[:] = [part["video"] if part["type"] == "video" else part for part in content]
+    assert contents == expected
+
+
+def test_a_mark_without_its_image_is_refused_beside_a_video(tmp_path):
+    rows = rows_file(tmp_path / "rows.jsonl", [{"question": "<image>What happens?", "video": "v.mp4", "answer": "x"}])
+    with pytest.raises(
+        ConfigError, match="Row 0 .*its question has <image>, and its columns have a video and no image"
+    ):
+        asked(rows)
+
+
 def test_json_and_parquet_give_the_same_questions(tmp_path):
     import pyarrow
     from pyarrow import parquet

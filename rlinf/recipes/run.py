@@ -22,8 +22,8 @@ from rlinf.checkpoints.checkpoint import (
 )
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager, comparable, newest_checkpoint
 from rlinf.checkpoints.hf_folder import HFFolder
-from rlinf.distributed.deadlines import waiting
-from rlinf.distributed.process_group import gather_objects, rank
+from rlinf.distributed.deadlines import portable, waiting
+from rlinf.distributed.process_group import gather_objects, rank, world_size
 from rlinf.errors import ConfigError
 from rlinf.evaluation.report import write_report
 from rlinf.files import locked_folder, write_text
@@ -183,18 +183,30 @@ def _steps_per_epoch(config: RecipeConfig, trainer: Trainer) -> int:
 def _check_equal_rows(trainer: Trainer) -> None:
     """Raise ConfigError on every rank if a dataset script gives other rows to one rank than to another (a collective call).
 
-    Their number and the first row are compared; of a stream nothing is.
+    Their number and the first, the middle and the last row are compared; of a stream nothing is. If one rank cannot pack a row, all
+    ranks raise its error.
     """
     rows = trainer.rows
-    if isinstance(rows, StreamedRows):
+    if isinstance(rows, StreamedRows) or world_size() == 1:
         return
-    told = gather_objects((len(rows), _tokens(rows[0])))
-    for number, (num_rows, first) in enumerate(told):
-        if (num_rows, first) == told[0]:
-            continue
+    packed: dict[int, list[list[int]]] = {}
+    error: Exception | None = None
+    try:
+        packed = {row: _tokens(rows[row]) for row in (0, len(rows) // 2, len(rows) - 1)}
+    except Exception as raised:  # noqa: BLE001 - whatever a packer raises, the other ranks wait for this one
+        error = raised
+    with waiting("start"):
+        told = gather_objects((len(rows), packed, None if error is None else portable(error, rank())))
+    for raised in (error, *(each for *_, each in told)):
+        if raised is not None:
+            raise raised
+    for number, (num_rows, others, _) in enumerate(told):
         found = f"rank 0 has {told[0][0]} rows, rank {number} has {num_rows}"
         if num_rows == told[0][0]:
-            found = f"the first row of rank {number} is not that of rank 0"
+            changed = [row for row in others if others[row] != told[0][1][row]]
+            if not changed:
+                continue
+            found = f"row {changed[0]} of rank {number} is not that of rank 0"
         raise ConfigError(
             f"The dataset differs between the ranks: {found}. On every rank a script must give all rows, which are divided here"
         )

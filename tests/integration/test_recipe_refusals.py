@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -14,8 +15,8 @@ from rlinf.distributed.process_group import rank
 from rlinf.errors import ConfigError
 from rlinf.options import from_mapping
 from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.datasets import PackedRows
-from rlinf.recipes.run import run
+from rlinf.recipes.datasets import PackedRows, Rows
+from rlinf.recipes.run import _check_equal_rows, run
 from rlinf.recipes.samples import BadRowError, Prompt, Sample
 from rlinf.tracking.tracker import read_metrics
 
@@ -50,10 +51,17 @@ def other_rows():
     return ROWS[rank() :: 2]
 
 
+def other_row(changed):
+    """All rows, of which one is other on rank 1."""
+    return [{"ids": [9, 9, 9]} if rank() == 1 and number == changed else row for number, row in enumerate(ROWS)]
+
+
 CASES = {
     "too few rows": ("sft", 4, lambda: ROWS[:3], "The dataset has 3 rows, too few for one batch of .*=4"),
     "rows by rank, unevenly": ("sft", 2, share_of_rows, "rank 0 has 5 rows, rank 1 has 3.*On every rank a script must give all rows"),
-    "rows by rank, evenly": ("sft", 2, other_rows, "the first row of rank 1 is not that of rank 0.*On every rank a script must give all rows"),
+    "rows by rank, evenly": ("sft", 2, other_rows, "row 0 of rank 1 is not that of rank 0.*On every rank a script must give all rows"),
+    "another row in the middle": ("sft", 2, lambda: other_row(4), "row 4 of rank 1 is not that of rank 0"),
+    "another last row": ("sft", 2, lambda: other_row(7), "row 7 of rank 1 is not that of rank 0"),
     "a group that would be split": ("grpo", 4, lambda: ROWS, "of rollout.n_generation=4 on 2 ranks. Set .* a multiple of 8"),
 }  # fmt: skip
 
@@ -99,6 +107,45 @@ def test_all_ranks_refuse_with_the_same_words_and_leave_nothing(model, tmp_path)
         with pytest.raises(ConfigError, match=message):
             raise ConfigError(one[name])
     assert not (tmp_path / "out").exists()
+
+
+class OwnRows(PackedRows):
+    """Rows that one rank alone cannot pack."""
+
+    fault: Exception | None = None
+
+    def __getitem__(self, index):
+        if rank() == 1 and index == 7 and self.fault is not None:
+            raise self.fault
+        return super().__getitem__(index)
+
+
+def compare_rows(folder) -> None:
+    rows, found = OwnRows(Rows(ROWS), Ids().sample), {}
+    for name, fault in {
+        "row": BadRowError("it is odd.", 7),
+        "packer": ZeroDivisionError("of a packer"),
+        "": None,
+    }.items():
+        rows.fault = fault
+        try:
+            _check_equal_rows(SimpleNamespace(rows=rows))
+        except Exception as error:  # noqa: BLE001 - which one it is, is what is tested
+            found[name] = [type(error).__name__, str(error)]
+    (folder / f"{rank()}.json").write_text(json.dumps(found))
+
+
+def test_an_error_of_one_rank_while_rows_are_compared_is_raised_on_all(tmp_path):
+    launch(compare_rows, tmp_path, 2, "cpu")
+    one, two = (json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2))
+    assert (
+        one["row"] == two["row"]
+        and one["row"][0] == "BadRowError"
+        and "Row 7 cannot be used: it is odd." in one["row"][1]
+    )
+    assert two["packer"] == ["ZeroDivisionError", "of a packer"] and one["packer"][0] == "RankError"
+    assert "Rank 1 failed" in one["packer"][1] and "of a packer" in one["packer"][1]
+    assert one.keys() == two.keys() == {"row", "packer"}, "control: without a fault there is no error"
 
 
 def read_a_stream(arguments) -> None:

@@ -197,9 +197,9 @@ def _check_equal_rows(trainer: Trainer) -> None:
         error = raised
     with waiting("start"):
         told = gather_objects((len(rows), packed, None if error is None else portable(error, rank())))
-    for raised in (error, *(each for *_, each in told)):
-        if raised is not None:
-            raise raised
+    for each in (error, *(other for *_, other in told)):
+        if each is not None:
+            raise each
     for number, (num_rows, others, _) in enumerate(told):
         found = f"rank 0 has {told[0][0]} rows, rank {number} has {num_rows}"
         if num_rows == told[0][0]:

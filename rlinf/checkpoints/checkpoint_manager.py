@@ -77,7 +77,8 @@ class CheckpointManager:
         with_policy: Checkpoints hold ``model/`` or ``adapter/``, as those of action policies do.
         export: Writes ``<folder>/safetensors/final`` from the last checkpoint; None: nothing does.
         exports_all: It also writes ``<folder>/safetensors/<name>`` from every other one, which goes when its checkpoint goes.
-        uploads: Those of rank 0 take what is written. Their errors are raised by ``close``, when everything is on the disk.
+        uploads: Those of rank 0 take what is written; at the end, those that take every checkpoint also take each one that is on the
+            disk. Their errors are raised by ``close``, when everything is on the disk.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class CheckpointManager:
         self.export, self.exports_all, self.uploads = export, exports_all, list(uploads)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._upload_failures: list[str] = []
+        self._upload_failures: dict[tuple[Upload, tuple[Path, ...]], str] = {}
         self._stager: DefaultStager | None = None
         self._group: dist.ProcessGroup | None = None
         if save_mode == "async":
@@ -216,7 +217,7 @@ class CheckpointManager:
             if self._stager is not None:
                 self._stager.close()
         if self._upload_failures:
-            failures = "; ".join(self._upload_failures)
+            failures = "; ".join(self._upload_failures.values())
             final = self.folder / SAFETENSORS_FOLDER / FINAL
             later = "start the same command with train.resume=true" if self.keeps_any else f"upload {final} by hand"
             raise CheckpointError(
@@ -281,12 +282,27 @@ class CheckpointManager:
 
     def _upload(self, folders: Sequence[Path], is_final: bool) -> None:
         for each in self.uploads:
+            if is_final and each.every:
+                for earlier in self._earlier(folders):
+                    self._try_upload(each, earlier, is_final=False)
             if is_final or each.every:
-                try:
-                    each.upload(self.folder, folders, is_final)
-                except CheckpointError as error:
-                    logger.error("%s", error)
-                    self._upload_failures.append(str(error))
+                self._try_upload(each, folders, is_final)
+
+    def _earlier(self, folders: Sequence[Path]) -> list[list[Path]]:
+        """Return the other whole checkpoints of the run, each with what was exported from it."""
+        checkpoints = [self.folder / CHECKPOINTS_FOLDER / name for name in sorted(self.names())]
+        found = [[path, self.folder / SAFETENSORS_FOLDER / path.name] for path in checkpoints if path not in folders]
+        return [[path for path in pair if path.is_dir()] for pair in found]
+
+    def _try_upload(self, upload: Upload, folders: Sequence[Path], is_final: bool) -> None:
+        """Upload folders; what was said of an earlier try no longer counts."""
+        key = (upload, tuple(folders))
+        self._upload_failures.pop(key, None)
+        try:
+            upload.upload(self.folder, folders, is_final)
+        except CheckpointError as error:
+            logger.error("%s", error)
+            self._upload_failures[key] = str(error)
 
 
 def newest_checkpoint(output_dir: Path, name: str = "") -> Path | None:

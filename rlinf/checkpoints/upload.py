@@ -88,7 +88,8 @@ class HubUpload:
 class S3Upload:
     """Uploads checkpoints and exported policies to ``<bucket>/<prefix>/<name of output_dir>/<time of the run>/...``.
 
-    Without the run in the keys, runs would overwrite each other. A folder's manifest is sent last, so a folder that has one is whole.
+    Without the run in the keys, runs would overwrite each other. A folder's manifest is sent last, so a folder that has one is whole,
+    and one that has the same is not sent again.
 
     Args:
         bucket: Name of the bucket, which exists.
@@ -140,6 +141,8 @@ class S3Upload:
     def upload(self, run_folder: Path, folders: Sequence[Path], is_final: bool) -> None:
         """Upload folders of a run; raise CheckpointError if that fails."""
         for folder in folders:
+            if self._is_there(run_folder, folder / MANIFEST_FILE):
+                continue
             files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
             for path in sorted(files, key=lambda path: path == folder / MANIFEST_FILE):
                 key = self.key_of(run_folder, path)
@@ -148,6 +151,13 @@ class S3Upload:
                     self.client.upload_file(str(path), self.bucket, key)
 
                 _tried(send, self._errors, f"upload {path} to s3://{self.bucket}/{key}")
+
+    def _is_there(self, run_folder: Path, manifest: Path) -> bool:
+        """Return whether the bucket has a folder with this manifest, which holds the hashes of all files."""
+        with suppress(*self._errors):  # also of a manifest that is not there
+            sent = self.client.get_object(Bucket=self.bucket, Key=self.key_of(run_folder, manifest))["Body"].read()
+            return sent == manifest.read_bytes()
+        return False
 
     def key_of(self, run_folder: Path, path: Path) -> str:
         """Return the key of a file."""

@@ -4,6 +4,7 @@ import base64
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -395,6 +396,8 @@ def test_what_fails_once_is_tried_again_and_what_fails_always_ends_the_run_at_it
     monkeypatch.setattr(upload.client, "upload_file", flaky)
     upload.upload(run, folders, is_final=True)
     assert calls[0] == calls[1] == calls[2] != calls[3] and len(keys(s3)) == len(calls) - 2
+    for key in keys(s3):
+        s3.delete_object(Bucket="mine", Key=key)
     fails = 10**6
     manager = CheckpointManager(run, uploads=[upload])
     manager._upload(folders, is_final=False)
@@ -417,3 +420,56 @@ def test_only_all_takes_every_checkpoint(tmp_path):
     for is_final in (False, False, True):
         manager._upload([], is_final)
     assert final.calls == [True] and every.calls == [False, False, True]
+
+
+def other_step(run: Path, number: int, exported: bool) -> list[Path]:
+    """An earlier checkpoint of a finished run, and its export."""
+    names = [f"checkpoints/step_{number}", *([f"safetensors/step_{number}"] if exported else [])]
+    folders = []
+    for name, source in zip(names, ("checkpoints/step_7", "safetensors/final"), strict=False):
+        folders.append(shutil.copytree(run / source, run / name))
+        (run / name / "00000.safetensors").write_bytes(f"weights of {number}".encode())
+        Manifest(**{**vars(MANIFEST), "files": hash_files(run / name)}).save(run / name)
+    return folders
+
+
+def files_of(run: Path) -> set[str]:
+    return {f"my-sft/{STAMP}/{path.relative_to(run).as_posix()}" for path in run.rglob("*") if path.is_file()}
+
+
+def fail(*_):
+    raise OSError("no network")
+
+
+def test_at_the_end_every_checkpoint_on_the_disk_is_uploaded_that_is_not_there(s3, tmp_path, monkeypatch):
+    run, last = finished_run(tmp_path)
+    first, second, sent = other_step(run, 2, exported=True), other_step(run, 5, exported=False), []
+    upload = S3Upload("mine", every=True)
+    send = upload.client.upload_file
+    monkeypatch.setattr(upload.client, "upload_file", lambda *a: sent.append(Path(a[0])) or send(*a))
+    manager = CheckpointManager(run, uploads=[upload])
+    with monkeypatch.context() as patch:
+        patch.setattr(upload.client, "upload_file", fail)
+        manager._upload(first, is_final=False)
+    manager._upload(second, is_final=False)
+    with pytest.raises(CheckpointError, match=r"not all of it was uploaded: .*checkpoints/step_2/"):
+        manager.close()
+    assert set(keys(s3)) == {key for key in files_of(run) if "/step_5/" in key}
+    sent.clear()
+    manager._upload(last, is_final=True)
+    manager.close()
+    assert set(keys(s3)) == files_of(run)
+    assert not any("step_5" in path.parts for path in sent), "it was there"
+    (second[0] / "00000.safetensors").write_bytes(b"a run that went on wrote it again")
+    Manifest(**{**vars(MANIFEST), "files": hash_files(second[0])}).save(second[0])
+    sent.clear()
+    upload.upload(run, [*last, *second], is_final=True)
+    assert sent and all("step_5" in path.parts for path in sent)
+
+
+def test_the_end_takes_only_the_last_checkpoint_where_not_all_are_asked_for(s3, tmp_path):
+    run, last = finished_run(tmp_path)
+    other_step(run, 2, exported=True)
+    manager = CheckpointManager(run, uploads=[S3Upload("mine")])
+    manager._upload(last, is_final=True)
+    assert set(keys(s3)) == {key for key in files_of(run) if "/step_2/" not in key}

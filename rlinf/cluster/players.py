@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,11 @@ DUMP_S = 2.0
 """Seconds that a silent player has to write its stacks, which Ray passes on to the log of the run."""
 SIGNAL_S = 30.0
 """Seconds in which a signal must reach a machine, where a process may have to start that sends it."""
-DEADLINE_SHARE = 0.5
-"""Part of a rank's deadline after which a silent player is replaced, so that its blocks are played again within the deadline."""
+FETCH_S = 30.0
+"""Seconds in which what a lost player has answered must come from its machine; else it is played again."""
+SHARE_OF_RANKS = 0.5
+"""Part of a deadline after which a silent player is replaced where several ranks train. The others wait for its rank within the same
+deadline, so another player must play the same blocks in the rest of it."""
 
 
 @dataclass(eq=False)
@@ -57,25 +60,31 @@ class Call:
         deadline: Key of ``cluster.deadlines``.
         method: Of ``PlayerActor``.
         arguments: Of the method.
+        weights: Those that the player holds when it gets to the call; None: none yet.
         ref: Ray's reference to the answer.
-        built_s, waited_s: Seconds that somebody has waited for it, while the player was being built and after.
+        before: References to the answers of what the player does first: being built, taking weights.
+        built_s, waited_s: Seconds that somebody has waited for it, during ``before`` and after.
+        missed: Whether a player was replaced because it was too late with this call.
     """
 
     player: int
     deadline: str
     method: str
     arguments: tuple
+    weights: StoredWeights | None
     ref: Any = None
+    before: list[Any] = field(default_factory=list)
     built_s: float = 0.0
     waited_s: float = 0.0
+    missed: bool = False
 
 
 class Players:
     """The players of this rank.
 
     A player is asked one thing after the other. One that is lost (its process or machine ends, or it misses a deadline) is replaced:
-    the new one takes the weights that the old one held, and is asked again what was not answered. What it answers is what the
-    old one would have answered, because a rollout depends on weights, iteration, attempt and block alone.
+    the new one is asked again what was not answered, each time with the weights that the old one had for it. What it answers is what
+    the old one would have answered, because a rollout depends on weights, iteration, attempt and block alone.
 
     Args:
         config: Of the run.
@@ -99,7 +108,7 @@ class Players:
         self._deadlines = asdict(config.cluster.deadlines)
         self._open: dict[int, list[Call]] = {number: [] for number in self.numbers}
         self._setup: dict[int, list[Any]] = {}
-        self._held: dict[int, StoredWeights] = {}
+        self._held: dict[int, StoredWeights] = {}  # by a player that has done what it was asked
         self._where: dict[int, Any] = {}
         self._actors: dict[int, Any] = {}
         reservation.join()
@@ -116,7 +125,7 @@ class Players:
 
     def call(self, number: int, deadline: str, method: str, *arguments: Any) -> Call:
         """Call a method of a player's ``PlayerActor``; do not wait."""
-        call = Call(number, deadline, method, arguments)
+        call = Call(number, deadline, method, arguments, self._held.get(number))
         self._send(call)
         self._open[number].append(call)
         return call
@@ -142,7 +151,8 @@ class Players:
             go_on()  # the deadlines of the players apply
             for call in [call for call in calls if call.ref in ready]:
                 try:
-                    self._check_setup(call.player)
+                    for each in ray.get(call.before):
+                        _checked(each, call.player)
                     answer = _checked(ray.get(call.ref), call.player)
                 except ray.exceptions.RayTaskError as error:
                     raise RankError(f"Player {call.player} failed: {error}") from None
@@ -160,10 +170,12 @@ class Players:
         weights, self.weights = self.weights, None  # if this breaks off, the next push is complete
         if weights is None or weights.version != version:
             weights = self._stored(version, weights)
-        held = {number: self._held.get(number) for number in self.numbers}
-        calls = [self.call(number, "push", "push", weights) for number in self.numbers if held[number] is not weights]
-        for call, _ in self.as_answered(list(calls)):
-            self._held[call.player] = weights
+        calls = []
+        for number in self.numbers:
+            if self._held.get(number) is not weights:
+                calls.append(self.call(number, "push", "push", weights))
+                self._held[number] = weights
+        self.answers(calls)
         self.weights = weights
 
     def sleep(self) -> None:
@@ -199,20 +211,11 @@ class Players:
         start = pickle.dumps((self.config, self.shell, self.placement, number, neighbours))
         self._where[number] = actor.where.remote()
         self._setup[number] = [actor.build.remote(self.reservation.machine, start)]
-        if number in self._held:
-            self._setup[number].append(actor.push.remote(self._held[number]))
 
     def _send(self, call: Call) -> None:
         call.ref = getattr(self._actors[call.player], call.method).remote(*call.arguments)
+        call.before, self._setup[call.player] = self._setup[call.player], []
         call.built_s = call.waited_s = 0.0
-
-    def _check_setup(self, number: int) -> None:
-        """Raise what went wrong before the first call of a player, which has been answered since."""
-        import ray
-
-        for answer in ray.get(self._setup[number]):
-            _checked(answer, number)
-        self._setup[number] = []
 
     def _replace(self, number: int, cause: str) -> None:
         """Start another player for one that is lost, and ask it what the old one has not answered."""
@@ -226,30 +229,53 @@ class Players:
                 f"log, then continue with rlinf train resume=<run folder>, or raise it: cluster.max_restarts={2 * limit + 2}"
             )
         logger.warning("%s. Another one takes its place and plays the same blocks again.", text)
+        again = [call for call in self._open[number] if not _has_answer(call)]
         ray.kill(self._actors[number])
         self._start(number)
-        for call in self._open[number]:
+        held = None
+        for call in again:
+            held = self._push(number, held, call.weights)
             self._send(call)
+            held = call.arguments[0] if call.method == "push" else held
+        self._push(number, held, self._held.get(number))
+
+    def _push(self, number: int, held: StoredWeights | None, wanted: StoredWeights | None) -> StoredWeights | None:
+        """Bring a new player from some weights to others before it is asked further; return the latter."""
+        if wanted is not held and wanted is not None:
+            self._setup[number].append(self._actors[number].push.remote(wanted))
+        return wanted
 
     def _watch(self, number: int, waited_s: float) -> None:
-        """Replace a player that has not answered its first open call for too long; its stacks go to the log."""
-        import ray
+        """Replace a player that is too late with what it does at present; its stacks go to the log.
 
-        call, setup = self._open[number][0], self._setup[number]
-        if setup and len(ray.wait(setup, num_returns=len(setup), timeout=0)[0]) < len(setup):
+        Raises:
+            RankError: There is no room for the player, or its successor was too late with the same call.
+        """
+        call = next((call for call in self._open[number] if _pending([call.ref])), None)
+        if call is None:
+            return
+        if _pending(call.before):
             call.built_s += waited_s
             deadline, seconds = "start", call.built_s
         else:
             call.waited_s += waited_s
             deadline, seconds = call.deadline, call.waited_s
-        limit = DEADLINE_SHARE * clock.limit_of(deadline, self._deadlines)
+        limit = clock.limit_of(deadline, self._deadlines) * (SHARE_OF_RANKS if self.placement.num_ranks > 1 else 1)
         if seconds <= limit:
             return
+        if _pending([self._where[number]]):
+            raise RankError(
+                f"No machine of the Ray cluster has had room for player {number} for {limit:g} s. Add a machine in place of the one that is "
+                "lost, or set a smaller cluster.num_players, then continue with rlinf train resume=<run folder>"
+            )
         self._signal(number, DUMP_SIGNAL)
         time.sleep(DUMP_S)
-        cure = f"cluster.deadlines.{deadline}={2 * limit / DEADLINE_SHARE:g}"
-        cause = f"it was in '{deadline}' for more than {limit:g} s. Its stacks are in the log. If it only needs longer, set {cure}"
+        cure = f"If it only needs longer, set cluster.deadlines.{deadline}={2 * clock.limit_of(deadline, self._deadlines):g}"
+        cause = f"it was in '{deadline}' for more than {limit:g} s. Its stacks are in the log. {cure}"
         self._signal(number, signal.SIGKILL)  # Ray asks a process to end, and this one may be stopped
+        if call.missed:
+            raise RankError(f"Player {number} was lost: {cause}. So was the one before it, with the same work")
+        call.missed = True
         self._replace(number, cause)
 
     def _signal(self, number: int, signal_number: int) -> None:
@@ -268,6 +294,31 @@ def _checked(answer: Any, number: int) -> Any:
     if answer.error is not None:
         raise getattr(rlinf.errors, answer.error)(answer.message)
     raise RankError(f"Player {number} failed: {answer.message}\n{answer.traceback}".rstrip())
+
+
+def _pending(refs: Sequence[Any]) -> bool:
+    """Return whether the answer to any of these references is still to come."""
+    import ray
+
+    if not refs:
+        return False
+    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
+    return len(ready) < len(refs)
+
+
+def _has_answer(call: Call) -> bool:
+    """Return whether a player has answered a call and its answer was not lost with it."""
+    import ray
+
+    if _pending([call.ref]):
+        return False
+    try:
+        ray.get(call.ref, timeout=FETCH_S)
+    except ray.exceptions.RayTaskError:
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return True
 
 
 def _first_line(error: Exception) -> str:

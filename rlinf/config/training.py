@@ -106,7 +106,9 @@ class ClusterConfig:
         minimum=0,
     )
     max_restarts: int = option(
-        20, "Players that may be replaced (killed, machine lost, deadline missed) before the run ends.", minimum=0
+        20,
+        "Players of each rank that may be replaced (killed, machine lost, deadline missed) before the run ends.",
+        minimum=0,
     )
     num_threads: int | None = option(None, "CPU threads per rank; null: all cores divided by the ranks.")
     device: str = option("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))

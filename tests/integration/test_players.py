@@ -13,8 +13,8 @@ import torch
 from run_results import run_config, untimed_metrics, weights_of
 
 from rlinf.cluster.players import Players
-from rlinf.cluster.reservation import reserved
-from rlinf.commands.train import train
+from rlinf.cluster.reservation import Reservation, reserved
+from rlinf.commands.train import build, train
 from rlinf.errors import ConfigError, RankError
 from rlinf.evaluation.result import EvaluationResult
 
@@ -75,11 +75,11 @@ def runs(tmp_path_factory):
     return run
 
 
-def check_equal(folder, other):
+def check_equal(folder, other, last="rl_000003"):
     """Compare two runs bit for bit: metrics, weights, evaluations."""
     lines, others = untimed_metrics(folder), untimed_metrics(other)
     assert len(lines) > 3 and lines == others
-    weights, other_weights = weights_of(folder, "rl_000003"), weights_of(other, "rl_000003")
+    weights, other_weights = weights_of(folder, last), weights_of(other, last)
     assert weights.keys() == other_weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(tensor, other_weights[name]), name
@@ -131,19 +131,139 @@ def send(number):
     return signal_player
 
 
+def in_a_hurry(players, player):
+    """Let a player's time pass a hundred thousand times faster until it is replaced."""
+    watch, before = players._watch, players.num_replaced
+
+    def fast(number, waited_s):
+        watch(number, waited_s * (1e5 if number == player and players.num_replaced == before else 1))
+
+    players._watch = fast
+
+
+def stop_the_other(players, player):
+    """Stop player 1 before it is asked to play."""
+    in_a_hurry(players, 1 - player)
+    return send(signal.SIGSTOP)(players, 1 - player)
+
+
 def test_players_that_are_killed_or_silent_change_nothing(runs, monkeypatch, caplog):
     """While they play, while they take weights, while they evaluate; one of them is stopped instead."""
-    kill, stop = send(signal.SIGKILL), send(signal.SIGSTOP)
-    moments = {("collect", 3): kill, ("push", 4): kill, ("evaluate", 4): kill, ("collect", 6): stop}
+    kill = send(signal.SIGKILL)
+    moments = {("collect", 3): kill, ("push", 4): kill, ("evaluate", 4): kill, ("collect", 5): stop_the_other}
     with disturbed(monkeypatch, moments) as pids:
-        folder = runs("disturbed", *STATE, *SPLIT, "cluster.deadlines.rollout=16")
+        folder = runs("disturbed", *STATE, *SPLIT, "cluster.deadlines.rollout=600")
     check_equal(folder, runs("state", *STATE))
     assert len(set(pids)) == 4 and not any(map(is_running, pids))
     assert caplog.text.count("was lost: The actor died") == 3
-    assert (
-        "was lost: it was in 'rollout' for more than 8 s" in caplog.text
-        and "set cluster.deadlines.rollout=32" in caplog.text
-    )
+    assert "was lost: it was in 'rollout' for more than 600 s" in caplog.text
+    assert "set cluster.deadlines.rollout=1200" in caplog.text
+
+
+def test_players_that_play_ahead_and_are_killed_play_what_processes_play_ahead(runs, monkeypatch):
+    """While they evaluate with newer weights than those of rollouts that wait to be taken, and while they play."""
+    ahead = [*STATE, "cluster.max_staleness=2", "algorithm.tis_cap=2.0", "trainer.max_steps=5"]
+    kill = send(signal.SIGKILL)
+    with disturbed(monkeypatch, {("evaluate", 4): kill, ("collect", 8): kill}):
+        folder = runs("killed ahead", *ahead, *SPLIT)
+    check_equal(folder, runs("ahead", *ahead, "rollout.worker_processes=2"), "rl_000005")
+    staleness = [line.get("rollout/staleness_iterations") for line in untimed_metrics(folder)]
+    assert [each for each in staleness if each is not None] == [0, 1, 2, 2, 2]
+
+
+@pytest.fixture(scope="class")
+def built(cluster, tmp_path_factory):
+    """A run with players that has not begun."""
+    config = run_config(tmp_path_factory.mktemp("built"), *STATE, *SPLIT, "cluster.deadlines.rollout=600")
+    with reserved(config) as reservation:
+        run = build(config, reservation)
+        run.rl.collector.wait_until_ready()
+        try:
+            yield run
+        finally:
+            run.rl.collector.close()
+            run.session.close()
+
+
+def wait_for(calls):
+    import ray
+
+    ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=300)
+
+
+class TestPlayersOfARunThatHasNotBegun:
+    @pytest.mark.parametrize("answers_are_lost", [False, True])
+    def test_a_rollout_that_waits_to_be_taken_survives_its_player(self, built, monkeypatch, answers_are_lost):
+        """If the answers are lost with the machine, they are played again with the weights of then."""
+        collector, sync, policy = built.rl.collector, built.rl.sync, built.session.worker.model
+        players, version = collector.players, 10 * (1 + answers_are_lost)
+        sync.push(version)
+        expected = collector.collect(None, 3, version, True)
+        calls = collector.issue(None, 3, version, True)
+        refs = [call.ref for call in calls]
+        wait_for(calls)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(0.5)
+        sync.push(version + 1)
+        if answers_are_lost:
+            monkeypatch.setattr("rlinf.cluster.players._has_answer", lambda call: False)
+        send(signal.SIGKILL)(players, 0)
+        newer = collector.collect(None, 3, version + 1, True)
+        assert newer.policy_version.unique().tolist() == [version + 1]
+        assert [call.ref for call in calls[1:]] == refs[1:] and (calls[0].ref == refs[0]) == (not answers_are_lost)
+        batch = collector.take(calls)
+        assert batch.policy_version.unique().tolist() == [version]
+        assert batch.tensors().keys() == expected.tensors().keys()
+        assert all(torch.equal(tensor, expected.tensors()[name]) for name, tensor in batch.tensors().items())
+        assert not torch.equal(newer.rollout_logprobs, expected.rollout_logprobs), "control: the weights differ"
+
+    def test_a_rollout_that_waits_to_be_taken_is_not_late(self, built):
+        """The time that an evaluation takes is that of the evaluation, and its deadline is longer."""
+        collector, players = built.rl.collector, built.rl.collector.players
+        built.rl.sync.push(30)
+        calls = collector.issue(None, 0, 30, True)
+        wait_for(calls)
+        evaluation = players.ask(0, "evaluate", "evaluate", [])
+        lost = players.num_replaced
+        players._watch(0, 601.0)
+        assert players.num_replaced == lost
+        assert players.answers([evaluation]) == [([], 0)]
+        collector.take(calls)
+
+    def test_a_player_for_which_no_machine_has_room_ends_the_run(self, built, monkeypatch):
+        """Instead of as many replacements as are allowed, each after a whole deadline."""
+        import ray
+
+        players, everywhere = built.rl.collector.players, {"num_cpus": 1000}
+        built.rl.sync.push(40)
+        send(signal.SIGKILL)(players, 0)
+        call = players.ask(0, "evaluate", "evaluate", [])
+        with monkeypatch.context() as patch:
+            patch.setattr(Reservation, "start", lambda self, actor, number: ray.remote(**everywhere)(actor).remote())
+            players._replace(0, "its machine is lost")
+            players._watch(0, 899.0)
+            with pytest.raises(RankError, match=r"No machine .* has had room for player 0 for 900 s\..*resume="):
+                players._watch(0, 2.0)
+        players._replace(0, "there is room again")
+        assert players.answers([call]) == [([], 0)]
+
+    def test_a_player_that_is_late_twice_with_the_same_work_ends_the_run(self, built, monkeypatch):
+        monkeypatch.setattr("rlinf.cluster.players.DUMP_S", 0.0)  # nobody reads the stacks
+        players = built.rl.collector.players
+        built.rl.sync.push(50)
+        for repeats in (False, True):  # it may be late with other work as often as others may be lost
+            send(signal.SIGSTOP)(players, 1)
+            call = players.ask(1, "rollout", "evaluate", [])
+            players._watch(1, 599.0)
+            assert not call.missed
+            players._watch(1, 2.0)
+            assert call.missed
+            if not repeats:
+                players.answers([call])
+        send(signal.SIGSTOP)(players, 1)  # while it is built
+        with pytest.raises(RankError, match=r"Player 1 was lost: .* So was the one before it, with the same work"):
+            players._watch(1, 1000.0)
 
 
 def test_more_losses_than_allowed_end_the_run(tmp_path, monkeypatch):

@@ -218,9 +218,7 @@ class ChatPacker:
         messages = ([{"role": "system", "content": system}] if system else []) + check_messages(messages)
         if not self.takes_images:
             return [_text_only(message) for message in messages], []
-        given = row.get("images", row.get("image"))
-        given = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-        images: list[Any] = []
+        given, images = images_of(row), []
         num_taken = 0
         for message in messages:
             content, parts = message["content"], []
@@ -401,7 +399,7 @@ class PromptPacker(ChatPacker):
     def messages(self, row: dict[str, Any]) -> Any:
         """Return the prompt: a text, or messages. A text with images becomes a message with the images at their marks, or before it."""
         prompt = column(row, self.column, "train.train_policy.prompt_column_name")
-        images = row.get("images") or ([row["image"]] if row.get("image") else [])
+        images = images_of(row)
         if isinstance(prompt, str) and images and self.takes_images:
             parts = [{"type": "image"}] * len(images) + [{"type": "text", "text": prompt}]
             return [{"role": "user", "content": prompt if IMAGE_MARK in prompt else parts}]
@@ -463,6 +461,13 @@ def _text_of(content: Any) -> str:
     if any(part.get("type") != "text" for part in content):
         raise BadRowError(f"an answer has the parts {[part.get('type') for part in content]}; required: text only.")
     return "".join(str(part.get("text") or "") for part in content)
+
+
+def images_of(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images of a row: those of ``images``, else that of ``image``. Files of tables hold null where a row has none."""
+    given = row.get("images")
+    given = row.get("image") if given is None else given
+    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def text_parts(text: str, has_images: bool) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.options import option
 from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.packers import IMAGE_MARK, ChatPacker, check_messages, text_parts
+from rlinf.recipes.packers import IMAGE_MARK, ChatPacker, check_messages, images_of, text_parts
 from rlinf.recipes.rewards import ANSWERS, REWARDS, Reward
 from rlinf.recipes.samples import BadRowError, Prompt
 
@@ -101,10 +101,8 @@ class Question:
     @property
     def media(self) -> list[tuple[str, Any]]:
         """Kind and value of each image and video."""
-        given = self.row.get("images", self.row.get("image"))
-        listed = [] if given is None else given if isinstance(given, list) else [given]
         video = self.row.get("video")
-        return [("image", image) for image in listed] + ([("video", video)] if video else [])
+        return [("image", image) for image in images_of(self.row)] + ([("video", video)] if video else [])
 
 
 def read_questions(config: QuestionsConfig) -> list[Question]:

@@ -18,7 +18,7 @@ from rlinf.algorithms import NLLLossFn
 from rlinf.data.video import VideoWriter
 from rlinf.models import HuggingFacePolicy
 from rlinf.models.embodiment.hf_vla.processing import load_vlm_processor
-from rlinf.recipes.packers import ChatPacker, PromptPacker
+from rlinf.recipes.packers import ChatPacker, PromptPacker, images_of
 from rlinf.recipes.samples import BadRowError, collate
 from rlinf.recipes.videos import find_video, read_frames
 
@@ -111,6 +111,21 @@ def test_rows_without_images_and_prompts(processors, family):
     text = processor.apply_chat_template([said("user", IMAGE, "what is this?")], add_generation_prompt=True)
     assert prompt.input_ids == processor(text=[text], images=[row["image"]], add_special_tokens=False)["input_ids"][0]
     assert prompt.row is row and "pixel_values" in prompt.model_inputs
+
+
+@pytest.mark.parametrize(
+    ("row", "images"),
+    [
+        ({}, []),
+        ({"images": None, "image": "a.png"}, ["a.png"]),
+        ({"images": None, "image": None}, []),
+        ({"images": ("a.png", "b.png"), "image": None}, ["a.png", "b.png"]),
+        ({"images": "a.png"}, ["a.png"]),
+        ({"images": []}, []),
+    ],
+)
+def test_a_column_of_nulls_is_no_column(row, images):
+    assert images_of(row) == images
 
 
 def test_images_come_from_paths_bytes_parts_and_by_index(processors, tmp_path):

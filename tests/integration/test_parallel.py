@@ -162,7 +162,7 @@ def lora_on_ranks(folder):
     torch.set_num_threads(1)
     config = config_of(*LORA)
     config.cluster.device = "cpu"
-    held, sync = _on_ranks(config, policy_of(config), "cpu")
+    held, sync = _on_ranks(config, policy_of(config), "cpu", None)
     worker = worker_of(held, config)
     gradients = {}
     step = worker.optimizer.step

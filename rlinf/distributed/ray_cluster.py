@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import threading
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rlinf.distributed.process_group import gather_objects, rank
 from rlinf.errors import ConfigError, MissingDependencyError
 
-TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 CONNECT_S = 5.0
 """Seconds that the machine of RAY_ADDRESS has to accept a connection."""
 OBJECT_STORE_BYTES = 2 * 2**30
@@ -24,10 +21,6 @@ OBJECT_STORE_BYTES = 2 * 2**30
 def import_ray(needed_by: str) -> ModuleType:
     """Return the module ``ray``; raise MissingDependencyError, naming the setting that needs it, if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # `ray start` asks for a token on a machine that has one, but a process sends it only if it is told so before the import.
-    has_token = any(name in os.environ for name in TOKENS) or (Path.home() / ".ray" / "auth_token").is_file()
-    if has_token and "ray" not in sys.modules:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray
     except ImportError as error:
@@ -106,7 +99,7 @@ def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"Ray cannot {'start on this machine' if address is None else f'connect to {address}'}: {error}. All machines need "
-            "the same versions of Python and Ray"
+            "the same versions of Python and Ray. A cluster that asks for a token needs RAY_AUTH_MODE=token on all of them"
         ) from error
     finally:
         if threading.current_thread() is threading.main_thread():

@@ -206,7 +206,7 @@ def test_what_vllm_shares_is_not_in_the_expandable_segments_of_a_run_before(tmp_
     class BegunError(Exception):
         """The ranks have begun to build the run."""
 
-    def build(config):
+    def build(config, _reservation):
         raise BegunError(config.rollout.backend)
 
     monkeypatch.setattr(run_module, "build", build)

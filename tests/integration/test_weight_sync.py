@@ -125,8 +125,8 @@ def test_evaluations_are_greedy_on_held_out_episodes_and_of_the_newest_weights(t
         episodes.extend((kwargs["greedy"], spec.init_state_id >= EVAL_INIT_STATE_OFFSET) for spec in specs)
         return evaluate_policy(model, env, specs, **kwargs)
 
-    def recorded(config):
-        runs.append(build(config))
+    def recorded(config, reservation):
+        runs.append(build(config, reservation))
         return runs[-1]
 
     monkeypatch.setattr(evaluator, "evaluate_policy", evaluate)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -74,22 +72,3 @@ def test_an_address_without_a_cluster_is_refused_before_anything_starts(address,
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS is .*unset it") as caught:
         check_placement(config)
     assert address in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("token", "mode", "expected"), [(True, None, "token"), (False, None, ""), (True, "disabled", "disabled")]
-)
-def test_a_machine_with_a_token_of_ray_sends_it(token, mode, expected, tmp_path):
-    """As `ray start` does; without the mode, a cluster that was started there refuses the run."""
-    surroundings = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    surroundings |= {"HOME": str(tmp_path)} | ({"RAY_AUTH_MODE": mode} if mode else {})
-    if token:
-        (tmp_path / ".ray").mkdir()
-        (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
-    code = (
-        "import os; from rlinf.distributed.ray_cluster import import_ray; import_ray('this test'); "
-        "from ray._raylet import AuthenticationMode as Mode, get_authentication_mode; "
-        "print(os.environ.get('RAY_AUTH_MODE', ''), get_authentication_mode() == Mode.TOKEN)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=surroundings, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [*([expected] if expected else []), str(expected == "token")]

@@ -43,6 +43,8 @@ class Side:
         try:
             self._send(message)
             line = self._process.stdout.readline()
+            while line and not line.startswith("{"):  # what the imports of a package print
+                line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
         if not line:

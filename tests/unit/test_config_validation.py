@@ -99,6 +99,10 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_contradiction_is_refused_and_the_suggested_override_mends_it(name, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    real = importlib.util.find_spec  # an engine need not be installed to be refused
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: object() if name == "vllm" else real(name, *more)
+    )
     overrides, fragment = CASES[name]
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "config.json").write_text('{"model_type": "openvla"}')

@@ -152,7 +152,7 @@ def _start(ray: ModuleType, config: RunConfig, folder: str) -> None:
     former = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:
-        # Weights and rollouts lie in the shared memory of the cluster, so it has the size that Ray chooses.
+        # Weights and rollouts are stored in the shared memory of the cluster. Ray chooses its size.
         initialise(ray, None, log_to_driver=True, num_cpus=placement.num_players, num_gpus=len(gpus), _temp_dir=folder)
     finally:
         del os.environ["CUDA_VISIBLE_DEVICES"]

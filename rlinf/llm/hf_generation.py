@@ -81,7 +81,7 @@ class HuggingFaceGenerationConfig(CausalLMConfig, SamplingConfig):
 class HuggingFaceGeneration(GenerationInterface):
     """A generation backend that holds a model of transformers.
 
-    Tokens that stand for images and other media (``media_tokens``) are never chosen: an answer has no media to go with them.
+    Tokens of images and other media (``media_tokens``) are never chosen, because an answer contains no media.
 
     ``logprobs`` of the output come from ``softmax(logits / temperature)`` over ``allowed_token_ids``, before top-k, top-p and the
     repetition penalty. Without any of the four they equal ``get_logprobs`` of a policy with the same temperature. Top-k, top-p

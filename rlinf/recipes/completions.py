@@ -125,7 +125,7 @@ class Completer:
 
 
 def _one_token_an_image(tokens: Sequence[int]) -> list[int]:
-    """Return tokens with one of each run of four or more equal ones, which stands for an image."""
+    """Return tokens with each run of four or more equal ones cut to one. Such a run is the place of an image."""
     runs = [list(run) for _, run in groupby(tokens)]
     return [token for run in runs for token in (run[:1] if len(run) > 3 else run)]
 

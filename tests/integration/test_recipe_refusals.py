@@ -52,7 +52,7 @@ def other_rows():
 
 
 def other_row(changed):
-    """All rows, of which one is other on rank 1."""
+    """Return all rows. One of them differs on rank 1."""
     return [{"ids": [9, 9, 9]} if rank() == 1 and number == changed else row for number, row in enumerate(ROWS)]
 
 

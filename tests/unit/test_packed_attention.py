@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from rlinf.llm import packing
 from rlinf.llm.hf_policy import HuggingFacePolicy
-from rlinf.llm.logprobs import sequence_logprobs
+from rlinf.llm.logprobs import has_separable_head, sequence_logprobs
 from rlinf.llm.losses import NLLLossFn
 
 LENGTHS = [1, 23, 40, 7]
@@ -80,7 +80,8 @@ def test_padded_rows_and_generation_run_as_they_are(tiny_lm, packed, kernel):
 def test_a_policy_that_packs_attends_to_each_sequence_and_saves_a_plain_model(tiny_lm, packed, kernel, tmp_path):
     settings = {"sequence_packing": True, "max_tokens_per_microbatch": 80, "device_map": None}
     policy = HuggingFacePolicy(tiny_lm(), gradient_checkpointing=True, **settings)
-    kernel.clear()  # of the trial whether sequences are kept apart
+    assert has_separable_head(policy.model)  # its trial runs the model, once
+    kernel.clear()
     policy.train({"input_ids": packed[0], "attention_mask": packed[1]}, NLLLossFn())
     assert kernel == [(length, length) for length in LENGTHS] * 4, "two layers, run again in the backward pass"
     policy.save_pretrained(tmp_path)

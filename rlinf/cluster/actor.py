@@ -1,4 +1,4 @@
-"""The process of a player: what Ray makes an actor of. Everything else about a player is in ``Player``."""
+"""The process of a player: what Ray makes an actor of. What it plays is in the class of the player."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rlinf.cluster.machine import Machine
-from rlinf.cluster.player import Player
+from rlinf.cluster.policy_copy import PolicyCopy
 from rlinf.distributed.child_process import Failure, failure_of
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
 from rlinf.engines.weight_handle import TensorSpec
@@ -70,12 +70,12 @@ class Whereabouts(NamedTuple):
 
 
 class PlayerActor:
-    """A ``Player`` in a process of its own. An error is returned as a ``Failure``; ``rlinf.cluster.players`` raises it."""
+    """A player in a process of its own. An error is returned as a ``Failure``; ``rlinf.cluster.players`` raises it."""
 
     def __init__(self) -> None:
         faulthandler.enable()
         faulthandler.register(DUMP_SIGNAL)
-        self.player: Player | None = None
+        self.player: PolicyCopy | None = None
         self.failure: Failure | None = None
 
     def where(self) -> Whereabouts:
@@ -85,15 +85,16 @@ class PlayerActor:
         return Whereabouts(ray.get_runtime_context().get_node_id(), os.getpid())
 
     def build(self, machine: Machine, start: bytes) -> Failure | None:
-        """Make the player from its pickled arguments, in which classes of the plugins may occur.
+        """Make the player from what was pickled, in which classes of the plugins may occur.
 
         Args:
             machine: That of the ranks; this one must be like it.
-            start: The arguments.
+            start: A function and its arguments, pickled.
         """
         try:
             machine.check()  # imports the plugins
-            self.player = Player(*pickle.loads(start))
+            make, *arguments = pickle.loads(start)
+            self.player = make(*arguments)
         except Exception as error:  # noqa: BLE001 - the rank raises it
             self.failure = failure_of(error)
         return self.failure
@@ -126,7 +127,7 @@ class PlayerActor:
         except Exception as error:  # noqa: BLE001 - the rank raises it
             return failure_of(error)
 
-    def _player(self) -> Player:
+    def _player(self) -> PolicyCopy:
         if self.player is None:
             raise RuntimeError("The player was not built")
         return self.player

@@ -11,12 +11,10 @@ import torch
 
 from rlinf.cluster.envs import env_maker
 from rlinf.cluster.factory import collector_factory, threads_of_rank
+from rlinf.cluster.policy_copy import PolicyCopy
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device
-from rlinf.engines.weight_handle import WeightsHandle
-from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader
 from rlinf.envs.config import num_cores
-from rlinf.errors import RLinfError
 from rlinf.evaluation.evaluator import LocalEpisodes, RowPolicy, Video
 from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.preflight.placement import Placement
@@ -25,7 +23,7 @@ from rlinf.seeding import derive_seed, seed_everything
 from rlinf.types import EpisodeResult, EpisodeSpec, RolloutBatch
 
 
-class Player:
+class Player(PolicyCopy):
     """The envs of some blocks, and a copy of the policy that a push fills.
 
     Which blocks it plays in a call is the caller's choice, as long as there are no more of them than ``placement.blocks_of``
@@ -43,15 +41,9 @@ class Player:
         self, config: RunConfig, shell: PolicyShell, placement: Placement, number: int, num_neighbours: int
     ) -> None:
         self.config = config
-        threads = config.cluster.num_threads
-        # The threads of the ranks that this player's share of their envs had, or of the cores of this machine.
-        share = (
-            num_cores() // num_neighbours if threads is None else threads * placement.num_ranks // placement.num_players
-        )
-        torch.set_num_threads(max(1, share))
+        torch.set_num_threads(placement.torch_threads(config.cluster.num_threads, num_cores() // num_neighbours))
         seed_everything(derive_seed(config.seed, "player", number))
-        self.model = shell.build(resolve_device(config.cluster.device, 1))
-        self.receiver = ModuleReceiver(self.model)
+        super().__init__(shell, resolve_device(config.cluster.device, 1))
         num_envs = -(-config.evaluation.num_envs // placement.num_players)
         self.env = env_maker(config, num_neighbours)(num_envs, auto_reset=False)
         num_threads = placement.worker_threads(threads_of_rank(config, self.env, placement.num_ranks))
@@ -61,23 +53,6 @@ class Player:
         settings = config.evaluation
         policy = RowPolicy(self.model, self.env.task_names, settings.greedy, config.rollout.temperature, config.seed)
         self._episodes = LocalEpisodes(policy, self.env)
-
-    @property
-    def version(self) -> int | None:
-        """Version of the weights; None: there are none, or not all of one version, so it does not act."""
-        return self.receiver.version
-
-    def begin(self, header: PushHeader) -> None:
-        """Prepare for the weights of a version; see ``WeightReceiver``. Nobody acts until ``commit``."""
-        self.receiver.begin(header)
-
-    def load(self, bucket: WeightsHandle) -> None:
-        """Take a bucket of weights."""
-        self.receiver.load(bucket)
-
-    def commit(self) -> int:
-        """End a push; return the version that is held now."""
-        return self.receiver.commit()
 
     def collect(self, step: int, needs_values: bool, attempt: int, blocks: Sequence[int]) -> RolloutBatch:
         """Play a rollout of some blocks, with the version of the weights that is held; see ``RolloutCollector.collect``."""
@@ -112,15 +87,3 @@ class Player:
         """Close the envs."""
         self.collector.close()
         self.env.close()
-
-    def _held(self) -> int:
-        """Return the version of the weights that are held.
-
-        Raises:
-            RLinfError: There are none, or not all of one version.
-        """
-        if self.version is None:
-            raise RLinfError(
-                "A player has no complete weights: no push has ended, or the last one was refused. Push again"
-            )
-        return self.version

@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import nn
 
 import rlinf.errors
 from rlinf.cluster.actor import PlayerActor, StoredWeights, Whereabouts
+from rlinf.cluster.policy_copy import PolicyCopy
 from rlinf.cluster.reservation import Reservation
-from rlinf.config.schema import RunConfig
 from rlinf.distributed.child_process import Failure
+from rlinf.distributed.config import DeadlinesConfig
 from rlinf.distributed.deadlines import clock, go_on
 from rlinf.distributed.process_group import rank
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
@@ -31,7 +32,6 @@ from rlinf.errors import RankError
 from rlinf.evaluation.evaluator import Video
 from rlinf.files import write_bytes
 from rlinf.preflight.placement import Placement
-from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.rollout.weight_push import gathered
 from rlinf.types import EpisodeResult, EpisodeSpec, RolloutBatch
 
@@ -49,6 +49,13 @@ FETCH_S = 30.0
 SHARE_OF_RANKS = 0.5
 """Part of a deadline after which a silent player is replaced where several ranks train. The others wait for its rank within the same
 deadline, so another player must play the same blocks in the rest of it."""
+
+
+class ClusterSettings(Protocol):
+    """Keys of ``cluster`` that concern players."""
+
+    deadlines: DeadlinesConfig
+    max_restarts: int
 
 
 @dataclass(eq=False)
@@ -87,25 +94,33 @@ class Players:
     the old one would have answered, because a rollout depends on weights, iteration, attempt and block alone.
 
     Args:
-        config: Of the run.
+        make: Called in the process of each player with its number and that of the players on its machine; returns a ``PolicyCopy``.
+        cluster: Deadlines, and how many players may be lost.
+        placement: Of the run.
         reservation: Where players may be.
-        shell: The policy without its weights.
         model: The trained model, sharded or not, from which weights come.
 
     Attributes:
-        placement: Of the run.
+        numbers: Those of this rank.
         blocks: Those of this rank.
         num_replaced: Players that were lost so far.
     """
 
-    def __init__(self, config: RunConfig, reservation: Reservation, shell: PolicyShell, model: nn.Module) -> None:
-        self.config, self.reservation, self.shell, self.model = config, reservation, shell, model
-        self.placement = Placement.of(config)
+    def __init__(
+        self,
+        make: Callable[[int, int], PolicyCopy],
+        cluster: ClusterSettings,
+        placement: Placement,
+        reservation: Reservation,
+        model: nn.Module,
+    ) -> None:
+        self.make, self.placement, self.reservation, self.model = make, placement, reservation, model
+        self.max_restarts = cluster.max_restarts
         self.numbers = self.placement.players_of(rank())
         self.blocks = own_blocks(self.placement.num_blocks, rank(), self.placement.num_ranks)
         self.num_replaced = 0
         self.weights: StoredWeights | None = None
-        self._deadlines = asdict(config.cluster.deadlines)
+        self._deadlines = asdict(cluster.deadlines)
         self._open: dict[int, list[Call]] = {number: [] for number in self.numbers}
         self._setup: dict[int, list[Any]] = {}
         self._held: dict[int, StoredWeights] = {}  # by a player that has done what it was asked
@@ -120,7 +135,7 @@ class Players:
         self.answers([self.call(number, "start", "where") for number in self.numbers])
 
     def ask(self, number: int, deadline: str, method: str, *arguments: Any) -> Call:
-        """Ask a player to call a method of ``Player``; do not wait."""
+        """Ask a player to call one of its methods; do not wait."""
         return self.call(number, deadline, "ask", method, *arguments)
 
     def call(self, number: int, deadline: str, method: str, *arguments: Any) -> Call:
@@ -208,7 +223,7 @@ class Players:
         """Start a player; Ray queues what it is asked meanwhile."""
         self._actors[number] = actor = self.reservation.start(PlayerActor, number)
         neighbours = self.reservation.num_neighbours(number)
-        start = pickle.dumps((self.config, self.shell, self.placement, number, neighbours))
+        start = pickle.dumps((self.make, number, neighbours))
         self._where[number] = actor.where.remote()
         self._setup[number] = [actor.build.remote(self.reservation.machine, start)]
 
@@ -222,7 +237,7 @@ class Players:
         import ray
 
         self.num_replaced += 1
-        text, limit = f"Player {number} was lost: {cause}", self.config.cluster.max_restarts
+        text, limit = f"Player {number} was lost: {cause}", self.max_restarts
         if self.num_replaced > limit:
             raise RankError(
                 f"{text}. {self.num_replaced} players of this rank have been lost (cluster.max_restarts={limit}). Look for the cause in the "
@@ -376,17 +391,21 @@ class RemoteCollector:
 class RemoteEpisodes:
     """Plays the episodes of evaluations on all players of this rank (an ``Episodes`` of ``rlinf.evaluation.evaluator``).
 
+    Args:
+        players: Those of this rank.
+        num_envs: Envs of an evaluation, over all players of all ranks.
+
     Attributes:
         num_restarts: Simulators' worker processes that were replaced.
     """
 
-    def __init__(self, players: Players) -> None:
-        self.players = players
+    def __init__(self, players: Players, num_envs: int) -> None:
+        self.players, self.num_envs = players, num_envs
         self.num_restarts = 0
 
     def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
         """See ``Episodes.play``. A player that is free takes the next episodes, as many as it has envs."""
-        count = -(-self.players.config.evaluation.num_envs // self.players.placement.num_players)
+        count = -(-self.num_envs // self.players.placement.num_players)
         parts = deque((first, specs[first : first + count]) for first in range(0, len(specs), count))
         place: dict[Call, int] = {}
         calls: list[Call] = []

@@ -6,9 +6,10 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -35,13 +36,13 @@ class Reservation:
     Attributes:
         address: Of the cluster.
         group: Id of Ray's placement group, with one bundle for each player.
-        on_gpu: A bundle has a GPU.
+        gpus_per_player: Of a bundle.
         machine: That of the ranks, with which a player compares its own.
     """
 
     address: str
     group: str
-    on_gpu: bool
+    gpus_per_player: int
     machine: Machine
 
     def join(self) -> None:
@@ -56,7 +57,7 @@ class Reservation:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = PlacementGroupSchedulingStrategy(self._group(), placement_group_bundle_index=number)
-        options = {"num_cpus": 1, "num_gpus": int(self.on_gpu), "max_restarts": 0, "scheduling_strategy": place}
+        options = {"num_cpus": 1, "num_gpus": self.gpus_per_player, "max_restarts": 0, "scheduling_strategy": place}
         return ray.remote(**options)(actor_class).remote()
 
     def num_neighbours(self, number: int) -> int:
@@ -95,34 +96,51 @@ def reserved(config: RunConfig) -> Iterator[Reservation | None]:
     if config.cluster.placement == "colocated" or config.trainer.max_steps == 0:
         yield None
         return
+    with reserved_places(partial(Placement.of, config), config.cluster.deadlines.start, config.plugins) as reservation:
+        yield reservation
+
+
+@contextmanager
+def reserved_places(
+    placement_of: Callable[[Sequence[Node] | None], Placement], start_s: float, plugins: Sequence[str] = ()
+) -> Iterator[Reservation]:
+    """Reserve a place for each player, and free all places at the end.
+
+    Args:
+        placement_of: Returns the placement of the run, and refuses machines in which it has no room; None: they are not known yet.
+        start_s: Seconds in which there must be room, and in which the machines must tell what they are.
+        plugins: Of the run.
+
+    Raises:
+        ConfigError: There is no cluster at ``RAY_ADDRESS``, it has no room, or its machines differ.
+    """
     ray = import_ray(SPLIT)
-    with _connected(ray, config) as has_other_machines:
+    with _connected(ray, placement_of) as has_other_machines:
         from ray.util import remove_placement_group
 
-        placement = Placement.of(config, _nodes(ray))
+        placement = placement_of(_nodes(ray))
         group = ray.util.placement_group([placement.bundle] * placement.num_players, strategy="SPREAD")
         try:
             if not group.wait(ROOM_S):
                 logger.warning(
                     "Other jobs of the Ray cluster take its CPUs or GPUs; waiting until there is room for the players."
                 )
-                limit = config.cluster.deadlines.start
-                if not group.wait(limit):
+                if not group.wait(start_s):
                     raise ConfigError(
-                        f"The Ray cluster has had no room for {placement.num_players} players for {limit:g} s; required: {placement.bundle} "
+                        f"The Ray cluster has had no room for {placement.num_players} players for {start_s:g} s; required: {placement.bundle} "
                         "for each. End other jobs, or set a longer cluster.deadlines.start"
                     )
-            machine = Machine.here(config.plugins, _gpus(placement)[: placement.num_ranks])
+            machine = Machine.here(plugins, _gpus(placement)[: placement.num_ranks])
             if has_other_machines:
-                _compare_machines(ray, config, placement, group, machine)
-            yield Reservation(ray.get_runtime_context().gcs_address, group.id.hex(), placement.on_gpu, machine)
+                _compare_machines(ray, start_s, placement, group, machine)
+            yield Reservation(ray.get_runtime_context().gcs_address, group.id.hex(), placement.gpus_per_player, machine)
         finally:
             if ray.is_initialized():
                 remove_placement_group(group)
 
 
 @contextmanager
-def _connected(ray: ModuleType, config: RunConfig) -> Iterator[bool]:
+def _connected(ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement]) -> Iterator[bool]:
     """Be connected to a cluster for the block, and yield whether it may have other machines.
 
     It is the one to which this process is connected already, or that of ``RAY_ADDRESS``, or one on this machine. That one ends
@@ -136,7 +154,7 @@ def _connected(ray: ModuleType, config: RunConfig) -> Iterator[bool]:
     with tempfile.TemporaryDirectory(prefix="rlinf-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         try:
             if address is None:
-                _start(ray, config, folder)
+                _start(ray, placement_of, folder)
             else:
                 initialise(ray, address, log_to_driver=True)
             yield address is not None
@@ -144,11 +162,11 @@ def _connected(ray: ModuleType, config: RunConfig) -> Iterator[bool]:
             ray.shutdown()
 
 
-def _start(ray: ModuleType, config: RunConfig, folder: str) -> None:
+def _start(ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], folder: str) -> None:
     """Start a cluster on this machine, of which ranks have the first GPUs and players the others."""
-    placement = Placement.of(config)
+    placement = placement_of(None)
     gpus = _gpus(placement)[placement.num_ranks :]
-    Placement.of(config, [Node(socket.gethostname(), float(placement.num_players), float(len(gpus)))])
+    placement_of([Node(socket.gethostname(), float(placement.num_players), float(len(gpus)))])
     former = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:
@@ -182,17 +200,17 @@ def _failure_here(machine: Machine) -> Failure | None:
     return None
 
 
-def _compare_machines(ray: ModuleType, config: RunConfig, placement: Placement, group: Any, machine: Machine) -> None:
+def _compare_machines(ray: ModuleType, start_s: float, placement: Placement, group: Any, machine: Machine) -> None:
     """Refuse places in which players could not play, before a model is loaded. Each player checks its own again."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     asked = []
     for bundle in range(placement.num_players):
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        options = {"num_cpus": 1, "num_gpus": int(placement.on_gpu), "scheduling_strategy": place, "max_retries": 0}
+        options = {"num_cpus": 1, "num_gpus": placement.gpus_per_player, "scheduling_strategy": place, "max_retries": 0}
         asked.append(ray.remote(**options)(_failure_here).remote(machine))
     try:
-        found = ray.get(asked, timeout=config.cluster.deadlines.start)
+        found = ray.get(asked, timeout=start_s)
     except ray.exceptions.RayError as error:
         raise ConfigError(
             f"A machine of the Ray cluster cannot tell its version of rlinf: {error}\nInstall the same rlinf on all machines"

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from rlinf.algorithms import ALGORITHMS
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.cluster.envs import describe_places, env_maker
+from rlinf.cluster.player import Player
 from rlinf.cluster.players import Players, RemoteEpisodes
 from rlinf.cluster.reservation import Reservation, reserved
 from rlinf.cluster.rollouts import make_collector, played_by
@@ -53,6 +55,7 @@ from rlinf.models import build_policy
 from rlinf.models.deferred import check_read, how_read
 from rlinf.models.lora import trained_names
 from rlinf.options import cured_by_settings, override_text, to_mapping
+from rlinf.preflight.placement import Placement
 from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.rollout.weight_push import WeightPush
@@ -154,7 +157,11 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
         worker=worker,
         sync=sync,
         evaluator=Evaluator(
-            config, env, stop_signal, worker.autocast, None if players is None else RemoteEpisodes(players)
+            config,
+            env,
+            stop_signal,
+            worker.autocast,
+            None if players is None else RemoteEpisodes(players, config.evaluation.num_envs),
         ),
         stop_signal=stop_signal,
         progress=Progress(enabled=rank() == 0, updates=config.tracking.progress),
@@ -254,7 +261,8 @@ def _on_ranks(
     checkpoints.on_every_rank(lambda: check_read(model, sources), "read the weights")
     generator: VllmPolicy | Players | None = None
     if shell is not None:
-        generator = Players(config, reservation, shell, model)
+        placement = Placement.of(config)
+        generator = Players(partial(Player, config, shell, placement), config.cluster, placement, reservation, model)
     elif rollout.backend == "vllm" and config.trainer.max_steps > 0:
         envs_per_rank = rollout.num_envs // world_size()
         generator = VllmPolicy(rollout_model, rollout.vllm, envs_per_rank, torch.get_num_threads(), trained)

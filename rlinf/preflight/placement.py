@@ -40,14 +40,14 @@ class Placement:
 
     Attributes:
         num_ranks, num_players: Over all machines; a multiple of one another.
-        num_blocks: Over all ranks.
-        on_gpu: A player has a GPU of its own.
+        num_blocks: Over all ranks; 0: players take what is next, and own none.
+        gpus_per_player: 0 on CPUs.
     """
 
     num_ranks: int
     num_players: int
     num_blocks: int
-    on_gpu: bool
+    gpus_per_player: int
 
     @classmethod
     def of(cls, config: RunConfig, nodes: Sequence[Node] | None = None) -> Placement:
@@ -77,16 +77,21 @@ class Placement:
             refuse(
                 f"rollout.num_envs={rollout.num_envs}", f"a multiple of {unit}, because one player plays a group", fix
             )
-        on_gpu = resolve_device(cluster.device, 1) == "cuda"
-        placement = cls(ranks, players, rollout.num_envs // rollout.group_size, on_gpu)
+        gpus_per_player = int(resolve_device(cluster.device, 1) == "cuda")
+        placement = cls(ranks, players, rollout.num_envs // rollout.group_size, gpus_per_player)
         if nodes is not None:
-            placement._check_nodes(nodes)
+            placement.check_nodes(nodes, COLOCATED, "cluster.device=cpu")
         return placement
+
+    @property
+    def on_gpu(self) -> bool:
+        """Players have GPUs of their own."""
+        return self.gpus_per_player > 0
 
     @property
     def bundle(self) -> dict[str, float]:
         """What Ray reserves for each player."""
-        return {"CPU": CPUS_PER_PLAYER} | ({"GPU": 1} if self.on_gpu else {})
+        return {"CPU": CPUS_PER_PLAYER} | ({"GPU": self.gpus_per_player} if self.on_gpu else {})
 
     def players_of(self, rank: int) -> range:
         """Return the players of a rank."""
@@ -103,23 +108,41 @@ class Placement:
         """
         return max(1, of_rank * self.num_ranks // self.num_players)
 
-    def _check_nodes(self, nodes: Sequence[Node]) -> None:
-        """Refuse machines without room for all players."""
+    def torch_threads(self, of_rank: int | None, of_machine: int) -> int:
+        """Return the threads with which a player computes.
+
+        Args:
+            of_rank: ``cluster.num_threads``, of which a player has the part that its rank leaves it; None: the next one counts.
+            of_machine: The player's share of the cores of its machine.
+        """
+        return max(1, of_machine if of_rank is None else of_rank * self.num_ranks // self.num_players)
+
+    def check_nodes(self, nodes: Sequence[Node], without_players: str, on_cpu: str) -> None:
+        """Refuse machines without room for all players.
+
+        Args:
+            nodes: The machines.
+            without_players: Overrides of a run without players.
+            on_cpu: The override with which players need no GPUs.
+        """
 
         def room(node: Node) -> int:
-            return int(min([node.cpus // CPUS_PER_PLAYER, *([node.gpus] if self.on_gpu else [])]))
+            return int(
+                min([node.cpus // CPUS_PER_PLAYER, *([node.gpus // self.gpus_per_player] if self.on_gpu else [])])
+            )
 
         fitting = sum(map(room, nodes))
         if fitting >= self.num_players:
             return
         have = "; ".join(f"{node.name} has {node.cpus:g} CPUs and {node.gpus:g} GPUs" for node in nodes)
-        need = "a CPU and a GPU" if self.on_gpu else "a CPU"
+        gpus = "a GPU" if self.gpus_per_player == 1 else f"{self.gpus_per_player} GPUs of one machine"
+        need = f"a CPU and {gpus}" if self.on_gpu else "a CPU"
         possible = fitting // self.num_ranks * self.num_ranks
         while possible and self.num_blocks % possible:
             possible -= self.num_ranks
-        fix = f"cluster.num_players={possible}" if possible else COLOCATED
+        fix = f"cluster.num_players={possible}" if possible else without_players
         if self.on_gpu and not possible:
-            fix += ", or cluster.device=cpu"
+            fix += f", or {on_cpu}"
         refuse(f"cluster.num_players={self.num_players}, and of the Ray cluster {have}", f"{need} for each player", fix)
 
 

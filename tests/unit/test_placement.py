@@ -125,7 +125,7 @@ def test_every_player_and_every_block_has_one_owner(ranks, per_rank, per_player,
     ("ranks", "players", "of_rank", "of_player"), [(1, 2, 2, 1), (1, 1, 2, 2), (2, 2, 2, 2), (1, 8, 2, 1)]
 )
 def test_players_share_the_worker_threads_of_the_ranks(ranks, players, of_rank, of_player):
-    placement = Placement(ranks, players, num_blocks=64, on_gpu=False)
+    placement = Placement(ranks, players, num_blocks=64, gpus_per_player=0)
     assert placement.worker_threads(of_rank) == of_player
 
 

@@ -155,7 +155,7 @@ def test_the_rank_writes_the_videos_of_players(run, players, tmp_path):
 
     results, _ = players[0].evaluate(episode_list(players[0].env, "eval", 3))
     numbered = list(enumerate(results))
-    videos = sorted(RemoteEpisodes(Direct()).record(numbered, folder, 32), key=lambda video: video[0])
+    videos = sorted(RemoteEpisodes(Direct(), 4).record(numbered, folder, 32), key=lambda video: video[0])
     alone = tmp_path / "alone" / "videos"
     with evaluation_mode(players[0].model):
         assert videos == players[0]._episodes.record(numbered, alone, 32)

@@ -1,0 +1,53 @@
+"""A copy of a policy that is trained elsewhere: what all players have in common."""
+
+from __future__ import annotations
+
+from rlinf.engines.weight_handle import WeightsHandle
+from rlinf.engines.weight_transfer import ModuleReceiver, PushHeader
+from rlinf.errors import RLinfError
+from rlinf.rollout.policy_shell import PolicyShell
+
+
+class PolicyCopy:
+    """A policy whose weights are those of the last push.
+
+    Args:
+        shell: The policy without its weights.
+        device: Where it computes.
+    """
+
+    def __init__(self, shell: PolicyShell, device: str) -> None:
+        self.model = shell.build(device)
+        self.receiver = ModuleReceiver(self.model)
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights; None: there are none, or not all of one version, so it does not act."""
+        return self.receiver.version
+
+    def begin(self, header: PushHeader) -> None:
+        """Prepare for the weights of a version; see ``WeightReceiver``. Nobody acts until ``commit``."""
+        self.receiver.begin(header)
+
+    def load(self, bucket: WeightsHandle) -> None:
+        """Take a bucket of weights."""
+        self.receiver.load(bucket)
+
+    def commit(self) -> int:
+        """End a push; return the version that is held now."""
+        return self.receiver.commit()
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+    def _held(self) -> int:
+        """Return the version of the weights that are held.
+
+        Raises:
+            RLinfError: There are none, or not all of one version.
+        """
+        if self.version is None:
+            raise RLinfError(
+                "A player has no complete weights: no push has ended, or the last one was refused. Push again"
+            )
+        return self.version

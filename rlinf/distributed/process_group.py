@@ -97,3 +97,12 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     values = [None] * world_size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def broadcast_object(value: Any, source: int) -> Any:
+    """Return the value of the rank ``source`` on every rank."""
+    if world_size() == 1:
+        return value
+    values = [value if rank() == source else None]
+    dist.broadcast_object_list(values, source)
+    return values[0]

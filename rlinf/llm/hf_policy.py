@@ -35,6 +35,7 @@ from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
 from rlinf.llm.generation_interface import GenerationDatumSpec, GenerationOutputSpec
 from rlinf.llm.hf_generation import generate_tokens, refuse_other_names
+from rlinf.llm.lent_rows import lent_rows, with_lent_row
 from rlinf.llm.logprobs import batch_logprobs, batch_scores, has_separable_head
 from rlinf.llm.losses import TokenLoss, trained_tokens
 from rlinf.llm.packing import attend_each_sequence, keeps_sequences_apart
@@ -218,17 +219,20 @@ class HuggingFacePolicy(TokenPolicy):
             go_on()  # the micro-batch before is done
             part, counted = parts[min(number, len(parts) - 1)], float(number < len(parts))
             packed, with_entropy = self.config.sequence_packing, self.config.report_entropy
-            trained = trained_tokens(part)
-            scores = batch_scores(self.model, part, self.temperature, packed, with_entropy, trained)
-            output = loss_fn.from_logprobs(scores.logprobs, part, counts)
+            trained, row = trained_tokens(part), lent[number]
+            num_rows, num_columns = trained.shape
+            scored, trained = (part, trained) if row is None else with_lent_row(part, trained, row)
+            scores = batch_scores(self.model, scored, self.temperature, packed, with_entropy, trained)
+            output = loss_fn.from_logprobs(scores.logprobs[:num_rows, :num_columns], part, counts)
             metrics = dict(output.metrics)
-            if scores.entropy is not None:
+            if scores.entropy is not None:  # 0 in the row that was lent
                 metrics["entropy"] = scores.entropy.sum() / counts.tokens
             metrics = {name: counted * value for name, value in metrics.items()}
             return counted * output.loss, {**metrics, "loss": counted * output.loss.detach()}
 
         # Shards are gathered in every pass, so a rank with fewer micro-batches than another repeats its last one, for nothing.
         num_passes = int(*maximum(len(parts))) if self._sharded else len(parts)
+        lent = lent_rows(parts, num_passes) if self._sharded else [None] * num_passes
         totals = self._train_step.accumulate(range(num_passes), loss_of)
         return {**totals.over_ranks(), "num_tokens": counts.tokens}
 

@@ -1,0 +1,83 @@
+"""A row with images for ranks that have none, because shards of a vision tower are gathered by all ranks or by none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlinf.distributed.process_group import broadcast_object, rank, world_size
+from rlinf.distributed.sums import maximum
+from rlinf.llm.batched_data_dict import IMAGE_KEYS, BatchedDataDict, tokens_and_mask
+from rlinf.llm.logprobs import TOKEN_TYPE_KEYS
+
+
+def lent_rows(parts: Sequence[BatchedDataDict], num_passes: int) -> list[dict[str, Any] | None]:
+    """Return what this rank adds to the micro-batch of each pass: a row with images, or None (a collective call).
+
+    A row is added where another rank has images and this one has not. It is the shortest one with images of this rank, or of the
+    first rank that has any. A real row suits every model; a made-up one would need its placeholders and image sizes.
+
+    Args:
+        parts: Micro-batches of this rank, at least one. The last one is repeated in further passes.
+        num_passes: Passes of every rank.
+    """
+    own = [bool(_rows_with_images(part)) for part in parts]
+    own += own[-1:] * (num_passes - len(parts))
+    first, *any_rank_has = maximum(-rank() if any(own) else -world_size(), *map(float, own))
+    wanted = [bool(anywhere) and not here for anywhere, here in zip(any_rank_has, own, strict=True)]
+    row = _shortest_row(parts)
+    (some_rank_has_none,) = maximum(float(row is None))
+    if -first < world_size() and some_rank_has_none:
+        lent = broadcast_object(row, int(-first))
+        row = lent if row is None else row
+    return [row if each else None for each in wanted]
+
+
+def with_lent_row(part: Mapping[str, Any], chosen: Tensor, row: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """Return a micro-batch with one more row, as ``batch_scores`` reads it, and ``chosen`` bool ``[B, S]`` with none of its tokens.
+
+    Both passes run through the row, and nothing of it enters a loss, so its gradients are 0.
+    """
+    ids, mask = tokens_and_mask(part)
+    length = len(row["input_ids"])
+    width = max(length, ids.shape[1])
+
+    def with_row(values: Tensor, own: Tensor) -> Tensor:
+        widened = F.pad(values, (0, width - values.shape[1], 0, 1))
+        widened[-1, : len(own)] = own
+        return widened
+
+    joined = {key: value for key, value in part.items() if key != "output_ids"}
+    joined["input_ids"] = with_row(ids, row["input_ids"])
+    joined["attention_mask"] = with_row(mask, torch.ones(length, dtype=torch.bool))
+    for key, value in row.items():
+        if key in TOKEN_TYPE_KEYS:
+            joined[key] = with_row(part.get(key, torch.zeros_like(ids)), value)
+        elif key in IMAGE_KEYS:
+            joined[key] = [*part.get(key, [value.new_zeros(0, *value.shape[1:])] * len(ids)), value]
+    return joined, with_row(chosen, torch.zeros(length, dtype=torch.bool))
+
+
+def _rows_with_images(data: Mapping[str, Any]) -> list[int]:
+    images = data.get("pixel_values", [])
+    return [row for row in range(len(images)) if isinstance(images, Tensor) or len(images[row])]
+
+
+def _shortest_row(parts: Sequence[BatchedDataDict]) -> dict[str, Any] | None:
+    """Return tokens ``[S]``, token types ``[S]`` and images of the shortest row that has images; None: no row has."""
+    rows = [(int(tokens_and_mask(part)[1][row].sum()), part, row) for part in parts for row in _rows_with_images(part)]
+    if not rows:
+        return None
+    length, part, row = min(rows, key=lambda each: each[0])
+    found = {"input_ids": tokens_and_mask(part)[0][row, :length].cpu()}
+    for key in part:
+        if key in IMAGE_KEYS:
+            images = part[key][row]
+            found[key] = (images[None] if isinstance(part[key], Tensor) else images).cpu()
+        elif key in TOKEN_TYPE_KEYS:
+            found[key] = part[key][row, :length].cpu()
+    return found

@@ -130,6 +130,18 @@ class ActionPrediction(NamedTuple):
     values: Tensor
 
 
+class Proposal(NamedTuple):
+    """The result of ``ActionModel.propose`` for ``B`` observations.
+
+    Attributes:
+        chunks: float32 ``[B, N, C, D]`` in env units; the first of the ``N`` candidates is the greedy one.
+        features: float32 ``[B, F]``, what the model says about the observation.
+    """
+
+    chunks: Tensor
+    features: Tensor
+
+
 class ActionEvaluation(NamedTuple):
     """The result of ``evaluate_actions``: float32 ``logprobs [B, A]``, ``entropy [B, A]``, ``values [B]``."""
 

@@ -167,6 +167,7 @@ def _load(
         from rlinf.models.dropout import switch_off_dropout
 
         model = switch_off_dropout(_load_action_model(entry.model, cfg, config, arguments, deferred))
+        model.feature_kind = cfg.features
     elif cfg.model_path is None:
         model = entry.model.from_config(config, **arguments)
     else:

@@ -52,6 +52,12 @@ class ModelConfig:
     lora_path: str | None = option(None, "Adapter folder to continue from (needs is_lora).")
     value_head: bool = option(True, "Add a value head (PPO needs one).")
     detach_value: bool = option(True, "Stop the gradient of the value loss at the value head's input.")
+    features: str = option(
+        "hidden",
+        "What an off-policy head reads of a frozen policy: hidden, the states from which actions are read; pooled, the mean over "
+        "images and prompt.",
+        choices=("hidden", "pooled"),
+    )
     attn_implementation: str = option("sdpa", "Attention kernel: sdpa, eager or flash_attention_2.")
     gradient_checkpointing: bool = option(
         False,

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
+from rlinf.models.sampling import draw_uniforms
 from rlinf.options import override_text
-from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
+from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
 
 if TYPE_CHECKING:
     Module = nn.Module  # of every action model, by way of PreTrainedModel
@@ -43,6 +44,7 @@ class ActionModel(Module, metaclass=ABCMeta):
         processor: Prompts and images to tensors; set by ``build_policy``.
         predicts_values: ``ActionPrediction.values`` are what ``evaluate_actions`` gives for the same sample.
         float32_modules: First parts of the names of modules that stay float32 under ``model.precision=bf16``: heads.
+        feature_kind: Which features ``propose`` returns, ``hidden`` or ``pooled`` (``model.features``).
         vllm_adapter: ``module:Class`` that tells vLLM how to run the model (see ``OpenVLAVllmAdapter``); None: it cannot.
     """
 
@@ -54,6 +56,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     float32_modules: ClassVar[tuple[str, ...]] = ("value_head",)
     vllm_adapter: ClassVar[str | None] = None
     processor: Any = None
+    feature_kind: str = "hidden"
     _supports_sdpa: ClassVar[bool] = True  # transformers refuses the default kernel to a class that does not say so
     config: Any
     dtype: torch.dtype
@@ -145,6 +148,16 @@ class ActionModel(Module, metaclass=ABCMeta):
         return self.num_logprobs
 
     @property
+    def num_candidate_uniforms(self) -> int:
+        """Random numbers that decide one sampled candidate of ``propose``; 0: there is only the greedy one."""
+        return self.num_logprobs
+
+    @property
+    def feature_dim(self) -> int:
+        """``F``, width of the features of ``propose``."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement propose")
+
+    @property
     def num_sft_uniforms(self) -> int:
         """Random numbers that ``sft_loss`` takes per row; 0 for a loss without any."""
         return 0
@@ -209,7 +222,38 @@ class ActionModel(Module, metaclass=ABCMeta):
             temperature: As in the rollout.
         """
 
-    # -- optional: without them, a policy cannot be cloned, or cannot act through vLLM ----------------------------
+    # -- optional: without them, a policy cannot be cloned, act through vLLM, or be the base of an off-policy head ----
+
+    @torch.no_grad()
+    def propose(self, inputs: dict[str, Tensor], num_candidates: int = 1, uniforms: Tensor | None = None) -> Proposal:
+        """Return candidate chunks and features of each observation, from one pass over its images and prompt.
+
+        The first candidate is that of ``predict_action_batch(do_sample=False)``, bit for bit. Under ``feature_kind=hidden``,
+        the features are the states from which that action is read, one after the other; under ``pooled``, the mean over the
+        positions of images and prompt.
+
+        Args:
+            inputs: What ``preprocess`` returned.
+            num_candidates: ``N``, at least 1.
+            uniforms: float32 ``[B, N - 1, num_candidate_uniforms]`` in (0, 1). They decide the other candidates: token and
+                Gaussian policies draw by inverse transform sampling, a flow policy begins with this noise and adds no other.
+                None: drawn from torch's global generator. A policy that takes none repeats its greedy action.
+        """
+        shape = (len(inputs[self.main_input_name]), num_candidates - 1, self.num_candidate_uniforms)
+        if num_candidates < 1:
+            raise ValueError(f"num_candidates is {num_candidates}; required: at least 1, the greedy one.")
+        if uniforms is None:
+            uniforms = draw_uniforms(*shape)
+        if uniforms.shape != shape:
+            raise ValueError(
+                f"uniforms are {list(uniforms.shape)}; required: {list(shape)}, the rows, the candidates without the greedy one, "
+                f"and the random numbers that a candidate of {type(self).__name__} takes."
+            )
+        return self._propose(inputs, uniforms.to(self.device))
+
+    def _propose(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
+        """Implement ``propose``; ``uniforms [B, N - 1, num_candidate_uniforms]`` are on the model's device."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement propose")
 
     def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:
         """Return the behaviour-cloning loss of demonstrated actions, one value per row: float32 ``[B]``.
@@ -228,7 +272,7 @@ class ActionModel(Module, metaclass=ABCMeta):
 
     @classmethod
     def implements(cls, method: str) -> bool:
-        """Return whether the class defines an optional method."""
+        """Return whether the class defines an optional method (of ``propose``: ``_propose``)."""
         return getattr(cls, method) is not getattr(ActionModel, method)
 
     def _camera_images(self, observation: Observation, wanted: int) -> list[np.ndarray]:
@@ -264,3 +308,11 @@ def check_hidden_size(given: int | None, found: int) -> None:
             f"model.hidden_size is {given}, but the model has {found}. "
             f"Set model.hidden_size={found} or model.hidden_size=null"
         )
+
+
+def masked_mean(states: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean float32 ``[B, H]`` of ``states [B, P, H]`` where ``mask``, bool ``[B, P]``, is true; None: of all."""
+    if mask is None:
+        return states.float().mean(1)
+    weights = mask.float().unsqueeze(-1)
+    return (states.float() * weights).sum(1) / weights.sum(1)

@@ -16,7 +16,7 @@ from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy
 from rlinf.models.embodiment.modules.float32 import without_autocast
 from rlinf.models.embodiment.modules.normalizer import ActionNormalizer, select_action_stats
 from rlinf.models.sampling import draw_uniforms
-from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
+from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
 
 
 class MLPConfig(PreTrainedConfig):
@@ -152,6 +152,21 @@ class MLPForRLActionPrediction(CheckpointPolicy):
         return ActionPrediction(
             self.decode_actions(drawn), drawn, torch.stack([mean, log_std], dim=-1), self._values(features)
         )
+
+    @property
+    def feature_dim(self) -> int:
+        """Width of the last hidden layer, or (``pooled``, without a prefix of several positions) of what the network reads."""
+        return self.policy[-1 if self.feature_kind == "hidden" else 0].in_features
+
+    def _propose(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
+        encoded = self._features(**inputs)
+        with without_autocast(encoded):
+            hidden = self.policy[:-1](encoded.to(self.policy[0].weight.dtype))
+            mean = self.policy[-1](hidden).float().unsqueeze(1)
+        noise = torch.special.ndtri(uniforms.double()).to(mean)
+        drawn = torch.cat([mean, mean + self.log_std.float().exp() * noise], dim=1)
+        chunks = self.decode_actions(drawn.flatten(0, 1)).unflatten(0, drawn.shape[:2])
+        return Proposal(chunks, (hidden if self.feature_kind == "hidden" else encoded).float())
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         """Log-densities float32 ``[B, A]``; the deviations in ``logits`` have the temperature in them already."""

@@ -52,6 +52,11 @@ class TokenActionModel(ActionModel):
         """Return ``q01``, ``q99`` and ``mask`` of a data set."""
         return dict(select_action_stats(self.config.norm_stats or {}, unnorm_key))
 
+    @property
+    def feature_dim(self) -> int:
+        """``A`` hidden states of the language model one after the other, or the mean of those of the prefix."""
+        return self.config.text_config.hidden_size * (self.num_logprobs if self.feature_kind == "hidden" else 1)
+
     @torch.no_grad()
     def predict_values(self, **inputs: Tensor) -> Tensor:
         """Values float32 ``[B]`` in one pass, without decoding: they do not depend on the tokens behind the prompt."""

@@ -24,6 +24,16 @@ class KVCache:
         self.rotary: tuple[Tensor, Tensor] | None = None
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
+    def repeated(self, times: int, length: int) -> KVCache:
+        """Return a cache of ``times`` copies of each row, next to each other, with its first ``length`` positions."""
+        cache = KVCache(self.max_len)
+        cache.length = length
+        is_shared = len(self.rotary[0]) == 1  # by all rows
+        cache.rotary = self.rotary if is_shared else tuple(x.repeat_interleave(times, dim=0) for x in self.rotary)
+        for layer, parts in self._buffers.items():
+            cache._buffers[layer] = tuple(part.repeat_interleave(times, dim=0) for part in parts)
+        return cache
+
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Append ``[B, heads, S, head_dim]`` and return all keys and values so far (views of the buffers)."""
         end = self.length + key.shape[2]

@@ -117,11 +117,13 @@ def run_layers(
     num_queries: int | None,
     is_causal: bool,
     cache: KVCache | None = None,
+    last_inputs: list[Tensor] | None = None,
 ) -> Tensor:
     """Run a model of ``LlamaActionLayer`` on ``embeddings [B, S, H]``; return the last ``num_queries`` positions, normed.
 
     The embeddings are the last ``S`` positions of the sequence; those before them are in ``cache``, which grows in place.
     ``key_mask`` is bool ``[B, keys]``, false on padding; with a cache ``[B, cache.max_len]``, with the positions to come.
+    ``last_inputs``, if given, gets what the last layer reads, ``[B, S, H]``: the last states that all positions have.
     """
     length = num_keys = embeddings.shape[1]
     if cache is None:
@@ -145,6 +147,8 @@ def run_layers(
     full_mask = mask(length) if len(decoder.layers) > 1 or num_queries is None else None
     hidden_states = embeddings
     for layer in decoder.layers:
+        if last_inputs is not None and layer is decoder.layers[-1]:
+            last_inputs.append(hidden_states)
         last = num_queries is not None and layer is decoder.layers[-1]
         hidden_states = layer(
             hidden_states,

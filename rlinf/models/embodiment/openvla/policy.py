@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from rlinf.distributed.deferred import Weight
 from rlinf.errors import ConfigError
 from rlinf.models.cuda_graph import CudaGraphs
-from rlinf.models.embodiment.base import check_hidden_size
+from rlinf.models.embodiment.base import check_hidden_size, masked_mean
 from rlinf.models.embodiment.checkpoint_policy import CheckpointPolicy, open_safetensors
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
 from rlinf.models.embodiment.modules.float32 import linear_in_float32
@@ -29,7 +29,7 @@ from rlinf.models.embodiment.openvla.vision_tower import Projector, VisionBackbo
 from rlinf.models.embodiment.openvla.weights import from_public, to_public
 from rlinf.models.embodiment.token_action_model import TokenActionModel
 from rlinf.models.sampling import draw_uniforms, sample_tokens
-from rlinf.types import ActionPrediction, Observation
+from rlinf.types import ActionPrediction, Observation, Proposal
 
 
 class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
@@ -247,16 +247,22 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         needed for autoregressive models only.
         """
         embeddings, key_mask = self._embed_prompt(**inputs)
-        num_tokens, parallel = self.num_logprobs, self.config.action_decoding == "parallel"
-        if parallel:
-            extra = self._placeholder_embeddings(embeddings)
-        else:
-            extra = self.get_input_embeddings()(tokens[:, :-1])
+        if self.config.action_decoding == "parallel":
+            hidden_states = self._read_out(embeddings, key_mask)
+            return self._bin_logits(hidden_states), hidden_states[:, -1]
+        hidden_states = self._run_behind(embeddings, key_mask, self.get_input_embeddings()(tokens[:, :-1]))
+        return self._bin_logits(hidden_states), hidden_states[:, 0]
+
+    def _read_out(self, embeddings: Tensor, key_mask: Tensor | None, **options: Any) -> Tensor:
+        """Return the hidden states from which parallel decoding reads the action tokens, ``[B, A, H]``."""
+        return self._run_behind(embeddings, key_mask, self._placeholder_embeddings(embeddings), **options)
+
+    def _run_behind(self, embeddings: Tensor, key_mask: Tensor | None, extra: Tensor, **options: Any) -> Tensor:
+        """Run the language model over prompt and ``extra [B, S, H]``; return its last ``A`` positions, ``[B, A, H]``."""
         if key_mask is not None:
             key_mask = torch.cat([key_mask, key_mask.new_ones(extra.shape[:2])], dim=1)
-        sequence = torch.cat([embeddings, extra], dim=1)
-        hidden_states = run_layers(self.language_model.model, sequence, key_mask, num_tokens, is_causal=not parallel)
-        return self._bin_logits(hidden_states), hidden_states[:, -1 if parallel else 0]
+        sequence, is_causal = torch.cat([embeddings, extra], dim=1), self.config.action_decoding == "autoregressive"
+        return run_layers(self.language_model.model, sequence, key_mask, self.num_logprobs, is_causal, **options)
 
     # -- the contract --------------------------------------------------------------------------------------------
 
@@ -296,19 +302,77 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
         self, embeddings: Tensor, key_mask: Tensor | None, uniforms: Tensor | None, do_sample: bool, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Bins ``[B, A]``, their logits, and the hidden state of the value. A CUDA graph can hold it: no number decides what runs."""
+        cache, key_mask, first = self._prefill(embeddings, key_mask)
+        bins, logits, _ = self._continue(cache, key_mask, first, do_sample, temperature, uniforms)
+        return bins, logits, first
+
+    def _prefill(
+        self, embeddings: Tensor, key_mask: Tensor | None, **options: Any
+    ) -> tuple[KVCache, Tensor | None, Tensor]:
+        """Return the keys and values of the prompt, a mask with the tokens to come, and the state ``[B, H]`` of the first token."""
         num_later = self.num_logprobs - 1
         cache = KVCache(embeddings.shape[1] + num_later)
         key_mask = None if key_mask is None else nn.functional.pad(key_mask, (0, num_later), value=True)
-        bins, logits, value_state = [], [], None
+        decoder = self.language_model.model
+        state = run_layers(decoder, embeddings, key_mask, 1, is_causal=True, cache=cache, **options)[:, -1]
+        return cache, key_mask, state
+
+    def _continue(
+        self,
+        cache: KVCache,
+        key_mask: Tensor | None,
+        state: Tensor,
+        do_sample: bool,
+        temperature: float = 1.0,
+        uniforms: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Decode behind a prefilled prompt: bins ``[B, A]``, their logits, and the states ``[B, A, H]`` that they were read from."""
+        bins, logits, states = [], [], [state]
         for i in range(self.num_logprobs):
-            decoder = self.language_model.model
-            hidden_states = run_layers(decoder, embeddings, key_mask, 1, is_causal=True, cache=cache)[:, -1]
-            value_state = hidden_states if value_state is None else value_state
-            logits.append(self._bin_logits(hidden_states))
+            if i > 0:
+                token = self.get_input_embeddings()(bins[-1][:, None] + self.action_tokenizer.first_token)
+                decoder = self.language_model.model
+                states.append(run_layers(decoder, token, key_mask, 1, is_causal=True, cache=cache)[:, -1])
+            logits.append(self._bin_logits(states[-1]))
             drawn = None if uniforms is None else uniforms[:, i]
             bins.append(sample_tokens(logits[-1], do_sample, temperature, drawn))
-            embeddings = self.get_input_embeddings()(bins[-1][:, None] + self.action_tokenizer.first_token)
-        return torch.stack(bins, 1), torch.stack(logits, 1), value_state
+        return torch.stack(bins, 1), torch.stack(logits, 1), torch.stack(states, 1)
+
+    def _propose(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
+        embeddings, key_mask = self._embed_prompt(**inputs)
+        seen: list[Tensor] = []
+        if self.config.action_decoding == "parallel":
+            states = self._read_out(embeddings, key_mask, last_inputs=seen)
+            candidates = self._candidates(states, uniforms)
+        else:
+            candidates, states = self._decode_candidates(embeddings, key_mask, uniforms, last_inputs=seen)
+        if self.feature_kind == "hidden":
+            features = states.flatten(1).float()
+        else:
+            prefix = self.language_model.model.norm(seen[0][:, : embeddings.shape[1]])
+            features = masked_mean(prefix, key_mask)
+        chunks = self.decode_actions(candidates.flatten(0, 1)).unflatten(0, candidates.shape[:2])
+        return Proposal(chunks, features)
+
+    def _candidates(self, states: Tensor, uniforms: Tensor) -> Tensor:
+        """Tokens ``[B, N, A]`` of parallel decoding: the greedy ones, and those of ``uniforms [B, N - 1, A]``."""
+        logits = self._bin_logits(states).unsqueeze(1)
+        sampled = sample_tokens(logits.expand(-1, uniforms.shape[1], -1, -1), True, uniforms=uniforms)
+        return torch.cat([logits.argmax(-1), sampled], dim=1) + self.action_tokenizer.first_token
+
+    def _decode_candidates(
+        self, embeddings: Tensor, key_mask: Tensor | None, uniforms: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens as ``_candidates``, decoded one after the other behind one prompt, and the greedy ones' states ``[B, A, H]``."""
+        cache, key_mask, first = self._prefill(embeddings, key_mask, **options)
+        greedy, _, states = self._continue(cache, key_mask, first, do_sample=False)
+        candidates, num_samples = greedy.unsqueeze(1), uniforms.shape[1]
+        if num_samples:
+            key_mask = None if key_mask is None else key_mask.repeat_interleave(num_samples, dim=0)
+            cache, first = cache.repeated(num_samples, embeddings.shape[1]), first.repeat_interleave(num_samples, dim=0)
+            sampled, _, _ = self._continue(cache, key_mask, first, do_sample=True, uniforms=uniforms.flatten(0, 1))
+            candidates = torch.cat([candidates, sampled.unflatten(0, uniforms.shape[:2])], dim=1)
+        return candidates + self.action_tokenizer.first_token, states
 
     def forward(
         self,

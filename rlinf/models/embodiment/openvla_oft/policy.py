@@ -118,23 +118,22 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         state = self.proprio_projector(proprio.to(text.dtype))
         return torch.cat([image, state.unsqueeze(1)], dim=1)
 
-    def _read_out(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the hidden states from which the action tokens are read, ``[B, A, H]``."""
-        embeddings, key_mask = self._embed_prompt(**inputs)
+    def _read_out(self, embeddings: Tensor, key_mask: Tensor | None, **options: Any) -> Tensor:
         tail = torch.cat([self._placeholder_embeddings(embeddings), self._stop_embeddings(len(embeddings))], dim=1)
         sequence = torch.cat([embeddings, tail], dim=1)
         key_mask = _extended(key_mask, tail.shape[1])
         num_queries = 1 + tail.shape[1]
-        hidden_states = run_layers(self.language_model.model, sequence, key_mask, num_queries, is_causal=False)
+        decoder = self.language_model.model
+        hidden_states = run_layers(decoder, sequence, key_mask, num_queries, is_causal=False, **options)
         return hidden_states[:, : self.num_logprobs]
 
     def _score(self, inputs: dict[str, Tensor], tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        hidden_states = self._read_out(inputs)
+        hidden_states = self._read_out(*self._embed_prompt(**inputs))
         return self._bin_logits(hidden_states), hidden_states[:, 0]
 
     def forward(self, **inputs: Tensor | None) -> CausalLMOutput:
         """Return ``logits [B, A, vocab_size]`` and ``hidden_states`` (``[B, A, H]``, after the norm) of the read-out."""
-        hidden_states = self._read_out(inputs)
+        hidden_states = self._read_out(*self._embed_prompt(**inputs))
         return CausalLMOutput(logits=self.language_model.lm_head(hidden_states), hidden_states=(hidden_states,))
 
     # -- the contract --------------------------------------------------------------------------------------------
@@ -149,7 +148,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         **inputs: Tensor | None,
     ) -> ActionPrediction:
         """Act on ``input_ids [B, L]`` (BOS, padding, text); see ``ActionModel.predict_action_batch``."""
-        hidden_states = self._read_out({"input_ids": input_ids, **inputs})
+        hidden_states = self._read_out(*self._embed_prompt(input_ids, **inputs))
         values = self._values(hidden_states[:, 0])
         if self.action_head is not None:
             normalized = self.action_head(hidden_states).flatten(1)
@@ -161,6 +160,20 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
             tokens = self.action_tokenizer.first_token + sample_tokens(logits, do_sample, temperature, uniforms)
         sequences = torch.cat([input_ids, tokens], dim=1)
         return ActionPrediction(self.decode_actions(sequences), sequences, logits, values)
+
+    @property
+    def num_candidate_uniforms(self) -> int:
+        """The L1 head takes none."""
+        return 0 if self.action_head is not None else super().num_candidate_uniforms
+
+    def _candidates(self, states: Tensor, uniforms: Tensor) -> Tensor:
+        """As the base class; of the L1 head, normalised actions instead of tokens, ``N`` times the same."""
+        if self.action_head is not None:
+            return self.action_head(states).flatten(1).unsqueeze(1).expand(-1, 1 + uniforms.shape[1], -1)
+        tokens = super()._candidates(states, uniforms)
+        if self.config.greedy_over_vocabulary:
+            tokens[:, 0] = self.language_model.lm_head(states).argmax(-1)
+        return tokens
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         """Log-probabilities float32 ``[B, A]`` of sampled tokens; see ``ActionModel.rollout_logprobs``."""
@@ -179,7 +192,7 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         if self.action_head is None:
             return super().sft_loss(inputs, actions, uniforms)
         target = self.action_normalizer.normalize(actions).float().to(self.device)
-        return (self.action_head(self._read_out(inputs)) - target).abs().mean((1, 2))
+        return (self.action_head(self._read_out(*self._embed_prompt(**inputs))) - target).abs().mean((1, 2))
 
     def decode_actions(self, sequences: Tensor) -> Tensor:
         """Turn the last ``A`` tokens (l1: normalised numbers) into actions in env units, float32 ``[B, C, D]``."""

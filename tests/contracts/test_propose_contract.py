@@ -1,0 +1,149 @@
+"""What ``propose`` promises (``ActionModel.propose``), checked for each registered model on what an env gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+from rlinf.preflight.memory import policy_on_meta_device
+from tests.contracts.test_model_contract import CASES, make_case
+
+L1 = "openvla_oft, l1"
+PROPOSING = {name: overrides for name, overrides in CASES.items() if not name.startswith(("hf_vla", "pi0", "your"))} | {
+    L1: ["model=openvla_oft_tiny", "env.state=proprio", "+model.init_config.action_head=l1"]
+}
+NUM_CANDIDATES = 4
+BACKBONES = {
+    "mlp": ["policy.0"],
+    "cnn": ["encoder", "policy.0"],
+    "openvla": ["vision_backbone", "language_model.model.layers.0"],
+    "openvla_oft": ["vision_backbone", "language_model.model.layers.0"],
+    "hf_vla": ["vlm.model.vision_tower", "vlm.model.language_model.layers.0"],
+    "pi0": ["vision_tower", "language_model.layers.0"],
+}
+"""Modules through which images and prompts go, by model type."""
+
+
+@pytest.fixture(scope="module", params=PROPOSING)
+def case(request):
+    return make_case(request.param, build_config(compose_config([*PROPOSING[request.param], "env=tabletop"])))
+
+
+@pytest.fixture(params=["hidden", "pooled"])
+def policy(case, request, monkeypatch):
+    monkeypatch.setattr(case.policy, "feature_kind", request.param)
+    return case.policy
+
+
+def uniforms_for(policy, num_rows, seed=0):
+    shape = (num_rows, NUM_CANDIDATES - 1, policy.num_candidate_uniforms)
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def propose(policy, observation, seed=0):
+    uniforms = uniforms_for(policy, len(observation), seed)
+    return policy.propose(policy.preprocess(observation), NUM_CANDIDATES, uniforms)
+
+
+def greedy(policy, observation):
+    return policy.predict_action_batch(**policy.preprocess(observation), do_sample=False)
+
+
+def is_deterministic(policy):
+    return policy.num_candidate_uniforms == 0
+
+
+def test_shapes_are_known_before_a_batch(case, policy):
+    feature_dim, rows = policy.feature_dim, len(case.observation)
+    chunks, features = propose(policy, case.observation)
+    chunk_shape = (policy.action_chunks_len, case.config.model.action_token_len)
+    assert chunks.shape == (rows, NUM_CANDIDATES, *chunk_shape) and features.shape == (rows, feature_dim)
+    assert chunks.dtype == features.dtype == torch.float32
+    assert features.isfinite().all() and not chunks.requires_grad and not features.requires_grad
+
+
+def test_the_first_candidate_is_the_greedy_action_bit_for_bit(case, policy):
+    expected = greedy(policy, case.observation).actions
+    chunks, features = propose(policy, case.observation)
+    assert torch.equal(chunks[:, 0], expected)
+    alone = policy.propose(policy.preprocess(case.observation))
+    assert torch.equal(alone.chunks, expected[:, None]) and torch.equal(alone.features, features)
+    others_differ = [not torch.equal(chunks[:, index], expected) for index in range(1, NUM_CANDIDATES)]
+    assert others_differ == [not is_deterministic(policy)] * (NUM_CANDIDATES - 1), "control: the others are drawn"
+
+
+def test_uniforms_decide_the_other_candidates(case, policy):
+    first, again, other = (propose(policy, case.observation, seed) for seed in (0, 0, 1))
+    assert torch.equal(first.chunks, again.chunks) and torch.equal(first.features, other.features)
+    assert torch.equal(first.chunks, other.chunks) == is_deterministic(policy)
+    uniforms = uniforms_for(policy, len(case.observation))
+    if policy.num_candidate_uniforms == policy.num_uniforms:
+        for index in range(NUM_CANDIDATES - 1):
+            drawn = policy.predict_action_batch(
+                **policy.preprocess(case.observation), uniforms=uniforms[:, index]
+            ).actions
+            torch.testing.assert_close(first.chunks[:, 1 + index], drawn, atol=1e-5, rtol=1e-5)
+            assert not torch.allclose(first.chunks[:, 1 + index], drawn.roll(1, 0), atol=1e-3), "control: another row's"
+
+
+def test_without_uniforms_candidates_come_from_the_global_generator(case, policy):
+    inputs = policy.preprocess(case.observation)
+    chunks = [torch.manual_seed(seed) and policy.propose(inputs, 3).chunks for seed in (1, 1, 2)]
+    assert torch.equal(chunks[0], chunks[1])
+    assert torch.equal(chunks[0], chunks[2]) == is_deterministic(policy)
+
+
+def test_a_row_does_not_depend_on_the_others(case, policy):
+    observation, uniforms = case.observation, uniforms_for(policy, len(case.observation))
+    together = propose(policy, observation)
+    for row in range(len(observation)):
+        alone = policy.propose(policy.preprocess(observation.select([row])), NUM_CANDIDATES, uniforms[row : row + 1])
+        torch.testing.assert_close(alone.chunks[0], together.chunks[row], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(alone.features[0], together.features[row], atol=1e-4, rtol=1e-4)
+    spread = (together.features - together.features[:1]).abs().amax(1)[1:]
+    assert (spread > 1e-3).all(), "control: rows differ"
+
+
+def test_images_and_prompt_are_read_once_however_many_candidates(case, policy):
+    inputs, counts = policy.preprocess(case.observation), {}
+
+    def count(name):
+        def hook(module, arguments, output):
+            positions = arguments[0].shape[:-1] if arguments else ()
+            if len(positions) < 2 or positions[1] > 1:  # one position is a token that is being decoded
+                counts.setdefault(name, []).append(tuple(positions))
+
+        return hook
+
+    names = BACKBONES[case.config.model.model_type]
+    hooks = [policy.get_submodule(name).register_forward_hook(count(name)) for name in names]
+    try:
+        policy.propose(inputs, NUM_CANDIDATES, uniforms_for(policy, len(case.observation)))
+        proposing = dict(counts)
+        counts.clear()
+        policy.predict_action_batch(**inputs, do_sample=False)
+        assert proposing == counts and {len(calls) for calls in counts.values()} == {1}
+        policy.predict_action_batch(**inputs, do_sample=False)
+        assert {len(calls) for calls in counts.values()} == {2}, "control: a second pass is counted"
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_uniforms_of_another_shape_are_refused(case, policy):
+    inputs, uniforms = policy.preprocess(case.observation), uniforms_for(policy, len(case.observation))
+    with pytest.raises(ValueError, match=r"uniforms are \[4, 3, .*required: \[4, 2, "):
+        policy.propose(inputs, NUM_CANDIDATES - 1, uniforms)
+    with pytest.raises(ValueError, match="num_candidates is 0; required: at least 1"):
+        policy.propose(inputs, 0)
+
+
+def test_the_setting_reaches_the_policy_and_its_width_needs_no_weights(case):
+    for kind in ("hidden", "pooled"):
+        built = case.build(features=kind)
+        empty = policy_on_meta_device(replace(case.config, model=replace(case.config.model, features=kind)))
+        assert built.feature_kind == kind and built.feature_dim == empty.feature_dim

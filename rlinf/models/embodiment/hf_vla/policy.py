@@ -6,6 +6,7 @@ attention masks from the hooks by which its own ``generate`` gets them; logits f
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlinf.errors import CheckpointError, ConfigError
-from rlinf.models.embodiment.base import check_hidden_size
+from rlinf.models.embodiment.base import check_hidden_size, masked_mean
 from rlinf.models.embodiment.checkpoint_policy import no_progress_bars, refuse_adapters
 from rlinf.models.embodiment.hf_vla.config import HfVlaConfig
 from rlinf.models.embodiment.modules.action_tokenizer import ActionTokenizer
@@ -31,7 +32,7 @@ from rlinf.models.embodiment.modules.value_head import ValueHead
 from rlinf.models.embodiment.token_action_model import TokenActionModel
 from rlinf.models.loading import check_fit, checkpoint_folder, without_load_report
 from rlinf.models.sampling import sample_tokens
-from rlinf.types import ActionPrediction, Observation
+from rlinf.types import ActionPrediction, Observation, Proposal
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 
@@ -181,20 +182,63 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
         **inputs: Tensor,
     ) -> ActionPrediction:
         """Act on prompts ``input_ids [B, L]`` (padding on the left) and images; see ``ActionModel.predict_action_batch``."""
+        rest, cache, logits, hidden_states = self._prefill(input_ids, inputs)
+        first = (logits, hidden_states[:, -1])
+        sequences, logits, _ = self._continue(input_ids, rest, cache, first, do_sample, temperature, uniforms)
+        return ActionPrediction(self.decode_actions(sequences), sequences, logits, self._values(first[1]))
+
+    def _prefill(
+        self, input_ids: Tensor, inputs: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], DynamicCache, Tensor, Tensor]:
+        """Run the prompts: what ``generate`` passes on, the cache, the first token's logits ``[B, n_bins]``, all states ``[B, S, H]``."""
         rest, cache = self._start(input_ids, inputs), DynamicCache(config=self.vlm.config.get_text_config(decoder=True))
-        kwargs = {"use_cache": True, "past_key_values": cache}
-        sequences, all_logits, value_state = input_ids, [], None
+        kwargs = {"use_cache": True, "past_key_values": cache, "is_first_iteration": True}
+        logits, hidden_states = self._run(input_ids, rest, 1, **kwargs)
+        return rest, cache, logits[:, 0], hidden_states
+
+    def _continue(
+        self,
+        sequences: Tensor,
+        rest: dict[str, Any],
+        cache: DynamicCache,
+        first: tuple[Tensor, Tensor],
+        do_sample: bool,
+        temperature: float = 1.0,
+        uniforms: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Decode behind prompts, given the first token's logits and state ``[B, H]``.
+
+        Returns:
+            Sequences ``[B, L + A]``, logits ``[B, A, n_bins]``, and the states ``[B, A, H]`` that the tokens were read from.
+        """
+        all_logits, states, rest = [first[0]], [first[1]], dict(rest)  # a copy, which the hook below changes in place
+        kwargs = {"use_cache": True, "past_key_values": cache, "next_sequence_length": 1, "is_first_iteration": False}
         for i in range(self.num_logprobs):
             if i > 0:
                 rest = self.vlm._update_model_kwargs_for_generation({}, rest)
-                kwargs["next_sequence_length"] = 1
-            logits, hidden_states = self._run(sequences, rest, 1, is_first_iteration=i == 0, **kwargs)
-            value_state = hidden_states[:, -1] if value_state is None else value_state
-            all_logits.append(logits[:, 0])
+                logits, hidden_states = self._run(sequences, rest, 1, **kwargs)
+                all_logits.append(logits[:, 0])
+                states.append(hidden_states[:, -1])
             bins = sample_tokens(all_logits[-1], do_sample, temperature, None if uniforms is None else uniforms[:, i])
             sequences = torch.cat([sequences, bins[:, None] + self.action_tokenizer.first_token], dim=1)
-        actions = self.decode_actions(sequences)
-        return ActionPrediction(actions, sequences, torch.stack(all_logits, 1), self._values(value_state))
+        return sequences, torch.stack(all_logits, 1), torch.stack(states, 1)
+
+    def _propose(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
+        others, num_samples = dict(inputs), uniforms.shape[1]
+        prompt = others.pop("input_ids")
+        rest, cache, logits, prefix = self._prefill(prompt, others)
+        first, of_prompt = (logits, prefix[:, -1]), copy.deepcopy(cache) if num_samples else None
+        sequences, _, states = self._continue(prompt, rest, cache, first, do_sample=False)
+        chunks = self.decode_actions(sequences).unsqueeze(1)
+        if of_prompt is not None:
+            of_prompt.batch_repeat_interleave(num_samples)
+            prompt, rest = self.vlm._expand_inputs_for_generation(num_samples, input_ids=prompt, **rest)
+            first = tuple(each.repeat_interleave(num_samples, dim=0) for each in first)
+            drawn, _, _ = self._continue(prompt, rest, of_prompt, first, True, uniforms=uniforms.flatten(0, 1))
+            chunks = torch.cat([chunks, self.decode_actions(drawn).unflatten(0, uniforms.shape[:2])], dim=1)
+        if self.feature_kind == "hidden":
+            return Proposal(chunks, states.flatten(1).float())
+        return Proposal(chunks, masked_mean(prefix, inputs.get("attention_mask")))
 
     # -- files ---------------------------------------------------------------------------------------------------
 

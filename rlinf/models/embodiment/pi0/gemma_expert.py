@@ -141,15 +141,17 @@ class GemmaStack(nn.Module):
             )
         return _normed(self.norm, hidden_states, condition)[0]
 
-    def keys_and_values(self, hidden_states: Tensor, attention_mask: Tensor, positions: Tensor) -> list[Tensor]:
-        """Return the keys and values of every layer; of the last layer nothing else is computed."""
+    def keys_and_values(
+        self, hidden_states: Tensor, attention_mask: Tensor, positions: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return the keys and values of every layer, and what the last layer reads, ``[B, S, W]``; nothing else of it is computed."""
         rotation = rotary_embedding(positions, self.head_dim, hidden_states.dtype)
         found = []
         for index, layer in enumerate(self.layers):
             last = index == len(self.layers) - 1
             hidden_states, key_value = layer(hidden_states, attention_mask, rotation, keys_only=last)
             found.append(key_value)
-        return found
+        return found, hidden_states
 
 
 class SiglipTower(nn.Module):

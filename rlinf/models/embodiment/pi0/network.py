@@ -32,10 +32,17 @@ class Prefix:
     Attributes:
         keys_values: Per layer, keys and values ``[2, B, kv_heads, P, head_dim]``.
         mask: bool ``[B, P]``: a key that is there.
+        states: What the last layer of the language model reads, ``[B, P, width]``.
     """
 
     keys_values: list[Tensor]
     mask: Tensor
+    states: Tensor
+
+    def repeated(self, times: int) -> Prefix:
+        """Return ``times`` copies of each row, next to each other."""
+        keys_values = [each.repeat_interleave(times, dim=1) for each in self.keys_values]
+        return Prefix(keys_values, *(each.repeat_interleave(times, dim=0) for each in (self.mask, self.states)))
 
 
 class Pi0Network(CheckpointPolicy):
@@ -134,8 +141,9 @@ class Pi0Network(CheckpointPolicy):
         """Run the language model over images and text, all of which see each other; ``state`` is not part of it."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.config.freeze_vlm):
             embeddings, mask = self.embed_prefix(pixel_values, image_mask, input_ids, attention_mask)
-            keys_values = self.language_model.keys_and_values(embeddings, mask[:, None, None], prefix_positions(mask))
-        return Prefix(keys_values, mask)
+            positions = prefix_positions(mask)
+            keys_values, states = self.language_model.keys_and_values(embeddings, mask[:, None, None], positions)
+        return Prefix(keys_values, mask, states)
 
     def velocity(self, prefix: Prefix, state: Tensor | None, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Predict ``noise - action`` at ``x [B, horizon, action_dim]``, ``t [B]``: float32, of the shape of ``x``.

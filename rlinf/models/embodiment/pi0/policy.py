@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.errors import ConfigError
-from rlinf.models.embodiment.base import check_hidden_size
+from rlinf.models.embodiment.base import check_hidden_size, masked_mean
 from rlinf.models.embodiment.modules.normalizer import select_stats
 from rlinf.models.embodiment.pi0.config import NUM_CAMERA_SLOTS, Pi0Config, check_attention, check_sizes
 from rlinf.models.embodiment.pi0.flow import (
@@ -27,7 +27,7 @@ from rlinf.models.embodiment.pi0.processing import StatisticsNormalizer, resize_
 from rlinf.models.loading import field_error, without_logprobs
 from rlinf.models.sampling import draw_uniforms
 from rlinf.options import override_text
-from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation
+from rlinf.types import ActionEvaluation, ActionPrediction, EnvSpec, Observation, Proposal
 
 GREEDY_NOISE_SEED = 0
 
@@ -145,6 +145,17 @@ class Pi0ForRLActionPrediction(Pi0Network):
     def num_uniforms(self) -> int:
         """The initial noise, that of the sampled steps, and the choice of the step."""
         return (1 + (self.config.num_steps if self.config.joint_logprob else 1)) * self._chunk_size + 1
+
+    @property
+    def num_candidate_uniforms(self) -> int:
+        """The initial noise of horizon and padding."""
+        return self._chunk_size
+
+    @property
+    def feature_dim(self) -> int:
+        """The expert's outputs for the executed actions one after the other, or a state of the language model."""
+        hidden = self.action_chunks_len * self.config.expert["width"]
+        return hidden if self.feature_kind == "hidden" else self.config.hidden_size
 
     @property
     def num_sft_uniforms(self) -> int:
@@ -268,8 +279,7 @@ class Pi0ForRLActionPrediction(Pi0Network):
         config = self.config
         batch, shape = len(inputs["input_ids"]), (config.action_horizon, config.action_dim)
         if not do_sample:
-            generator = torch.Generator().manual_seed(GREEDY_NOISE_SEED)
-            noise = torch.randn(shape, generator=generator).to(self.device).expand(batch, -1, -1)
+            noise = self._greedy_noise(batch)
             nothing = torch.full((batch,), -1, device=self.device)
             return self.denoise(inputs, noise, torch.zeros_like(noise).unsqueeze(1), nothing, False, temperature)
         if uniforms is None:
@@ -280,6 +290,34 @@ class Pi0ForRLActionPrediction(Pi0Network):
         if config.joint_logprob:
             step = torch.full_like(step, -1)
         return self.denoise(inputs, drawn[:, 0], drawn[:, 1:], step, config.joint_logprob, temperature)
+
+    def _greedy_noise(self, num_rows: int) -> Tensor:
+        """Noise ``[num_rows, horizon, action_dim]`` of greedy actions: the same in every row."""
+        shape = (self.config.action_horizon, self.config.action_dim)
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(GREEDY_NOISE_SEED))
+        return noise.to(self.device).expand(num_rows, -1, -1)
+
+    def _propose(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
+        prefix, state = self.encode_prefix(**inputs), inputs.get("state")
+        num_rows, num_samples = uniforms.shape[:2]
+        chain, output = self._euler(prefix, state, self._greedy_noise(num_rows))
+        chunks = self._chunk(chain).unsqueeze(1)
+        if num_samples:
+            noise = standard_normal(uniforms.flatten(0, 1)).view(-1, *chain.shape[1:])
+            state = None if state is None else state.repeat_interleave(num_samples, dim=0)
+            sampled = self._chunk(self._euler(prefix.repeated(num_samples), state, noise)[0])
+            chunks = torch.cat([chunks, sampled.unflatten(0, uniforms.shape[:2])], dim=1)
+        if self.feature_kind == "hidden":
+            return Proposal(chunks, output[:, : self.action_chunks_len].flatten(1).float())
+        return Proposal(chunks, masked_mean(self.language_model.norm(prefix.states), prefix.mask))
+
+    def _euler(self, prefix: Prefix, state: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Denoise ``x [B, horizon, action_dim]`` without further noise; also the expert's outputs ``[B, horizon, width]`` of the last step."""
+        times, output = denoising_times(self.config.num_steps, x.device), x
+        for t, t_next in zip(times[:-1], times[1:], strict=True):
+            velocity, output = self.velocity(prefix, state, x, t.expand(len(x)))
+            x, _ = step_moments("flow_ode", x, velocity, t, t_next, times[1], self.config.noise_level)
+        return x, output
 
     @torch.no_grad()
     def denoise(
@@ -374,8 +412,11 @@ class Pi0ForRLActionPrediction(Pi0Network):
 
     def decode_actions(self, sequences: Tensor) -> Tensor:
         """Take the executed actions at the end of the chain and return env units, float32 ``[B, C, D]``."""
-        chain, _ = self._split(sequences)
-        return self.action_normalizer.unnormalize(chain[:, -1, : self.action_chunks_len, : self.action_dim]).float()
+        return self._chunk(self._split(sequences)[0][:, -1])
+
+    def _chunk(self, x: Tensor) -> Tensor:
+        """The executed ones ``[B, C, D]`` of normalised actions ``[B, horizon, action_dim]``, in env units."""
+        return self.action_normalizer.unnormalize(x[:, : self.action_chunks_len, : self.action_dim]).float()
 
     def _split(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
         """The chain ``[B, n + 1, horizon, action_dim]`` and the chosen step int64 ``[B]``."""

@@ -1,4 +1,4 @@
-"""The machines of a run with players: a Ray cluster, a place in it for each player, and the proof that all machines are alike."""
+"""The machines of a run on Ray: a cluster, a place in it for each rank and player that Ray starts, and the proof that all are alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -20,8 +20,9 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.child_process import Failure, failure_of
 from rlinf.distributed.devices import visible_gpus
 from rlinf.distributed.ray_cluster import check_address, import_ray, initialise
+from rlinf.distributed.ray_ranks import RankPlaces, neighbours_first, placement_group
 from rlinf.errors import ConfigError
-from rlinf.preflight.placement import SPLIT, Node, Placement
+from rlinf.preflight.placement import BY_RAY, SPLIT, Node, Placement, has_players, ranks_by_ray
 
 logger = logging.getLogger("rlinf")
 
@@ -31,32 +32,34 @@ ROOM_S = 10.0
 
 @dataclass(frozen=True)
 class Reservation:
-    """A place for each player of a run in a Ray cluster. Every rank gets it.
+    """Places in a Ray cluster. Every rank gets it.
 
     Attributes:
         address: Of the cluster.
-        group: Id of Ray's placement group, with one bundle for each player.
+        group: Id of Ray's placement group with one bundle for each player; None: the ranks play.
         gpus_per_player: Of a bundle.
-        machine: That of the ranks, with which a player compares its own.
+        machine: That of the command, with which others are compared.
+        ranks: Places of the ranks that Ray starts; None: it starts none.
     """
 
     address: str
-    group: str
+    group: str | None
     gpus_per_player: int
     machine: Machine
+    ranks: RankPlaces | None = None
 
     def join(self) -> None:
         """Connect this process to the cluster, unless it is."""
-        ray = import_ray(SPLIT)
+        ray = import_ray(BY_RAY)
         if not ray.is_initialized():
             initialise(ray, self.address, log_to_driver=True)
 
     def start(self, actor_class: type, number: int) -> Any:
         """Start an actor in the place of a player."""
-        import ray
+        ray = import_ray(SPLIT)
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        place = PlacementGroupSchedulingStrategy(self._group(), placement_group_bundle_index=number)
+        place = PlacementGroupSchedulingStrategy(placement_group(self.group), placement_group_bundle_index=number)
         options = {"num_cpus": 1, "num_gpus": self.gpus_per_player, "max_restarts": 0, "scheduling_strategy": place}
         return ray.remote(**options)(actor_class).remote()
 
@@ -64,22 +67,16 @@ class Reservation:
         """Return how many players have their place on the machine of a player, itself included."""
         from ray.util import placement_group_table
 
-        nodes = placement_group_table(self._group())["bundles_to_node_id"]
+        nodes = placement_group_table(placement_group(self.group))["bundles_to_node_id"]
         return list(nodes.values()).count(nodes[number])
 
     def signal(self, node: str, pid: int, number: int) -> Any:
         """Send a signal to a process of a machine; return a reference to the end of that."""
-        import ray
+        ray = import_ray(SPLIT)
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         return ray.remote(num_cpus=0, scheduling_strategy=there, max_retries=0)(_send_signal).remote(pid, number)
-
-    def _group(self) -> Any:
-        from ray import PlacementGroupID
-        from ray.util.placement_group import PlacementGroup
-
-        return PlacementGroup(PlacementGroupID(bytes.fromhex(self.group)))
 
 
 def _send_signal(pid: int, number: int) -> None:
@@ -88,12 +85,12 @@ def _send_signal(pid: int, number: int) -> None:
 
 @contextmanager
 def reserved(config: RunConfig) -> Iterator[Reservation | None]:
-    """Reserve a place for each player of a run, and free all places at the end; None where there are none.
+    """Reserve a place for each rank and player that Ray starts, and free all places at the end; None where it starts none.
 
     Raises:
         ConfigError: There is no cluster at ``RAY_ADDRESS``, it has no room, or its machines differ.
     """
-    if config.cluster.placement == "colocated" or config.trainer.max_steps == 0:
+    if not has_players(config) and not ranks_by_ray(config):
         yield None
         return
     with reserved_places(partial(Placement.of, config), config.cluster.deadlines.start, config.plugins) as reservation:
@@ -104,7 +101,7 @@ def reserved(config: RunConfig) -> Iterator[Reservation | None]:
 def reserved_places(
     placement_of: Callable[[Sequence[Node] | None], Placement], start_s: float, plugins: Sequence[str] = ()
 ) -> Iterator[Reservation]:
-    """Reserve a place for each player, and free all places at the end.
+    """Reserve a place for each player, and for each rank that Ray starts, and free all places at the end.
 
     Args:
         placement_of: Returns the placement of the run, and refuses machines in which it has no room; None: they are not known yet.
@@ -114,29 +111,59 @@ def reserved_places(
     Raises:
         ConfigError: There is no cluster at ``RAY_ADDRESS``, it has no room, or its machines differ.
     """
-    ray = import_ray(SPLIT)
-    with _connected(ray, placement_of) as has_other_machines:
-        from ray.util import remove_placement_group
-
+    ray = import_ray(BY_RAY)
+    with _connected(ray, placement_of) as has_other_machines, ExitStack() as stack:
         placement = placement_of(_nodes(ray))
-        group = ray.util.placement_group([placement.bundle] * placement.num_players, strategy="SPREAD")
-        try:
-            if not group.wait(ROOM_S):
-                logger.warning(
-                    "Other jobs of the Ray cluster take its CPUs or GPUs; waiting until there is room for the players."
-                )
-                if not group.wait(start_s):
-                    raise ConfigError(
-                        f"The Ray cluster has had no room for {placement.num_players} players for {start_s:g} s; required: {placement.bundle} "
-                        "for each. End other jobs, or set a longer cluster.deadlines.start"
-                    )
-            machine = Machine.here(plugins, _gpus(placement)[: placement.num_ranks])
+        machine = Machine.here(plugins, [] if placement.by_ray else _gpus(placement)[: placement.num_ranks])
+
+        def places(bundle: dict[str, float], count: int, noun: str, strategy: str) -> Any:
+            group = stack.enter_context(_places(ray, start_s, bundle, count, noun, strategy))
             if has_other_machines:
-                _compare_machines(ray, start_s, placement, group, machine)
-            yield Reservation(ray.get_runtime_context().gcs_address, group.id.hex(), placement.gpus_per_player, machine)
-        finally:
-            if ray.is_initialized():
-                remove_placement_group(group)
+                _compare_machines(ray, start_s, group, machine)
+            return group
+
+        ranks, players = None, None
+        if placement.by_ray:
+            group = places(placement.rank_bundle, placement.num_ranks, "ranks", "PACK")
+            ranks = _rank_places(ray, group, placement, has_other_machines)
+        if placement.num_players:
+            players = places(placement.bundle, placement.num_players, "players", "SPREAD").id.hex()
+        address = ray.get_runtime_context().gcs_address
+        yield Reservation(address, players, placement.gpus_per_player, machine, ranks)
+
+
+@contextmanager
+def _places(
+    ray: ModuleType, start_s: float, bundle: dict[str, float], count: int, noun: str, strategy: str
+) -> Iterator[Any]:
+    """Reserve places, wait until there is room for them, and free them at the end."""
+    from ray.util import remove_placement_group
+
+    group = ray.util.placement_group([bundle] * count, strategy=strategy)
+    try:
+        if not group.wait(ROOM_S):
+            logger.warning(
+                "Other jobs of the Ray cluster take its CPUs or GPUs; waiting until there is room for the %s.", noun
+            )
+            if not group.wait(start_s):
+                raise ConfigError(
+                    f"The Ray cluster has had no room for {count} {noun} for {start_s:g} s; required: {bundle} for each. "
+                    "End other jobs, or set a longer cluster.deadlines.start"
+                )
+        yield group
+    finally:
+        if ray.is_initialized():
+            remove_placement_group(group)
+
+
+def _rank_places(ray: ModuleType, group: Any, placement: Placement, has_other_machines: bool) -> RankPlaces:
+    """Return where the ranks are, in their order: first those on this machine."""
+    from ray.util import get_node_ip_address, placement_group_table
+
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    bundles = neighbours_first(nodes, ray.get_runtime_context().get_node_id())
+    host = get_node_ip_address() if has_other_machines else "127.0.0.1"
+    return RankPlaces(host, group.id.hex(), bundles, [nodes[bundle] for bundle in bundles], placement.on_gpu)
 
 
 @contextmanager
@@ -149,7 +176,7 @@ def _connected(ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], 
     if ray.is_initialized():
         yield True
         return
-    address = check_address(SPLIT)
+    address = check_address(BY_RAY)
     # Ray's sockets lie there, and a path of a socket has at most 107 letters.
     with tempfile.TemporaryDirectory(prefix="rlinf-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         try:
@@ -163,15 +190,15 @@ def _connected(ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], 
 
 
 def _start(ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], folder: str) -> None:
-    """Start a cluster on this machine, of which ranks have the first GPUs and players the others."""
+    """Start a cluster on this machine. Ranks that Ray does not start have the first GPUs, and Ray the others."""
     placement = placement_of(None)
-    gpus = _gpus(placement)[placement.num_ranks :]
-    placement_of([Node(socket.gethostname(), float(placement.num_players), float(len(gpus)))])
+    gpus = _gpus(placement)[0 if placement.by_ray else placement.num_ranks :]
+    placement_of([Node(socket.gethostname(), float(placement.cpus), float(len(gpus)))])
     former = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:
         # Weights and rollouts are stored in the shared memory of the cluster. Ray chooses its size.
-        initialise(ray, None, log_to_driver=True, num_cpus=placement.num_players, num_gpus=len(gpus), _temp_dir=folder)
+        initialise(ray, None, log_to_driver=True, num_cpus=placement.cpus, num_gpus=len(gpus), _temp_dir=folder)
     finally:
         del os.environ["CUDA_VISIBLE_DEVICES"]
         if former is not None:
@@ -200,14 +227,14 @@ def _failure_here(machine: Machine) -> Failure | None:
     return None
 
 
-def _compare_machines(ray: ModuleType, start_s: float, placement: Placement, group: Any, machine: Machine) -> None:
-    """Refuse places in which players could not play, before a model is loaded. Each player checks its own again."""
+def _compare_machines(ray: ModuleType, start_s: float, group: Any, machine: Machine) -> None:
+    """Refuse places on machines that differ from this one, before a model is loaded. Each player checks its own again."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     asked = []
-    for bundle in range(placement.num_players):
+    for bundle, needs in enumerate(group.bundle_specs):
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        options = {"num_cpus": 1, "num_gpus": placement.gpus_per_player, "scheduling_strategy": place, "max_retries": 0}
+        options = {"num_cpus": 1, "num_gpus": needs.get("GPU", 0), "scheduling_strategy": place, "max_retries": 0}
         asked.append(ray.remote(**options)(_failure_here).remote(machine))
     try:
         found = ray.get(asked, timeout=start_s)

@@ -43,6 +43,7 @@ from rlinf.files import LATEST, mark_latest
 from rlinf.options import override_text
 from rlinf.preflight.derived import format_derived
 from rlinf.preflight.folders import check_new_folder
+from rlinf.preflight.placement import ranks_by_ray
 from rlinf.preflight.saved import changes_since
 from rlinf.preflight.validation import validate
 
@@ -206,7 +207,7 @@ def start(config: RunConfig, command: str) -> None:
         for change in changes_since(read_saved_config(folder), config):
             print(f"changed since {folder.name}: {change}", flush=True)
     ranks, cores = started_here(config.cluster.num_processes), num_cores()
-    if ranks > cores and resolve_device(config.cluster.device, ranks) == "cpu":
+    if ranks > cores and not ranks_by_ray(config) and resolve_device(config.cluster.device, ranks) == "cpu":
         print(f"warning: cluster.num_processes={ranks}, and this machine has {cores} cores for them", flush=True)
     envs_per_core = config.rollout.num_envs / cores
     if config.trainer.max_steps > 0 and envs_per_core > MOST_ENVS_PER_CORE:

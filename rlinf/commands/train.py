@@ -130,14 +130,15 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
 
     Args:
         config: Validated configuration with ``output_dir`` set.
-        reservation: Where players may be; None: the ranks play.
+        reservation: Places in a Ray cluster; None: there is none.
     """
     device = resolve_device(config.cluster.device, 1)  # of this rank, which sees one GPU
     set_num_threads(config.cluster.num_threads, local_world_size())
     seed_everything(config.seed)
     resumed_from, state = _where_to_begin(config)
-    if reservation is not None:
-        reservation.join()  # env nodes are in the cluster of the players
+    has_players = reservation is not None and reservation.group is not None
+    if reservation is not None and (has_players or config.cluster.env_nodes):
+        reservation.join()  # env nodes are in the same cluster
     env = _evaluation_env(config, state)
     if rank() == 0 and config.cluster.env_nodes:
         print(f"simulators: {describe_places(env)}", flush=True)
@@ -145,7 +146,7 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
     with torch.random.fork_rng(devices=[]):  # only rank 0 takes it, and an env may draw from torch's generator
         fingerprint = take_fingerprint(env) if rank() == 0 and config.evaluation.probe else None
     model = _policy(config, env, dataset, resumed_from, fingerprint)
-    parallel, sync = _on_ranks(config, model, device, reservation)
+    parallel, sync = _on_ranks(config, model, device, reservation if has_players else None)
     players = sync.generator if isinstance(sync.generator, Players) else None
     worker = _worker(config, parallel, state)
     if resumed_from is not None:
@@ -329,13 +330,17 @@ def train(config: RunConfig) -> Path:
         ConfigError: Another run writes there; or vLLM is to play in a process whose GPU memory it could not share.
     """
     cluster = config.cluster
-    device = resolve_device(cluster.device, started_here(cluster.num_processes))
-    if device == "cuda" and config.rollout.backend == "torch":  # what an engine shares must not be in such segments
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     alone = config.trainer.sharding == "fsdp2" or config.trainer.cpu_offload
     with locked_folder(Path(config.output_dir)), reserved(config) as reservation:
+        places = None if reservation is None else reservation.ranks
+        if places is None:
+            device = resolve_device(cluster.device, started_here(cluster.num_processes))
+        else:
+            device = "cuda" if places.on_gpu else "cpu"
+        if device == "cuda" and config.rollout.backend == "torch":  # what an engine shares must not be in such segments
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         work = (config, reservation)
-        launch(_execute_rank, work, cluster.num_processes, device, alone, asdict(cluster.deadlines))
+        launch(_execute_rank, work, cluster.num_processes, device, alone, asdict(cluster.deadlines), places)
     return Path(config.output_dir)
 
 

@@ -188,7 +188,7 @@ class Watchdog:
                     self._raise_alarm(*expired)
         except dist.DistError:
             # The store is gone: rank 0 or the launcher has ended. A rank that ends now has been told why by then.
-            if not self._ended.wait(GRACE_S) and self.ends_process:
+            if not self._ended.wait(GRACE_S):
                 self._leave(
                     RankError(
                         f"Rank {self.rank} lost the connection to the other ranks: rank 0 or the launcher has ended"

@@ -21,8 +21,9 @@ import torch.multiprocessing as mp
 
 from rlinf.distributed.config import DeadlinesConfig
 from rlinf.distributed.deadlines import GRACE_S, DeadlineError, Watchdog, portable, report, reported, waiting
-from rlinf.distributed.devices import isolate_rank, own_device, rank_environment, visible_gpus
+from rlinf.distributed.devices import hide_gpus, isolate_rank, own_device, rank_environment, visible_gpus
 from rlinf.distributed.process_group import backend_of
+from rlinf.distributed.ray_ranks import RankPlaces, RemoteRank
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
 from rlinf.distributed.start import START_S, Place, Ranks
 from rlinf.errors import EXIT_FAULT, RankError, RankKilledError, RLinfError, exit_status, print_error
@@ -49,13 +50,14 @@ def launch(
     device: str,
     process_group: bool = False,
     deadlines: Mapping[str, float | None] | None = None,
+    places: RankPlaces | None = None,
 ) -> None:
     """Run ``function(argument)`` on ``num_processes`` ranks with a process group.
 
     These are the ranks of ``run_with_ranks``, if a launcher has started some. Otherwise a single rank runs in this process,
-    with a process group only if ``process_group`` is set, and several are started on this machine. Each of several ranks sees
-    only its own GPU (``rlinf.distributed.devices``) and has ``deadlines`` in seconds by name (None: those of
-    ``DeadlinesConfig``).
+    with a process group only if ``process_group`` is set, and several are started on this machine, or in ``places`` by Ray. Each
+    of several ranks sees only its own GPU (``rlinf.distributed.devices``) and has ``deadlines`` in seconds by name (None: those
+    of ``DeadlinesConfig``).
 
     A rank that fails or is killed ends the others, and the first error is raised here. SIGINT, SIGTERM, SIGUSR1 and SIGHUP
     reach every rank that is started here as SIGTERM; a second SIGINT kills them. None of these ranks outlives this call or this process.
@@ -82,12 +84,12 @@ def launch(
             if process_group:
                 dist.destroy_process_group()
         return
-    gpus = visible_gpus(os.environ, torch.cuda.device_count()) if device == "cuda" else []
-    if device == "cuda":
+    on_gpus_here = device == "cuda" and places is None
+    gpus = visible_gpus(os.environ, torch.cuda.device_count()) if on_gpus_here else []
+    if on_gpus_here:
         rank_environment(os.environ, gpus, num_processes - 1)  # raises if the last rank has no GPU
     # The store listens before its port is passed on: a port that is merely looked up may be taken before it is used.
-    store = _local_store()
-    arguments = (function, argument, num_processes, store.port, device, gpus, deadlines)
+    store = _store("127.0.0.1" if places is None else places.host)
     processes: list[Any] = []
     received: list[int] = []
     killed: list[str] = []
@@ -107,8 +109,14 @@ def launch(
     try:
         for number in previous.keys() - {signal.SIGTERM}:
             signal.signal(number, signal.SIG_IGN)  # inherited by the ranks, which a terminal would signal too
-        context = mp.start_processes(_run_rank, arguments, nprocs=num_processes, join=False, start_method="spawn")
-        processes += context.processes
+        context = None
+        if places is None:
+            arguments = (function, argument, num_processes, store.port, device, gpus, deadlines)
+            context = mp.start_processes(_run_rank, arguments, nprocs=num_processes, join=False, start_method="spawn")
+            processes += context.processes
+        else:
+            arguments = (function, argument, num_processes, places.host, store.port, device, deadlines)
+            processes += places.start(_run_placed_rank, arguments, store.port)
         for number in previous:
             signal.signal(number, forward)
         # The other ranks would wait for a failed one forever, so its end ends them all.
@@ -120,14 +128,16 @@ def launch(
             hangs = isinstance(reported(store), DeadlineError)
             for process in processes:
                 if hangs and process.is_alive():
-                    os.kill(process.pid, DUMP_SIGNAL)  # it could not answer, perhaps because it holds Python's lock
+                    _signal(process, DUMP_SIGNAL)  # it could not answer, perhaps because it holds Python's lock
             # A rank inside a collective call cannot run its signal handler, so it is killed.
             for index, process in enumerate(processes):
                 process.join(1.0 if hangs else GRACE_S)
-                if process.exitcode is None:
+                if hung := process.exitcode is None:
                     process.kill()
                     process.join()
-                elif process.exitcode < 0:
+                if isinstance(process, RemoteRank) and process.lost:
+                    killed.append(f"Rank {index} was lost: {process.lost}")
+                elif process.exitcode < 0 and not hung:
                     killed.append(f"Rank {index} was killed by {signal.Signals(-process.exitcode).name}")
             break
         error = reported(store)
@@ -141,7 +151,10 @@ def launch(
             raise RankKilledError(f"{'; '.join(killed)}. {KILLED_HINT}")
         if error is not None:
             raise error
-        while not context.join():
+        for index, process in enumerate(processes):
+            if process.exitcode and context is None:
+                raise RankError(f"Rank {index} ended with status {process.exitcode}; the log says why")
+        while context is not None and not context.join():
             pass
     finally:
         for number, handler in previous.items():
@@ -150,15 +163,24 @@ def launch(
             if process.is_alive():
                 process.terminate()
             process.join()
+            if isinstance(process, RemoteRank):
+                process.end_agent()
 
 
-def _local_store() -> dist.TCPStore:
-    """Open a store that only this machine reaches: by itself it listens on all interfaces, and what is in it is unpickled."""
+def _store(host: str) -> dist.TCPStore:
+    """Open a store at one address of this machine: by itself it listens on all, and what is in it is unpickled."""
     listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
+    listener.bind((host, 0))
     listener.listen()
     port = listener.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _signal(process: Any, number: int) -> None:
+    if isinstance(process, RemoteRank):
+        process.send_signal(number)
+    else:
+        os.kill(process.pid, number)
 
 
 def run_with_ranks(place: Place, words: Sequence[str], command: Callable[[], int]) -> int:
@@ -247,6 +269,30 @@ def _run_rank(
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_processes)}
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=deadlines["start"]))
     _take_part(store, rank, num_processes, function, argument, device, deadlines, ends_process=False)
+
+
+def _run_placed_rank(
+    rank: int, function: Callable, argument: Any, num_processes: int, host: str, port: int, device: str,
+    deadlines: Mapping[str, float | None],
+) -> None:  # fmt: skip
+    """Be a rank that Ray has placed. An error is told to the command, which prints it."""
+    if device == "cuda":
+        isolate_rank(visible_gpus(os.environ, 1), 0)  # Ray shows it the GPU of its place
+    else:
+        hide_gpus()
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL)
+    try:
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadlines["start"]))
+    except dist.DistError as error:
+        print_error(
+            RankError(f"Rank {rank} on {socket.gethostname()} cannot reach the command at {host}:{port}: {error}")
+        )
+        sys.exit(EXIT_FAULT)
+    try:
+        _take_part(store, rank, num_processes, function, argument, device, deadlines, ends_process=False)
+    except Exception as error:  # noqa: BLE001 - it is in the store
+        sys.exit(exit_status(error))
 
 
 def _take_part(

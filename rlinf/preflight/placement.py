@@ -18,8 +18,20 @@ SPLIT = "cluster.placement=split"
 COLOCATED = "cluster.placement=colocated cluster.start=auto cluster.num_players=null"
 """The overrides of a run without players."""
 
-CPUS_PER_PLAYER = 1
-"""That Ray counts for a player. Its threads and simulators share the cores of its machine with the other players there."""
+BY_RAY = "cluster.start=ray"
+
+CPUS = 1
+"""That Ray counts for a rank or a player. Its threads and simulators share the cores of its machine with the others there."""
+
+
+def has_players(config: RunConfig) -> bool:
+    """Return whether players of their own play the rollouts of a run."""
+    return config.cluster.placement == "split" and config.trainer.max_steps > 0
+
+
+def ranks_by_ray(config: RunConfig) -> bool:
+    """Return whether Ray starts the ranks of a run. A single rank is the process of the command."""
+    return config.cluster.start == "ray" and config.cluster.num_processes > 1
 
 
 @dataclass(frozen=True)
@@ -30,28 +42,37 @@ class Node:
     cpus: float
     gpus: float
 
+    def room(self, gpus: int) -> int:
+        """Return how many processes have room there that need a CPU and some GPUs each."""
+        return int(min([self.cpus // CPUS, *([self.gpus // gpus] if gpus else [])]))
+
+    def __str__(self) -> str:
+        return f"{self.name} has {self.cpus:g} CPUs and {self.gpus:g} GPUs"
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Which players there are, whose they are and what each of them needs.
+    """Which players there are, whose they are, and what Ray reserves for each of them and for each rank that it starts.
 
     Players and blocks are divided alike: player ``p`` belongs to rank ``p * num_ranks // num_players``, and plays the blocks
     that a rank of ``num_players`` would own, which are blocks of its rank.
 
     Attributes:
-        num_ranks, num_players: Over all machines; a multiple of one another.
+        num_ranks, num_players: Over all machines; players are a multiple of the ranks, or 0 where the ranks play.
         num_blocks: Over all ranks; 0: players take what is next, and own none.
-        gpus_per_player: 0 on CPUs.
+        gpus_per_player: 0 on CPUs, where ranks have none either.
+        by_ray: Ray starts the ranks.
     """
 
     num_ranks: int
     num_players: int
     num_blocks: int
     gpus_per_player: int
+    by_ray: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, nodes: Sequence[Node] | None = None) -> Placement:
-        """Return the placement of a run whose players are split off.
+        """Return the placement of a run.
 
         Args:
             config: Of the run.
@@ -60,9 +81,10 @@ class Placement:
         Raises:
             ConfigError: Players, ranks, envs and machines do not fit each other.
         """
-        cluster, rollout = config.cluster, config.rollout
-        ranks = cluster.num_processes
-        players = ranks if cluster.num_players is None else cluster.num_players
+        cluster, rollout, by_ray = config.cluster, config.rollout, ranks_by_ray(config)
+        ranks, players = cluster.num_processes, 0
+        if has_players(config):
+            players = ranks if cluster.num_players is None else cluster.num_players
         if players % ranks:
             fix = f"cluster.num_players={max(1, math.ceil(players / ranks)) * ranks}"
             refuse(
@@ -70,28 +92,42 @@ class Placement:
                 f"a multiple of cluster.num_processes={ranks}, so many for each rank",
                 fix,
             )
-        if rollout.num_envs % (players * rollout.group_size):
+        if players and rollout.num_envs % (players * rollout.group_size):
             share = players * rollout.group_size
             fix = f"rollout.num_envs={max(1, round(rollout.num_envs / share)) * share}"
             unit = f"cluster.num_players={players} x rollout.group_size={rollout.group_size}"
             refuse(
                 f"rollout.num_envs={rollout.num_envs}", f"a multiple of {unit}, because one player plays a group", fix
             )
-        gpus_per_player = int(resolve_device(cluster.device, 1) == "cuda")
-        placement = cls(ranks, players, rollout.num_envs // rollout.group_size, gpus_per_player)
+        if by_ray and nodes is not None:  # this machine may have no GPU
+            on_gpu = cluster.device == "cuda" or (cluster.device == "auto" and any(node.gpus for node in nodes))
+        else:
+            on_gpu = resolve_device(cluster.device, 0 if by_ray else 1) == "cuda"
+        placement = cls(ranks, players, rollout.num_envs // rollout.group_size, int(on_gpu), by_ray)
         if nodes is not None:
-            placement.check_nodes(nodes, COLOCATED, "cluster.device=cpu")
+            check = placement.check_nodes_of_ranks if by_ray else placement.check_nodes
+            check(nodes, COLOCATED, "cluster.device=cpu")
         return placement
 
     @property
     def on_gpu(self) -> bool:
-        """Players have GPUs of their own."""
+        """Ranks and players have GPUs of their own."""
         return self.gpus_per_player > 0
 
     @property
     def bundle(self) -> dict[str, float]:
         """What Ray reserves for each player."""
-        return {"CPU": CPUS_PER_PLAYER} | ({"GPU": self.gpus_per_player} if self.on_gpu else {})
+        return {"CPU": CPUS} | ({"GPU": self.gpus_per_player} if self.on_gpu else {})
+
+    @property
+    def rank_bundle(self) -> dict[str, float]:
+        """What Ray reserves for each rank that it starts."""
+        return {"CPU": CPUS} | ({"GPU": 1} if self.on_gpu else {})
+
+    @property
+    def cpus(self) -> int:
+        """CPUs of all ranks and players that Ray starts."""
+        return CPUS * (self.num_players + (self.num_ranks if self.by_ray else 0))
 
     def players_of(self, rank: int) -> range:
         """Return the players of a rank."""
@@ -125,16 +161,10 @@ class Placement:
             without_players: Overrides of a run without players.
             on_cpu: The override with which players need no GPUs.
         """
-
-        def room(node: Node) -> int:
-            return int(
-                min([node.cpus // CPUS_PER_PLAYER, *([node.gpus // self.gpus_per_player] if self.on_gpu else [])])
-            )
-
-        fitting = sum(map(room, nodes))
+        fitting = sum(node.room(self.gpus_per_player) for node in nodes)
         if fitting >= self.num_players:
             return
-        have = "; ".join(f"{node.name} has {node.cpus:g} CPUs and {node.gpus:g} GPUs" for node in nodes)
+        have = "; ".join(map(str, nodes))
         gpus = "a GPU" if self.gpus_per_player == 1 else f"{self.gpus_per_player} GPUs of one machine"
         need = f"a CPU and {gpus}" if self.on_gpu else "a CPU"
         possible = fitting // self.num_ranks * self.num_ranks
@@ -145,31 +175,71 @@ class Placement:
             fix += f", or {on_cpu}"
         refuse(f"cluster.num_players={self.num_players}, and of the Ray cluster {have}", f"{need} for each player", fix)
 
+    def check_nodes_of_ranks(self, nodes: Sequence[Node], without_ray: str, on_cpu: str) -> None:
+        """Refuse machines without room for all ranks and players, which Ray starts.
+
+        Args:
+            nodes: The machines.
+            without_ray: Overrides of a run without Ray.
+            on_cpu: The override with which ranks and players need no GPUs.
+        """
+
+        def fit(num_ranks: int, num_players: int) -> bool:
+            """Return whether there is room for ranks, which take the first places, and for players in the rest."""
+            room = 0
+            for node in nodes:
+                ranks = min(num_ranks, node.room(int(self.on_gpu)))
+                num_ranks -= ranks
+                rest = Node(node.name, node.cpus - ranks * CPUS, node.gpus - ranks * self.on_gpu)
+                room += rest.room(self.gpus_per_player)
+            return num_ranks == 0 and room >= num_players
+
+        if fit(self.num_ranks, self.num_players):
+            return
+        split = self.num_players > 0
+        found, need = f"cluster.num_processes={self.num_ranks}", "a CPU and a GPU" if self.on_gpu else "a CPU"
+        who = "rank"
+        if split:
+            found, who = f"{found} cluster.num_players={self.num_players}", "rank and each player"
+        fix = f"{without_ray}, or {on_cpu}" if self.on_gpu else without_ray
+        for ranks in range(self.num_ranks - 1, 1, -1):
+            if self.num_blocks % ranks == 0 and fit(ranks, ranks * split):
+                fix = f"cluster.num_processes={ranks}" + (f" cluster.num_players={ranks}" if split else "")
+                break
+        refuse(f"{found}, and of the Ray cluster {'; '.join(map(str, nodes))}", f"{need} for each {who}", fix)
+
 
 def check_placement(config: RunConfig) -> None:
     """Check what a placement needs that can be known before there is a cluster."""
-    cluster, rollout = config.cluster, config.rollout
+    cluster, place = config.cluster, place_of(os.environ)
+    if cluster.start == "ray" and place is not None:
+        found = f"{BY_RAY} in a command that {place.launcher} has started {place.size} times"
+        refuse(found, "one command, whose ranks Ray starts", f"cluster.num_processes={place.size} and start it once")
     if cluster.placement == "colocated":
-        if cluster.start == "ray":
-            refuse("cluster.start=ray with cluster.placement=colocated", "players to place", "cluster.placement=split")
+        if cluster.start == "ray" and cluster.num_processes == 1:
+            found = f"{BY_RAY} with cluster.num_processes=1 and cluster.placement=colocated"
+            refuse(found, "ranks or players for Ray to start", f"cluster.start=auto, or {SPLIT}")
         if cluster.num_players is not None:
             found = f"cluster.num_players={cluster.num_players} with cluster.placement=colocated"
             refuse(
                 found, "players of their own", "cluster.placement=split cluster.start=ray, or cluster.num_players=null"
             )
-        return
+    else:
+        _check_players(config)
+    if cluster.start == "ray":
+        Placement.of(config)
+        needed_by = BY_RAY if cluster.placement == "colocated" else SPLIT
+        import_ray(needed_by)
+        check_address(needed_by)
+
+
+def _check_players(config: RunConfig) -> None:
+    """Refuse settings that do not go with players."""
+    cluster, rollout = config.cluster, config.rollout
     if cluster.start != "ray":
-        refuse(f"{SPLIT} with cluster.start={cluster.start}", "Ray, which places the players", "cluster.start=ray")
+        refuse(f"{SPLIT} with cluster.start={cluster.start}", "Ray, which places the players", BY_RAY)
     if config.trainer.max_steps == 0:
         refuse(f"{SPLIT} with trainer.max_steps=0", "rollouts to play", COLOCATED)
-    place = place_of(os.environ)
-    if place is not None:
-        found = f"{SPLIT} in a command that {place.launcher} has started {place.size} times"
-        refuse(
-            found,
-            "one command, whose ranks are on its machine",
-            f"cluster.num_processes={place.size} and start it once",
-        )
     if rollout.worker_processes:
         refuse(f"rollout.worker_processes={rollout.worker_processes} with {SPLIT}", "players as the processes that play",
                f"rollout.worker_processes=0 cluster.num_players={rollout.worker_processes * cluster.num_processes}")  # fmt: skip
@@ -179,6 +249,3 @@ def check_placement(config: RunConfig) -> None:
             "players that run the policy in torch",
             "rollout.backend=torch",
         )
-    Placement.of(config)
-    import_ray(SPLIT)
-    check_address(SPLIT)

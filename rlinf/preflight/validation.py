@@ -39,7 +39,7 @@ from rlinf.preflight.derived import DerivedNumbers, derive
 from rlinf.preflight.folders import check_new_folder, check_sources, check_writable
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.performance import check_cuda_graph, check_performance
-from rlinf.preflight.placement import check_placement
+from rlinf.preflight.placement import check_placement, ranks_by_ray
 from rlinf.preflight.refuse import refuse
 from rlinf.preflight.saved import check_start
 
@@ -188,6 +188,8 @@ def check_devices(config: RunConfig, command: str) -> None:
             f"cluster.num_processes={cluster.num_processes}, and {place.launcher} has started {place.size} processes"
         )
         refuse(found, "the same number", "cluster.num_processes=null, which takes all of them")
+    if command in ("train", "sft") and ranks_by_ray(config):
+        return  # the machines of the cluster are asked, when there is one
     num_processes = cluster.num_processes if has_ranks and place is None else 1
     if cluster.device == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0

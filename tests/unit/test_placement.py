@@ -36,7 +36,7 @@ def placed(*overrides, nodes=None):
 
 PLAYERS = config_of()
 MISFITS = {
-    "ray without players": (["cluster.placement=colocated"], "cluster.placement=split"),
+    "nothing for ray": (["cluster.placement=colocated", "cluster.num_players=null"], "cluster.start=auto"),
     "players of ranks that play": (
         ["cluster.placement=colocated", "cluster.start=auto"],
         "cluster.placement=split cluster.start=ray",

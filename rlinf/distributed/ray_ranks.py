@@ -1,0 +1,236 @@
+"""Ranks that Ray places: each is a process below an actor, which passes on its output, signals and its exit status.
+
+Ray starts the actors; what a rank runs, and how ranks find each other and end together, is that of ``rlinf.distributed.launch``.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlinf.distributed.child_process import exit_with_parent
+
+KILL_S = 10.0
+"""Seconds in which the actor of a rank must have killed it; else its machine is taken for lost."""
+DRAIN_S = 1.0
+"""Seconds after the end of a rank in which its own children may still hold its output open."""
+FORWARDED = (
+    "HF_",
+    "MUJOCO_",
+    "NCCL_",
+    "GLOO_",
+    "OMP_",
+    "MKL_",
+    "PYTORCH_",
+    "TOKENIZERS_",
+    "TORCH",
+    "TRANSFORMERS_",
+    "WANDB_",
+)
+"""Beginnings of the variables that a rank has from the command. All others are those of Ray's daemon on its machine."""
+_START = "from rlinf.distributed.ray_ranks import run_rank; run_rank()"
+
+
+class RankAgent:
+    """An actor: starts one rank as a child process, as an agent of torchrun does."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._started = threading.Event()
+
+    def run(self, work: bytes, environment: Mapping[str, str], folder: str) -> Iterator[tuple[int, bytes] | int]:
+        """Start the rank; yield its output with the number of its stream as it comes, and last its exit status.
+
+        Args:
+            work: What ``run_rank`` reads.
+            environment: Laid over that of this process.
+            folder: In which the rank starts.
+        """
+        own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # which Ray sets
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-c", _START, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=own | dict(environment),
+            cwd=folder,
+            start_new_session=True,  # a terminal on this machine signals the command, which passes it on
+        )
+        self._started.set()
+        with process.stdin:
+            process.stdin.write(work)
+        yield from _output(process)
+        yield process.wait()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank, unless it has ended."""
+        self._started.wait()
+        self._process.send_signal(number)
+
+
+def _output(process: subprocess.Popen) -> Iterator[tuple[int, bytes]]:
+    """Yield what a process writes, with 1 or 2 for stdout or stderr, until it has ended."""
+    end = None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ, 1)
+        selector.register(process.stderr, selectors.EVENT_READ, 2)
+        while selector.get_map() and (end is None or time.monotonic() < end):
+            for key, _ in selector.select(timeout=0.5):
+                data = os.read(key.fd, 1 << 16)
+                if data:
+                    yield key.data, data
+                else:
+                    selector.unregister(key.fileobj)
+            if end is None and process.poll() is not None:
+                end = time.monotonic() + DRAIN_S
+
+
+def run_rank() -> None:
+    """Be a rank: run the function that the command has sent to stdin."""
+    parent = int(sys.argv[1])
+    threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
+    path, work = pickle.load(sys.stdin.buffer)
+    sys.path += [entry for entry in path if entry not in sys.path]  # plugins are found where the command finds them
+    function, arguments = pickle.loads(work)
+    function(*arguments)
+
+
+class RemoteRank:
+    """The command's end of a rank; it has the calls of ``multiprocessing.Process`` that ``launch`` uses.
+
+    Attributes:
+        sentinel: A file that becomes readable when the rank has ended.
+        exitcode: None: it runs.
+        lost: Why nothing is known of its end; None: it is known, or the rank runs.
+    """
+
+    def __init__(self, agent: Any, output: Any) -> None:
+        self._agent, self._output = agent, output
+        self.exitcode: int | None = None
+        self.lost: str | None = None
+        self._killed_at: float | None = None
+        self.sentinel, self._writer = os.pipe()
+        self._thread = threading.Thread(target=self._follow, name="rank output", daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        """Write what the rank writes to the streams of this process, until it has ended."""
+        import ray
+
+        try:
+            for reference in self._output:
+                told = ray.get(reference)
+                if isinstance(told, int):
+                    self._end(told)
+                else:
+                    _write(*told)
+        except ray.exceptions.RayError as error:
+            self._end(-signal.SIGKILL, str(error).strip().partition("\n")[0].rstrip("."))
+
+    def _end(self, exitcode: int, lost: str | None = None) -> None:
+        if self.exitcode is None:
+            self.lost, self.exitcode = lost, exitcode
+            os.close(self._writer)
+
+    def is_alive(self) -> bool:
+        """Return whether the rank runs, as far as is known."""
+        return self.exitcode is None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the rank; do not wait."""
+        self._agent.signal.remote(number)
+
+    def terminate(self) -> None:
+        """Ask the rank to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill the rank; ``join`` then takes ``KILL_S`` at most."""
+        self._killed_at = time.monotonic()
+        self.send_signal(signal.SIGKILL)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the rank has ended."""
+        if self._killed_at is not None:
+            timeout = max(0.0, self._killed_at + KILL_S - time.monotonic())
+        self._thread.join(timeout)
+        if self._killed_at is not None and self.is_alive():
+            self._end(-signal.SIGKILL, "its machine does not answer")
+
+    def end_agent(self) -> None:
+        """End the actor, and with it what is left of the rank."""
+        import ray
+
+        ray.kill(self._agent)
+
+
+def _write(stream: int, data: bytes) -> None:
+    """Write to a stream of this process, as a child process would."""
+    while data:
+        data = data[os.write(stream, data) :]
+
+
+@dataclass(frozen=True)
+class RankPlaces:
+    """Where Ray has room for the ranks of a run.
+
+    Attributes:
+        host: Address of this machine at which the ranks reach it.
+        group: Id of Ray's placement group, with one bundle for each rank.
+        bundles: Number of the bundle of each rank. Those on one machine are neighbours.
+        nodes: Id of each rank's machine.
+        on_gpu: A bundle has a GPU.
+    """
+
+    host: str
+    group: str
+    bundles: Sequence[int]
+    nodes: Sequence[str]
+    on_gpu: bool
+
+    def start(self, function: Callable[..., None], arguments: Sequence[Any], port: int) -> list[RemoteRank]:
+        """Start all ranks, each of which calls ``function(rank, *arguments)``, with the environment that torchrun would give it."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        shared = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+        shared |= {"WORLD_SIZE": str(len(self.bundles)), "MASTER_ADDR": self.host, "MASTER_PORT": str(port)}
+        group, ranks = placement_group(self.group), []
+        for rank, (bundle, node) in enumerate(zip(self.bundles, self.nodes, strict=True)):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            options = {"num_cpus": 1, "num_gpus": int(self.on_gpu), "max_concurrency": 2, "scheduling_strategy": place}
+            agent = ray.remote(**options)(RankAgent).remote()
+            own = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(self.nodes[:rank].count(node)),
+                "LOCAL_WORLD_SIZE": str(self.nodes.count(node)),
+            }
+            work = pickle.dumps((list(sys.path), pickle.dumps((function, (rank, *arguments)))))
+            ranks.append(RemoteRank(agent, agent.run.remote(work, shared | own, os.getcwd())))
+        return ranks
+
+
+def placement_group(number: str) -> Any:
+    """Return Ray's placement group with an id."""
+    from ray import PlacementGroupID
+    from ray.util.placement_group import PlacementGroup
+
+    return PlacementGroup(PlacementGroupID(bytes.fromhex(number)))
+
+
+def neighbours_first(node_of_bundle: Mapping[int, str], first: str) -> list[int]:
+    """Return all bundles, in the order of the ranks: those on a machine next to each other, those on the machine ``first`` first."""
+    nodes = list(dict.fromkeys(node_of_bundle[bundle] for bundle in sorted(node_of_bundle)))
+    return sorted(
+        node_of_bundle,
+        key=lambda bundle: (node_of_bundle[bundle] != first, nodes.index(node_of_bundle[bundle]), bundle),
+    )

@@ -79,12 +79,12 @@ class ClusterConfig:
     num_processes: int | None = option(
         None,
         "Ranks (gloo on CPUs, nccl on GPUs). null: one; in a command that torchrun or srun has started several times, all of "
-        "these, on any number of machines. Else the ranks are started on this machine.",
+        "these, on any number of machines. Else cluster.start says who starts them. One rank is the process of the command.",
         minimum=1,
     )
     start: str = option(
         "auto",
-        "auto: the ranks are started here, or torchrun or srun has started them; ray: so are they, and Ray places players, in the cluster "
+        "auto: the ranks are started here, or torchrun or srun has started them; ray: Ray starts several ranks, and players, in the cluster "
         "that the variable RAY_ADDRESS names, or in one that is started on this machine for the run.",
         choices=("auto", "ray"),
     )

@@ -202,7 +202,7 @@ class Placement:
         if split:
             found, who = f"{found} cluster.num_players={self.num_players}", "rank and each player"
         fix = f"{without_ray}, or {on_cpu}" if self.on_gpu else without_ray
-        for ranks in range(self.num_ranks - 1, 1, -1):
+        for ranks in range(self.num_ranks, 1, -1):
             if self.num_blocks % ranks == 0 and fit(ranks, ranks * split):
                 fix = f"cluster.num_processes={ranks}" + (f" cluster.num_players={ranks}" if split else "")
                 break

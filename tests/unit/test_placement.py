@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
+from rlinf.distributed.ray_ranks import neighbours_first
 from rlinf.errors import ConfigError, MissingDependencyError
 from rlinf.preflight.placement import COLOCATED, Node, Placement, check_placement
 from rlinf.preflight.validation import validate
@@ -66,7 +67,7 @@ def test_what_does_not_fit_is_refused_with_the_override_that_mends_it(name):
     ("nodes", "overrides", "cure"),
     [
         ([Node("a", 2, 0), Node("b", 1, 0)], [], "cluster.num_players=2"),
-        ([Node("a", 3, 0)], ["cluster.num_processes=2"], "cluster.num_players=2"),
+        ([Node("a", 4, 0)], ["cluster.num_processes=2"], "cluster.num_processes=2 cluster.num_players=2"),
         ([Node("a", 0, 0)], [], COLOCATED),
         ([Node("a", 64, 2), Node("b", 0, 8)], ["cluster.device=cuda"], "cluster.num_players=2"),
         ([Node("a", 64, 0)], ["cluster.device=cuda"], f"{COLOCATED}, or cluster.device=cpu"),
@@ -79,6 +80,34 @@ def test_machines_without_room_are_refused(monkeypatch, nodes, overrides, cure):
     assert f"Set {cure}" in str(caught.value) and nodes[0].name in str(caught.value)
     roomy = [*nodes, Node("roomy", 8, 8)]
     assert Placement.of(config_of(*overrides), roomy).num_players == 4, "control"
+
+
+RANKS = ["cluster.placement=colocated", "cluster.num_players=null", "cluster.num_processes=8"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "overrides", "cure"),
+    [
+        ([Node("a", 4, 0), Node("b", 3, 0)], [], "cluster.num_processes=4"),
+        ([Node("a", 1, 0)], [], COLOCATED),
+        ([Node("a", 64, 4), Node("b", 0, 8)], [], "cluster.num_processes=4"),  # auto: on GPUs, if there are any
+        ([Node("a", 64, 0)], ["cluster.device=cuda"], f"{COLOCATED}, or cluster.device=cpu"),
+    ],
+)
+def test_machines_without_room_for_ranks_are_refused(monkeypatch, nodes, overrides, cure):
+    """The machine of the command has no GPU in any case."""
+    config = config_of("cluster.device=auto", *RANKS, *overrides)
+    with pytest.raises(ConfigError) as caught:
+        Placement.of(config, nodes)
+    assert f"Set {cure}" in str(caught.value) and nodes[0].name in str(caught.value)
+    roomy = Placement.of(config, [*nodes, Node("roomy", 8, 8)])
+    assert roomy.num_players == 0 and roomy.rank_bundle == {"CPU": 1, "GPU": 1}, "control"
+
+
+def test_ranks_of_a_machine_are_neighbours_and_those_of_the_command_come_first():
+    nodes = {0: "b", 1: "a", 2: "c", 3: "b", 4: "a", 5: "c"}
+    assert [nodes[bundle] for bundle in neighbours_first(nodes, "a")] == ["a", "a", "b", "b", "c", "c"]
+    assert neighbours_first(nodes, "elsewhere") == [0, 3, 1, 4, 2, 5]
 
 
 def test_a_launcher_and_a_missing_package_are_refused(monkeypatch):

@@ -1,0 +1,96 @@
+"""Trainer ranks that Ray places, on two of its daemons: the numbers of ranks that the command starts, and how they end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from run_results import run_config, untimed_metrics, weights_of
+
+from rlinf.commands.train import train
+from rlinf.evaluation.result import EvaluationResult
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
+SURROUNDINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # a machine that is short of memory for other reasons is not this test's matter
+    # Nor is one that is busy: Ray gives up after half a minute or a minute.
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_gcs_server_port_wait_time_s": "300",
+    "RAY_gcs_server_request_timeout_seconds": "300",
+    "RAY_health_check_timeout_ms": "100000",
+    "RAY_worker_register_timeout_seconds": "300",
+}
+SMALL = [
+    "model=mlp", "env.tasks=[reach]", "env.cameras=[]", "rollout.num_envs=8", "rollout.num_chunks=3", "env.max_episode_steps=3",
+    "trainer.minibatch_size=12", "model.micro_batch_size=12", "trainer.max_steps=3", "trainer.eval_every=2",
+    "trainer.save_every=1", "sft.max_steps=0", "evaluation.num_episodes=6", "evaluation.num_envs=4",
+    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
+    "cluster.num_threads=1", "cluster.num_processes=2",
+]  # fmt: skip
+RAY = ["cluster.start=ray"]
+PLAYERS = [*RAY, "cluster.placement=split", "cluster.num_players=2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """Two machines of two CPUs each, two of Ray's daemons on this one; a rank and a player have room on each."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SURROUNDINGS.items():
+            patch.setenv(name, value)
+        import ray  # reads some of them
+        from ray.cluster_utils import Cluster
+
+        settings = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
+        cluster = Cluster(initialize_head=True, head_node_args=settings)
+        cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
+        ray.init(address=cluster.address)
+        try:
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """``runs(name, *overrides)`` trains once and returns the run folder."""
+    folders = {}
+
+    def run(name, *overrides):
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
+            train(run_config(folders[name], *overrides))
+        return folders[name]
+
+    return run
+
+
+def check_equal(folder, other):
+    """Compare two runs bit for bit: metrics, weights, evaluations."""
+    lines, others = untimed_metrics(folder), untimed_metrics(other)
+    assert len(lines) > 3 and lines == others
+    weights, other_weights = (weights_of(each, "rl_000003") for each in (folder, other))
+    assert weights.keys() == other_weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, other_weights[name]), name
+    for tag in ("before_rl", "step_000002", "after_rl"):
+        one, two = (EvaluationResult.from_json(each / "eval" / tag / "result.json") for each in (folder, other))
+        assert len(one.results) == 6 and one.results == two.results
+
+
+def test_ranks_that_ray_places_are_bit_for_bit_those_of_the_command(runs):
+    check_equal(runs("by ray", *SMALL, *RAY), runs("own", *SMALL))
+
+
+def test_two_ranks_and_two_players_that_ray_places_are_bit_for_bit_two_ranks_that_play(runs):
+    folder = runs("split", *SMALL, *PLAYERS)
+    check_equal(folder, runs("own", *SMALL))
+    assert json.loads((folder / "summary.json").read_text())["played_by"] == "1 player"
+
+
+def test_control_another_seed_is_another_run(runs):
+    with pytest.raises(AssertionError):
+        check_equal(runs("other", *SMALL, *RAY, "seed=1"), runs("own", *SMALL))

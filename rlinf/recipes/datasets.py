@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -15,8 +16,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from rlinf.data.rows import shuffled_rows
+from rlinf.distributed.process_group import world_size
 from rlinf.errors import ConfigError, MissingDependencyError
-from rlinf.recipes.samples import BadRowError
+from rlinf.recipes.samples import BadRowError, tokens_of
 from rlinf.seeding import derive_seed
 
 logger = logging.getLogger("rlinf")
@@ -344,6 +346,10 @@ class StreamedRows(Generic[Packed]):
         pack, seed, skip_bad_rows: See ``PackedRows``.
         source: Name of the dataset in messages.
         block_rows: Rows of a block.
+
+    Attributes:
+        digest: On several ranks, of all blocks that were opened: their sizes, and the tokens of their first, middle and last rows.
+            An int that a float64 holds exactly. Ranks that read the same rows have the same one.
     """
 
     def __init__(
@@ -358,6 +364,7 @@ class StreamedRows(Generic[Packed]):
         self._data, self._pack, self._seed, self._skip = data, pack, seed, skip_bad_rows
         self.source, self.block_rows = source, block_rows
         self._num_skipped = 0
+        self.digest = 0
         self._first = data.state_dict() if hasattr(data, "state_dict") else None
         if self._first is None:
             raise ConfigError(
@@ -372,6 +379,11 @@ class StreamedRows(Generic[Packed]):
     def num_skipped(self) -> int:
         """Bad rows that this process has met."""
         return self._num_skipped + (self._block.num_skipped if self._block else 0)
+
+    @property
+    def num_read(self) -> int:
+        """Rows of the present epoch that were read so far."""
+        return self._state["block"] * self.block_rows + (len(self._block) if self._block else 0)
 
     def check(self, seconds: float = CHECK_SECONDS) -> int:
         """Pack rows of the first block; see ``PackedRows.check``."""
@@ -429,6 +441,10 @@ class StreamedRows(Generic[Packed]):
         if self._seed is not None:
             seed = derive_seed(self._seed, "block", self._state["epoch"], self._state["block"])
             self._order = np.random.default_rng(seed).permutation(len(rows)).tolist()
+        if world_size() > 1:
+            tokens = [tokens_of(self._block[row]) for row in (0, len(rows) // 2, len(rows) - 1)]
+            text = repr((self.digest, len(rows), tokens))
+            self.digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6])
 
     def _iterate(self, state: dict[str, Any]) -> Iterator:
         self._data.load_state_dict(state)

@@ -19,6 +19,7 @@ from rlinf.files import write_bytes, write_text
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.manifest import Manifest
 from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.equal_rows import check_equal_stream
 from rlinf.recipes.schedule import learning_rate
 from rlinf.recipes.throughput import flops_per_token, peak_flops
 from rlinf.tracking.progress import Progress
@@ -181,6 +182,7 @@ class Loop:
             self.policy.set_learning_rate(rate)
             with self.profile_window.step(trainer.phase, state.step):
                 update = trainer.update(state.step)
+            check_equal_stream(trainer.rows)
             go_on()
             state.step += 1
             self._log(update, rate, time.monotonic() - start)

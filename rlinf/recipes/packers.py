@@ -85,6 +85,7 @@ class RawTextPacker:
 
     def text(self, row: dict[str, Any]) -> str:
         """Return the text of a row."""
+        _refuse_images(row, "are no text", "use the dataset script hf_vlm_sft.py")
         conversation = column(row, self.column, "train.train_policy.conversation_column_name")
         if isinstance(conversation, str):
             return conversation
@@ -217,6 +218,7 @@ class ChatPacker:
         system = self.config.train.train_policy.system_prompt
         messages = ([{"role": "system", "content": system}] if system else []) + check_messages(messages)
         if not self.takes_images:
+            _refuse_images(row)
             return [_text_only(message) for message in messages], []
         given, images = images_of(row), []
         num_taken = 0
@@ -410,6 +412,7 @@ class PromptPacker(ChatPacker):
         text = self.messages(row)
         if not isinstance(text, str):
             return super().prompt(row)
+        _refuse_images(row)  # a text with images would be messages, if the model took them
         ids = self.tokenizer(text)["input_ids"]
         if not ids:
             raise BadRowError(f"its column '{self.column}' is empty; required: text.")
@@ -468,6 +471,20 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
     given = row.get("images")
     given = row.get("image") if given is None else given
     return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _refuse_images(
+    row: Mapping[str, Any],
+    why: str = "the model, which reads text only, would not see",
+    cure: str = "set policy.model_name_or_path=<vision-language model>",
+) -> None:
+    """Raise BadRowError if a row has images that nothing would read."""
+    images = images_of(row)
+    if images:
+        key = "image" if row.get("images") is None else "images"
+        raise BadRowError(
+            f"its column '{key}' has {len(images)}, which {why}; required: none. Remove the column, or {cure}."
+        )
 
 
 def text_parts(text: str, has_images: bool) -> list[dict[str, Any]]:

@@ -22,8 +22,8 @@ from rlinf.checkpoints.checkpoint import (
 )
 from rlinf.checkpoints.checkpoint_manager import CheckpointManager, comparable, newest_checkpoint
 from rlinf.checkpoints.hf_folder import HFFolder
-from rlinf.distributed.deadlines import portable, waiting
-from rlinf.distributed.process_group import gather_objects, rank, world_size
+from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.process_group import gather_objects, rank
 from rlinf.errors import ConfigError
 from rlinf.evaluation.report import write_report
 from rlinf.files import locked_folder, write_text
@@ -44,6 +44,7 @@ from rlinf.recipes.build import (
 )
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import StreamedRows
+from rlinf.recipes.equal_rows import check_equal_rows
 from rlinf.recipes.logs import shown_logs
 from rlinf.recipes.loop import Loop, LoopState, Trainer
 from rlinf.recipes.packers import Packer
@@ -142,7 +143,7 @@ def _run_in(
             uploads=uploads,
         )
         stack.enter_context(_closing(checkpoints))
-        _check_equal_rows(trainer)
+        check_equal_rows(trainer.rows)
         state = LoopState(data=describe_data(config, trainer))
         if checkpoint is not None:
             state = _restored(checkpoint, checkpoints, policy, trainer, state, manifest_of(config, policy, 0))
@@ -178,43 +179,6 @@ def _steps_per_epoch(config: RecipeConfig, trainer: Trainer) -> int:
         return 0
     rows_per_sample = config.rollout.n_generation if config.train.train_policy.type == "grpo" else 1
     return count_steps_per_epoch(len(trainer.rows), batch_size(config), rows_per_sample)
-
-
-def _check_equal_rows(trainer: Trainer) -> None:
-    """Raise ConfigError on every rank if a dataset script gives other rows to one rank than to another (a collective call).
-
-    Their number and the first, the middle and the last row are compared; of a stream nothing is. If one rank cannot pack a row, all
-    ranks raise its error.
-    """
-    rows = trainer.rows
-    if isinstance(rows, StreamedRows) or world_size() == 1:
-        return
-    packed: dict[int, list[list[int]]] = {}
-    error: Exception | None = None
-    try:
-        packed = {row: _tokens(rows[row]) for row in (0, len(rows) // 2, len(rows) - 1)}
-    except Exception as raised:  # noqa: BLE001 - whatever a packer raises, the other ranks wait for this one
-        error = raised
-    with waiting("start"):
-        told = gather_objects((len(rows), packed, None if error is None else portable(error, rank())))
-    for each in (error, *(other for *_, other in told)):
-        if each is not None:
-            raise each
-    for number, (num_rows, others, _) in enumerate(told):
-        found = f"rank 0 has {told[0][0]} rows, rank {number} has {num_rows}"
-        if num_rows == told[0][0]:
-            changed = [row for row in others if others[row] != told[0][1][row]]
-            if not changed:
-                continue
-            found = f"row {changed[0]} of rank {number} is not that of rank 0"
-        raise ConfigError(
-            f"The dataset differs between the ranks: {found}. On every rank a script must give all rows, which are divided here"
-        )
-
-
-def _tokens(row: Any) -> list[list[int]]:
-    """Return the tokens of a packed row: of a sample, a prompt, or a pair of samples."""
-    return [each.input_ids for each in (row if isinstance(row, tuple) else (row,))]
 
 
 def _profile_window(config: RecipeConfig, trainer: Trainer, folder: Path) -> ProfileWindow:

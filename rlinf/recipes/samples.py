@@ -71,6 +71,11 @@ class Prompt:
     previews: list[bytes] = field(default_factory=list)
 
 
+def tokens_of(row: Any) -> list[list[int]]:
+    """Return the tokens of a packed row: of a sample, a prompt, or a pair of samples."""
+    return [each.input_ids for each in (row if isinstance(row, tuple) else (row,))]
+
+
 def collate(rows: Sequence[Sample] | Sequence[Prompt], pad_token_id: int = 0) -> BatchedDataDict:
     """Return rows as one batch, padded on the right.
 

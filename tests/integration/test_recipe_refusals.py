@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -15,8 +14,9 @@ from rlinf.distributed.process_group import rank
 from rlinf.errors import ConfigError
 from rlinf.options import from_mapping
 from rlinf.recipes.config import RecipeConfig
-from rlinf.recipes.datasets import PackedRows, Rows
-from rlinf.recipes.run import _check_equal_rows, run
+from rlinf.recipes.datasets import PackedRows, Rows, StreamedRows
+from rlinf.recipes.equal_rows import check_equal_rows
+from rlinf.recipes.run import run
 from rlinf.recipes.samples import BadRowError, Prompt, Sample
 from rlinf.tracking.tracker import read_metrics
 
@@ -56,12 +56,29 @@ def other_row(changed):
     return [{"ids": [9, 9, 9]} if rank() == 1 and number == changed else row for number, row in enumerate(ROWS)]
 
 
+def stream(rows):
+    return datasets.Dataset.from_list(rows).to_iterable_dataset()
+
+
+def other_second_epoch():
+    """A stream that gives rank 1 another row in its second epoch, which the second step reads."""
+    times = []
+
+    def read():
+        times.append(None)
+        yield from other_row(4) if len(times) > 1 else ROWS
+
+    return datasets.IterableDataset.from_generator(read)
+
+
 CASES = {
     "too few rows": ("sft", 4, lambda: ROWS[:3], "The dataset has 3 rows, too few for one batch of .*=4"),
     "rows by rank, unevenly": ("sft", 2, share_of_rows, "rank 0 has 5 rows, rank 1 has 3.*On every rank a script must give all rows"),
     "rows by rank, evenly": ("sft", 2, other_rows, "row 0 of rank 1 is not that of rank 0.*On every rank a script must give all rows"),
     "another row in the middle": ("sft", 2, lambda: other_row(4), "row 4 of rank 1 is not that of rank 0"),
     "another last row": ("sft", 2, lambda: other_row(7), "row 7 of rank 1 is not that of rank 0"),
+    "a stream by rank": ("sft", 2, lambda: stream(other_rows()), "differs between the ranks, in its rows up to 4. On every rank a script"),
+    "a stream that differs later": ("sft", 8, other_second_epoch, "The stream of the dataset differs between the ranks"),
     "a group that would be split": ("grpo", 4, lambda: ROWS, "of rollout.n_generation=4 on 2 ranks. Set .* a multiple of 8"),
 }  # fmt: skip
 
@@ -81,7 +98,7 @@ def refuse_on_a_rank(arguments) -> None:
     for name, (kind, batch_size, rows, _) in CASES.items():
         try:
             run(
-                recipe(model, folder / "out", kind, batch_size),
+                recipe(model, folder / ("begun" if "later" in name else "out"), kind, batch_size),
                 dataset=rows(),
                 data_packer=Ids(),
                 reward_fns=["format"],
@@ -107,6 +124,7 @@ def test_all_ranks_refuse_with_the_same_words_and_leave_nothing(model, tmp_path)
         with pytest.raises(ConfigError, match=message):
             raise ConfigError(one[name])
     assert not (tmp_path / "out").exists()
+    assert list(tmp_path.glob("begun/*/metrics.jsonl")) and not list(tmp_path.glob("begun/*/checkpoints/step_*"))
 
 
 class OwnRows(PackedRows):
@@ -120,6 +138,29 @@ class OwnRows(PackedRows):
         return super().__getitem__(index)
 
 
+def compare_streams(folder) -> None:
+    found = {}
+    for name, changed in {"equal": 99, "another block": 7}.items():
+        rows = StreamedRows(stream(other_row(changed)), Ids().sample, block_rows=3)
+        check_equal_rows(rows)
+        try:
+            for step in range(8):
+                rows.batch(step, 2, rank(), 2)
+                check_equal_rows(rows)
+        except ConfigError as error:
+            found[name] = [step, str(error)]
+    (folder / f"{rank()}.json").write_text(json.dumps(found))
+
+
+def test_a_stream_is_compared_block_by_block(tmp_path):
+    launch(compare_streams, tmp_path, 2, "cpu")
+    one, two = (json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2))
+    assert one == two and one.keys() == {"another block"}, "equal streams are no error, over two epochs"
+    step, message = one["another block"]
+    assert step == 3, "row 7 is of the third block, which begins with the seventh row"
+    assert "in its rows up to 8. On every rank a script must give all rows" in message
+
+
 def compare_rows(folder) -> None:
     rows, found = OwnRows(Rows(ROWS), Ids().sample), {}
     for name, fault in {
@@ -129,7 +170,7 @@ def compare_rows(folder) -> None:
     }.items():
         rows.fault = fault
         try:
-            _check_equal_rows(SimpleNamespace(rows=rows))
+            check_equal_rows(rows)
         except Exception as error:  # noqa: BLE001 - which one it is, is what is tested
             found[name] = [type(error).__name__, str(error)]
     (folder / f"{rank()}.json").write_text(json.dumps(found))
@@ -150,7 +191,7 @@ def test_an_error_of_one_rank_while_rows_are_compared_is_raised_on_all(tmp_path)
 
 def read_a_stream(arguments) -> None:
     model, folder = arguments
-    rows = [*ROWS[:7], {"ids": []}]  # of two batches of four, the last row of rank 1
+    rows = [*ROWS[:6], {"ids": []}, ROWS[7]]  # rank 1 reads it in the second batch of four; no comparison does
     config = recipe(model, folder / "out", "sft", 4)
     config.train.timestamp = "run"
     config.train.train_policy.dataloader_shuffle = False
@@ -159,6 +200,6 @@ def read_a_stream(arguments) -> None:
 
 
 def test_a_bad_row_that_one_rank_alone_reads_ends_both(model, tmp_path):
-    with pytest.raises(BadRowError, match="Row 7 .*cannot be used: it is empty"):
+    with pytest.raises(BadRowError, match="Row 6 .*cannot be used: it is empty"):
         launch(read_a_stream, (model, tmp_path), 2, "cpu")
     assert len(read_metrics(tmp_path / "out" / "run")) == 1, "the step before it"

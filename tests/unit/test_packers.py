@@ -257,6 +257,39 @@ def test_bad_rows_are_named(row, message):
         ready(ChatPacker(), chat_tokenizer("phi")).sample(row)
 
 
+IMAGE_ROWS = {
+    "images": ({"images": ["a.png", "b.png"]}, "its column 'images' has 2, which the model, which reads text only, would not see"),
+    "image": ({"image": b"jpeg", "images": None}, "its column 'image' has 1, which the model"),
+    "none": ({"image": None, "images": []}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IMAGE_ROWS)
+def test_images_are_not_dropped_when_the_model_reads_text_only(name):
+    images, message = IMAGE_ROWS[name]
+    question, answer = ({"role": role, "content": "Yes."} for role in ("user", "assistant"))
+    tokenizer = chat_tokenizer("plain")
+    chat, raw, prompts = (
+        ready(ChatPacker(), tokenizer),
+        ready(RawTextPacker("messages"), tokenizer),
+        ready(PromptPacker(), tokenizer),
+    )
+    cases = {
+        "sample": (chat.sample, {"messages": [question, answer]}),
+        "prompt": (chat.prompt, {"messages": [question], "answer": "Yes."}),
+        "pair": (chat.pair, {"prompt": [question], "chosen": "Yes.", "rejected": "No."}),
+        "text": (raw.sample, {"messages": [question, answer]}),
+        "text of a prompt": (prompts.prompt, {"prompt": "Yes?", "answer": "Yes."}),
+    }
+    for pack, row in cases.values():
+        if message is None:
+            assert pack(row | images)
+            continue
+        words = message if pack != raw.sample else message.split(", which")[0] + ", which are no text"
+        with pytest.raises(BadRowError, match=words):
+            pack(row | images)
+
+
 def test_models_without_template_or_offsets_are_refused():
     tokenizer = chat_tokenizer("phi")
     tokenizer.chat_template = None

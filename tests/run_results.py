@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
+from rlinf.training.rl_trainer import RLTrainer
 
 
 def run_config(folder: Path, *overrides: str) -> RunConfig:
@@ -33,6 +34,40 @@ def untimed_metrics(folder: Path) -> list[dict]:
 def weights_of(folder: Path, checkpoint: str) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint of a run."""
     return load_file(folder / "checkpoints" / checkpoint / "model" / "model.safetensors")
+
+
+def note_trained(monkeypatch) -> list[tuple[int, int, set[int], list[tuple[int, bytes]]]]:
+    """Return a list that grows with each iteration of the runs of this process.
+
+    Each entry has the iteration, the version of the trained weights, the versions of the weights that have played, and of each env
+    its group and its log-probabilities.
+    """
+    score, found = RLTrainer._score, []
+
+    def noted(self, batch):
+        envs = [column.numpy().tobytes() for column in batch.rollout_logprobs.unbind(1)]
+        state, versions = self.session.state, set(batch.policy_version.flatten().tolist())
+        found.append(
+            (state.step, state.policy_version, versions, list(zip(batch.group_ids[0].tolist(), envs, strict=True)))
+        )
+        return score(self, batch)
+
+    monkeypatch.setattr(RLTrainer, "_score", noted)
+    return found
+
+
+def check_staleness(trained: list[tuple[int, int, set[int], list[tuple[int, bytes]]]], staleness: int) -> None:
+    """Check that the rollout of each iteration was trained on once, whole, with the weights of ``staleness`` iterations before."""
+    steps, versions, played, envs = zip(*trained, strict=True)
+    assert list(steps) == list(range(len(steps))) and len(set(versions)) == len(versions) > staleness + 1
+    assert list(played) == [{versions[max(0, step - staleness)]} for step in steps]
+    groups = [[group for group, _ in of_step] for of_step in envs]
+    assert all(of_step == groups[0] for of_step in groups) and sorted(set(groups[0])) == list(
+        range(len(set(groups[0])))
+    )
+    assert len({env for of_step in envs for env in of_step}) == len(groups) * len(groups[0]), (
+        "a rollout was trained on twice"
+    )
 
 
 def gap(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from run_results import run_config, untimed_metrics, weights_of
+from run_results import check_staleness, note_trained, run_config, untimed_metrics, weights_of
 
 import rlinf.rollout.process_collector as process_collector
 from rlinf.commands.train import build
@@ -85,6 +85,17 @@ def test_the_numbers_are_those_of_one_thing_after_the_other_with_older_weights(t
     assert max(line["rollout/importance_ratio_max"] for line in lines) > 1.01, "control: the weights were older"
     other = delayed(tmp_path / "other", 0, *more)
     assert not all(torch.equal(weights[name], other[name]) for name in weights), "control"
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_the_age_of_each_sample_is_the_limit_and_none_is_lost(tmp_path, monkeypatch, staleness):
+    trained = note_trained(monkeypatch)
+    finish(build(run_config(tmp_path, *ahead(staleness, *PPO))))
+    check_staleness(trained, staleness)
+    with pytest.raises(AssertionError):
+        check_staleness(trained, staleness + 1)
+    with pytest.raises(AssertionError):
+        check_staleness([*trained[:2], *trained[1:]], staleness)
 
 
 @pytest.fixture(scope="module")

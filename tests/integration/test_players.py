@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from run_results import run_config, untimed_metrics, weights_of
+from run_results import check_staleness, note_trained, run_config, untimed_metrics, weights_of
 
 from rlinf.cluster.players import Players
 from rlinf.cluster.reservation import Reservation, reserved
@@ -151,8 +151,10 @@ def test_players_that_are_killed_or_silent_change_nothing(runs, monkeypatch, cap
     """While they play, while they take weights, while they evaluate; one of them is stopped instead."""
     kill = send(signal.SIGKILL)
     moments = {("collect", 3): kill, ("push", 4): kill, ("evaluate", 4): kill, ("collect", 5): stop_the_other}
+    trained = note_trained(monkeypatch)
     with disturbed(monkeypatch, moments) as pids:
         folder = runs("disturbed", *STATE, *SPLIT, "cluster.deadlines.rollout=600")
+    check_staleness(trained, 0)
     check_equal(folder, runs("state", *STATE))
     assert len(set(pids)) == 4 and not any(map(is_running, pids))
     assert caplog.text.count("was lost: The actor died") == 3
@@ -163,12 +165,39 @@ def test_players_that_are_killed_or_silent_change_nothing(runs, monkeypatch, cap
 def test_players_that_play_ahead_and_are_killed_play_what_processes_play_ahead(runs, monkeypatch):
     """While they evaluate with newer weights than those of rollouts that wait to be taken, and while they play."""
     ahead = [*STATE, "cluster.max_staleness=2", "algorithm.tis_cap=2.0", "trainer.max_steps=5"]
-    kill = send(signal.SIGKILL)
+    kill, trained = send(signal.SIGKILL), note_trained(monkeypatch)
     with disturbed(monkeypatch, {("evaluate", 4): kill, ("collect", 8): kill}):
         folder = runs("killed ahead", *ahead, *SPLIT)
+    check_staleness(trained, 2)
     check_equal(folder, runs("ahead", *ahead, "rollout.worker_processes=2"), "rl_000005")
     staleness = [line.get("rollout/staleness_iterations") for line in untimed_metrics(folder)]
     assert [each for each in staleness if each is not None] == [0, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "ahead"])
+def test_a_run_goes_on_with_other_players_or_none(runs, tmp_path, monkeypatch, ahead):
+    """Bit for bit as the run that was not interrupted, from a checkpoint of players and from one of ranks that play."""
+    trained = note_trained(monkeypatch)
+    more = [*STATE, "trainer.max_steps=4", "trainer.save_every=1", "trainer.max_keep=-1"]
+    more += ["cluster.max_staleness=1", "algorithm.tis_cap=2.0"] if ahead else []
+    whole = runs(f"whole {ahead}", *more, *SPLIT)
+    check_staleness(trained, int(ahead))
+    alone = ["rollout.worker_processes=2"] if ahead else []
+    goes_on = [
+        ("as before", whole, 2, SPLIT),
+        ("one player", whole, 2, [*SPLIT, "cluster.num_players=1"]),
+        ("colocated", whole, 1, alone),
+        ("split again", tmp_path / "colocated", 3, SPLIT),
+    ]
+    for name, before, step, where in goes_on:
+        folder = tmp_path / name.replace(" ", "_")
+        train(run_config(folder, *more, *where, f"resume={before}/checkpoints/rl_{step:06d}"))
+        weights, expected = weights_of(folder, "rl_000004"), weights_of(whole, "rl_000004")
+        assert all(torch.equal(weights[each], expected[each]) for each in expected), name
+        lines = [line for line in untimed_metrics(whole) if "train/loss" in line]
+        assert [line for line in untimed_metrics(folder) if "train/loss" in line] == lines[step:], name
+        one, two = (EvaluationResult.from_json(each / "eval/after_rl/result.json") for each in (folder, whole))
+        assert one.results == two.results
 
 
 @pytest.fixture(scope="class")

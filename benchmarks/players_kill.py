@@ -1,0 +1,235 @@
+"""Kills players of a run at random moments, and compares the run with one that was left alone.
+
+A small policy is trained with rollouts and evaluations that two players play. A player chosen at random gets SIGKILL, ``--kills`` times
+over the whole run: while it is built, takes weights, plays, evaluates or waits. In the end the metrics of each iteration and the
+weights must be those of the undisturbed run bit for bit, each block of each iteration must have been trained on once, and no process
+and no shared memory of the run may be left.
+
+    python benchmarks/players_kill.py [--kills 100] [--iterations 60] [--seed 0] [cluster.max_staleness=1 algorithm.tis_cap=2.0 ...]
+
+The last line is one JSON object; the exit status is 1 where a number differs or something is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import build_config
+
+OVERRIDES = [
+    "model=mlp", "env.tasks=[reach]", "env.cameras=[]", "rollout.num_envs=8", "rollout.num_chunks=256", "env.max_episode_steps=256",
+    "trainer.minibatch_size=256", "model.micro_batch_size=256", "trainer.eval_every=5", "sft.max_steps=0", "evaluation.num_episodes=6",
+    "evaluation.num_envs=4", "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false",
+    "tracking.progress=false", "cluster.num_threads=1", "cluster.start=ray", "cluster.placement=split", "cluster.num_players=2",
+]  # fmt: skip
+MARK = "RLINF_PLAYERS_KILL"
+"""Variable of the environment by which the processes of a run are known."""
+SHORTEST_S, LONGEST_S = 0.005, 4.0
+"""Bounds of the time before a kill; the logarithm is uniform. A new player takes some seconds until it plays."""
+LEFT_S = 60.0
+"""Seconds that the processes of a run have to end after it."""
+
+
+def train_and_note(kills: int, words: list[str]) -> None:
+    """Train, and write a line for each iteration: the blocks that are trained on, and hashes of their log-probabilities.
+
+    An iteration does not end before its part of the kills.
+    """
+    from rlinf.commands.train import train
+    from rlinf.training.rl_trainer import RLTrainer
+
+    config = build_config(compose_config(words))
+    score, folder = RLTrainer._score, Path(config.output_dir)
+
+    def noted(self, batch):
+        wanted = kills * (self.session.state.step + 1) // config.trainer.max_steps
+        while wanted and num_lines(folder / "killed") < wanted:
+            time.sleep(0.01)
+        with open(folder / "trained.jsonl", "a", encoding="utf-8") as file:
+            logprobs = [
+                hashlib.sha256(column.numpy().tobytes()).hexdigest() for column in batch.rollout_logprobs.unbind(1)
+            ]
+            print(json.dumps([self.session.state.step, batch.group_ids[0].tolist(), logprobs]), file=file)
+        score(self, batch)
+
+    RLTrainer._score = noted
+    train(config)
+
+
+def num_lines(path: Path) -> int:
+    """Return the lines of a file; 0 if there is none."""
+    return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
+
+
+def processes_of(mark: str) -> dict[int, str]:
+    """Return the processes of a run that are not zombies, each with its title."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        except OSError:
+            continue
+    return found
+
+
+def shared_memory_of(pids: list[int]) -> set[str]:
+    """Return the files of shared memory that processes have mapped."""
+    files: set[str] = set()
+    for pid in pids:
+        try:
+            files.update(re.findall(r"(/dev/shm/\S+)", Path(f"/proc/{pid}/maps").read_text()))
+        except OSError:
+            continue
+    return files
+
+
+class RunWithKills:
+    """One run in a process of its own.
+
+    Args:
+        folder: That it writes.
+        words: Its overrides.
+
+    Attributes:
+        killed: How many players were killed, by what they did.
+        left: Processes and files of shared memory that outlived the run.
+        status: Of the process.
+    """
+
+    def __init__(self, folder: Path, words: list[str]) -> None:
+        self.folder, self.words, self.mark = folder, [*words, f"output_dir={folder}"], str(folder)
+        self.killed: Counter[str] = Counter()
+        self.left: list[str] = []
+        self.status: int | None = None
+        self._shared: set[str] = set()
+
+    def run(self, kills: int, iterations: int, draws: random.Random) -> None:
+        """Run to the end, and kill players meanwhile."""
+        self.folder.mkdir()
+        command = [sys.executable, __file__, "--run", f"--kills={kills}", *self.words]
+        with (
+            open(self.folder.with_suffix(".log"), "wb") as log,
+            subprocess.Popen(
+                command, env=os.environ | {MARK: self.mark}, stdout=log, stderr=subprocess.STDOUT
+            ) as process,
+        ):
+            while process.poll() is None:
+                count = self.killed.total()
+                if count < kills and num_lines(self.folder / "trained.jsonl") >= count * iterations // kills:
+                    time.sleep(SHORTEST_S * (LONGEST_S / SHORTEST_S) ** draws.random())
+                    self._kill(draws)
+                time.sleep(0.02)
+        self.status = process.returncode
+        deadline = time.monotonic() + LEFT_S
+        while (left := processes_of(self.mark)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        self.left = [*left.values(), *filter(os.path.exists, self._shared)]
+
+    def _kill(self, draws: random.Random) -> None:
+        processes = processes_of(self.mark)
+        self._shared |= shared_memory_of(list(processes))
+        players = {pid: title for pid, title in processes.items() if title.startswith("ray::PlayerActor")}
+        if not players:
+            return
+        pid = draws.choice(sorted(players))
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.killed[players[pid].removeprefix("ray::PlayerActor").strip(".:") or "idle"] += 1
+        with open(self.folder / "killed", "a", encoding="utf-8") as file:
+            print(players[pid], file=file)
+
+    def trained(self) -> list[list]:
+        """Return for each iteration its number, the blocks that were trained on, and what tells their rollouts apart."""
+        return [json.loads(line) for line in (self.folder / "trained.jsonl").read_text().splitlines()]
+
+    def metrics(self) -> list[dict]:
+        """Return the metrics without those that differ between equal runs."""
+        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        left_out = ("time", "throughput", "memory")
+        return [{name: value for name, value in line.items() if not name.startswith(left_out)} for line in lines]
+
+    def weights(self, iterations: int) -> dict[str, torch.Tensor]:
+        """Return the weights at the end."""
+        return load_file(self.folder / "checkpoints" / f"rl_{iterations:06d}" / "model" / "model.safetensors")
+
+
+def soak(folder: Path, kills: int, iterations: int, seed: int, words: list[str]) -> dict:
+    """Run twice, once with kills; return the report. ``wrong`` names what differs or is left; it should be empty."""
+    words = [*OVERRIDES, f"trainer.max_steps={iterations}", f"cluster.max_restarts={2 * kills}", *words]
+    alone, disturbed = RunWithKills(folder / "alone", words), RunWithKills(folder / "disturbed", words)
+    seconds = []
+    for run, number in ((alone, 0), (disturbed, kills)):
+        start = time.monotonic()
+        run.run(number, iterations, random.Random(seed))
+        seconds.append(round(time.monotonic() - start, 1))
+        if run.status != 0:
+            raise RuntimeError(
+                f"{run.folder.name} ended with {run.status}:\n{run.folder.with_suffix('.log').read_text()[-8000:]}"
+            )
+    log = disturbed.folder.with_suffix(".log").read_text()
+    blocks = [(step, block) for step, blocks, _ in disturbed.trained() for block in blocks]
+    rollouts = [rollout for _, _, rollouts in disturbed.trained() for rollout in rollouts]
+    weights, expected = disturbed.weights(iterations), alone.weights(iterations)
+    checks = {
+        "number of kills": disturbed.killed.total() == kills,
+        "each block of each iteration is trained on once": len(set(blocks))
+        == len(blocks)
+        == len(set(rollouts))
+        == 8 * iterations,
+        "what is trained on": disturbed.trained() == alone.trained(),
+        "metrics": len(alone.metrics()) > iterations and disturbed.metrics() == alone.metrics(),
+        "weights": weights.keys() == expected.keys()
+        and all(torch.equal(weights[name], expected[name]) for name in weights),
+        "nothing is left": not alone.left + disturbed.left,
+    }
+    return {
+        "name": "players_kill",
+        "kills": disturbed.killed.total(),
+        "during": dict(disturbed.killed),
+        "replaced": log.count("Another one takes its place"),
+        "iterations": iterations,
+        "blocks_trained": len(blocks),
+        "seconds": seconds,
+        "left": alone.left + disturbed.left,
+        "wrong": [name for name, holds in checks.items() if not holds],
+    }
+
+
+def main() -> None:
+    """Run both, and print the counts."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("overrides", nargs="*", help="of the configuration")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        return train_and_note(arguments.kills, arguments.overrides)
+    with tempfile.TemporaryDirectory() as folder:
+        report = soak(Path(folder), arguments.kills, arguments.iterations, arguments.seed, arguments.overrides)
+    print(json.dumps(report))
+    raise SystemExit(bool(report["wrong"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,10 @@ from typing import Any
 import yaml
 
 from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, CONFIG_FILE, SAFETENSORS_FOLDER
-from rlinf.distributed.process_group import world_size
+from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.launch import launch
+from rlinf.distributed.process_group import gather_objects, local_world_size, rank, resolve_device, set_num_threads
+from rlinf.distributed.start import place_of, started_here
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.answers import Answer, AnswerResult
 from rlinf.evaluation.compare_folders import compare_folders, evaluation_folder
@@ -28,6 +32,7 @@ from rlinf.models.positions import num_positions
 from rlinf.options import to_mapping
 from rlinf.recipes.build import PRECISIONS, load_processor
 from rlinf.recipes.completions import Completer, Completion
+from rlinf.recipes.loop import own_share
 from rlinf.recipes.questions import Question, QuestionPacker, QuestionsConfig, read_questions, scoring
 from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.samples import BadRowError, Prompt
@@ -45,41 +50,65 @@ def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
     """Let a model answer a file of questions.
 
     Prints a table, and writes ``result.json``, ``config.yaml``, ``manifest.json`` and ``report.html`` into the output folder. The
-    report of a run shows the evaluations in its folder ``eval``.
+    report of a run shows the evaluations in its folder ``eval``. Several ranks answer their shares. The death or an error of a
+    rank ends the evaluation, and nothing is written.
 
     Raises:
         ConfigError: The file, one of its rows or a setting cannot be used; raised before the model is loaded.
         CheckpointError: There is no model in the folder, or it cannot be loaded.
         ManifestMismatchError: The evaluation to compare with had other conditions.
+        RankError: A rank failed.
     """
-    if world_size() > 1:
-        raise ConfigError(
-            f"questions={config.questions} under torchrun or srun ({world_size()} ranks); required: one process. Run "
-            "rlinf evaluate without a launcher"
-        )
-    questions = read_questions(config)
-    answer_type, reward, find = scoring(config.answer_type, all(each.has_options for each in questions))
     model = find_model(config.checkpoint)
-    run = _run_of(model)
-    output = _output_folder(config, model, run)
-    baseline = None if config.compare is None else evaluation_folder(config.compare)
-    processor = load_processor(model)
-    declared = num_positions(load_config(model).get_text_config())
-    packer = QuestionPacker(Path(config.questions).expanduser().parent, declared or 2**31)
-    packer.prepare(processor)
-    _check(questions, packer, config.questions)
-    generator = _load(config, model, packer.tokenizer)
+    output = _output_folder(config, model, _run_of(model))
+    place = place_of(os.environ)
+    num_processes = config.cluster.num_processes or (1 if place is None else place.size)
+    device = resolve_device(config.device, started_here(num_processes))
+    launch(_evaluate_rank, (config, model, output), num_processes, device)
+    return AnswerResult.from_json(output / RESULT_FILE)
+
+
+def _evaluate_rank(work: tuple[QuestionsConfig, str, Path]) -> None:
+    """Answer this rank's share of the questions; rank 0 writes."""
+    config, model, output = work
+    set_num_threads(config.cluster.num_threads, local_world_size())
+    with waiting("start"):
+        questions = read_questions(config)
+        answer_type, reward, find = scoring(config.answer_type, all(each.has_options for each in questions))
+        baseline = None if config.compare is None else evaluation_folder(config.compare)
+        processor = load_processor(model)
+        declared = num_positions(load_config(model).get_text_config())
+        packer = QuestionPacker(Path(config.questions).expanduser().parent, declared or 2**31)
+        packer.prepare(processor)
+        _check(questions, packer, config.questions)
+        generator = _load(config, model, packer.tokenizer)
     completer = Completer(
         generator, packer.tokenizer, make_rewards(reward), batch_size=config.batch_size,
         max_new_tokens=config.max_tokens, end_tokens=end_tokens(generator.model, packer.tokenizer, None),
     )  # fmt: skip
     start = time.monotonic()
-    answers = _answer(questions, packer, completer, config, find)
-    result = AnswerResult(
-        answers, str(config.questions), answer_type, config.temperature, config.seed, time.monotonic() - start
-    )
+    with waiting("evaluate"):
+        own = _answer(questions, packer, completer, config, find)
+        answers = [answer for part in gather_objects(own) for answer in part]
+    if rank() == 0:
+        seconds = time.monotonic() - start
+        result = AnswerResult(answers, str(config.questions), answer_type, config.temperature, config.seed, seconds)
+        manifest = _manifest(config, model, generator, answer_type)
+        _write(config, questions, result, manifest, output, baseline, _run_of(model))
+
+
+def _write(
+    config: QuestionsConfig,
+    questions: list[Question],
+    result: AnswerResult,
+    manifest: Manifest,
+    output: Path,
+    baseline: Path | None,
+    run: Path | None,
+) -> None:
+    """Write and print what an evaluation has found."""
     _warn_of_cuts(result, config.max_tokens)
-    _manifest(config, model, generator, answer_type).save(output)
+    manifest.save(output)
     write_text(output / CONFIG_FILE, yaml.safe_dump(to_mapping(config), sort_keys=False))
     if config.file_per_question:
         _write_files(output, questions, result)
@@ -90,7 +119,6 @@ def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
     print(f"report: {write_report(output)}", flush=True)
     if run is not None and (run / METRICS_FILE).is_file():
         print(f"report of the run: {write_report(run)}", flush=True)
-    return result
 
 
 def find_model(path: str) -> str:
@@ -184,17 +212,24 @@ def _answer(
     config: QuestionsConfig,
     find: Callable[[str], str | None],
 ) -> list[Answer]:
-    """Return the answers in the order of the questions; a bad image ends the evaluation with the row that names it."""
+    """Return the answers of this rank in the order of the questions; a bad image ends the evaluation with the row that names it.
+
+    Ranks share whole calls of the model, so each call has the rows that it has in one process, and its results the same bits.
+    """
     answers: list[Answer] = []
-    progress = Progress()
-    for start in range(0, len(questions), config.batch_size):
-        rows = range(start, min(start + config.batch_size, len(questions)))
+    progress = Progress(enabled=rank() == 0)
+    calls = [
+        range(start, min(start + config.batch_size, len(questions)))
+        for start in range(0, len(questions), config.batch_size)
+    ][own_share(-(-len(questions) // config.batch_size))]
+    num_own = sum(map(len, calls))
+    for rows in calls:
         prompts = [_packed(packer, questions, row, config.questions) for row in rows]
         seeds = [derive_seed(config.seed, "question", row) for row in rows] if config.temperature else None
         for row, completion in zip(rows, completer.complete(prompts, seeds), strict=True):
             answers.append(_judged(questions[row], completion, find))
         correct = sum(answer.is_correct for answer in answers)
-        progress.update("questions", len(answers), len(questions), correct=correct)
+        progress.update("questions", len(answers), num_own, correct=correct)
     progress.close()
     return answers
 

@@ -32,6 +32,18 @@ _LETTER = re.compile("[A-Z]")
 
 
 @dataclass
+class QuestionRanksConfig:
+    """The processes of an evaluation on questions."""
+
+    num_processes: int | None = option(
+        None, "Ranks that share the questions; null: one, or those that torchrun or srun has started.", minimum=1
+    )
+    num_threads: int | None = option(
+        None, "CPU threads per rank; null: all cores divided by the ranks of a machine.", minimum=1
+    )
+
+
+@dataclass
 class QuestionsConfig:
     """Keys of ``rlinf evaluate questions=...``."""
 
@@ -69,6 +81,7 @@ class QuestionsConfig:
         choices=("float32", "bfloat16", "float16"),
     )  # fmt: skip
     device: str = option("auto", "auto: a GPU if there is one.", choices=("auto", "cpu"))
+    cluster: QuestionRanksConfig = option(QuestionRanksConfig(), "Ranks.")
     compare: str | None = option(None, "Folder of an earlier evaluation on the same questions, to compare with.")
     file_per_question: bool = option(
         False, "Also write <output_dir>/questions/<category>/<video or id>.json, each with is_correct."

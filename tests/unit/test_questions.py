@@ -18,6 +18,7 @@ from rlinf.evaluation.intervals import wilson_interval
 from rlinf.options import override_text, public_fields
 from rlinf.recipes.questions import (
     REASONING_REQUEST,
+    QuestionRanksConfig,
     QuestionsConfig,
     first_letter,
     read_questions,
@@ -316,7 +317,10 @@ def test_the_newest_export_of_a_run_is_meant(tmp_path, monkeypatch):
 
 def test_the_page_lists_every_key_with_its_default():
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    for name, field in public_fields(QuestionsConfig).items():
+    fields = public_fields(QuestionsConfig)
+    del fields["cluster"]
+    fields |= {f"cluster.{name}": field for name, field in public_fields(QuestionRanksConfig).items()}
+    for name, field in fields.items():
         default = field.default if field.default is not MISSING else field.default_factory()
         shown = "required" if default == "" else f"`{override_text(default)}`"
         assert f"| `{name}` | {shown} | {field.metadata['help']} |" in page

@@ -13,6 +13,8 @@ ALGORITHMS: Registry = Registry(
         "grpo": "rlinf.algorithms.grpo:GRPO",
         "rloo": "rlinf.algorithms.rloo:RLOO",
         "reinforce_pp": "rlinf.algorithms.reinforce_pp:ReinforcePP",
+        "sac": "rlinf.offpolicy.sac:SAC",
+        "td3": "rlinf.offpolicy.td3:TD3",
     },
 )
 

@@ -10,10 +10,16 @@ LEVELS = ("token", "action", "chunk")
 
 
 @dataclass
-class AlgorithmConfig:
-    """Options of every policy-gradient algorithm."""
+class AnyAlgorithmConfig:
+    """What the configuration of every algorithm has."""
 
     name: str = option("ppo", "Registered algorithm.")
+
+
+@dataclass
+class AlgorithmConfig(AnyAlgorithmConfig):
+    """Options of every policy-gradient algorithm."""
+
     update_epochs: int = option(1, "Passes over each rollout.", minimum=1)
     logprob_level: str = option(
         "action", "Unit of the importance ratio: sum of log-probs over a token, an action or a chunk.", choices=LEVELS

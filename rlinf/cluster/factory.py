@@ -21,6 +21,19 @@ def threads_of_rank(config: RunConfig, env: VectorEnv, num_ranks: int) -> int:
     return config.rollout.num_lanes or default_num_worker_threads(config.env, config.rollout.num_envs // num_ranks)
 
 
+def episode_sampler(config: RunConfig, env: VectorEnv) -> EpisodeSampler:
+    """Return what chooses the training episodes of a run, whose settings ``env`` has."""
+    rollout = config.rollout
+    return EpisodeSampler(
+        env.episode_specs("train"),
+        len(env.task_names),
+        num_groups=rollout.num_envs // rollout.group_size,
+        group_size=rollout.group_size,
+        seed=config.seed,
+        init_states=rollout.init_states,
+    )
+
+
 def collector_factory(
     config: RunConfig, env: VectorEnv, num_worker_threads: int, num_sharers: int
 ) -> Callable[..., RolloutCollector]:
@@ -33,18 +46,10 @@ def collector_factory(
         num_sharers: Worker threads that share the cores of this machine.
     """
     rollout = config.rollout
-    sampler = EpisodeSampler(
-        env.episode_specs("train"),
-        len(env.task_names),
-        num_groups=rollout.num_envs // rollout.group_size,
-        group_size=rollout.group_size,
-        seed=config.seed,
-        init_states=rollout.init_states,
-    )
     return partial(
         RolloutCollector,
         partial(env_maker(config, num_sharers, num_worker_threads), auto_reset=rollout.auto_reset),
-        sampler,
+        episode_sampler(config, env),
         num_envs=rollout.num_envs,
         num_chunks=rollout.num_chunks,
         temperature=rollout.temperature,

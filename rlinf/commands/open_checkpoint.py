@@ -27,6 +27,7 @@ from rlinf.errors import CheckpointError
 from rlinf.manifest import BASE_FIELD, Manifest, Mismatch, check
 from rlinf.models import build_policy, get_model_config_and_processor
 from rlinf.models.config import TokenizerConfig
+from rlinf.models.embodiment.headed import HeadedPolicy, has_head
 from rlinf.options import from_mapping
 from rlinf.preflight.conditions import build_manifest
 from rlinf.preflight.saved import check_model_type
@@ -126,7 +127,8 @@ def load_policy(
     if (source / "adapter_config.json").is_file():
         return _load_adapter(Path(folder), source, config, reads_base, deferred)
     model = replace(config.model, model_path=str(source), init_config={})
-    return build_policy(replace(config, model=model, tokenizer=from_mapping(TokenizerConfig, {})), deferred=deferred)
+    policy = build_policy(replace(config, model=model, tokenizer=from_mapping(TokenizerConfig, {})), deferred=deferred)
+    return HeadedPolicy.on(policy, source) if has_head(source) else policy
 
 
 def statistics_of_env(

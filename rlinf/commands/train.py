@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from rlinf.algorithms import ALGORITHMS
+from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.cluster.envs import describe_places, env_maker
 from rlinf.cluster.player import Player
 from rlinf.cluster.players import Players, RemoteEpisodes
 from rlinf.cluster.reservation import Reservation, reserved
-from rlinf.cluster.rollouts import make_collector, played_by
+from rlinf.cluster.factory import episode_sampler
+from rlinf.cluster.rollouts import make_collector
 from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
 from rlinf.commands.ranks import prepare_rank, refuse_expandable_segments
 from rlinf.config.saved_code import code_overrides
@@ -63,6 +65,7 @@ from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import Tracker
 from rlinf.training.evaluator import Evaluator
+from rlinf.training.offpolicy_trainer import OffPolicyTrainer
 from rlinf.training.outcome import write_failed_batch, write_summary
 from rlinf.training.rl_trainer import RLTrainer
 from rlinf.training.session import Session
@@ -86,7 +89,7 @@ class Run:
 
     session: Session
     sft: SFTTrainer | None
-    rl: RLTrainer | None
+    rl: RLTrainer | OffPolicyTrainer | None
 
     def execute(self) -> None:
         """Run behaviour cloning and RL as configured, then write summary and report."""
@@ -96,9 +99,9 @@ class Run:
                 session.sync.generator.engine.start()  # its faults show before the hours of cloning
             if self.rl is not None:
                 with waiting("start"):
-                    self.rl.collector.wait_until_ready()
+                    self.rl.wait_until_ready()
                 if rank() == 0:
-                    print(f"rollouts: played by {played_by(self.rl.collector)} of each rank", flush=True)
+                    print(f"rollouts: played by {self.rl.played_by()} of each rank", flush=True)
             if self.sft is not None:
                 self.sft.fit()
             if self.rl is not None:
@@ -116,11 +119,11 @@ class Run:
         finally:
             try:
                 if self.rl is not None:
-                    self.rl.collector.close()
+                    self.rl.close()
             finally:
                 session.close()
         if rank() == 0:
-            who = None if self.rl is None else played_by(self.rl.collector)
+            who = None if self.rl is None else self.rl.played_by()
             write_summary(session.config, session.state, session.saved_names(), who)
 
 
@@ -171,12 +174,20 @@ def build(config: RunConfig, reservation: Reservation | None = None) -> Run:
         resumed_from=resumed_from,
     )
     sft = SFTTrainer(session, dataset) if state.phase == "sft" else None
-    rl = None
-    if config.trainer.max_steps > 0:
-        algorithm = ALGORITHMS.get(config.algorithm.name)(config.algorithm)
-        collector = make_collector(config, env, sync.rollout_model, worker.autocast, players)
-        rl = RLTrainer(session, collector, algorithm)
-    return Run(session, sft, rl)
+    return Run(session, sft, _rl_trainer(session, env, players))
+
+
+def _rl_trainer(session: Session, env: VectorEnv, players: Players | None) -> RLTrainer | OffPolicyTrainer | None:
+    """Return what improves the policy; None: the run is one of cloning only."""
+    config, worker = session.config, session.worker
+    if config.trainer.max_steps == 0:
+        return None
+    algorithm = ALGORITHMS.get(config.algorithm.name)
+    if isinstance(config.algorithm, OffPolicyConfig):
+        env = env_maker(config, local_world_size())(config.rollout.num_envs, auto_reset=True)
+        return OffPolicyTrainer(session, env, episode_sampler(config, env), algorithm, worker.autocast)
+    collector = make_collector(config, env, session.sync.rollout_model, worker.autocast, players)
+    return RLTrainer(session, collector, algorithm(config.algorithm))
 
 
 def _where_to_begin(config: RunConfig) -> tuple[Path | None, LoopState]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.algorithms import ALGORITHMS
-from rlinf.algorithms.config import AlgorithmConfig, PPOConfig
+from rlinf.algorithms.config import AnyAlgorithmConfig, PPOConfig
 from rlinf.config.declared import cameras_read
 from rlinf.config.plugins import load_plugins
 from rlinf.config.training import ClusterConfig, TrainerConfig
@@ -64,7 +64,7 @@ class RunConfig:
     model: ModelConfig = option(ModelConfig(), "The policy network.")
     tokenizer: TokenizerConfig = option(TokenizerConfig(), "Tokenizer and processors.")
     env: EnvConfig = option(EnvConfig(), "The simulator.")
-    algorithm: AlgorithmConfig = option(PPOConfig(), "The reinforcement learning algorithm.")
+    algorithm: AnyAlgorithmConfig = option(PPOConfig(), "The reinforcement learning algorithm.")
     rollout: RolloutConfig = option(RolloutConfig(), "Collection of experience.")
     trainer: TrainerConfig = option(TrainerConfig(), "Optimiser and loop.")
     sft: SFTConfig = option(SFTConfig(), "Behaviour cloning before RL.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.config.schema import RunConfig
 from rlinf.rollout.parity import MAX_GAP, ParityGate
 
@@ -34,10 +35,14 @@ def derive(config: RunConfig) -> DerivedNumbers:
     """Compute the numbers. They are exact only for a configuration that ``validate`` accepts."""
     ranks, rollout, trainer = config.cluster.num_processes, config.rollout, config.trainer
     num_samples = rollout.num_envs * rollout.num_chunks
+    max_env_steps = num_samples * config.model.action_chunks_len
     rows = trainer.minibatch_size // ranks
     minibatches = num_samples // trainer.minibatch_size
-    per_iteration = minibatches * config.algorithm.update_epochs
-    max_env_steps = num_samples * config.model.action_chunks_len
+    if isinstance(config.algorithm, OffPolicyConfig):
+        rows, minibatches = config.algorithm.batch_size, 0
+        per_iteration = int(config.algorithm.updates_per_env_step * max_env_steps)
+    else:
+        per_iteration = minibatches * config.algorithm.update_epochs
     return DerivedNumbers(
         num_samples=num_samples,
         num_groups=rollout.num_envs // rollout.group_size,
@@ -67,12 +72,16 @@ def format_derived(config: RunConfig) -> str:
     if trainer.max_steps > 0:
         groups = f" = {numbers.num_groups} groups of {rollout.group_size}" if rollout.group_size > 1 else ""
         envs, passes = _count(numbers.envs_per_rank, "env"), _count(numbers.micro_batches_per_rank, "micro-batch")
-        epochs = _count(config.algorithm.update_epochs, "epoch")
         steps = f"{numbers.optimizer_steps:,} optimiser steps, up to {numbers.env_steps:,} env steps"
         calls = f"{rollout.num_chunks} chunks = {numbers.num_samples} samples"
         rows["rollout"] = f"{rollout.num_envs} envs{groups} x {calls}"
-        rows["minibatches"] = f"{numbers.minibatches_per_epoch} of {trainer.minibatch_size} x {epochs}"
-        rows[f"each of {ranks}"] = f"{envs}, {numbers.rows_per_rank} rows a minibatch in {passes}"
+        if isinstance(config.algorithm, OffPolicyConfig):
+            each = f"{config.algorithm.updates_per_env_step:g} an env step after the first {config.algorithm.warmup_env_steps:,}"
+            rows["updates"] = f"{each}, {config.algorithm.batch_size} transitions each"
+        else:
+            epochs = _count(config.algorithm.update_epochs, "epoch")
+            rows["minibatches"] = f"{numbers.minibatches_per_epoch} of {trainer.minibatch_size} x {epochs}"
+            rows[f"each of {ranks}"] = f"{envs}, {numbers.rows_per_rank} rows a minibatch in {passes}"
         rows["in all"] = f"{trainer.max_steps} iterations, {steps}"
     num_episodes = "all" if config.evaluation.num_episodes is None else config.evaluation.num_episodes
     rows["evaluation"] = f"{num_episodes} episodes of the split '{config.evaluation.split}'"

@@ -95,7 +95,7 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         gradients=state.gradients,
         optimizer=state.moments,
         rollout_weights=all_bytes if choice.sharded else 0,
-        reference_weights=kept if config.algorithm.kl_coef > 0 else 0,
+        reference_weights=kept if getattr(config.algorithm, "kl_coef", 0) > 0 else 0,
         engine=engine_bytes(config, model, all_bytes) if config.trainer.max_steps > 0 else 0,
         rollout_buffer=samples // ranks * sample_bytes(config, model) if config.trainer.max_steps > 0 else 0,
     )
@@ -124,7 +124,7 @@ def sample_bytes(config: RunConfig, model: Any) -> int:
     """
     env, chunk_len = config.env, model.action_chunks_len
     observation = ENVS.get(env.name).observation_bytes(env)
-    logprobs = (3 if config.algorithm.kl_coef > 0 else 2) * 4 * model.num_logprobs
+    logprobs = (3 if getattr(config.algorithm, "kl_coef", 0) > 0 else 2) * 4 * model.num_logprobs
     per_action = chunk_len * (4 + 4 + 1)  # reward, advantage, mask
     per_call = 3 * 1 + 4 * 4 + 3 * 8  # masks; values of trainer and rollout, bootstrap values, returns; ids and version
     return observation + 8 * model.num_sampled + logprobs + per_action + per_call

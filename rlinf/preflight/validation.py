@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rlinf.algorithms import ALGORITHMS
+from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.config.declared import declared_policy
 from rlinf.config.schema import RunConfig, chunks_needed, section_class
 from rlinf.config.text_inputs import check_no_text
@@ -38,6 +39,7 @@ from rlinf.preflight.compatibility import (
 from rlinf.preflight.derived import DerivedNumbers, derive
 from rlinf.preflight.folders import check_new_folder, check_sources, check_writable
 from rlinf.preflight.memory import policy_on_meta_device
+from rlinf.preflight.offpolicy import check_off_policy
 from rlinf.preflight.performance import check_cuda_graph, check_performance
 from rlinf.preflight.placement import check_placement, ranks_by_ray
 from rlinf.preflight.refuse import refuse
@@ -97,9 +99,12 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     if command == "train":
         check_placement(config)
     if command == "train" and config.trainer.max_steps > 0:
-        check_batches(config)
-        check_algorithm(config)
-        check_rollout(config, policy)
+        if isinstance(config.algorithm, OffPolicyConfig):
+            check_off_policy(config, config.algorithm, policy)
+        else:
+            check_batches(config)
+            check_algorithm(config)
+            check_rollout(config, policy)
     if trains and config.sft.max_steps > 0:
         check_sft(config, policy)
     if trains and config.tracking.wandb:

@@ -16,18 +16,19 @@ from torch import Tensor
 from rlinf.algorithms.base import Algorithm
 from rlinf.checkpoints.checkpoint import TRAINER_FOLDER
 from rlinf.checkpoints.trainer_state import read_tensors
+from rlinf.cluster.rollouts import played_by
 from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.deferred import open_tensors
-from rlinf.distributed.process_group import any_rank, gather_objects, rank
+from rlinf.distributed.process_group import gather_objects, rank
 from rlinf.distributed.sums import sum_blocks, sum_counts
 from rlinf.errors import CheckpointError, ConfigError, RLinfError
-from rlinf.memory import memory_metrics
 from rlinf.optim.reference import Reference
 from rlinf.preflight.derived import parity_gate
 from rlinf.rollout.collector import Collector
 from rlinf.rollout.parity import importance_ratios
 from rlinf.seeding import derive_seed
+from rlinf.training.iterations import iterate
 from rlinf.training.minibatches import MinibatchPlan
 from rlinf.training.session import Session
 from rlinf.training.state import RolloutAhead
@@ -76,45 +77,31 @@ class RLTrainer:
         self._updated = False  # the policy, since the last rollout was issued
         session.before_save = self._note_ahead
 
+    def wait_until_ready(self) -> None:
+        """Wait for what plays."""
+        self.collector.wait_until_ready()
+
+    def played_by(self) -> str:
+        """Return in words what plays the rollouts of a rank."""
+        return played_by(self.collector)
+
+    def close(self) -> None:
+        """End what plays."""
+        self.collector.close()
+
     @waiting("update")
     def fit(self) -> None:
         """Iterate from ``state.step`` to ``trainer.max_steps``, between two evaluations."""
-        session, state, config = self.session, self.session.state, self.session.config.trainer
+        session, state = self.session, self.session.state
         if state.phase != "rl":  # cloning has ended: RL has an optimiser of its own
             state.phase = "rl"
-            self.worker.start_phase(config)
+            self.worker.start_phase(session.config.trainer)
         self._issue_again()  # before anything is saved, because a checkpoint has what is under way
         session.evaluate_once("before_rl")
         self.sync.push(state.policy_version)
         self.reference = self._make_reference()
-        reached = self._evaluate_if_due(last=state.step == config.max_steps)
-        session.stop_if_asked()
-        while state.step < config.max_steps and not reached:
-            start = time.monotonic()
-            step = state.step
-            with session.profile_window.step("rl", step):
-                metrics = self.iteration(step)
-            elapsed = time.monotonic() - start
-            state.train_wall_s += elapsed
-            state.step += 1
-            metrics |= {"time/total_s": state.train_wall_s, **memory_metrics()}
-            last = state.step == config.max_steps
-            session.progress.update(
-                "rl", state.step, config.max_steps, success_rate=metrics.get("rollout/success_rate"),
-                env_steps_per_s=metrics["throughput/env_steps_per_s"],
-            )  # fmt: skip
-            session.log(step, metrics)
-            reached = self._evaluate_if_due(last)
-            session.checkpoint_if_due(last or reached)
+        iterate(session, self.iteration)
         session.evaluate_once("after_rl")
-
-    def _evaluate_if_due(self, last: bool) -> bool:
-        """Return whether the evaluation after the present step, made now or before a resume, reaches the target."""
-        config, evaluations = self.session.config.trainer, self.session.state.evaluations
-        tag, target = self.session.evaluate_if_due("step", config.eval_every, last), config.target_success_rate
-        if tag is None or target is None:
-            return False
-        return any_rank(tag in evaluations and evaluations[tag]["success_rate"] >= target)
 
     def _make_reference(self) -> Reference | None:
         """Keep the weights with which RL began, for the KL penalty, on disk too for a resumed run (a collective call).
@@ -123,7 +110,7 @@ class RLTrainer:
             CheckpointError: The run that is resumed did not keep them.
         """
         session = self.session
-        if session.config.algorithm.kl_coef == 0:
+        if self.algorithm.config.kl_coef == 0:
             return None
         reference = Reference(self.worker.model)
         run_folder = session.folder if session.resumed_from is None else session.resumed_from.parent.parent
@@ -162,7 +149,7 @@ class RLTrainer:
         flat, seed = batch.flatten(), derive_seed(config.seed, "minibatches", step)
         plan = MinibatchPlan(batch.loss_mask, self.collector.blocks, config.trainer.minibatch_size, seed)
         updates: list[dict[str, float]] = []
-        for epoch in range(config.algorithm.update_epochs):
+        for epoch in range(algorithm.config.update_epochs):
             for minibatch in plan.epoch(epoch):
                 updates.append(self.worker.update(flat, minibatch, algorithm, step))
                 if len(updates) == 1:
@@ -172,7 +159,7 @@ class RLTrainer:
         clock.lap("update")
         metrics["rollout/env_steps_total"] = state.env_steps
         metrics["throughput/env_steps_per_s"] = (state.env_steps - env_steps_before) / clock.total()
-        metrics["throughput/samples_per_s"] = plan.num_rows * config.algorithm.update_epochs / clock.seconds["update"]
+        metrics["throughput/samples_per_s"] = plan.num_rows * algorithm.config.update_epochs / clock.seconds["update"]
         return metrics | means_of(updates) | clock.metrics()
 
     def _issue_until(self, last: int, step: int) -> None:

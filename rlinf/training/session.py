@@ -16,6 +16,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import any_rank, barrier, rank
 from rlinf.manifest import Manifest
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.options import to_mapping
 from rlinf.preflight.conditions import build_manifest
 from rlinf.rollout.weight_push import WeightPush
@@ -72,6 +73,7 @@ class Session:
         )
         self.profile_window = ProfileWindow(config.trainer.profile_steps, phase, self.folder, rank())
         self.before_save: Callable[[], dict[str, Tensor]] = dict  # for what a trainer adds to a checkpoint
+        self._other_policy: ActionModel | None = None
         self._saved_steps: tuple[int, int] | None = None  # of cloning and RL, in the newest checkpoint
         self._clock, self._saved_at = clock, clock()
 
@@ -90,6 +92,10 @@ class Session:
             if self.sync.generator is not None:
                 stack.callback(self.sync.generator.close)
             stack.callback(self.profile_window.close)
+
+    def take_over(self, policy: ActionModel) -> None:
+        """Evaluate and save ``policy`` from now on. The worker does not train it: what does adds its state in ``before_save``."""
+        self._other_policy, self.sync = policy, WeightPush(policy, policy)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write a line of metrics."""
@@ -186,8 +192,8 @@ class Session:
         best = state.best_evaluation({name, *self.saved_names()})
         self.checkpoints.save(
             name,
-            model=self.worker.model,
-            optimizer=self.worker.optimizer,
+            model=self.worker.model if self._other_policy is None else self._other_policy,
+            optimizer=self.worker.optimizer if self._other_policy is None else None,
             loop_state=asdict(state),
             run_config=to_mapping(self.config),
             manifest=self._manifest(),

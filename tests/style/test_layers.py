@@ -22,6 +22,7 @@ LAYERS = (
     ("data",),
     ("engines",),
     ("models",),
+    ("offpolicy",),
     ("checkpoints",),
     ("evaluation",),
     ("rollout",),

@@ -1,0 +1,74 @@
+"""Configuration of the off-policy algorithms, which train a small head on a frozen policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlinf.algorithms.config import AnyAlgorithmConfig
+from rlinf.options import option
+
+
+@dataclass
+class HeadConfig:
+    """The small network that learns. It is all that is trained of a policy, and a checkpoint keeps these settings with it."""
+
+    name: str = option("residual", "Registered head: what it makes of the action of the frozen policy.")
+    scale: float = option(
+        1.0,
+        "Largest correction of a number of an action, in halves of the range of the env. What is missing to success must be smaller.",
+        minimum=1e-6,
+        maximum=2,
+    )
+    hidden_size: int = option(128, "Width of the hidden layers.", minimum=1)
+    num_layers: int = option(2, "Hidden layers, each with layer normalisation.", minimum=1)
+
+
+@dataclass
+class OffPolicyConfig(AnyAlgorithmConfig):
+    """Options of every algorithm that learns from a replay buffer. The defaults were measured on `quickstart_residual`."""
+
+    head: HeadConfig = option(HeadConfig(), "What learns.")
+    gamma: float = option(0.95, "Discount per env step.", minimum=0, maximum=1)
+    n_step: int = option(1, "Policy calls whose rewards are summed before the critic takes over.", minimum=1)
+    batch_size: int = option(128, "Transitions of an update.", minimum=1)
+    learning_rate: float = option(5e-4, "Learning rate of head and critics.", minimum=0, maximum=1)
+    tau: float = option(
+        0.01, "Share by which the target critics move to the critics in each update.", minimum=0, maximum=1
+    )
+    updates_per_env_step: float = option(
+        0.5, "Updates per env step (UTD): below 1, an update waits for several steps.", minimum=0
+    )
+    num_critics: int = option(2, "E: critics.", minimum=1)
+    num_target_critics: int = option(
+        2, "M: critics of which the smallest gives the target, drawn from the E for each update.", minimum=1
+    )
+    warmup_env_steps: int = option(
+        1024, "First env steps, which the head plays at random; no update is made before.", minimum=0
+    )
+    critic_only_updates: int = option(0, "First updates, which train the critics alone.", minimum=0)
+    replay_capacity: int = option(
+        100_000, "Observations that the buffer holds over all envs; the oldest are replaced.", minimum=1
+    )
+
+
+@dataclass
+class SACConfig(OffPolicyConfig):
+    """Soft actor-critic (Haarnoja et al. 2018) of a head. The critics leave the entropy out, as in RLPD (Ball et al. 2023)."""
+
+    name: str = option("sac", "Registered algorithm.")
+    initial_alpha: float = option(0.05, "Weight of the entropy at the beginning.", minimum=1e-8)
+    target_entropy: float | None = option(
+        None,
+        "Entropy of the head, in units of its scale, towards which the weight is driven; null: -1/2 for each number of a chunk.",
+    )
+
+
+@dataclass
+class TD3Config(OffPolicyConfig):
+    """Twin delayed deep deterministic policy gradients (Fujimoto et al. 2018) of a head."""
+
+    name: str = option("td3", "Registered algorithm.")
+    noise_std: float = option(0.2, "Deviation of the noise of exploration, in units of the scale.", minimum=0)
+    target_noise_std: float = option(0.2, "Deviation of the noise of the target's actions.", minimum=0)
+    target_noise_clip: float = option(0.5, "Largest noise of the target's actions.", minimum=0)
+    actor_every: int = option(2, "Updates of the critics for each one of the head.", minimum=1)

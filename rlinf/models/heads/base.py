@@ -1,0 +1,93 @@
+"""What every head has: a network that reads what the frozen policy said, and a distribution over its output."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.algorithms.offpolicy_config import HeadConfig
+from rlinf.models.embodiment.modules.float32 import without_autocast
+
+INITIAL_LOG_STD, LOG_STD_RANGE = -1.0, (-5.0, 1.0)
+
+
+class Head(nn.Module):
+    """A network that gives numbers ``r`` in [-1, 1], of which ``compose`` makes the action.
+
+    Actions and base actions are in halves of the range of the env: its bounds are -1 and 1.
+
+    Args:
+        config: Its settings.
+        feature_dim: ``F``, features of an observation.
+        num_numbers: ``A``, numbers of a chunk.
+        noise_std: Deviation of the noise with which it explores; None: it learns its own, as a Gaussian through tanh.
+    """
+
+    def __init__(self, config: HeadConfig, feature_dim: int, num_numbers: int, noise_std: float | None = None) -> None:
+        super().__init__()
+        self.config, self.feature_dim, self.num_numbers, self.noise_std = config, feature_dim, num_numbers, noise_std
+        num_outputs = num_numbers * (2 if noise_std is None else 1)
+        widths = [feature_dim + num_numbers] + [config.hidden_size] * config.num_layers
+        self.network = perceptron(widths, num_outputs)
+        with torch.no_grad():  # r is 0 at first
+            self.network[-1].weight.zero_()
+            self.network[-1].bias.zero_()
+            if noise_std is None:
+                self.network[-1].bias[num_numbers:] = INITIAL_LOG_STD
+
+    @classmethod
+    def num_candidates_of(cls, config: HeadConfig) -> int:
+        """Return how many chunks of the frozen policy a head of these settings reads."""
+        return 1
+
+    @property
+    def num_candidates(self) -> int:
+        """``N``, chunks of the frozen policy that it reads; the first is the greedy one."""
+        return self.num_candidates_of(self.config)
+
+    @abstractmethod
+    def compose(self, base: Tensor, r: Tensor) -> Tensor:
+        """Return the action ``[B, A]`` of base chunks ``[B, N, A]`` and the numbers ``[B, A]`` of the network."""
+
+    def outputs(self, features: Tensor, base: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return mean and log-deviation ``[B, A]`` before tanh (None with ``noise_std``) of features ``[B, F]`` and base ``[B, N, A]``."""
+        with without_autocast(features):
+            found = self.network(torch.cat([features, base[:, 0]], 1))
+        if self.noise_std is not None:
+            return found, None
+        mean, log_std = found.chunk(2, 1)
+        return mean, log_std.clamp(*LOG_STD_RANGE)
+
+    def mode(self, features: Tensor, base: Tensor) -> Tensor:
+        """Return the numbers ``[B, A]`` without noise: what is evaluated."""
+        return torch.tanh(self.outputs(features, base)[0])
+
+    def draw(self, features: Tensor, base: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Return numbers ``[B, A]`` from standard normal ``noise`` ``[B, A]``, and their log-densities ``[B]`` (0 with ``noise_std``)."""
+        mean, log_std = self.outputs(features, base)
+        if log_std is None:
+            drawn = (torch.tanh(mean) + self.noise_std * noise).clamp(-1.0, 1.0)
+            return drawn, drawn.new_zeros(len(drawn))
+        u = mean + log_std.exp() * noise
+        return torch.tanh(u), squashed_logprobs(u, noise, log_std)
+
+
+def squashed_logprobs(u: Tensor, noise: Tensor, log_std: Tensor) -> Tensor:
+    """Return the log-densities ``[B]`` of ``tanh(u)`` with ``u = mean + exp(log_std) * noise``, all ``[B, A]``.
+
+    Haarnoja et al. 2018, appendix C: ``log N(u) - sum log(1 - tanh(u)^2)``, the latter as ``2 (log 2 - u - softplus(-2u))``.
+    """
+    normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+    slope = 2 * (math.log(2) - u - nn.functional.softplus(-2 * u))
+    return (normal - slope).sum(1)
+
+
+def perceptron(widths: list[int], num_outputs: int) -> nn.Sequential:
+    """Return linear layers, each but the last followed by layer normalisation and ReLU."""
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True):
+        layers += [nn.Linear(fan_in, fan_out), nn.LayerNorm(fan_out), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], num_outputs))

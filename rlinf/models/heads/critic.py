@@ -1,0 +1,44 @@
+"""Critics: several networks computed as one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.algorithms.offpolicy_config import HeadConfig
+
+
+class Critics(nn.Module):
+    """``E`` networks with layer normalisation that value an action; they share no weights.
+
+    The first layer is one product for all, because they read the same numbers.
+
+    Args:
+        config: Widths, those of the head.
+        feature_dim: ``F``, features of an observation.
+        num_numbers: ``A``, numbers of a chunk.
+        num_critics: ``E``.
+    """
+
+    def __init__(self, config: HeadConfig, feature_dim: int, num_numbers: int, num_critics: int) -> None:
+        super().__init__()
+        self.num_critics, width = num_critics, config.hidden_size
+        self.first = nn.Linear(feature_dim + 2 * num_numbers, num_critics * width)
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        self.gains, self.shifts = nn.ParameterList(), nn.ParameterList()
+        for number in range(config.num_layers):
+            self.gains.append(torch.ones(num_critics, 1, width))
+            self.shifts.append(torch.zeros(num_critics, 1, width))
+            num_outputs, bound = width if number < config.num_layers - 1 else 1, 1 / math.sqrt(width)  # as nn.Linear
+            self.weights.append(torch.empty(num_critics, width, num_outputs).uniform_(-bound, bound))
+            self.biases.append(torch.empty(num_critics, 1, num_outputs).uniform_(-bound, bound))
+
+    def forward(self, features: Tensor, base: Tensor, actions: Tensor) -> Tensor:
+        """Return values ``[E, B]`` of features ``[B, F]``, base actions ``[B, A]`` and actions ``[B, A]``."""
+        x = self.first(torch.cat([features, base, actions], 1)).unflatten(1, (self.num_critics, -1)).transpose(0, 1)
+        for gain, shift, weight, bias in zip(self.gains, self.shifts, self.weights, self.biases, strict=True):
+            x = torch.relu(nn.functional.layer_norm(x, x.shape[-1:]) * gain + shift)
+            x = torch.baddbmm(bias, x, weight)
+        return x.squeeze(-1)

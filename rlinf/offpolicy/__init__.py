@@ -1,0 +1,1 @@
+"""Off-policy learning of a head on a frozen policy."""

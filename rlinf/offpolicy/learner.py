@@ -1,0 +1,152 @@
+"""What SAC and TD3 have in common: critics of a head, their targets, and the order of an update."""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam
+
+from rlinf.algorithms.offpolicy_config import OffPolicyConfig
+from rlinf.errors import NonFiniteError
+from rlinf.models.heads.base import Head
+from rlinf.models.heads.critic import Critics
+from rlinf.offpolicy.replay import Batch
+from rlinf.seeding import derive_seed
+
+AT_BOUND = 0.99
+"""From here on a number of a head counts as at its bound."""
+
+
+class OffPolicyLearner(ABC):
+    """Trains a head by critics that learn from transitions.
+
+    Args:
+        config: Settings.
+        head: What is trained.
+        seed: Of its random numbers.
+
+    Attributes:
+        num_updates: Updates taken.
+    """
+
+    config_class: ClassVar[type[OffPolicyConfig]] = OffPolicyConfig
+
+    def __init__(self, config: Any, head: Head, seed: int) -> None:
+        self.config, self.head = config, head
+        self.device = next(head.parameters()).device
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, "critics"))
+            critics = Critics(config.head, head.feature_dim, head.num_numbers, config.num_critics)
+        self.critics = critics.to(self.device)
+        self.targets = copy.deepcopy(self.critics).requires_grad_(False)
+        self.generator = torch.Generator().manual_seed(derive_seed(seed, "learner"))
+        self.optimizers = {"head": self._adam(head.parameters()), "critics": self._adam(self.critics.parameters())}
+        self.num_updates = 0
+
+    @classmethod
+    def noise_std(cls, config: Any) -> float | None:
+        """Return the deviation of the noise with which the head explores; None: it learns its own."""
+        return None
+
+    def _adam(self, parameters: Any) -> Adam:
+        return Adam(list(parameters), lr=self.config.learning_rate, fused=True)
+
+    @abstractmethod
+    def next_actions(self, batch: Batch) -> Tensor:
+        """Return the actions ``[B, A]`` of the next observations that the target values."""
+
+    @abstractmethod
+    def head_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of the head and metrics; the critics have no gradients meanwhile."""
+
+    def head_is_trained(self) -> bool:
+        """Return whether the present update trains the head."""
+        return self.num_updates >= self.config.critic_only_updates
+
+    def target(self, batch: Batch) -> Tensor:
+        """Return what the critics learn, ``[B]``: ``sum g^k r_k + g^n min over M of Q(s', a')``."""
+        with torch.no_grad():
+            values = self.targets(batch.next_features, batch.next_base[:, 0], self.next_actions(batch))
+            if self.config.num_target_critics < len(values):
+                drawn = torch.randperm(len(values), generator=self.generator)[: self.config.num_target_critics]
+                values = values[drawn.to(values.device)]
+            return batch.returns + batch.discounts * values.amin(0)
+
+    def values(self, features: Tensor, base: Tensor, actions: Tensor) -> Tensor:
+        """Return the mean value ``[B]`` of actions ``[B, A]``."""
+        return self.critics(features, base[:, 0], actions).mean(0)
+
+    def update(self, batch: Batch) -> dict[str, Tensor]:
+        """Train critics and head on a batch; return metrics.
+
+        Raises:
+            NonFiniteError: A loss is NaN or infinite; the step was not taken.
+        """
+        batch = Batch(*(tensor.to(self.device) for tensor in vars(batch).values()))
+        target = self.target(batch)
+        values = self.critics(batch.features, batch.base[:, 0], batch.actions)
+        loss = (values - target).square().mean(1).sum()
+        self._step("critics", loss)
+        metrics = {"critic_loss": loss.detach(), "q_mean": values.detach().mean(), "target_mean": target.mean()}
+        if self.head_is_trained():
+            self.critics.requires_grad_(False)
+            loss, more = self.head_loss(batch)
+            self._step("head", loss)
+            self.critics.requires_grad_(True)
+            metrics |= {"policy_loss": loss.detach(), **more}
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.targets.parameters()), list(self.critics.parameters()), self.config.tau)
+        self.num_updates += 1
+        return metrics
+
+    def _step(self, name: str, loss: Tensor) -> None:
+        optimizer, number = self.optimizers[name], float(loss.detach())
+        if not math.isfinite(number):
+            raise NonFiniteError(
+                f"The loss of the {name} is {number} at update {self.num_updates}; the step was not taken. "
+                "Set algorithm.learning_rate to less, or look at the rewards of the env"
+            )
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+
+    def normal_like(self, actions: Tensor) -> Tensor:
+        """Draw standard normal numbers of the shape of ``actions``."""
+        return torch.randn(actions.shape, generator=self.generator).to(self.device)
+
+    def _modules(self) -> dict[str, nn.Module]:
+        return {"critics": self.critics, "targets": self.targets}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps, besides the head, which is part of the policy."""
+        state = {f"{name}.{key}": value for name, each in self._modules().items() for key, value in each.state_dict().items()}
+        for name, optimizer in self.optimizers.items():
+            for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    state[f"{name}_optimizer.{index}.{key}"] = value
+        return state | {"num_updates": torch.tensor(self.num_updates), "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what ``state_dict`` returned."""
+        for name, module in self._modules().items():
+            module.load_state_dict({key: state[f"{name}.{key}"] for key in module.state_dict()})
+        for name, optimizer in self.optimizers.items():
+            optimizer.state.clear()
+            for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
+                prefix = f"{name}_optimizer.{index}."
+                found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+                if found:
+                    optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in found.items()}
+        self.num_updates = int(state["num_updates"])
+        self.generator.set_state(state["generator"].cpu())
+
+
+def share_at_bound(r: Tensor) -> Tensor:
+    """Return the share of the numbers of a head that are at their bound."""
+    return (r.detach().abs() > AT_BOUND).float().mean()

@@ -1,0 +1,193 @@
+"""The replay buffer: what the frozen policy said of each observation, what was done, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlinf.errors import CheckpointError, ConfigError
+
+
+@dataclass
+class Batch:
+    """Transitions.
+
+    Attributes:
+        features, base, actions: ``[B, F]``, ``[B, N, A]``, ``[B, A]``; chunks in halves of the range of the env.
+        returns: ``[B]``, discounted rewards of the executed env steps.
+        discounts: ``[B]``, weight of the value of the next observation; 0 if the episode terminated.
+        next_features, next_base: Of the observation after them.
+    """
+
+    features: Tensor
+    base: Tensor
+    actions: Tensor
+    returns: Tensor
+    discounts: Tensor
+    next_features: Tensor
+    next_base: Tensor
+
+
+class ReplayBuffer:
+    """A ring of observations for each env, in the order in which they were made.
+
+    An observation is stored once. The next one of its env is its successor: the state after the action, or the true last observation
+    of an episode that was cut. A slot without an action is such an end, or an observation whose action led to nothing (its simulator
+    was lost), or the newest one.
+
+    Args:
+        capacity: Observations over all envs; each env has ``capacity // num_envs`` slots.
+        num_envs: Envs.
+        feature_dim, num_candidates, num_numbers, chunk_len: ``F``, ``N``, ``A = C * D`` and ``C``.
+        seed: Of its own random numbers.
+    """
+
+    def __init__(
+        self, capacity: int, num_envs: int, *, feature_dim: int, num_candidates: int, num_numbers: int, chunk_len: int, seed: int
+    ) -> None:
+        self.num_slots, self.num_envs = capacity // num_envs, num_envs
+        if self.num_slots < 2:
+            raise ConfigError(
+                f"algorithm.replay_capacity={capacity} for rollout.num_envs={num_envs}; required: 2 observations or more for each. "
+                f"Set algorithm.replay_capacity={1000 * num_envs}"
+            )
+        shape = (self.num_slots, num_envs)
+        self.features = torch.zeros(*shape, feature_dim)
+        self.base = torch.zeros(*shape, num_candidates, num_numbers)
+        self.actions = torch.zeros(*shape, num_numbers)
+        self.rewards = torch.zeros(*shape, chunk_len)
+        self.executed = torch.zeros(*shape, chunk_len, dtype=torch.bool)
+        self.has_action = torch.zeros(shape, dtype=torch.bool)
+        self.terminated = torch.zeros(shape, dtype=torch.bool)
+        self.counts = torch.zeros(num_envs, dtype=torch.int64)
+        self.generator = torch.Generator().manual_seed(seed)
+        self._transitions: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What is stored, ``[slots, envs, ...]`` each."""
+        names = ("features", "base", "actions", "rewards", "executed", "has_action", "terminated")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffer."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def num_transitions(self) -> int:
+        """Transitions that can be drawn."""
+        return len(self.transitions())
+
+    def observe(self, envs: Tensor, features: Tensor, base: Tensor) -> None:
+        """Store the next observation of each of the envs (int64 ``[K]``): ``features [K, F]`` and ``base [K, N, A]``."""
+        slots = self.counts[envs] % self.num_slots
+        self.features[slots, envs], self.base[slots, envs] = features.cpu(), base.cpu()
+        self.has_action[slots, envs] = False
+        self.terminated[slots, envs] = False
+        self.counts[envs] += 1
+        self._transitions = None
+
+    def act(self, envs: Tensor, actions: Tensor, rewards: Tensor, executed: Tensor, terminated: Tensor) -> None:
+        """Store what was done at the newest observation of each of the envs, and what came of it.
+
+        Args:
+            envs: int64 ``[K]``.
+            actions: ``[K, A]``.
+            rewards, executed: ``[K, C]``; executed actions come first.
+            terminated: bool ``[K]``: the episode ended by its own rules; a time limit is not an end.
+        """
+        slots = (self.counts[envs] - 1) % self.num_slots
+        self.actions[slots, envs], self.rewards[slots, envs] = actions.cpu(), rewards
+        self.executed[slots, envs], self.terminated[slots, envs] = executed, terminated
+        self.has_action[slots, envs] = True
+        self._transitions = None
+
+    def transitions(self) -> Tensor:
+        """Return the slots with an action whose outcome is known, as ``slot * num_envs + env``: int64, ascending."""
+        if self._transitions is None:
+            known = self.has_action & (self.terminated | ~self._newest())
+            self._transitions = known.flatten().nonzero().flatten()
+        return self._transitions
+
+    def _newest(self) -> Tensor:
+        """Mark the newest slot of each env, bool ``[slots, envs]``."""
+        newest = torch.zeros(self.num_slots, self.num_envs, dtype=torch.bool)
+        envs = self.counts.nonzero().flatten()
+        newest[(self.counts[envs] - 1) % self.num_slots, envs] = True
+        return newest
+
+    def sample(self, size: int, gamma: float, n_step: int = 1) -> Batch:
+        """Draw transitions uniformly, with replacement.
+
+        Raises:
+            ConfigError: There is none yet.
+        """
+        known = self.transitions()
+        if not len(known):
+            raise ConfigError("The replay buffer holds no transition yet. Set algorithm.warmup_env_steps=1024")
+        drawn = known[torch.randint(len(known), (size,), generator=self.generator)]
+        return self.batch(drawn, gamma, n_step)
+
+    def batch(self, transitions: Tensor, gamma: float, n_step: int = 1) -> Batch:
+        """Return transitions of ``n_step`` policy calls, fewer where the episode ends: ``sum gamma^k r_k`` over executed env steps.
+
+        Args:
+            transitions: int64 ``[B]``, of ``transitions()``.
+            gamma: Discount per env step.
+            n_step: Policy calls.
+        """
+        slots, envs = transitions // self.num_envs, transitions % self.num_envs
+        newest = (self.counts - 1) % self.num_slots
+        here, returns = slots, torch.zeros(len(slots))
+        discounts, going = torch.ones(len(slots)), torch.ones(len(slots), dtype=torch.bool)
+        for _ in range(n_step):
+            executed = self.executed[here, envs] & going[:, None]
+            powers = gamma ** torch.arange(executed.shape[1], dtype=torch.float32)
+            returns += discounts * (self.rewards[here, envs] * powers * executed).sum(1)
+            discounts = discounts * gamma ** executed.sum(1).float()
+            discounts[going & self.terminated[here, envs]] = 0.0
+            following = (here + 1) % self.num_slots
+            here = torch.where(going & (discounts > 0), following, here)
+            known = self.has_action[here, envs] & (self.terminated[here, envs] | (here != newest[envs]))
+            going = going & (discounts > 0) & known
+            if not going.any():
+                break
+        return Batch(
+            self.features[slots, envs], self.base[slots, envs], self.actions[slots, envs],
+            returns, discounts, self.features[here, envs], self.base[here, envs],
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps: the slots that were written, and the generator."""
+        filled = int(min(self.counts.max(), self.num_slots))
+        held = {name: tensor[:filled] for name, tensor in self.tensors.items()}
+        return held | {
+            "counts": self.counts, "num_slots": torch.tensor(self.num_slots), "generator": self.generator.get_state()
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore what ``state_dict`` returned.
+
+        Raises:
+            CheckpointError: The buffer is of another size, or of other features or actions.
+        """
+        num_slots, num_envs = int(state["num_slots"]), len(state["counts"])
+        if (num_slots, num_envs) != (self.num_slots, self.num_envs):
+            raise CheckpointError(
+                f"The replay buffer of the checkpoint has {num_slots} observations for each of {num_envs} envs, and this run "
+                f"{self.num_slots} for each of {self.num_envs}. Set algorithm.replay_capacity={num_slots * num_envs} "
+                f"rollout.num_envs={num_envs}"
+            )
+        for name, tensor in self.tensors.items():
+            if state[name].shape[1:] != tensor.shape[1:]:
+                raise CheckpointError(
+                    f"'{name}' of the checkpoint's replay buffer is {list(state[name].shape[2:])} for each observation, and "
+                    f"{list(tensor.shape[2:])} here. Use the model and algorithm sections of its config.yaml"
+                )
+            tensor[: len(state[name])] = state[name]
+        self.counts.copy_(state["counts"])
+        self.generator.set_state(state["generator"])
+        self._transitions = None

@@ -1,0 +1,53 @@
+"""Soft actor-critic of a head (Haarnoja et al. 2018), with critics that leave the entropy out (RLPD, Ball et al. 2023)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.algorithms.offpolicy_config import SACConfig
+from rlinf.models.heads.base import Head
+from rlinf.offpolicy.learner import OffPolicyLearner, share_at_bound
+from rlinf.offpolicy.replay import Batch
+
+
+class SAC(OffPolicyLearner):
+    """``alpha log pi - mean Q`` for the head; ``alpha`` is driven until the entropy is ``target_entropy``.
+
+    The density is that of the numbers of the head, in units of its scale. So the target means the same for every scale: the density
+    of the action differs by the constant ``A log scale``, which a target in units of the action would have to follow.
+    """
+
+    config_class: ClassVar[type[SACConfig]] = SACConfig
+    config: SACConfig
+
+    def __init__(self, config: SACConfig, head: Head, seed: int) -> None:
+        super().__init__(config, head, seed)
+        self.log_alpha = nn.Parameter(torch.tensor(math.log(config.initial_alpha), device=self.device))
+        self.target_entropy = -0.5 * head.num_numbers if config.target_entropy is None else config.target_entropy
+        self.optimizers["alpha"] = self._adam([self.log_alpha])
+
+    def next_actions(self, batch: Batch) -> Tensor:
+        r, _ = self.head.draw(batch.next_features, batch.next_base, self.normal_like(batch.actions))
+        return self.head.compose(batch.next_base, r)
+
+    def head_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        r, logprobs = self.head.draw(batch.features, batch.base, self.normal_like(batch.actions))
+        values = self.values(batch.features, batch.base, self.head.compose(batch.base, r))
+        alpha = self.log_alpha.detach().exp()
+        entropy = -logprobs.detach().mean()
+        self._step("alpha", self.log_alpha * (entropy - self.target_entropy))
+        metrics = {"alpha": alpha, "entropy": entropy, "at_bound": share_at_bound(r), "correction": r.detach().abs().mean()}
+        return (alpha * logprobs - values).mean(), metrics
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return super().state_dict() | {"log_alpha": self.log_alpha.detach()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        with torch.no_grad():
+            self.log_alpha.copy_(state["log_alpha"])

@@ -1,0 +1,47 @@
+"""What surrounds an iteration of reinforcement learning: clock, metrics, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rlinf.distributed.process_group import any_rank
+from rlinf.memory import memory_metrics
+from rlinf.training.session import Session
+
+
+def iterate(session: Session, iteration: Callable[[int], dict[str, float]]) -> None:
+    """Iterate from ``state.step`` to ``trainer.max_steps``, or until an evaluation reaches the target.
+
+    Args:
+        session: The run.
+        iteration: Takes the number of the iteration and returns its metrics.
+    """
+    state, config = session.state, session.config.trainer
+    reached = _evaluate_if_due(session, last=state.step == config.max_steps)
+    session.stop_if_asked()
+    while state.step < config.max_steps and not reached:
+        start = time.monotonic()
+        step = state.step
+        with session.profile_window.step("rl", step):
+            metrics = iteration(step)
+        state.train_wall_s += time.monotonic() - start
+        state.step += 1
+        metrics |= {"time/total_s": state.train_wall_s, **memory_metrics()}
+        last = state.step == config.max_steps
+        session.progress.update(
+            "rl", state.step, config.max_steps, success_rate=metrics.get("rollout/success_rate"),
+            env_steps_per_s=metrics["throughput/env_steps_per_s"],
+        )  # fmt: skip
+        session.log(step, metrics)
+        reached = _evaluate_if_due(session, last)
+        session.checkpoint_if_due(last or reached)
+
+
+def _evaluate_if_due(session: Session, last: bool) -> bool:
+    """Return whether the evaluation after the present step, made now or before a resume, reaches the target."""
+    config, evaluations = session.config.trainer, session.state.evaluations
+    tag, target = session.evaluate_if_due("step", config.eval_every, last), config.target_success_rate
+    if tag is None or target is None:
+        return False
+    return any_rank(tag in evaluations and evaluations[tag]["success_rate"] >= target)

@@ -1,0 +1,309 @@
+"""Off-policy reinforcement learning of a head on a frozen policy: act, store, update after every few env steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf.algorithms.offpolicy_config import OffPolicyConfig
+from rlinf.checkpoints.checkpoint import TRAINER_FOLDER
+from rlinf.checkpoints.trainer_state import read_entries, read_tensors
+from rlinf.distributed.deadlines import waiting
+from rlinf.envs.base import VectorEnv
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.models.embodiment.headed import HeadedPolicy, make_head, normal
+from rlinf.offpolicy.learner import OffPolicyLearner
+from rlinf.offpolicy.replay import ReplayBuffer
+from rlinf.rollout.sampler import EpisodeSampler
+from rlinf.seeding import derive_seed
+from rlinf.training.iterations import iterate
+from rlinf.training.session import Session
+from rlinf.types import EpisodeResult, Observation
+
+LEARNER, REPLAY, LOOP = "learner.", "replay.", "loop."
+"""Beginnings of the names of what a checkpoint keeps."""
+
+
+class OffPolicyTrainer:
+    """Improve a frozen policy by a head that learns from a replay buffer.
+
+    Every iteration begins with fresh episodes, so that a checkpoint need not hold simulators. An episode that still runs at the end of
+    an iteration is cut: its last observation is stored, and the critic values it.
+
+    Args:
+        session: The run.
+        env: Where it plays, with auto-reset.
+        sampler: Chooses episodes.
+        make_learner: Makes the learner of a head: the class of the algorithm.
+        autocast: Makes the context in which the frozen policy computes.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        env: VectorEnv,
+        sampler: EpisodeSampler,
+        make_learner: type[OffPolicyLearner],
+        autocast: Callable[[], AbstractContextManager],
+    ) -> None:
+        self.session, self.env, self.sampler, self.autocast = session, env, sampler, autocast
+        self.make_learner = make_learner
+        self.config: OffPolicyConfig = session.config.algorithm
+        self.owed = 0.0  # updates that env steps have earned and that were not made yet
+        self.num_base_calls = 0  # observations of which the frozen policy was asked
+        self._running = np.ones(env.num_envs, dtype=bool)  # the episode goes on after the last policy call
+        self.policy: HeadedPolicy
+        self.learner: OffPolicyLearner
+        self.replay: ReplayBuffer
+
+    @waiting("update")
+    def fit(self) -> None:
+        """Iterate from ``state.step`` to ``trainer.max_steps``, between two evaluations."""
+        session, state = self.session, self.session.state
+        self._begin(session.worker.model)
+        state.phase = "rl"
+        session.take_over(self.policy)
+        session.before_save = self._tensors
+        session.evaluate_once("before_rl")
+        session.sync.push(state.policy_version)
+        iterate(session, self.iteration)
+        session.evaluate_once("after_rl")
+
+    def wait_until_ready(self) -> None:
+        """Do nothing: simulators start with the first episode."""
+
+    def played_by(self) -> str:
+        """Return in words what plays."""
+        return "the thread that updates"
+
+    def close(self) -> None:
+        """Close the env."""
+        self.env.close()
+
+    def _begin(self, model: ActionModel) -> None:
+        """Make what learns, or continue with that of the checkpoint."""
+        config, seed, rollout = self.config, self.session.config.seed, self.session.config.rollout
+        if isinstance(model, HeadedPolicy):
+            self.policy = model
+        else:
+            low, high = (torch.from_numpy(bound) for bound in (self.env.action_low, self.env.action_high))
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(derive_seed(seed, "head"))
+                head = make_head(config.head, model.feature_dim, model, self.make_learner.noise_std(config))
+            self.policy = HeadedPolicy(model, head, low, high)
+        self.policy.eval()
+        head = self.policy.head
+        self.learner = self.make_learner(config, head, seed)
+        self.replay = ReplayBuffer(
+            config.replay_capacity,
+            rollout.num_envs,
+            feature_dim=head.feature_dim,
+            num_candidates=head.num_candidates,
+            num_numbers=head.num_numbers,
+            chunk_len=self.policy.action_chunks_len,
+            seed=derive_seed(seed, "replay"),
+        )
+        if self.session.state.step > 0:
+            self._load()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps besides the policy."""
+        loop = {"owed": torch.tensor(self.owed, dtype=torch.float64), "num_base_calls": torch.tensor(self.num_base_calls)}
+        parts = {LEARNER: self.learner.state_dict(), REPLAY: self.replay.state_dict(), LOOP: loop}
+        return {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.items()}
+
+    def _load(self) -> None:
+        """Read what ``_tensors`` returned from the checkpoint that is resumed."""
+        folder = self.session.resumed_from / TRAINER_FOLDER
+        held = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in read_entries(folder).items()
+            if name.startswith((LEARNER, REPLAY, LOOP))
+        }
+        read_tensors(folder, held)
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)}
+
+        self.replay.load_state_dict(part(REPLAY))
+        self.learner.load_state_dict(part(LEARNER))
+        loop = part(LOOP)
+        self.owed, self.num_base_calls = float(loop["owed"]), int(loop["num_base_calls"])
+
+    def iteration(self, step: int) -> dict[str, float]:
+        """Play ``rollout.num_chunks`` policy calls of each env, and update in between; return metrics."""
+        state, clock = self.session.state, _Clock()
+        before, updates = state.env_steps, _Means()
+        episodes = _Episodes(self.env.num_envs, self.config.gamma)
+        observation = self._reset(step)
+        for uniforms in self._uniforms(step):
+            features, chunks = self._observe(observation)
+            clock.lap("rollout")
+            self._update(updates)
+            clock.lap("update")
+            observation = self._act(features, chunks, uniforms, episodes)
+        running = np.flatnonzero(self._running)
+        self._end(running, observation.select(running))  # what follows the last actions, valued like any other
+        clock.lap("rollout")
+        self._update(updates)
+        clock.lap("update")
+        metrics = episodes.metrics() | {f"train/{name}": value for name, value in updates.means().items()}
+        metrics |= {
+            "rollout/env_steps_total": state.env_steps,
+            "rollout/base_calls_total": self.num_base_calls,
+            "rollout/transitions": self.replay.num_transitions,
+            "train/updates_total": self.learner.num_updates,
+            "throughput/env_steps_per_s": (state.env_steps - before) / clock.total(),
+        }
+        return metrics | clock.metrics()
+
+    def _reset(self, step: int) -> Observation:
+        """Begin the first episode of each env in this iteration."""
+        positions = np.zeros(self.env.num_envs, dtype=np.int64)
+
+        def following(row: int) -> Any:
+            positions[row] += 1
+            return self.sampler.spec(step, row, int(positions[row]))
+
+        specs = [self.sampler.spec(step, row, 0) for row in range(self.env.num_envs)]
+        return self.env.reset(options={"episodes": specs, "next_episode": following})[0]
+
+    def _uniforms(self, step: int) -> Tensor:
+        """Draw the random numbers of the actions of an iteration in (0, 1): float32 ``[T, B, A]``."""
+        generator = torch.Generator().manual_seed(derive_seed(self.session.config.seed, "actions", step))
+        shape = (self.session.config.rollout.num_chunks, self.env.num_envs, self.policy.head.num_numbers)
+        return torch.rand(shape, generator=generator).clamp_min_(torch.finfo(torch.float32).tiny)
+
+    def _propose(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        """Ask the frozen policy about each row, once."""
+        self.num_base_calls += len(observation)
+        with self.autocast():
+            return self.policy.propose(observation)
+
+    def _observe(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        """Store the observation of every env; return features ``[B, F]`` and chunks ``[B, N, C, D]`` of the frozen policy."""
+        features, chunks = self._propose(observation)
+        self.replay.observe(torch.arange(len(features)), features, self.policy.normalize(chunks))
+        return features, chunks
+
+    def _end(self, rows: Sequence[int] | np.ndarray, observation: Observation) -> None:
+        """Store the last observations of episodes that were cut, which no action follows."""
+        if len(rows):
+            features, chunks = self._propose(observation)
+            self.replay.observe(torch.as_tensor(rows), features, self.policy.normalize(chunks))
+
+    @torch.no_grad()
+    def _act(self, features: Tensor, chunks: Tensor, uniforms: Tensor, episodes: _Episodes) -> Observation:
+        """Act in every env, and store what came of it; return the next observation."""
+        state, head = self.session.state, self.policy.head
+        base, uniforms = self.policy.normalize(chunks), uniforms.to(self.policy.device)
+        if state.env_steps < self.config.warmup_env_steps:
+            r = 2 * uniforms - 1
+        else:
+            r = head.draw(features, base, normal(uniforms))[0]
+        actions = head.compose(base, r)
+        values = self.learner.values(features, base, actions).cpu().numpy()
+        chunk = self.env.chunk_step(self.policy.executed(chunks, actions).cpu().numpy())
+        kept = np.setdiff1d(np.arange(self.env.num_envs), chunk.lost_env_ids)
+        self.replay.act(
+            torch.from_numpy(kept), actions[kept], torch.from_numpy(chunk.rewards[kept]),
+            torch.from_numpy(chunk.executed[kept]), torch.from_numpy(chunk.terminated[kept]),
+        )  # fmt: skip
+        self._running = ~np.isin(np.arange(self.env.num_envs), [*chunk.final_env_ids, *chunk.lost_env_ids])
+        cut = np.flatnonzero(chunk.truncated[chunk.final_env_ids])
+        if len(cut):
+            self._end(chunk.final_env_ids[cut], chunk.final_observation.select(cut))
+        num_steps = int(chunk.executed.sum())
+        if state.env_steps >= self.config.warmup_env_steps:
+            self.owed += self.config.updates_per_env_step * num_steps
+        state.env_steps += num_steps
+        episodes.add(values, chunk.rewards, chunk.executed, chunk.final_env_ids, chunk.episodes, chunk.lost_env_ids)
+        return chunk.observation
+
+    def _update(self, updates: _Means) -> None:
+        """Make the updates that are owed."""
+        while self.owed >= 1.0:
+            batch = self.replay.sample(self.config.batch_size, self.config.gamma, self.config.n_step)
+            updates.add(self.learner.update(batch))
+            self.owed -= 1.0
+            self.session.state.policy_version += 1
+
+
+class _Clock:
+    """Seconds of the parts of an iteration."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def metrics(self) -> dict[str, float]:
+        return {f"time/{name}_s": value for name, value in self.seconds.items()}
+
+
+class _Means:
+    """Means of the metrics of updates, each over the updates that have it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Tensor, int]] = {}
+
+    def add(self, metrics: dict[str, Tensor]) -> None:
+        for name, value in metrics.items():
+            total, count = self._sums.get(name, (torch.zeros(()), 0))
+            self._sums[name] = (total + value.cpu(), count + 1)
+
+    def means(self) -> dict[str, float]:
+        return {name: float(total) / count for name, (total, count) in self._sums.items()}
+
+
+class _Episodes:
+    """The first episode of each env of an iteration: later ones, mostly quick successes, would flatter."""
+
+    def __init__(self, num_envs: int, gamma: float) -> None:
+        self.gamma, self.results = gamma, list[EpisodeResult]()
+        self.calibration = list[tuple[float, float]]()  # value of the first action, discounted return
+        self._first = np.ones(num_envs, dtype=bool)  # the first episode still runs
+        self._values: np.ndarray | None = None
+        self._returns, self._powers = np.zeros(num_envs), np.ones(num_envs)
+        self.num_lost = 0
+
+    def add(
+        self, values: np.ndarray, rewards: np.ndarray, executed: np.ndarray, ended: np.ndarray,
+        episodes: Sequence[EpisodeResult], lost: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Add a policy call: values ``[B]`` of its actions, rewards and executed ``[B, C]``, and the episodes that ended."""
+        self._values = values if self._values is None else self._values
+        for column in range(rewards.shape[1]):
+            self._returns += self._powers * rewards[:, column]
+            self._powers *= np.where(executed[:, column], self.gamma, 1.0)
+        self.num_lost += len(lost)
+        self._first[lost] = False
+        for row, episode in zip(ended, episodes, strict=True):
+            if self._first[row]:
+                self.results.append(episode)
+                self.calibration.append((float(self._values[row]), float(self._returns[row])))
+        self._first[ended] = False
+
+    def metrics(self) -> dict[str, float]:
+        """Return success, return and length, and what the critic expected of the first actions."""
+        metrics: dict[str, float] = {"rollout/num_episodes": len(self.results), "rollout/lost_episodes": self.num_lost}
+        if self.results:
+            rows = [(one.success, one.episode_return, one.num_env_steps) for one in self.results]
+            names = ("rollout/success_rate", "rollout/return_mean", "rollout/episode_len")
+            metrics |= dict(zip(names, np.mean(rows, axis=0).tolist(), strict=True))
+            expected, reached = np.mean(self.calibration, axis=0).tolist()
+            metrics |= {"train/q_first": expected, "train/return_first": reached}
+        return metrics

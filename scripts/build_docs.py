@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rlinf.algorithms import ALGORITHMS  # noqa: E402
+from rlinf.algorithms.config import AlgorithmConfig  # noqa: E402
+from rlinf.algorithms.offpolicy_config import OffPolicyConfig  # noqa: E402
 from rlinf.config.schema import RunConfig  # noqa: E402
 from rlinf.envs import ENVS  # noqa: E402
 from rlinf.files import write_text  # noqa: E402
@@ -106,6 +108,10 @@ def escape(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
+FAMILIES = {AlgorithmConfig: "algorithm: policy gradients", OffPolicyConfig: "algorithm: off-policy"}
+"""Classes whose keys several options of a section have, with the heading under which the page shows them."""
+
+
 def configuration_page() -> str:
     """Return the text of ``docs/configuration.md``."""
     parts = [HEADER, "## Top level\n", table(RunConfig, ""), ""]
@@ -117,9 +123,15 @@ def configuration_page() -> str:
             parts += [f"## {path}\n", f"{text}\n", table(cls, path), ""]
         registry = {"env": ENVS, "algorithm": ALGORITHMS}.get(name)
         base = frozenset(public_fields(hints[name]))
+        families = {cls: title for cls, title in FAMILIES.items() if issubclass(cls, hints[name])}
+        for family, title in families.items():
+            for path, text, cls in sections(family, name, family.__doc__):
+                heading = f"## {title}" if cls is family else f"### {path}"
+                parts += [f"{heading}\n", f"{text}\n", table(cls, path, base if cls is family else frozenset()), ""]
         for option in registry or ():
             if registry.entries()[option].origin == "rlinf":
                 cls = registry.get(option).config_class
+                base = frozenset(public_fields(next((each for each in families if issubclass(cls, each)), hints[name])))
                 changed = (
                     base & frozenset(vars(cls).get("__annotations__", {})) if cls is not hints[name] else frozenset()
                 )

@@ -16,10 +16,10 @@ from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.checkpoints import checkpoint as checkpoints
 from rlinf.cluster.envs import describe_places, env_maker
+from rlinf.cluster.factory import episode_sampler
 from rlinf.cluster.player import Player
 from rlinf.cluster.players import Players, RemoteEpisodes
 from rlinf.cluster.reservation import Reservation, reserved
-from rlinf.cluster.factory import episode_sampler
 from rlinf.cluster.rollouts import make_collector
 from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
 from rlinf.commands.ranks import prepare_rank, refuse_expandable_segments

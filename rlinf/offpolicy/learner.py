@@ -125,7 +125,9 @@ class OffPolicyLearner(ABC):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what a checkpoint keeps, besides the head, which is part of the policy."""
-        state = {f"{name}.{key}": value for name, each in self._modules().items() for key, value in each.state_dict().items()}
+        state = {
+            f"{name}.{key}": value for name, each in self._modules().items() for key, value in each.state_dict().items()
+        }
         for name, optimizer in self.optimizers.items():
             for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
                 for key, value in optimizer.state.get(parameter, {}).items():

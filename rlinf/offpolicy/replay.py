@@ -45,7 +45,15 @@ class ReplayBuffer:
     """
 
     def __init__(
-        self, capacity: int, num_envs: int, *, feature_dim: int, num_candidates: int, num_numbers: int, chunk_len: int, seed: int
+        self,
+        capacity: int,
+        num_envs: int,
+        *,
+        feature_dim: int,
+        num_candidates: int,
+        num_numbers: int,
+        chunk_len: int,
+        seed: int,
     ) -> None:
         self.num_slots, self.num_envs = capacity // num_envs, num_envs
         if self.num_slots < 2:

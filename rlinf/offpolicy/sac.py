@@ -41,7 +41,12 @@ class SAC(OffPolicyLearner):
         alpha = self.log_alpha.detach().exp()
         entropy = -logprobs.detach().mean()
         self._step("alpha", self.log_alpha * (entropy - self.target_entropy))
-        metrics = {"alpha": alpha, "entropy": entropy, "at_bound": share_at_bound(r), "correction": r.detach().abs().mean()}
+        metrics = {
+            "alpha": alpha,
+            "entropy": entropy,
+            "at_bound": share_at_bound(r),
+            "correction": r.detach().abs().mean(),
+        }
         return (alpha * logprobs - values).mean(), metrics
 
     def state_dict(self) -> dict[str, Tensor]:

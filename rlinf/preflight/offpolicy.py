@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
+from rlinf.checkpoints.checkpoint import has_policy, policy_folder, resolve_checkpoint
 from rlinf.config.schema import RunConfig
 from rlinf.envs import ENVS
 from rlinf.memory import main_memory_bytes
+from rlinf.models.embodiment.headed import has_head
 from rlinf.models.heads import HEADS
 from rlinf.options import closest
 from rlinf.preflight.memory import policy_on_meta_device
@@ -42,6 +44,21 @@ def check_off_policy(config: RunConfig, algorithm: OffPolicyConfig, policy: tupl
     _check_replay(config, algorithm)
 
 
+def check_no_head(config: RunConfig) -> None:
+    """Check that a policy with a head is trained by what trains heads."""
+    source = config.resume or config.init_from
+    trains_heads = isinstance(config.algorithm, OffPolicyConfig) and config.sft.max_steps == 0
+    if source is None or (config.resume is not None and isinstance(config.algorithm, OffPolicyConfig)) or trains_heads:
+        return
+    folder = resolve_checkpoint(source)
+    if has_policy(folder) and has_head(policy_folder(folder)):
+        refuse(
+            f"{folder} holds a head on a frozen policy",
+            "an off-policy algorithm, and no cloning",
+            "algorithm=sac sft.max_steps=0",
+        )
+
+
 def _check_run(config: RunConfig, name: str) -> None:
     """Check that the run is one process that plays and trains, with a frozen policy of whole weights."""
     cluster, rollout = config.cluster, config.rollout
@@ -50,7 +67,12 @@ def _check_run(config: RunConfig, name: str) -> None:
         ("cluster.placement", cluster.placement, "colocated", "rollouts in the process that trains"),
         ("cluster.max_staleness", cluster.max_staleness, 0, "actions with the present weights"),
         ("rollout.worker_processes", rollout.worker_processes, 0, "rollouts in the process that trains"),
-        ("rollout.backend", rollout.backend, "torch", "the frozen policy in this process, because its features are read"),
+        (
+            "rollout.backend",
+            rollout.backend,
+            "torch",
+            "the frozen policy in this process, because its features are read",
+        ),
         ("rollout.group_size", rollout.group_size, 1, "episodes of their own, because none are compared"),
         ("trainer.sharding", config.trainer.sharding != "fsdp2", True, "a policy in one piece"),
         ("trainer.cpu_offload", config.trainer.cpu_offload, False, "a policy in one piece"),
@@ -61,7 +83,11 @@ def _check_run(config: RunConfig, name: str) -> None:
             refuse(f"{key}={str(now).lower()} with {name}", required, f"{key}={to}")
     if config.model.is_lora:
         found = f"model.is_lora=true with {name}, which freezes the policy"
-        refuse(found, "weights without adapters", "merge_lora=true with `rlinf export`, and model.is_lora=false model.model_path=<export>")
+        refuse(
+            found,
+            "weights without adapters",
+            "merge_lora=true with `rlinf export`, and model.is_lora=false model.model_path=<export>",
+        )
 
 
 def _check_times(config: RunConfig, algorithm: OffPolicyConfig) -> None:

@@ -39,7 +39,7 @@ from rlinf.preflight.compatibility import (
 from rlinf.preflight.derived import DerivedNumbers, derive
 from rlinf.preflight.folders import check_new_folder, check_sources, check_writable
 from rlinf.preflight.memory import policy_on_meta_device
-from rlinf.preflight.offpolicy import check_off_policy
+from rlinf.preflight.offpolicy import check_no_head, check_off_policy
 from rlinf.preflight.performance import check_cuda_graph, check_performance
 from rlinf.preflight.placement import check_placement, ranks_by_ray
 from rlinf.preflight.refuse import refuse
@@ -82,6 +82,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     check_sources(config)
     if trains:
         check_start(config, command)
+        check_no_head(config)
     policy = declared_policy(config)
     check_inputs(config, policy)
     check_cuda_graph(config, policy)

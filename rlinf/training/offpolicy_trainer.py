@@ -114,7 +114,10 @@ class OffPolicyTrainer:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint keeps besides the policy."""
-        loop = {"owed": torch.tensor(self.owed, dtype=torch.float64), "num_base_calls": torch.tensor(self.num_base_calls)}
+        loop = {
+            "owed": torch.tensor(self.owed, dtype=torch.float64),
+            "num_base_calls": torch.tensor(self.num_base_calls),
+        }
         parts = {LEARNER: self.learner.state_dict(), REPLAY: self.replay.state_dict(), LOOP: loop}
         return {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.items()}
 

@@ -1,0 +1,185 @@
+"""A head that learns off-policy on a frozen policy: the run as a whole, from the command's configuration to the export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from run_results import metrics_of, run_config, untimed_metrics
+from safetensors.torch import load_file
+
+import rlinf
+from rlinf.checkpoints.trainer_state import read_entries, read_tensors
+from rlinf.commands.export import export, random_observation
+from rlinf.commands.train import build, train
+from rlinf.config.schema import RunConfig
+from rlinf.errors import CheckpointError, ConfigError
+from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
+from rlinf.preflight.validation import validate
+
+SMALL = [
+    "model=mlp", "algorithm=sac", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
+    "rollout.num_envs=4", "rollout.num_chunks=10", "trainer.max_steps=4", "evaluation.num_episodes=8", "evaluation.num_envs=8",
+    "evaluation.num_videos_per_task=0", "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1",
+    "algorithm.warmup_env_steps=30", "algorithm.batch_size=16", "algorithm.replay_capacity=100", "algorithm.head.hidden_size=16",
+]  # fmt: skip
+
+
+def config_of(folder: Path, *overrides: str) -> RunConfig:
+    config = run_config(folder, *SMALL, *overrides)
+    validate(config)
+    return config
+
+
+def all_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return everything of a checkpoint that is a tensor: policy, head, critics, optimisers, buffer, generators."""
+    folder = checkpoint / "trainer_state"
+    held = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in read_entries(folder).items()}
+    read_tensors(folder, held)
+    return (
+        held
+        | load_file(checkpoint / "model" / "model.safetensors")
+        | load_file(checkpoint / "model" / "head.safetensors")
+    )
+
+
+@pytest.mark.parametrize("kind", ["sac", "td3"])
+def test_two_and_two_iterations_equal_four_bit_for_bit_with_buffer_and_generators(tmp_path, kind):
+    more = [f"algorithm={kind}", "trainer.save_every=2", "trainer.max_keep=-1"]
+    train(config_of(tmp_path / "whole", *more))
+    train(config_of(tmp_path / "halves", *more, "trainer.max_steps=2"))
+    train(config_of(tmp_path / "halves", *more, f"resume={tmp_path / 'halves'}"))
+    whole, halves = (all_tensors(tmp_path / name / "checkpoints" / "rl_000004") for name in ("whole", "halves"))
+    assert whole.keys() == halves.keys()
+    assert {"replay.features", "replay.generator", "learner.generator", "learner.critics.first.weight"} <= whole.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, halves[name]), name
+    lines = [
+        [line for line in untimed_metrics(tmp_path / name) if "rollout/return_mean" in line]
+        for name in ("whole", "halves")
+    ]
+    assert [line["step"] for line in lines[0]] == [0, 1, 2, 3] and lines[0] == lines[1]
+    # Control: what goes on from the half-way policy alone, without buffer, critics and generators, ends elsewhere.
+    source = f"init_from={tmp_path / 'whole' / 'checkpoints' / 'rl_000002'}"
+    train(config_of(tmp_path / "other", *more, "trainer.max_steps=2", source))
+    other = all_tensors(tmp_path / "other" / "checkpoints" / "rl_000002")
+    assert not torch.equal(whole["head.network.0.weight"], other["head.network.0.weight"])
+
+
+def test_the_frozen_policy_is_asked_once_about_each_observation_and_never_changes(tmp_path, monkeypatch):
+    """Env steps, the true last observations of episodes that the time limit cut, and those at the end of an iteration."""
+    rows, real = [], MLPForRLActionPrediction._propose
+
+    def counted(self, inputs, uniforms):
+        rows.append(len(inputs["state"]))
+        return real(self, inputs, uniforms)
+
+    run = build(config_of(tmp_path, "trainer.max_steps=2"))
+    before = {name: tensor.clone() for name, tensor in run.session.worker.model.state_dict().items()}
+    monkeypatch.setattr(run.session, "evaluate_once", lambda tag: None)
+    monkeypatch.setattr(MLPForRLActionPrediction, "_propose", counted)
+    run.execute()
+    trainer, last = run.rl, metrics_of(tmp_path)[-1]
+    assert sum(rows) == last["rollout/base_calls_total"] == trainer.num_base_calls
+    replay = trainer.replay
+    assert sum(rows) == int(replay.counts.sum())  # each is one slot of the buffer
+    steps, ends = last["rollout/env_steps_total"], int(replay.counts.sum() - replay.has_action.sum())
+    assert steps == 80 and sum(rows) == steps + ends and 8 <= ends <= 2 * (4 + 4)  # those that terminated need no value
+    assert len(rows) <= 2 * (10 + 1 + 10)
+    for name, tensor in trainer.policy.base.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert any(bool(parameter.abs().sum() > 0) for parameter in trainer.policy.head.network[-1].parameters())
+
+
+def test_updates_per_env_step_above_and_below_one(tmp_path):
+    for rate, wanted in ((0.3, 15), (2.0, 100)):
+        folder = tmp_path / str(rate)
+        train(config_of(folder, "trainer.max_steps=2", f"algorithm.updates_per_env_step={rate}"))
+        # 80 env steps; the first 8 steps of 4 envs are the warm-up, in which 30 is reached.
+        found = next(line for line in reversed(metrics_of(folder)) if "train/updates_total" in line)
+        assert found["train/updates_total"] == int(rate * (80 - 32)) == {15: 14, 100: 96}[wanted]
+
+
+def test_the_first_evaluation_equals_that_of_the_frozen_policy(tmp_path):
+    cloning = [
+        "sft.max_steps=60",
+        "sft.num_demonstrations=40",
+        "sft.batch_size=64",
+        "sft.learning_rate=0.003",
+        "env.state=full",
+    ]
+    train(config_of(tmp_path / "clone", *cloning, "trainer.max_steps=0"))
+    train(config_of(tmp_path / "run", "env.state=full", "trainer.max_steps=1", f"init_from={tmp_path / 'clone'}"))
+
+    def episodes(folder: str) -> list[dict]:
+        return json.loads((tmp_path / folder / "result.json").read_text())["results"]
+
+    assert episodes("clone/eval/after_sft") == episodes("run/eval/before_rl")
+    assert episodes("run/eval/before_rl") != episodes(
+        "run/eval/after_rl"
+    )  # the control: a head that has learnt acts otherwise
+
+
+def test_the_exported_policy_acts_as_the_trained_one_and_is_evaluated_alike(tmp_path):
+    run = build(config_of(tmp_path / "run", "trainer.max_steps=2"))
+    run.execute()
+    trained = run.rl.policy.eval()
+    export(tmp_path / "run", tmp_path / "export")
+    loaded = rlinf.load_policy(tmp_path / "export")
+    observation = random_observation(run.session.config, trained.base, num_rows=1000)
+    actions = trained.predict_action_batch(do_sample=False, **trained.preprocess(observation)).actions.numpy()
+    assert np.array_equal(loaded.act(observation), actions)
+    assert np.array_equal(rlinf.load_policy(tmp_path / "run").act(observation), actions)
+    base = trained.base.predict_action_batch(do_sample=False, **trained.preprocess(observation)).actions.numpy()
+    assert not np.allclose(base, actions, atol=1e-3)  # the control
+    settings = json.loads((tmp_path / "export" / "head.json").read_text())
+    assert settings["head"]["name"] == "residual"
+    (tmp_path / "export" / "head.safetensors").unlink()
+    with pytest.raises(CheckpointError):
+        rlinf.load_policy(tmp_path / "export")
+
+
+def test_another_buffer_is_refused_when_a_run_is_resumed(tmp_path):
+    train(config_of(tmp_path, "trainer.max_steps=1"))
+    more = [f"resume={tmp_path}", "trainer.max_steps=2"]
+    with pytest.raises(
+        CheckpointError, match="25 observations for each of 4 envs, and this run 50.*Set algorithm.replay_capacity=100"
+    ):
+        train(config_of(tmp_path, *more, "algorithm.replay_capacity=200"))
+    train(config_of(tmp_path, *more))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragment"),
+    [
+        (["algorithm.head.name=residul"], "Set algorithm.head.name=residual"),
+        (["algorithm.num_target_critics=3"], "algorithm.num_target_critics=3 of 2 critics.*Set algorithm.num_target_critics=2"),
+        (["algorithm.n_step=9"], "n_step=9 policy calls of 1 env steps; required: at most the 8 calls"),
+        (["algorithm.updates_per_env_step=1e6"], "about .* s; required: at most 60 s.*Set algorithm.updates_per_env_step="),
+        (["algorithm.replay_capacity=4"], "2 observations or more for each env"),
+        (["algorithm.replay_capacity=10000000000"], "GB; required: at most the .* GB of this machine"),
+        (["cluster.num_processes=2"], "Set cluster.num_processes=1"),
+        (["rollout.worker_processes=2"], "Set rollout.worker_processes=0"),
+        (["trainer.sharding=fsdp2"], "Set trainer.sharding=replicate"),
+        (["model.is_lora=true"], "freezes the policy"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_is_refused(tmp_path, overrides, fragment):
+    with pytest.raises(ConfigError, match=fragment):
+        config_of(tmp_path, *overrides)
+
+
+def test_a_policy_that_does_not_propose_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delattr(MLPForRLActionPrediction, "_propose")
+    with pytest.raises(ConfigError, match="does not implement propose.*Set algorithm=ppo"):
+        config_of(tmp_path)
+
+
+def test_policy_gradients_do_not_take_a_policy_with_a_head(tmp_path):
+    train(config_of(tmp_path / "run", "trainer.max_steps=1"))
+    on_policy = [item for item in SMALL if not item.startswith("algorithm")]
+    with pytest.raises(ConfigError, match="holds a head.*Set algorithm=sac"):
+        validate(run_config(tmp_path / "ppo", *on_policy, f"init_from={tmp_path / 'run'}", "trainer.minibatch_size=40"))

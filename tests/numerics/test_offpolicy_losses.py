@@ -1,0 +1,202 @@
+"""SAC and TD3 of a head, next to hand calculations and slow implementations."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig, TD3Config
+from rlinf.errors import NonFiniteError
+from rlinf.models.heads.base import squashed_logprobs
+from rlinf.models.heads.critic import Critics
+from rlinf.models.heads.residual import ResidualHead
+from rlinf.offpolicy.replay import Batch
+from rlinf.offpolicy.sac import SAC
+from rlinf.offpolicy.td3 import TD3
+
+F, A, B = 3, 2, 16
+
+
+def a_batch(seed: int = 0) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=draw) * 2 - 1
+
+    returns, discounts = numbers(B), (numbers(B) > 0) * 0.9
+    return Batch(numbers(B, F), numbers(B, 1, A), numbers(B, A), returns, discounts, numbers(B, F), numbers(B, 1, A))
+
+
+def a_learner(kind: type, seed: int = 0, **settings):
+    config = kind.config_class(head=HeadConfig(hidden_size=8, scale=settings.pop("scale", 0.5)), **settings)
+    torch.manual_seed(seed)
+    head = ResidualHead(config.head, F, A, kind.noise_std(config))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)  # no longer the frozen policy
+    return kind(config, head, seed=1)
+
+
+def test_critics_are_networks_that_share_nothing():
+    torch.manual_seed(0)
+    critics = Critics(HeadConfig(hidden_size=8, num_layers=2), F, A, num_critics=3)
+    for gain, shift in zip(critics.gains, critics.shifts, strict=True):
+        nn.init.normal_(gain), nn.init.normal_(shift)
+    batch = a_batch()
+    found = critics(batch.features, batch.base[:, 0], batch.actions)
+    for number in range(3):
+        x = torch.cat([batch.features, batch.base[:, 0], batch.actions], 1)
+        rows = slice(8 * number, 8 * number + 8)
+        x = nn.functional.linear(x, critics.first.weight[rows], critics.first.bias[rows])
+        for layer in range(2):
+            mean, variance = x.mean(1, keepdim=True), x.var(1, keepdim=True, unbiased=False)
+            x = (x - mean) / (variance + 1e-5).sqrt() * critics.gains[layer][number] + critics.shifts[layer][number]
+            x = torch.relu(x) @ critics.weights[layer][number] + critics.biases[layer][number]
+        torch.testing.assert_close(found[number], x[:, 0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_density_of_a_squashed_gaussian_is_that_of_torch_and_integrates_to_one():
+    noise, log_std, mean = torch.randn(50, A), torch.rand(50, A) - 1, torch.randn(50, A)
+    u = mean + log_std.exp() * noise
+    transformed = torch.distributions.TransformedDistribution(
+        torch.distributions.Normal(mean.double(), log_std.double().exp()), torch.distributions.TanhTransform()
+    )
+    wanted = transformed.log_prob(torch.tanh(u.double())).sum(1)
+    torch.testing.assert_close(squashed_logprobs(u, noise, log_std).double(), wanted, rtol=1e-3, atol=1e-3)
+    r = torch.linspace(-0.99999, 0.99999, 200_001, dtype=torch.float64)[:, None]
+    sigma, u = math.log(0.6), torch.atanh(r)
+    density = squashed_logprobs(u, (u - 0.4) / 0.6, torch.full_like(u, sigma)).exp()
+    assert torch.trapezoid(density, r[:, 0]).item() == pytest.approx(1.0, abs=1e-3)
+
+
+def test_the_target_of_sac_is_the_return_and_the_smallest_of_the_critics_without_entropy():
+    learner, batch = a_learner(SAC, num_critics=4, num_target_critics=2), a_batch()
+    state = learner.generator.get_state()
+    found = learner.target(batch)
+    learner.generator.set_state(state)
+    noise = torch.randn(B, A, generator=learner.generator)
+    chosen = torch.randperm(4, generator=learner.generator)[:2]
+    out = learner.head.network(torch.cat([batch.next_features, batch.next_base[:, 0]], 1))
+    r = torch.tanh(out[:, :A] + out[:, A:].clamp(-5, 1).exp() * noise)
+    actions = (batch.next_base[:, 0] + 0.5 * r).clamp(-1, 1)
+    values = learner.targets(batch.next_features, batch.next_base[:, 0], actions)[chosen]
+    torch.testing.assert_close(found, batch.returns + batch.discounts * values.min(0).values)
+    assert torch.equal(found[batch.discounts == 0], batch.returns[batch.discounts == 0])  # a terminated episode
+
+
+def test_the_target_of_td3_has_clipped_noise_around_the_mode():
+    learner, batch = a_learner(TD3, target_noise_std=3.0, target_noise_clip=0.1), a_batch()
+    mode = torch.tanh(learner.head.network(torch.cat([batch.next_features, batch.next_base[:, 0]], 1)))
+    found = learner.next_actions(batch)
+    lowest, highest = (batch.next_base[:, 0] + 0.5 * (mode + each).clamp(-1, 1) for each in (-0.1, 0.1))
+    lowest, highest = lowest.clamp(-1, 1) - 1e-6, highest.clamp(-1, 1) + 1e-6
+    assert ((found >= lowest) & (found <= highest)).all()
+    still = a_learner(TD3, target_noise_std=0.0).next_actions(batch)
+    torch.testing.assert_close(still, (batch.next_base[:, 0] + 0.5 * mode).clamp(-1, 1))
+
+
+def test_an_update_of_sac_by_hand():
+    learner, batch = a_learner(SAC, learning_rate=1e-3), a_batch()
+    slow, state = copy.deepcopy((learner.head, learner.critics, learner.targets)), learner.generator.get_state()
+    metrics = learner.update(batch)
+    head, critics, targets = slow
+    generator = torch.Generator()
+    generator.set_state(state)
+
+    def act(features, base):
+        mean, log_std = head.network(torch.cat([features, base[:, 0]], 1)).chunk(2, 1)
+        log_std, noise = log_std.clamp(-5, 1), torch.randn(B, A, generator=generator)
+        normal = torch.distributions.Normal(mean, log_std.exp())
+        u = mean + log_std.exp() * noise
+        logprob = (normal.log_prob(u) - torch.log(1 - torch.tanh(u) ** 2)).sum(1)
+        return (base[:, 0] + 0.5 * torch.tanh(u)).clamp(-1, 1), logprob
+
+    def adam(module):
+        return torch.optim.Adam(module.parameters(), lr=1e-3)
+
+    with torch.no_grad():
+        actions, _ = act(batch.next_features, batch.next_base)
+        after = targets(batch.next_features, batch.next_base[:, 0], actions).min(0).values
+        target = batch.returns + batch.discounts * after
+    optimizer = adam(critics)
+    values = critics(batch.features, batch.base[:, 0], batch.actions)
+    loss = ((values[0] - target) ** 2).mean() + ((values[1] - target) ** 2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer = adam(head)
+    actions, logprob = act(batch.features, batch.base)
+    value = critics(batch.features, batch.base[:, 0], actions).mean(0)
+    (0.05 * logprob - value).mean().backward()
+    optimizer.step()
+    assert float(metrics["critic_loss"]) == pytest.approx(float(loss.detach()), rel=1e-5)
+    for mine, theirs in ((learner.head, head), (learner.critics, critics)):
+        for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-5)
+    for before, now, live in zip(targets.parameters(), learner.targets.parameters(), critics.parameters(), strict=True):
+        torch.testing.assert_close(now, before + 0.01 * (live - before), rtol=1e-3, atol=1e-6)
+    # Adam's first step is the learning rate, up for an entropy below the target and down for one above it.
+    step = 1e-3 if float(metrics["entropy"]) < -0.5 * A else -1e-3
+    assert float(learner.log_alpha.detach()) == pytest.approx(math.log(0.05) + step, abs=1e-5)
+
+
+def test_the_head_waits_for_the_critics():
+    learner = a_learner(SAC, critic_only_updates=2)
+    before = copy.deepcopy(learner.head.state_dict())
+    for number in range(3):
+        metrics = learner.update(a_batch(number))
+        moved = any(not torch.equal(before[name], tensor) for name, tensor in learner.head.state_dict().items())
+        assert moved == ("policy_loss" in metrics) == (number == 2)
+    delayed = a_learner(TD3, actor_every=3)
+    assert ["policy_loss" in delayed.update(a_batch(n)) for n in range(5)] == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("kind", [SAC, TD3])
+def test_a_restored_learner_goes_on_bit_for_bit(kind):
+    learner = a_learner(kind)
+    for number in range(3):
+        learner.update(a_batch(number))
+    head = copy.deepcopy(learner.head.state_dict())
+    state = {name: tensor.clone() for name, tensor in learner.state_dict().items()}
+    other = a_learner(kind, seed=5)
+    other.head.load_state_dict(head)
+    other.load_state_dict(state)
+    for each in (learner, other):
+        for number in range(3, 6):
+            each.update(a_batch(number))
+    for name, tensor in learner.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+    for name, tensor in learner.head.state_dict().items():
+        assert torch.equal(tensor, other.head.state_dict()[name]), name
+
+
+def test_a_loss_that_is_not_finite_takes_no_step():
+    learner, batch = a_learner(SAC), a_batch()
+    before = copy.deepcopy(learner.critics.state_dict())
+    batch.returns[3] = float("nan")
+    with pytest.raises(NonFiniteError, match="The loss of the critics is nan at update 0"):
+        learner.update(batch)
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.critics.state_dict().items())
+
+
+@pytest.mark.parametrize(("kind", "scale", "learns"), [(SAC, 1.0, True), (TD3, 1.0, True), (SAC, 0.1, False)])
+def test_a_head_learns_the_correction_that_pays_if_its_scale_reaches_it(kind, scale, learns):
+    """A bandit: the reward is higher the closer the action is to the base action + 0.6 in its first number."""
+    settings = {"learning_rate": 3e-3, "tau": 0.05}
+    learner = a_learner(kind, scale=scale, **settings)
+    draw = torch.Generator().manual_seed(0)
+    features, base = torch.zeros(256, F), torch.rand(256, 1, A, generator=draw) * 0.4 - 0.4
+    for _ in range(200):
+        actions = (base[:, 0] + scale * (2 * torch.rand(256, A, generator=draw) - 1)).clamp(-1, 1)
+        rewards = 1 - (actions[:, 0] - base[:, 0, 0] - 0.6).abs()
+        learner.update(Batch(features, base, actions, rewards, torch.zeros(256), features, base))
+    found = (learner.head.compose(base, learner.head.mode(features, base)) - base[:, 0])[:, 0].mean().item()
+    assert (abs(found - 0.6) < 0.25) == learns
+
+
+def test_settings_of_both_are_those_of_the_dataclasses():
+    assert SAC.config_class is SACConfig and TD3.config_class is TD3Config
+    assert TD3.noise_std(TD3Config(noise_std=0.3)) == 0.3 and SAC.noise_std(SACConfig()) is None

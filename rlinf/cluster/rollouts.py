@@ -58,7 +58,7 @@ def make_collector(
     )
 
 
-def played_by(collector: RolloutCollector | ProcessCollector | RemoteCollector) -> str:
+def played_by(collector: Collector) -> str:
     """Return in words what plays the rollouts of a rank."""
     if isinstance(collector, RemoteCollector):
         return _count(collector.players.placement.num_players // world_size(), "player")

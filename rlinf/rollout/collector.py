@@ -52,6 +52,9 @@ class Collector(Protocol):
     def take(self, issued: Any) -> RolloutBatch:
         """Return a rollout that was asked for; wait for it if need be."""
 
+    def wait_until_ready(self) -> None:
+        """Wait until what plays has started."""
+
     def close(self) -> None:
         """End what plays."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ class OffPolicyTrainer:
     ) -> None:
         self.session, self.env, self.sampler, self.autocast = session, env, sampler, autocast
         self.make_learner = make_learner
-        self.config: OffPolicyConfig = session.config.algorithm
+        self.config = cast(OffPolicyConfig, session.config.algorithm)
         self.owed = 0.0  # updates that env steps have earned and that were not made yet
         self.num_base_calls = 0  # observations of which the frozen policy was asked
         self._running = np.ones(env.num_envs, dtype=bool)  # the episode goes on after the last policy call

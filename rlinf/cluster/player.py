@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,17 +16,24 @@ from rlinf.cluster.factory import collector_factory, threads_of_rank
 from rlinf.cluster.policy_copy import PolicyCopy
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device
+from rlinf.engines.vllm_engine import expandable_segments
 from rlinf.envs.config import num_cores
+from rlinf.errors import ConfigError
 from rlinf.evaluation.evaluator import LocalEpisodes, RowPolicy, Video
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.preflight.placement import Placement
 from rlinf.rollout.policy_shell import PolicyShell
+from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.seeding import derive_seed, seed_everything
 from rlinf.types import EpisodeResult, EpisodeSpec, RolloutBatch
 
 
 class Player(PolicyCopy):
     """The envs of some blocks, and a copy of the policy that a push fills.
+
+    With ``rollout.backend=vllm`` an engine plays the rollouts, and takes its weights from that copy. The copy evaluates, preprocesses
+    and computes values, as a rank's own policy does next to a rank's own engine.
 
     Which blocks it plays in a call is the caller's choice, as long as there are no more of them than ``placement.blocks_of``
     gives it. What a block plays depends on the weights, the iteration, the attempt and the block alone, so any player may play it.
@@ -44,6 +53,8 @@ class Player(PolicyCopy):
         torch.set_num_threads(placement.torch_threads(config.cluster.num_threads, num_cores() // num_neighbours))
         seed_everything(derive_seed(config.seed, "player", number))
         super().__init__(shell, resolve_device(config.cluster.device, 1))
+        self.engine = _engine(config, self.model, placement)
+        self.policy: Any = self.model if self.engine is None else self.engine
         num_envs = -(-config.evaluation.num_envs // placement.num_players)
         self.env = env_maker(config, num_neighbours)(num_envs, auto_reset=False)
         num_threads = placement.worker_threads(threads_of_rank(config, self.env, placement.num_ranks))
@@ -54,11 +65,24 @@ class Player(PolicyCopy):
         policy = RowPolicy(self.model, self.env.task_names, settings.greedy, config.rollout.temperature, config.seed)
         self._episodes = LocalEpisodes(policy, self.env)
 
+    @property
+    def version(self) -> int | None:
+        """See ``PolicyCopy.version``; the engine must hold the same version."""
+        held = super().version
+        return held if self.engine is None or self.engine.version == held else None
+
+    def commit(self) -> int:
+        """End a push, that to the engine included; return the version that is held now."""
+        version = super().commit()
+        if self.engine is not None:
+            self.engine.update_weights(version)
+        return version
+
     def collect(self, step: int, needs_values: bool, attempt: int, blocks: Sequence[int]) -> RolloutBatch:
         """Play a rollout of some blocks, with the version of the weights that is held; see ``RolloutCollector.collect``."""
         version = self._held()
         self.env.offload()  # of the last evaluation
-        return self.collector.collect(self.model, step, version, needs_values, attempt, blocks)
+        return self.collector.collect(self.policy, step, version, needs_values, attempt, blocks)
 
     def evaluate(self, specs: Sequence[EpisodeSpec]) -> tuple[list[EpisodeResult], int]:
         """Play episodes as an evaluation of the run does; return their results, and how many simulators were replaced."""
@@ -84,6 +108,26 @@ class Player(PolicyCopy):
             return [(video, Path(parent, video[1]["path"]).read_bytes()) for video in videos]
 
     def close(self) -> None:
-        """Close the envs."""
-        self.collector.close()
-        self.env.close()
+        """Close the envs, and end the engine."""
+        try:
+            self.collector.close()
+            self.env.close()
+        finally:
+            if self.engine is not None:
+                self.engine.close()
+
+
+def _engine(config: RunConfig, model: ActionModel, placement: Placement) -> VllmPolicy | None:
+    """Start the engine that plays with ``rollout.backend=vllm``, on the GPUs of this process; its faults show at once."""
+    rollout = config.rollout
+    if rollout.backend == "torch":
+        return None
+    found = expandable_segments() if model.device.type == "cuda" else None
+    if found is not None:
+        raise ConfigError(
+            f"{found} in a player on {socket.gethostname()}; required with rollout.backend=vllm: no expandable segments, whose memory "
+            "cannot be shared with the engine. Start Ray on that machine without the variable, or set rollout.backend=torch"
+        )
+    policy = VllmPolicy(model, rollout.vllm, rollout.num_envs // placement.num_players, torch.get_num_threads())
+    policy.engine.start()
+    return policy

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 
 from rlinf.config.plugins import load_plugins
@@ -12,6 +11,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.deadlines import waiting
 from rlinf.distributed.process_group import gather_objects
 from rlinf.distributed.start import refuse_differences
+from rlinf.engines.vllm_engine import expandable_segments
 from rlinf.errors import ConfigError
 from rlinf.files import sha256_of
 from rlinf.options import to_mapping
@@ -42,16 +42,11 @@ def refuse_expandable_segments() -> None:
     Raises:
         ConfigError: On all ranks, if one has them.
     """
-    keys = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    own = [
-        f"{key} is '{os.environ.get(key)}'"
-        for key in keys
-        if "expandable_segments:true" in os.environ.get(key, "").lower()
-    ]
+    own = expandable_segments()
     for rank, (host, found) in enumerate(gather_objects((socket.gethostname(), own))):
         if found:
             raise ConfigError(
-                f"{found[0]} on rank {rank} on {host}, set by a run before in this Python process or by you; required with "
+                f"{found} on rank {rank} on {host}, set by a run before in this Python process or by you; required with "
                 "rollout.backend=vllm: no expandable segments, whose memory cannot be shared with the engine. Start this run in a "
                 "new Python process without the variable, or set rollout.backend=torch"
             )

@@ -315,7 +315,8 @@ def _tracker(config: RunConfig, state: LoopState, resumed_from: Path | None) -> 
 def _execute_rank(work: tuple[RunConfig, Reservation | None]) -> None:
     config, reservation = work
     prepare_rank(config)
-    if config.rollout.backend == "vllm" and resolve_device(config.cluster.device, 1) == "cuda":
+    has_engine = config.rollout.backend == "vllm" and reservation is None
+    if has_engine and resolve_device(config.cluster.device, 1) == "cuda":
         refuse_expandable_segments()
     run = build(config, reservation)
     stop_signal = run.session.stop_signal

@@ -65,6 +65,14 @@ def require_vllm(instead: str = "use HuggingFaceGeneration") -> None:
         )
 
 
+def expandable_segments() -> str | None:
+    """Return the setting by which torch's GPU memory could not be shared with an engine, in words; None: there is none."""
+    for key in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(key, "").lower():
+            return f"{key} is '{os.environ[key]}'"
+    return None
+
+
 @dataclass(frozen=True)
 class EngineSpec:
     """The model and settings of an engine.

@@ -76,11 +76,12 @@ def check_rollout(config: RunConfig, policy: tuple[Any, Any] | None) -> None:
         adapter_of(policy[0]).check(policy[1])
     check_temperature(rollout.temperature, "rollout.temperature")
     size, ranks = rollout.vllm.tensor_parallel_size, config.cluster.num_processes
-    if size > 1 and ranks > 1:
+    if size > 1 and ranks > 1 and config.cluster.placement == "colocated":
         refuse(
             f"rollout.vllm.tensor_parallel_size={size} and cluster.num_processes={ranks}",
             "one of them 1, because each rank has an engine, which would spread over the GPUs of the next ranks",
-            "rollout.vllm.tensor_parallel_size=1, or cluster.num_processes=1",
+            "rollout.vllm.tensor_parallel_size=1, or cluster.num_processes=1, or cluster.start=ray cluster.placement=split, whose players "
+            "have GPUs of their own",
         )
     require_vllm("set rollout.backend=torch")
 

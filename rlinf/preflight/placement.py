@@ -60,7 +60,7 @@ class Placement:
     Attributes:
         num_ranks, num_players: Over all machines; players are a multiple of the ranks, or 0 where the ranks play.
         num_blocks: Over all ranks; 0: players take what is next, and own none.
-        gpus_per_player: 0 on CPUs, where ranks have none either.
+        gpus_per_player: As many as an engine is split over, else one; 0 on CPUs, where ranks have none either.
         by_ray: Ray starts the ranks.
     """
 
@@ -103,7 +103,9 @@ class Placement:
             on_gpu = cluster.device == "cuda" or (cluster.device == "auto" and any(node.gpus for node in nodes))
         else:
             on_gpu = resolve_device(cluster.device, 0 if by_ray else 1) == "cuda"
-        placement = cls(ranks, players, rollout.num_envs // rollout.group_size, int(on_gpu), by_ray)
+        gpus_per_player = rollout.vllm.tensor_parallel_size if players and rollout.backend == "vllm" else 1
+        num_blocks = rollout.num_envs // rollout.group_size
+        placement = cls(ranks, players, num_blocks, gpus_per_player if on_gpu else 0, by_ray)
         if nodes is not None:
             check = placement.check_nodes_of_ranks if by_ray else placement.check_nodes
             check(nodes, COLOCATED, "cluster.device=cpu")
@@ -243,9 +245,3 @@ def _check_players(config: RunConfig) -> None:
     if rollout.worker_processes:
         refuse(f"rollout.worker_processes={rollout.worker_processes} with {SPLIT}", "players as the processes that play",
                f"rollout.worker_processes=0 cluster.num_players={rollout.worker_processes * cluster.num_processes}")  # fmt: skip
-    if rollout.backend != "torch":
-        refuse(
-            f"rollout.backend={rollout.backend} with {SPLIT}",
-            "players that run the policy in torch",
-            "rollout.backend=torch",
-        )

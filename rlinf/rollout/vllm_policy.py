@@ -68,11 +68,12 @@ class VllmPolicy:
 
     def update_weights(self, version: int) -> None:
         """Send the torch model's weights to the engine, unless it has this version already."""
-        self.version = version
+        self.version = None
         if self.engine.version != version:
             self.engine.update_weights(
                 MergedWeights(self.model, version, self.buckets, self.trained, self.adapter.excluded)
             )
+        self.version = version
 
     def sleep(self) -> None:
         """Let the engine release its GPU memory until it gets weights or observations again."""

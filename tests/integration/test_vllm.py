@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_processes import alive, engines_of, wait_until
 from transformers import Qwen3MoeConfig
 from vllm_models import (
     NUM_ROWS,
@@ -49,37 +49,6 @@ from rlinf.rollout.vllm_policy import VllmPolicy
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: bash scripts/setup.sh --vllm"
 )
-
-
-def alive(pid):
-    """A process that has not ended (a zombie has)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def engines_of(parent):
-    """Ids of the engine processes of a process."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                state = (folder / "stat").read_text().rpartition(")")[2].split()
-                if int(state[1]) == parent and b"vllm_process" in (folder / "cmdline").read_bytes():
-                    found.append(int(folder.name))
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    return found
-
-
-def wait_until(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    return condition()
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ SPLIT = [
     "model=mlp", "env.cameras=[]", "rollout.num_envs=64", "cluster.device=cpu", "cluster.start=ray", "cluster.placement=split",
     "cluster.num_players=4",
 ]  # fmt: skip
+ENGINES = ["rollout.backend=vllm", "rollout.vllm.tensor_parallel_size=2"]
 GROUPS = ["algorithm=grpo", "rollout.group_size=8", "rollout.auto_reset=false"]
 LAUNCHER = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -50,7 +51,6 @@ MISFITS = {
     "groups that players do not divide": ([*GROUPS, "rollout.num_envs=48"], "rollout.num_envs=64"),
     "more players than groups": ([*GROUPS, "cluster.num_players=16"], "rollout.num_envs=128"),
     "processes that play, too": (["rollout.worker_processes=2"], "rollout.worker_processes=0 cluster.num_players=2"),
-    "an engine": (["rollout.backend=vllm"], "rollout.backend=torch"),
 }
 
 
@@ -71,6 +71,7 @@ def test_what_does_not_fit_is_refused_with_the_override_that_mends_it(name):
         ([Node("a", 0, 0)], [], COLOCATED),
         ([Node("a", 64, 2), Node("b", 0, 8)], ["cluster.device=cuda"], "cluster.num_players=2"),
         ([Node("a", 64, 0)], ["cluster.device=cuda"], f"{COLOCATED}, or cluster.device=cpu"),
+        ([Node("a", 64, 3), Node("b", 64, 5)], ["cluster.device=cuda", *ENGINES], "cluster.num_players=2"),
     ],
 )  # fmt: skip
 def test_machines_without_room_are_refused(monkeypatch, nodes, overrides, cure):

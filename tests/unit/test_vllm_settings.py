@@ -78,6 +78,8 @@ def test_engines_of_several_gpus_beside_several_ranks_are_refused(has_vllm):
     checked("cluster.num_processes=2")
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 and cluster.num_processes=2.*Set rollout.vllm"):
         checked("rollout.vllm.tensor_parallel_size=2", "cluster.num_processes=2")
+    split = ["cluster.start=ray", "cluster.placement=split"]  # whose engines have GPUs of their own
+    checked("rollout.vllm.tensor_parallel_size=2", "cluster.num_processes=2", *split)
 
 
 def test_a_model_that_vllm_cannot_run_is_refused(has_vllm):

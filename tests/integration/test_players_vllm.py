@@ -1,0 +1,121 @@
+"""Players with a vLLM engine each: the run of a rank with its engine, also when engines and players are killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+
+import pytest
+import torch
+from engine_processes import alive, engines_of, wait_until
+from run_results import run_config, untimed_metrics, weights_of
+
+from rlinf.cluster.player import Player
+from rlinf.cluster.players import Players
+from rlinf.commands.train import build, train
+from rlinf.engines.weight_store import stored_buckets
+from rlinf.engines.weight_transfer import PushHeader, manifest_of
+from rlinf.errors import RLinfError
+from rlinf.preflight.placement import Placement
+from rlinf.rollout.policy_shell import PolicyShell
+
+MISSING = [name for name in ("ray", "vllm") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+SHORT = [
+    "experiment=quickstart_vllm", "sft.max_steps=0", "trainer.max_steps=2", "trainer.minibatch_size=24", "trainer.eval_every=0",
+    "rollout.num_envs=8", "rollout.num_chunks=3", "env.max_episode_steps=3", "evaluation.num_episodes=2", "evaluation.num_envs=2",
+    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "algorithm.tis_cap=2.0", "algorithm.critic_warmup_steps=0",
+    "cluster.num_threads=1", "tracking.tensorboard=false", "tracking.progress=false",
+]  # fmt: skip
+SPLIT = ["cluster.start=ray", "cluster.placement=split", "cluster.num_players=2"]
+
+
+def check_equal(folder, other):
+    assert untimed_metrics(folder) == untimed_metrics(other)
+    weights, others = (weights_of(each, "rl_000002") for each in (folder, other))
+    assert all(torch.equal(weights[name], others[name]) for name in weights | others)
+
+
+def test_a_run_with_engines_in_players_is_bit_for_bit_that_of_an_engine_in_a_rank(tmp_path, monkeypatch, caplog):
+    """Although an engine is killed in one iteration, and a player with a kill -9 in the next."""
+    import ray
+
+    call, engines, counts = Players.call, {}, []
+
+    def disturbing(self, number, deadline, method, *arguments):
+        made = call(self, number, deadline, method, *arguments)
+        if arguments[:1] == ("collect",):
+            counts.append(number)
+            pid = ray.get(self._where[number]).pid
+            if len(counts) == 1:
+                (engines["killed"],) = engines_of(pid)
+                os.kill(engines["killed"], signal.SIGKILL)
+            elif len(counts) == 4:
+                (engines["orphan"],) = engines_of(pid)
+                os.kill(pid, signal.SIGKILL)
+        return made
+
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
+    with monkeypatch.context() as patch:
+        patch.setattr(Players, "call", disturbing)
+        split = train(run_config(tmp_path / "split", *SHORT, *SPLIT))
+    assert counts == [0, 1, 0, 1], "the player is asked again without Players.call"
+    assert caplog.text.count("was lost: The actor died") == 1
+    assert wait_until(lambda: not any(map(alive, engines.values())), 60) and len(engines) == 2
+    colocated = train(run_config(tmp_path / "colocated", *SHORT))
+    check_equal(split, colocated)
+    gaps = [line["rollout/logprob_gap_max"] for line in untimed_metrics(split) if "rollout/logprob_gap_max" in line]
+    assert len(gaps) == 2 and all(0 < gap <= 1e-4 for gap in gaps), "0 would mean that torch played"
+    with pytest.raises(AssertionError):  # control: torch draws other actions
+        check_equal(train(run_config(tmp_path / "torch", *SHORT, "rollout.backend=torch")), colocated)
+
+
+def push(player, model, version, base=None, end=True):
+    manifest = manifest_of(model)
+    player.begin(PushHeader(version, manifest if base is None else None, base))
+    for bucket in stored_buckets(model.state_dict().items(), version):
+        player.load(bucket)
+    return player.commit() if end else None
+
+
+def test_an_engine_of_two_processes_plays_with_committed_weights_only_and_comes_back(tmp_path):
+    run = build(run_config(tmp_path, *SHORT, "rollout.backend=torch"))
+    config = run_config(tmp_path, *SHORT, *SPLIT, "cluster.num_players=1", "rollout.vllm.tensor_parallel_size=2")
+    model, worker = run.session.worker.model, run.session.worker
+    player = Player(config, PolicyShell.of(model), Placement.of(config), 0, 1)
+
+    def play():
+        """Return a rollout, and how far the log-probabilities of the engine are from those of the trained policy."""
+        batch = player.collect(0, True, 0, range(8))
+        logprobs, _ = worker.evaluate(batch)
+        gap = (batch.rollout_logprobs - logprobs)[batch.loss_mask].abs().max()
+        return batch, float(gap)
+
+    try:
+        with pytest.raises(RLinfError, match="no complete weights"):
+            play()
+        assert push(player, model, 1) == 1
+        first, gap = play()
+        assert 0 < gap <= 1e-4 and first.policy_version.unique().tolist() == [1]
+        (engine,) = engines_of(os.getpid())
+        os.kill(engine, signal.SIGKILL)
+        again, _ = play()
+        assert torch.equal(again.rollout_logprobs, first.rollout_logprobs)
+        assert player.engine.engine.num_starts == 2 and not alive(engine)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.05)
+        assert play()[1] > 1e-3, "control: stale weights"
+        push(player, model, 2, base=1, end=False)
+        with pytest.raises(RLinfError, match="no complete weights"):
+            play()
+        assert player.engine.engine.version == 1, "the engine takes a version as a whole"
+        assert player.commit() == 2
+        newer, gap = play()
+        assert 0 < gap <= 1e-4 and newer.policy_version.unique().tolist() == [2]
+    finally:
+        player.close()
+        run.rl.collector.close()
+        run.session.close()
+    assert not engines_of(os.getpid())

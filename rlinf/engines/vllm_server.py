@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 import traceback
 from collections.abc import Mapping
@@ -29,10 +30,10 @@ from rlinf.engines.vllm_weights import (
     keep_names,
     load_bucket,
 )
+from rlinf.engines.vllm_worker import MODEL_CLASS, WorkerExtension, register
 from rlinf.engines.weight_handle import TensorSpec, WeightsHandle, WeightsRefusedError
 from rlinf.engines.weight_transfer import WeightReceiver
 from rlinf.errors import ConfigError
-from rlinf.imports import import_string
 
 CPU_CACHE_BYTES = 4 * 1024**3
 CPU_NUM_SEQUENCES = 256
@@ -43,7 +44,7 @@ class VllmServer(WeightReceiver):
     """Own a ``vllm.LLM``."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        from vllm import LLM, ModelRegistry
+        from vllm import LLM
         from vllm.exceptions import VLLMError
 
         defaults = {"enforce_eager": True, "logprobs_mode": "processed_logprobs", "disable_log_stats": True}
@@ -53,10 +54,11 @@ class VllmServer(WeightReceiver):
             model = spec.model
             super().__init__(0 if spec.model_class is None else None)
             if spec.model_class is not None:
-                model_class, name = import_string(spec.model_class), spec.model_class.rpartition(":")[2]
-                ModelRegistry.register_model(name, model_class)
+                os.environ[MODEL_CLASS] = spec.model_class  # for worker processes
+                arguments["worker_extension_cls"] = f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"
+                model_class = register(spec.model_class)
                 config = model_class.config_of(spec.config)
-                config.architectures = [name]
+                config.architectures = [model_class.__name__]
                 config.save_pretrained(folder)
                 model = folder
                 # A policy's prompts begin with a new image at every step, so no prefix can be reused.

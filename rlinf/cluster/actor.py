@@ -6,8 +6,7 @@ import faulthandler
 import os
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +14,9 @@ import torch
 
 from rlinf.cluster.machine import Machine
 from rlinf.cluster.policy_copy import PolicyCopy
+from rlinf.cluster.weights import StoredWeights
 from rlinf.distributed.child_process import Failure, failure_of
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
-from rlinf.engines.weight_handle import TensorSpec
 from rlinf.engines.weight_transfer import PushHeader
 from rlinf.types import RolloutBatch
 
@@ -41,25 +40,6 @@ class Arrays(NamedTuple):
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             tensors = {name: torch.from_numpy(each) for name, each in self.tensors.items()}
         return RolloutBatch(**{**vars(self.rest), **tensors})
-
-
-@dataclass(frozen=True)
-class StoredWeights:
-    """Weights in Ray's store of objects: enough for a player that holds nothing, and for one that holds an earlier version.
-
-    Attributes:
-        version: Number of weight updates that produced them.
-        manifest: Every tensor.
-        base_version: Version of ``base``, the same in all weights of a run until a push breaks off.
-        base: References to the buckets of every tensor.
-        trained: References to the buckets of what training changes, in ``version``; empty if it is ``base_version``.
-    """
-
-    version: int
-    manifest: Mapping[str, TensorSpec]
-    base_version: int
-    base: Sequence[Any]
-    trained: Sequence[Any] = ()
 
 
 class Whereabouts(NamedTuple):
@@ -105,17 +85,17 @@ class PlayerActor:
 
         try:
             player = self._player()
+            if player.version == weights.version:
+                return player.version
             if player.version is None:
-                player.begin(PushHeader(weights.base_version, weights.manifest))
-                for bucket in weights.base:
-                    player.load(ray.get(bucket))
-                player.commit()
-            if player.version != weights.version:
+                player.begin(PushHeader(weights.version, weights.manifest))
+                for ref in weights.frozen:
+                    player.load(replace(ray.get(ref), version=weights.version))
+            else:
                 player.begin(PushHeader(weights.version, base=player.version))
-                for bucket in weights.trained:
-                    player.load(ray.get(bucket))
-                player.commit()
-            return player.version
+            for ref in weights.trained:
+                player.load(ray.get(ref))
+            return player.commit()
         except Exception as error:  # noqa: BLE001 - the rank raises it
             return failure_of(error)
 

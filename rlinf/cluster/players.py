@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,22 +17,20 @@ import numpy as np
 from torch import nn
 
 import rlinf.errors
-from rlinf.cluster.actor import PlayerActor, StoredWeights, Whereabouts
+from rlinf.cluster.actor import PlayerActor, Whereabouts
 from rlinf.cluster.policy_copy import PolicyCopy
 from rlinf.cluster.reservation import Reservation
+from rlinf.cluster.weights import StoredWeights, WeightStore
 from rlinf.distributed.child_process import Failure
 from rlinf.distributed.config import DeadlinesConfig
 from rlinf.distributed.deadlines import clock, go_on
 from rlinf.distributed.process_group import rank
 from rlinf.distributed.stack_dump import DUMP_SIGNAL
 from rlinf.distributed.sums import own_blocks
-from rlinf.engines.weight_store import stored_buckets
-from rlinf.engines.weight_transfer import manifest_of
 from rlinf.errors import RankError
 from rlinf.evaluation.evaluator import Video
 from rlinf.files import write_bytes
 from rlinf.preflight.placement import Placement
-from rlinf.rollout.weight_push import gathered
 from rlinf.types import EpisodeResult, EpisodeSpec, RolloutBatch
 
 logger = logging.getLogger("rlinf")
@@ -114,7 +112,7 @@ class Players:
         reservation: Reservation,
         model: nn.Module,
     ) -> None:
-        self.make, self.placement, self.reservation, self.model = make, placement, reservation, model
+        self.make, self.placement, self.reservation = make, placement, reservation
         self.max_restarts = cluster.max_restarts
         self.numbers = self.placement.players_of(rank())
         self.blocks = own_blocks(self.placement.num_blocks, rank(), self.placement.num_ranks)
@@ -127,6 +125,7 @@ class Players:
         self._where: dict[int, Any] = {}
         self._actors: dict[int, Any] = {}
         reservation.join()
+        self._store = WeightStore(model, reservation.group)
         for number in self.numbers:
             self._start(number)
 
@@ -182,9 +181,13 @@ class Players:
 
     def update_weights(self, version: int) -> None:
         """Bring all players of this rank to the trained weights (a collective call of all ranks)."""
-        weights, self.weights = self.weights, None  # if this breaks off, the next push is complete
+        weights, self.weights = self.weights, None  # if this breaks off, the next push stores them again
         if weights is None or weights.version != version:
-            weights = self._stored(version, weights)
+            weights = None
+            for number in self.numbers:
+                if not self._open[number]:  # else the weights are those of a question that may be asked again
+                    self._held.pop(number, None)
+            weights = self._store.put(version)
         calls = []
         for number in self.numbers:
             if self._held.get(number) is not weights:
@@ -207,17 +210,6 @@ class Players:
         for actor in self._actors.values():
             ray.kill(actor)
         self._actors = {}
-
-    def _stored(self, version: int, before: StoredWeights | None) -> StoredWeights:
-        """Put the trained weights into Ray's store: all of them, or what training has changed since ``before``."""
-        import ray
-
-        manifest = manifest_of(self.model)
-        names = {name for name, spec in manifest.items() if before is None or spec.trained}
-        buckets = [ray.put(bucket) for bucket in stored_buckets(gathered(self.model, names), version)]
-        if before is None:
-            return StoredWeights(version, manifest, version, buckets)
-        return replace(before, version=version, trained=buckets)
 
     def _start(self, number: int) -> None:
         """Start a player; Ray queues what it is asked meanwhile."""

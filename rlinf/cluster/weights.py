@@ -1,0 +1,118 @@
+"""The trained weights in Ray's store of objects, from which players take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from rlinf.distributed.process_group import barrier, rank, world_size
+from rlinf.engines.weight_handle import TensorSpec
+from rlinf.engines.weight_store import stored_buckets
+from rlinf.engines.weight_transfer import manifest_of
+from rlinf.errors import ConfigError
+from rlinf.rollout.weight_push import gathered
+
+NAMESPACE = "rlinf"
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Weights in the store: enough for a player that holds nothing, and for one that holds another version.
+
+    Attributes:
+        version: Number of weight updates that produced them.
+        manifest: Every tensor.
+        frozen: References to the buckets of what training does not change, the same in all weights of a run.
+        trained: References to the buckets of what it changes.
+    """
+
+    version: int
+    manifest: Mapping[str, TensorSpec]
+    frozen: Sequence[Any]
+    trained: Sequence[Any]
+
+
+class WeightStore:
+    """Puts the weights of a trained model into the store, once for all ranks.
+
+    Rank 0 stores them, and the others get its references. Players of one machine read the same memory, and Ray copies it to each
+    machine once. Ray frees weights when no rank, and no call to a player, refers to them any more.
+
+    Args:
+        model: The trained model, sharded or not.
+        run: A name that no other run of the cluster has.
+    """
+
+    def __init__(self, model: nn.Module, run: str) -> None:
+        self.model = model
+        self._frozen: list[Any] | None = None
+        self._post = _post(run) if world_size() > 1 else None
+
+    def put(self, version: int) -> StoredWeights:
+        """Store the present weights, of which the frozen ones are stored once (a collective call of all ranks).
+
+        Raises:
+            ConfigError: The store is full.
+        """
+        import ray
+
+        if rank() == 0 and self._post is not None:
+            self._post.set.remote(None)  # of the last push; frees it
+        manifest = manifest_of(self.model)
+        if self._frozen is None:
+            self._frozen = self._stored({name for name, spec in manifest.items() if not spec.trained}, version)
+        trained = self._stored({name for name, spec in manifest.items() if spec.trained}, version)
+        weights = StoredWeights(version, manifest, self._frozen, trained)
+        if self._post is None:
+            return weights
+        if rank() == 0:
+            ray.get(self._post.set.remote(weights))
+        barrier()
+        return weights if rank() == 0 else ray.get(self._post.get.remote())
+
+    def _stored(self, names: set[str], version: int) -> list[Any]:
+        """Return references to the buckets of some tensors on rank 0; the others only take part in gathering them."""
+        import ray
+
+        tensors = gathered(self.model, names)
+        if rank() > 0:
+            for _ in tensors:
+                pass
+            return []
+        try:
+            return [ray.put(bucket) for bucket in stored_buckets(tensors, version)]
+        except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+            raise ConfigError(
+                f"Ray's store of objects has no room for the weights of version {version}: {str(error).splitlines()[0]} Start Ray with "
+                "more: ray start --object-store-memory=<bytes>, or free /dev/shm where the run starts Ray itself"
+            ) from error
+
+
+class _Post:
+    """Keeps what rank 0 leaves for the other ranks. Ray counts references only on their way through an actor or a task."""
+
+    kept: Any = None
+
+    def set(self, value: Any) -> None:
+        self.kept = value
+
+    def get(self) -> Any:
+        return self.kept
+
+
+def _post(run: str) -> Any:
+    """Return the actor of a run, which rank 0 starts on its machine; a collective call."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    actor, name = None, f"weights of {run}"
+    if rank() == 0:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"name": name, "namespace": NAMESPACE, "num_cpus": 0, "scheduling_strategy": here}
+        actor = ray.remote(**options)(_Post).remote()
+        ray.get(actor.get.remote())
+    barrier()
+    return ray.get_actor(name, NAMESPACE) if actor is None else actor

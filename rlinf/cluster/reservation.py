@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +20,16 @@ from rlinf.cluster.machine import Machine
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.child_process import Failure, failure_of
 from rlinf.distributed.devices import visible_gpus
-from rlinf.distributed.ray_cluster import check_address, import_ray, initialise
+from rlinf.distributed.ray_cluster import OBJECT_STORE_BYTES, check_address, import_ray, initialise
 from rlinf.distributed.ray_ranks import RankPlaces, neighbours_first, placement_group
 from rlinf.errors import ConfigError
-from rlinf.preflight.placement import BY_RAY, SPLIT, Node, Placement, has_players, ranks_by_ray
+from rlinf.number_formats import format_bytes
+from rlinf.preflight.memory import store_bytes
+from rlinf.preflight.placement import BY_RAY, COLOCATED, SPLIT, Node, Placement, has_players, ranks_by_ray
 
 logger = logging.getLogger("rlinf")
 
+SHARED_MEMORY = "/dev/shm"
 ROOM_S = 10.0
 """Seconds after which the log says that the cluster has no room."""
 
@@ -93,13 +97,18 @@ def reserved(config: RunConfig) -> Iterator[Reservation | None]:
     if not has_players(config) and not ranks_by_ray(config):
         yield None
         return
-    with reserved_places(partial(Placement.of, config), config.cluster.deadlines.start, config.plugins) as reservation:
+    needed = store_bytes(config) if has_players(config) else None
+    start_s = config.cluster.deadlines.start
+    with reserved_places(partial(Placement.of, config), start_s, config.plugins, needed) as reservation:
         yield reservation
 
 
 @contextmanager
 def reserved_places(
-    placement_of: Callable[[Sequence[Node] | None], Placement], start_s: float, plugins: Sequence[str] = ()
+    placement_of: Callable[[Sequence[Node] | None], Placement],
+    start_s: float,
+    plugins: Sequence[str] = (),
+    needed: int | None = None,
 ) -> Iterator[Reservation]:
     """Reserve a place for each player, and for each rank that Ray starts, and free all places at the end.
 
@@ -107,12 +116,13 @@ def reserved_places(
         placement_of: Returns the placement of the run, and refuses machines in which it has no room; None: they are not known yet.
         start_s: Seconds in which there must be room, and in which the machines must tell what they are.
         plugins: Of the run.
+        needed: Bytes in the store of objects of each machine with players; None: not known.
 
     Raises:
         ConfigError: There is no cluster at ``RAY_ADDRESS``, it has no room, or its machines differ.
     """
     ray = import_ray(BY_RAY)
-    with _connected(ray, placement_of) as has_other_machines, ExitStack() as stack:
+    with _connected(ray, placement_of, needed) as has_other_machines, ExitStack() as stack:
         placement = placement_of(_nodes(ray))
         machine = Machine.here(plugins, [] if placement.by_ray else _gpus(placement)[: placement.num_ranks])
 
@@ -127,7 +137,9 @@ def reserved_places(
             group = places(placement.rank_bundle, placement.num_ranks, "ranks", "PACK")
             ranks = _rank_places(ray, group, placement, has_other_machines)
         if placement.num_players:
-            players = places(placement.bundle, placement.num_players, "players", "SPREAD").id.hex()
+            group = places(placement.bundle, placement.num_players, "players", "SPREAD")
+            _check_stores(ray, group, needed)
+            players = group.id.hex()
         address = ray.get_runtime_context().gcs_address
         yield Reservation(address, players, placement.gpus_per_player, machine, ranks)
 
@@ -167,7 +179,9 @@ def _rank_places(ray: ModuleType, group: Any, placement: Placement, has_other_ma
 
 
 @contextmanager
-def _connected(ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement]) -> Iterator[bool]:
+def _connected(
+    ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], needed: int | None
+) -> Iterator[bool]:
     """Be connected to a cluster for the block, and yield whether it may have other machines.
 
     It is the one to which this process is connected already, or that of ``RAY_ADDRESS``, or one on this machine. That one ends
@@ -181,7 +195,7 @@ def _connected(ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], 
     with tempfile.TemporaryDirectory(prefix="rlinf-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         try:
             if address is None:
-                _start(ray, placement_of, folder)
+                _start(ray, placement_of, folder, needed)
             else:
                 initialise(ray, address, log_to_driver=True)
             yield address is not None
@@ -189,7 +203,9 @@ def _connected(ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], 
             ray.shutdown()
 
 
-def _start(ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], folder: str) -> None:
+def _start(
+    ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], folder: str, needed: int | None
+) -> None:
     """Start a cluster on this machine. Ranks that Ray does not start have the first GPUs, and Ray the others."""
     placement = placement_of(None)
     gpus = _gpus(placement)[0 if placement.by_ray else placement.num_ranks :]
@@ -197,12 +213,40 @@ def _start(ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Plac
     former = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:
-        # Weights and rollouts are stored in the shared memory of the cluster. Ray chooses its size.
-        initialise(ray, None, log_to_driver=True, num_cpus=placement.cpus, num_gpus=len(gpus), _temp_dir=folder)
+        room = {} if needed is None else {"object_store_memory": _room(needed)}  # else Ray chooses
+        counts = {"num_cpus": placement.cpus, "num_gpus": len(gpus)}
+        initialise(ray, None, log_to_driver=True, **counts, **room, _temp_dir=folder)
     finally:
         del os.environ["CUDA_VISIBLE_DEVICES"]
         if former is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = former
+
+
+def _room(needed: int) -> int:
+    """Return the size of the store of objects of a cluster on this machine; refuse more than its shared memory has."""
+    room = max(OBJECT_STORE_BYTES, needed)
+    free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else room
+    if needed > free:
+        raise ConfigError(
+            f"Weights and rollouts of this run need {format_bytes(needed)} of shared memory, and {SHARED_MEMORY} has {format_bytes(free)} free. "
+            f"Enlarge it (docker run --shm-size={needed}), or set model.is_lora=true, cluster.max_staleness=0, or {COLOCATED}"
+        )
+    return min(room, free)
+
+
+def _check_stores(ray: ModuleType, group: Any, needed: int | None) -> None:
+    """Refuse machines whose store of objects is too small for weights and rollouts, which Ray would write to disks."""
+    from ray.util import placement_group_table
+
+    used = {ray.get_runtime_context().get_node_id(), *placement_group_table(group)["bundles_to_node_id"].values()}
+    for node in ray.nodes():
+        size = int(node["Resources"].get("object_store_memory", 0))
+        if needed is not None and node["NodeID"] in used and size < needed:
+            raise ConfigError(
+                f"Ray's store of objects has {format_bytes(size)} on {node['NodeManagerHostname']}; required: {format_bytes(needed)} for the "
+                f"weights and rollouts of this run. Start Ray there with `ray start --object-store-memory={needed}`, or set "
+                f"model.is_lora=true, cluster.max_staleness=0, or {COLOCATED}"
+            )
 
 
 def _gpus(placement: Placement) -> list[str]:

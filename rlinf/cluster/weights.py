@@ -111,7 +111,7 @@ def _post(run: str) -> Any:
     actor, name = None, f"weights of {run}"
     if rank() == 0:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"name": name, "namespace": NAMESPACE, "num_cpus": 0, "scheduling_strategy": here}
+        options: dict[str, Any] = {"name": name, "namespace": NAMESPACE, "num_cpus": 0, "scheduling_strategy": here}
         actor = ray.remote(**options)(_Post).remote()
         ray.get(actor.get.remote())
     barrier()

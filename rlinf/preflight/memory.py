@@ -12,6 +12,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.parallel import StateBytes, choose_sharding, rank_memory_bytes
 from rlinf.distributed.process_group import resolve_device
 from rlinf.engines.weight_handle import BUCKET_BYTES
+from rlinf.engines.weight_transfer import manifest_of
 from rlinf.envs import ENVS
 from rlinf.models import entry_for, get_model
 from rlinf.models.config import ModelConfig
@@ -115,6 +116,24 @@ def engine_bytes(config: RunConfig, model: Any, weights: int) -> int:
     if cache is None:
         return 2 * BUCKET_BYTES["cuda"] + int(options.gpu_memory_utilization * torch.cuda.mem_get_info()[1])
     return weights + min(weights, 2 * BUCKET_BYTES["cpu"]) + cache
+
+
+def store_bytes(config: RunConfig) -> int | None:
+    """Return the bytes of weights and rollouts that one machine may have in Ray's store of objects, in a run with players.
+
+    Frozen weights are stored once. Of the trained ones there are the last version, the one that is being stored, and those of rollouts that
+    are under way; and as many whole rollouts.
+
+    Returns:
+        None: The size of the policy is not known before its files are on this machine.
+    """
+    if config.model.model_path is not None and not Path(config.model.model_path).is_dir():
+        return None
+    model, ahead, rollout = policy_on_meta_device(config), config.cluster.max_staleness, config.rollout
+    trained = {name for name, spec in manifest_of(model).items() if spec.trained}
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in model.state_dict().items()}
+    copies = sum(size * (2 + ahead if name in trained else 1) for name, size in sizes.items())
+    return copies + (1 + ahead) * rollout.num_envs * rollout.num_chunks * sample_bytes(config, model)
 
 
 def sample_bytes(config: RunConfig, model: Any) -> int:

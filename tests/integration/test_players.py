@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -277,6 +278,21 @@ class TestPlayersOfARunThatHasNotBegun:
         players._replace(0, "there is room again")
         assert players.answers([call]) == [([], 0)]
 
+    def test_where_several_ranks_train_a_silent_player_has_half_of_a_deadline(self, built, monkeypatch):
+        """Its rank has to play again before the others have waited for the whole of it."""
+        monkeypatch.setattr("rlinf.cluster.players.DUMP_S", 0.0)  # nobody reads the stacks
+        players = built.rl.collector.players
+        built.rl.sync.push(45)
+        send(signal.SIGSTOP)(players, 0)
+        call = players.ask(0, "rollout", "evaluate", [])
+        with monkeypatch.context() as patch:
+            patch.setattr(players, "placement", replace(players.placement, num_ranks=2))
+            players._watch(0, 299.0)
+            assert not call.missed
+            players._watch(0, 2.0)
+            assert call.missed
+        assert players.answers([call]) == [([], 0)]
+
     def test_a_player_that_is_late_twice_with_the_same_work_ends_the_run(self, built, monkeypatch):
         monkeypatch.setattr("rlinf.cluster.players.DUMP_S", 0.0)  # nobody reads the stacks
         players = built.rl.collector.players
@@ -293,6 +309,30 @@ class TestPlayersOfARunThatHasNotBegun:
         send(signal.SIGSTOP)(players, 1)  # while it is built
         with pytest.raises(RankError, match=r"Player 1 was lost: .* So was the one before it, with the same work"):
             players._watch(1, 1000.0)
+
+
+def test_two_ranks_that_share_the_weights_play_with_players_what_they_play_themselves(runs):
+    """Also while they are trained; the rollout of an iteration then has the weights of the one before."""
+    two = [*PPO, "cluster.num_processes=2", "trainer.sharding=fsdp2"]
+    split = runs("two fsdp2 split", *two, *SPLIT)
+    check_equal(split, runs("two fsdp2", *two))
+    ahead = ["cluster.max_staleness=1", "algorithm.tis_cap=2.0"]
+    folder = runs("two fsdp2 ahead", *two, *SPLIT, *ahead)
+    lines = [line for line in untimed_metrics(folder) if "rollout/staleness_iterations" in line]
+    assert [line["rollout/staleness_iterations"] for line in lines] == [0, 1, 1]
+    check_equal(folder, runs("two fsdp2 processes", *two, *ahead, "rollout.worker_processes=1"))
+    with pytest.raises(AssertionError):  # control: older weights play something else
+        check_equal(folder, split)
+
+
+def test_machines_whose_store_is_too_small_are_refused_before_a_model_is_built(tmp_path, monkeypatch):
+    """Ray would write what has no room to disks."""
+    monkeypatch.setattr("rlinf.commands.train.build", lambda *_: pytest.fail("a model was built"))
+    large = ["rollout.num_envs=4096", "trainer.minibatch_size=4096"]
+    with pytest.raises(
+        ConfigError, match=r"store of objects has .* MiB on .*; required: .*`ray start --object-store-memory=\d+`"
+    ):
+        train(run_config(tmp_path, *PPO, *SPLIT, *large))
 
 
 def test_more_losses_than_allowed_end_the_run(tmp_path, monkeypatch):

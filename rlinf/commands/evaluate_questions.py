@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from rlinf.models.positions import num_positions
 from rlinf.options import to_mapping
 from rlinf.recipes.build import PRECISIONS, load_processor
 from rlinf.recipes.completions import Completer, Completion
-from rlinf.recipes.loop import own_share
+from rlinf.recipes.loop import own_share, write_images
 from rlinf.recipes.questions import Question, QuestionPacker, QuestionsConfig, read_questions, scoring
 from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.samples import BadRowError, Prompt
@@ -89,9 +90,10 @@ def _evaluate_rank(work: tuple[QuestionsConfig, str, Path]) -> None:
     start = time.monotonic()
     with waiting("evaluate"):
         own = _answer(questions, packer, completer, config, find)
-        answers = [answer for part in gather_objects(own) for answer in part]
+        answered = [each for part in gather_objects(own) for each in part]
     if rank() == 0:
         seconds = time.monotonic() - start
+        answers = [replace(answer, images=write_images(output, previews)) for answer, previews in answered]
         result = AnswerResult(answers, str(config.questions), answer_type, config.temperature, config.seed, seconds)
         manifest = _manifest(config, model, generator, answer_type)
         _write(config, questions, result, manifest, output, baseline, _run_of(model))
@@ -211,12 +213,12 @@ def _answer(
     completer: Completer,
     config: QuestionsConfig,
     find: Callable[[str], str | None],
-) -> list[Answer]:
-    """Return the answers of this rank in the order of the questions; a bad image ends the evaluation with the row that names it.
+) -> list[tuple[Answer, list[bytes]]]:
+    """Return this rank's answers with the previews of their images, in the order of the questions; a bad image ends the evaluation with the row that names it.
 
     Ranks share whole calls of the model, so each call has the rows that it has in one process, and its results the same bits.
     """
-    answers: list[Answer] = []
+    answers: list[tuple[Answer, list[bytes]]] = []
     progress = Progress(enabled=rank() == 0)
     calls = [
         range(start, min(start + config.batch_size, len(questions)))
@@ -227,8 +229,8 @@ def _answer(
         prompts = [_packed(packer, questions, row, config.questions) for row in rows]
         seeds = [derive_seed(config.seed, "question", row) for row in rows] if config.temperature else None
         for row, completion in zip(rows, completer.complete(prompts, seeds), strict=True):
-            answers.append(_judged(questions[row], completion, find))
-        correct = sum(answer.is_correct for answer in answers)
+            answers.append((_judged(questions[row], completion, find), completion.prompt.previews))
+        correct = sum(answer.is_correct for answer, _ in answers)
         progress.update("questions", len(answers), num_own, correct=correct)
     progress.close()
     return answers

@@ -28,6 +28,7 @@ class Answer:
         is_correct: Whether the two agree.
         num_tokens: Length of the completion, with the token that ends it.
         is_cut: The completion reached the largest length without an end.
+        images: Files of the question's first images, made small, relative to the folder of the result.
     """
 
     id: str
@@ -39,6 +40,7 @@ class Answer:
     is_correct: bool
     num_tokens: int
     is_cut: bool
+    images: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -212,7 +212,7 @@ def _before_and_after(run: TokenRun) -> str:
     columns = ("prompt", *(["images"] if has_images else []), "expected", *(samples.name for samples in shown))
     rows = [
         row(_prompt(shown[0].rows[number]), [
-            *_image_cells(run, shown[0].rows[number], has_images),
+            *_image_cells(run.folder / SAMPLES_FOLDER, shown[0].rows[number].get("images", ()), has_images),
             f'<td class="text">{escape(str(shown[0].rows[number].get("reference") or ""))}</td>',
             *(_completion_cell(samples.rows[number]) for samples in shown),
         ])
@@ -232,11 +232,11 @@ def _prompt(sample: dict[str, Any]) -> str:
     return str(sample["prompt"])
 
 
-def _image_cells(run: TokenRun, sample: dict[str, Any], has_images: bool) -> list[str]:
+def _image_cells(folder: Path, names: Sequence[str], has_images: bool) -> list[str]:
     """Return the cell with the images of a prompt, in the page itself; none if no prompt has images."""
     if not has_images:
         return []
-    files = [run.folder / SAMPLES_FOLDER / name for name in sample.get("images", ())]
+    files = [folder / name for name in names]
     stored = [base64.b64encode(file.read_bytes()).decode() for file in files if file.is_file()]
     shown = "".join(f'<img src="data:image/jpeg;base64,{each}" alt="image of the prompt">' for each in stored)
     return [f"<td>{shown}</td>"]
@@ -259,12 +259,14 @@ def _answers(run: TokenRun) -> str:
     parts = []
     for result in run.results.values():
         shown = sorted(result.answers, key=lambda answer: answer.is_correct)[:MAX_COMPLETIONS]
-        rows = [row(answer.prompt, _answer_cells(answer)) for answer in shown]
+        has_images = any(answer.images for answer in shown)
+        columns = ("prompt", *(["images"] if has_images else []), "expected", "found", "completion")
+        rows = [
+            row(answer.prompt, [*_image_cells(run.folder, answer.images, has_images), *_answer_cells(answer)])
+            for answer in shown
+        ]
         note = f"{len(rows)} of {len(result.answers)} questions, the wrong answers first; result.json holds all."
-        parts.append(
-            f"<h2>Answers</h2>{table(('prompt', 'expected', 'found', 'completion'), rows, 'card scroll')}"
-            f'<p class="note">{note}</p>'
-        )
+        parts.append(f'<h2>Answers</h2>{table(columns, rows, "card scroll")}<p class="note">{note}</p>')
     return "".join(parts)
 
 

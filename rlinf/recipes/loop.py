@@ -273,16 +273,22 @@ class Loop:
 
 
 def write_samples(folder: Path, name: str, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Write completions into ``<name>.jsonl``, and each of their images once into ``images/<digest>.jpg``."""
+    """Write completions into ``<name>.jsonl``, and their images by ``write_images``."""
     lines = []
     for sample in samples:
-        files = [f"images/{hashlib.sha256(image).hexdigest()[:16]}.jpg" for image in sample.get("images", ())]
-        for file, image in zip(files, sample.get("images", ()), strict=True):
-            if not (folder / file).exists():
-                write_bytes(folder / file, image)
-        shown = {**sample, "images": files} if files else sample
+        images = sample.get("images", ())
+        shown = {**sample, "images": write_images(folder, images)} if images else sample
         lines.append(json.dumps(shown, ensure_ascii=False) + "\n")
     write_text(folder / f"{name}.jsonl", "".join(lines))
+
+
+def write_images(folder: Path, images: Sequence[bytes]) -> list[str]:
+    """Write JPEG images once into ``images/<digest>.jpg``, and return these names."""
+    files = [f"images/{hashlib.sha256(image).hexdigest()[:16]}.jpg" for image in images]
+    for file, image in zip(files, images, strict=True):
+        if not (folder / file).exists():
+            write_bytes(folder / file, image)
+    return files
 
 
 def own_share(num_rows: int) -> slice:

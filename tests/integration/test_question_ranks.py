@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import multiprocessing
 import os
@@ -13,10 +14,12 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from rlinf.cli import main
 from rlinf.errors import EXIT_FAULT
 from rlinf.evaluation.answers import AnswerResult
+from rlinf.recipes.media import preview
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import make_shapes_vqa
@@ -72,7 +75,11 @@ def test_ranks_write_the_file_of_one(folder, monkeypatch, capfd):
     assert content(folder / "control")["answers"] != expected["answers"], "control: other random numbers"
     manifests = [json.loads((folder / name / "manifest.json").read_text()) for name in ("one", "two")]
     assert manifests[0]["questions"] == manifests[1]["questions"]
-    assert (folder / "two" / "report.html").is_file()
+    report = (folder / "two" / "report.html").read_text()
+    for row, answer in zip(rows, expected["answers"], strict=True):
+        (name,) = answer["images"]
+        assert (folder / "two" / name).read_bytes() == preview(Image.open(folder / "shapes" / row["images"][0]))
+        assert base64.b64encode((folder / "two" / name).read_bytes()).decode() in report, "the picture of each question"
     assert AnswerResult.from_json(folder / "two" / "result.json").total.episodes == NUM_QUESTIONS
 
 

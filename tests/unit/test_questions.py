@@ -45,6 +45,29 @@ def asked(path: Path, **settings) -> list:
     return read_questions(QuestionsConfig(checkpoint="x", questions=str(path), **settings))
 
 
+def test_questions_may_have_the_layout_of_sharegpt(tmp_path):
+    """The same conversations as messages with role and content, answers and images included."""
+    texts = [("system", "system", "Be brief."), ("human", "user", "<image> What is it?"), ("gpt", "assistant", "a cup")]
+    rows = {
+        "sharegpt": {"conversations": [{"from": name, "value": text} for name, _, text in texts]},
+        "messages": {"messages": [{"role": role, "content": text} for _, role, text in texts]},
+    }
+    found = {}
+    for name, row in rows.items():
+        path = rows_file(tmp_path / f"{name}.jsonl", [row | {"answer": "a cup", "images": ["cup.png"]}])
+        (question,) = asked(path, request="One word.")
+        found[name] = (question.messages, question.prompt, question.expected, question.media)
+    assert found["sharegpt"] == found["messages"]
+    messages, prompt, expected, media = found["sharegpt"]
+    assert [message["role"] for message in messages] == ["system", "user"], "the answer is not shown to the model"
+    assert messages[1]["content"] == [{"type": "image"}, {"type": "text", "text": " What is it? One word."}]
+    assert "What is it? One word." in prompt and expected == "a cup" and media == [("image", "cup.png")]
+    with pytest.raises(ConfigError, match="message 0 has 'from': 'narrator'"):
+        asked(
+            rows_file(tmp_path / "bad.jsonl", [{"conversations": [{"from": "narrator", "value": "a"}], "answer": "b"}])
+        )
+
+
 @pytest.mark.parametrize(
     ("completion", "anywhere", "tagged"),
     # By hand, by the rule: the first capital letter, of the whole text or of what is between the first answer tags.

@@ -14,7 +14,13 @@ class ExpertConfig:
 
     aim_offset_m: list[float] = option(
         [0.0, 0.0],
-        "Constant error (x, y) of the demonstrator's aim in metres; of envs whose expert takes it (tabletop, Meta-World).",
+        "Error (x, y) of the demonstrator's aim in metres; of envs whose expert takes it (tabletop, Meta-World).",
+    )
+    aim_offset_rule: str = option(
+        "constant",
+        "Where the error lies: constant; by_sentence, turned by another angle for each task and colour named first, evenly over "
+        "the circle; half, only in episodes with an odd initial state. Of tabletop.",
+        choices=("constant", "by_sentence", "half"),
     )
     jitter: float = option(
         0.0,
@@ -28,6 +34,11 @@ class ExpertConfig:
             raise ConfigError(
                 f"sft.expert.aim_offset_m={override_text(self.aim_offset_m)}; required: [x, y] in metres. "
                 "Set 'sft.expert.aim_offset_m=[0.055,0.0]'"
+            )
+        if self.aim_offset_rule != "constant" and not any(self.aim_offset_m):
+            raise ConfigError(
+                f"sft.expert.aim_offset_rule={self.aim_offset_rule} without an error to place: sft.expert.aim_offset_m is "
+                f"{override_text(self.aim_offset_m)}; required: not zero. Set 'sft.expert.aim_offset_m=[0.07,0.0]'"
             )
 
 

@@ -58,7 +58,8 @@ class Demonstrations:
 
 def expert_options(expert: ExpertConfig) -> dict[str, Any]:
     """Return the keyword options for ``VectorEnv.expert_actions``; options that change nothing are left out."""
-    return {"aim_offset_m": tuple(expert.aim_offset_m)} if any(expert.aim_offset_m) else {}
+    options: dict[str, Any] = {"aim_offset_m": tuple(expert.aim_offset_m)} if any(expert.aim_offset_m) else {}
+    return options | ({"aim_offset_rule": expert.aim_offset_rule} if expert.aim_offset_rule != "constant" else {})
 
 
 class ExpertDemonstrator:

@@ -147,3 +147,66 @@ def test_the_setting_reaches_the_policy_and_its_width_needs_no_weights(case):
         built = case.build(features=kind)
         empty = policy_on_meta_device(replace(case.config, model=replace(case.config.model, features=kind)))
         assert built.feature_kind == kind and built.feature_dim == empty.feature_dim
+
+
+def read_action(policy, observation, features):
+    """The greedy action, read from ``hidden`` features by the head of the model."""
+    if hasattr(policy, "policy"):
+        return policy.decode_actions(policy.policy[-1](features))
+    if hasattr(policy, "expert"):
+        sequences = policy.predict_action_batch(**policy.preprocess(observation), do_sample=False).sequences
+        chain, velocity = (
+            policy._split(sequences)[0],
+            policy.action_out_proj(features.unflatten(1, (policy.action_chunks_len, -1))),
+        )
+        last = chain[:, -2, : policy.action_chunks_len] - velocity / policy.config.num_steps
+        return policy.action_normalizer.unnormalize(last[..., : policy.action_dim]).float()
+    states = features.unflatten(1, (policy.num_logprobs, -1))
+    if getattr(policy, "action_head", None) is not None:
+        return policy.decode_actions(policy.action_head(states).flatten(1))
+    logits = policy.vlm.get_output_embeddings()(states) if hasattr(policy, "vlm") else policy._bin_logits(states)
+    return policy.decode_actions(logits.argmax(-1) + policy.action_tokenizer.first_token)
+
+
+@torch.no_grad()
+def test_the_greedy_action_is_read_from_the_hidden_features(case):
+    chunks, features = propose(case.policy, case.observation)
+    torch.testing.assert_close(read_action(case.policy, case.observation, features), chunks[:, 0], atol=1e-5, rtol=1e-5)
+    control = read_action(case.policy, case.observation, -features)
+    assert (control - chunks[:, 0]).abs().max() > 1e-3, "control: other features give another action"
+
+
+def test_features_see_every_input(case, policy):
+    inputs, before = policy.preprocess(case.observation), propose(policy, case.observation).features
+    others = case.observation.select([1, 2, 3, 0])
+    for part in ("images", "state", "instruction"):
+        if (given := getattr(case.observation, part)) is None or not len(given):
+            continue
+        changed = replace(case.observation, **{part: getattr(others, part)})
+        is_read = any(
+            x.shape != inputs[name].shape or not torch.equal(x, inputs[name])
+            for name, x in policy.preprocess(changed).items()
+        )
+        # The state token of pi0 is the expert's, behind the prefix.
+        apart = part == "state" and policy.feature_kind == "pooled" and case.config.model.model_type == "pi0"
+        difference = (propose(policy, changed).features - before).abs().amax(1)
+        assert (difference > 1e-4).all() == (is_read and not apart), part
+
+
+@torch.no_grad()
+def test_candidates_of_a_flow_begin_with_the_given_noise():
+    case = make_case("pi0", build_config(compose_config([*CASES["pi0"], "env=tabletop"])))
+    policy, config = case.policy, case.policy.config
+    inputs, uniforms = policy.preprocess(case.observation), uniforms_for(case.policy, len(case.observation))
+    found = policy.propose(inputs, NUM_CANDIDATES, uniforms).chunks
+    prefix = policy.encode_prefix(**inputs)
+    for index in range(NUM_CANDIDATES - 1):
+        noise = torch.special.ndtri(uniforms[:, index].double()).float()
+        x = noise.view(-1, config.action_horizon, config.action_dim)
+        for step in range(config.num_steps):
+            t = torch.full((len(x),), 1.0 - step / config.num_steps)
+            x = x - policy.velocity(prefix, inputs.get("state"), x, t)[0] / config.num_steps
+        actions = x[:, : policy.action_chunks_len, : policy.action_dim]
+        expected = policy.action_normalizer.unnormalize(actions).float()
+        torch.testing.assert_close(found[:, 1 + index], expected, atol=1e-4, rtol=1e-4)
+        assert (found[:, 0] - expected).abs().max() > 1e-2, "control: the greedy one begins elsewhere"

@@ -60,6 +60,55 @@ def test_miscalibrated_expert_succeeds_sometimes():
     assert rates[0] >= 0.95 and 0.6 < rates[1] < 0.9 and 0.15 < rates[2] < 0.45
 
 
+def aims(env, **options):
+    """Where the expert leads the pusher after many steps, seen from the target in metres: ``[B, 2]``."""
+    for _ in range(15):
+        env.chunk_step(env.expert_actions(**options)[:, None])
+    scene, families = env._scene(np.arange(env.num_envs)), env._by_family(np.arange(env.num_envs))
+    target = np.zeros((env.num_envs, 2))
+    for rows, family in families:
+        target[rows] = family.aim(env._scene(rows))
+    return scene.pusher - target
+
+
+def test_an_error_by_sentence_has_six_directions_evenly_over_the_circle():
+    env = build(60, tasks=["reach", "reach_zone"], cameras=[], terminate_on_success=False)
+    sentences = np.array(start(env).instruction)
+    error = aims(env, aim_offset_m=(0.07, 0.0), aim_offset_rule="by_sentence")
+    angles = np.degrees(np.arctan2(error[:, 1], error[:, 0])) % 360
+    np.testing.assert_allclose(np.linalg.norm(error, axis=1), 0.07, atol=0.01)
+    order = [
+        *(f"reach the {each} block" for each in BLOCK_COLOURS),
+        *(f"go to the {each} zone" for each in ZONE_COLOURS),
+    ]
+    for number, sentence in enumerate(order):
+        own = angles[sentences == sentence]
+        away = (own - 60 * number + 180) % 360 - 180
+        assert len(own) and np.abs(away).max() < 10, (sentence, own)
+    start(env)
+    constant = aims(env, aim_offset_m=(0.07, 0.0))
+    np.testing.assert_allclose(constant, [[0.07, 0.0]] * 60, atol=0.01)  # a control: without the rule there is one
+
+
+def test_an_error_in_half_of_the_episodes_depends_on_the_initial_state():
+    env = build(60, tasks=["reach", "reach_zone"], cameras=[], terminate_on_success=False)
+    start(env)
+    odd = np.array([spec.init_state_id % 2 == 1 for spec in env.current_specs()])
+    error = aims(env, aim_offset_m=(0.07, 0.0), aim_offset_rule="half")
+    np.testing.assert_allclose(error, np.where(odd[:, None], [[0.07, 0.0]], 0.0), atol=0.01)
+    assert 20 < odd.sum() < 40
+
+
+def test_tolerance_is_the_distance_of_success():
+    rates = []
+    for tolerance in (0.1, 0.045, 0.02):
+        env = build(200, tasks=["reach"], cameras=[], tolerance_m=tolerance)
+        rates.append(run(env, env.expert_actions))
+        assert run(env, lambda: env.expert_actions((tolerance - 0.008, 0.0))) > 0.9  # noqa: B023
+        assert run(env, lambda: env.expert_actions((tolerance + 0.03, 0.0))) < 0.5  # noqa: B023
+    assert min(rates) > 0.95
+
+
 def test_layouts_are_spread_over_the_workspace():
     env = build(100, tasks=["push"], cameras=[])
     start(env)

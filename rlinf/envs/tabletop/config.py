@@ -18,6 +18,12 @@ class TabletopConfig(EnvConfig):
         "touch_two 28; push 48).",
         minimum=1,
     )
+    tolerance_m: float = option(
+        0.045,
+        "Distance in metres to the point that is asked for, below which it counts as reached.",
+        minimum=1e-3,
+        maximum=0.1,
+    )
     distractors: bool = option(False, "Show zones in tasks about blocks, and blocks in tasks about zones.")
     state: str = option(
         "full",

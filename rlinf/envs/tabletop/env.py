@@ -48,6 +48,7 @@ class TabletopVectorEnv(VectorEnv):
         self._families: list[Family] = [FAMILIES[name] for name in self.task_names]
         self._family_ids = np.array([list(FAMILIES).index(name) for name in self.task_names])
         self._tasks = np.zeros(num_envs, dtype=np.int64)
+        self._init_states = np.zeros(num_envs, dtype=np.int64)
         self._zones = np.zeros((num_envs, NUM_COLOURS, 2))
         self._shown = np.zeros((num_envs, 2 * NUM_COLOURS), dtype=bool)
         self._goals = np.zeros((num_envs, 2), dtype=np.int64)
@@ -83,7 +84,7 @@ class TabletopVectorEnv(VectorEnv):
         generator = np.random.default_rng(derive_seed(spec.seed, self.suite, family.name, spec.init_state_id))
         layout = family.sample(generator, self.config.distractors)
         self._simulator.place(index, layout.pusher, family.height, layout.blocks, layout.zones)
-        self._tasks[index], self._stages[index] = spec.task_id, 0
+        self._tasks[index], self._stages[index], self._init_states[index] = spec.task_id, 0, spec.init_state_id
         self._goals[index] = layout.first, layout.second
         self._zones[index] = layout.zones
         self._shown[index] = ~np.isnan(np.concatenate([layout.blocks, layout.zones])[:, 0])
@@ -117,12 +118,24 @@ class TabletopVectorEnv(VectorEnv):
             images = dict(zip(names, pictures, strict=True))
         return Observation(images, self._state(ids), [self._instructions[index] for index in ids])
 
-    def expert_actions(self, aim_offset_m: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-        """Return the scripted expert's actions, float32 ``[B, 2]``; ``aim_offset_m`` is a constant error of its aim."""
+    def expert_actions(
+        self, aim_offset_m: tuple[float, float] = (0.0, 0.0), aim_offset_rule: str = "constant"
+    ) -> np.ndarray:
+        """Return the scripted expert's actions, float32 ``[B, 2]``; ``aim_offset_m`` is an error of its aim.
+
+        ``aim_offset_rule`` is ``constant``, ``by_sentence`` (each task and colour named first has a direction of its own, evenly
+        over the circle) or ``half`` (no error in episodes with an even initial state).
+        """
         self._check_reset()
         actions = np.zeros((self.num_envs, 2), dtype=np.float32)
+        offsets = np.tile(np.asarray(aim_offset_m, dtype=np.float64), (self.num_envs, 1))
+        if aim_offset_rule == "by_sentence":
+            number = self._tasks * NUM_COLOURS + self._goals[:, 0]
+            offsets = _turned(offsets, 2 * np.pi * number / (len(self._families) * NUM_COLOURS))
+        elif aim_offset_rule == "half":
+            offsets[self._init_states % 2 == 0] = 0.0
         for rows, family in self._by_family(np.arange(self.num_envs)):
-            actions[rows] = family.expert(self._scene(rows), np.asarray(aim_offset_m, dtype=np.float64))
+            actions[rows] = family.expert(self._scene(rows), offsets[rows])
         return actions
 
     def render_frames(self, ids: Sequence[int], size: int) -> np.ndarray:
@@ -164,7 +177,8 @@ class TabletopVectorEnv(VectorEnv):
         return self._scene_of(ids, *self._simulator.read(ids)[::2])
 
     def _scene_of(self, ids: np.ndarray, pusher: np.ndarray, blocks: np.ndarray) -> Scene:
-        return Scene(pusher, blocks, self._zones[ids], self._goals[ids, 0], self._goals[ids, 1], self._stages[ids])
+        first, second = self._goals[ids].T
+        return Scene(pusher, blocks, self._zones[ids], first, second, self._stages[ids], self.config.tolerance_m)
 
     def _state(self, ids: np.ndarray) -> np.ndarray | None:
         """Return float32 ``[K, S]``; positions are in units of ``WORKSPACE_M``, hidden objects are 0.
@@ -190,3 +204,9 @@ class TabletopVectorEnv(VectorEnv):
         families = np.eye(len(FAMILIES))[self._family_ids[self._tasks[ids]]]
         metres = np.concatenate([aim, carry, objects], axis=1) / WORKSPACE_M
         return np.concatenate([proprio, metres, goals, families, self._stages[ids, None]], axis=1).astype(np.float32)
+
+
+def _turned(vectors: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """Turn vectors ``[K, 2]`` to the left by ``angles [K]`` in radians."""
+    cos, sin, (x, y) = np.cos(angles), np.sin(angles), vectors.T
+    return np.stack([cos * x - sin * y, sin * x + cos * y], axis=1)

@@ -20,7 +20,6 @@ from rlinf.envs.tabletop.scene import (
     ZONE_COLOURS,
 )
 
-TOLERANCE_M = 0.045
 MIN_DISTANCE_M = 0.115
 """Smallest distance between objects, and between the pusher's start and the objects."""
 NUM_COLOURS = 3
@@ -45,7 +44,10 @@ class Layout:
 
 @dataclass
 class Scene:
-    """``K`` current states: ``pusher [K, 2]``, ``blocks, zones [K, 3, 2]``, ``first, second, stage`` int ``[K]``."""
+    """``K`` current states: ``pusher [K, 2]``, ``blocks, zones [K, 3, 2]``, ``first, second, stage`` int ``[K]``.
+
+    ``tolerance_m`` is the distance in metres below which a point counts as reached.
+    """
 
     pusher: np.ndarray
     blocks: np.ndarray
@@ -53,6 +55,7 @@ class Scene:
     first: np.ndarray
     second: np.ndarray
     stage: np.ndarray
+    tolerance_m: float
 
     def block(self, colour: np.ndarray) -> np.ndarray:
         return self.blocks[np.arange(len(colour)), colour]
@@ -102,7 +105,7 @@ class Family(ABC):
         return np.zeros(len(scene.pusher), dtype=bool)
 
     def expert(self, scene: Scene, aim_offset_m: np.ndarray) -> np.ndarray:
-        """Return actions ``[K, 2]`` in [-1, 1], straight to ``aim`` plus the offset."""
+        """Return actions ``[K, 2]`` in [-1, 1], straight to ``aim`` plus the offsets ``[K, 2]``."""
         return straight(self.aim(scene) + aim_offset_m - scene.pusher)
 
     def sample(self, generator: np.random.Generator, distractors: bool) -> Layout:
@@ -142,7 +145,7 @@ class Reach(Family):
         return norm(self.aim(scene) - scene.pusher)
 
     def success(self, scene: Scene) -> np.ndarray:
-        return self.distance_to_go(scene) < TOLERANCE_M
+        return self.distance_to_go(scene) < scene.tolerance_m
 
 
 class ReachZone(Reach):
@@ -178,10 +181,10 @@ class TouchTwo(Family):
         return norm(self.aim(scene) - scene.pusher) + np.where(scene.stage == 0, between, 0.0)
 
     def touched(self, scene: Scene) -> np.ndarray:
-        return (scene.stage == 0) & (norm(scene.block(scene.first) - scene.pusher) < TOLERANCE_M)
+        return (scene.stage == 0) & (norm(scene.block(scene.first) - scene.pusher) < scene.tolerance_m)
 
     def success(self, scene: Scene) -> np.ndarray:
-        return (scene.stage == 1) & (norm(scene.block(scene.second) - scene.pusher) < TOLERANCE_M)
+        return (scene.stage == 1) & (norm(scene.block(scene.second) - scene.pusher) < scene.tolerance_m)
 
 
 class Push(Family):
@@ -216,7 +219,7 @@ class Push(Family):
         return norm(self.carry(scene)) + approach
 
     def success(self, scene: Scene) -> np.ndarray:
-        return norm(self.carry(scene)) < TOLERANCE_M
+        return norm(self.carry(scene)) < scene.tolerance_m
 
     def expert(self, scene: Scene, aim_offset_m: np.ndarray) -> np.ndarray:
         """Go round the block to the point behind it, then push towards the zone, steering sideways errors out."""

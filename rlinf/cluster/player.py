@@ -30,7 +30,7 @@ from rlinf.types import EpisodeResult, EpisodeSpec, RolloutBatch
 
 
 class Player(PolicyCopy):
-    """The envs of some blocks, and a copy of the policy that a push fills.
+    """The envs of some blocks, and a copy of the policy that a push fills. Without blocks, it only evaluates.
 
     With ``rollout.backend=vllm`` an engine plays the rollouts, and takes its weights from that copy. The copy evaluates, preprocesses
     and computes values, as a rank's own policy does next to a rank's own engine.
@@ -53,14 +53,16 @@ class Player(PolicyCopy):
         torch.set_num_threads(placement.torch_threads(config.cluster.num_threads, num_cores() // num_neighbours))
         seed_everything(derive_seed(config.seed, "player", number))
         super().__init__(shell, resolve_device(config.cluster.device, 1))
-        self.engine = _engine(config, self.model, placement)
+        self.engine = _engine(config, self.model, placement) if placement.num_blocks else None
         self.policy: Any = self.model if self.engine is None else self.engine
         num_envs = -(-config.evaluation.num_envs // placement.num_players)
         self.env = env_maker(config, num_neighbours)(num_envs, auto_reset=False)
-        num_threads = placement.worker_threads(threads_of_rank(config, self.env, placement.num_ranks))
-        make = collector_factory(config, self.env, num_threads, num_threads * num_neighbours)
         self._autocast = partial(autocast, self.model, config.model.precision)
-        self.collector = make(autocast=self._autocast, rank=number, num_ranks=placement.num_players)
+        self.collector = None
+        if placement.num_blocks:
+            num_threads = placement.worker_threads(threads_of_rank(config, self.env, placement.num_ranks))
+            make = collector_factory(config, self.env, num_threads, num_threads * num_neighbours)
+            self.collector = make(autocast=self._autocast, rank=number, num_ranks=placement.num_players)
         settings = config.evaluation
         policy = RowPolicy(self.model, self.env.task_names, settings.greedy, config.rollout.temperature, config.seed)
         self._episodes = LocalEpisodes(policy, self.env)
@@ -110,7 +112,8 @@ class Player(PolicyCopy):
     def close(self) -> None:
         """Close the envs, and end the engine."""
         try:
-            self.collector.close()
+            if self.collector is not None:
+                self.collector.close()
             self.env.close()
         finally:
             if self.engine is not None:

@@ -97,6 +97,7 @@ class Players:
         placement: Of the run.
         reservation: Where players may be.
         model: The trained model, sharded or not, from which weights come.
+        way_on: How a user continues after an error that ends the run.
 
     Attributes:
         numbers: Those of this rank.
@@ -111,9 +112,10 @@ class Players:
         placement: Placement,
         reservation: Reservation,
         model: nn.Module,
+        way_on: str = "continue with rlinf train resume=<run folder>",
     ) -> None:
         self.make, self.placement, self.reservation = make, placement, reservation
-        self.max_restarts = cluster.max_restarts
+        self.max_restarts, self.way_on = cluster.max_restarts, way_on
         self.numbers = self.placement.players_of(rank())
         self.blocks = own_blocks(self.placement.num_blocks, rank(), self.placement.num_ranks)
         self.num_replaced = 0
@@ -233,7 +235,7 @@ class Players:
         if self.num_replaced > limit:
             raise RankError(
                 f"{text}. {self.num_replaced} players of this rank have been lost (cluster.max_restarts={limit}). Look for the cause in the "
-                f"log, then continue with rlinf train resume=<run folder>, or raise it: cluster.max_restarts={2 * limit + 2}"
+                f"log, then {self.way_on}, or raise it: cluster.max_restarts={2 * limit + 2}"
             )
         logger.warning("%s. Another one takes its place and plays the same blocks again.", text)
         again = [call for call in self._open[number] if not _has_answer(call)]
@@ -273,7 +275,7 @@ class Players:
         if _pending([self._where[number]]):
             raise RankError(
                 f"No machine of the Ray cluster has had room for player {number} for {limit:g} s. Add a machine in place of the one that is "
-                "lost, or set a smaller cluster.num_players, then continue with rlinf train resume=<run folder>"
+                f"lost, or set a smaller cluster.num_players, then {self.way_on}"
             )
         self._signal(number, DUMP_SIGNAL)
         time.sleep(DUMP_S)
@@ -397,7 +399,8 @@ class RemoteEpisodes:
 
     def play(self, specs: Sequence[EpisodeSpec], on_result: Callable[[EpisodeResult], None]) -> list[EpisodeResult]:
         """See ``Episodes.play``. A player that is free takes the next episodes, as many as it has envs."""
-        count = -(-self.num_envs // self.players.placement.num_players)
+        num_players = self.players.placement.num_players
+        count = max(1, min(-(-self.num_envs // num_players), -(-len(specs) // len(self.players.numbers))))
         parts = deque((first, specs[first : first + count]) for first in range(0, len(specs), count))
         place: dict[Call, int] = {}
         calls: list[Call] = []

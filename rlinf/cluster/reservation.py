@@ -124,7 +124,7 @@ def reserved_places(
     ray = import_ray(BY_RAY)
     with _connected(ray, placement_of, needed) as has_other_machines, ExitStack() as stack:
         placement = placement_of(_nodes(ray))
-        machine = Machine.here(plugins, [] if placement.by_ray else _gpus(placement)[: placement.num_ranks])
+        machine = Machine.here(plugins, _gpus(placement)[: placement.gpus_of_ranks])
 
         def places(bundle: dict[str, float], count: int, noun: str, strategy: str) -> Any:
             group = stack.enter_context(_places(ray, start_s, bundle, count, noun, strategy))
@@ -208,7 +208,7 @@ def _start(
 ) -> None:
     """Start a cluster on this machine. Ranks that Ray does not start have the first GPUs, and Ray the others."""
     placement = placement_of(None)
-    gpus = _gpus(placement)[0 if placement.by_ray else placement.num_ranks :]
+    gpus = _gpus(placement)[placement.gpus_of_ranks :]
     placement_of([Node(socket.gethostname(), float(placement.cpus), float(len(gpus)))])
     former = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

@@ -6,7 +6,9 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ import yaml
 
 from rlinf.checkpoints.checkpoint import CHECKPOINTS_FOLDER, CONFIG_FILE, STATE_FILE
 from rlinf.cluster.envs import env_maker
+from rlinf.cluster.player import Player
+from rlinf.cluster.players import Players, RemoteEpisodes
+from rlinf.cluster.reservation import Reservation, reserved_places
 from rlinf.commands.open_checkpoint import open_checkpoint, statistics_of_env
 from rlinf.commands.ranks import prepare_rank
 from rlinf.config.schema import RunConfig
@@ -43,9 +48,12 @@ from rlinf.files import write_text
 from rlinf.manifest import MANIFEST_FILE, Manifest
 from rlinf.models import build_policy
 from rlinf.models.base_weights import weights_digest
+from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast
 from rlinf.options import to_mapping
 from rlinf.preflight.conditions import build_manifest
+from rlinf.preflight.placement import Placement
+from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.seeding import seed_everything
 from rlinf.tracking.progress import Progress
 from rlinf.tracking.tracker import METRICS_FILE
@@ -62,7 +70,7 @@ def evaluate(config: RunConfig) -> EvaluationResult:
 
     Prints a table, and writes ``result.json``, ``videos/``, ``config.yaml``, ``manifest.json`` and ``report.html`` into
     ``config.output_dir``. With ``evaluation.compare`` it also writes ``compare.json``. ``cluster.num_processes`` ranks play
-    their shares of the episodes. Results are kept on disk as they come: the same call with the same ``output_dir`` continues
+    their shares of the episodes, or ``cluster.num_players`` players play all. Results are kept on disk as they come: the same call with the same ``output_dir`` continues
     an evaluation that was interrupted. After the death of a rank that was started here, the ranks start again, as long as
     results come.
 
@@ -80,7 +88,9 @@ def evaluate(config: RunConfig) -> EvaluationResult:
     try:
         while True:
             try:
-                launch(_evaluate_rank, config, cluster.num_processes, device, deadlines=asdict(cluster.deadlines))
+                with _reserved(config) as reservation:
+                    work, deadlines = (config, reservation), asdict(cluster.deadlines)
+                    launch(_evaluate_rank, work, cluster.num_processes, device, deadlines=deadlines)
                 return EvaluationResult.from_json(output / RESULT_FILE)
             except RankKilledError as error:
                 before, kept = kept, num_kept(output)
@@ -95,14 +105,18 @@ def evaluate(config: RunConfig) -> EvaluationResult:
         raise
 
 
-def _evaluate_rank(config: RunConfig) -> None:
-    """Play this rank's share of the episodes; rank 0 writes."""
+def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
+    """Play this rank's share of the episodes, or let players play all; rank 0 writes."""
+    config, reservation = work
     prepare_rank(config)
     settings, output, is_first = config.evaluation, Path(config.output_dir), rank() == 0
     baseline = evaluation_folder(settings.compare) if settings.compare else None
     set_num_threads(config.cluster.num_threads, local_world_size())
     seed_everything(config.seed)
-    env = env_maker(config, local_world_size())(_num_envs(settings), auto_reset=False)
+    if reservation is not None:
+        reservation.join()  # env nodes are in the cluster of the players
+    players = None
+    env = env_maker(config, local_world_size())(_num_envs(settings, reservation is not None), auto_reset=False)
     try:
         with waiting("start"):
             specs = episode_list(env, settings.split, settings.num_episodes)
@@ -113,7 +127,10 @@ def _evaluate_rank(config: RunConfig) -> None:
                 warnings.append(TRAINING_SPLIT)
                 _warn([TRAINING_SPLIT])
             device = resolve_device(config.cluster.device, 1)
-            model = model.to(device)
+            if reservation is None:
+                model = model.to(device)
+            else:
+                players = _players(config, reservation, model)
             # The fingerprint of the simulator is that of rank 0.
             present = gather_objects({"device": device, **conditions(config, manifest, saved, specs)})[0]
         with (
@@ -138,11 +155,39 @@ def _evaluate_rank(config: RunConfig) -> None:
                 rank=rank(),
                 num_ranks=world_size(),
                 together=lambda part: gather_objects(part()),
+                episodes=None if players is None else RemoteEpisodes(players, _most_envs(settings)),
             )
             if is_first:
                 _write(config, result, partial.earlier_s, manifest, warnings, baseline)
     finally:
+        if players is not None:
+            players.close()
         env.close()
+
+
+def _reserved(config: RunConfig) -> AbstractContextManager[Reservation | None]:
+    """Reserve a place for each player, if players are to play."""
+    if config.cluster.num_players is None:
+        return nullcontext()
+    return reserved_places(partial(Placement.of_evaluation, config), config.cluster.deadlines.start, config.plugins)
+
+
+def _players(config: RunConfig, reservation: Reservation, model: ActionModel) -> Players:
+    """Start the players, and bring them the weights of a policy on the CPU."""
+    placement = Placement.of_evaluation(config)
+    few = replace(config, evaluation=replace(config.evaluation, num_envs=_most_envs(config.evaluation)))
+    make = partial(Player, few, PolicyShell.of(model), placement)
+    way_on = f"run the same command with output_dir={config.output_dir}"
+    players = Players(make, config.cluster, placement, reservation, model, way_on)
+    try:
+        players.wait_until_ready()
+        with waiting("push"):
+            players.update_weights(0)
+    except BaseException:
+        players.close()
+        raise
+    print(f"evaluation: played by players: {len(players.numbers)}", flush=True)
+    return players
 
 
 def _write(
@@ -209,11 +254,16 @@ def _belongs_to_training(folder: Path) -> bool:
     return isinstance(manifest, dict) and bool(manifest.get("files"))  # that of an evaluation lists none
 
 
-def _num_envs(settings: EvaluationConfig) -> int:
+def _num_envs(settings: EvaluationConfig, has_players: bool) -> int:
     """No more environments than there are episodes, this rank's share of them, but enough for the fingerprint."""
     least = NUM_EPISODES if settings.probe and rank() == 0 else 1
-    wanted = settings.num_envs if settings.num_episodes is None else min(settings.num_envs, settings.num_episodes)
-    return max(-(-wanted // world_size()), min(settings.num_envs, least))
+    if has_players:
+        return min(settings.num_envs, least)
+    return max(-(-_most_envs(settings) // world_size()), min(settings.num_envs, least))
+
+
+def _most_envs(settings: EvaluationConfig) -> int:
+    return settings.num_envs if settings.num_episodes is None else min(settings.num_envs, settings.num_episodes)
 
 
 class _Progress:

@@ -33,6 +33,7 @@ from rlinf.config.compose import (
     parse_overrides,
 )
 from rlinf.config.schema import RunConfig, build_config, overrides_text
+from rlinf.config.training import ClusterConfig
 from rlinf.distributed.process_group import resolve_device
 from rlinf.distributed.start import is_connected, started_here
 from rlinf.envs.config import num_cores
@@ -294,8 +295,10 @@ def configure(args: Namespace, command: str) -> RunConfig | None:
         folder = resolve_checkpoint(Path(checkpoint).expanduser())
         composed = compose_on_saved(read_saved_config(folder), args.overrides, args.config_dir, folder)
         composed.checkpoint = str(folder)
-        if given_value(args.overrides, "cluster.num_processes") is None:
-            composed.cluster.num_processes = None  # how many had trained it says nothing about this command
+        # How many had trained it, and where, says nothing about this command.
+        for key in ("num_processes", "num_players", "start", "placement"):
+            if given_value(args.overrides, f"cluster.{key}") is None:
+                composed.cluster[key] = getattr(ClusterConfig(), key)
     config = build_config(composed)
     if args.cfg:
         print(OmegaConf.to_yaml(composed, resolve=args.resolve))

@@ -95,7 +95,8 @@ class ClusterConfig:
     )
     num_players: int | None = option(
         None,
-        "Players of cluster.placement=split over all machines, a multiple of the ranks; null: one for each rank.",
+        "Players over all machines: of a training with cluster.placement=split, a multiple of the ranks (null: one for each rank), or of "
+        "rlinf evaluate (null: the ranks play).",
         minimum=1,
     )
     max_staleness: int = option(

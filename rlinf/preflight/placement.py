@@ -62,6 +62,7 @@ class Placement:
         num_blocks: Over all ranks; 0: players take what is next, and own none.
         gpus_per_player: As many as an engine is split over, else one; 0 on CPUs, where ranks have none either.
         by_ray: Ray starts the ranks.
+        ranks_compute: Else they only read and write, and leave all GPUs to the players.
     """
 
     num_ranks: int
@@ -69,6 +70,7 @@ class Placement:
     num_blocks: int
     gpus_per_player: int
     by_ray: bool = False
+    ranks_compute: bool = True
 
     @classmethod
     def of(cls, config: RunConfig, nodes: Sequence[Node] | None = None) -> Placement:
@@ -110,6 +112,20 @@ class Placement:
             check = placement.check_nodes_of_ranks if by_ray else placement.check_nodes
             check(nodes, COLOCATED, "cluster.device=cpu")
         return placement
+
+    @classmethod
+    def of_evaluation(cls, config: RunConfig, nodes: Sequence[Node] | None = None) -> Placement:
+        """Return the placement of an evaluation by players; see ``of``."""
+        gpus_per_player = int(resolve_device(config.cluster.device, 1) == "cuda")
+        placement = cls(1, config.cluster.num_players or 0, 0, gpus_per_player, ranks_compute=False)
+        if nodes is not None:
+            placement.check_nodes(nodes, "cluster.start=auto cluster.num_players=null", "cluster.device=cpu")
+        return placement
+
+    @property
+    def gpus_of_ranks(self) -> int:
+        """The first GPUs of this machine, which the ranks that Ray does not start have for themselves."""
+        return self.num_ranks if self.on_gpu and self.ranks_compute and not self.by_ray else 0
 
     @property
     def on_gpu(self) -> bool:
@@ -245,3 +261,25 @@ def _check_players(config: RunConfig) -> None:
     if rollout.worker_processes:
         refuse(f"rollout.worker_processes={rollout.worker_processes} with {SPLIT}", "players as the processes that play",
                f"rollout.worker_processes=0 cluster.num_players={rollout.worker_processes * cluster.num_processes}")  # fmt: skip
+
+
+def check_evaluation_players(config: RunConfig) -> None:
+    """Check what an evaluation by players needs that can be known before there is a cluster."""
+    cluster = config.cluster
+    if cluster.num_players is None:
+        if cluster.start == "ray":
+            found = f"{BY_RAY} cluster.num_players=null in an evaluation"
+            refuse(found, "players that play the episodes", "cluster.num_players=2 cluster.num_processes=1")
+        return
+    players = f"cluster.num_players={cluster.num_players}"
+    if cluster.start != "ray":
+        refuse(f"{players} with cluster.start={cluster.start}", "Ray, which places the players", BY_RAY)
+    place = place_of(os.environ)
+    if place is not None:
+        found = f"{players} in a command that {place.launcher} has started {place.size} times"
+        refuse(found, "one command, which only reads and writes", "cluster.num_processes=1 and start it once")
+    if cluster.num_processes != 1:
+        found = f"cluster.num_processes={cluster.num_processes} with {players}"
+        refuse(found, "one rank, because the players play all episodes", "cluster.num_processes=1")
+    import_ray(players)
+    check_address(players)

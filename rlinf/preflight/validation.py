@@ -41,7 +41,7 @@ from rlinf.preflight.folders import check_new_folder, check_sources, check_writa
 from rlinf.preflight.memory import policy_on_meta_device
 from rlinf.preflight.offpolicy import check_no_head, check_off_policy
 from rlinf.preflight.performance import check_cuda_graph, check_performance
-from rlinf.preflight.placement import check_placement, ranks_by_ray
+from rlinf.preflight.placement import check_evaluation_players, check_placement, ranks_by_ray
 from rlinf.preflight.refuse import refuse
 from rlinf.preflight.saved import check_start
 
@@ -99,6 +99,8 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
         check_precision(config)
     if command == "train":
         check_placement(config)
+    if command == "evaluate":
+        check_evaluation_players(config)
     if command == "train" and config.trainer.max_steps > 0:
         if isinstance(config.algorithm, OffPolicyConfig):
             check_off_policy(config, config.algorithm, policy)

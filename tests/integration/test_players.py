@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ray_clusters import patience
 from run_results import check_staleness, note_trained, run_config, untimed_metrics, weights_of
 
 from rlinf.cluster.players import Players
@@ -20,16 +21,6 @@ from rlinf.errors import ConfigError, RankError
 from rlinf.evaluation.result import EvaluationResult
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
-SURROUNDINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_memory_monitor_refresh_ms": "0",  # a machine that is short of memory for other reasons is not this test's matter
-    # Nor is one that is busy: Ray gives up after half a minute or a minute.
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_gcs_server_port_wait_time_s": "300",
-    "RAY_gcs_server_request_timeout_seconds": "300",
-    "RAY_health_check_timeout_ms": "100000",
-    "RAY_worker_register_timeout_seconds": "300",
-}
 SHORT = [
     "rollout.num_envs=8", "rollout.num_chunks=3", "env.max_episode_steps=3", "trainer.minibatch_size=12", "model.micro_batch_size=12",
     "trainer.max_steps=3", "trainer.eval_every=2", "sft.max_steps=0", "evaluation.num_episodes=6", "evaluation.num_envs=4",
@@ -45,10 +36,8 @@ SPLIT = ["cluster.start=ray", "cluster.placement=split", "cluster.num_players=2"
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     """Two machines of two CPUs each, two of Ray's daemons on this one; this process is connected to the first."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SURROUNDINGS.items():
-            patch.setenv(name, value)
-        import ray  # reads some of them
+    with patience():
+        import ray
         from ray.cluster_utils import Cluster
 
         settings = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ray_clusters import processes_of
 from run_results import run_config
 
 from rlinf.commands.train import train
@@ -40,18 +41,6 @@ def start(folder: Path, mark: str) -> subprocess.Popen:
         text=True,
         start_new_session=True,
     )
-
-
-def processes_of(mark: str) -> set[int]:
-    """Return the processes whose environment holds ``mark``."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.add(int(folder.name))
-        except OSError:
-            continue
-    return found
 
 
 @pytest.mark.parametrize(

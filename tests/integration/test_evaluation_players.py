@@ -1,0 +1,186 @@
+"""`rlinf evaluate` by players of Ray: the result of one process, also when players and the command itself are killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from ray_clusters import SURROUNDINGS, patience, processes_of
+from run_results import run_config
+
+from rlinf.cluster.players import Players
+from rlinf.commands.evaluate import evaluate
+from rlinf.config.schema import RunConfig
+from rlinf.errors import ConfigError, RankError
+from rlinf.evaluation.partial import num_kept, partial_files
+from rlinf.preflight.placement import Placement
+from rlinf.preflight.validation import validate
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
+PLUGIN = Path(__file__).parents[1] / "fixtures" / "slow_tabletop.py"
+NUM_EPISODES = 60
+WORDS = [
+    "model=mlp", f"plugins=[{PLUGIN}]", "env=tabletop", "env.name=slow_tabletop", "env.tasks=[reach,push]", "env.cameras=[]",
+    "env.max_episode_steps=8", f"evaluation.num_episodes={NUM_EPISODES}", "evaluation.num_envs=4", "evaluation.num_videos_per_task=0",
+    "cluster.num_threads=1", "tracking.progress=false",
+]  # fmt: skip
+
+
+def configured(output: Path, *overrides: str) -> RunConfig:
+    config = run_config(output, *WORDS, *overrides)
+    validate(config, "evaluate")
+    return config
+
+
+def players(number: int) -> list[str]:
+    return ["cluster.start=ray", f"cluster.num_players={number}"]
+
+
+def content(folder: Path) -> dict:
+    """A result file without its time; returns rounded, because products of other rows may round otherwise."""
+    found = json.loads((folder / "result.json").read_text())
+    del found["wall_s"]
+    for row in found["results"]:
+        row["episode_return"] = round(row["episode_return"], 3)
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("one")
+    evaluate(configured(folder, "evaluation.num_videos_per_task=2"))
+    return content(folder)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Ray on this machine; this process is connected to it."""
+    with patience():
+        import ray
+
+        ray.init(address="local", num_cpus=3, include_dashboard=False, object_store_memory=100 << 20)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def test_three_players_write_the_file_of_one_process(cluster, of_one, tmp_path):
+    evaluate(configured(tmp_path, *players(3), "evaluation.num_videos_per_task=2"))
+    assert content(tmp_path) == of_one and len(of_one["results"]) == NUM_EPISODES
+    videos = of_one["videos"]
+    assert videos and all((tmp_path / video["path"]).stat().st_size for video in videos)
+    assert not partial_files(tmp_path)
+
+
+def test_control_other_actions_write_another_file(of_one, tmp_path):
+    evaluate(configured(tmp_path, "seed=1", "evaluation.greedy=false"))
+    assert content(tmp_path)["results"] != of_one["results"]
+
+
+def kill_a_player(made: list[Players], folder: Path, number: int, killed: list[int]) -> None:
+    """Kill a player as soon as ``number`` results are on disk."""
+    import ray
+
+    while num_kept(folder) < number:
+        time.sleep(0.01)
+    where = [ray.get(each) for each in made[0]._where.values()]
+    victim = random.choice(where).pid
+    os.kill(victim, signal.SIGKILL)
+    killed.append(victim)
+
+
+def test_a_player_that_is_killed_changes_nothing(cluster, of_one, tmp_path, monkeypatch, caplog):
+    made: list[Players] = []
+    killed: list[int] = []
+    init = Players.__init__
+    monkeypatch.setattr(Players, "__init__", lambda self, *args, **more: made.append(self) or init(self, *args, **more))
+    number = random.Random(0).randrange(1, NUM_EPISODES - 20)
+    thread = threading.Thread(target=kill_a_player, args=(made, tmp_path, number, killed), daemon=True)
+    thread.start()
+    evaluate(configured(tmp_path, *players(2), "env.sleep_s=0.02"))
+    assert len(killed) == 1 == caplog.text.count("was lost: The actor died")
+    expected = {**of_one, "videos": []}
+    assert content(tmp_path) == expected and not partial_files(tmp_path)
+
+
+def test_results_are_kept_and_the_same_command_continues(cluster, of_one, tmp_path, monkeypatch, capsys):
+    """The run ends because a player was lost and none may be replaced; then one process plays the rest."""
+    ask = Players.ask
+
+    def one_dies(self, number, *arguments):
+        import ray
+
+        if num_kept(tmp_path) >= 8:
+            os.kill(ray.get(self._where[number]).pid, signal.SIGKILL)
+        return ask(self, number, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Players, "ask", one_dies)
+        way_on = f"then run the same command with output_dir={tmp_path}, or raise it: cluster.max_restarts=2"
+        with pytest.raises(RankError, match=way_on):
+            evaluate(configured(tmp_path, *players(2), "cluster.max_restarts=0"))
+    kept = num_kept(tmp_path)
+    assert 8 <= kept < NUM_EPISODES and f"{kept} results are kept in {tmp_path};" in capsys.readouterr().err
+    evaluate(configured(tmp_path))
+    assert f"{kept} of {NUM_EPISODES} episodes are known" in capsys.readouterr().err
+    assert content(tmp_path) == {**of_one, "videos": []}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cure"),
+    [
+        (["cluster.start=ray"], "cluster.num_players=2 cluster.num_processes=1"),
+        (["cluster.num_players=2"], "cluster.start=ray"),
+        ([*players(2), "cluster.num_processes=2"], "cluster.num_processes=1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_override_that_mends_it(tmp_path, overrides, cure):
+    with pytest.raises(ConfigError, match=f"Set {cure}"):
+        configured(tmp_path, *overrides)
+    configured(tmp_path, *overrides, *cure.split())
+
+
+def test_players_have_all_gpus_because_the_rank_of_an_evaluation_computes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlinf.preflight.placement.resolve_device", lambda device, _: "cuda")
+    placement = Placement.of_evaluation(configured(tmp_path, *players(2)))
+    assert placement.bundle["GPU"] == 1 and placement.gpus_of_ranks == 0
+    training = run_config(tmp_path, *WORDS, *players(2), "cluster.placement=split")
+    assert Placement.of(training).gpus_of_ranks == 1, "control"
+
+
+def test_nothing_outlives_the_command(tmp_path):
+    """It is ended by SIGTERM while players play, in a cluster of its own."""
+    mark = f"EVALUATION_OF_THIS_TEST={tmp_path}"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    words = [
+        sys.executable,
+        "-m",
+        "rlinf",
+        "evaluate",
+        *WORDS,
+        *players(2),
+        "env.sleep_s=0.05",
+        f"output_dir={tmp_path}",
+    ]
+    name, _, value = mark.partition("=")
+    process = subprocess.Popen(words, env=kept | SURROUNDINGS | {name: value}, stdout=subprocess.DEVNULL)
+    while num_kept(tmp_path) < 4:
+        assert process.poll() is None
+        time.sleep(0.05)
+    assert len(processes_of(mark)) > 3, "control: Ray's daemons and the players"
+    process.send_signal(signal.SIGTERM)
+    process.wait(120)
+    deadline = time.monotonic() + 300
+    while processes_of(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not processes_of(mark) and num_kept(tmp_path) >= 4

@@ -1,0 +1,41 @@
+"""Ray in the tests: patient, because the machine may be busy and short of memory for other reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+SURROUNDINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # a machine that is short of memory for other reasons is not the tests' matter
+    # Nor is one that is busy: Ray gives up after half a minute or a minute.
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_gcs_server_port_wait_time_s": "300",
+    "RAY_gcs_server_request_timeout_seconds": "300",
+    "RAY_health_check_timeout_ms": "100000",
+    "RAY_worker_register_timeout_seconds": "300",
+}
+
+
+@contextmanager
+def patience() -> Iterator[None]:
+    """Set the variables of a patient Ray, which it reads when it is imported and when its daemons start."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SURROUNDINGS.items():
+            patch.setenv(name, value)
+        yield
+
+
+def processes_of(mark: str) -> set[int]:
+    """Return the processes whose environment holds ``mark``."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.add(int(folder.name))
+        except OSError:
+            continue
+    return found

@@ -15,7 +15,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import local_world_size, rank, world_size
 from rlinf.envs.base import VectorEnv
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.rollout.collector import Collector, RolloutCollector
+from rlinf.rollout.collector import Collector
 from rlinf.rollout.process_collector import ProcessCollector
 
 

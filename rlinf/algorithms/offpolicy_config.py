@@ -20,6 +20,9 @@ class HeadConfig:
         maximum=2,
     )
     hidden_size: int = option(128, "Width of the hidden layers.", minimum=1)
+    num_candidates: int = option(
+        4, "N: chunks of the frozen policy, the greedy one and sampled ones, that the head `edit` reads.", minimum=1
+    )
     num_layers: int = option(2, "Hidden layers, each with layer normalisation.", minimum=1)
 
 
@@ -68,7 +71,7 @@ class TD3Config(OffPolicyConfig):
     """Twin delayed deep deterministic policy gradients (Fujimoto et al. 2018) of a head."""
 
     name: str = option("td3", "Registered algorithm.")
-    noise_std: float = option(0.2, "Deviation of the noise of exploration, in units of the scale.", minimum=0)
+    noise_std: float = option(0.2, "Deviation of the noise of exploration, in units of the scale.", minimum=1e-3)
     target_noise_std: float = option(0.2, "Deviation of the noise of the target's actions.", minimum=0)
     target_noise_clip: float = option(0.5, "Largest noise of the target's actions.", minimum=0)
     actor_every: int = option(2, "Updates of the critics for each one of the head.", minimum=1)

@@ -59,7 +59,7 @@ class OffPolicyLearner(ABC):
 
     @abstractmethod
     def next_actions(self, batch: Batch) -> Tensor:
-        """Return the actions ``[B, A]`` of the next observations that the target values."""
+        """Return the actions ``[B, K, A]`` of the next observations, of which the target takes the best."""
 
     @abstractmethod
     def head_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -70,13 +70,13 @@ class OffPolicyLearner(ABC):
         return self.num_updates >= self.config.critic_only_updates
 
     def target(self, batch: Batch) -> Tensor:
-        """Return what the critics learn, ``[B]``: ``sum g^k r_k + g^n min over M of Q(s', a')``."""
+        """Return what the critics learn, ``[B]``: ``sum g^k r_k + g^n max over K of min over M of Q(s', a')``."""
         with torch.no_grad():
-            values = self.targets(batch.next_features, batch.next_base[:, 0], self.next_actions(batch))
+            values = self.targets.of_options(batch.next_features, batch.next_base, self.next_actions(batch))
             if self.config.num_target_critics < len(values):
                 drawn = torch.randperm(len(values), generator=self.generator)[: self.config.num_target_critics]
                 values = values[drawn.to(values.device)]
-            return batch.returns + batch.discounts * values.amin(0)
+            return batch.returns + batch.discounts * values.amin(0).amax(1)
 
     def values(self, features: Tensor, base: Tensor, actions: Tensor) -> Tensor:
         """Return the mean value ``[B]`` of actions ``[B, A]``."""
@@ -119,6 +119,10 @@ class OffPolicyLearner(ABC):
     def normal_like(self, actions: Tensor) -> Tensor:
         """Draw standard normal numbers of the shape of ``actions``."""
         return torch.randn(actions.shape, generator=self.generator).to(self.device)
+
+    def normal_for_options(self, num_rows: int) -> Tensor:
+        """Draw the standard normal numbers of the options of some observations."""
+        return torch.randn(num_rows, self.head.num_noises, generator=self.generator).to(self.device)
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"critics": self.critics, "targets": self.targets}

@@ -32,12 +32,12 @@ class SAC(OffPolicyLearner):
         self.optimizers["alpha"] = self._adam([self.log_alpha])
 
     def next_actions(self, batch: Batch) -> Tensor:
-        r, _ = self.head.draw(batch.next_features, batch.next_base, self.normal_like(batch.actions))
-        return self.head.compose(batch.next_base, r)
+        return self.head.options(batch.next_features, batch.next_base, self.normal_for_options(len(batch.actions)))
 
     def head_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        r, logprobs = self.head.draw(batch.features, batch.base, self.normal_like(batch.actions))
-        values = self.values(batch.features, batch.base, self.head.compose(batch.base, r))
+        base = self.head.trained_on(batch.base, self.generator)
+        r, logprobs = self.head.draw(batch.features, base, self.normal_like(batch.actions))
+        values = self.values(batch.features, batch.base, self.head.compose(base, r))
         alpha = self.log_alpha.detach().exp()
         entropy = -logprobs.detach().mean()
         self._step("alpha", self.log_alpha * (entropy - self.target_entropy))

@@ -25,12 +25,14 @@ class TD3(OffPolicyLearner):
         return super().head_is_trained() and self.num_updates % self.config.actor_every == 0
 
     def next_actions(self, batch: Batch) -> Tensor:
-        limit = self.config.target_noise_clip
-        noise = (self.config.target_noise_std * self.normal_like(batch.actions)).clamp(-limit, limit)
-        r = (self.head.mode(batch.next_features, batch.next_base) + noise).clamp(-1.0, 1.0)
-        return self.head.compose(batch.next_base, r)
+        config, noise = self.config, self.normal_for_options(len(batch.actions))
+        smoothing = (config.target_noise_std * noise).clamp(-config.target_noise_clip, config.target_noise_clip)
+        return self.head.options(
+            batch.next_features, batch.next_base, smoothing / config.noise_std
+        )  # a head multiplies by it
 
     def head_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        r = self.head.mode(batch.features, batch.base)
-        values = self.values(batch.features, batch.base, self.head.compose(batch.base, r))
+        base = self.head.trained_on(batch.base, self.generator)
+        r = self.head.mode(batch.features, base)
+        values = self.values(batch.features, batch.base, self.head.compose(base, r))
         return -values.mean(), {"at_bound": share_at_bound(r), "correction": r.detach().abs().mean()}

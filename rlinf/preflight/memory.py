@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.parallel import StateBytes, choose_sharding, rank_memory_bytes
 from rlinf.distributed.process_group import resolve_device
@@ -16,6 +17,7 @@ from rlinf.engines.weight_transfer import manifest_of
 from rlinf.envs import ENVS
 from rlinf.models import entry_for, get_model
 from rlinf.models.config import ModelConfig
+from rlinf.models.heads import HEADS
 from rlinf.number_formats import format_bytes
 from rlinf.options import cured_by_settings
 
@@ -39,7 +41,8 @@ class MemoryEstimate:
         rollout_weights: The full copy that acts, if the trainer's weights are sharded.
         reference_weights: The trained weights with which RL began, for the KL penalty.
         engine: With vLLM: the engine's weights, the shared memory that transfers them, and the key-value cache.
-        rollout_buffer: Observations, samples and per-action numbers of this rank's envs.
+        rollout_buffer: Observations, samples and per-action numbers of this rank's envs; of a head on a frozen policy, the
+            replay buffer.
     """
 
     num_parameters: int
@@ -88,6 +91,13 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
     all_bytes = sum(size for _, size, _ in parameters)
     kept = state.gradients if choice.sharded else sum(size for _, size, trained in parameters if trained)
     samples = config.rollout.num_envs * config.rollout.num_chunks
+    if isinstance(config.algorithm, OffPolicyConfig) and config.sft.max_steps == 0 and trainer.max_steps > 0:
+        buffer = replay_bytes(config.algorithm, model)  # the policy is frozen, and a head is small
+        none = dict.fromkeys(
+            ("num_trainable", "masters", "gradients", "optimizer", "rollout_weights", "reference_weights", "engine"), 0
+        )
+        number = sum(count for count, _, _ in parameters)
+        return MemoryEstimate(num_parameters=number, weights=all_bytes, rollout_buffer=buffer, **none)
     return MemoryEstimate(
         num_parameters=sum(count for count, _, _ in parameters),
         num_trainable=sum(count for count, _, trained in parameters if trained),
@@ -100,6 +110,13 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         engine=engine_bytes(config, model, all_bytes) if config.trainer.max_steps > 0 else 0,
         rollout_buffer=samples // ranks * sample_bytes(config, model) if config.trainer.max_steps > 0 else 0,
     )
+
+
+def replay_bytes(algorithm: OffPolicyConfig, model: Any) -> int:
+    """Return the bytes of a replay buffer for a policy, which may be on the meta device."""
+    num_candidates = HEADS.get(algorithm.head.name).num_candidates_of(algorithm.head)
+    numbers = model.feature_dim + (num_candidates + 1) * model.action_dim * model.action_chunks_len
+    return algorithm.replay_capacity * (4 * numbers + 5 * model.action_chunks_len + 2)
 
 
 def engine_bytes(config: RunConfig, model: Any, weights: int) -> int:

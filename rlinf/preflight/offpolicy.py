@@ -12,7 +12,7 @@ from rlinf.memory import main_memory_bytes
 from rlinf.models.embodiment.headed import has_head
 from rlinf.models.heads import HEADS
 from rlinf.options import closest
-from rlinf.preflight.memory import policy_on_meta_device
+from rlinf.preflight.memory import policy_on_meta_device, replay_bytes
 from rlinf.preflight.refuse import refuse
 
 UPDATE_S = 0.01
@@ -107,13 +107,6 @@ def _check_times(config: RunConfig, algorithm: OffPolicyConfig) -> None:
             f"at most {LONGEST_STEP_S:.0f} s",
             f"algorithm.updates_per_env_step={fitting:.2g}",
         )
-
-
-def replay_bytes(algorithm: OffPolicyConfig, model: Any) -> int:
-    """Return the bytes of a replay buffer for a policy, which may be on the meta device."""
-    num_candidates = HEADS.get(algorithm.head.name).num_candidates_of(algorithm.head)
-    numbers = model.feature_dim + (num_candidates + 1) * model.action_dim * model.action_chunks_len
-    return algorithm.replay_capacity * (4 * numbers + 5 * model.action_chunks_len + 2)
 
 
 def _check_replay(config: RunConfig, algorithm: OffPolicyConfig) -> None:

@@ -61,6 +61,7 @@ METRICS: dict[str, Metric] = {
         "Observations about which the frozen policy below a head was asked, each once, since the run began.",
         "observations",
     ),
+    "rollout/base_chosen": Metric("Share of actions for which the critics chose an uncorrected chunk (`edit`).", "1"),
     "rollout/transitions": Metric("Transitions in the replay buffer that can be drawn.", "transitions"),
     "train/loss": Metric("Total loss, mean over the minibatches of the iteration.", "1"),
     "train/policy_loss": Metric("Clipped policy-gradient loss.", "1"),

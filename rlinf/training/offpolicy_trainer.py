@@ -57,6 +57,7 @@ class OffPolicyTrainer:
         self.config = cast(OffPolicyConfig, session.config.algorithm)
         self.owed = 0.0  # updates that env steps have earned and that were not made yet
         self.num_base_calls = 0  # observations of which the frozen policy was asked
+        self._candidates = torch.Generator()  # of the sampled chunks of the frozen policy
         self._running = np.ones(env.num_envs, dtype=bool)  # the episode goes on after the last policy call
         self.policy: HeadedPolicy
         self.learner: OffPolicyLearner
@@ -100,6 +101,7 @@ class OffPolicyTrainer:
         self.policy.eval()
         head = self.policy.head
         self.learner = self.make_learner(config, head, seed)
+        self.policy.critics = self.learner.critics if head.chooses else None
         self.replay = ReplayBuffer(
             config.replay_capacity,
             rollout.num_envs,
@@ -144,6 +146,7 @@ class OffPolicyTrainer:
         state, clock = self.session.state, _Clock()
         before, updates = state.env_steps, _Means()
         episodes = _Episodes(self.env.num_envs, self.config.gamma)
+        self._candidates = torch.Generator().manual_seed(derive_seed(self.session.config.seed, "candidates", step))
         observation = self._reset(step)
         for uniforms in self._uniforms(step):
             features, chunks = self._observe(observation)
@@ -178,16 +181,18 @@ class OffPolicyTrainer:
         return self.env.reset(options={"episodes": specs, "next_episode": following})[0]
 
     def _uniforms(self, step: int) -> Tensor:
-        """Draw the random numbers of the actions of an iteration in (0, 1): float32 ``[T, B, A]``."""
+        """Draw the random numbers of the actions of an iteration in (0, 1): float32 ``[T, B, num_noises]``."""
         generator = torch.Generator().manual_seed(derive_seed(self.session.config.seed, "actions", step))
-        shape = (self.session.config.rollout.num_chunks, self.env.num_envs, self.policy.head.num_numbers)
+        shape = (self.session.config.rollout.num_chunks, self.env.num_envs, self.policy.head.num_noises)
         return torch.rand(shape, generator=generator).clamp_min_(torch.finfo(torch.float32).tiny)
 
     def _propose(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """Ask the frozen policy about each row, once."""
         self.num_base_calls += len(observation)
+        uniforms = torch.rand(len(observation), self.policy.num_candidate_numbers, generator=self._candidates)
+        uniforms = uniforms.clamp_min_(torch.finfo(torch.float32).tiny).to(self.policy.device)
         with self.autocast():
-            return self.policy.propose(observation)
+            return self.policy.propose_to_head(self.policy.preprocess(observation), uniforms)
 
     def _observe(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """Store the observation of every env; return features ``[B, F]`` and chunks ``[B, N, C, D]`` of the frozen policy."""
@@ -207,10 +212,10 @@ class OffPolicyTrainer:
         state, head = self.session.state, self.policy.head
         base, uniforms = self.policy.normalize(chunks), uniforms.to(self.policy.device)
         if state.env_steps < self.config.warmup_env_steps:
-            r = 2 * uniforms - 1
+            actions = head.compose(base, 2 * uniforms[:, : head.num_numbers] - 1)
         else:
-            r = head.draw(features, base, normal(uniforms))[0]
-        actions = head.compose(base, r)
+            actions, chosen = self.policy.decide(features, base, normal(uniforms))
+            episodes.add_choices(chosen, base.shape[1] if head.chooses else 0)
         values = self.learner.values(features, base, actions).cpu().numpy()
         chunk = self.env.chunk_step(self.policy.executed(chunks, actions).cpu().numpy())
         kept = np.setdiff1d(np.arange(self.env.num_envs), chunk.lost_env_ids)
@@ -282,6 +287,12 @@ class _Episodes:
         self._values: np.ndarray | None = None
         self._returns, self._powers = np.zeros(num_envs), np.ones(num_envs)
         self.num_lost = 0
+        self._choices: list[Tensor] = []  # bool: a chunk of the frozen policy was chosen as it is
+
+    def add_choices(self, chosen: Tensor, num_candidates: int) -> None:
+        """Add which options were chosen, of which the first ``num_candidates`` are those of the frozen policy."""
+        if num_candidates:
+            self._choices.append(chosen < num_candidates)
 
     def add(
         self, values: np.ndarray, rewards: np.ndarray, executed: np.ndarray, ended: np.ndarray,
@@ -309,4 +320,6 @@ class _Episodes:
             metrics |= dict(zip(names, np.mean(rows, axis=0).tolist(), strict=True))
             expected, reached = np.mean(self.calibration, axis=0).tolist()
             metrics |= {"train/q_first": expected, "train/return_first": reached}
+        if self._choices:
+            metrics["rollout/base_chosen"] = torch.cat(self._choices).float().mean().item()
         return metrics

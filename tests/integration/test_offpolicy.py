@@ -46,9 +46,9 @@ def all_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     )
 
 
-@pytest.mark.parametrize("kind", ["sac", "td3"])
-def test_two_and_two_iterations_equal_four_bit_for_bit_with_buffer_and_generators(tmp_path, kind):
-    more = [f"algorithm={kind}", "trainer.save_every=2", "trainer.max_keep=-1"]
+@pytest.mark.parametrize(("kind", "head"), [("sac", "residual"), ("td3", "residual"), ("sac", "edit")])
+def test_two_and_two_iterations_equal_four_bit_for_bit_with_buffer_and_generators(tmp_path, kind, head):
+    more = [f"algorithm={kind}", f"algorithm.head.name={head}", "trainer.save_every=2", "trainer.max_keep=-1"]
     train(config_of(tmp_path / "whole", *more))
     train(config_of(tmp_path / "halves", *more, "trainer.max_steps=2"))
     train(config_of(tmp_path / "halves", *more, f"resume={tmp_path / 'halves'}"))
@@ -123,8 +123,9 @@ def test_the_first_evaluation_equals_that_of_the_frozen_policy(tmp_path):
     )  # the control: a head that has learnt acts otherwise
 
 
-def test_the_exported_policy_acts_as_the_trained_one_and_is_evaluated_alike(tmp_path):
-    run = build(config_of(tmp_path / "run", "trainer.max_steps=2"))
+@pytest.mark.parametrize("head", ["residual", "direct", "edit"])
+def test_the_exported_policy_acts_as_the_trained_one(tmp_path, head):
+    run = build(config_of(tmp_path / "run", "trainer.max_steps=2", f"algorithm.head.name={head}"))
     run.execute()
     trained = run.rl.policy.eval()
     export(tmp_path / "run", tmp_path / "export")
@@ -136,7 +137,7 @@ def test_the_exported_policy_acts_as_the_trained_one_and_is_evaluated_alike(tmp_
     base = trained.base.predict_action_batch(do_sample=False, **trained.preprocess(observation)).actions.numpy()
     assert not np.allclose(base, actions, atol=1e-3)  # the control
     settings = json.loads((tmp_path / "export" / "head.json").read_text())
-    assert settings["head"]["name"] == "residual"
+    assert settings["head"]["name"] == head
     (tmp_path / "export" / "head.safetensors").unlink()
     with pytest.raises(CheckpointError):
         rlinf.load_policy(tmp_path / "export")

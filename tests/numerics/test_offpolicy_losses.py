@@ -13,6 +13,8 @@ from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig, TD3Config
 from rlinf.errors import NonFiniteError
 from rlinf.models.heads.base import squashed_logprobs
 from rlinf.models.heads.critic import Critics
+from rlinf.models.heads.direct import DirectHead
+from rlinf.models.heads.edit import EditHead
 from rlinf.models.heads.residual import ResidualHead
 from rlinf.offpolicy.replay import Batch
 from rlinf.offpolicy.sac import SAC
@@ -31,13 +33,14 @@ def a_batch(seed: int = 0) -> Batch:
     return Batch(numbers(B, F), numbers(B, 1, A), numbers(B, A), returns, discounts, numbers(B, F), numbers(B, 1, A))
 
 
-def a_learner(kind: type, seed: int = 0, **settings):
-    config = kind.config_class(head=HeadConfig(hidden_size=8, scale=settings.pop("scale", 0.5)), **settings)
+def a_learner(kind: type, seed: int = 0, deviation: float = 0.3, width: int = 8, scale: float = 0.5, **settings):
+    """Return a learner whose head is no longer the frozen policy: its weights are shifted by noise of this deviation."""
+    config = kind.config_class(head=HeadConfig(hidden_size=width, scale=scale), **settings)
     torch.manual_seed(seed)
     head = ResidualHead(config.head, F, A, kind.noise_std(config))
     with torch.no_grad():
         for parameter in head.parameters():
-            parameter += 0.3 * torch.randn_like(parameter)  # no longer the frozen policy
+            parameter += deviation * torch.randn_like(parameter)
     return kind(config, head, seed=1)
 
 
@@ -91,11 +94,11 @@ def test_the_target_of_sac_is_the_return_and_the_smallest_of_the_critics_without
 def test_the_target_of_td3_has_clipped_noise_around_the_mode():
     learner, batch = a_learner(TD3, target_noise_std=3.0, target_noise_clip=0.1), a_batch()
     mode = torch.tanh(learner.head.network(torch.cat([batch.next_features, batch.next_base[:, 0]], 1)))
-    found = learner.next_actions(batch)
+    found = learner.next_actions(batch)[:, 0]
     lowest, highest = (batch.next_base[:, 0] + 0.5 * (mode + each).clamp(-1, 1) for each in (-0.1, 0.1))
     lowest, highest = lowest.clamp(-1, 1) - 1e-6, highest.clamp(-1, 1) + 1e-6
     assert ((found >= lowest) & (found <= highest)).all()
-    still = a_learner(TD3, target_noise_std=0.0).next_actions(batch)
+    still = a_learner(TD3, target_noise_std=0.0).next_actions(batch)[:, 0]
     torch.testing.assert_close(still, (batch.next_base[:, 0] + 0.5 * mode).clamp(-1, 1))
 
 
@@ -185,16 +188,61 @@ def test_a_loss_that_is_not_finite_takes_no_step():
 @pytest.mark.parametrize(("kind", "scale", "learns"), [(SAC, 1.0, True), (TD3, 1.0, True), (SAC, 0.1, False)])
 def test_a_head_learns_the_correction_that_pays_if_its_scale_reaches_it(kind, scale, learns):
     """A bandit: the reward is higher the closer the action is to the base action + 0.6 in its first number."""
-    settings = {"learning_rate": 3e-3, "tau": 0.05}
-    learner = a_learner(kind, scale=scale, **settings)
+    learner = a_learner(kind, deviation=0.0, width=32, scale=scale, learning_rate=3e-3)
     draw = torch.Generator().manual_seed(0)
     features, base = torch.zeros(256, F), torch.rand(256, 1, A, generator=draw) * 0.4 - 0.4
-    for _ in range(200):
+    for _ in range(300):
         actions = (base[:, 0] + scale * (2 * torch.rand(256, A, generator=draw) - 1)).clamp(-1, 1)
         rewards = 1 - (actions[:, 0] - base[:, 0, 0] - 0.6).abs()
         learner.update(Batch(features, base, actions, rewards, torch.zeros(256), features, base))
     found = (learner.head.compose(base, learner.head.mode(features, base)) - base[:, 0])[:, 0].mean().item()
     assert (abs(found - 0.6) < 0.25) == learns
+
+
+def test_the_edit_head_offers_the_chunks_and_their_corrections_and_the_target_takes_the_best():
+    config = SACConfig(head=HeadConfig(name="edit", hidden_size=8, scale=0.5, num_candidates=3), num_critics=2)
+    torch.manual_seed(0)
+    head = EditHead(config.head, F, A)
+    with torch.no_grad():
+        head.network[-1].weight.normal_()
+    learner, batch = SAC(config, head, seed=1), a_batch()
+    batch.base, batch.next_base = torch.rand(B, 3, A) * 2 - 1, torch.rand(B, 3, A) * 2 - 1
+    noise = torch.randn(B, 3 * A)
+    options = head.options(batch.features, batch.base, noise)
+    assert torch.equal(options[:, :3], batch.base)
+    for number in range(3):
+        one = batch.base[:, number : number + 1]
+        r, _ = head.draw(batch.features, one, noise[:, A * number : A * number + A])
+        torch.testing.assert_close(options[:, 3 + number], (one[:, 0] + 0.5 * r).clamp(-1, 1))
+    best, chosen = learner.critics.best(batch.features, batch.base, options)
+    for row in range(B):
+
+        def value(action, row=row):
+            return (
+                learner.critics(batch.features[row : row + 1], batch.base[row : row + 1, 0], action[None]).mean().item()
+            )
+
+        values = [value(action) for action in options[row]]
+        assert values[chosen[row]] == pytest.approx(max(values), abs=1e-6)
+        assert torch.equal(best[row], options[row, chosen[row]])
+    state = learner.generator.get_state()
+    found = learner.target(batch)
+    learner.generator.set_state(state)
+    after = head.options(batch.next_features, batch.next_base, torch.randn(B, 3 * A, generator=learner.generator))
+    values = torch.stack(
+        [learner.targets(batch.next_features, batch.next_base[:, 0], after[:, k]) for k in range(6)], -1
+    )
+    torch.testing.assert_close(found, batch.returns + batch.discounts * values.min(0).values.max(1).values)
+    learner.update(batch)
+
+
+def test_the_direct_head_reads_the_features_alone():
+    head = DirectHead(HeadConfig(name="direct", hidden_size=8), F, A)
+    with torch.no_grad():
+        head.network[-1].weight.normal_()
+    features, one, other = torch.randn(4, F), torch.rand(4, 1, A), torch.rand(4, 1, A)
+    assert torch.equal(head.options(features, one), head.options(features, other))
+    assert not torch.equal(head.options(features, one), head.options(features + 1, one))
 
 
 def test_settings_of_both_are_those_of_the_dataclasses():

@@ -18,6 +18,7 @@ from rlinf.files import write_text
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.heads import HEADS
 from rlinf.models.heads.base import Head
+from rlinf.models.heads.critic import Critics
 from rlinf.models.sampling import draw_uniforms
 from rlinf.options import from_mapping, override_text
 from rlinf.types import ActionEvaluation, ActionPrediction, Observation
@@ -33,19 +34,22 @@ class HeadedPolicy(ActionModel, nn.Module):
         base: The policy; its parameters are frozen.
         head: What learns.
         action_low, action_high: Bounds of an action of the env, float32 ``[D]``.
+        critics: They choose among the options of a head that has several; None: for other heads.
     """
 
     predicts_values: ClassVar[bool] = False
     value_head = None
 
-    def __init__(self, base: ActionModel, head: Head, action_low: Tensor, action_high: Tensor) -> None:
+    def __init__(
+        self, base: ActionModel, head: Head, action_low: Tensor, action_high: Tensor, critics: Critics | None = None
+    ) -> None:
         nn.Module.__init__(self)
         if not bool((torch.isfinite(action_low) & torch.isfinite(action_high) & (action_low < action_high)).all()):
             raise ConfigError(
                 f"The actions of the env lie between {action_low.tolist()} and {action_high.tolist()}; required: finite bounds, "
                 "because a head corrects by shares of this range. Set algorithm=ppo, or give the env bounds"
             )
-        self.base, self.head = base.requires_grad_(False), head
+        self.base, self.head, self.critics = base.requires_grad_(False), head, critics
         device = next(base.parameters()).device
         self.head.to(device)
         self.register_buffer("action_low", action_low.float().to(device))
@@ -94,15 +98,42 @@ class HeadedPolicy(ActionModel, nn.Module):
         self.base.eval()
         return self
 
-    @torch.no_grad()
-    def propose(self, observation: Observation) -> tuple[Tensor, Tensor]:
-        """Ask the frozen policy once: features float32 ``[B, F]``, and its chunks in env units, float32 ``[B, N, C, D]``."""
-        inputs = self.base.preprocess(observation)
-        return self._propose(inputs)
+    @property
+    def num_uniforms(self) -> int:
+        """Random numbers of a sampled call: those of the candidates of the frozen policy, and those of the head."""
+        return self.num_candidate_numbers + self.head.num_noises
 
-    def _propose(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        proposal = self.base.propose(inputs, self.head.num_candidates, None)
+    @property
+    def num_candidate_numbers(self) -> int:
+        """Random numbers of the candidates of the frozen policy for one observation."""
+        return (self.head.num_candidates - 1) * self.base.num_candidate_uniforms
+
+    @torch.no_grad()
+    def propose_to_head(self, inputs: dict[str, Tensor], uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Ask the frozen policy once.
+
+        Args:
+            inputs: What ``preprocess`` returned.
+            uniforms: float32 ``[B, num_candidate_numbers]`` in (0, 1), of the sampled candidates.
+
+        Returns:
+            Features float32 ``[B, F]``, and its chunks in env units, float32 ``[B, N, C, D]``.
+        """
+        count = self.head.num_candidates
+        shape = (len(uniforms), count - 1, self.base.num_candidate_uniforms)
+        proposal = self.base.propose(inputs, count, uniforms.reshape(shape))
         return proposal.features.float(), proposal.chunks.float()
+
+    @torch.no_grad()
+    def decide(self, features: Tensor, base: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the action ``[B, A]`` for what the frozen policy said, and which option it is, int64 ``[B]``.
+
+        ``noise`` is standard normal, ``[B, num_noises]``; None: the mode.
+        """
+        options = self.head.options(features, base, noise)
+        if self.critics is None:
+            return options[:, 0], torch.zeros(len(options), dtype=torch.int64, device=options.device)
+        return self.critics.best(features, base, options)
 
     def normalize(self, chunks: Tensor) -> Tensor:
         """Turn chunks ``[B, N, C, D]`` in env units into halves of the range of the env, clipped: ``[B, N, C * D]``."""
@@ -127,18 +158,22 @@ class HeadedPolicy(ActionModel, nn.Module):
         self, *, do_sample: bool = True, temperature: float = 1.0, uniforms: Tensor | None = None, **inputs: Tensor
     ) -> ActionPrediction:
         """Act: the head draws from ``uniforms``, or takes its mode, on the greedy chunk of the frozen policy."""
-        features, chunks = self._propose(inputs)
-        base = self.normalize(chunks)
-        if do_sample:
-            if uniforms is None:
-                uniforms = draw_uniforms(len(features), self.num_uniforms, device=self.device)
-            r = self.head.draw(features, base, normal(uniforms.to(self.device)))[0]
+        num_rows, split = len(next(iter(inputs.values()))), self.num_candidate_numbers
+        if not do_sample:  # the candidates are equally many quantiles for every observation
+            fixed = torch.rand(split, generator=torch.Generator().manual_seed(0)).clamp_min_(
+                torch.finfo(torch.float32).tiny
+            )
+            drawn, noise = fixed.expand(num_rows, -1).to(self.device), None
         else:
-            r = self.head.mode(features, base)
-        actions = self.executed(chunks, self.head.compose(base, r))
+            if uniforms is None:
+                uniforms = draw_uniforms(num_rows, self.num_uniforms, device=self.device)
+            drawn, noise = uniforms[:, :split].to(self.device), normal(uniforms[:, split:].to(self.device))
+        features, chunks = self.propose_to_head(inputs, drawn)
+        base = self.normalize(chunks)
+        actions, _ = self.decide(features, base, noise)
         mean, log_std = self.head.outputs(features, base)
         logits = torch.stack([mean, torch.zeros_like(mean) if log_std is None else log_std], -1)
-        return ActionPrediction(actions, r, logits, features.new_zeros(len(features)))
+        return ActionPrediction(self.executed(chunks, actions), actions, logits, features.new_zeros(num_rows))
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         raise NotImplementedError("A policy with a head has no log-probabilities for policy gradients")
@@ -159,6 +194,7 @@ class HeadedPolicy(ActionModel, nn.Module):
             "feature_kind": self.base.feature_kind,
             "feature_dim": self.head.feature_dim,
             "noise_std": self.head.noise_std,
+            "num_critics": 0 if self.critics is None else self.critics.num_critics,
             "head": asdict(self.head.config),
         }
         write_text(folder / HEAD_SETTINGS, json.dumps(settings, indent=1))
@@ -177,8 +213,14 @@ class HeadedPolicy(ActionModel, nn.Module):
             config = from_mapping(HeadConfig, settings["head"], "head")
             base.feature_kind = settings["feature_kind"]
             head = make_head(config, settings["feature_dim"], base, settings["noise_std"])
-            policy = cls(base, head, weights.pop("action_low"), weights.pop("action_high"))
-            head.load_state_dict({name.removeprefix("head."): tensor for name, tensor in weights.items()})
+            critics = None
+            if settings["num_critics"]:
+                critics = Critics(config, head.feature_dim, head.num_numbers, settings["num_critics"])
+            policy = cls(base, head, weights["action_low"], weights["action_high"], critics)
+            own = {name for name in policy.state_dict() if not name.startswith("base.")}
+            if own != weights.keys():
+                raise ValueError(f"{HEAD_WEIGHTS} holds {sorted(weights)}; required: {sorted(own)}")
+            policy.load_state_dict(weights, strict=False)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(f"The head in {folder} cannot be loaded: {error}. Use another checkpoint") from error
         return policy.eval()

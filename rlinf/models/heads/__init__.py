@@ -4,4 +4,12 @@ from __future__ import annotations
 
 from rlinf.registry import Registry
 
-HEADS: Registry = Registry("head", "rlinf.heads", {"residual": "rlinf.models.heads.residual:ResidualHead"})
+HEADS: Registry = Registry(
+    "head",
+    "rlinf.heads",
+    {
+        "direct": "rlinf.models.heads.direct:DirectHead",
+        "edit": "rlinf.models.heads.edit:EditHead",
+        "residual": "rlinf.models.heads.residual:ResidualHead",
+    },
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,12 @@ class Head(nn.Module):
         feature_dim: ``F``, features of an observation.
         num_numbers: ``A``, numbers of a chunk.
         noise_std: Deviation of the noise with which it explores; None: it learns its own, as a Gaussian through tanh.
+
+    Attributes:
+        chooses: There are several ``options``, among which the critics choose.
     """
+
+    chooses: ClassVar[bool] = False
 
     def __init__(self, config: HeadConfig, feature_dim: int, num_numbers: int, noise_std: float | None = None) -> None:
         super().__init__()
@@ -47,6 +53,25 @@ class Head(nn.Module):
     def num_candidates(self) -> int:
         """``N``, chunks of the frozen policy that it reads; the first is the greedy one."""
         return self.num_candidates_of(self.config)
+
+    @property
+    def num_noises(self) -> int:
+        """Random numbers of an observation that ``options`` takes."""
+        return self.num_numbers
+
+    def options(self, features: Tensor, base: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Return the actions ``[B, K, A]`` that are possible for features ``[B, F]`` and base chunks ``[B, N, A]``.
+
+        Args:
+            features, base: What the frozen policy said.
+            noise: Standard normal, ``[B, num_noises]``; None: the mode.
+        """
+        r = self.mode(features, base) if noise is None else self.draw(features, base, noise)[0]
+        return self.compose(base, r).unsqueeze(1)
+
+    def trained_on(self, base: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the base chunks ``[B, N, A]`` with which a loss of the head is computed."""
+        return base
 
     @abstractmethod
     def compose(self, base: Tensor, r: Tensor) -> Tensor:

@@ -27,14 +27,14 @@ def lent_rows(parts: Sequence[BatchedDataDict], num_passes: int) -> list[dict[st
     """
     own = [bool(_rows_with_images(part)) for part in parts]
     own += own[-1:] * (num_passes - len(parts))
-    first, *any_rank_has = maximum(-rank() if any(own) else -world_size(), *map(float, own))
-    wanted = [bool(anywhere) and not here for anywhere, here in zip(any_rank_has, own, strict=True)]
     row = _shortest_row(parts)
-    (some_rank_has_none,) = maximum(float(row is None))
-    if -first < world_size() and some_rank_has_none:
-        lent = broadcast_object(row, int(-first))
+    nobody = world_size()
+    some_rank_has_none, minus_lender, *anywhere = maximum(row is None, -nobody if row is None else -rank(), *own)
+    lender = int(-minus_lender)  # the first rank that has images
+    if some_rank_has_none and lender != nobody:
+        lent = broadcast_object(row, lender)
         row = lent if row is None else row
-    return [row if each else None for each in wanted]
+    return [row if there and not here else None for there, here in zip(anywhere, own, strict=True)]
 
 
 def with_lent_row(part: Mapping[str, Any], chosen: Tensor, row: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:

@@ -356,6 +356,16 @@ def test_prompts_end_where_the_model_answers():
         ready(PromptPacker(), chat_tokenizer("phi")).prompt({"prompt": [QUESTION]})
 
 
+def test_a_prompt_leaves_a_position_for_its_answer():
+    row, tokenizer = {"messages": [{"role": "user", "content": "Yes?"}], "answer": "Yes."}, chat_tokenizer("plain")
+    length = len(ready(ChatPacker(), tokenizer).prompt(row).input_ids)
+    assert len(ready(ChatPacker(), tokenizer, max_length=length + 1).prompt(row).input_ids) == length
+    with pytest.raises(
+        BadRowError, match=f"its prompt has {length} tokens; required: fewer than .*model_max_length={length}"
+    ):
+        ready(ChatPacker(), tokenizer, max_length=length).prompt(row)
+
+
 def test_the_last_answers_of_a_preference_are_compared():
     tokenizer = chat_tokenizer("phi")
     packer = ready(ChatPacker(), tokenizer)

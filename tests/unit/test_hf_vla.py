@@ -123,6 +123,19 @@ def test_greedy_actions_are_those_of_the_vlms_own_generate(zoo, family):
         assert largest_gap(logits, prediction.logits[row]) < 1e-5
 
 
+def test_proposed_candidates_are_those_of_acting(zoo, family):
+    model = zoo.policy(family)
+    inputs, generator = model.preprocess(observe()), torch.Generator().manual_seed(6)
+    uniforms = torch.rand(3, 2, NUM_TOKENS, generator=generator)
+    chunks, features = model.propose(inputs, 3, uniforms)
+    assert torch.equal(chunks[:, 0], model.predict_action_batch(**inputs, do_sample=False).actions)
+    for index in range(2):
+        drawn = model.predict_action_batch(**inputs, uniforms=uniforms[:, index]).actions
+        assert torch.equal(chunks[:, 1 + index], drawn)
+        assert not torch.equal(chunks[:, 2 - index], drawn), "control: the other candidate"
+    assert features.shape == (3, model.feature_dim)
+
+
 def test_a_row_does_not_depend_on_the_rest_of_the_batch(zoo, family):
     model = zoo.policy(family)
     observation, uniforms = observe(), torch.rand(3, NUM_TOKENS, generator=torch.Generator().manual_seed(0))

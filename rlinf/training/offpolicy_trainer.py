@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ from rlinf.distributed.deadlines import waiting
 from rlinf.envs.base import VectorEnv
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.headed import HeadedPolicy, make_head, normal
+from rlinf.models.heads.direct import DirectHead
 from rlinf.offpolicy.learner import OffPolicyLearner
 from rlinf.offpolicy.replay import ReplayBuffer
 from rlinf.rollout.sampler import EpisodeSampler
@@ -25,6 +28,8 @@ from rlinf.seeding import derive_seed
 from rlinf.training.iterations import iterate
 from rlinf.training.session import Session
 from rlinf.types import EpisodeResult, Observation
+
+logger = logging.getLogger("rlinf")
 
 LEARNER, REPLAY, LOOP = "learner.", "replay.", "loop."
 """Beginnings of the names of what a checkpoint keeps."""
@@ -57,6 +62,7 @@ class OffPolicyTrainer:
         self.config = cast(OffPolicyConfig, session.config.algorithm)
         self.owed = 0.0  # updates that env steps have earned and that were not made yet
         self.num_base_calls = 0  # observations of which the frozen policy was asked
+        self._warned: set[str] = set()
         self._candidates = torch.Generator()  # of the sampled chunks of the frozen policy
         self._running = np.ones(env.num_envs, dtype=bool)  # the episode goes on after the last policy call
         self.policy: HeadedPolicy
@@ -167,7 +173,30 @@ class OffPolicyTrainer:
             "train/updates_total": self.learner.num_updates,
             "throughput/env_steps_per_s": (state.env_steps - before) / clock.total(),
         }
+        self._warn(metrics)
         return metrics | clock.metrics()
+
+    def _warn(self, metrics: Mapping[str, float]) -> None:
+        """Say once what is wrong with the critics or the scale of the head."""
+        expected, possible = metrics.get("train/q_mean", 0.0), largest_return(self.replay, self.config.gamma)
+        if abs(expected) > 2 * possible > 0:
+            self._warn_once(
+                "train/q_mean",
+                f"the critics expect {expected:.3g} on average (train/q_mean), and rewards so far allow {possible:.3g} at most: they "
+                "diverge. Set algorithm.learning_rate or algorithm.updates_per_env_step to less",
+            )
+        share, head = metrics.get("train/at_bound", 0.0), self.config.head
+        if share > 0.5 and not isinstance(self.policy.head, DirectHead):
+            self._warn_once(
+                "train/at_bound",
+                f"{share:.0%} of the numbers of the head are at their bound (train/at_bound): corrections cannot become larger. "
+                f"Set algorithm.head.scale={min(2.0, 2 * head.scale):g}",
+            )
+
+    def _warn_once(self, name: str, text: str) -> None:
+        if name not in self._warned:
+            logger.warning("%s", text)
+            self._warned.add(name)
 
     def _reset(self, step: int) -> Observation:
         """Begin the first episode of each env in this iteration."""
@@ -241,6 +270,12 @@ class OffPolicyTrainer:
             updates.add(self.learner.update(batch))
             self.owed -= 1.0
             self.session.state.policy_version += 1
+
+
+def largest_return(replay: ReplayBuffer, gamma: float) -> float:
+    """Return what an episode without an end could reach if each step had the largest |reward| of the buffer."""
+    largest = float(replay.rewards.abs().max())
+    return largest / (1 - gamma) if gamma < 1 else math.inf
 
 
 class _Clock:

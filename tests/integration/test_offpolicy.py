@@ -23,7 +23,8 @@ from rlinf.preflight.validation import validate
 SMALL = [
     "model=mlp", "algorithm=sac", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
     "rollout.num_envs=4", "rollout.num_chunks=10", "trainer.max_steps=4", "evaluation.num_episodes=8", "evaluation.num_envs=8",
-    "evaluation.num_videos_per_task=0", "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1",
+    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
+    "cluster.num_threads=1",
     "algorithm.warmup_env_steps=30", "algorithm.batch_size=16", "algorithm.replay_capacity=100", "algorithm.head.hidden_size=16",
 ]  # fmt: skip
 
@@ -184,3 +185,17 @@ def test_policy_gradients_do_not_take_a_policy_with_a_head(tmp_path):
     on_policy = [item for item in SMALL if not item.startswith("algorithm")]
     with pytest.raises(ConfigError, match="holds a head.*Set algorithm=sac"):
         validate(run_config(tmp_path / "ppo", *on_policy, f"init_from={tmp_path / 'run'}", "trainer.minibatch_size=40"))
+
+
+def test_critics_that_diverge_and_a_scale_that_is_too_small_are_named_once(tmp_path, caplog):
+    trainer = build(config_of(tmp_path)).rl
+    trainer._begin(trainer.session.worker.model)
+    trainer.replay.rewards[0, 0] = -1.0  # with gamma 0.95, no return is beyond 20
+    for expected, share in ((-39.0, 0.4), (-41.0, 0.6), (-41.0, 0.6)):
+        trainer._warn({"train/q_mean": expected, "train/at_bound": share})
+        if share == 0.4:
+            assert not caplog.records
+    lines = [record.getMessage() for record in caplog.records if record.name == "rlinf"]
+    assert len(lines) == 2
+    assert "expect -41 on average" in lines[0] and "allow 20 at most" in lines[0]
+    assert "60% of the numbers" in lines[1] and lines[1].endswith("Set algorithm.head.scale=2")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -248,3 +252,17 @@ def test_the_direct_head_reads_the_features_alone():
 def test_settings_of_both_are_those_of_the_dataclasses():
     assert SAC.config_class is SACConfig and TD3.config_class is TD3Config
     assert TD3.noise_std(TD3Config(noise_std=0.3)) == 0.3 and SAC.noise_std(SACConfig()) is None
+
+
+def test_the_benchmark_of_an_update_prints_its_numbers(monkeypatch, capsys):
+    arguments = ["offpolicy_update.py", "--updates", "2", "--critics", "3", "--hidden-size", "8", "--batch-size", "16"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    threads = torch.get_num_threads()
+    try:
+        runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "offpolicy_update.py"), run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["name"] == "offpolicy_update" and found["ours"] > 0 and found["peer"] > 0
+    assert found["ratio"] == pytest.approx(found["peer"] / found["ours"])
+    assert (found["critics"], found["hidden_size"], found["batch_size"]) == (3, 8, 16)

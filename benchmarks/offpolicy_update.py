@@ -1,0 +1,107 @@
+"""An update of SAC on a head: critics computed as one with a fused Adam, next to the same update written plainly.
+
+The plain update has a network for each critic, Adam as torch runs it on a CPU by default, and a loop over the targets' tensors. Both draw
+their batches from the same buffer and train on the same numbers of rows. They take turns, so that a busy machine slows both; the median of
+an update is compared. One thread, unless ``--threads`` says otherwise.
+
+    python benchmarks/offpolicy_update.py [--updates 200] [--critics 2] [--hidden-size 128] [--batch-size 128] [--threads 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+
+import torch
+from torch import Tensor, nn
+
+from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig
+from rlinf.models.heads.base import perceptron
+from rlinf.models.heads.residual import ResidualHead
+from rlinf.offpolicy.replay import Batch, ReplayBuffer
+from rlinf.offpolicy.sac import SAC
+
+FEATURES, NUMBERS, ENVS = 256, 2, 32
+
+
+class PlainSAC:
+    """The update of ``SAC``, written as textbooks do."""
+
+    def __init__(self, config: SACConfig) -> None:
+        self.config, self.head = config, ResidualHead(config.head, FEATURES, NUMBERS)
+        widths = [FEATURES + 2 * NUMBERS] + [config.head.hidden_size] * config.head.num_layers
+        self.critics = nn.ModuleList(perceptron(widths, 1) for _ in range(config.num_critics))
+        self.targets = copy.deepcopy(self.critics)
+        self.log_alpha = nn.Parameter(torch.tensor(config.initial_alpha).log())
+        parts = (self.head.parameters(), self.critics.parameters(), [self.log_alpha])
+        self.optimizers = [torch.optim.Adam(list(part), lr=config.learning_rate) for part in parts]
+
+    def values(self, critics: nn.ModuleList, features: Tensor, base: Tensor, actions: Tensor) -> Tensor:
+        return torch.stack([critic(torch.cat([features, base[:, 0], actions], 1))[:, 0] for critic in critics])
+
+    def act(self, features: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+        r, logprobs = self.head.draw(features, base, torch.randn(len(features), NUMBERS))
+        return self.head.compose(base, r), logprobs
+
+    def update(self, batch: Batch) -> None:
+        with torch.no_grad():
+            actions, _ = self.act(batch.next_features, batch.next_base)
+            after = self.values(self.targets, batch.next_features, batch.next_base, actions).amin(0)
+            target = batch.returns + batch.discounts * after
+        found = self.values(self.critics, batch.features, batch.base, batch.actions)
+        self.step(1, (found - target).square().mean(1).sum())
+        actions, logprobs = self.act(batch.features, batch.base)
+        alpha, entropy = self.log_alpha.detach().exp(), -logprobs.detach().mean()
+        value = self.values(self.critics, batch.features, batch.base, actions).mean(0)
+        self.step(0, (alpha * logprobs - value).mean())
+        self.step(2, self.log_alpha * (entropy + 0.5 * NUMBERS))
+        with torch.no_grad():
+            for slow, live in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
+                slow.lerp_(live, self.config.tau)
+
+    def step(self, number: int, loss: Tensor) -> None:
+        self.optimizers[number].zero_grad()
+        loss.backward()
+        self.optimizers[number].step()
+
+
+def filled_buffer(num_calls: int = 100) -> ReplayBuffer:
+    """Return a buffer of random transitions."""
+    sizes = {"feature_dim": FEATURES, "num_candidates": 1, "num_numbers": NUMBERS, "chunk_len": 1}
+    buffer, envs = ReplayBuffer(ENVS * (num_calls + 1), ENVS, seed=0, **sizes), torch.arange(ENVS)
+    for _ in range(num_calls):
+        buffer.observe(envs, torch.randn(ENVS, FEATURES), torch.rand(ENVS, 1, NUMBERS))
+        done = torch.rand(ENVS) < 0.1
+        buffer.act(envs, torch.rand(ENVS, NUMBERS), done[:, None].float(), torch.ones(ENVS, 1, dtype=torch.bool), done)
+    return buffer
+
+
+def main() -> None:
+    """Measure both, and print one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("updates", 200), ("critics", 2), ("hidden-size", 128), ("batch-size", 128), ("threads", 1)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    head = HeadConfig(hidden_size=options.hidden_size)
+    config = SACConfig(head=head, num_critics=options.critics, batch_size=options.batch_size)
+    ours, peer = SAC(config, ResidualHead(head, FEATURES, NUMBERS), seed=0), PlainSAC(config)
+    buffer, seconds = filled_buffer(), {"ours": [], "peer": []}
+    for number in range(options.updates + 10):
+        for name, learner in (("ours", ours), ("peer", peer)):
+            start = time.perf_counter()
+            learner.update(buffer.sample(config.batch_size, config.gamma))
+            if number >= 10:  # the first ones allocate
+                seconds[name].append(time.perf_counter() - start)
+    found = {name: 1000 * statistics.median(each) for name, each in seconds.items()}
+    sizes = {"critics": options.critics, "hidden_size": options.hidden_size, "batch_size": config.batch_size}
+    result = {"name": "offpolicy_update", **found, "unit": "ms", "ratio": found["peer"] / found["ours"], **sizes}
+    result |= {"fastest_ours": 1000 * min(seconds["ours"]), "updates": options.updates, "threads": options.threads}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,11 +6,14 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from rlinf.cluster.reservation import reserved_places
 from rlinf.commands.hydra_app import hide_progress_bars
 from rlinf.distributed.devices import hide_gpus
 from rlinf.distributed.launch import launch as start_ranks
@@ -22,7 +25,8 @@ from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import local_folder
 from rlinf.recipes.launch_worker import find_script, rows_of, train
 from rlinf.recipes.load import load_recipe, recipe_names
-from rlinf.recipes.plan import Plan, choose_device, describe, make_plan
+from rlinf.recipes.plan import SPLIT, Plan, choose_device, describe, make_plan
+from rlinf.recipes.players import PlayerPlaces, place_players
 
 SHARED_GPUS = "each rank of the policy generates on its own GPU, between its updates; the GPUs of the rollout stay free (mode=colocated)"
 ON_THE_CPU = "on the CPU the trained model generates, as with rollout.backend=torch"
@@ -61,6 +65,11 @@ def launch(arguments: Sequence[str]) -> int:
     for line in notices:
         print(f"note: {line}", file=sys.stderr)
     place = place_of(os.environ) if is_connected() else None
+    if place is not None and config.cluster.placement == "split":
+        raise ConfigError(
+            f"{SPLIT} in a command that {place.launcher} has started {place.size} times; required: one command, whose ranks are on its "
+            "machine. Start it once"
+        )
     plan = make_plan(config, None if place is None else place.size)
     device = None if given.dry_run else _device(config, plan)
     print(describe(config, plan, *count_rows(config, script)), flush=True)
@@ -68,14 +77,27 @@ def launch(arguments: Sequence[str]) -> int:
         print(f"{'script:':<14}{script}", flush=True)
     if device is None:
         return 0
-    if plan.rollout_gpus:
+    if plan.rollout_gpus and not plan.players:
         print(f"note: {SHARED_GPUS if device == 'cuda' else ON_THE_CPU}", file=sys.stderr)
-    if device == "cpu":
+    if device == "cpu" and not plan.players:
         config.rollout.backend = "torch"
     _warn_about_wandb(config)
     deadlines = asdict(config.cluster.deadlines)
-    start_ranks(_execute_rank, (config, script, device), plan.policy_gpus, device, config.train.fsdp_offload, deadlines)
+    with _places(config, plan, device) as places:
+        work = (config, script, device, places)
+        start_ranks(_execute_rank, work, plan.policy_gpus, device, config.train.fsdp_offload, deadlines)
     return 0
+
+
+@contextmanager
+def _places(config: RecipeConfig, plan: Plan, device: str) -> Iterator[PlayerPlaces | None]:
+    """Reserve a place for each player; None where there are none."""
+    if not plan.players:
+        yield None
+        return
+    placement_of = partial(place_players, plan, device)
+    with reserved_places(placement_of, config.cluster.deadlines.start) as reservation:
+        yield PlayerPlaces(placement_of(), reservation)
 
 
 def _refuse_flags(words: Sequence[str]) -> None:
@@ -124,10 +146,10 @@ def _warn_about_wandb(config: RecipeConfig) -> None:
     config.logging.logger = loggers
 
 
-def _execute_rank(work: tuple[RecipeConfig, Path | None, str]) -> None:
-    config, script, device = work
+def _execute_rank(work: tuple[RecipeConfig, Path | None, str, PlayerPlaces | None]) -> None:
+    config, script, device, places = work
     if device == "cpu":
         hide_gpus()
     hide_progress_bars()
     set_num_threads(config.cluster.num_threads, local_world_size())
-    train(config, script)
+    train(config, script, places)

@@ -181,6 +181,29 @@ class Players:
             for number in {call.player for call in calls}:
                 self._watch(number, waited)
 
+    def shared_out(self, deadline: str, method: str, parts: Sequence[tuple]) -> Iterator[tuple[int, Any]]:
+        """Let players call a method with each of ``parts``; one that is free takes the next. Yield the number of a part and the answer.
+
+        The players begin at once, and go on as far as answers are asked for.
+        """
+        left, calls, places = deque(enumerate(parts)), [], {}
+
+        def give_next(number: int) -> None:
+            if left:
+                place, arguments = left.popleft()
+                calls.append(self.ask(number, deadline, method, *arguments))
+                places[calls[-1]] = place
+
+        for number in self.numbers:
+            give_next(number)
+
+        def answers() -> Iterator[tuple[int, Any]]:
+            for call, answer in self.as_answered(calls):
+                give_next(call.player)
+                yield places[call], answer
+
+        return answers()
+
     def update_weights(self, version: int) -> None:
         """Bring all players of this rank to the trained weights (a collective call of all ranks)."""
         weights, self.weights = self.weights, None  # if this breaks off, the next push stores them again
@@ -401,26 +424,14 @@ class RemoteEpisodes:
         """See ``Episodes.play``. A player that is free takes the next episodes, as many as it has envs."""
         num_players = self.players.placement.num_players
         count = max(1, min(-(-self.num_envs // num_players), -(-len(specs) // len(self.players.numbers))))
-        parts = deque((first, specs[first : first + count]) for first in range(0, len(specs), count))
-        place: dict[Call, int] = {}
-        calls: list[Call] = []
+        parts = [(specs[first : first + count],) for first in range(0, len(specs), count)]
         found: dict[int, list[EpisodeResult]] = {}
-
-        def give_next(number: int) -> None:
-            if parts:
-                first, part = parts.popleft()
-                calls.append(self.players.ask(number, "evaluate", "evaluate", part))
-                place[calls[-1]] = first
-
-        for number in self.players.numbers:
-            give_next(number)
-        for call, (results, num_restarts) in self.players.as_answered(calls):
+        for part, (results, num_restarts) in self.players.shared_out("evaluate", "evaluate", parts):
             self.num_restarts += num_restarts
-            found[place[call]] = results
+            found[part] = results
             for result in results:
                 on_result(result)
-            give_next(call.player)
-        return [result for first in sorted(found) for result in found[first]]
+        return [result for part in sorted(found) for result in found[part]]
 
     def record(self, numbered: Sequence[tuple[int, EpisodeResult]], folder: Path, size: int) -> list[Video]:
         """See ``Episodes.record``."""

@@ -36,6 +36,7 @@ from rlinf.recipes.completions import Completer, Completion
 from rlinf.recipes.loop import own_share, write_images
 from rlinf.recipes.questions import Question, QuestionPacker, QuestionsConfig, read_questions, scoring
 from rlinf.recipes.rewards import make_rewards
+from rlinf.recipes.rollouts import LocalGenerator
 from rlinf.recipes.samples import BadRowError, Prompt
 from rlinf.seeding import derive_seed
 from rlinf.tracking.progress import Progress
@@ -84,7 +85,7 @@ def _evaluate_rank(work: tuple[QuestionsConfig, str, Path]) -> None:
         _check(questions, packer, config.questions)
         generator = _load(config, model, packer.tokenizer)
     completer = Completer(
-        generator, packer.tokenizer, make_rewards(reward), batch_size=config.batch_size,
+        LocalGenerator(generator), packer.tokenizer, make_rewards(reward), batch_size=config.batch_size,
         max_new_tokens=config.max_tokens, end_tokens=end_tokens(generator.model, packer.tokenizer, None),
     )  # fmt: skip
     start = time.monotonic()

@@ -122,18 +122,13 @@ class HuggingFacePolicy(TokenPolicy):
         self.temperature = self.config.temperature
         choice = _choose(model_name, self.config, lora)
         self._sharded = choice.sharded
-        self.model = self._load()
-        if self.config.sequence_packing and _device_of(self.config) == "cpu" and not self.config.compile:
-            attend_each_sequence(self.model)
+        self.model = self._attending(self._load())
         if self.config.sequence_packing and not keeps_sequences_apart(self.model):
             raise ConfigError(
                 f"sequence_packing=True, but {type(self.model).__name__} lets packed sequences attend to each other. "
                 "Pass sequence_packing=False"
             )
-        if lora is not None:
-            with torch.random.fork_rng():
-                torch.manual_seed(self.config.seed)  # how much was drawn before differs with the number of ranks
-                self.model.peft_config = apply_lora(HFModel(self.model), lora).peft_config
+        self._adapt(self.model, lora)
         set_training_options(self.model, recomputed=self.config.gradient_checkpointing, compiled=self.config.compile)
         take_weights_of_rank_0(self.model)
         self.parallel: Parallel = Replicated(self.model)
@@ -254,6 +249,26 @@ class HuggingFacePolicy(TokenPolicy):
             with initial.in_place():
                 self._check_initial(self.model)
         return initial
+
+    def unloaded_model(self) -> nn.Module:
+        """Return a model like the trained one, unsharded and on the CPU, whose weights stay in their files where they can."""
+        config = replace(self.config, device_map=None)
+        model = self._attending(load_causal_lm(self.model_name, config, deferred=True))
+        self._adapt(model, None if self.config.lora is None else from_mapping(LoraConfig, self.config.lora, "lora"))
+        return model
+
+    def _attending(self, model: nn.Module) -> nn.Module:
+        """Set how a model attends to packed rows; return it."""
+        if self.config.sequence_packing and _device_of(self.config) == "cpu" and not self.config.compile:
+            attend_each_sequence(model)
+        return model
+
+    def _adapt(self, model: nn.Module, lora: LoraConfig | None) -> None:
+        """Add adapters, if there are to be any."""
+        if lora is not None:
+            with torch.random.fork_rng():
+                torch.manual_seed(self.config.seed)  # how much was drawn before differs with the number of ranks
+                model.peft_config = apply_lora(HFModel(model), lora).peft_config
 
     def _load(self) -> nn.Module:
         # Shards move to the device one by one.

@@ -93,6 +93,11 @@ class TokenPolicy(PolicyInterface):
         return self._optimizer
 
     @property
+    def num_steps(self) -> int:
+        """Optimiser steps that this object has taken."""
+        return self._train_step.num_steps
+
+    @property
     def learning_rate(self) -> float:
         """Learning rate of the last step, or of the first one."""
         return self._optimizer.param_groups[0]["lr"]

@@ -54,7 +54,8 @@ class Node:
 class Placement:
     """Which players there are, whose they are, and what Ray reserves for each of them and for each rank that it starts.
 
-    Players and blocks are divided alike: player ``p`` belongs to rank ``p * num_ranks // num_players``, and plays the blocks
+    Where there are fewer players than ranks, neighbouring ranks share one, which belongs to the first of them. Otherwise players and
+    blocks are divided alike: player ``p`` belongs to rank ``p * num_ranks // num_players``, and plays the blocks
     that a rank of ``num_players`` would own, which are blocks of its rank.
 
     Attributes:
@@ -149,7 +150,15 @@ class Placement:
 
     def players_of(self, rank: int) -> range:
         """Return the players of a rank."""
+        if self.is_shared:
+            sharers = self.num_ranks // self.num_players
+            return range(rank // sharers, rank // sharers + (rank % sharers == 0))
         return own_blocks(self.num_players, rank, self.num_ranks)
+
+    @property
+    def is_shared(self) -> bool:
+        """A player belongs to several ranks."""
+        return self.num_players < self.num_ranks
 
     def blocks_of(self, player: int) -> range:
         """Return the blocks of a player."""

@@ -33,6 +33,7 @@ from rlinf.recipes.dpo import DPOTrainer
 from rlinf.recipes.grpo import GRPOTrainer
 from rlinf.recipes.loop import Trainer
 from rlinf.recipes.packers import Packer, PromptPacker
+from rlinf.recipes.players import PlayerPlaces, make_generator
 from rlinf.recipes.rewards import Rewards, make_rewards
 from rlinf.recipes.rollouts import TorchGenerator, VllmGenerator
 from rlinf.recipes.schedule import count_steps
@@ -59,6 +60,7 @@ class RecipeData:
         reward_fns: Rewards of GRPO; None: those of the configuration.
         val_dataset: Rows of the validation; None: the first ones of ``dataset`` (``test_size``).
         val_packer: Turns them into tokens; None: ``packer``.
+        places: Where players of the run may be; None: the ranks generate.
     """
 
     dataset: Any
@@ -66,6 +68,7 @@ class RecipeData:
     reward_fns: Any = None
     val_dataset: Any = None
     val_packer: Packer | None = None
+    places: PlayerPlaces | None = None
 
 
 def load_processor(name: str) -> Any:
@@ -211,7 +214,9 @@ def _make_sft(
     validation = None if val_rows is None else _in_order(config, val_rows, packer.sample)
     answers = None
     if val_rows is not None and config.validation.reward_function:
-        completer = _completer(config, policy, processor, make_rewards(config.validation.reward_function), stack)
+        completer = _completer(
+            config, policy, processor, make_rewards(config.validation.reward_function), data.places, stack
+        )
         if (
             config.train.train_policy.prompt_column_name
         ):  # a conversation holds the answer, its prompt has a column of its own
@@ -257,7 +262,7 @@ def _make_grpo(
     train_rows, val_rows = _split(config, data)
     rows = _packed(config, train_rows, data.packer.prompt)
     rewards = make_rewards(data.reward_fns or method.reward_function, method.overlong_reward)
-    completer = _completer(config, policy, processor, rewards, stack)
+    completer = _completer(config, policy, processor, rewards, data.places, stack)
     packer = data.val_packer or data.packer
     dual_clip = method.lower_bound_ratio
     loss = GRPOLossFn(
@@ -353,10 +358,15 @@ def _answers(config: RecipeConfig, completer: Completer, dataset: Rows, packer: 
 
 
 def _completer(
-    config: RecipeConfig, policy: HuggingFacePolicy, processor: Any, rewards: Rewards, stack: ExitStack
+    config: RecipeConfig,
+    policy: HuggingFacePolicy,
+    processor: Any,
+    rewards: Rewards,
+    places: PlayerPlaces | None,
+    stack: ExitStack,
 ) -> Completer:
     tokenizer = getattr(processor, "tokenizer", processor)
-    generator = _generator(config, policy)
+    generator = _generator(config, policy, tokenizer, places)
     stack.callback(generator.close)
     rows = config.rollout.batch_size * config.rollout.n_generation
     return Completer(
@@ -369,8 +379,18 @@ def _completer(
     )
 
 
-def _generator(config: RecipeConfig, policy: HuggingFacePolicy) -> Generator:
-    """Return the engine of ``rollout.backend``; the trained model where vLLM is not installed or cannot read the inputs."""
+def _generator(
+    config: RecipeConfig, policy: HuggingFacePolicy, tokenizer: Any, places: PlayerPlaces | None
+) -> Generator:
+    """Return what generates with the engine of ``rollout.backend``; in torch where vLLM is not installed or cannot read the inputs."""
+    engine = _engine(config, policy, places)
+    if places is not None:
+        return make_generator(config, policy, tokenizer, engine, places)
+    return TorchGenerator(policy) if engine is None else VllmGenerator(policy, engine)
+
+
+def _engine(config: RecipeConfig, policy: HuggingFacePolicy, places: PlayerPlaces | None) -> dict[str, Any] | None:
+    """Return the settings of the vLLM engine; None: torch generates."""
     sampling, rollout = config.rollout.sampling_config, config.rollout
     for name, neutral in (("top_k", -1), ("top_p", 1.0), ("repetition_penalty", 1.0)):
         value = getattr(sampling, name)
@@ -380,14 +400,15 @@ def _generator(config: RecipeConfig, policy: HuggingFacePolicy) -> Generator:
                 "and trained", name, value,
             )  # fmt: skip
     if not rollout.backend.startswith("vllm"):
-        return TorchGenerator(policy)
+        return None
     is_vlm = getattr(policy.model.config, "vision_config", None) is not None
     reason = "it takes token ids only, and the model reads images" if is_vlm else None
     reason = reason or (None if importlib.util.find_spec("vllm") else "the package vllm is not installed")
     if reason is not None:
-        logger.warning("rollout.backend=%s is not used: %s. The trained model generates", rollout.backend, reason)
-        return TorchGenerator(policy)
-    return VllmGenerator(policy, {
+        who = "The trained model generates" if places is None else "Players generate in torch"
+        logger.warning("rollout.backend=%s is not used: %s. %s", rollout.backend, reason, who)
+        return None
+    return {
         "model_name": policy.model_name,
         "max_new_tokens": rollout.max_response_length,
         "temperature": policy.temperature,
@@ -399,4 +420,4 @@ def _generator(config: RecipeConfig, policy: HuggingFacePolicy) -> Generator:
             "max_model_len": policy.config.max_model_len,
             "dtype": config.train.param_dtype,
         },
-    })  # fmt: skip
+    }

@@ -63,6 +63,7 @@ def check_recipe(config: RecipeConfig) -> list[str]:
     _check_validation(config)
     if config.train.train_policy.type == "grpo":
         _check_rollout(config)
+    _check_cluster(config)
     given = ((key, _get(config, key), neutral, reason) for key, (neutral, reason) in WITHOUT_EFFECT.items())
     return [f"{key}={value} has no effect: {reason}" for key, value, neutral, reason in given if value not in neutral]
 
@@ -155,6 +156,34 @@ def _check_rollout(config: RecipeConfig) -> None:
             f"rollout.sampling_config.temperature={other}, but train.train_policy.temperature={method.temperature}; required: equal "
             f"ones, because the loss compares their log-probabilities. Set rollout.sampling_config.temperature={method.temperature}"
         )
+
+
+def _check_cluster(config: RecipeConfig) -> None:
+    """Raise ConfigError for keys of players that contradict each other."""
+    cluster, method = config.cluster, config.train.train_policy.type
+    if cluster.placement == "colocated":
+        if cluster.start == "ray":
+            raise ConfigError(
+                "cluster.start=ray with cluster.placement=colocated; required: players to place. Set cluster.placement=split, or "
+                "cluster.start=auto"
+            )
+        if cluster.num_players is not None:
+            raise ConfigError(
+                f"cluster.num_players={cluster.num_players} with cluster.placement=colocated; required: players of their own. Set "
+                "cluster.start=ray cluster.placement=split, or cluster.num_players=null"
+            )
+        return
+    if cluster.start != "ray":
+        raise ConfigError(
+            f"cluster.placement=split with cluster.start={cluster.start}; required: Ray, which places the players. Set cluster.start=ray"
+        )
+    if method != "grpo":
+        raise ConfigError(
+            f"cluster.placement=split with train.train_policy.type={method}; required: grpo, whose answers players generate. Set "
+            "cluster.start=auto cluster.placement=colocated cluster.num_players=null"
+        )
+    if config.mode == "colocated":
+        raise ConfigError("mode=colocated with cluster.placement=split; required: one of them. Set mode=disaggregated")
 
 
 def _check_validation(config: RecipeConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,8 +23,11 @@ from rlinf.recipes.samples import Prompt, Sample, collate
 class Generator(Protocol):
     """Who answers (``rlinf.recipes.rollouts``)."""
 
-    def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
-        """See ``PolicyInterface.generate``; called inside ``ready``."""
+    def generate(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
+        """Yield what ``PolicyInterface.generate`` returns for each batch, in their order; called inside ``ready``.
+
+        Within an update or a validation, all ranks call it equally often.
+        """
 
     def ready(self) -> AbstractContextManager[None]:
         """Return a context in which the present weights generate (a collective call)."""
@@ -104,13 +107,15 @@ class Completer:
 
     def complete(self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None) -> list[Completion]:
         """Return an answer for each prompt, sampled with ``seeds``; None: the most likely tokens. Called inside ``ready``."""
-        found: list[Completion] = []
-        for start in range(0, len(prompts), self.batch_size):
-            rows = prompts[start : start + self.batch_size]
-            batch = collate(rows)
+        slices = [slice(start, start + self.batch_size) for start in range(0, len(prompts), self.batch_size)]
+        batches = [collate(prompts[each]) for each in slices]
+        for batch, each in zip(batches, slices, strict=True):
             if seeds is not None:
-                batch[SEEDS_KEY] = torch.tensor(seeds[start : start + self.batch_size])
-            output = self.generator.generate(batch, greedy=seeds is None)
+                batch[SEEDS_KEY] = torch.tensor(seeds[each])
+        found: list[Completion] = []
+        outputs = self.generator.generate(batches, greedy=seeds is None)
+        for each, output in zip(slices, outputs, strict=True):
+            rows = prompts[each]
             go_on()
             mask = response_mask(output)
             for row, prompt in enumerate(rows):

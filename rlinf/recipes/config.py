@@ -404,8 +404,29 @@ class ProfilerConfig:
 
 @dataclass
 class ClusterConfig:
-    """The ranks of the trained model."""
+    """The ranks of the trained model, and the players that generate for them."""
 
+    start: str = option(
+        "auto",
+        "auto: the ranks are started here, or torchrun or srun has started them; ray: they are started here, and Ray places players, in "
+        "the cluster that the variable RAY_ADDRESS names, or in one that is started on this machine for the run.",
+        choices=("auto", "ray"),
+    )
+    placement: str = option(
+        "colocated",
+        "colocated: each rank generates its answers; split: players do (grpo), in processes and on GPUs of their own, on any machine.",
+        choices=("colocated", "split"),
+    )
+    num_players: int | None = option(
+        None,
+        "Players of cluster.placement=split, a multiple or a divisor of the ranks; null: rollout.parallelism.n_init_replicas.",
+        minimum=1,
+    )
+    max_restarts: int = option(
+        20,
+        "Players of each rank that may be replaced (killed, machine lost, deadline missed) before the run ends.",
+        minimum=0,
+    )
     num_threads: int | None = option(
         None, "CPU threads per rank; null: all cores divided by the ranks of a machine.", minimum=1
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import waiting
-from rlinf.distributed.process_group import rank, sum_over_ranks, world_size
+from rlinf.distributed.process_group import any_rank, rank, sum_over_ranks, world_size
 from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_policy import HuggingFacePolicy
@@ -119,7 +119,7 @@ class GRPOTrainer:
         num_replaced = 0
         for attempt in range(1, 1 + self.max_resamples):
             flat = [number for number, group in groups.items() if _is_flat(group)]
-            if not flat:
+            if not any_rank(bool(flat)):
                 break
             num_replaced += len(flat)
             others = {number: self._other_prompt(step, attempt, number, groups[number][0].prompt) for number in flat}

@@ -19,6 +19,7 @@ from rlinf.recipes.config import DatasetConfig, RecipeConfig
 from rlinf.recipes.datasets import load_rows
 from rlinf.recipes.load import packaged_recipes
 from rlinf.recipes.packers import ChatPacker, Packer, PromptPacker
+from rlinf.recipes.players import PlayerPlaces
 from rlinf.recipes.rewards import make_rewards
 from rlinf.recipes.run import run
 
@@ -28,9 +29,10 @@ SCRIPTS = Path("tools") / "dataset"
 
 @dataclass
 class _Launch:
-    """The recipe that a script trains, and whether it has called ``launch_worker``."""
+    """The recipe that a script trains, where its players may be, and whether it has called ``launch_worker``."""
 
     config: RecipeConfig
+    places: PlayerPlaces | None = None
     folder: Path | None = None
 
 
@@ -75,6 +77,7 @@ def launch_worker(
         reward_fns=reward_fns,
         val_dataset=_made(val_dataset, config),
         val_data_packer=val_data_packer,
+        places=_launch.places,
     )
     return _launch.folder
 
@@ -135,8 +138,13 @@ def _module_file(name: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
 
 
-def train(config: RecipeConfig, script: Path | None = None) -> Path:
+def train(config: RecipeConfig, script: Path | None = None, places: PlayerPlaces | None = None) -> Path:
     """Train a recipe on this rank, with the rows of a dataset script or, without one, those that it names.
+
+    Args:
+        config: Checked.
+        script: Dataset script.
+        places: Where players may be; None: the ranks generate.
 
     Returns:
         The folder of the run.
@@ -144,7 +152,7 @@ def train(config: RecipeConfig, script: Path | None = None) -> Path:
     Raises:
         ConfigError: The script does not call ``launch_worker``.
     """
-    with _launched(config) as launched:
+    with _launched(config, places) as launched:
         if script is None:
             return launch_worker()
         with _first_on_path(script.absolute().parent):
@@ -158,10 +166,10 @@ def train(config: RecipeConfig, script: Path | None = None) -> Path:
 
 
 @contextmanager
-def _launched(config: RecipeConfig) -> Iterator[_Launch]:
+def _launched(config: RecipeConfig, places: PlayerPlaces | None) -> Iterator[_Launch]:
     """Put a recipe in place for ``launch_worker``."""
     global _launch
-    _launch = _Launch(config)
+    _launch = _Launch(config, places)
     try:
         yield _launch
     finally:

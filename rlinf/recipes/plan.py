@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from rlinf.number_formats import format_bytes
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.schedule import count_steps
 
+SPLIT = "cluster.start=ray cluster.placement=split"
+COLOCATED = "cluster.start=auto cluster.placement=colocated cluster.num_players=null"
+"""The overrides of a recipe with and without players."""
 NOT_COUNTED = "activations, one gathered layer of a sharded model, and libraries are not counted"
 
 
@@ -29,7 +33,8 @@ class Plan:
         replicas: Copies of the trained model, each with a batch of its own.
         shards: Ranks of a replica, which divide its weights and its batch.
         rollout_gpus: GPUs of the engines that generate, besides those of the policy.
-        engines: Number of these engines.
+        engines: Number of these engines, or of the players.
+        players: Players of ``cluster.placement=split``; 0: the ranks of the policy generate.
         batch_size: Rows of a step over all replicas; in GRPO its answers.
         group_size: Answers to each prompt in GRPO; else 1.
         micro_batch: Rows of one forward-backward pass on one rank.
@@ -40,6 +45,7 @@ class Plan:
     shards: int
     rollout_gpus: int
     engines: int
+    players: int
     batch_size: int
     group_size: int
     micro_batch: int
@@ -54,6 +60,11 @@ class Plan:
     def num_gpus(self) -> int:
         """All GPUs."""
         return self.policy_gpus + self.rollout_gpus
+
+    @property
+    def gpus_per_player(self) -> int:
+        """GPUs of a player."""
+        return self.rollout_gpus // self.players
 
     @property
     def rows_per_rank(self) -> int:
@@ -89,20 +100,41 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
             f"train.train_batch_per_replica={train.train_batch_per_replica} does not divide over {shards} ranks{whole_groups}; "
             f"required: a multiple of {unit}. Set train.train_batch_per_replica={fits}"
         )
+    players = count_players(config, replicas * shards)
     separate = is_grpo and rollout.backend == "vllm" and config.mode != "colocated"
-    engines = rollout.parallelism.n_init_replicas if separate else 0
+    engines = players or (rollout.parallelism.n_init_replicas if separate else 0)
     batch_size = train.train_batch_per_replica * replicas
     answer = min(rollout.max_response_length, config.policy.model_max_length)
     return Plan(
         replicas=replicas,
         shards=shards,
-        rollout_gpus=engines * rollout.parallelism.tp_size,
+        rollout_gpus=engines * (rollout.parallelism.tp_size if rollout.backend == "vllm" else 1),
         engines=engines,
+        players=players,
         batch_size=batch_size,
         group_size=group_size,
         micro_batch=min(train.train_policy.mini_batch, train.train_batch_per_replica // shards),
         max_tokens=batch_size * (answer if is_grpo else config.policy.model_max_length),
     )
+
+
+def count_players(config: RecipeConfig, num_ranks: int) -> int:
+    """Return the players of a recipe; 0: the ranks generate.
+
+    Raises:
+        ConfigError: They can be divided neither among the ranks nor the ranks among them.
+    """
+    if config.cluster.placement == "colocated":
+        return 0
+    given = config.cluster.num_players
+    players = config.rollout.parallelism.n_init_replicas if given is None else given
+    if players % num_ranks and num_ranks % players:
+        key = "rollout.parallelism.n_init_replicas" if given is None else "cluster.num_players"
+        raise ConfigError(
+            f"{key}={players} players with {num_ranks} ranks of the policy; required: a multiple or a divisor of the ranks. Set "
+            f"cluster.num_players={num_ranks}"
+        )
+    return players
 
 
 def num_steps(config: RecipeConfig, plan: Plan, num_rows: int) -> int:
@@ -123,11 +155,8 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
     rollout = "none"
     if method.type == "grpo":
         tp_size = config.rollout.parallelism.tp_size
-        rollout = (
-            f"{plan.rollout_gpus} ({plan.engines} x tensor parallel {tp_size})"
-            if plan.engines
-            else "those of the policy"
-        )
+        each = f"tensor parallel {tp_size}" if config.rollout.backend == "vllm" else "1, in torch"
+        rollout = f"{plan.rollout_gpus} ({plan.engines} x {each})" if plan.engines else "those of the policy"
     factor = "" if plan.group_size == 1 else f" * {plan.group_size} answers"
     formula = f"{train.epoch} epochs * N rows{factor} / {plan.batch_size}"
     limit = "" if train.max_num_steps is None else f", at most {train.max_num_steps}"
@@ -141,6 +170,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
         ("policy GPUs", ways),
         ("rollout GPUs", rollout),
         ("total GPUs", str(plan.num_gpus)),
+        *([("players", describe_players(plan))] if plan.players else []),
         ("batch", f"{batch}; {plan.rows_per_rank} on each rank, {plan.micro_batch} at a time"),
         ("steps", steps),
         ("tokens", f"at most {plan.max_tokens:,} {'generated ' if method.type == 'grpo' else ''}in a step"),
@@ -148,6 +178,13 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
         ("output", f"{train.output_dir}/<timestamp>"),
     ]  # fmt: skip
     return "\n".join(f"{name + ':':<14}{text}" for name, text in lines)
+
+
+def describe_players(plan: Plan) -> str:
+    """Return in words which players there are, and whose they are."""
+    sharers, share = plan.policy_gpus // plan.players, plan.players // plan.policy_gpus
+    whose = f"{sharers} ranks share each" if sharers > 1 else f"{share} of each rank"
+    return f"{plan.players}, placed by Ray; {whose}"
 
 
 def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
@@ -193,7 +230,9 @@ def choose_device(config: RecipeConfig, plan: Plan) -> str:
     Raises:
         ConfigError: torch sees fewer GPUs than the recipe needs, or an engine would need several GPUs of one rank.
     """
-    wanted, needed = config.policy.device, plan.num_gpus
+    wanted = config.policy.device
+    # Those of players may be on other machines; Ray looks for them.
+    needed = plan.policy_gpus if plan.players and os.environ.get("RAY_ADDRESS") else plan.num_gpus
     if wanted == "cpu":
         return "cpu"
     found = torch.cuda.device_count()
@@ -203,16 +242,18 @@ def choose_device(config: RecipeConfig, plan: Plan) -> str:
         roles = f"{plan.policy_gpus} for the policy, {plan.rollout_gpus} for the rollout"
         cures = [f"policy.device=cpu to run {plan.policy_gpus} ranks as processes of this machine"]
         if plan.rollout_gpus and found >= plan.policy_gpus:
-            cures.insert(0, f"mode=colocated to generate on the policy's {plan.policy_gpus}")
+            colocated = COLOCATED if plan.players else "mode=colocated"
+            cures.insert(0, f"{colocated} to generate on the policy's {plan.policy_gpus}")
         elif 1 <= found < plan.policy_gpus:
             cures.insert(0, f"policy.parallelism.dp_shard_size={max(1, (found - plan.rollout_gpus) // plan.replicas)}")
         raise ConfigError(
             f"The recipe needs {needed} GPUs ({roles}), and torch sees {found}. Set {', or '.join(cures)}"
         )
     tp_size = config.rollout.parallelism.tp_size
-    if config.train.train_policy.type == "grpo" and config.rollout.backend == "vllm" and tp_size > 1:
+    uses_vllm = config.train.train_policy.type == "grpo" and config.rollout.backend == "vllm"
+    if uses_vllm and tp_size > 1 and not plan.players:
         raise ConfigError(
             f"rollout.parallelism.tp_size is {tp_size}, and each rank of the policy generates on its own GPU, between its updates. Set "
-            "rollout.parallelism.tp_size=1"
+            f"{SPLIT} for players with {tp_size} GPUs each, or rollout.parallelism.tp_size=1"
         )
     return "cuda"

@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from rlinf.engines.weight_handle import WeightBuckets
+from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.vllm_generation import VllmGeneration
 from rlinf.models.merged_weights import MergedWeights
 
 
-class TorchGenerator:
+class Engine(Protocol):
+    """What generates for one batch after the other: a policy or a ``GenerationInterface``."""
+
+    def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
+        """See ``PolicyInterface.generate``."""
+
+
+class LocalGenerator:
+    """An engine of this process generates, with the weights that it has.
+
+    Args:
+        engine: Generates.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def generate(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
+        """See ``Generator.generate``."""
+        for batch in batches:
+            yield self.engine.generate(batch, greedy)
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """See ``Generator.ready``."""
+        yield
+
+    def close(self) -> None:
+        """See ``Generator.close``."""
+
+
+class TorchGenerator(LocalGenerator):
     """The trained policy generates; there is nothing to push.
 
     Args:
@@ -20,8 +52,8 @@ class TorchGenerator:
     """
 
     def __init__(self, policy: HuggingFacePolicy) -> None:
+        super().__init__(policy)
         self.policy = policy
-        self.generate = policy.generate
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -29,11 +61,8 @@ class TorchGenerator:
         with self.policy.parallel.whole():
             yield
 
-    def close(self) -> None:
-        """Nothing is to close."""
 
-
-class VllmGenerator:
+class VllmGenerator(LocalGenerator):
     """A vLLM engine of this rank generates with the trained weights, adapters merged.
 
     Args:
@@ -43,8 +72,8 @@ class VllmGenerator:
 
     def __init__(self, policy: HuggingFacePolicy, settings: Mapping[str, Any]) -> None:
         self.policy = policy
-        self.engine = VllmGeneration(None, settings)
-        self.generate = self.engine.generate
+        self.vllm = VllmGeneration(None, settings)
+        super().__init__(self.vllm)
         self._buckets = WeightBuckets()
         self._version = 0
 
@@ -52,12 +81,12 @@ class VllmGenerator:
     def ready(self) -> Iterator[None]:
         """Push the present weights, and let the engine sleep afterwards, so that training has its memory."""
         with self.policy.parallel.whole():
-            self.engine.prepare_for_generation()
+            self.vllm.prepare_for_generation()
             self._version += 1
-            self.engine.update_weights(MergedWeights(self.policy.model, self._version, self._buckets))
+            self.vllm.update_weights(MergedWeights(self.policy.model, self._version, self._buckets))
             yield
-            self.engine.finish_generation()
+            self.vllm.finish_generation()
 
     def close(self) -> None:
         """Stop the engine."""
-        self.engine.shutdown()
+        self.vllm.shutdown()

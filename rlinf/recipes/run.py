@@ -48,6 +48,7 @@ from rlinf.recipes.equal_rows import check_equal_rows
 from rlinf.recipes.logs import shown_logs
 from rlinf.recipes.loop import Loop, LoopState, Trainer
 from rlinf.recipes.packers import Packer
+from rlinf.recipes.players import PlayerPlaces
 from rlinf.recipes.schedule import count_steps_per_epoch
 from rlinf.seeding import seed_everything
 from rlinf.tracking.config import TrackingConfig
@@ -69,18 +70,20 @@ def run(
     reward_fns: Any = None,
     val_dataset: Any = None,
     val_data_packer: Packer | None = None,
+    places: PlayerPlaces | None = None,
 ) -> Path:
     """Train a model, and return the folder of the run. Every rank calls it.
 
     Args:
         config: Checked.
         dataset, data_packer, reward_fns, val_dataset, val_data_packer: See ``RecipeData``.
+        places: Where players may be; None: the ranks generate.
 
     Raises:
         ConfigError: Settings, data and model do not fit; raised before the first step.
         SystemExit: A signal ended the run in an orderly way.
     """
-    data = RecipeData(dataset, data_packer, reward_fns, val_dataset, val_data_packer)
+    data = RecipeData(dataset, data_packer, reward_fns, val_dataset, val_data_packer, places)
     saves = config.train.ckpt.enable_checkpoint
     stop_signal = StopSignal(announce=rank() == 0, saves=saves)
     progress = Progress(updates=rank() == 0)

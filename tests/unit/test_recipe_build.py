@@ -125,14 +125,13 @@ def test_the_validation_evaluates_so_many_rows_together(made, monkeypatch, size,
         "grpo", texts, PromptPacker(), validation=validation, method=method, rollout=ROLLOUT | {"batch_size": 4}
     )
     seen = []
-    score, generate = sft.policy.get_logprobs, grpo.answers.completer.generator.generate
+    score, generate = sft.policy.get_logprobs, grpo.policy.generate
     monkeypatch.setattr(sft.policy, "get_logprobs", lambda batch: seen.append(len(batch["input_ids"])) or score(batch))
     sft.validate(0)
     assert seen == calls
     seen.clear()
-    generator = grpo.answers.completer.generator
     monkeypatch.setattr(
-        generator, "generate", lambda batch, greedy: seen.append(len(batch["input_ids"])) or generate(batch, greedy)
+        grpo.policy, "generate", lambda batch, greedy: seen.append(len(batch["input_ids"])) or generate(batch, greedy)
     )
     grpo.validate(0)
     assert seen == calls

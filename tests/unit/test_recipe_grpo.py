@@ -201,8 +201,8 @@ def test_the_generator_is_ready_while_answers_are_made(tiny_lm):
 
     policy = HuggingFacePolicy(tiny_lm(), max_new_tokens=5, temperature=0.9)
     one = trainer(tiny_lm(), generator=Watched(policy))
-    generate = one.completer.generator.generate
-    one.completer.generator.generate = lambda *args, **kwargs: (calls.append("generate"), generate(*args, **kwargs))[1]
+    generate = policy.generate
+    policy.generate = lambda *args, **kwargs: (calls.append("generate"), generate(*args, **kwargs))[1]
     one.update(0)
     assert calls == ["ready", "generate", "generate", "done"]
 

@@ -22,6 +22,7 @@ from rlinf.recipes import loop as loops
 from rlinf.recipes.completions import Completer
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.loop import Loop, LoopState, Update, Validation, own_share
+from rlinf.recipes.rollouts import LocalGenerator
 from rlinf.recipes.run import summary
 from rlinf.recipes.samples import Prompt
 from rlinf.recipes.throughput import flops_per_token
@@ -102,7 +103,7 @@ def test_every_micro_batch_and_every_generation_starts_the_deadline_again(tiny_l
     monkeypatch.setattr(hf_policy, "batch_logprobs", slowly(score))
     monkeypatch.setattr(hf_policy, "batch_scores", slowly(train))
     tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "")
-    generator = SimpleNamespace(generate=slowly(generate))
+    generator = LocalGenerator(SimpleNamespace(generate=slowly(generate)))
     completer = Completer(
         generator, tokenizer, lambda *_, **__: (0.0, {}), batch_size=1, max_new_tokens=2, end_tokens=[2]
     )

@@ -3,9 +3,11 @@
 import pytest
 
 from rlinf.errors import ConfigError
+from rlinf.preflight.placement import Node
 from rlinf.recipes import plan as planning
 from rlinf.recipes.load import load_recipe
-from rlinf.recipes.plan import choose_device, describe, make_plan, num_steps
+from rlinf.recipes.plan import SPLIT, choose_device, describe, make_plan, num_steps
+from rlinf.recipes.players import place_players
 
 GPUS = {
     "cosmos-reason1-7b-fsdp2-sft": (2, 0),
@@ -94,9 +96,66 @@ def test_without_a_gpu_one_rank_runs_on_the_cpu(monkeypatch):
 
 def test_an_engine_of_several_gpus_is_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(planning.torch.cuda, "device_count", lambda: 4)
-    with pytest.raises(ConfigError, match="rollout.parallelism.tp_size is 2.*Set rollout.parallelism.tp_size=1"):
-        choose_device(*plan_of("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo"))
-    assert choose_device(*plan_of("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", "rollout.parallelism.tp_size=1")) == "cuda"
+    name = "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo"
+    with pytest.raises(
+        ConfigError, match=f"rollout.parallelism.tp_size is 2.*Set {SPLIT} .* 2 GPUs each, or rollout.parallelism.tp_size=1"
+    ):
+        choose_device(*plan_of(name))
+    assert choose_device(*plan_of(name, *SPLIT.split())) == "cuda", "players have GPUs of their own"
+    assert choose_device(*plan_of(name, "rollout.parallelism.tp_size=1")) == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "words"),
+    [
+        ("cosmos-reason1-7b-p-fsdp2-r-tp2-grpo", (2, 1, 2), "players:      1, placed by Ray; 2 ranks share each"),
+        ("phi4-14b-p-fsdp4-r-tp2-grpo", (4, 2, 2), "players:      2, placed by Ray; 2 ranks share each"),
+        ("mistral-7b-p-fsdp1-r-tp1-grpo", (1, 1, 1), "players:      1, placed by Ray; 1 of each rank"),
+    ],
+)
+def test_players_are_the_engines_of_a_recipe(name, placement, words):
+    config, plan = plan_of(name, *SPLIT.split())
+    placed = place_players(plan, "cuda")
+    assert (placed.num_ranks, placed.num_players, placed.gpus_per_player) == placement
+    assert words in describe(config, plan, 100)
+    owned = [number for rank in range(placed.num_ranks) for number in placed.players_of(rank)]
+    assert owned == list(range(placed.num_players)), "each player has one owner"
+    assert place_players(plan, "cpu").bundle == {"CPU": 1}
+
+
+def test_a_player_in_torch_has_one_gpu():
+    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", *SPLIT.split(), "rollout.backend=torch", "cluster.num_players=4")
+    assert (plan.rollout_gpus, plan.gpus_per_player) == (4, 1)
+    assert "rollout GPUs: 4 (4 x 1, in torch)" in describe(config, plan, 100)
+
+
+def test_players_that_machines_have_no_room_for_are_refused():
+    plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", *SPLIT.split())[1]
+    with pytest.raises(ConfigError, match="a CPU and 2 GPUs of one machine for each player. Set .*policy.device=cpu"):
+        place_players(plan, "cuda", [Node("a", 64, 1), Node("b", 64, 1)])
+    place_players(plan, "cuda", [Node("a", 64, 2), Node("b", 64, 2)])
+    place_players(plan, "cpu", [Node("a", 2, 0)])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cure"),
+    [
+        (["cluster.start=ray"], "Set cluster.placement=split"),
+        (["cluster.num_players=2"], "Set cluster.start=ray cluster.placement=split"),
+        (["cluster.placement=split"], "Set cluster.start=ray"),
+        ([*SPLIT.split(), "mode=colocated"], "Set mode=disaggregated"),
+        ([*SPLIT.split(), "cluster.num_players=3"], "Set cluster.num_players=4"),
+        ([*SPLIT.split(), "rollout.parallelism.n_init_replicas=3"], "n_init_replicas=3 players.*Set cluster.num_players=4"),
+    ],
+)
+def test_players_that_do_not_fit_are_refused(overrides, cure):
+    with pytest.raises(ConfigError, match=cure):
+        plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", *overrides)
+
+
+def test_sft_has_no_players():
+    with pytest.raises(ConfigError, match="type=sft; required: grpo"):
+        plan_of("mistral-7b-fsdp4-sft", *SPLIT.split())
 
 
 def test_the_memory_of_a_model_that_is_here_is_that_of_its_shapes(tiny_lm):

@@ -1,0 +1,203 @@
+"""Players of token policies: processes that Ray places, each with a copy of the policy that answers prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from rlinf.cluster.players import Players
+from rlinf.cluster.policy_copy import PolicyCopy
+from rlinf.cluster.reservation import Reservation
+from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.process_group import gather_objects, rank
+from rlinf.engines.weight_handle import WeightBuckets
+from rlinf.envs.config import num_cores
+from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.causal_lm import end_tokens, padding_token
+from rlinf.llm.hf_generation import SamplingConfig, generate_tokens
+from rlinf.llm.hf_policy import HuggingFacePolicy
+from rlinf.llm.vllm_generation import VllmGeneration
+from rlinf.models.merged_weights import MergedWeights
+from rlinf.preflight.placement import Node, Placement
+from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.plan import COLOCATED, Plan
+from rlinf.rollout.policy_shell import PolicyShell
+
+
+@dataclass(frozen=True)
+class PlayerSettings:
+    """What a player of a token policy needs to know.
+
+    Attributes:
+        device: Where it computes: ``cuda`` or ``cpu``.
+        sampling: How tokens are chosen, with the tokens that end an answer.
+        engine: ``VllmConfig`` of the engine that generates; None: the copy of the policy does.
+        num_threads: CPU threads of a rank (``cluster.num_threads``).
+    """
+
+    device: str
+    sampling: SamplingConfig
+    engine: Mapping[str, Any] | None
+    num_threads: int | None
+
+
+@dataclass(frozen=True)
+class PlayerPlaces:
+    """Which players a run has, and their places in a Ray cluster. Every rank gets it."""
+
+    placement: Placement
+    reservation: Reservation
+
+
+def place_players(plan: Plan, device: str, nodes: Sequence[Node] | None = None) -> Placement:
+    """Return the placement of a recipe with players.
+
+    Args:
+        plan: Of the recipe.
+        device: Of ranks and players: ``cuda`` or ``cpu``.
+        nodes: The machines of the cluster; None: they are not known yet.
+
+    Raises:
+        ConfigError: The machines have no room for the players.
+    """
+    gpus = plan.gpus_per_player if device == "cuda" else 0
+    placement = Placement(plan.policy_gpus, plan.players, 0, gpus)
+    if nodes is not None:
+        placement.check_nodes(nodes, COLOCATED, "policy.device=cpu")
+    return placement
+
+
+class TokenPlayer(PolicyCopy):
+    """A copy of a token policy that answers prompts.
+
+    An answer depends on the weights, the prompt, its seed, and by rounding on the other rows of its batch; so any player may generate
+    any batch.
+
+    Args:
+        settings: Of the player.
+        shell: The policy without its weights.
+        placement: Of the run.
+        number: Of this player, over all machines.
+        num_neighbours: Players on this machine, this one included; they share its cores.
+    """
+
+    def __init__(
+        self, settings: PlayerSettings, shell: PolicyShell, placement: Placement, number: int, num_neighbours: int
+    ) -> None:
+        torch.set_num_threads(placement.torch_threads(settings.num_threads, num_cores() // num_neighbours))
+        super().__init__(shell, "cpu" if settings.engine is not None else settings.device)
+        self.sampling = settings.sampling
+        self.engine: VllmGeneration | None = None
+        self._buckets = WeightBuckets()
+        if settings.engine is not None:
+            self.engine = VllmGeneration(None, settings.engine)
+            self.engine.prepare_for_generation()  # its faults show before the first push
+
+    def commit(self) -> int:
+        """End a push, into the engine too; return the version that is held now."""
+        version = super().commit()
+        if self.engine is not None:
+            self.engine.update_weights(MergedWeights(self.model, version, self._buckets))
+        return version
+
+    def generate(self, data: BatchedDataDict, greedy: bool) -> BatchedDataDict:
+        """Return an answer to each prompt of a batch, sampled with its ``sampling_seeds``, or greedily."""
+        self._held()
+        if self.engine is not None:
+            return self.engine.generate(data, greedy)
+        return generate_tokens(self.model, data, self.sampling, greedy, torch.Generator())
+
+    def close(self) -> None:
+        """Stop the engine."""
+        if self.engine is not None:
+            self.engine.shutdown()
+
+
+class RemoteGenerator:
+    """Players generate, with the trained weights (a ``Generator``).
+
+    Args:
+        policy: Trained.
+        players: Those of this rank.
+    """
+
+    def __init__(self, policy: HuggingFacePolicy, players: Players) -> None:
+        self.policy, self.players = policy, players
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Push the present weights, unless the players hold them (a collective call)."""
+        with waiting("push"):
+            self.players.update_weights(self.policy.num_steps)
+        yield
+
+    def generate(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
+        """See ``Generator.generate``; a collective call where ranks share a player."""
+        placement = self.players.placement
+        if not placement.is_shared:
+            return self._in_order(batches, greedy)
+        sharers = placement.num_ranks // placement.num_players
+        first = rank() // sharers * sharers
+        asked = gather_objects(list(batches))[first : first + sharers]
+        answers: list[BatchedDataDict] = []
+        if self.players.numbers:
+            answers = list(self._in_order([batch for each in asked for batch in each], greedy))
+        start = sum(map(len, asked[: rank() - first]))
+        return iter(gather_objects(answers)[first][start : start + len(batches)])
+
+    def close(self) -> None:
+        """End the players."""
+        self.players.close()
+
+    def _in_order(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
+        deadline = "evaluate" if greedy else "rollout"
+        answers = self.players.shared_out(deadline, "generate", [(batch, greedy) for batch in batches])
+
+        def in_order() -> Iterator[BatchedDataDict]:
+            early: dict[int, BatchedDataDict] = {}
+            for place in range(len(batches)):
+                while place not in early:
+                    number, answer = next(answers)
+                    early[number] = answer
+                yield early.pop(place)
+
+        return in_order()
+
+
+def make_generator(
+    config: RecipeConfig,
+    policy: HuggingFacePolicy,
+    tokenizer: Any,
+    engine: Mapping[str, Any] | None,
+    places: PlayerPlaces,
+) -> RemoteGenerator:
+    """Start the players of this rank, and wait until they are built.
+
+    Args:
+        config: Of the run.
+        policy: Trained.
+        tokenizer: Names the end token where the model does not.
+        engine: ``VllmConfig`` of the engines; None: players generate in torch.
+        places: Where players may be.
+    """
+    ends = end_tokens(policy.model, tokenizer, None)
+    sampling = SamplingConfig(
+        max_new_tokens=config.rollout.max_response_length,
+        temperature=policy.temperature,
+        max_model_len=policy.config.max_model_len,
+        eos_token_id=ends,
+        pad_token_id=padding_token(policy.model, tokenizer, None, ends),
+    )
+    settings = PlayerSettings(
+        "cuda" if places.placement.on_gpu else "cpu", sampling, engine, config.cluster.num_threads
+    )
+    make = partial(TokenPlayer, settings, PolicyShell.of(policy.unloaded_model()), places.placement)
+    players = Players(make, config.cluster, places.placement, places.reservation, policy.model)
+    with waiting("start"):
+        players.wait_until_ready()
+    return RemoteGenerator(policy, players)

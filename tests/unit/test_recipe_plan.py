@@ -98,7 +98,8 @@ def test_an_engine_of_several_gpus_is_refused_before_anything_is_loaded(monkeypa
     monkeypatch.setattr(planning.torch.cuda, "device_count", lambda: 4)
     name = "cosmos-reason1-7b-p-fsdp2-r-tp2-grpo"
     with pytest.raises(
-        ConfigError, match=f"rollout.parallelism.tp_size is 2.*Set {SPLIT} .* 2 GPUs each, or rollout.parallelism.tp_size=1"
+        ConfigError,
+        match=f"rollout.parallelism.tp_size is 2.*Set {SPLIT} .* 2 GPUs each, or rollout.parallelism.tp_size=1",
     ):
         choose_device(*plan_of(name))
     assert choose_device(*plan_of(name, *SPLIT.split())) == "cuda", "players have GPUs of their own"
@@ -124,7 +125,9 @@ def test_players_are_the_engines_of_a_recipe(name, placement, words):
 
 
 def test_a_player_in_torch_has_one_gpu():
-    config, plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", *SPLIT.split(), "rollout.backend=torch", "cluster.num_players=4")
+    config, plan = plan_of(
+        "phi4-14b-p-fsdp4-r-tp2-grpo", *SPLIT.split(), "rollout.backend=torch", "cluster.num_players=4"
+    )
     assert (plan.rollout_gpus, plan.gpus_per_player) == (4, 1)
     assert "rollout GPUs: 4 (4 x 1, in torch)" in describe(config, plan, 100)
 
@@ -145,7 +148,10 @@ def test_players_that_machines_have_no_room_for_are_refused():
         (["cluster.placement=split"], "Set cluster.start=ray"),
         ([*SPLIT.split(), "mode=colocated"], "Set mode=disaggregated"),
         ([*SPLIT.split(), "cluster.num_players=3"], "Set cluster.num_players=4"),
-        ([*SPLIT.split(), "rollout.parallelism.n_init_replicas=3"], "n_init_replicas=3 players.*Set cluster.num_players=4"),
+        (
+            [*SPLIT.split(), "rollout.parallelism.n_init_replicas=3"],
+            "n_init_replicas=3 players.*Set cluster.num_players=4",
+        ),
     ],
 )
 def test_players_that_do_not_fit_are_refused(overrides, cure):

@@ -59,7 +59,7 @@ class Placement:
     that a rank of ``num_players`` would own, which are blocks of its rank.
 
     Attributes:
-        num_ranks, num_players: Over all machines; players are a multiple of the ranks, or 0 where the ranks play.
+        num_ranks, num_players: Over all machines; 0 players: the ranks play.
         num_blocks: Over all ranks; 0: players take what is next, and own none.
         gpus_per_player: As many as an engine is split over, else one; 0 on CPUs, where ranks have none either.
         by_ray: Ray starts the ranks.
@@ -158,7 +158,7 @@ class Placement:
     @property
     def is_shared(self) -> bool:
         """A player belongs to several ranks."""
-        return self.num_players < self.num_ranks
+        return 0 < self.num_players < self.num_ranks
 
     def blocks_of(self, player: int) -> range:
         """Return the blocks of a player."""

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from rlinf.errors import ConfigError
 
@@ -55,7 +57,11 @@ class PolicyShell:
 
     def build(self, device: str) -> Any:
         """Return the policy on a device, in evaluation mode. Its state dict holds arbitrary numbers."""
-        return _Unpickler(io.BytesIO(self.data)).load().to(device).eval()
+        policy = _Unpickler(io.BytesIO(self.data)).load()
+        for module in policy.modules():
+            if isinstance(module, PreTrainedModel):  # which its constructor does; without it, a model returns no hidden states
+                _CAN_RECORD_REGISTRY[str(type(module))] = module._can_record_outputs
+        return policy.to(device).eval()
 
 
 class _Pickler(pickle.Pickler):

@@ -59,7 +59,9 @@ class PolicyShell:
         """Return the policy on a device, in evaluation mode. Its state dict holds arbitrary numbers."""
         policy = _Unpickler(io.BytesIO(self.data)).load()
         for module in policy.modules():
-            if isinstance(module, PreTrainedModel):  # which its constructor does; without it, a model returns no hidden states
+            if isinstance(
+                module, PreTrainedModel
+            ):  # which its constructor does; without it, a model returns no hidden states
                 _CAN_RECORD_REGISTRY[str(type(module))] = module._can_record_outputs
         return policy.to(device).eval()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import signal
 import time
@@ -25,7 +26,7 @@ from rlinf.distributed.child_process import Failure
 from rlinf.distributed.config import DeadlinesConfig
 from rlinf.distributed.deadlines import clock, go_on
 from rlinf.distributed.process_group import rank
-from rlinf.distributed.stack_dump import DUMP_SIGNAL
+from rlinf.distributed.stack_dump import DUMP_SIGNAL, own_remote
 from rlinf.distributed.sums import own_blocks
 from rlinf.errors import RankError
 from rlinf.evaluation.evaluator import Video
@@ -40,8 +41,8 @@ CLOSE_S = 5.0
 """Seconds that players have to close their envs."""
 DUMP_S = 2.0
 """Seconds that a silent player has to write its stacks, which Ray passes on to the log of the run."""
-SIGNAL_S = 30.0
-"""Seconds in which a signal must reach a machine, where a process may have to start that sends it."""
+SIGNAL_S = 4.0
+"""Seconds to wait until a process of another machine has sent a signal there; the machine may be silent, too."""
 FETCH_S = 30.0
 """Seconds in which what a lost player has answered must come from its machine; else it is played again."""
 SHARE_OF_RANKS = 0.5
@@ -130,6 +131,7 @@ class Players:
         self._store = WeightStore(model, reservation.group)
         for number in self.numbers:
             self._start(number)
+        own_remote(self)
 
     def wait_until_ready(self) -> None:
         """Wait until all players are built, or raise why one cannot be."""
@@ -300,23 +302,44 @@ class Players:
                 f"No machine of the Ray cluster has had room for player {number} for {limit:g} s. Add a machine in place of the one that is "
                 f"lost, or set a smaller cluster.num_players, then {self.way_on}"
             )
-        self._signal(number, DUMP_SIGNAL)
+        self._signal_and_wait(number, DUMP_SIGNAL)
         time.sleep(DUMP_S)
         cure = f"If it only needs longer, set cluster.deadlines.{deadline}={2 * clock.limit_of(deadline, self._deadlines):g}"
         cause = f"it was in '{deadline}' for more than {limit:g} s. Its stacks are in the log. {cure}"
-        self._signal(number, signal.SIGKILL)  # Ray asks a process to end, and this one may be stopped
+        # Ray asks a process to end, and this one may be stopped.
+        self._signal_and_wait(number, signal.SIGKILL)
         if call.missed:
             raise RankError(f"Player {number} was lost: {cause}. So was the one before it, with the same work")
         call.missed = True
         self._replace(number, cause)
 
-    def _signal(self, number: int, signal_number: int) -> None:
-        """Send a signal to a player's process, which may be stopped and on another machine."""
+    def ask_stacks(self) -> Callable[[float], str]:
+        """Make all players write their stacks, which Ray passes on to the log of the run; see ``RemoteProcesses``."""
+        sent = [self._signal(number, DUMP_SIGNAL) for number in self._actors]
+        names = ", ".join(f"player {number}" for number in self._actors)
+
+        def wait(deadline: float) -> str:
+            time.sleep(max(0.0, min(DUMP_S, deadline - time.monotonic())))
+            return f"\n{names}: what answers has written its stacks to the log\n" if sent else ""
+
+        return wait
+
+    def _signal(self, number: int, signal_number: int) -> Any:
+        """Send a signal to a player's process, which may be stopped; return Ray's reference to that if it is on another machine."""
         import ray
 
-        with suppress(ray.exceptions.RayError):  # its machine is lost, or it has not told where it is
+        with suppress(ray.exceptions.RayError, ProcessLookupError):  # it has ended, or it has not told where it is
             where: Whereabouts = ray.get(self._where[number], timeout=POLL_S)
-            ray.get(self.reservation.signal(where.node, where.pid, signal_number), timeout=SIGNAL_S)
+            if where.node != ray.get_runtime_context().get_node_id():
+                return self.reservation.signal(where.node, where.pid, signal_number)
+            os.kill(where.pid, signal_number)
+        return None
+
+    def _signal_and_wait(self, number: int, signal_number: int) -> None:
+        import ray
+
+        if (sent := self._signal(number, signal_number)) is not None:
+            ray.wait([sent], timeout=SIGNAL_S)
 
 
 def _checked(answer: Any, number: int) -> Any:

@@ -22,6 +22,7 @@ from rlinf.distributed.child_process import Failure, failure_of
 from rlinf.distributed.devices import visible_gpus
 from rlinf.distributed.ray_cluster import OBJECT_STORE_BYTES, check_address, import_ray, initialise
 from rlinf.distributed.ray_ranks import RankPlaces, neighbours_first, placement_group
+from rlinf.distributed.ray_watch import watched
 from rlinf.errors import ConfigError
 from rlinf.number_formats import format_bytes
 from rlinf.preflight.memory import store_bytes
@@ -198,7 +199,8 @@ def _connected(
                 _start(ray, placement_of, folder, needed)
             else:
                 initialise(ray, address, log_to_driver=True)
-            yield address is not None
+            with watched(ray):
+                yield address is not None
         finally:
             ray.shutdown()
 

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -34,7 +35,7 @@ def check_address(needed_by: str) -> str | None:
     """Return ``RAY_ADDRESS``, or None where it is not set or asks for a cluster of this machine's own.
 
     Raises:
-        ConfigError: It is not ``host:port``, or nothing listens there.
+        ConfigError: It is not ``host:port``, nothing listens there, or the cluster asks for another token.
     """
     address = os.environ.get("RAY_ADDRESS", "").strip()
     if address in ("", "local"):
@@ -49,7 +50,51 @@ def check_address(needed_by: str) -> str | None:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(f"RAY_ADDRESS is '{address}', but no Ray cluster answers there ({error}). {cure}") from error
+    _check_token(address)
     return address
+
+
+def _check_token(address: str) -> None:
+    """Raise ConfigError if a cluster asks for a token and does not get the right one. Ray would try again for a minute, then say less."""
+    import grpc
+
+    token = _token() if os.environ.get("RAY_AUTH_MODE") == "token" else None
+    with grpc.insecure_channel(address) as channel:
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        try:
+            ask(b"", timeout=CONNECT_S, metadata=[] if token is None else [("authorization", f"Bearer {token}")])
+        except grpc.RpcError as error:
+            if error.code() != grpc.StatusCode.UNAUTHENTICATED:
+                return  # Ray tells what it is
+        else:
+            return
+    if token is not None:
+        raise ConfigError(
+            f"The Ray cluster at RAY_ADDRESS={address} does not accept the token of this machine. Copy ~/.ray/auth_token of the machine "
+            "of `ray start --head`, or set RAY_AUTH_TOKEN to what is in it"
+        )
+    raise ConfigError(
+        f"The Ray cluster at RAY_ADDRESS={address} asks for a token, and RAY_AUTH_MODE is "
+        f"'{os.environ.get('RAY_AUTH_MODE', '')}' here. Have the ~/.ray/auth_token of its head on this machine, then type: "
+        f"RAY_AUTH_MODE=token RAY_ADDRESS={address} rlinf ..."
+    )
+
+
+def _token() -> str:
+    """Return the token of this machine, which Ray finds in the same places.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if not path.is_file():
+        raise ConfigError(
+            f"RAY_AUTH_MODE is 'token', and there is no token in {path}. Copy that file from the machine of `ray start --head`, set "
+            "RAY_AUTH_TOKEN to what is in it, or unset RAY_AUTH_MODE for a cluster without tokens"
+        )
+    return path.read_text(encoding="utf-8").strip()
 
 
 def connect(needed_by: str) -> ModuleType:
@@ -99,7 +144,7 @@ def initialise(ray: ModuleType, address: str | None, log_to_driver: bool = False
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"Ray cannot {'start on this machine' if address is None else f'connect to {address}'}: {error}. All machines need "
-            "the same versions of Python and Ray. A cluster that asks for a token needs RAY_AUTH_MODE=token on all of them"
+            "the same versions of Python and Ray"
         ) from error
     finally:
         if threading.current_thread() is threading.main_thread():

@@ -1,0 +1,109 @@
+"""A run with players loses a rank, or the Ray cluster: it ends with the cause, and goes on bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from run_results import run_config, untimed_metrics, weights_of
+
+from rlinf.commands.train import train
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
+STATE = [
+    "model=mlp", "env.tasks=[reach]", "env.cameras=[]", "rollout.num_envs=8", "rollout.num_chunks=16", "env.max_episode_steps=16",
+    "trainer.minibatch_size=64", "model.micro_batch_size=32", "trainer.save_every=1", "sft.max_steps=0", "evaluation.num_episodes=2",
+    "evaluation.num_envs=2", "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false",
+    "tracking.progress=false", "cluster.num_threads=1",
+]  # fmt: skip
+SPLIT = ["cluster.start=ray", "cluster.placement=split", "cluster.num_players=2"]
+RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # a machine that is short of memory for other reasons is not this test's matter
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
+}
+MARK = "RUN_OF_THIS_TEST"
+HEAD = r"RankError: The head of the Ray cluster at \S+ has not answered for 10 s. .*RAY_gcs_rpc_server_reconnect_timeout_s=40"
+
+
+def processes_of(mark: str) -> dict[int, str]:
+    """Return the processes whose environment holds ``mark``, each with its command."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+    return found
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Return the iterations after which a run has saved."""
+    return [int(folder.name.removeprefix("rl_")) for folder in (run / "checkpoints").glob("rl_*")]
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "ranks", "message"),
+    [
+        ("import run_rank", signal.SIGKILL, 2, r"RankKilledError: Rank [01] was killed by SIGKILL.*resume=<run folder>"),
+        ("import run_rank", signal.SIGSTOP, 2, r"DeadlineError: Rank [01] .* was in '(\w+)' for more than [12]0 s; no answer from rank [01]\. "
+                                          r".*set cluster.deadlines.\1=[24]0"),
+        ("gcs_server", signal.SIGKILL, 1, HEAD),
+        ("gcs_server", signal.SIGSTOP, 1, HEAD),
+        ("raylet/raylet", signal.SIGKILL, 1, r"RankError: Ray's daemon on this machine \(raylet at \S+ has ended.*resume=<run folder>"),
+    ],
+    ids=["rank killed", "rank stopped", "head killed", "head stopped", "daemon killed"],
+)  # fmt: skip
+def test_a_loss_ends_the_run_with_its_cause_and_it_goes_on_bit_for_bit(tmp_path, victim, number, ranks, message):
+    run, mark = tmp_path / "run", str(tmp_path)
+    short = [f"cluster.deadlines.{name}=10" for name in ("update", "save", "push")] if number == signal.SIGSTOP else []
+    words = [*STATE, f"cluster.num_processes={ranks}", "trainer.max_steps=2000", "cluster.deadlines.rollout=20"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | RAY | {MARK: mark}
+    with (
+        open(tmp_path / "log", "w+", encoding="utf-8") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "rlinf", "train", *words, *short, *SPLIT, f"output_dir={run}"],
+            env=kept, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        ) as process,
+    ):  # fmt: skip
+        while process.poll() is None and not any(step > 1 for step in saved_steps(run)):
+            time.sleep(0.05)
+        found = [pid for pid, command in processes_of(mark).items() if victim in command]
+        assert len(found) == ranks, (tmp_path / "log").read_text()
+        start = time.monotonic()
+        os.kill(found[-1], number)
+        try:
+            status = process.wait(timeout=200)
+        finally:
+            process.kill()
+        print(f"{victim} {number!r}: ended after {time.monotonic() - start:.1f} s")
+    text = (tmp_path / "log").read_text(encoding="utf-8")
+    assert status == 1 and re.search(message, text), text
+    if number == signal.SIGSTOP and ranks == 2:
+        assert (
+            "no answer: it is stopped or lost" in text
+            and "--- rank 0 on" in text
+            and "--- rank 1 on" in text
+            and "player 0" in text
+        ), text
+    deadline = time.monotonic() + 300  # two agents of Ray may take minutes to notice
+    while processes_of(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not processes_of(mark)
+    steps = max(saved_steps(run))
+    more = [*STATE, f"cluster.num_processes={ranks}", f"trainer.max_steps={steps + 1}"]
+    train(run_config(tmp_path / "whole", *more))
+    train(run_config(run, *more, f"resume={run}"))
+    for name, tensor in weights_of(tmp_path / "whole", f"rl_{steps + 1:06d}").items():
+        assert torch.equal(tensor, weights_of(run, f"rl_{steps + 1:06d}")[name]), name
+    lines, others = untimed_metrics(run), untimed_metrics(tmp_path / "whole")
+    assert [line for line in lines if "train/loss" in line] == [line for line in others if "train/loss" in line]

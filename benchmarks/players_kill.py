@@ -111,6 +111,7 @@ class RunWithKills:
         killed: How many players were killed, by what they did.
         left: Processes and files of shared memory that outlived the run.
         status: Of the process.
+        seconds: That the run took.
     """
 
     def __init__(self, folder: Path, words: list[str]) -> None:
@@ -118,11 +119,13 @@ class RunWithKills:
         self.killed: Counter[str] = Counter()
         self.left: list[str] = []
         self.status: int | None = None
+        self.seconds = 0.0
         self._shared: set[str] = set()
 
     def run(self, kills: int, iterations: int, draws: random.Random) -> None:
         """Run to the end, and kill players meanwhile."""
-        self.folder.mkdir()
+        self.folder.mkdir(parents=True)
+        start = time.monotonic()
         command = [sys.executable, __file__, "--run", f"--kills={kills}", *self.words]
         with (
             open(self.folder.with_suffix(".log"), "wb") as log,
@@ -136,7 +139,7 @@ class RunWithKills:
                     time.sleep(SHORTEST_S * (LONGEST_S / SHORTEST_S) ** draws.random())
                     self._kill(draws)
                 time.sleep(0.02)
-        self.status = process.returncode
+        self.status, self.seconds = process.returncode, time.monotonic() - start
         deadline = time.monotonic() + LEFT_S
         while (left := processes_of(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -172,35 +175,37 @@ class RunWithKills:
         return load_file(self.folder / "checkpoints" / f"rl_{iterations:06d}" / "model" / "model.safetensors")
 
 
-def soak(folder: Path, kills: int, iterations: int, seed: int, words: list[str]) -> dict:
-    """Run twice, once with kills; return the report. ``wrong`` names what differs or is left; it should be empty."""
+def soak(folder: Path, kills: int, iterations: int, seed: int, words: list[str]) -> tuple[RunWithKills, RunWithKills]:
+    """Run twice, the second time with kills; return both runs.
+
+    Raises:
+        RuntimeError: One of them has failed.
+    """
     words = [*OVERRIDES, f"trainer.max_steps={iterations}", f"cluster.max_restarts={2 * kills}", *words]
-    alone, disturbed = RunWithKills(folder / "alone", words), RunWithKills(folder / "disturbed", words)
-    seconds = []
-    for run, number in ((alone, 0), (disturbed, kills)):
-        start = time.monotonic()
+    runs = RunWithKills(folder / "alone", words), RunWithKills(folder / "disturbed", words)
+    for run, number in zip(runs, (0, kills), strict=True):
         run.run(number, iterations, random.Random(seed))
-        seconds.append(round(time.monotonic() - start, 1))
         if run.status != 0:
-            raise RuntimeError(
-                f"{run.folder.name} ended with {run.status}:\n{run.folder.with_suffix('.log').read_text()[-8000:]}"
-            )
-    log = disturbed.folder.with_suffix(".log").read_text()
+            log = run.folder.with_suffix(".log").read_text()
+            raise RuntimeError(f"The run '{run.folder.name}' has ended with {run.status}:\n{log[-8000:]}")
+    return runs
+
+
+def compare(alone: RunWithKills, disturbed: RunWithKills, kills: int, iterations: int) -> dict:
+    """Return the report on two runs. ``wrong`` names what differs or is left; it should be empty."""
     blocks = [(step, block) for step, blocks, _ in disturbed.trained() for block in blocks]
     rollouts = [rollout for _, _, rollouts in disturbed.trained() for rollout in rollouts]
     weights, expected = disturbed.weights(iterations), alone.weights(iterations)
+    same = weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
     checks = {
         "number of kills": disturbed.killed.total() == kills,
-        "each block of each iteration is trained on once": len(set(blocks))
-        == len(blocks)
-        == len(set(rollouts))
-        == 8 * iterations,
-        "what is trained on": disturbed.trained() == alone.trained(),
+        "blocks trained on": len(set(blocks)) == len(blocks) == len(set(rollouts)) == 8 * iterations,
+        "rollouts": disturbed.trained() == alone.trained(),
         "metrics": len(alone.metrics()) > iterations and disturbed.metrics() == alone.metrics(),
-        "weights": weights.keys() == expected.keys()
-        and all(torch.equal(weights[name], expected[name]) for name in weights),
-        "nothing is left": not alone.left + disturbed.left,
+        "weights": same,
+        "left": not alone.left + disturbed.left,
     }
+    log = disturbed.folder.with_suffix(".log").read_text()
     return {
         "name": "players_kill",
         "kills": disturbed.killed.total(),
@@ -208,7 +213,7 @@ def soak(folder: Path, kills: int, iterations: int, seed: int, words: list[str])
         "replaced": log.count("Another one takes its place"),
         "iterations": iterations,
         "blocks_trained": len(blocks),
-        "seconds": seconds,
+        "seconds": [round(alone.seconds, 1), round(disturbed.seconds, 1)],
         "left": alone.left + disturbed.left,
         "wrong": [name for name, holds in checks.items() if not holds],
     }
@@ -226,7 +231,8 @@ def main() -> None:
     if arguments.run:
         return train_and_note(arguments.kills, arguments.overrides)
     with tempfile.TemporaryDirectory() as folder:
-        report = soak(Path(folder), arguments.kills, arguments.iterations, arguments.seed, arguments.overrides)
+        numbers = arguments.kills, arguments.iterations
+        report = compare(*soak(Path(folder), *numbers, arguments.seed, arguments.overrides), *numbers)
     print(json.dumps(report))
     raise SystemExit(bool(report["wrong"]))
 

@@ -75,7 +75,7 @@ def test_a_head_that_is_silent_ends_the_process_with_its_name_and_the_way_on(mon
     ended = threading.Event()
     monkeypatch.setattr(ray_watch.os, "_exit", lambda status: (ended.status.append(status), ended.set(), watch.end()))
     ended.status = []
-    ray = ray_of("10.0.0.1:6379", "127.0.0.1:1")
+    ray = ray_of("head.example:6379", "127.0.0.1:1")
     watch = ray_watch.ClusterWatch(ray)
     watch.limit_s = 0.3
     if answers:
@@ -85,7 +85,7 @@ def test_a_head_that_is_silent_ends_the_process_with_its_name_and_the_way_on(mon
     watch.end()
     text = capsys.readouterr().err
     assert ended.status == ([] if answers else [1])
-    assert ("RankError: The head of the Ray cluster at 10.0.0.1:6379 has not answered for 0.3 s" in text) != answers
+    assert ("RankError: The head of the Ray cluster at head.example:6379 has not answered for 0.3 s" in text) != answers
 
 
 class Head(grpc.GenericRpcHandler):

@@ -20,6 +20,7 @@ from rlinf.models.config import ModelConfig
 from rlinf.models.heads import HEADS
 from rlinf.number_formats import format_bytes
 from rlinf.options import cured_by_settings
+from rlinf.preflight.placement import Placement
 
 NOT_COUNTED = (
     "not counted: activations (they grow with model.micro_batch_size, and shrink with model.gradient_checkpointing=true), one "
@@ -38,11 +39,12 @@ class MemoryEstimate:
         masters: Float32 copies of trainable 16-bit weights, which the optimiser steps; shards need none.
         gradients: Gradients of the trainable parameters, summed in float32.
         optimizer: Two float32 AdamW moments of the trainable parameters.
-        rollout_weights: The full copy that acts, if the trainer's weights are sharded.
+        rollout_weights: The full copy that acts: of a player, or of a rank whose weights are sharded.
         reference_weights: The trained weights with which RL began, for the KL penalty.
-        engine: With vLLM: the engine's weights, the shared memory that transfers them, and the key-value cache.
+        engine: With vLLM: an engine's weights, the shared memory that transfers them, and the key-value cache.
         rollout_buffer: Observations, samples and per-action numbers of this rank's envs; of a head on a frozen policy, the
             replay buffer.
+        num_players: Of this rank, each with a copy and an engine of its own; 0: the rank plays.
     """
 
     num_parameters: int
@@ -55,15 +57,17 @@ class MemoryEstimate:
     reference_weights: int
     engine: int
     rollout_buffer: int
+    num_players: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes of one rank, whose two roles share a process."""
+        """Bytes of one rank and of its players; without players, its two roles share a process."""
         trainer = self.weights + self.masters + self.gradients + self.optimizer + self.reference_weights
-        return trainer + self.rollout_weights + self.engine + self.rollout_buffer
+        return trainer + max(1, self.num_players) * (self.rollout_weights + self.engine) + self.rollout_buffer
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return ``(role, part, size)`` for a table; parts of size 0 are left out."""
+        player = "player" if self.num_players else "rollout"
         count = f"{self.num_parameters:,} parameters, {self.num_trainable:,} trained"
         parts = [
             ("trainer", f"weights ({count})", self.weights),
@@ -71,10 +75,10 @@ class MemoryEstimate:
             ("trainer", "gradients", self.gradients),
             ("trainer", "AdamW moments", self.optimizer),
             ("trainer", "reference policy", self.reference_weights),
-            ("rollout", "copy of the weights", self.rollout_weights),
-            ("rollout", "vLLM engine", self.engine),
+            (player, "copy of the weights", self.rollout_weights),
+            (player, "vLLM engine", self.engine),
             ("rollout", "rollout buffer", self.rollout_buffer),
-            ("sum", "one rank", self.total),
+            ("sum", f"one rank and its {self.num_players} players" if self.num_players else "one rank", self.total),
         ]
         return [(role, part, format_bytes(size)) for role, part, size in parts if size]
 
@@ -98,6 +102,7 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         )
         number = sum(count for count, _, _ in parameters)
         return MemoryEstimate(num_parameters=number, weights=all_bytes, rollout_buffer=buffer, **none)
+    players = Placement.of(config).num_players
     return MemoryEstimate(
         num_parameters=sum(count for count, _, _ in parameters),
         num_trainable=sum(count for count, _, trained in parameters if trained),
@@ -105,10 +110,11 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         masters=state.masters,
         gradients=state.gradients,
         optimizer=state.moments,
-        rollout_weights=all_bytes if choice.sharded else 0,
+        rollout_weights=all_bytes if choice.sharded or players else 0,
         reference_weights=kept if getattr(config.algorithm, "kl_coef", 0) > 0 else 0,
         engine=engine_bytes(config, model, all_bytes) if config.trainer.max_steps > 0 else 0,
         rollout_buffer=samples // ranks * sample_bytes(config, model) if config.trainer.max_steps > 0 else 0,
+        num_players=players // ranks,
     )
 
 
@@ -120,7 +126,7 @@ def replay_bytes(algorithm: OffPolicyConfig, model: Any) -> int:
 
 
 def engine_bytes(config: RunConfig, model: Any, weights: int) -> int:
-    """Return the bytes of one rank's vLLM engine and of the two buckets that bring its ``weights`` bytes; 0 without vLLM.
+    """Return the bytes of the vLLM engine of a rank or player and of the two buckets that bring its ``weights`` bytes; 0 without vLLM.
 
     On a GPU without a configured cache size, the engine takes the share ``rollout.vllm.gpu_memory_utilization``.
     """
@@ -128,7 +134,8 @@ def engine_bytes(config: RunConfig, model: Any, weights: int) -> int:
         return 0
     from rlinf.rollout.vllm_policy import engine_arguments
 
-    options, num_envs = config.rollout.vllm, config.rollout.num_envs // config.cluster.num_processes
+    options, ranks = config.rollout.vllm, config.cluster.num_processes
+    num_envs = config.rollout.num_envs // (Placement.of(config).num_players or ranks)
     cache = engine_arguments(model, options, num_envs)["kv_cache_memory_bytes"]
     if cache is None:
         return 2 * BUCKET_BYTES["cuda"] + int(options.gpu_memory_utilization * torch.cuda.mem_get_info()[1])

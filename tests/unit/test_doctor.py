@@ -23,7 +23,7 @@ from rlinf.models import get_model
 from rlinf.number_formats import format_bytes
 from rlinf.optim.master_adamw import MasterAdamW
 from rlinf.options import to_mapping
-from rlinf.preflight.memory import estimate_memory, policy_on_meta_device, sample_bytes
+from rlinf.preflight.memory import estimate_memory, policy_on_meta_device, sample_bytes, store_bytes
 
 EXPERIMENT = "experiment=tabletop_ppo_mlp"
 
@@ -257,6 +257,21 @@ def test_rollout_buffer_counts_all_that_a_call_samples(monkeypatch):
     assert sample_bytes(config, model) - before == 8 * (100 - model.num_logprobs)
 
 
+def test_the_store_of_objects_holds_versions_of_what_is_trained_and_rollouts():
+    sizes = ["experiment=quickstart", "rollout.num_envs=8", "rollout.num_chunks=4"]
+    full, adapted = build(*sizes), build(*sizes, "model.is_lora=true", "model.lora.rank=2")
+    rollout = 32 * sample_bytes(full, policy_on_meta_device(full))
+    state = policy_on_meta_device(full).state_dict()
+    assert store_bytes(full) == 2 * size(state.values()) + rollout
+    full.cluster.max_staleness = 2
+    assert store_bytes(full) == 4 * size(state.values()) + 3 * rollout
+    model = policy_on_meta_device(adapted)
+    frozen = size(p for p in model.parameters() if not p.requires_grad)
+    assert frozen > 0 and store_bytes(adapted) == frozen + 2 * (size(model.state_dict().values()) - frozen) + rollout
+    full.model.model_path = "organisation/name"
+    assert store_bytes(full) is None, "not on this machine yet"
+
+
 def test_memory_estimate_follows_sharding_reference_and_lora():
     base = estimate_memory(build("experiment=quickstart"))
     ranks = ["experiment=quickstart", "cluster.num_processes=2"]
@@ -267,6 +282,9 @@ def test_memory_estimate_follows_sharding_reference_and_lora():
     assert (sharded.weights, sharded.rollout_weights) == (base.weights // 2, base.weights)
     assert sharded.rollout_buffer == base.rollout_buffer // 2, "a rank holds what it has played"
     assert estimate_memory(build("experiment=quickstart", "algorithm.kl_coef=0.1")).reference_weights == base.weights
+    split = estimate_memory(build(*ranks, "cluster.start=ray", "cluster.placement=split", "cluster.num_players=4"))
+    assert (split.num_players, split.rollout_weights) == (2, base.weights)
+    assert split.total == estimate_memory(build(*ranks)).total + 2 * base.weights, "a copy for each player"
     adapted = estimate_memory(build("experiment=quickstart", "model.is_lora=true", "model.lora.rank=2"))
     assert adapted.num_parameters > base.num_parameters and adapted.num_trainable < base.num_trainable / 2
     assert adapted.optimizer < base.optimizer / 2

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from ray_references import counted, is_freed
 from torch import nn
 
 from rlinf.cluster.weights import WeightStore
@@ -48,11 +47,6 @@ def equal_to(model, stored):
     return stored.keys() == state.keys() and all(torch.equal(tensor, state[name]) for name, tensor in stored.items())
 
 
-def counted_references(ray):
-    counts = ray._private.worker.global_worker.core_worker.get_all_reference_counts()
-    return {each if isinstance(each, str) else each.decode() for each in counts}
-
-
 def store_on_two_ranks(work):
     address, folder = work
     import ray
@@ -75,15 +69,10 @@ def store_on_two_ranks(work):
         found["puts"] = len(num_puts)
         old, new = first.trained[0].hex(), second.trained[0].hex()
         barrier()
-        found["held"] = {old, new} <= counted_references(ray)
+        found["held"] = {old, new} <= counted()
         del first
-        gc.collect()
         barrier()
-        for _ in range(600):  # Ray tells the owner of references that are gone when it gets to it
-            if old not in counted_references(ray):
-                break
-            time.sleep(0.1)
-        found["freed"] = old not in counted_references(ray) and new in counted_references(ray)
+        found["freed"] = is_freed(old) and new in counted()
         barrier()
     torch.save(found, Path(folder) / f"rank{rank()}.pt")
     ray.shutdown()

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ray_clusters import patience
+from ray_references import counted, is_freed
 from run_results import check_staleness, note_trained, run_config, untimed_metrics, weights_of
 
 from rlinf.cluster.players import Players
@@ -237,6 +238,18 @@ class TestPlayersOfARunThatHasNotBegun:
         assert batch.tensors().keys() == expected.tensors().keys()
         assert all(torch.equal(tensor, expected.tensors()[name]) for name, tensor in batch.tensors().items())
         assert not torch.equal(newer.rollout_logprobs, expected.rollout_logprobs), "control: the weights differ"
+
+    def test_weights_are_stored_as_long_as_a_question_may_need_them(self, built):
+        collector, players = built.rl.collector, built.rl.collector.players
+        built.rl.sync.push(20)
+        old = players.weights.trained[0].hex()
+        calls = collector.issue(None, 0, 20, True)
+        wait_for(calls)
+        built.rl.sync.push(21)
+        assert old in counted(), "a player that is lost now plays with them"
+        collector.take(calls)
+        del calls
+        assert is_freed(old) and players.weights.trained[0].hex() in counted()
 
     def test_a_rollout_that_waits_to_be_taken_is_not_late(self, built):
         """The time that an evaluation takes is that of the evaluation, and its deadline is longer."""

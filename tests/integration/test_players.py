@@ -318,13 +318,16 @@ def test_two_ranks_that_share_the_weights_play_with_players_what_they_play_thems
     check_equal(runs("two fsdp2 split", *SHARDED, *SPLIT), runs("two fsdp2", *SHARDED))
 
 
-def test_two_ranks_that_share_the_weights_train_while_players_play_what_processes_would(runs):
-    """The rollout of an iteration has the weights of the one before."""
-    ahead = [*SHARDED, "cluster.max_staleness=1", "algorithm.tis_cap=2.0"]
-    folder = runs("two fsdp2 ahead", *ahead, *SPLIT, "rollout.num_lanes=1")  # as many as a process has
-    staleness = [line.get("rollout/staleness_iterations") for line in untimed_metrics(folder)]
-    assert [each for each in staleness if each is not None] == [0, 1, 1]
-    check_equal(folder, runs("two fsdp2 processes", *ahead, "rollout.worker_processes=1"))
+def test_two_ranks_that_share_the_weights_train_while_players_play_with_those_of_the_iteration_before(runs):
+    folder = runs("two fsdp2 ahead", *SHARDED, *SPLIT, "cluster.max_staleness=1", "algorithm.tis_cap=2.0")
+    lines = [line for line in untimed_metrics(folder) if "rollout/staleness_iterations" in line]
+    assert [line["rollout/staleness_iterations"] for line in lines] == [0, 1, 1]
+    assert lines[0]["rollout/staleness_updates"] == 0 < lines[1]["rollout/staleness_updates"]
+    ratios = [line["rollout/importance_ratio_max"] for line in lines]  # of trained weights to those that have played
+    assert ratios[0] <= 1 + 1e-5 and min(ratios[1:]) > 1 + 1e-4
+    assert all(line["rollout/logprob_gap_max"] <= 1e-5 for line in lines), (
+        "the gate compares at the weights that have played"
+    )
 
 
 def test_machines_whose_store_is_too_small_are_refused_before_a_model_is_built(tmp_path, monkeypatch):

@@ -10,8 +10,10 @@ iteration, ``peer`` the largest that is accepted.
     python benchmarks/scaling_model.py --example
     python benchmarks/scaling_model.py --runs outputs/half outputs/whole [--gpus-per-node 8 --gpu-link 400e9 --node-link 400e9]
 
-``--runs`` takes folders of runs on one GPU that differ in ``rollout.num_envs``, and prints a table for 1 to 1024 GPUs with as many
-envs on each GPU as the largest run had. ``--example`` prints that of a 7B policy whose numbers are estimates.
+``--runs`` takes folders of runs. Those of one process that trains and plays, which differ in ``rollout.num_envs``, give the model. All
+others (more ranks, processes or players) are compared with what it predicts for them, so a small cluster can check the model before a
+large one is rented. Then it prints a table for 1 to 1024 GPUs with as many envs on each GPU as the largest run of one process had.
+``--example`` prints that of a 7B policy whose numbers are estimates.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
+from rlinf.checkpoints.checkpoint import resolve_checkpoint
+from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import build_config
 from rlinf.preflight.scaling import PHASES, PLACEMENTS, Line, Machine, Workload, best, measured, predict
 from rlinf.preflight.validation import validate
+from rlinf.tracking import read_metrics
 
 FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "fixtures"
 ACCEPTED = 0.15
@@ -63,12 +66,7 @@ def phases_of(workers: int, ranks: int, envs: int, sleep_s: float, iterations: i
         validate(config)
         with contextlib.redirect_stdout(io.StringIO()):
             train(config)
-        return measured(read(Path(folder) / "run"))
-
-
-def read(folder: Path) -> list[dict]:
-    """Return the lines of a run's metrics."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return measured(read_metrics(Path(folder) / "run"))
 
 
 def check(sleep_s: float, iterations: int) -> dict:
@@ -108,27 +106,55 @@ def table(work: Workload, machine: Machine, pushed_bytes: float) -> None:
                   f"{found.limit} ({found.busy_s.get(found.limit, 0) / found.seconds:.0%} of the time)")  # fmt: skip
 
 
-def recorded(folders: list[Path]) -> Workload:
-    """Return the workload of a GPU from runs on one GPU that differ in their number of envs."""
-    points, sizes = [], []
-    for folder in folders:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-        rollout = config["rollout"]
-        rows = rollout["num_envs"] * rollout["num_chunks"]
-        points.append((rows, measured(read(folder))))
-        size = len(config["env"]["cameras"]) * config["env"]["image_size"] ** 2 * 3
-        groups, minibatches = rollout["num_envs"] // rollout["group_size"], rows // config["trainer"]["minibatch_size"]
-        sizes.append((rows, groups, minibatches * config["algorithm"]["update_epochs"], size))
-    lines = {name: Line.through([(rows, found[name]) for rows, found in points]) for name in PHASES}
-    rows, groups, steps, size = max(sizes)
+class Recorded:
+    """A run: who trained and played, how much, and the median seconds of the phases."""
+
+    def __init__(self, folder: Path) -> None:
+        config = read_saved_config(resolve_checkpoint(folder))
+        rollout, cluster, env = config["rollout"], config["cluster"], config["env"]
+        self.name, self.ranks = folder.name, cluster["num_processes"]
+        self.players = self.ranks * max(1, rollout["worker_processes"])
+        self.placement = cluster["placement"]
+        if self.placement == "split":
+            self.players = cluster["num_players"] or self.ranks
+        if cluster["max_staleness"]:
+            self.placement = "async"
+        self.rows = rollout["num_envs"] * rollout["num_chunks"]
+        self.blocks = rollout["num_envs"] // rollout["group_size"]
+        self.steps = max(1, self.rows // config["trainer"]["minibatch_size"]) * config["algorithm"]["update_epochs"]
+        self.sample_bytes = len(env.get("cameras") or ()) * env.get("image_size", 0) ** 2 * 3
+        self.phases = measured(read_metrics(folder))
+
+    @property
+    def of_one_process(self) -> bool:
+        """Return whether one process trained and played, so that the run gives the model."""
+        return self.ranks == self.players == 1 and self.placement == "colocated"
+
+
+def workload_of(runs: list[Recorded]) -> Workload:
+    """Return the workload of a GPU from runs of one process that differ in their number of envs."""
+    lines = {name: Line.through([(run.rows, run.phases[name]) for run in runs]) for name in PHASES}
+    largest = max(runs, key=lambda run: run.rows)
     return Workload(
-        rows, groups, lines["rollout"], lines["score"], lines["update"], steps=max(1, steps), sample_bytes=size
-    )
+        largest.rows, largest.blocks, lines["rollout"], lines["score"], lines["update"], steps=largest.steps,
+        sample_bytes=largest.sample_bytes,
+    )  # fmt: skip
+
+
+def compare(runs: list[Recorded], work: Workload, machine: Machine) -> None:
+    """Print what the model predicts for each run, next to what was measured."""
+    for run in runs:
+        own = replace(work, samples=run.rows, blocks=run.blocks, steps=run.steps)
+        predicted, seconds = predict(own, machine, run.placement, run.ranks, run.players), sum(run.phases.values())
+        line = {"run": run.name, "placement": run.placement, "ranks": run.ranks, "players": run.players,
+                "predicted_s": round(predicted.seconds, 3), "measured_s": round(seconds, 3),
+                "error": round(predicted.seconds / seconds - 1, 4)}  # fmt: skip
+        print(json.dumps(line))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--runs", type=Path, nargs="+", help="folders of runs on one GPU")
+    parser.add_argument("--runs", type=Path, nargs="+", help="folders of runs, some of one process")
     parser.add_argument("--example", action="store_true", help="a 7B policy, estimated")
     parser.add_argument("--gradient-bytes", type=float, default=0.0, help="of --runs: 4 for each trained parameter")
     parser.add_argument(
@@ -148,7 +174,15 @@ def main() -> None:
     if args.example:
         table(EXAMPLE, machine, EXAMPLE_SPLIT.pushed_bytes)
     elif args.runs:
-        table(replace(recorded(args.runs), gradient_bytes=args.gradient_bytes), machine, args.pushed_bytes)
+        runs = [Recorded(folder) for folder in args.runs]
+        single = [run for run in runs if run.of_one_process]
+        if not single:
+            parser.error(
+                "--runs has no run of one process that trains and plays; required: one or two, with different rollout.num_envs"
+            )
+        work = replace(workload_of(single), gradient_bytes=args.gradient_bytes)
+        compare(runs, replace(work, pushed_bytes=args.pushed_bytes), machine)
+        table(work, machine, args.pushed_bytes)
     else:
         sys.path.append(str(FIXTURES))  # ranks and processes inherit it
         print(json.dumps(check(args.sleep_s, args.iterations)))

@@ -165,6 +165,30 @@ def test_evaluate_takes_the_saved_configuration_and_the_overrides(saved_run, mon
     assert config.evaluation.num_episodes == 7 and config.output_dir.startswith("outputs/tabletop_ppo_mlp/evaluate_")
 
 
+def test_how_a_checkpoint_was_trained_does_not_say_who_evaluates_it(saved_run, monkeypatch, here):
+    pytest.importorskip("ray", reason="not installed: ray; extra 'ray'")
+    import rlinf.commands.evaluate as run
+
+    trained = {"num_processes": 2, "num_players": 4, "start": "ray", "placement": "split", "max_restarts": 7}
+    saved = yaml.safe_load((saved_run / "config.yaml").read_text())
+    saved["cluster"] |= trained
+    (saved_run / "config.yaml").write_text(yaml.safe_dump(saved))
+    calls = []
+    monkeypatch.setattr(run, "evaluate", calls.append)
+    given = ["cluster.start=ray", "cluster.num_players=3"]
+    for words in ([], given):
+        assert main(["evaluate", f"checkpoint={saved_run}", *words]) == 0
+    without, players = (config.cluster for config in calls)
+    assert (without.num_processes, without.num_players, without.start, without.placement) == (
+        1,
+        None,
+        "auto",
+        "colocated",
+    )
+    assert (players.num_processes, players.num_players, players.start, players.placement) == (1, 3, "ray", "colocated")
+    assert without.max_restarts == players.max_restarts == 7, "a control: other keys are those of the checkpoint"
+
+
 def test_export_passes_folders_and_choice_on(saved_run, monkeypatch, here):
     import rlinf.commands.export as module
 

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from rlinf.errors import ConfigError
 
@@ -57,6 +55,9 @@ class PolicyShell:
 
     def build(self, device: str) -> Any:
         """Return the policy on a device, in evaluation mode. Its state dict holds arbitrary numbers."""
+        from transformers import PreTrainedModel
+        from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
         policy = _Unpickler(io.BytesIO(self.data)).load()
         for module in policy.modules():
             if isinstance(

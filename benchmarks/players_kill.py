@@ -133,12 +133,15 @@ class RunWithKills:
                 command, env=os.environ | {MARK: self.mark}, stdout=log, stderr=subprocess.STDOUT
             ) as process,
         ):
-            while process.poll() is None:
-                count = self.killed.total()
-                if count < kills and num_lines(self.folder / "trained.jsonl") >= count * iterations // kills:
-                    time.sleep(SHORTEST_S * (LONGEST_S / SHORTEST_S) ** draws.random())
-                    self._kill(draws)
-                time.sleep(0.02)
+            try:
+                while process.poll() is None:
+                    count = self.killed.total()
+                    if count < kills and num_lines(self.folder / "trained.jsonl") >= count * iterations // kills:
+                        time.sleep(SHORTEST_S * (LONGEST_S / SHORTEST_S) ** draws.random())
+                        self._kill(draws)
+                    time.sleep(0.02)
+            finally:
+                process.kill()
         self.status, self.seconds = process.returncode, time.monotonic() - start
         deadline = time.monotonic() + LEFT_S
         while (left := processes_of(self.mark)) and time.monotonic() < deadline:

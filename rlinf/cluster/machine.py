@@ -1,7 +1,8 @@
-"""What every machine of a run with players must have in common, and what it must not share."""
+"""What every machine of a run on Ray must have in common, and what it must not share."""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,11 @@ from rlinf.files import sha256_of
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of the ranks, as a process of a player has to know it.
+    """The machine of the command, as those of ranks and players have to know it.
 
     Attributes:
         plugins: Of the run.
-        gpus: Names of the GPUs that the ranks use, as in ``CUDA_VISIBLE_DEVICES``.
+        gpus: Names of the GPUs that ranks on it use without Ray, as in ``CUDA_VISIBLE_DEVICES``.
         host: Name of the machine.
         software: What all machines must have in common.
     """
@@ -41,8 +42,7 @@ class Machine:
         Raises:
             ConfigError: Its code or packages differ from those of the ranks, or one of them uses its GPU.
         """
-        here = Machine.here(self.plugins)
-        refuse_differences([(self.host, self.software), (here.host, here.software)], "machine")
+        here = self._compare()
         if not self.gpus or here.host != self.host:
             return
         import ray
@@ -54,3 +54,24 @@ class Machine:
                 "Ray on that machine with `ray start --num-gpus=0`, or offer it the GPUs after those of the ranks only: "
                 "CUDA_VISIBLE_DEVICES=<their numbers> ray start"
             )
+
+    def check_for_rank(self, folders: Sequence[str]) -> None:
+        """Check that a rank may train on this machine.
+
+        Raises:
+            ConfigError: Its code or packages differ from those of the command, or it does not see one of the folders.
+        """
+        here = self._compare()
+        for folder in folders:
+            if not os.path.isdir(folder):
+                raise ConfigError(
+                    f"The machine {here.host}, on which Ray starts a rank, has no folder {folder}; required: the folder of the command and "
+                    "that of the run under the same path on all machines with ranks. Run the command in a shared folder, and set "
+                    "output_dir=<a shared folder>"
+                )
+
+    def _compare(self) -> Machine:
+        """Return this machine, or raise ConfigError if it differs."""
+        here = Machine.here(self.plugins)
+        refuse_differences([(self.host, self.software), (here.host, here.software)], "machine")
+        return here

@@ -21,7 +21,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.child_process import Failure, failure_of
 from rlinf.distributed.devices import visible_gpus
 from rlinf.distributed.ray_cluster import OBJECT_STORE_BYTES, check_address, import_ray, initialise
-from rlinf.distributed.ray_ranks import RankPlaces, neighbours_first, placement_group
+from rlinf.distributed.ray_ranks import RankPlaces, placement_group
 from rlinf.distributed.ray_watch import watched
 from rlinf.errors import ConfigError
 from rlinf.number_formats import format_bytes
@@ -31,6 +31,7 @@ from rlinf.preflight.placement import BY_RAY, COLOCATED, SPLIT, Node, Placement,
 logger = logging.getLogger("rlinf")
 
 SHARED_MEMORY = "/dev/shm"
+LOOPBACK = "127.0.0.1"
 ROOM_S = 10.0
 """Seconds after which the log says that the cluster has no room."""
 
@@ -44,20 +45,36 @@ class Reservation:
         group: Id of Ray's placement group with one bundle for each player; None: the ranks play.
         gpus_per_player: Of a bundle.
         machine: That of the command, with which others are compared.
-        ranks: Places of the ranks that Ray starts; None: it starts none.
+        ranks: Id of the placement group with one bundle for each rank that Ray starts; None: it starts none.
+        ranks_on_gpu: Such a bundle has a GPU.
+        host: Address at which these ranks reach the command.
     """
 
     address: str
     group: str | None
     gpus_per_player: int
     machine: Machine
-    ranks: RankPlaces | None = None
+    ranks: str | None = None
+    ranks_on_gpu: bool = False
+    host: str = LOOPBACK
 
     def join(self) -> None:
         """Connect this process to the cluster, unless it is."""
         ray = import_ray(BY_RAY)
         if not ray.is_initialized():
             initialise(ray, self.address, log_to_driver=True)
+
+    def rank_places(self, start_s: float, folders: Sequence[str | os.PathLike]) -> RankPlaces | None:
+        """Return where the ranks can start, on machines like this one; None where Ray starts none.
+
+        Args:
+            start_s: Seconds that this may take.
+            folders: Which all machines of the ranks must have.
+        """
+        if self.ranks is None:
+            return None
+        check = partial(self.machine.check_for_rank, [os.path.abspath(folder) for folder in folders])
+        return RankPlaces.of(self.ranks, self.host, start_s, None if self.host == LOOPBACK else check)
 
     def start(self, actor_class: type, number: int) -> Any:
         """Start an actor in the place of a player."""
@@ -127,22 +144,20 @@ def reserved_places(
         placement = placement_of(_nodes(ray))
         machine = Machine.here(plugins, _gpus(placement)[: placement.gpus_of_ranks])
 
-        def places(bundle: dict[str, float], count: int, noun: str, strategy: str) -> Any:
-            group = stack.enter_context(_places(ray, start_s, bundle, count, noun, strategy))
+        ranks, players, host = None, None, LOOPBACK
+        if placement.by_ray:
+            places = _places(ray, start_s, placement.rank_bundle, placement.num_ranks, "ranks", "PACK")
+            ranks = stack.enter_context(places).id.hex()
+            host = ray.util.get_node_ip_address() if has_other_machines else LOOPBACK
+        if placement.num_players:
+            places = _places(ray, start_s, placement.bundle, placement.num_players, "players", "SPREAD")
+            group = stack.enter_context(places)
+            players = group.id.hex()
             if has_other_machines:
                 _compare_machines(ray, start_s, group, machine)
-            return group
-
-        ranks, players = None, None
-        if placement.by_ray:
-            group = places(placement.rank_bundle, placement.num_ranks, "ranks", "PACK")
-            ranks = _rank_places(ray, group, placement, has_other_machines)
-        if placement.num_players:
-            group = places(placement.bundle, placement.num_players, "players", "SPREAD")
             _check_stores(ray, group, needed)
-            players = group.id.hex()
         address = ray.get_runtime_context().gcs_address
-        yield Reservation(address, players, placement.gpus_per_player, machine, ranks)
+        yield Reservation(address, players, placement.gpus_per_player, machine, ranks, placement.on_gpu, host)
 
 
 @contextmanager
@@ -167,16 +182,6 @@ def _places(
     finally:
         if ray.is_initialized():
             remove_placement_group(group)
-
-
-def _rank_places(ray: ModuleType, group: Any, placement: Placement, has_other_machines: bool) -> RankPlaces:
-    """Return where the ranks are, in their order: first those on this machine."""
-    from ray.util import get_node_ip_address, placement_group_table
-
-    nodes = placement_group_table(group)["bundles_to_node_id"]
-    bundles = neighbours_first(nodes, ray.get_runtime_context().get_node_id())
-    host = get_node_ip_address() if has_other_machines else "127.0.0.1"
-    return RankPlaces(host, group.id.hex(), bundles, [nodes[bundle] for bundle in bundles], placement.on_gpu)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
@@ -27,7 +28,7 @@ from rlinf.config.saved_code import code_overrides
 from rlinf.config.schema import RunConfig
 from rlinf.data.formats import open_dataset
 from rlinf.data.stored import StoredDemonstrations
-from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.deadlines import DeadlineError, waiting
 from rlinf.distributed.deferred import deferred_parameters
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import (
@@ -50,14 +51,14 @@ from rlinf.distributed.process_group import (
 from rlinf.distributed.start import started_here
 from rlinf.distributed.sums import maximum
 from rlinf.envs.base import VectorEnv
-from rlinf.errors import CheckpointError, NonFiniteError
+from rlinf.errors import CheckpointError, NonFiniteError, RankKilledError
 from rlinf.evaluation.fingerprint import NUM_EPISODES, compare_fingerprints, take_fingerprint
 from rlinf.files import locked_folder
 from rlinf.models import build_policy
 from rlinf.models.deferred import check_read, how_read
 from rlinf.models.lora import trained_names
 from rlinf.options import cured_by_settings, override_text, to_mapping
-from rlinf.preflight.placement import Placement
+from rlinf.preflight.placement import Placement, ranks_by_ray
 from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.rollout.weight_push import WeightPush
@@ -335,25 +336,54 @@ def _execute_rank(work: tuple[RunConfig, Reservation | None]) -> None:
 def train(config: RunConfig) -> Path:
     """Run an experiment: cloning if ``sft.max_steps`` > 0, evaluation, RL, evaluation, report.
 
+    Where Ray has started the ranks and one is lost, all start again from the newest checkpoint, ``cluster.max_restarts`` times at
+    most.
+
     Returns:
         The run folder.
 
     Raises:
         ConfigError: Another run writes there; or vLLM is to play in a process whose GPU memory it could not share.
     """
+    with locked_folder(Path(config.output_dir)), reserved(config) as reservation:
+        for num_restarts in itertools.count():
+            try:
+                _launch(config, reservation)
+                break
+            except (RankKilledError, DeadlineError) as error:
+                limit = config.cluster.max_restarts
+                if not ranks_by_ray(config) or num_restarts == limit:
+                    raise
+                config = _resumed(config)
+                goes_on = f"from {config.resume}" if config.resume else "from the beginning: there is no checkpoint yet"
+                logger.warning(
+                    "%s\nAll ranks start again %s (%d of %d times).", error, goes_on, num_restarts + 1, limit
+                )
+    return Path(config.output_dir)
+
+
+def _launch(config: RunConfig, reservation: Reservation | None) -> None:
+    """Run an experiment on its ranks."""
     cluster = config.cluster
     alone = config.trainer.sharding == "fsdp2" or config.trainer.cpu_offload
-    with locked_folder(Path(config.output_dir)), reserved(config) as reservation:
-        places = None if reservation is None else reservation.ranks
-        if places is None:
-            device = resolve_device(cluster.device, started_here(cluster.num_processes))
-        else:
-            device = "cuda" if places.on_gpu else "cpu"
-        if device == "cuda" and config.rollout.backend == "torch":  # what an engine shares must not be in such segments
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        work = (config, reservation)
-        launch(_execute_rank, work, cluster.num_processes, device, alone, asdict(cluster.deadlines), places)
-    return Path(config.output_dir)
+    folders = (Path.cwd(), Path(config.output_dir))
+    places = None if reservation is None else reservation.rank_places(cluster.deadlines.start, folders)
+    if places is None:
+        device = resolve_device(cluster.device, started_here(cluster.num_processes))
+    else:
+        device = "cuda" if reservation.ranks_on_gpu else "cpu"
+    if device == "cuda" and config.rollout.backend == "torch":  # what an engine shares must not be in such segments
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    work = (config, reservation)
+    launch(_execute_rank, work, cluster.num_processes, device, alone, asdict(cluster.deadlines), places)
+
+
+def _resumed(config: RunConfig) -> RunConfig:
+    """Return the configuration with which a run goes on from its newest checkpoint, or begins again if it has none."""
+    try:
+        return replace(config, resume=str(checkpoints.resolve_checkpoint(config.output_dir)), init_from=None)
+    except CheckpointError:
+        return config
 
 
 def sft(config: RunConfig) -> Path:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlinf.distributed.child_process import exit_with_parent
+from rlinf.distributed.child_process import Failure, exit_with_parent, failure_of
+from rlinf.errors import ConfigError
 
 KILL_S = 10.0
 """Seconds in which the actor of a rank must have killed it; else its machine is taken for lost."""
@@ -46,6 +47,20 @@ class RankAgent:
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
         self._started = threading.Event()
+
+    def where(self) -> str:
+        """Return the id that Ray gives this machine."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
+    def check(self, check: Callable[[], None]) -> Failure | None:
+        """Check something about this machine; return why it is refused."""
+        try:
+            check()
+        except Exception as error:  # noqa: BLE001 - the command raises it
+            return failure_of(error)
+        return None
 
     def run(self, work: bytes, environment: Mapping[str, str], folder: str) -> Iterator[tuple[int, bytes] | int]:
         """Start the rank; yield its output with the number of its stream as it comes, and last its exit status.
@@ -181,34 +196,59 @@ def _write(stream: int, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class RankPlaces:
-    """Where Ray has room for the ranks of a run.
+    """Where ranks can start: an actor on its machine for each of them.
 
     Attributes:
         host: Address of this machine at which the ranks reach it.
-        group: Id of Ray's placement group, with one bundle for each rank.
-        bundles: Number of the bundle of each rank. Those on one machine are neighbours.
-        nodes: Id of each rank's machine.
-        on_gpu: A bundle has a GPU.
+        agents: Actors in the order of the ranks. Those on one machine are neighbours.
+        nodes: Id of the machine of each.
     """
 
     host: str
-    group: str
-    bundles: Sequence[int]
+    agents: Sequence[Any]
     nodes: Sequence[str]
-    on_gpu: bool
 
-    def start(self, function: Callable[..., None], arguments: Sequence[Any], port: int) -> list[RemoteRank]:
-        """Start all ranks, each of which calls ``function(rank, *arguments)``, with the environment that torchrun would give it."""
+    @classmethod
+    def of(cls, group: str, host: str, start_s: float, check: Callable[[], None] | None = None) -> RankPlaces:
+        """Start an actor in each place of a group of Ray, and let each check its machine.
+
+        Raises:
+            ConfigError: That of a check; or no machine has had room for an actor for ``start_s`` seconds.
+        """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        places, agents = placement_group(group), []
+        for bundle, needs in enumerate(places.bundle_specs):
+            place = PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=bundle)
+            options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "max_concurrency": 2}
+            agents.append(ray.remote(scheduling_strategy=place, **options)(RankAgent).remote())
+        try:
+            nodes = ray.get([agent.where.remote() for agent in agents], timeout=start_s)
+            failures = (
+                [] if check is None else ray.get([agent.check.remote(check) for agent in agents], timeout=start_s)
+            )
+        except ray.exceptions.GetTimeoutError:
+            raise ConfigError(
+                f"The Ray cluster has had no room for {len(agents)} ranks for {start_s:g} s, or a machine does not answer. Add machines "
+                "in place of those that are lost, or set a longer cluster.deadlines.start"
+            ) from None
+        except ray.exceptions.RayError as error:
+            raise ConfigError(
+                f"A machine of the Ray cluster cannot tell its version of rlinf: {error}\nInstall the same rlinf on all machines"
+            ) from error
+        for failure in failures:
+            if failure is not None:
+                raise ConfigError(failure.message)
+        order = neighbours_first(nodes, ray.get_runtime_context().get_node_id())
+        return cls(host, [agents[index] for index in order], [nodes[index] for index in order])
+
+    def start(self, function: Callable[..., None], arguments: Sequence[Any], port: int) -> list[RemoteRank]:
+        """Start all ranks, each of which calls ``function(rank, *arguments)``, with the environment that torchrun would give it."""
         shared = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-        shared |= {"WORLD_SIZE": str(len(self.bundles)), "MASTER_ADDR": self.host, "MASTER_PORT": str(port)}
-        group, ranks = placement_group(self.group), []
-        for rank, (bundle, node) in enumerate(zip(self.bundles, self.nodes, strict=True)):
-            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            options = {"num_cpus": 1, "num_gpus": int(self.on_gpu), "max_concurrency": 2, "scheduling_strategy": place}
-            agent = ray.remote(**options)(RankAgent).remote()
+        shared |= {"WORLD_SIZE": str(len(self.agents)), "MASTER_ADDR": self.host, "MASTER_PORT": str(port)}
+        ranks = []
+        for rank, (agent, node) in enumerate(zip(self.agents, self.nodes, strict=True)):
             own = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(self.nodes[:rank].count(node)),
@@ -227,10 +267,6 @@ def placement_group(number: str) -> Any:
     return PlacementGroup(PlacementGroupID(bytes.fromhex(number)))
 
 
-def neighbours_first(node_of_bundle: Mapping[int, str], first: str) -> list[int]:
-    """Return all bundles, in the order of the ranks: those on a machine next to each other, those on the machine ``first`` first."""
-    nodes = list(dict.fromkeys(node_of_bundle[bundle] for bundle in sorted(node_of_bundle)))
-    return sorted(
-        node_of_bundle,
-        key=lambda bundle: (node_of_bundle[bundle] != first, nodes.index(node_of_bundle[bundle]), bundle),
-    )
+def neighbours_first(nodes: Sequence[str], first: str) -> list[int]:
+    """Return the order in which places with the same machine are neighbours, those on the machine ``first`` before all others."""
+    return sorted(range(len(nodes)), key=lambda index: (nodes[index] != first, nodes.index(nodes[index]), index))

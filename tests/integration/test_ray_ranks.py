@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from run_results import run_config, untimed_metrics, weights_of
 
 from rlinf.commands.train import train
+from rlinf.distributed.ray_ranks import RankPlaces
+from rlinf.errors import RankKilledError
 from rlinf.evaluation.result import EvaluationResult
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
@@ -81,8 +89,79 @@ def check_equal(folder, other):
         assert len(one.results) == 6 and one.results == two.results
 
 
-def test_ranks_that_ray_places_are_bit_for_bit_those_of_the_command(runs):
+@pytest.fixture
+def one_on_each(cluster):
+    """Leave room for one rank on each machine."""
+    import ray
+
+    group = ray.util.placement_group([{"CPU": 1}] * 2, strategy="STRICT_SPREAD")
+    assert group.wait(60)
+    yield
+    ray.util.remove_placement_group(group)
+
+
+def test_ranks_on_two_machines_are_bit_for_bit_those_of_the_command(runs, one_on_each, monkeypatch):
+    start, nodes = RankPlaces.start, []
+
+    def noted(self, *arguments):
+        nodes.extend(self.nodes)
+        return start(self, *arguments)
+
+    monkeypatch.setattr(RankPlaces, "start", noted)
     check_equal(runs("by ray", *SMALL, *RAY), runs("own", *SMALL))
+    assert len(set(nodes)) == 2
+
+
+def rank_pids(folder):
+    """Return the processes of the ranks of the run in ``folder``, by rank."""
+    pids = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (entry / "environ").read_bytes().split(b"\0")
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"run_rank" in command and f"WANDB_NOTES={folder}".encode() in environment:
+            pids[int(next(each for each in environment if each.startswith(b"RANK=")).partition(b"=")[2])] = int(
+                entry.name
+            )
+    return pids
+
+
+@contextmanager
+def disturbed(folder, number, what):
+    """Call ``what(pids)`` in a thread once the run in ``folder`` has a checkpoint of iteration ``number``."""
+    pids = {}
+
+    def disturb():
+        while not (folder / "checkpoints" / f"rl_{number:06}").exists():
+            time.sleep(0.02)
+        pids.update(rank_pids(folder))
+        what(pids)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    yield pids
+    thread.join(1)
+    assert not thread.is_alive() and sorted(pids) == [0, 1]
+
+
+def test_a_rank_that_is_killed_starts_again_with_the_others_and_changes_nothing(runs, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_NOTES", str(tmp_path))  # marks the ranks of this run
+    with disturbed(tmp_path, 1, lambda pids: os.kill(pids[1], signal.SIGKILL)) as pids:
+        train(run_config(tmp_path, *SMALL, *RAY))
+    check_equal(tmp_path, runs("own", *SMALL))
+    assert "Rank 1 was killed by SIGKILL" in caplog.text and "start again from" in caplog.text
+    assert "(1 of 20 times)" in caplog.text and "(2 of 20 times)" not in caplog.text
+    assert not rank_pids(tmp_path) and not any(map(is_running, pids.values()))
+
+
+def test_a_loss_more_than_allowed_ends_the_run_with_its_cause(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_NOTES", str(tmp_path))
+    with disturbed(tmp_path, 1, lambda pids: os.kill(pids[0], signal.SIGKILL)):
+        with pytest.raises(RankKilledError, match="Rank 0 was killed by SIGKILL"):
+            train(run_config(tmp_path, *SMALL, *RAY, "cluster.max_restarts=0"))
+    assert not rank_pids(tmp_path)
 
 
 def test_two_ranks_and_two_players_that_ray_places_are_bit_for_bit_two_ranks_that_play(runs):
@@ -94,3 +173,11 @@ def test_two_ranks_and_two_players_that_ray_places_are_bit_for_bit_two_ranks_tha
 def test_control_another_seed_is_another_run(runs):
     with pytest.raises(AssertionError):
         check_equal(runs("other", *SMALL, *RAY, "seed=1"), runs("own", *SMALL))
+
+
+def is_running(pid):
+    """Whether a process runs, which is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -106,7 +106,7 @@ def test_machines_without_room_for_ranks_are_refused(monkeypatch, nodes, overrid
 
 
 def test_ranks_of_a_machine_are_neighbours_and_those_of_the_command_come_first():
-    nodes = {0: "b", 1: "a", 2: "c", 3: "b", 4: "a", 5: "c"}
+    nodes = ["b", "a", "c", "b", "a", "c"]
     assert [nodes[bundle] for bundle in neighbours_first(nodes, "a")] == ["a", "a", "b", "b", "c", "c"]
     assert neighbours_first(nodes, "elsewhere") == [0, 3, 1, 4, 2, 5]
 

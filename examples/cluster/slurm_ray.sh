@@ -1,5 +1,5 @@
 #!/bin/bash
-# A Ray cluster for the time of a job: ranks train on the first node, players play on the others.
+# A Ray cluster for the time of a job: Ray puts the ranks on the first nodes, and players on the others.
 #
 #   sbatch examples/cluster/slurm_ray.sh experiment=libero_ppo_openvla_oft cluster.num_processes=8 cluster.num_players=8 output_dir=/runs/oft
 #
@@ -19,8 +19,8 @@ port="${PORT:-6379}"
 address="${nodes[0]}:$port"
 on() { srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" "${@:2}"; }
 
-# Ray has none of the GPUs of the first node, where the ranks are. Its processes end with the job.
-on "${nodes[0]}" ray start --head --port="$port" --num-gpus=0 --disable-usage-stats --block &
+# Its processes end with the job.
+on "${nodes[0]}" ray start --head --port="$port" --disable-usage-stats --block &
 python "$here/wait_for_ray.py" "$address" 1
 for node in "${nodes[@]:1}"; do
   on "$node" ray start --address="$address" --disable-usage-stats --block &

@@ -108,7 +108,8 @@ class ClusterConfig:
     )
     max_restarts: int = option(
         20,
-        "Players of each rank that may be replaced (killed, machine lost, deadline missed) before the run ends.",
+        "Players of each rank that may be replaced (killed, machine lost, deadline missed) before the run ends; also, how often the "
+        "ranks of cluster.start=ray may start again from the newest checkpoint.",
         minimum=0,
     )
     num_threads: int | None = option(None, "CPU threads per rank; null: all cores divided by the ranks.")

@@ -107,7 +107,7 @@ def test_the_job_with_ray_starts_a_head_its_nodes_and_then_one_command(tmp_path)
     lines = (tmp_path / "log").read_text().splitlines()
     command = "rlinf train resume=auto cluster.start=ray cluster.placement=split experiment=quickstart"
     assert [line for line in lines if line.endswith(command)] == [f"gpu-1 1 RAY_ADDRESS=gpu-1:6379 {command}", command]
-    assert "gpu-1 1 RAY_ADDRESS= ray start --head --port=6379 --num-gpus=0 --disable-usage-stats --block" in lines
+    assert "gpu-1 1 RAY_ADDRESS= ray start --head --port=6379 --disable-usage-stats --block" in lines
     for node in ("gpu-2", "gpu-3"):
         assert f"{node} 1 RAY_ADDRESS= ray start --address=gpu-1:6379 --disable-usage-stats --block" in lines
     assert [line for line in lines if "waited" in line] == ["waited for gpu-1:6379 1", "waited for gpu-1:6379 3"]
@@ -116,8 +116,8 @@ def test_the_job_with_ray_starts_a_head_its_nodes_and_then_one_command(tmp_path)
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["head"], "ray start --head --port=6379 --num-gpus=0 --disable-usage-stats"),
-        (["players", "a:6379"], "ray start --address=a:6379 --disable-usage-stats"),
+        (["head"], "ray start --head --port=6379 --disable-usage-stats"),
+        (["join", "a:6379"], "ray start --address=a:6379 --disable-usage-stats"),
         (
             ["envs", "a:6379"],
             'ray start --address=a:6379 --num-gpus=0 --resources={"rlinf_env": 1} --disable-usage-stats',
@@ -128,7 +128,7 @@ def test_the_job_with_ray_starts_a_head_its_nodes_and_then_one_command(tmp_path)
 def test_a_machine_is_added_by_hand(tmp_path, words, wanted):
     assert run(tmp_path, "ray.sh", words, {"ray": recording("ray")}).returncode == 0
     assert (tmp_path / "log").read_text() == f"{wanted}\n"
-    assert run(tmp_path, "ray.sh", ["players"], {}).returncode == 2
+    assert run(tmp_path, "ray.sh", ["join"], {}).returncode == 2
 
 
 def test_ranks_of_a_machine_by_hand(tmp_path):

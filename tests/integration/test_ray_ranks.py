@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ray_clusters import patience
 from run_results import run_config, untimed_metrics, weights_of
 
 from rlinf.commands.train import train
@@ -21,16 +22,6 @@ from rlinf.errors import RankKilledError
 from rlinf.evaluation.result import EvaluationResult
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
-SURROUNDINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_memory_monitor_refresh_ms": "0",  # a machine that is short of memory for other reasons is not this test's matter
-    # Nor is one that is busy: Ray gives up after half a minute or a minute.
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_gcs_server_port_wait_time_s": "300",
-    "RAY_gcs_server_request_timeout_seconds": "300",
-    "RAY_health_check_timeout_ms": "100000",
-    "RAY_worker_register_timeout_seconds": "300",
-}
 SMALL = [
     "model=mlp", "env.tasks=[reach]", "env.cameras=[]", "rollout.num_envs=8", "rollout.num_chunks=3", "env.max_episode_steps=3",
     "trainer.minibatch_size=12", "model.micro_batch_size=12", "trainer.max_steps=3", "trainer.eval_every=2",
@@ -45,9 +36,7 @@ PLAYERS = [*RAY, "cluster.placement=split", "cluster.num_players=2"]
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     """Two machines of two CPUs each, two of Ray's daemons on this one; a rank and a player have room on each."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SURROUNDINGS.items():
-            patch.setenv(name, value)
+    with patience():
         import ray  # reads some of them
         from ray.cluster_utils import Cluster
 

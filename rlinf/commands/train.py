@@ -316,7 +316,7 @@ def _tracker(config: RunConfig, state: LoopState, resumed_from: Path | None) -> 
 def _execute_rank(work: tuple[RunConfig, Reservation | None]) -> None:
     config, reservation = work
     prepare_rank(config)
-    has_engine = config.rollout.backend == "vllm" and reservation is None
+    has_engine = config.rollout.backend == "vllm" and (reservation is None or reservation.group is None)
     if has_engine and resolve_device(config.cluster.device, 1) == "cuda":
         refuse_expandable_segments()
     run = build(config, reservation)

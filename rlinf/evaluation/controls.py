@@ -59,7 +59,8 @@ class ShiftedPolicy:
         if do_sample:
             uniforms = draw_uniforms(len(actions), self.num_uniforms) if uniforms is None else uniforms
             shift = shift + self.noise * (2.0 * uniforms.to(actions.device).view_as(actions) - 1.0)
-        moved = actions + 0.5 * (high - low) * shift
+        greedy = torch.minimum(torch.maximum(actions, low), high)  # as a residual head reads it
+        moved = greedy + 0.5 * (high - low) * shift
         return prediction._replace(actions=torch.minimum(torch.maximum(moved, low), high))
 
 

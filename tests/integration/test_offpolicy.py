@@ -144,6 +144,20 @@ def test_the_exported_policy_acts_as_the_trained_one(tmp_path, head):
         rlinf.load_policy(tmp_path / "export")
 
 
+@pytest.mark.parametrize(("head", "wanted"), [("residual", [0.5, 0.2]), ("edit", [0.5, 0.2]), ("direct", [-0.5, 0.2])])
+def test_the_env_executes_what_the_buffer_stores_also_for_chunks_out_of_bounds(tmp_path, head, wanted):
+    """Bounds -1 and 1, base (1.5, 0), r (-0.5, 0.2): the base counts as (1, 0)."""
+    trainer = build(config_of(tmp_path, f"algorithm.head.name={head}")).rl
+    trainer._begin(trainer.session.worker.model)
+    policy = trainer.policy
+    num_candidates = policy.head.num_candidates
+    chunks = torch.tensor([1.5, 0.0]).expand(1, num_candidates, 1, 2)
+    assert policy.action_low.tolist() == [-1, -1] and policy.action_high.tolist() == [1, 1]
+    stored = policy.head.compose(policy.normalize(chunks), torch.tensor([[-0.5, 0.2]]))
+    torch.testing.assert_close(stored, torch.tensor([wanted]))
+    torch.testing.assert_close(policy.executed(chunks, stored).flatten(1), stored)
+
+
 def test_another_buffer_is_refused_when_a_run_is_resumed(tmp_path):
     train(config_of(tmp_path, "trainer.max_steps=1"))
     more = [f"resume={tmp_path}", "trainer.max_steps=2"]

@@ -66,6 +66,17 @@ def test_critics_are_networks_that_share_nothing():
         torch.testing.assert_close(found[number], x[:, 0], rtol=1e-5, atol=1e-6)
 
 
+def test_critics_compute_in_float32_also_under_autocast():
+    torch.manual_seed(0)
+    critics, batch = Critics(HeadConfig(hidden_size=64), F, A, num_critics=2), a_batch()
+    options = torch.rand(B, 8, A) * 2 - 1
+    wanted = critics.of_options(batch.features, batch.base, options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16  # the control: it is on
+        found, chosen = critics.of_options(batch.features, batch.base, options), critics.best(batch.features, batch.base, options)[1]
+    assert torch.equal(found, wanted) and torch.equal(chosen, wanted.mean(0).argmax(1))
+
+
 def test_the_density_of_a_squashed_gaussian_is_that_of_torch_and_integrates_to_one():
     noise, log_std, mean = torch.randn(50, A), torch.rand(50, A) - 1, torch.randn(50, A)
     u = mean + log_std.exp() * noise

@@ -145,10 +145,12 @@ class HeadedPolicy(ActionModel, nn.Module):
 
         Where the head changes nothing, this is bit for bit the first chunk of the frozen policy, clipped to the bounds.
         """
-        greedy = chunks[:, 0]
+        greedy = self._within_bounds(chunks[:, 0])  # as ``normalize`` clips: changes are measured from there
         change = (actions - self.normalize(chunks)[:, 0]).unflatten(1, greedy.shape[1:])
-        wanted = greedy + self._middle_and_half()[1] * change
-        return torch.minimum(torch.maximum(wanted, self.action_low), self.action_high)
+        return self._within_bounds(greedy + self._middle_and_half()[1] * change)
+
+    def _within_bounds(self, actions: Tensor) -> Tensor:
+        return torch.minimum(torch.maximum(actions, self.action_low), self.action_high)
 
     def _middle_and_half(self) -> tuple[Tensor, Tensor]:
         return (self.action_high + self.action_low) / 2, (self.action_high - self.action_low) / 2

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf.algorithms.offpolicy_config import HeadConfig
+from rlinf.models.embodiment.modules.float32 import without_autocast
 
 
 class Critics(nn.Module):
@@ -50,8 +51,9 @@ class Critics(nn.Module):
 
     def forward(self, features: Tensor, base: Tensor, actions: Tensor) -> Tensor:
         """Return values ``[E, B]`` of features ``[B, F]``, base actions ``[B, A]`` and actions ``[B, A]``."""
-        x = self.first(torch.cat([features, base, actions], 1)).unflatten(1, (self.num_critics, -1)).transpose(0, 1)
-        for gain, shift, weight, bias in zip(self.gains, self.shifts, self.weights, self.biases, strict=True):
-            x = torch.relu(nn.functional.layer_norm(x, x.shape[-1:]) * gain + shift)
-            x = torch.baddbmm(bias, x, weight)
-        return x.squeeze(-1)
+        with without_autocast(features):  # evaluation runs under autocast, training does not: both choose alike
+            x = self.first(torch.cat([features, base, actions], 1)).unflatten(1, (self.num_critics, -1)).transpose(0, 1)
+            for gain, shift, weight, bias in zip(self.gains, self.shifts, self.weights, self.biases, strict=True):
+                x = torch.relu(nn.functional.layer_norm(x, x.shape[-1:]) * gain + shift)
+                x = torch.baddbmm(bias, x, weight)
+            return x.squeeze(-1)

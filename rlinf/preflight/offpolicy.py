@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from decimal import ROUND_DOWN, Context
 from typing import Any
 
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.checkpoints.checkpoint import has_policy, policy_folder, resolve_checkpoint
 from rlinf.config.schema import RunConfig
+from rlinf.distributed.process_group import resolve_device
 from rlinf.envs import ENVS
 from rlinf.memory import main_memory_bytes
 from rlinf.models.embodiment.headed import has_head
@@ -15,10 +17,13 @@ from rlinf.options import closest
 from rlinf.preflight.memory import policy_on_meta_device, replay_bytes
 from rlinf.preflight.refuse import refuse
 
-UPDATE_S = 0.01
-"""Seconds of an update of the default size on one core, for the estimate of how long a step of all envs takes."""
+UPDATE_S, ROW_WEIGHT_S = 4e-3, 1.5e-10
+"""Seconds of an update on one core, and of it for each row and weight (`benchmarks/offpolicy_update.py`)."""
 
 LONGEST_STEP_S = 60.0
+
+LARGEST_SHARE = 0.8
+"""Of the main memory, for the replay buffer and a policy that lies there; simulators and libraries need the rest."""
 
 
 def check_off_policy(config: RunConfig, algorithm: OffPolicyConfig, policy: tuple[Any, Any] | None) -> None:
@@ -40,8 +45,11 @@ def check_off_policy(config: RunConfig, algorithm: OffPolicyConfig, policy: tupl
         found = f"algorithm.num_target_critics={algorithm.num_target_critics} of {algorithm.num_critics} critics"
         refuse(found, "no more than algorithm.num_critics", f"algorithm.num_target_critics={algorithm.num_critics}")
     _check_run(config, name)
-    _check_times(config, algorithm)
-    _check_replay(config, algorithm)
+    _check_learns(config, algorithm)
+    model = policy_on_meta_device(config)
+    _check_candidates(config, algorithm, model)
+    _check_times(config, algorithm, model)
+    _check_replay(config, algorithm, model)
 
 
 def check_no_head(config: RunConfig) -> None:
@@ -74,6 +82,7 @@ def _check_run(config: RunConfig, name: str) -> None:
             "the frozen policy in this process, because its features are read",
         ),
         ("rollout.group_size", rollout.group_size, 1, "episodes of their own, because none are compared"),
+        ("rollout.auto_reset", rollout.auto_reset, True, "envs that begin the next episode by themselves"),
         ("trainer.sharding", config.trainer.sharding != "fsdp2", True, "a policy in one piece"),
         ("trainer.cpu_offload", config.trainer.cpu_offload, False, "a policy in one piece"),
     ):
@@ -90,7 +99,35 @@ def _check_run(config: RunConfig, name: str) -> None:
         )
 
 
-def _check_times(config: RunConfig, algorithm: OffPolicyConfig) -> None:
+def _check_learns(config: RunConfig, algorithm: OffPolicyConfig) -> None:
+    """Check that something is learnt within the run."""
+    for key in ("learning_rate", "tau", "updates_per_env_step"):
+        if getattr(algorithm, key) == 0:
+            default = type(algorithm).__dataclass_fields__[key].default
+            refuse(f"algorithm.{key}=0", "more than 0, because nothing would be learnt", f"algorithm.{key}={default:g}")
+    rollout = config.rollout
+    num_steps = config.trainer.max_steps * rollout.num_envs * rollout.num_chunks * config.model.action_chunks_len
+    if algorithm.warmup_env_steps >= num_steps:
+        refuse(
+            f"algorithm.warmup_env_steps={algorithm.warmup_env_steps} in a run of at most {num_steps:,} env steps",
+            "fewer, because the warm-up makes no update",
+            f"algorithm.warmup_env_steps={num_steps // 4}",
+        )
+
+
+def _check_candidates(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> None:
+    """Check that the candidates of a head that reads several differ."""
+    count = HEADS.get(algorithm.head.name).num_candidates_of(algorithm.head)
+    if count > 1 and model.num_candidate_uniforms == 0:
+        refuse(
+            f"algorithm.head.name={algorithm.head.name} with {count} candidates of model.model_type={config.model.model_type}, which "
+            "has one action for an observation, so that all are equal",
+            "one candidate",
+            "algorithm.head.num_candidates=1, or algorithm.head.name=residual",
+        )
+
+
+def _check_times(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> None:
     """Check that an n-step return ends before the episode does, and that updates leave time to act."""
     longest, chunk_len = ENVS.get(config.env.name).longest_horizon(config.env), config.model.action_chunks_len
     calls = -(-longest // chunk_len)
@@ -98,28 +135,44 @@ def _check_times(config: RunConfig, algorithm: OffPolicyConfig) -> None:
         found = f"algorithm.n_step={algorithm.n_step} policy calls of {chunk_len} env steps"
         refuse(found, f"at most the {calls} calls of the longest episode", f"algorithm.n_step={min(3, calls)}")
     per_call = algorithm.updates_per_env_step * config.rollout.num_envs * chunk_len
-    seconds = per_call * UPDATE_S * algorithm.batch_size / 128
+    seconds = per_call * update_seconds(algorithm, model)
     if seconds > LONGEST_STEP_S:
-        fitting = algorithm.updates_per_env_step * LONGEST_STEP_S / seconds
         refuse(
             f"algorithm.updates_per_env_step={algorithm.updates_per_env_step:g} makes {per_call:,.0f} updates after each policy call "
             f"of {config.rollout.num_envs} envs, about {seconds:,.0f} s",
             f"at most {LONGEST_STEP_S:.0f} s",
-            f"algorithm.updates_per_env_step={fitting:.2g}",
+            f"algorithm.updates_per_env_step={rounded_down(algorithm.updates_per_env_step * LONGEST_STEP_S / seconds)}",
         )
 
 
-def _check_replay(config: RunConfig, algorithm: OffPolicyConfig) -> None:
-    """Check that the replay buffer fits into memory and has room for every env."""
+def update_seconds(algorithm: OffPolicyConfig, model: Any) -> float:
+    """Return about how long an update of a head on ``model`` takes on one core."""
+    head, num_numbers = algorithm.head, model.action_dim * model.action_chunks_len
+    num_weights = head.hidden_size * (model.feature_dim + 2 * num_numbers + (head.num_layers - 1) * head.hidden_size)
+    return UPDATE_S + ROW_WEIGHT_S * algorithm.batch_size * (algorithm.num_critics + 1) * num_weights
+
+
+def rounded_down(number: float) -> str:
+    """Write a positive number with two digits that are not more than it."""
+    return f"{float(Context(prec=2, rounding=ROUND_DOWN).create_decimal_from_float(number)):g}"
+
+
+def _check_replay(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> None:
+    """Check that the replay buffer, and the policy if it is there, fit into main memory, and that every env has room."""
     capacity, num_envs = algorithm.replay_capacity, config.rollout.num_envs
     if capacity < 2 * num_envs:
         found = f"algorithm.replay_capacity={capacity} for rollout.num_envs={num_envs}"
         refuse(found, "2 observations or more for each env", f"algorithm.replay_capacity={1000 * num_envs}")
-    size, available = replay_bytes(algorithm, policy_on_meta_device(config)), main_memory_bytes()
-    if size > available:
-        fitting = int(0.5 * available / size * capacity)
+    on_cpu = resolve_device(config.cluster.device, 1) == "cpu"
+    policy = sum(each.numel() * each.element_size() for each in model.parameters()) if on_cpu else 0
+    size, available = replay_bytes(algorithm, model), LARGEST_SHARE * main_memory_bytes()
+    if policy + size > available:
+        fitting = int(max(0, available - policy) / size * capacity)
         refuse(
-            f"algorithm.replay_capacity={capacity} observations take {size / 1e9:.1f} GB",
-            f"at most the {available / 1e9:.1f} GB of this machine",
-            f"algorithm.replay_capacity={fitting}",
+            f"algorithm.replay_capacity={capacity} observations take {size / 1e9:.1f} GB"
+            + (f", and the policy {policy / 1e9:.1f} GB" if on_cpu else ""),
+            f"at most {available / 1e9:.1f} GB, {LARGEST_SHARE:.0%} of the memory of this machine",
+            f"algorithm.replay_capacity={fitting}"
+            if fitting >= 2 * num_envs
+            else "model.precision=bf16, or a smaller policy",
         )

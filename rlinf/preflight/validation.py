@@ -104,6 +104,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
     if command == "train" and config.trainer.max_steps > 0:
         if isinstance(config.algorithm, OffPolicyConfig):
             check_off_policy(config, config.algorithm, policy)
+            check_whole_episodes(config)
         else:
             check_batches(config)
             check_algorithm(config)
@@ -373,7 +374,13 @@ def check_algorithm(config: RunConfig) -> None:
     elif algorithm_class.needs_whole_episodes and rollout.auto_reset:
         required = "whole episodes, one per env and iteration (the group rollout=episodes sets this)"
         refuse(f"{name} with rollout.auto_reset=true", required, "rollout.auto_reset=false")
-    longest, chunk_len = ENVS.get(config.env.name).longest_horizon(config.env), config.model.action_chunks_len
+    check_whole_episodes(config)
+
+
+def check_whole_episodes(config: RunConfig) -> None:
+    """Check that the first episode of each env ends within an iteration: of shorter ones, only successes would be counted."""
+    rollout, chunk_len = config.rollout, config.model.action_chunks_len
+    longest = ENVS.get(config.env.name).longest_horizon(config.env)
     covered = rollout.num_chunks * chunk_len
     if covered < longest:
         refuse(

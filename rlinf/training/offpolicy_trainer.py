@@ -19,7 +19,7 @@ from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.distributed.deadlines import waiting
 from rlinf.envs.base import VectorEnv
 from rlinf.models.embodiment.base import ActionModel
-from rlinf.models.embodiment.headed import HeadedPolicy, make_head, normal
+from rlinf.models.embodiment.headed import HeadedPolicy, check_bounds, make_head, normal
 from rlinf.models.heads.direct import DirectHead
 from rlinf.offpolicy.learner import OffPolicyLearner
 from rlinf.offpolicy.replay import ReplayBuffer
@@ -58,6 +58,8 @@ class OffPolicyTrainer:
         autocast: Callable[[], AbstractContextManager],
     ) -> None:
         self.session, self.env, self.sampler, self.autocast = session, env, sampler, autocast
+        self._bounds = torch.from_numpy(env.action_low), torch.from_numpy(env.action_high)
+        check_bounds(*self._bounds)  # now, not after the hours of cloning
         self.make_learner = make_learner
         self.config = cast(OffPolicyConfig, session.config.algorithm)
         self.owed = 0.0  # updates that env steps have earned and that were not made yet
@@ -99,11 +101,10 @@ class OffPolicyTrainer:
         if isinstance(model, HeadedPolicy):
             self.policy = model
         else:
-            low, high = (torch.from_numpy(bound) for bound in (self.env.action_low, self.env.action_high))
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive_seed(seed, "head"))
                 head = make_head(config.head, model.feature_dim, model, self.make_learner.noise_std(config))
-            self.policy = HeadedPolicy(model, head, low, high)
+            self.policy = HeadedPolicy(model, head, *self._bounds)
         self.policy.eval()
         head = self.policy.head
         self.learner = self.make_learner(config, head, seed)

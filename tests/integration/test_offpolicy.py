@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,12 +13,16 @@ from run_results import metrics_of, run_config, untimed_metrics
 from safetensors.torch import load_file
 
 import rlinf
+from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
+from rlinf.cluster.envs import env_maker
 from rlinf.commands.export import export, random_observation
 from rlinf.commands.train import build, train
 from rlinf.config.schema import RunConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
+from rlinf.preflight.memory import policy_on_meta_device, replay_bytes
+from rlinf.preflight.offpolicy import rounded_down, update_seconds
 from rlinf.preflight.validation import validate
 
 SMALL = [
@@ -176,7 +181,13 @@ def test_another_buffer_is_refused_when_a_run_is_resumed(tmp_path):
         (["algorithm.n_step=9"], "n_step=9 policy calls of 1 env steps; required: at most the 8 calls"),
         (["algorithm.updates_per_env_step=1e6"], "about .* s; required: at most 60 s.*Set algorithm.updates_per_env_step="),
         (["algorithm.replay_capacity=4"], "2 observations or more for each env"),
-        (["algorithm.replay_capacity=10000000000"], "GB; required: at most the .* GB of this machine"),
+        (["algorithm.replay_capacity=10000000000"], "GB; required: at most .* GB, 80% of the memory of this machine"),
+        (["rollout.num_chunks=7"], "7 env steps per iteration.*Set rollout.num_chunks=8"),
+        (["rollout.auto_reset=false"], "Set rollout.auto_reset=true"),
+        (["algorithm.updates_per_env_step=0"], "Set algorithm.updates_per_env_step=0.5"),
+        (["algorithm.learning_rate=0"], "Set algorithm.learning_rate=0.0005"),
+        (["algorithm.tau=0"], "Set algorithm.tau=0.01"),
+        (["algorithm.warmup_env_steps=160"], "run of at most 160 env steps.*Set algorithm.warmup_env_steps=40"),
         (["cluster.num_processes=2"], "Set cluster.num_processes=1"),
         (["rollout.worker_processes=2"], "Set rollout.worker_processes=0"),
         (["trainer.sharding=fsdp2"], "Set trainer.sharding=replicate"),
@@ -186,6 +197,68 @@ def test_another_buffer_is_refused_when_a_run_is_resumed(tmp_path):
 def test_what_cannot_be_trained_is_refused(tmp_path, overrides, fragment):
     with pytest.raises(ConfigError, match=fragment):
         config_of(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(
+    "more", [["algorithm.batch_size=128"], ["algorithm.num_critics=10"], ["algorithm.head.hidden_size=512"]]
+)
+def test_the_number_of_updates_that_is_named_is_accepted(tmp_path, more):
+    """Also where two digits would round it up. The estimate grows with the critics and their width."""
+    with pytest.raises(ConfigError, match="after each policy call") as error:
+        config_of(tmp_path, *more, "algorithm.updates_per_env_step=1e6")
+    override = str(error.value).rpartition("Set ")[2]
+    config_of(tmp_path, *more, override)
+    rate = 1.2 * float(override.partition("=")[2])  # the control: little more is refused
+    with pytest.raises(ConfigError, match="after each policy call"):
+        config_of(tmp_path, *more, f"algorithm.updates_per_env_step={rate}")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(2867.0, "2800"), (0.0199, "0.019"), (1.0, "1"), (9.99e-7, "9.9e-07"), (100.0, "100")]
+)
+def test_limits_are_rounded_down(number, text):
+    assert rounded_down(number) == text and float(text) <= number
+
+
+def test_an_update_takes_longer_with_more_and_wider_critics():
+    model = SimpleNamespace(feature_dim=256, action_dim=2, action_chunks_len=1)
+    of = [update_seconds(SACConfig(num_critics=n, head=HeadConfig(hidden_size=w), batch_size=b), model) for n, w, b in
+          ((2, 128, 128), (10, 128, 128), (10, 512, 128), (10, 512, 256))]  # fmt: skip
+    assert of == sorted(of) and of[-1] > 10 * of[0]
+
+
+def test_the_machine_must_hold_policy_and_buffer_and_more(tmp_path, monkeypatch):
+    config = config_of(tmp_path)
+    model = policy_on_meta_device(config)
+    needed = replay_bytes(config.algorithm, model) + sum(each.nbytes for each in model.parameters())
+    monkeypatch.setattr("rlinf.preflight.offpolicy.main_memory_bytes", lambda: int(needed / 0.79))
+    config_of(tmp_path)
+    monkeypatch.setattr("rlinf.preflight.offpolicy.main_memory_bytes", lambda: int(needed / 0.81))
+    with pytest.raises(ConfigError, match="and the policy .* GB; required: at most") as error:
+        config_of(tmp_path)
+    config_of(tmp_path, str(error.value).rpartition("Set ")[2])
+
+
+def test_copies_are_no_candidates(tmp_path, monkeypatch):
+    monkeypatch.setattr(MLPForRLActionPrediction, "num_candidate_uniforms", 0)
+    with pytest.raises(ConfigError, match="all are equal.*Set algorithm.head.num_candidates=1"):
+        config_of(tmp_path, "algorithm.head.name=edit")
+    config_of(tmp_path, "algorithm.head.name=edit", "algorithm.head.num_candidates=1")
+    config_of(tmp_path)
+
+
+def test_an_env_without_bounds_is_refused_before_anything_is_cloned(tmp_path, monkeypatch):
+    config = config_of(tmp_path, "sft.max_steps=1", "sft.batch_size=4")
+    real = env_maker(config, 1)
+
+    def endless(num_envs, auto_reset):
+        env = real(num_envs, auto_reset=auto_reset)
+        env.action_high = np.array([1.0, np.inf], dtype=np.float32)
+        return env
+
+    monkeypatch.setattr("rlinf.commands.train.env_maker", lambda *_: endless)
+    with pytest.raises(ConfigError, match="required: finite bounds"):
+        build(config)
 
 
 def test_a_policy_that_does_not_propose_is_refused(tmp_path, monkeypatch):

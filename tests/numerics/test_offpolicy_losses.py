@@ -73,7 +73,10 @@ def test_critics_compute_in_float32_also_under_autocast():
     wanted = critics.of_options(batch.features, batch.base, options)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16  # the control: it is on
-        found, chosen = critics.of_options(batch.features, batch.base, options), critics.best(batch.features, batch.base, options)[1]
+        found, chosen = (
+            critics.of_options(batch.features, batch.base, options),
+            critics.best(batch.features, batch.base, options)[1],
+        )
     assert torch.equal(found, wanted) and torch.equal(chosen, wanted.mean(0).argmax(1))
 
 

@@ -44,11 +44,7 @@ class HeadedPolicy(ActionModel, nn.Module):
         self, base: ActionModel, head: Head, action_low: Tensor, action_high: Tensor, critics: Critics | None = None
     ) -> None:
         nn.Module.__init__(self)
-        if not bool((torch.isfinite(action_low) & torch.isfinite(action_high) & (action_low < action_high)).all()):
-            raise ConfigError(
-                f"The actions of the env lie between {action_low.tolist()} and {action_high.tolist()}; required: finite bounds, "
-                "because a head corrects by shares of this range. Set algorithm=ppo, or give the env bounds"
-            )
+        check_bounds(action_low, action_high)
         self.base, self.head, self.critics = base.requires_grad_(False), head, critics
         device = next(base.parameters()).device
         self.head.to(device)
@@ -226,6 +222,15 @@ class HeadedPolicy(ActionModel, nn.Module):
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(f"The head in {folder} cannot be loaded: {error}. Use another checkpoint") from error
         return policy.eval()
+
+
+def check_bounds(action_low: Tensor, action_high: Tensor) -> None:
+    """Raise ConfigError unless the actions of an env, float32 ``[D]`` both, have finite bounds."""
+    if not bool((torch.isfinite(action_low) & torch.isfinite(action_high) & (action_low < action_high)).all()):
+        raise ConfigError(
+            f"The actions of the env lie between {action_low.tolist()} and {action_high.tolist()}; required: finite bounds, "
+            "because a head corrects by shares of this range. Set algorithm=ppo, or give the env bounds"
+        )
 
 
 def make_head(config: HeadConfig, feature_dim: int, base: ActionModel, noise_std: float | None) -> Head:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
-from rlinf.errors import NonFiniteError
+from rlinf.errors import CheckpointError, NonFiniteError
 from rlinf.models.heads.base import Head
 from rlinf.models.heads.critic import Critics
 from rlinf.offpolicy.replay import Batch
@@ -123,6 +123,17 @@ class OffPolicyLearner(ABC):
     def normal_for_options(self, num_rows: int) -> Tensor:
         """Draw the standard normal numbers of the options of some observations."""
         return torch.randn(num_rows, self.head.num_noises, generator=self.generator).to(self.device)
+
+    def begin_with(self, critics: Critics) -> None:
+        """Take over the weights of critics; raise CheckpointError if they are others in number or width."""
+        for module in (self.critics, self.targets):
+            try:
+                module.load_state_dict(critics.state_dict())
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"The critics of the policy do not fit: {error}. Set algorithm.num_critics={critics.num_critics}, and "
+                    "algorithm.head as in its head.json"
+                ) from error
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"critics": self.critics, "targets": self.targets}

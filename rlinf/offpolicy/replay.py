@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -176,6 +177,14 @@ class ReplayBuffer:
             "counts": self.counts, "num_slots": torch.tensor(self.num_slots), "generator": self.generator.get_state()
         }  # fmt: skip
 
+    def room_for(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return where a tensor of ``state_dict`` can be read before ``load_state_dict``: the buffer itself if it fits there."""
+        own = self.tensors.get(name)
+        fits = (
+            own is not None and own.dtype == dtype and own.shape[1:] == tuple(shape[1:]) and shape[0] <= self.num_slots
+        )
+        return own[: shape[0]] if fits else torch.empty(shape, dtype=dtype)
+
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore what ``state_dict`` returned.
 
@@ -195,7 +204,8 @@ class ReplayBuffer:
                     f"'{name}' of the checkpoint's replay buffer is {list(state[name].shape[2:])} for each observation, and "
                     f"{list(tensor.shape[2:])} here. Use the model and algorithm sections of its config.yaml"
                 )
-            tensor[: len(state[name])] = state[name]
+            if state[name].data_ptr() != tensor.data_ptr():  # not read into place
+                tensor[: len(state[name])] = state[name]
         self.counts.copy_(state["counts"])
         self.generator.set_state(state["generator"])
         self._transitions = None

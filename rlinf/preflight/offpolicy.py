@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from decimal import ROUND_DOWN, Context
 from typing import Any
 
+from rlinf.algorithms import ALGORITHMS
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
-from rlinf.checkpoints.checkpoint import has_policy, policy_folder, resolve_checkpoint
+from rlinf.checkpoints.checkpoint import has_policy, policy_folder, read_loop_state, resolve_checkpoint
+from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device
 from rlinf.envs import ENVS
 from rlinf.memory import main_memory_bytes
-from rlinf.models.embodiment.headed import has_head
+from rlinf.models.embodiment.headed import has_head, head_settings
 from rlinf.models.heads import HEADS
-from rlinf.options import closest
+from rlinf.options import closest, override_of, override_text
 from rlinf.preflight.memory import policy_on_meta_device, replay_bytes
 from rlinf.preflight.refuse import refuse
 
@@ -45,6 +48,7 @@ def check_off_policy(config: RunConfig, algorithm: OffPolicyConfig, policy: tupl
         found = f"algorithm.num_target_critics={algorithm.num_target_critics} of {algorithm.num_critics} critics"
         refuse(found, "no more than algorithm.num_critics", f"algorithm.num_target_critics={algorithm.num_critics}")
     _check_run(config, name)
+    _check_saved(config, algorithm)
     _check_learns(config, algorithm)
     model = policy_on_meta_device(config)
     _check_candidates(config, algorithm, model)
@@ -97,6 +101,49 @@ def _check_run(config: RunConfig, name: str) -> None:
             "weights without adapters",
             "merge_lora=true with `rlinf export`, and model.is_lora=false model.model_path=<export>",
         )
+
+
+def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
+    """Check that a head that is there already, and in a resumed run its critics, are those of this configuration.
+
+    A run that is resumed before RL has neither.
+    """
+    source = config.resume or config.init_from
+    if source is None:
+        return
+    folder = resolve_checkpoint(source)
+    saved = read_saved_config(folder).get("algorithm") or {}
+    in_rl = config.resume is not None and read_loop_state(folder)["phase"] == "rl"
+    afresh = f"init_from={config.resume} resume=null output_dir=<a new folder>"
+    if in_rl and saved.get("name") != algorithm.name:
+        refuse(
+            f"algorithm.name={algorithm.name}, and {folder} was made with algorithm.name={saved.get('name')}",
+            "one algorithm in a run",
+            f"algorithm={saved.get('name')}, or for a new run {afresh}",
+        )
+    if not has_policy(folder) or not has_head(policy_folder(folder)):
+        return
+    settings, wanted = head_settings(policy_folder(folder)), asdict(algorithm.head)
+    pairs = {f"algorithm.head.{key}": (settings["head"].get(key, value), value) for key, value in wanted.items()}
+    # The critics of a head that chooses are saved with it; those of others only for the run that goes on.
+    num_critics = saved.get("num_critics", algorithm.num_critics) if in_rl else settings["num_critics"]
+    pairs["algorithm.num_critics"] = (num_critics or algorithm.num_critics, algorithm.num_critics)
+    pairs["model.features"] = (settings["feature_kind"], config.model.features)
+    differences = {key: found for key, (found, here) in pairs.items() if found != here}
+    explores, here = settings["noise_std"], ALGORITHMS.get(algorithm.name).noise_std(algorithm)
+    fixes = [override_of(key, found) for key, found in differences.items()]
+    found = [f"{fix}, here {override_text(pairs[key][1])}" for key, fix in zip(differences, fixes, strict=True)]
+    if explores != here:
+        name = saved.get("name", "sac" if explores is None else "td3")
+        found.append(f"exploration by {_noise(explores)}, here {_noise(here)}")
+        std = [] if explores is None else [f"algorithm.noise_std={explores:g}"]
+        fixes = [*([] if name == algorithm.name else [f"algorithm={name}"]), *std, *fixes]
+    if found:
+        refuse(f"The head in {folder} was made with {'; '.join(found)}", "the head that is there", " ".join(fixes))
+
+
+def _noise(std: float | None) -> str:
+    return "noise that it learns" if std is None else f"noise of {std:g}"
 
 
 def _check_learns(config: RunConfig, algorithm: OffPolicyConfig) -> None:

@@ -18,6 +18,7 @@ from rlinf.checkpoints.checkpoint import TRAINER_FOLDER
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.distributed.deadlines import waiting
 from rlinf.envs.base import VectorEnv
+from rlinf.errors import CheckpointError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.headed import HeadedPolicy, check_bounds, make_head, normal
 from rlinf.models.heads.direct import DirectHead
@@ -64,6 +65,7 @@ class OffPolicyTrainer:
         self.config = cast(OffPolicyConfig, session.config.algorithm)
         self.owed = 0.0  # updates that env steps have earned and that were not made yet
         self.num_base_calls = 0  # observations of which the frozen policy was asked
+        self.largest_return = 0.0  # discounted, in absolute value, from any step of an episode to its end
         self._warned: set[str] = set()
         self._candidates = torch.Generator()  # of the sampled chunks of the frozen policy
         self._running = np.ones(env.num_envs, dtype=bool)  # the episode goes on after the last policy call
@@ -108,6 +110,8 @@ class OffPolicyTrainer:
         self.policy.eval()
         head = self.policy.head
         self.learner = self.make_learner(config, head, seed)
+        if self.policy.critics is not None:  # of a policy whose head chooses by them
+            self.learner.begin_with(self.policy.critics)
         self.policy.critics = self.learner.critics if head.chooses else None
         self.replay = ReplayBuffer(
             config.replay_capacity,
@@ -126,6 +130,7 @@ class OffPolicyTrainer:
         loop = {
             "owed": torch.tensor(self.owed, dtype=torch.float64),
             "num_base_calls": torch.tensor(self.num_base_calls),
+            "largest_return": torch.tensor(self.largest_return, dtype=torch.float64),
         }
         parts = {LEARNER: self.learner.state_dict(), REPLAY: self.replay.state_dict(), LOOP: loop}
         return {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.items()}
@@ -133,20 +138,29 @@ class OffPolicyTrainer:
     def _load(self) -> None:
         """Read what ``_tensors`` returned from the checkpoint that is resumed."""
         folder = self.session.resumed_from / TRAINER_FOLDER
-        held = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in read_entries(folder).items()
-            if name.startswith((LEARNER, REPLAY, LOOP))
-        }
+        held = {}
+        for name, entry in read_entries(folder).items():
+            if name.startswith(REPLAY):  # into the buffer itself: twice it might not fit into memory
+                held[name] = self.replay.room_for(name.removeprefix(REPLAY), entry.size, entry.properties.dtype)
+            elif name.startswith((LEARNER, LOOP)):
+                held[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         read_tensors(folder, held)
 
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)}
 
-        self.replay.load_state_dict(part(REPLAY))
-        self.learner.load_state_dict(part(LEARNER))
-        loop = part(LOOP)
-        self.owed, self.num_base_calls = float(loop["owed"]), int(loop["num_base_calls"])
+        try:
+            self.replay.load_state_dict(part(REPLAY))
+            self.learner.load_state_dict(part(LEARNER))
+            loop = part(LOOP)
+            self.owed, self.num_base_calls = float(loop["owed"]), int(loop["num_base_calls"])
+            self.largest_return = float(loop["largest_return"])
+        except (KeyError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{folder} does not hold what algorithm.name={self.config.name} with these settings goes on with: {error}. Use the "
+                "algorithm section of its config.yaml, or begin a new run with its policy: "
+                f"init_from={folder.parent} resume=null output_dir=<a new folder>"
+            ) from error
 
     def iteration(self, step: int) -> dict[str, float]:
         """Play ``rollout.num_chunks`` policy calls of each env, and update in between; return metrics."""
@@ -166,6 +180,7 @@ class OffPolicyTrainer:
         clock.lap("rollout")
         self._update(updates)
         clock.lap("update")
+        self.largest_return = max(self.largest_return, episodes.largest_return)
         metrics = episodes.metrics() | {f"train/{name}": value for name, value in updates.means().items()}
         metrics |= {
             "rollout/env_steps_total": state.env_steps,
@@ -180,10 +195,11 @@ class OffPolicyTrainer:
     def _warn(self, metrics: Mapping[str, float]) -> None:
         """Say once what is wrong with the critics or the scale of the head."""
         expected, possible = metrics.get("train/q_mean", 0.0), largest_return(self.replay, self.config.gamma)
+        possible = min(possible, self.largest_return or math.inf)  # a reward that is paid once allows much less
         if abs(expected) > 2 * possible > 0:
             self._warn_once(
                 "train/q_mean",
-                f"the critics expect {expected:.3g} on average (train/q_mean), and rewards so far allow {possible:.3g} at most: they "
+                f"the critics expect {expected:.3g} on average (train/q_mean), and episodes so far allow {possible:.3g} at most: they "
                 "diverge. Set algorithm.learning_rate or algorithm.updates_per_env_step to less",
             )
         share, head = metrics.get("train/at_bound", 0.0), self.config.head
@@ -261,7 +277,9 @@ class OffPolicyTrainer:
         if state.env_steps >= self.config.warmup_env_steps:
             self.owed += self.config.updates_per_env_step * num_steps
         state.env_steps += num_steps
-        episodes.add(values, chunk.rewards, chunk.executed, chunk.final_env_ids, chunk.episodes, chunk.lost_env_ids)
+        episodes.add(
+            values, chunk.rewards, chunk.executed, chunk.final_env_ids, chunk.episodes, chunk.lost_env_ids, cut
+        )
         return chunk.observation
 
     def _update(self, updates: _Means) -> None:
@@ -277,6 +295,21 @@ def largest_return(replay: ReplayBuffer, gamma: float) -> float:
     """Return what an episode without an end could reach if each step had the largest |reward| of the buffer."""
     largest = float(replay.rewards.abs().max())
     return largest / (1 - gamma) if gamma < 1 else math.inf
+
+
+def largest_value(rewards: Sequence[float], gamma: float, is_cut: bool) -> float:
+    """Return the largest ``|sum g^k r_k|`` from any step of an episode on.
+
+    One that was cut counts as if it were repeated for ever, because the critics value what would follow.
+    """
+    whole = sum(gamma**step * reward for step, reward in enumerate(rewards))
+    weight = 1 - gamma ** len(rewards)
+    value = 0.0 if not is_cut or whole == 0 else whole / weight if weight > 0 else math.inf
+    largest = abs(value)
+    for reward in reversed(rewards):
+        value = reward + gamma * value
+        largest = max(largest, abs(value))
+    return largest
 
 
 class _Clock:
@@ -323,6 +356,10 @@ class _Episodes:
         self._values: np.ndarray | None = None
         self._returns, self._powers = np.zeros(num_envs), np.ones(num_envs)
         self.num_lost = 0
+        self.largest_return = 0.0  # of all episodes that ended, as ``largest_value`` counts it
+        self._rewards: list[list[float]] = [
+            [] for _ in range(num_envs)
+        ]  # of the executed env steps of the present episodes
         self._choices: list[Tensor] = []  # bool: a chunk of the frozen policy was chosen as it is
 
     def add_choices(self, chosen: Tensor, num_candidates: int) -> None:
@@ -332,13 +369,23 @@ class _Episodes:
 
     def add(
         self, values: np.ndarray, rewards: np.ndarray, executed: np.ndarray, ended: np.ndarray,
-        episodes: Sequence[EpisodeResult], lost: np.ndarray,
+        episodes: Sequence[EpisodeResult], lost: np.ndarray, cut: np.ndarray,
     ) -> None:  # fmt: skip
-        """Add a policy call: values ``[B]`` of its actions, rewards and executed ``[B, C]``, and the episodes that ended."""
+        """Add a policy call: values ``[B]`` of its actions, rewards and executed ``[B, C]``, and the episodes that ended.
+
+        ``cut`` are the positions in ``ended`` of those that a time limit ended.
+        """
         self._values = values if self._values is None else self._values
         for column in range(rewards.shape[1]):
             self._returns += self._powers * rewards[:, column]
             self._powers *= np.where(executed[:, column], self.gamma, 1.0)
+        for row, done in enumerate(executed):
+            self._rewards[row] += rewards[row, done].tolist()
+        for position, row in enumerate(ended):
+            largest = largest_value(self._rewards[row], self.gamma, is_cut=position in cut)
+            self.largest_return = max(self.largest_return, largest)
+        for row in (*ended, *lost):
+            self._rewards[row] = []
         self.num_lost += len(lost)
         self._first[lost] = False
         for row, episode in zip(ended, episodes, strict=True):

@@ -21,9 +21,11 @@ from rlinf.commands.train import build, train
 from rlinf.config.schema import RunConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
+from rlinf.models.heads.critic import Critics
 from rlinf.preflight.memory import policy_on_meta_device, replay_bytes
 from rlinf.preflight.offpolicy import rounded_down, update_seconds
 from rlinf.preflight.validation import validate
+from rlinf.training.offpolicy_trainer import _Episodes, largest_value
 
 SMALL = [
     "model=mlp", "algorithm=sac", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
@@ -283,6 +285,129 @@ def test_critics_that_diverge_and_a_scale_that_is_too_small_are_named_once(tmp_p
         if share == 0.4:
             assert not caplog.records
     lines = [record.getMessage() for record in caplog.records if record.name == "rlinf"]
-    assert len(lines) == 2
+    assert len(lines) == 2 and trainer.largest_return == 0
     assert "expect -41 on average" in lines[0] and "allow 20 at most" in lines[0]
     assert "60% of the numbers" in lines[1] and lines[1].endswith("Set algorithm.head.scale=2")
+
+
+def test_critics_that_expect_more_than_episodes_with_one_reward_are_named(tmp_path, caplog):
+    """A reward of 1 that is paid once allows 1, and not the 20 of one in each step."""
+    trainer = build(config_of(tmp_path, "env.reward_mode=sparse", "trainer.max_steps=1")).rl
+    trainer._begin(trainer.session.worker.model)
+    trainer.replay.rewards[0, 0] = 1.0
+    trainer._warn({"train/q_mean": 3.0})  # the control: no episode has ended
+    episodes = _Episodes(2, gamma=0.95)
+    one, nothing, ran = np.array([[0.0, 1.0]] * 2), np.zeros((2, 2)), np.ones((2, 2), dtype=bool)
+    episode = SimpleNamespace(success=True, episode_return=1.0, num_env_steps=4)
+    episodes.add(np.zeros(2), nothing, ran, np.array([], int), [], np.array([], int), np.array([], int))
+    assert episodes.largest_return == 0
+    episodes.add(np.zeros(2), one, ran, np.array([1]), [episode], np.array([0]), np.array([], int))
+    trainer.largest_return = max(trainer.largest_return, episodes.largest_return)
+    trainer._warn({"train/q_mean": 1.9})
+    assert trainer.largest_return == 1 and not caplog.records
+    trainer._warn({"train/q_mean": 2.1})
+    assert "expect 2.1 on average" in caplog.text and "allow 1 at most" in caplog.text
+
+
+def test_the_largest_value_of_an_episode_is_that_of_any_step_and_of_what_would_follow_a_cut():
+    assert largest_value([0, 0, 1], 0.9, is_cut=False) == 1
+    assert largest_value([-1, -1], 0.5, is_cut=False) == 1.5
+    assert largest_value([1, 1, 1], 0.9, is_cut=True) == pytest.approx(10)  # 1 in each step, for ever
+    assert largest_value([0, 0], 0.9, is_cut=True) == 0 and largest_value([1], 1.0, is_cut=True) == np.inf
+    assert largest_value([], 0.9, is_cut=True) == 0
+
+
+def test_settings_of_a_head_that_is_there_are_not_ignored(tmp_path):
+    """With the override of the message the run goes on, as a resumed one and as a new one."""
+    sac = ["algorithm.head.scale=0.5", "trainer.max_steps=1"]
+    train(config_of(tmp_path / "sac", *sac))
+    td3 = ["algorithm=td3", "algorithm.noise_std=0.3", *sac]
+    train(config_of(tmp_path / "td3", *td3))
+
+    def refused(*overrides: str, match: str) -> str:
+        with pytest.raises(ConfigError, match=match) as error:
+            config_of(tmp_path / "new", "trainer.max_steps=2", *overrides)
+        return str(error.value).rpartition("Set ")[2].partition(", or for a new run")[0]
+
+    for key in ("resume", "init_from"):
+        source = f"{key}={tmp_path / 'sac'}"
+        override = refused(source, match="head.scale=0.5, here 1.0; required: the head that is there")
+        assert override == "algorithm.head.scale=0.5"
+        config_of(tmp_path / "new", "trainer.max_steps=2", source, override)
+        for more in ("algorithm.head.name=direct", "algorithm.head.hidden_size=32", "model.features=pooled"):
+            assert "=" in refused(source, override, more, match="made with " + more.partition("=")[0])
+        source = f"{key}={tmp_path / 'td3'}"
+        override = refused(source, "algorithm.head.scale=0.5", match="algorithm.name=td3|noise of 0.3")
+        assert override.startswith("algorithm=td3")
+        config_of(
+            tmp_path / "new",
+            "trainer.max_steps=2",
+            source,
+            "algorithm.head.scale=0.5",
+            *override.split(),
+            "algorithm.noise_std=0.3",
+        )
+        refused(
+            source,
+            "algorithm=td3",
+            "algorithm.head.scale=0.5",
+            match="noise of 0.3, here noise of 0.2.*Set algorithm.noise_std=0.3$",
+        )
+    refused(
+        f"init_from={tmp_path / 'sac'}",
+        "algorithm=td3",
+        "algorithm.head.scale=0.5",
+        match="noise that it learns.*Set algorithm=sac$",
+    )
+    override = refused(f"resume={tmp_path / 'sac'}", *sac, "algorithm.num_critics=4", match="num_critics=2, here 4")
+    assert override == "algorithm.num_critics=2"
+
+
+def test_a_run_of_another_algorithm_is_not_resumed(tmp_path):
+    on_policy = [item for item in SMALL if not item.startswith("algorithm")]
+    ppo = run_config(tmp_path / "ppo", *on_policy, "trainer.max_steps=1", "trainer.minibatch_size=40")
+    validate(ppo)
+    train(ppo)
+    with pytest.raises(
+        ConfigError, match="made with algorithm.name=ppo.*Set algorithm=ppo, or for a new run init_from="
+    ) as error:
+        config_of(tmp_path / "ppo", f"resume={tmp_path / 'ppo'}")
+    words = str(error.value).rpartition("for a new run ")[2].replace("<a new folder>", str(tmp_path / "new")).split()
+    config_of(tmp_path / "new", *words)
+
+
+def test_a_new_run_goes_on_with_the_critics_of_a_head_that_chooses(tmp_path):
+    edit = ["algorithm.head.name=edit", "trainer.max_steps=2"]
+    train(config_of(tmp_path / "one", *edit))
+    source = f"init_from={tmp_path / 'one'}"
+    trainer = build(config_of(tmp_path / "two", *edit, source)).rl
+    trainer._begin(trainer.session.worker.model)
+    saved = load_file(tmp_path / "one" / "checkpoints" / "rl_000002" / "model" / "head.safetensors")
+    for critics in (trainer.learner.critics, trainer.learner.targets, trainer.policy.critics):
+        for name, tensor in critics.state_dict().items():
+            assert torch.equal(tensor, saved[f"critics.{name}"]), name
+    assert trainer.policy.critics is trainer.learner.critics
+    with pytest.raises(ConfigError, match="num_critics=2, here 3; .*Set algorithm.num_critics=2"):
+        config_of(tmp_path / "two", *edit, source, "algorithm.num_critics=3")
+    fewer = HeadConfig(hidden_size=16)
+    with pytest.raises(CheckpointError, match="Set algorithm.num_critics=5"):
+        trainer.learner.begin_with(Critics(fewer, trainer.policy.head.feature_dim, 2, 5))
+
+
+def test_the_buffer_of_a_checkpoint_is_read_into_place(tmp_path, monkeypatch):
+    train(config_of(tmp_path, "trainer.max_steps=1"))
+    trainer = build(config_of(tmp_path, "trainer.max_steps=2", f"resume={tmp_path}")).rl
+    read = {}
+
+    def reading(folder, held):
+        read.update(held)
+        return read_tensors(folder, held)
+
+    monkeypatch.setattr("rlinf.training.offpolicy_trainer.read_tensors", reading)
+    trainer._begin(trainer.session.worker.model)
+    for name, tensor in trainer.replay.tensors.items():
+        assert read[f"replay.{name}"].data_ptr() == tensor.data_ptr()
+        assert torch.equal(
+            tensor[: len(read[f"replay.{name}"])], all_tensors(tmp_path / "checkpoints" / "rl_000001")[f"replay.{name}"]
+        )
+    assert trainer.replay.num_transitions > 0

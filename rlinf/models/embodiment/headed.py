@@ -206,7 +206,7 @@ class HeadedPolicy(ActionModel, nn.Module):
         """
         folder = Path(folder)
         try:
-            settings = json.loads((folder / HEAD_SETTINGS).read_text(encoding="utf-8"))
+            settings = head_settings(folder)
             weights = load_file(folder / HEAD_WEIGHTS)
             config = from_mapping(HeadConfig, settings["head"], "head")
             base.feature_kind = settings["feature_kind"]
@@ -246,6 +246,19 @@ def make_head(config: HeadConfig, feature_dim: int, base: ActionModel, noise_std
 def normal(uniforms: Tensor) -> Tensor:
     """Turn numbers in (0, 1) into standard normal ones."""
     return torch.special.ndtri(uniforms.double()).float()
+
+
+def head_settings(folder: str | Path) -> dict[str, Any]:
+    """Return what ``save_pretrained`` wrote of a head, without its weights; raise CheckpointError if it cannot be read."""
+    path = Path(folder) / HEAD_SETTINGS
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        missing = {"feature_kind", "feature_dim", "noise_std", "num_critics", "head"} - settings.keys()
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint") from error
+    if missing:
+        raise CheckpointError(f"{path} does not say {', '.join(sorted(missing))}. Use another checkpoint")
+    return settings
 
 
 def has_head(folder: str | Path) -> bool:

@@ -102,7 +102,8 @@ class Run:
                 with waiting("start"):
                     self.rl.wait_until_ready()
                 if rank() == 0:
-                    print(f"rollouts: played by {self.rl.played_by()} of each rank", flush=True)
+                    of_ranks = "" if isinstance(self.rl, OffPolicyTrainer) else " of each rank"
+                    print(f"rollouts: played by {self.rl.played_by()}{of_ranks}", flush=True)
             if self.sft is not None:
                 self.sft.fit()
             if self.rl is not None:
@@ -284,16 +285,21 @@ def _on_ranks(
 
 def _worker(config: RunConfig, parallel: Parallel, state: LoopState) -> TrainWorker:
     in_sft = state.phase == "sft"
+    settings = sft_trainer_config(config.trainer, config.sft) if in_sft else config.trainer
+    is_frozen = not in_sft and isinstance(
+        config.algorithm, OffPolicyConfig
+    )  # float32 masters of it would be for nothing
     worker = TrainWorker(
         parallel.model,
-        sft_trainer_config(config.trainer, config.sft) if in_sft else config.trainer,
+        None if is_frozen else settings,
         temperature=config.rollout.temperature,
         micro_batch_size=config.model.micro_batch_size,
         val_micro_batch_size=config.model.val_micro_batch_size,
         precision=config.model.precision,
         parallel=parallel,
     )
-    worker.train_step.num_steps = state.sft_step if in_sft else state.policy_version - state.sft_step
+    if worker.train_step is not None:
+        worker.train_step.num_steps = state.sft_step if in_sft else state.policy_version - state.sft_step
     return worker
 
 

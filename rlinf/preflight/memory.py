@@ -95,8 +95,13 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
     all_bytes = sum(size for _, size, _ in parameters)
     kept = state.gradients if choice.sharded else sum(size for _, size, trained in parameters if trained)
     samples = config.rollout.num_envs * config.rollout.num_chunks
+    buffer = samples // ranks * sample_bytes(config, model) if trainer.max_steps > 0 else 0
+    if isinstance(config.algorithm, OffPolicyConfig) and trainer.max_steps > 0:
+        buffer = replay_bytes(
+            config.algorithm, model
+        )  # with cloning the sum is an upper bound: the optimiser goes before it comes
     if isinstance(config.algorithm, OffPolicyConfig) and config.sft.max_steps == 0 and trainer.max_steps > 0:
-        buffer = replay_bytes(config.algorithm, model)  # the policy is frozen, and a head is small
+        # The policy is frozen, and a head is small.
         none = dict.fromkeys(
             ("num_trainable", "masters", "gradients", "optimizer", "rollout_weights", "reference_weights", "engine"), 0
         )
@@ -113,7 +118,7 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         rollout_weights=all_bytes if choice.sharded or players else 0,
         reference_weights=kept if getattr(config.algorithm, "kl_coef", 0) > 0 else 0,
         engine=engine_bytes(config, model, all_bytes) if config.trainer.max_steps > 0 else 0,
-        rollout_buffer=samples // ranks * sample_bytes(config, model) if config.trainer.max_steps > 0 else 0,
+        rollout_buffer=buffer,
         num_players=players // ranks,
     )
 

@@ -77,6 +77,7 @@ class OffPolicyTrainer:
     def fit(self) -> None:
         """Iterate from ``state.step`` to ``trainer.max_steps``, between two evaluations."""
         session, state = self.session, self.session.state
+        session.worker.end_phase()
         self._begin(session.worker.model)
         state.phase = "rl"
         session.take_over(self.policy)

@@ -66,7 +66,7 @@ class TrainWorker:
 
     Args:
         model: The policy.
-        config: Optimiser settings.
+        config: Optimiser settings; None: another trainer goes on with the policy, so there is no optimiser.
         temperature: Of the action distribution, as in the rollout.
         micro_batch_size: Rows of a forward-backward pass.
         val_micro_batch_size: Rows of a forward pass.
@@ -77,7 +77,7 @@ class TrainWorker:
     def __init__(
         self,
         model: ActionModel,
-        config: TrainerConfig,
+        config: TrainerConfig | None,
         *,
         temperature: float,
         micro_batch_size: int,
@@ -92,7 +92,8 @@ class TrainWorker:
         self.precision = precision
         self.failed_batch: FailedBatch | None = None
         self.train_step: TrainStep | None = None
-        self.start_phase(config)
+        if config is not None:
+            self.start_phase(config)
 
     def start_phase(self, config: TrainerConfig) -> None:
         """Begin behaviour cloning or RL with a fresh optimiser, which steps the masters of the one before."""
@@ -123,10 +124,16 @@ class TrainWorker:
         )
         self._has_learnt = False  # a gradient has reached the policy
 
+    def end_phase(self) -> None:
+        """Forget the optimiser with its masters, moments and gradients: another trainer goes on with the policy."""
+        if self.train_step is not None:
+            self.optimizer.zero_grad()
+        self.train_step, self.named_masters, self.policy_masters, self.value_masters = None, {}, [], []
+
     @property
-    def optimizer(self) -> MasterAdamW:
-        """The optimiser of the present phase."""
-        return self.train_step.optimizer
+    def optimizer(self) -> MasterAdamW | None:
+        """The optimiser of the present phase; None: another trainer has the policy."""
+        return None if self.train_step is None else self.train_step.optimizer
 
     def autocast(self) -> AbstractContextManager:
         """Return the context in which the policy computes, in rollouts and in training."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +24,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.heads.critic import Critics
-from rlinf.preflight.memory import policy_on_meta_device, replay_bytes
+from rlinf.preflight.memory import estimate_memory, policy_on_meta_device, replay_bytes
 from rlinf.preflight.offpolicy import rounded_down, update_seconds
 from rlinf.preflight.validation import validate
 from rlinf.training.offpolicy_trainer import _Episodes, largest_value
@@ -411,3 +413,27 @@ def test_the_buffer_of_a_checkpoint_is_read_into_place(tmp_path, monkeypatch):
             tensor[: len(read[f"replay.{name}"])], all_tensors(tmp_path / "checkpoints" / "rl_000001")[f"replay.{name}"]
         )
     assert trainer.replay.num_transitions > 0
+
+
+def test_a_frozen_policy_has_no_optimiser_and_the_one_of_cloning_goes(tmp_path, capsys):
+    """It would hold moments, and float32 masters of 16-bit weights; the estimate counts none."""
+    run = build(config_of(tmp_path / "frozen", "trainer.max_steps=1"))
+    assert run.session.worker.optimizer is None
+    run.execute()
+    assert "rollouts: played by the thread that updates\n" in capsys.readouterr().out
+    estimate = estimate_memory(run.session.config)
+    assert (estimate.masters, estimate.gradients, estimate.optimizer) == (0, 0, 0)
+    assert estimate.rollout_buffer == run.rl.replay.num_bytes
+    train(config_of(tmp_path / "frozen", "trainer.max_steps=2", f"resume={tmp_path / 'frozen'}"))
+    more = ["sft.max_steps=2", "sft.num_demonstrations=4", "sft.batch_size=8", "env.state=full", "trainer.max_steps=1"]
+    run = build(config_of(tmp_path / "cloned", *more))
+    optimizer = weakref.ref(run.session.worker.optimizer)
+    assert optimizer() is not None  # the control
+    estimate = estimate_memory(run.session.config)
+    assert estimate.optimizer > 0 and estimate.rollout_buffer == replay_bytes(
+        run.session.config.algorithm, run.session.worker.model
+    )
+    run.execute()
+    gc.collect()
+    assert run.session.worker.optimizer is None and optimizer() is None
+    assert all(parameter.grad is None for parameter in run.rl.policy.base.parameters())

@@ -1,8 +1,8 @@
 """What a checkpoint costs the training: the extra time of the steps at and after a save, asynchronous next to synchronous.
 
 One network trains in rounds of three stretches of equally many steps: plain, after a synchronous save, after an asynchronous one. A
-stretch takes half as long again as writing does, so that the writing thread ends within it. The extra time of a save is that of the call,
-and what the steps after it take longer than plain ones: for each step of a stretch, its median over the rounds minus the median plain
+stretch takes half as long again as writing does, so that the writing thread should end within it; where it does not, the wait for it
+counts. The extra time of a save is that of the call, of this wait, and what the steps after it take longer than plain ones: for each step of a stretch, its median over the rounds minus the median plain
 step, added up. Medians leave out what else the machine does, and a step that is slow after every save still counts.
 
     python benchmarks/async_save.py [--width 1536] [--layers 8] [--rows 32] [--rounds 7] [--threads 1]
@@ -83,8 +83,10 @@ def timed(work: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def measure(run: Run, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[list[float]]], list[float]]:
-    """Return the seconds of the calls and of the steps after them by mode and round, and those of plain steps."""
+def measure(
+    run: Run, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[list[float]]], dict[str, list[float]], list[float]]:
+    """Return the seconds of the calls, of the steps after them and of the wait after these, by mode and round; and of plain steps."""
     for mode in SAVE_MODES:  # the first one also allocates what the later ones use again
         run.save(mode, 0)
         run.managers[mode].wait()
@@ -93,16 +95,17 @@ def measure(run: Run, rounds: int) -> tuple[dict[str, list[float]], dict[str, li
     num_steps = math.ceil(STRETCH * writing / step)
     calls: dict[str, list[float]] = {mode: [] for mode in SAVE_MODES}
     after: dict[str, list[list[float]]] = {mode: [] for mode in SAVE_MODES}
+    waits: dict[str, list[float]] = {mode: [] for mode in SAVE_MODES}
     plain: list[float] = []
     for number in range(2, rounds + 2):
         plain += run.stretch(num_steps)
         for mode in SAVE_MODES:
             calls[mode].append(timed(lambda mode=mode, number=number: run.save(mode, number)))
             after[mode].append(run.stretch(num_steps))
-            run.managers[mode].wait()
+            waits[mode].append(timed(run.managers[mode].wait))
         shown = ", ".join(f"{mode} {found[-1]:.3f} s" for mode, found in calls.items())
         print(f"round {number - 1}: plain step {statistics.median(plain):.4f} s; calls: {shown}", flush=True)
-    return calls, after, plain
+    return calls, after, waits, plain
 
 
 def main() -> None:
@@ -119,18 +122,20 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
         run = Run(arguments, Path(place), device)
-        calls, after, plain = measure(run, arguments.rounds)
+        calls, after, waits, plain = measure(run, arguments.rounds)
         for manager in run.managers.values():
             manager.close()
     step, call, slower = statistics.median(plain), {}, {}
     for mode in SAVE_MODES:
         call[mode] = statistics.median(calls[mode])
         slower[mode] = sum(statistics.median(steps) - step for steps in zip(*after[mode], strict=True))
-    peer, ours = (call[mode] + slower[mode] for mode in SAVE_MODES)
+    wait = {mode: statistics.median(waits[mode]) for mode in SAVE_MODES}
+    peer, ours = (call[mode] + slower[mode] + wait[mode] for mode in SAVE_MODES)
     report = {
         "name": "async_save", "ours": round(ours, 4), "peer": round(peer, 4), "ratio": round(peer / ours, 2),
         "share_of_sync": round(ours / peer, 4), "copy_s": round(call["async"], 4), "sync_call_s": round(call["sync"], 4),
         "slower_steps_s": {mode: round(value, 4) for mode, value in slower.items()}, "step_s": round(step, 4),
+        "wait_s": {mode: round(value, 4) for mode, value in wait.items()},
         "steps_of_a_stretch": len(after["sync"][0]), "megabytes": round(run.num_bytes / 1e6, 1), "device": device,
         **{name: getattr(arguments, name) for name in ("width", "layers", "rows", "rounds", "threads")},
     }  # fmt: skip

@@ -25,7 +25,7 @@ from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.datasets import local_folder
 from rlinf.recipes.launch_worker import find_script, rows_of, train
 from rlinf.recipes.load import load_recipe, recipe_names
-from rlinf.recipes.plan import SPLIT, Plan, choose_device, describe, make_plan
+from rlinf.recipes.plan import SPLIT, Plan, choose_device, describe, make_plan, store_room
 from rlinf.recipes.players import PlayerPlaces, place_players
 
 SHARED_GPUS = "each rank of the policy generates on its own GPU, between its updates; the GPUs of the rollout stay free (mode=colocated)"
@@ -96,7 +96,7 @@ def _places(config: RecipeConfig, plan: Plan, device: str) -> Iterator[PlayerPla
         yield None
         return
     placement_of = partial(place_players, plan, device)
-    with reserved_places(placement_of, config.cluster.deadlines.start) as reservation:
+    with reserved_places(placement_of, config.cluster.deadlines.start, room=store_room(config)) as reservation:
         yield PlayerPlaces(placement_of(), reservation)
 
 
@@ -129,7 +129,7 @@ def _device(config: RecipeConfig, plan: Plan) -> str:
     """Return the device of the ranks; a launcher has given each of its own a GPU, where there are some."""
     if not is_connected():
         return choose_device(config, plan)
-    return resolve_device(config.policy.device, 1)
+    return resolve_device(config.policy.device, 1, "policy.device=cpu")
 
 
 def _warn_about_wandb(config: RecipeConfig) -> None:

@@ -26,7 +26,7 @@ from rlinf.distributed.ray_watch import watched
 from rlinf.errors import ConfigError
 from rlinf.number_formats import format_bytes
 from rlinf.preflight.memory import store_bytes
-from rlinf.preflight.placement import BY_RAY, COLOCATED, SPLIT, Node, Placement, has_players, ranks_by_ray
+from rlinf.preflight.placement import BY_RAY, COLOCATED, SPLIT, Node, Placement, StoreRoom, has_players, ranks_by_ray
 
 logger = logging.getLogger("rlinf")
 
@@ -116,8 +116,10 @@ def reserved(config: RunConfig) -> Iterator[Reservation | None]:
         yield None
         return
     needed = store_bytes(config) if has_players(config) else None
+    cures = f"model.is_lora=true, cluster.max_staleness=0, or {COLOCATED}"
+    room = None if needed is None else StoreRoom(needed, cures)
     start_s = config.cluster.deadlines.start
-    with reserved_places(partial(Placement.of, config), start_s, config.plugins, needed) as reservation:
+    with reserved_places(partial(Placement.of, config), start_s, config.plugins, room) as reservation:
         yield reservation
 
 
@@ -126,7 +128,7 @@ def reserved_places(
     placement_of: Callable[[Sequence[Node] | None], Placement],
     start_s: float,
     plugins: Sequence[str] = (),
-    needed: int | None = None,
+    room: StoreRoom | None = None,
 ) -> Iterator[Reservation]:
     """Reserve a place for each player, and for each rank that Ray starts, and free all places at the end.
 
@@ -134,13 +136,13 @@ def reserved_places(
         placement_of: Returns the placement of the run, and refuses machines in which it has no room; None: they are not known yet.
         start_s: Seconds in which there must be room, and in which the machines must tell what they are.
         plugins: Of the run.
-        needed: Bytes in the store of objects of each machine with players; None: not known.
+        room: In the store of objects of each machine with players; None: not known.
 
     Raises:
         ConfigError: There is no cluster at ``RAY_ADDRESS``, it has no room, or its machines differ.
     """
     ray = import_ray(BY_RAY)
-    with _connected(ray, placement_of, needed) as has_other_machines, ExitStack() as stack:
+    with _connected(ray, placement_of, room) as has_other_machines, ExitStack() as stack:
         placement = placement_of(_nodes(ray))
         machine = Machine.here(plugins, _gpus(placement)[: placement.gpus_of_ranks])
 
@@ -155,7 +157,7 @@ def reserved_places(
             players = group.id.hex()
             if has_other_machines:
                 _compare_machines(ray, start_s, group, machine)
-            _check_stores(ray, group, needed)
+            _check_stores(ray, group, room)
         address = ray.get_runtime_context().gcs_address
         yield Reservation(address, players, placement.gpus_per_player, machine, ranks, placement.on_gpu, host)
 
@@ -186,7 +188,7 @@ def _places(
 
 @contextmanager
 def _connected(
-    ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], needed: int | None
+    ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], room: StoreRoom | None
 ) -> Iterator[bool]:
     """Be connected to a cluster for the block, and yield whether it may have other machines.
 
@@ -201,7 +203,7 @@ def _connected(
     with tempfile.TemporaryDirectory(prefix="rlinf-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         try:
             if address is None:
-                _start(ray, placement_of, folder, needed)
+                _start(ray, placement_of, folder, room)
             else:
                 initialise(ray, address, log_to_driver=True)
             with watched(ray):
@@ -211,7 +213,7 @@ def _connected(
 
 
 def _start(
-    ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], folder: str, needed: int | None
+    ray: ModuleType, placement_of: Callable[[Sequence[Node] | None], Placement], folder: str, room: StoreRoom | None
 ) -> None:
     """Start a cluster on this machine. Ranks that Ray does not start have the first GPUs, and Ray the others."""
     placement = placement_of(None)
@@ -220,39 +222,43 @@ def _start(
     former = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     try:
-        room = {} if needed is None else {"object_store_memory": _room(needed)}  # else Ray chooses
+        store = {} if room is None else {"object_store_memory": _store_size(room)}  # else Ray chooses
         counts = {"num_cpus": placement.cpus, "num_gpus": len(gpus)}
-        initialise(ray, None, log_to_driver=True, **counts, **room, _temp_dir=folder)
+        initialise(ray, None, log_to_driver=True, **counts, **store, _temp_dir=folder)
     finally:
         del os.environ["CUDA_VISIBLE_DEVICES"]
         if former is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = former
 
 
-def _room(needed: int) -> int:
+def _store_size(room: StoreRoom) -> int:
     """Return the size of the store of objects of a cluster on this machine; refuse more than its shared memory has."""
-    room = max(OBJECT_STORE_BYTES, needed)
-    free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else room
+    needed = room.num_bytes
+    size = max(OBJECT_STORE_BYTES, needed)
+    free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else size
     if needed > free:
         raise ConfigError(
             f"Weights and rollouts of this run need {format_bytes(needed)} of shared memory, and {SHARED_MEMORY} has {format_bytes(free)} free. "
-            f"Enlarge it (docker run --shm-size={needed}), or set model.is_lora=true, cluster.max_staleness=0, or {COLOCATED}"
+            f"Enlarge it (docker run --shm-size={needed}), or set {room.cures}"
         )
-    return min(room, free)
+    return min(size, free)
 
 
-def _check_stores(ray: ModuleType, group: Any, needed: int | None) -> None:
+def _check_stores(ray: ModuleType, group: Any, room: StoreRoom | None) -> None:
     """Refuse machines whose store of objects is too small for weights and rollouts, which Ray would write to disks."""
     from ray.util import placement_group_table
 
+    if room is None:
+        return
+    needed = room.num_bytes
     used = {ray.get_runtime_context().get_node_id(), *placement_group_table(group)["bundles_to_node_id"].values()}
     for node in ray.nodes():
         size = int(node["Resources"].get("object_store_memory", 0))
-        if needed is not None and node["NodeID"] in used and size < needed:
+        if node["NodeID"] in used and size < needed:
             raise ConfigError(
                 f"Ray's store of objects has {format_bytes(size)} on {node['NodeManagerHostname']}; required: {format_bytes(needed)} for the "
                 f"weights and rollouts of this run. Start Ray there with `ray start --object-store-memory={needed}`, or set "
-                f"model.is_lora=true, cluster.max_staleness=0, or {COLOCATED}"
+                f"{room.cures}"
             )
 
 

@@ -65,7 +65,7 @@ def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
     output = _output_folder(config, model, _run_of(model))
     place = place_of(os.environ)
     num_processes = config.cluster.num_processes or (1 if place is None else place.size)
-    device = resolve_device(config.device, started_here(num_processes))
+    device = resolve_device(config.device, started_here(num_processes), "device=cpu")
     launch(_evaluate_rank, (config, model, output), num_processes, device)
     return AnswerResult.from_json(output / RESULT_FILE)
 

@@ -33,14 +33,14 @@ def set_num_threads(num_threads: int | None, num_processes: int) -> None:
     torch.set_num_threads(num_threads or max(1, cores // num_processes))
 
 
-def resolve_device(device: str, num_processes: int) -> str:
-    """Return ``cuda`` or ``cpu`` for ``auto``; raise ConfigError if ``cuda`` has fewer GPUs than ranks."""
+def resolve_device(device: str, num_processes: int, on_cpu: str = "cluster.device=cpu") -> str:
+    """Return ``cuda`` or ``cpu`` for ``auto``; raise ConfigError if ``cuda`` has fewer GPUs than ranks. ``on_cpu``: its cure."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and torch.cuda.device_count() < num_processes:
         raise ConfigError(
             f"cluster.num_processes={num_processes} ranks need a GPU each, but torch sees {torch.cuda.device_count()}. "
-            "Set cluster.device=cpu, or fewer processes"
+            f"Set {on_cpu}, or fewer processes"
         )
     return device
 
@@ -97,6 +97,18 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     values = [None] * world_size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def send_object(value: Any, to: int) -> None:
+    """Send a value to another rank, which takes it with ``receive_object``."""
+    dist.send_object_list([value], to)
+
+
+def receive_object(source: int) -> Any:
+    """Wait for the next value that another rank sends to this one, and return it."""
+    values = [None]
+    dist.recv_object_list(values, source)
+    return values[0]
 
 
 def broadcast_object(value: Any, source: int) -> Any:

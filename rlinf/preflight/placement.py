@@ -51,6 +51,19 @@ class Node:
 
 
 @dataclass(frozen=True)
+class StoreRoom:
+    """What a run with players needs in Ray's store of objects on each machine with players.
+
+    Attributes:
+        num_bytes: Of weights and rollouts.
+        cures: Overrides of a run that needs less.
+    """
+
+    num_bytes: int
+    cures: str
+
+
+@dataclass(frozen=True)
 class Placement:
     """Which players there are, whose they are, and what Ray reserves for each of them and for each rank that it starts.
 
@@ -197,6 +210,8 @@ class Placement:
         possible = fitting // self.num_ranks * self.num_ranks
         while possible and self.num_blocks % possible:
             possible -= self.num_ranks
+        if not self.num_blocks and not possible:  # ranks may share a player
+            possible = max((few for few in range(1, fitting + 1) if self.num_ranks % few == 0), default=0)
         fix = f"cluster.num_players={possible}" if possible else without_players
         if self.on_gpu and not possible:
             fix += f", or {on_cpu}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,6 +32,7 @@ from rlinf.recipes.dpo import DPOTrainer
 from rlinf.recipes.grpo import GRPOTrainer
 from rlinf.recipes.loop import Trainer
 from rlinf.recipes.packers import Packer, PromptPacker
+from rlinf.recipes.plan import why_no_engine
 from rlinf.recipes.players import PlayerPlaces, make_generator
 from rlinf.recipes.rewards import Rewards, make_rewards
 from rlinf.recipes.rollouts import TorchGenerator, VllmGenerator
@@ -401,9 +401,7 @@ def _engine(config: RecipeConfig, policy: HuggingFacePolicy, places: PlayerPlace
             )  # fmt: skip
     if not rollout.backend.startswith("vllm"):
         return None
-    is_vlm = getattr(policy.model.config, "vision_config", None) is not None
-    reason = "it takes token ids only, and the model reads images" if is_vlm else None
-    reason = reason or (None if importlib.util.find_spec("vllm") else "the package vllm is not installed")
+    reason = why_no_engine(policy.model.config)
     if reason is not None:
         who = "The trained model generates" if places is None else "Players generate in torch"
         logger.warning("rollout.backend=%s is not used: %s. %s", rollout.backend, reason, who)

@@ -21,7 +21,8 @@ def check_equal_rows(rows: Any) -> None:
     row, all ranks raise its error.
     """
     if isinstance(rows, StreamedRows):
-        check_equal_stream(rows)
+        with waiting("start"):
+            check_equal_stream(rows)
         return
     if world_size() == 1:
         return

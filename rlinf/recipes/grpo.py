@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlinf.distributed import deadlines
 from rlinf.distributed.deadlines import waiting
-from rlinf.distributed.process_group import any_rank, rank, sum_over_ranks, world_size
+from rlinf.distributed.process_group import any_rank, barrier, rank, sum_over_ranks, world_size
 from rlinf.errors import ConfigError
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.hf_policy import HuggingFacePolicy
@@ -83,8 +83,10 @@ class GRPOTrainer:
     def update(self, step: int) -> Update:
         """Collect answers and learn from them."""
         start = time.monotonic()
-        with waiting("rollout"), self.completer.generator.ready():
-            groups, num_replaced = self._collect(step)
+        with waiting("rollout"):
+            with self.completer.generator.ready():
+                groups, num_replaced = self._collect(step)
+            barrier()  # here, because a rank whose player is replaced is late by up to this deadline
         deadlines.clock.add_rollout(time.monotonic() - start)
         own = [each for group in groups for each in group]
         batch = self._batch(groups, own)

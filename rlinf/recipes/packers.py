@@ -85,7 +85,7 @@ class RawTextPacker:
 
     def text(self, row: dict[str, Any]) -> str:
         """Return the text of a row."""
-        _refuse_images(row, "are no text", "use the dataset script hf_vlm_sft.py")
+        _refuse_media(row, "are no text", "use the dataset script hf_vlm_sft.py")
         conversation = column(row, self.column, "train.train_policy.conversation_column_name")
         if isinstance(conversation, str):
             return conversation
@@ -218,10 +218,10 @@ class ChatPacker:
         system = self.config.train.train_policy.system_prompt
         messages = ([{"role": "system", "content": system}] if system else []) + check_messages(messages)
         if not self.takes_images:
-            _refuse_images(row)
+            _refuse_media(row)
             return [_text_only(message) for message in messages], []
         given, images = images_of(row), []
-        num_taken = 0
+        num_taken, has_videos = 0, False
         for message in messages:
             content, parts = message["content"], []
             for part in text_parts(content, bool(given)) if isinstance(content, str) else content:
@@ -241,6 +241,7 @@ class ChatPacker:
                     images.append(open_image(image, self.folder))
                     parts.append({"type": "image"})
                 elif kind == "video":
+                    has_videos = True
                     frames = read_frames(
                         self.video_path(str(part.get("video"))), part.get("fps", 1.0), part.get("max_pixels")
                     )
@@ -249,6 +250,8 @@ class ChatPacker:
                 else:
                     raise BadRowError(f"a part of its content has the type {kind!r}; required: text, image or video.")
             message["content"] = parts
+        if not has_videos:
+            _refuse_videos(row)
         if num_taken < len(given):
             raise BadRowError(
                 f"its column 'images' has {len(given)}, and its messages name {num_taken} of them; required: each."
@@ -412,7 +415,7 @@ class PromptPacker(ChatPacker):
         text = self.messages(row)
         if not isinstance(text, str):
             return super().prompt(row)
-        _refuse_images(row)  # a text with images would be messages, if the model took them
+        _refuse_media(row)  # a text with images would be messages, if the model took them
         ids = self.tokenizer(text)["input_ids"]
         if not ids:
             raise BadRowError(f"its column '{self.column}' is empty; required: text.")
@@ -467,23 +470,50 @@ def _text_of(content: Any) -> str:
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a row: those of ``images``, else that of ``image``. Files of tables hold null where a row has none."""
-    given = row.get("images")
-    given = row.get("image") if given is None else given
-    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    """Return the images of a row: those of ``images``, else that of ``image``."""
+    return _media(row, "images", "image")[1]
 
 
-def _refuse_images(
+def _media(row: Mapping[str, Any], *keys: str) -> tuple[str, list[Any]]:
+    """Return the first of some columns that has media, with them; else "" and none.
+
+    Files of tables hold null or an empty text where a row has none; ``datasets`` writes it with the keys ``bytes`` and ``path``.
+    """
+    for key in keys:
+        given = row.get(key)
+        entries = list(given) if isinstance(given, (list, tuple)) else [given]
+        if any(map(_is_medium, entries)):
+            return key, entries
+    return "", []
+
+
+def _is_medium(entry: Any) -> bool:
+    if isinstance(entry, Mapping):
+        return any(map(_is_medium, entry.values()))
+    return entry is not None and not (isinstance(entry, (str, bytes)) and not entry.strip())
+
+
+def _refuse_media(
     row: Mapping[str, Any],
     why: str = "the model, which reads text only, would not see",
     cure: str = "set policy.model_name_or_path=<vision-language model>",
 ) -> None:
-    """Raise BadRowError if a row has images that nothing would read."""
-    images = images_of(row)
+    """Raise BadRowError if a row has images or videos that nothing would read."""
+    key, images = _media(row, "images", "image")
     if images:
-        key = "image" if row.get("images") is None else "images"
         raise BadRowError(
-            f"its column '{key}' has {len(images)}, which {why}; required: none. Remove the column, or {cure}."
+            f"its column '{key}' has {sum(map(_is_medium, images))}, which {why}; required: none. Remove the column, or {cure}."
+        )
+    _refuse_videos(row)
+
+
+def _refuse_videos(row: Mapping[str, Any]) -> None:
+    """Raise BadRowError if a row has videos in a column; only those in messages are read."""
+    key, videos = _media(row, "videos", "video")
+    if videos:
+        raise BadRowError(
+            f"its column '{key}' has {sum(map(_is_medium, videos))}, which nothing reads; required: none. Remove the column, or name its "
+            "videos in parts of messages, {type: video, video: <file>}, for a vision-language model."
         )
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 
 from rlinf.distributed.parallel import StateBytes
+from rlinf.engines.weight_transfer import manifest_of
 from rlinf.errors import ConfigError, RLinfError
 from rlinf.models.config import LoraConfig
-from rlinf.models.hf_model import model_shapes
+from rlinf.models.hf_model import load_config, model_shapes
 from rlinf.models.lora import apply_lora
 from rlinf.models.precision import torch_dtype_of
 from rlinf.number_formats import format_bytes
+from rlinf.preflight.placement import StoreRoom
 from rlinf.recipes.config import RecipeConfig
 from rlinf.recipes.schedule import count_steps
 
@@ -35,6 +39,7 @@ class Plan:
         rollout_gpus: GPUs of the engines that generate, besides those of the policy.
         engines: Number of these engines, or of the players.
         players: Players of ``cluster.placement=split``; 0: the ranks of the policy generate.
+        tp_size: GPUs of one of ``engines`` over which vLLM splits the model; 0: torch generates, on one.
         batch_size: Rows of a step over all replicas; in GRPO its answers.
         group_size: Answers to each prompt in GRPO; else 1.
         micro_batch: Rows of one forward-backward pass on one rank.
@@ -46,6 +51,7 @@ class Plan:
     rollout_gpus: int
     engines: int
     players: int
+    tp_size: int
     batch_size: int
     group_size: int
     micro_batch: int
@@ -103,14 +109,18 @@ def make_plan(config: RecipeConfig, num_ranks: int | None = None) -> Plan:
     players = count_players(config, replicas * shards)
     separate = is_grpo and rollout.backend == "vllm" and config.mode != "colocated"
     engines = players or (rollout.parallelism.n_init_replicas if separate else 0)
+    tp_size = rollout.parallelism.tp_size if rollout.backend == "vllm" else 0
+    if players and tp_size and why_no_engine(_config_of(config)) is not None:
+        tp_size = 0
     batch_size = train.train_batch_per_replica * replicas
     answer = min(rollout.max_response_length, config.policy.model_max_length)
     return Plan(
         replicas=replicas,
         shards=shards,
-        rollout_gpus=engines * (rollout.parallelism.tp_size if rollout.backend == "vllm" else 1),
+        rollout_gpus=engines * max(1, tp_size),
         engines=engines,
         players=players,
+        tp_size=tp_size,
         batch_size=batch_size,
         group_size=group_size,
         micro_batch=min(train.train_policy.mini_batch, train.train_batch_per_replica // shards),
@@ -154,8 +164,7 @@ def describe(config: RecipeConfig, plan: Plan, num_rows: int | None, reason: str
         ways += f" ({plan.replicas} x {plan.shards} shards)" if plan.replicas > 1 else f" ({plan.shards} shards)"
     rollout = "none"
     if method.type == "grpo":
-        tp_size = config.rollout.parallelism.tp_size
-        each = f"tensor parallel {tp_size}" if config.rollout.backend == "vllm" else "1, in torch"
+        each = f"tensor parallel {plan.tp_size}" if plan.tp_size else "1, in torch"
         rollout = f"{plan.rollout_gpus} ({plan.engines} x {each})" if plan.engines else "those of the policy"
     factor = "" if plan.group_size == 1 else f" * {plan.group_size} answers"
     formula = f"{train.epoch} epochs * N rows{factor} / {plan.batch_size}"
@@ -208,10 +217,45 @@ def memory_lines(config: RecipeConfig, plan: Plan) -> list[tuple[str, str]]:
         ("  policy", f"{format_bytes(state.total)} on each GPU: {parts}, optimiser {format_bytes(state.moments)}"),
     ]
     if config.train.train_policy.type == "grpo":
-        tp_size = config.rollout.parallelism.tp_size
-        takes = f"; the engine takes {config.rollout.gpu_memory_utilization:.0%} of the GPU" if plan.engines else ""
-        lines.append(("  rollout", f"weights {format_bytes(weights // (tp_size if plan.engines else 1))}{takes}"))
+        has_engine = plan.engines and plan.tp_size
+        takes = f"; the engine takes {config.rollout.gpu_memory_utilization:.0%} of the GPU" if has_engine else ""
+        lines.append(("  rollout", f"weights {format_bytes(weights // (plan.tp_size if has_engine else 1))}{takes}"))
     return lines
+
+
+def store_room(config: RecipeConfig) -> StoreRoom | None:
+    """Return what players need in Ray's store of objects; None: the shapes of the model are not known on this machine.
+
+    Frozen weights are stored once. Of the trained ones there are the last version and the one that is being stored.
+    """
+    name, lora = config.policy.model_name_or_path, config.policy.lora
+    if not is_local(name):
+        return None
+    try:
+        model = model_shapes(name, dtype=torch_dtype_of(config.train.param_dtype))
+    except RLinfError:
+        return None  # who loads the model reports it
+    if lora is not None:
+        apply_lora(model, LoraConfig(**lora.settings()))
+    sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in model.state_dict().items()}
+    num_bytes = sum(sizes[key] * (2 if spec.trained else 1) for key, spec in manifest_of(model).items())
+    return StoreRoom(num_bytes, COLOCATED if lora is not None else f"policy.lora.r=8, or {COLOCATED}")
+
+
+def why_no_engine(model_config: Any) -> str | None:
+    """Return why torch generates in place of vLLM; None: vLLM can. ``model_config`` is that of transformers; None: not known."""
+    if getattr(model_config, "vision_config", None) is not None:
+        return "it takes token ids only, and the model reads images"
+    return None if find_spec("vllm") else "the package vllm is not installed"
+
+
+def _config_of(config: RecipeConfig) -> Any:
+    """Return the configuration of the model, if it is on this machine and can be read."""
+    name = config.policy.model_name_or_path
+    try:
+        return load_config(name) if is_local(name) else None
+    except RLinfError:
+        return None  # who loads the model reports it
 
 
 def is_local(name: str) -> bool:

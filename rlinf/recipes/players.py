@@ -13,12 +13,13 @@ import torch
 from rlinf.cluster.players import Players
 from rlinf.cluster.policy_copy import PolicyCopy
 from rlinf.cluster.reservation import Reservation
-from rlinf.distributed.deadlines import waiting
-from rlinf.distributed.process_group import gather_objects, rank
+from rlinf.distributed.deadlines import go_on, waiting
+from rlinf.distributed.process_group import rank, receive_object, send_object
 from rlinf.engines.weight_handle import WeightBuckets
 from rlinf.envs.config import num_cores
 from rlinf.llm.batched_data_dict import BatchedDataDict
 from rlinf.llm.causal_lm import end_tokens, padding_token
+from rlinf.llm.generation_interface import GenerationOutputSpec
 from rlinf.llm.hf_generation import SamplingConfig, generate_tokens
 from rlinf.llm.hf_policy import HuggingFacePolicy
 from rlinf.llm.vllm_generation import VllmGeneration
@@ -109,8 +110,11 @@ class TokenPlayer(PolicyCopy):
         """Return an answer to each prompt of a batch, sampled with its ``sampling_seeds``, or greedily."""
         self._held()
         if self.engine is not None:
-            return self.engine.generate(data, greedy)
-        return generate_tokens(self.model, data, self.sampling, greedy, torch.Generator())
+            output = self.engine.generate(data, greedy)
+        else:
+            output = generate_tokens(self.model, data, self.sampling, greedy, torch.Generator())
+        # Not what came with the prompts, such as images: the rank has it.
+        return BatchedDataDict({key: output[key] for key in GenerationOutputSpec.__annotations__ if key in output})
 
     def close(self) -> None:
         """Stop the engine."""
@@ -137,22 +141,37 @@ class RemoteGenerator:
         yield
 
     def generate(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
-        """See ``Generator.generate``; a collective call where ranks share a player."""
+        """See ``Generator.generate``; a collective call of ranks that share a player, whose first one asks it for all."""
         placement = self.players.placement
         if not placement.is_shared:
             return self._in_order(batches, greedy)
         sharers = placement.num_ranks // placement.num_players
         first = rank() // sharers * sharers
-        asked = gather_objects(list(batches))[first : first + sharers]
-        answers: list[BatchedDataDict] = []
-        if self.players.numbers:
-            answers = list(self._in_order([batch for each in asked for batch in each], greedy))
-        start = sum(map(len, asked[: rank() - first]))
-        return iter(gather_objects(answers)[first][start : start + len(batches)])
+        if rank() != first:
+            return iter(_answers_from(first, batches))
+        return iter(self._answer_all(batches, range(first + 1, first + sharers), greedy))
 
     def close(self) -> None:
         """End the players."""
         self.players.close()
+
+    def _answer_all(self, batches: Sequence[BatchedDataDict], others: range, greedy: bool) -> list[BatchedDataDict]:
+        """Have the player answer the batches of this rank and of ``others``; return the answers to those of this rank.
+
+        Each answer goes to its rank at once. The others get None for it, so that they, too, know that the player answers.
+        """
+        asked = {rank(): list(batches)} | {other: receive_object(other) for other in others}
+        whose = [each for each, some in asked.items() for _ in some]
+        for other in others:
+            send_object(len(whose), other)
+        own = []
+        answers = self._in_order([batch for some in asked.values() for batch in some], greedy)
+        for each, answer in zip(whose, answers, strict=True):
+            for other in others:
+                send_object(answer if other == each else None, other)
+            if each == rank():
+                own.append(answer)
+        return own
 
     def _in_order(self, batches: Sequence[BatchedDataDict], greedy: bool) -> Iterator[BatchedDataDict]:
         deadline = "evaluate" if greedy else "rollout"
@@ -167,6 +186,18 @@ class RemoteGenerator:
                 yield early.pop(place)
 
         return in_order()
+
+
+def _answers_from(owner: int, batches: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
+    """Return the answers of the player of another rank."""
+    send_object(list(batches), owner)
+    own = []
+    for _ in range(receive_object(owner)):
+        answer = receive_object(owner)
+        go_on()
+        if answer is not None:
+            own.append(answer)
+    return own
 
 
 def make_generator(
@@ -196,8 +227,17 @@ def make_generator(
     settings = PlayerSettings(
         "cuda" if places.placement.on_gpu else "cpu", sampling, engine, config.cluster.num_threads
     )
-    make = partial(TokenPlayer, settings, PolicyShell.of(policy.unloaded_model()), places.placement)
-    players = Players(make, config.cluster, places.placement, places.reservation, policy.model)
+    # A rank that shares the player of another starts none.
+    shell = PolicyShell.of(policy.unloaded_model()) if places.placement.players_of(rank()) else PolicyShell(b"")
+    make = partial(TokenPlayer, settings, shell, places.placement)
+    players = Players(make, config.cluster, places.placement, places.reservation, policy.model, way_on(config))
     with waiting("start"):
         players.wait_until_ready()
     return RemoteGenerator(policy, players)
+
+
+def way_on(config: RecipeConfig) -> str:
+    """Return how a user continues after players were lost."""
+    if not config.train.ckpt.enable_checkpoint:
+        return "run the same command again (nothing was saved: train.ckpt.enable_checkpoint=false)"
+    return "run the same command with train.resume=true"

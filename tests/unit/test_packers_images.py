@@ -122,10 +122,20 @@ def test_rows_without_images_and_prompts(processors, family):
         ({"images": ("a.png", "b.png"), "image": None}, ["a.png", "b.png"]),
         ({"images": "a.png"}, ["a.png"]),
         ({"images": []}, []),
+        ({"images": [None, ""], "image": {"bytes": None, "path": None}}, []),
+        ({"images": [None], "image": "a.png"}, ["a.png"]),
     ],
 )
 def test_a_column_of_nulls_is_no_column(row, images):
     assert images_of(row) == images
+
+
+def test_a_video_that_no_message_names_is_refused(processors):
+    packer = ready(PromptPacker(), processors("gemma3"))
+    for prompt in ("what is this?", [said("user", "what is this?")]):
+        assert packer.prompt({"prompt": prompt, "video": None, "videos": []})
+        with pytest.raises(BadRowError, match="its column 'video' has 1, which nothing reads"):
+            packer.prompt({"prompt": prompt, "video": "a.mp4"})
 
 
 def test_images_come_from_paths_bytes_parts_and_by_index(processors, tmp_path):

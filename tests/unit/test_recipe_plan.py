@@ -1,12 +1,14 @@
 """What a recipe needs and does: ranks, GPUs, steps, tokens, memory."""
 
 import pytest
+from transformers import Gemma3Config
 
 from rlinf.errors import ConfigError
-from rlinf.preflight.placement import Node
+from rlinf.llm.causal_lm import CausalLMConfig, load_causal_lm
+from rlinf.preflight.placement import Node, StoreRoom
 from rlinf.recipes import plan as planning
 from rlinf.recipes.load import load_recipe
-from rlinf.recipes.plan import SPLIT, choose_device, describe, make_plan, num_steps
+from rlinf.recipes.plan import COLOCATED, SPLIT, choose_device, describe, make_plan, num_steps, store_room
 from rlinf.recipes.players import place_players
 
 GPUS = {
@@ -19,6 +21,26 @@ GPUS = {
     "mistral-7b-p-fsdp1-r-tp1-grpo": (1, 1),
     "phi4-14b-p-fsdp4-r-tp2-grpo": (4, 4),
 }
+
+
+@pytest.fixture(autouse=True)
+def engines(monkeypatch):
+    """Let vLLM count as installed or not, whatever this machine has."""
+    monkeypatch.setattr(planning, "find_spec", lambda name: name)
+
+
+def make_vlm(folder):
+    """Write the configuration of a model that reads images."""
+    text = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    Gemma3Config(text_config=text, vision_config=vision).save_pretrained(folder)
+    return folder
 
 
 def plan_of(name, *overrides):
@@ -130,6 +152,42 @@ def test_a_player_in_torch_has_one_gpu():
     )
     assert (plan.rollout_gpus, plan.gpus_per_player) == (4, 1)
     assert "rollout GPUs: 4 (4 x 1, in torch)" in describe(config, plan, 100)
+
+
+def test_a_player_whose_model_reads_images_or_that_has_no_vllm_generates_in_torch(tiny_lm, tmp_path, monkeypatch):
+    """It would reserve two GPUs and use one."""
+    words = [*SPLIT.split(), "policy.parallelism.dp_shard_size=1", "rollout.parallelism.tp_size=2"]
+    reads_images = make_vlm(tmp_path)
+    for model, is_installed, gpus, each in (
+        (tiny_lm(), True, 2, "tensor parallel 2"),
+        (tiny_lm(), False, 1, "1, in torch"),
+        (reads_images, True, 1, "1, in torch"),
+    ):
+        monkeypatch.setattr(planning, "find_spec", lambda name, found=is_installed: found or None)
+        config, plan = plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words, f"policy.model_name_or_path={model}")
+        text = describe(config, plan, 100)
+        assert (plan.rollout_gpus, plan.gpus_per_player) == (gpus, gpus)
+        assert f"rollout GPUs: {gpus} (1 x {each})" in text
+        assert ("the engine takes" in text) == (gpus == 2)
+
+
+def test_players_need_two_versions_of_what_is_trained_and_one_of_the_rest(tiny_lm):
+    words = [f"policy.model_name_or_path={tiny_lm()}", "train.param_dtype=float32"]
+    whole = store_room(plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words)[0])
+    weights = load_causal_lm(tiny_lm(), CausalLMConfig()).state_dict()
+    size = sum(tensor.numel() * 4 for tensor in weights.values())
+    assert whole == StoreRoom(2 * size, f"policy.lora.r=8, or {COLOCATED}")
+    adapters = store_room(plan_of("mistral-7b-p-fsdp1-r-tp1-grpo", *words, "policy.lora.r=1")[0])
+    assert size < adapters.num_bytes < 1.5 * size and adapters.cures == COLOCATED
+    assert store_room(plan_of("mistral-7b-p-fsdp1-r-tp1-grpo")[0]) is None, "the model is not on this machine"
+
+
+def test_where_ranks_share_players_fewer_of_them_are_suggested():
+    plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", *SPLIT.split(), "cluster.num_players=4")[1]
+    with pytest.raises(ConfigError, match="Set cluster.num_players=2$"):
+        place_players(plan, "cpu", [Node("a", 3, 0)])
+    plan = plan_of("phi4-14b-p-fsdp4-r-tp2-grpo", *SPLIT.split(), "cluster.num_players=2")[1]
+    place_players(plan, "cpu", [Node("a", 3, 0)])
 
 
 def test_players_that_machines_have_no_room_for_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,18 +10,35 @@ import pytest
 from rlinf.cluster import reservation
 from rlinf.distributed.ray_cluster import OBJECT_STORE_BYTES
 from rlinf.errors import ConfigError
+from rlinf.preflight.placement import StoreRoom
 
 GIB = 2**30
+
+
+def size_of(num_bytes: int) -> int:
+    return reservation._store_size(StoreRoom(num_bytes, "smaller=true"))
 
 
 def test_a_store_is_as_large_as_the_run_needs_or_the_run_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(reservation, "SHARED_MEMORY", str(tmp_path))
     monkeypatch.setattr(reservation.shutil, "disk_usage", lambda _: SimpleNamespace(free=8 * GIB))
-    assert reservation._room(GIB // 2) == OBJECT_STORE_BYTES, "other things pass through it, too"
-    assert reservation._room(7 * GIB) == 7 * GIB
+    assert size_of(GIB // 2) == OBJECT_STORE_BYTES, "other things pass through it, too"
+    assert size_of(7 * GIB) == 7 * GIB
     with pytest.raises(
-        ConfigError, match=rf"need 9.* and {tmp_path} has 8.* free.*--shm-size={9 * GIB}.*set model.is_lora"
+        ConfigError, match=rf"need 9.* and {tmp_path} has 8.* free.*--shm-size={9 * GIB}.*set smaller=true"
     ):
-        reservation._room(9 * GIB)
+        size_of(9 * GIB)
     monkeypatch.setattr(reservation.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
-    assert reservation._room(GIB // 2) == GIB, "a small machine"
+    assert size_of(GIB // 2) == GIB, "a small machine"
+
+
+def test_a_machine_of_the_cluster_with_a_small_store_is_refused(monkeypatch):
+    node = {"NodeID": "one", "NodeManagerHostname": "host", "Resources": {"object_store_memory": GIB}}
+    context = SimpleNamespace(get_node_id=lambda: "one")
+    ray = SimpleNamespace(nodes=lambda: [node], get_runtime_context=lambda: context)
+    table = SimpleNamespace(placement_group_table=lambda group: {"bundles_to_node_id": {0: "one"}})
+    monkeypatch.setitem(sys.modules, "ray.util", table)
+    for room in (None, StoreRoom(GIB, "smaller=true")):
+        reservation._check_stores(ray, None, room)
+    with pytest.raises(ConfigError, match=f"object-store-memory={GIB + 1}`, or set smaller=true"):
+        reservation._check_stores(ray, None, StoreRoom(GIB + 1, "smaller=true"))

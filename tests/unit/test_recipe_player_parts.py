@@ -1,0 +1,88 @@
+"""What ranks and players of a recipe give each other, without Ray."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+
+from rlinf.cli import launch as command
+from rlinf.commands import evaluate_questions as evaluation
+from rlinf.distributed import process_group
+from rlinf.distributed.deadlines import clock
+from rlinf.errors import ConfigError
+from rlinf.llm.batched_data_dict import BatchedDataDict
+from rlinf.llm.hf_generation import SamplingConfig
+from rlinf.models import HuggingFacePolicy
+from rlinf.options import from_mapping
+from rlinf.preflight.placement import Placement
+from rlinf.recipes import equal_rows, players
+from rlinf.recipes.config import RecipeConfig
+from rlinf.recipes.datasets import StreamedRows
+from rlinf.recipes.players import PlayerPlaces, TokenPlayer, make_generator, way_on
+
+ANSWER = ["output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs"]
+
+
+@pytest.mark.parametrize("in_torch", [True, False])
+def test_answers_do_not_carry_the_images_of_the_prompts_back(tiny_lm, in_torch):
+    player = object.__new__(TokenPlayer)
+    player._held = lambda: 0
+    model = HuggingFacePolicy(tiny_lm(), device_map=None).model
+    player.model, player.sampling, player.engine = model, SamplingConfig(max_new_tokens=2, eos_token_id=[]), None
+    batch = BatchedDataDict({"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)})
+    expected = player.generate(batch, greedy=True)
+    if not in_torch:
+        player.engine = SimpleNamespace(generate=lambda data, greedy: BatchedDataDict({**data, **expected}))
+    found = player.generate(BatchedDataDict({**batch, "pictures": torch.ones(1, 3)}), greedy=True)
+    assert list(found) == list(expected) == ANSWER
+    assert all(torch.equal(found[key], expected[key]) for key in ANSWER)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_only_a_rank_with_players_makes_their_shell(tiny_lm, monkeypatch, number):
+    made = {}
+
+    class NoPlayers:
+        def __init__(self, make, cluster, placement, reservation, model, way_on):
+            made.update(shell=make.args[1], way_on=way_on)
+
+        def wait_until_ready(self):
+            pass
+
+    monkeypatch.setattr(players, "Players", NoPlayers)
+    monkeypatch.setattr(players, "rank", lambda: number)
+    policy = HuggingFacePolicy(tiny_lm(), device_map=None)
+    tokenizer = SimpleNamespace(eos_token_id=2, pad_token_id=0)
+    make_generator(RecipeConfig(), policy, tokenizer, None, PlayerPlaces(Placement(2, 1, 0, 0), None))
+    assert (len(made["shell"].data) > 0) == (number == 0)
+    assert made["way_on"] == "run the same command with train.resume=true"
+
+
+def test_a_run_without_checkpoints_says_that_it_starts_again():
+    config = from_mapping(RecipeConfig, {"train": {"ckpt": {"enable_checkpoint": False}}})
+    assert way_on(config) == "run the same command again (nothing was saved: train.ckpt.enable_checkpoint=false)"
+
+
+def test_ranks_compare_the_beginning_of_a_stream_under_the_deadline_of_the_start(monkeypatch):
+    names = []
+    monkeypatch.setattr(equal_rows, "world_size", lambda: 2)
+    monkeypatch.setattr(equal_rows, "maximum", lambda *values: names.append(clock.name) or values)
+    rows = datasets.IterableDataset.from_generator(lambda: iter([{"a": 1}]))
+    equal_rows.check_equal_rows(StreamedRows(rows, lambda row: row, seed=None))
+    assert names == ["start"]
+
+
+def test_a_device_that_is_not_there_is_refused_with_the_key_of_the_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(command, "is_connected", lambda: True)
+    config = from_mapping(RecipeConfig, {"policy": {"device": "cuda"}})
+    with pytest.raises(ConfigError, match="Set policy.device=cpu, "):
+        command._device(config, None)
+    for name in ("find_model", "_run_of", "_output_folder"):
+        monkeypatch.setattr(evaluation, name, lambda *_: tmp_path)
+    questions = evaluation.QuestionsConfig(checkpoint="x", questions="y", device="cuda")
+    with pytest.raises(ConfigError, match="Set device=cpu, "):
+        evaluation.evaluate_questions(questions)

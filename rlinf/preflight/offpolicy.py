@@ -114,14 +114,15 @@ def _check_saved(config: RunConfig, algorithm: OffPolicyConfig) -> None:
     folder = resolve_checkpoint(source)
     saved = read_saved_config(folder).get("algorithm") or {}
     in_rl = config.resume is not None and read_loop_state(folder)["phase"] == "rl"
-    afresh = f"init_from={config.resume} resume=null output_dir=<a new folder>"
+    holds_head = has_policy(folder) and has_head(policy_folder(folder))
+    afresh = "" if holds_head else f", or for a new run init_from={config.resume} resume=null output_dir=<a new folder>"
     if in_rl and saved.get("name") != algorithm.name:
         refuse(
             f"algorithm.name={algorithm.name}, and {folder} was made with algorithm.name={saved.get('name')}",
             "one algorithm in a run",
-            f"algorithm={saved.get('name')}, or for a new run {afresh}",
+            f"algorithm={saved.get('name')}{afresh}",
         )
-    if not has_policy(folder) or not has_head(policy_folder(folder)):
+    if not holds_head:
         return
     settings, wanted = head_settings(policy_folder(folder)), asdict(algorithm.head)
     pairs = {f"algorithm.head.{key}": (settings["head"].get(key, value), value) for key, value in wanted.items()}

@@ -367,8 +367,7 @@ def set_aside_later(resumed: Path) -> None:
 
     The run repeats these steps, and a later resume must not take the old ones.
     """
-    point = _moment(resumed)[:2]
-    later = [path for path in _checkpoints_in(resumed.parent) if _moment(path)[:2] > point]
+    later = later_checkpoints(resumed)
     if not later:
         return
     former = [SUPERSEDED.fullmatch(path.name) for path in resumed.parent.iterdir()]
@@ -378,6 +377,17 @@ def set_aside_later(resumed: Path) -> None:
         os.rename(path, folder / path.name)
     names = ", ".join(path.name for path in later)
     logger.warning("The run continues from %s; its later checkpoints (%s) are now in %s", resumed, names, folder)
+
+
+def later_checkpoints(resumed: Path) -> list[Path]:
+    """Return the checkpoints next to ``resumed`` that are later by phase or step, oldest first."""
+    point = _moment(resumed)[:2]
+    return [path for path in _checkpoints_in(resumed.parent) if _moment(path)[:2] > point]
+
+
+def has_checkpoints(run: Path) -> bool:
+    """Return whether a run folder holds any checkpoint, whole or damaged."""
+    return bool(_checkpoints_in(run / CHECKPOINTS_FOLDER))
 
 
 def _checkpoints_in(parent: Path) -> list[Path]:

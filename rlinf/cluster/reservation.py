@@ -157,7 +157,7 @@ def reserved_places(
             players = group.id.hex()
             if has_other_machines:
                 _compare_machines(ray, start_s, group, machine)
-            _check_stores(ray, group, room)
+            _check_stores(ray, [group] if ranks is None else [group, placement_group(ranks)], room)
         address = ray.get_runtime_context().gcs_address
         yield Reservation(address, players, placement.gpus_per_player, machine, ranks, placement.on_gpu, host)
 
@@ -244,14 +244,21 @@ def _store_size(room: StoreRoom) -> int:
     return min(size, free)
 
 
-def _check_stores(ray: ModuleType, group: Any, room: StoreRoom | None) -> None:
-    """Refuse machines whose store of objects is too small for weights and rollouts, which Ray would write to disks."""
+def _check_stores(ray: ModuleType, groups: Sequence[Any], room: StoreRoom | None) -> None:
+    """Refuse machines whose store of objects is too small for weights and rollouts, which Ray would write to disks.
+
+    Args:
+        groups: Places of players, and of ranks. Without any of ranks, these are on the machine of the command.
+        room: That each of them needs; None: not known.
+    """
     from ray.util import placement_group_table
 
     if room is None:
         return
     needed = room.num_bytes
-    used = {ray.get_runtime_context().get_node_id(), *placement_group_table(group)["bundles_to_node_id"].values()}
+    used = {node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()}
+    if len(groups) == 1:
+        used.add(ray.get_runtime_context().get_node_id())
     for node in ray.nodes():
         size = int(node["Resources"].get("object_store_memory", 0))
         if node["NodeID"] in used and size < needed:

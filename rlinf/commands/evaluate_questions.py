@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,8 @@ def evaluate_questions(config: QuestionsConfig) -> AnswerResult:
     place = place_of(os.environ)
     num_processes = config.cluster.num_processes or (1 if place is None else place.size)
     device = resolve_device(config.device, started_here(num_processes), "device=cpu")
-    launch(_evaluate_rank, (config, model, output), num_processes, device)
+    deadlines = asdict(config.cluster.deadlines)
+    launch(_evaluate_rank, (config, model, output), num_processes, device, deadlines=deadlines)
     return AnswerResult.from_json(output / RESULT_FILE)
 
 

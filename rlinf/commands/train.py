@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ from rlinf.distributed.process_group import (
     set_num_threads,
     world_size,
 )
+from rlinf.distributed.ray_watch import cluster_lost
 from rlinf.distributed.start import started_here
 from rlinf.distributed.sums import maximum
 from rlinf.envs.base import VectorEnv
@@ -343,24 +345,38 @@ def train(config: RunConfig) -> Path:
     """Run an experiment: cloning if ``sft.max_steps`` > 0, evaluation, RL, evaluation, report.
 
     Where Ray has started the ranks and one is lost, all start again from the newest checkpoint, ``cluster.max_restarts`` times at
-    most.
+    most, and twice at most from the same one.
 
     Returns:
         The run folder.
 
     Raises:
         ConfigError: Another run writes there; or vLLM is to play in a process whose GPU memory it could not share.
+        RankKilledError: A rank was lost, and all may not start again, or would lose it again.
+        DeadlineError: The same of a rank that was silent.
     """
     with locked_folder(Path(config.output_dir)), reserved(config) as reservation:
+        passed = _passed_over(config) if ranks_by_ray(config) else {}
+        begun: list[str | None] = []
         for num_restarts in itertools.count():
             try:
                 _launch(config, reservation)
                 break
             except (RankKilledError, DeadlineError) as error:
                 limit = config.cluster.max_restarts
-                if not ranks_by_ray(config) or num_restarts == limit:
+                if not ranks_by_ray(config) or num_restarts == limit or cluster_lost() is not None:
                     raise
-                config = _resumed(config)
+                try:
+                    config = _resumed(config, passed)
+                except CheckpointError as damage:
+                    error.add_note(f"The ranks did not start again: {damage}")
+                    raise error from None
+                if begun[-2:] == [config.resume] * 2:
+                    error.add_note(
+                        f"The ranks did not start again: they had twice from {config.resume or 'the beginning'}, and got no further"
+                    )
+                    raise
+                begun.append(config.resume)
                 goes_on = f"from {config.resume}" if config.resume else "from the beginning: there is no checkpoint yet"
                 logger.warning(
                     "%s\nAll ranks start again %s (%d of %d times).", error, goes_on, num_restarts + 1, limit
@@ -384,12 +400,34 @@ def _launch(config: RunConfig, reservation: Reservation | None) -> None:
     launch(_execute_rank, work, cluster.num_processes, device, alone, asdict(cluster.deadlines), places)
 
 
-def _resumed(config: RunConfig) -> RunConfig:
-    """Return the configuration with which a run goes on from its newest checkpoint, or begins again if it has none."""
-    try:
-        return replace(config, resume=str(checkpoints.resolve_checkpoint(config.output_dir)), init_from=None)
-    except CheckpointError:
+def _passed_over(config: RunConfig) -> dict[Path, int]:
+    """Return the checkpoints of this run's folder that are later than the one that it resumes, with their inodes."""
+    begins = _own_checkpoint(config)
+    return {} if begins is None else {path: path.stat().st_ino for path in checkpoints.later_checkpoints(begins)}
+
+
+def _own_checkpoint(config: RunConfig) -> Path | None:
+    """Return the checkpoint that is resumed if it is one of this run's folder."""
+    folder = None if config.resume is None else checkpoints.resolve_checkpoint(config.resume)
+    own = (Path(config.output_dir) / checkpoints.CHECKPOINTS_FOLDER).resolve()
+    return folder if folder is not None and folder.parent.resolve() == own else None
+
+
+def _resumed(config: RunConfig, passed: Mapping[Path, int]) -> RunConfig:
+    """Return the configuration with which a run goes on from its newest checkpoint, or begins again if it has none.
+
+    Args:
+        passed: Checkpoints that the run has passed over. It sets them aside when it has read all that it needs, and may have
+            been lost before.
+
+    Raises:
+        CheckpointError: All checkpoints are damaged.
+    """
+    if any(path.exists() and path.stat().st_ino == inode for path, inode in passed.items()):
         return config
+    if not checkpoints.has_checkpoints(Path(config.output_dir)):
+        return config
+    return replace(config, resume=str(checkpoints.resolve_checkpoint(config.output_dir)), init_from=None)
 
 
 def sft(config: RunConfig) -> Path:

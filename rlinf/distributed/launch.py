@@ -93,6 +93,7 @@ def launch(
     processes: list[Any] = []
     received: list[int] = []
     killed: list[str] = []
+    faults: list[str] = []
 
     def forward(number: int, _frame: object) -> None:
         kill = bool(received) and number == signal.SIGINT
@@ -135,7 +136,9 @@ def launch(
                 if hung := process.exitcode is None:
                     process.kill()
                     process.join()
-                if isinstance(process, RemoteRank) and process.lost:
+                if isinstance(process, RemoteRank) and process.fault:
+                    faults.append(f"Rank {index} could not be run: {process.fault}")
+                elif isinstance(process, RemoteRank) and process.lost:
                     killed.append(f"Rank {index} was lost: {process.lost}")
                 elif process.exitcode < 0 and not hung:
                     killed.append(f"Rank {index} was killed by {signal.Signals(-process.exitcode).name}")
@@ -147,6 +150,8 @@ def launch(
             if received[0] == signal.SIGINT and processes[0].exitcode == -signal.SIGTERM:
                 raise KeyboardInterrupt  # the ranks had not installed their handlers yet
             sys.exit(128 + received[0])
+        if faults:
+            raise RankError("; ".join(faults))
         if killed:  # the errors of the others (lost connections) are only its consequence
             raise RankKilledError(f"{'; '.join(killed)}. {KILLED_HINT}")
         if error is not None:

@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from rlinf.distributed.child_process import Failure, exit_with_parent, failure_of
-from rlinf.errors import ConfigError
+from rlinf.distributed.devices import CHOSEN_EGL_DEVICE, EGL_DEVICE
+from rlinf.errors import EXIT_FAULT, ConfigError, RankKilledError
 
 KILL_S = 10.0
 """Seconds in which the actor of a rank must have killed it; else its machine is taken for lost."""
@@ -38,7 +40,14 @@ FORWARDED = (
     "WANDB_",
 )
 """Beginnings of the variables that a rank has from the command. All others are those of Ray's daemon on its machine."""
-_START = "from rlinf.distributed.ray_ranks import run_rank; run_rank()"
+_START = """
+import os, sys
+# A rank runs the code of the command: what the command imports comes before what this machine would find.
+path = sys.argv[1].split(os.pathsep)
+sys.path[:] = path + [entry for entry in sys.path[1:] if entry not in path]
+from rlinf.distributed.ray_ranks import run_rank
+run_rank()
+"""
 
 
 class RankAgent:
@@ -62,17 +71,20 @@ class RankAgent:
             return failure_of(error)
         return None
 
-    def run(self, work: bytes, environment: Mapping[str, str], folder: str) -> Iterator[tuple[int, bytes] | int]:
+    def run(
+        self, work: bytes, path: Sequence[str], environment: Mapping[str, str], folder: str
+    ) -> Iterator[tuple[int, bytes] | int]:
         """Start the rank; yield its output with the number of its stream as it comes, and last its exit status.
 
         Args:
             work: What ``run_rank`` reads.
+            path: Where the rank looks for modules first.
             environment: Laid over that of this process.
             folder: In which the rank starts.
         """
         own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # which Ray sets
         self._process = process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(os.getpid())],
+            [sys.executable, "-c", _START, os.pathsep.join(path), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -111,11 +123,9 @@ def _output(process: subprocess.Popen) -> Iterator[tuple[int, bytes]]:
 
 def run_rank() -> None:
     """Be a rank: run the function that the command has sent to stdin."""
-    parent = int(sys.argv[1])
-    threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
-    path, work = pickle.load(sys.stdin.buffer)
-    sys.path += [entry for entry in path if entry not in sys.path]  # plugins are found where the command finds them
-    function, arguments = pickle.loads(work)
+    threading.Thread(target=exit_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
+    del sys.argv[1:]  # some simulators read it
+    function, arguments = pickle.load(sys.stdin.buffer)
     function(*arguments)
 
 
@@ -126,13 +136,16 @@ class RemoteRank:
         sentinel: A file that becomes readable when the rank has ended.
         exitcode: None: it runs.
         lost: Why nothing is known of its end; None: it is known, or the rank runs.
+        fault: Error of its actor, for which the rank could not run or its end not be known; None: there is none.
     """
 
     def __init__(self, agent: Any, output: Any) -> None:
         self._agent, self._output = agent, output
         self.exitcode: int | None = None
         self.lost: str | None = None
+        self.fault: str | None = None
         self._killed_at: float | None = None
+        self._ending = threading.Lock()
         self.sentinel, self._writer = os.pipe()
         self._thread = threading.Thread(target=self._follow, name="rank output", daemon=True)
         self._thread.start()
@@ -147,14 +160,25 @@ class RemoteRank:
                 if isinstance(told, int):
                     self._end(told)
                 else:
-                    _write(*told)
+                    with suppress(
+                        OSError
+                    ):  # nobody reads it, or its disk is full; the rank must be followed all the same
+                        _write(*told)
+            self._end(-signal.SIGKILL, "its actor has ended without a word")
+        except ray.exceptions.RayTaskError as error:
+            self._end(EXIT_FAULT, fault=str(error).strip().rpartition("\n")[2])
         except ray.exceptions.RayError as error:
             self._end(-signal.SIGKILL, str(error).strip().partition("\n")[0].rstrip("."))
+        except Exception as error:  # noqa: BLE001 - the command waits for an end of the rank, whatever has happened
+            self._end(-signal.SIGKILL, f"{type(error).__name__}: {error}")
 
-    def _end(self, exitcode: int, lost: str | None = None) -> None:
-        if self.exitcode is None:
-            self.lost, self.exitcode = lost, exitcode
-            os.close(self._writer)
+    def _end(self, exitcode: int, lost: str | None = None, fault: str | None = None) -> None:
+        """Note the end of the rank, unless it is known: the thread that follows it and ``join`` may both come here."""
+        with self._ending:
+            if self.exitcode is None:
+                self.lost, self.fault = lost, fault
+                self.exitcode = exitcode
+                os.close(self._writer)
 
     def is_alive(self) -> bool:
         """Return whether the rank runs, as far as is known."""
@@ -214,39 +238,33 @@ class RankPlaces:
 
         Raises:
             ConfigError: That of a check; or no machine has had room for an actor for ``start_s`` seconds.
+            RankKilledError: An actor or its machine is lost.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        places, agents = placement_group(group), []
+        places = placement_group(group)
+        agents: list[Any] = []
         for bundle, needs in enumerate(places.bundle_specs):
             place = PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=bundle)
             options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "max_concurrency": 2}
             agents.append(ray.remote(scheduling_strategy=place, **options)(RankAgent).remote())
         try:
-            nodes = ray.get([agent.where.remote() for agent in agents], timeout=start_s)
-            failures = (
-                [] if check is None else ray.get([agent.check.remote(check) for agent in agents], timeout=start_s)
-            )
-        except ray.exceptions.GetTimeoutError:
-            raise ConfigError(
-                f"The Ray cluster has had no room for {len(agents)} ranks for {start_s:g} s, or a machine does not answer. Add machines "
-                "in place of those that are lost, or set a longer cluster.deadlines.start"
-            ) from None
-        except ray.exceptions.RayError as error:
-            raise ConfigError(
-                f"A machine of the Ray cluster cannot tell its version of rlinf: {error}\nInstall the same rlinf on all machines"
-            ) from error
-        for failure in failures:
-            if failure is not None:
-                raise ConfigError(failure.message)
+            nodes = _nodes_of(agents, start_s, check)
+        except Exception:
+            for agent in agents:
+                ray.kill(agent)  # else it would hold its place, and the next actor could not start there
+            raise
         order = neighbours_first(nodes, ray.get_runtime_context().get_node_id())
         return cls(host, [agents[index] for index in order], [nodes[index] for index in order])
 
     def start(self, function: Callable[..., None], arguments: Sequence[Any], port: int) -> list[RemoteRank]:
         """Start all ranks, each of which calls ``function(rank, *arguments)``, with the environment that torchrun would give it."""
         shared = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+        if shared.get(EGL_DEVICE) == os.environ.get(CHOSEN_EGL_DEVICE):
+            shared.pop(EGL_DEVICE, None)  # chosen for the first GPU of this machine, not by the user
         shared |= {"WORLD_SIZE": str(len(self.agents)), "MASTER_ADDR": self.host, "MASTER_PORT": str(port)}
+        path = [os.path.abspath(entry) for entry in sys.path]
         ranks = []
         for rank, (agent, node) in enumerate(zip(self.agents, self.nodes, strict=True)):
             own = {
@@ -254,9 +272,36 @@ class RankPlaces:
                 "LOCAL_RANK": str(self.nodes[:rank].count(node)),
                 "LOCAL_WORLD_SIZE": str(self.nodes.count(node)),
             }
-            work = pickle.dumps((list(sys.path), pickle.dumps((function, (rank, *arguments)))))
-            ranks.append(RemoteRank(agent, agent.run.remote(work, shared | own, os.getcwd())))
+            work = pickle.dumps((function, (rank, *arguments)))
+            ranks.append(RemoteRank(agent, agent.run.remote(work, path, shared | own, os.getcwd())))
         return ranks
+
+
+def _nodes_of(agents: Sequence[Any], start_s: float, check: Callable[[], None] | None) -> list[str]:
+    """Return the ids of the machines of actors, each of which has checked its own."""
+    import ray
+
+    try:
+        nodes = ray.get([agent.where.remote() for agent in agents], timeout=start_s)
+        failures = [] if check is None else ray.get([agent.check.remote(check) for agent in agents], timeout=start_s)
+    except ray.exceptions.GetTimeoutError:
+        raise ConfigError(
+            f"The Ray cluster has had no room for {len(agents)} ranks for {start_s:g} s, or a machine does not answer. Add machines "
+            "in place of those that are lost, or set a longer cluster.deadlines.start"
+        ) from None
+    except ray.exceptions.RayError as error:
+        lost = ray.exceptions
+        died = isinstance(error, (lost.RayActorError, lost.NodeDiedError, lost.OutOfMemoryError))
+        if died and not getattr(error, "actor_init_failed", False):  # an actor that cannot import its class fails so
+            first = str(error).strip().partition("\n")[0].rstrip(".")
+            raise RankKilledError(f"A rank was lost before it could start: {first}") from error
+        raise ConfigError(
+            f"A machine of the Ray cluster cannot tell its version of rlinf: {error}\nInstall the same rlinf on all machines"
+        ) from error
+    for failure in failures:
+        if failure is not None:
+            raise ConfigError(failure.message)
+    return nodes
 
 
 def placement_group(number: str) -> Any:

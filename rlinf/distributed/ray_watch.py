@@ -18,6 +18,8 @@ CONNECT_S = 2.0
 """Seconds that a process on its way to its end has to refuse or accept a connection."""
 LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Ray's variable: seconds without the head after which Ray ends each process without a word of Python."""
+_watches: list[ClusterWatch] = []
+"""Those of the blocks of ``watched`` that this process is in."""
 WAY_ON = "Start the cluster again, then continue with rlinf train resume=<run folder>"
 
 
@@ -90,6 +92,7 @@ def watched(ray: ModuleType) -> Iterator[None]:
     """
     watch = ClusterWatch(ray)
     watch.start()
+    _watches.append(watch)
     try:
         yield
     except RLinfError:
@@ -99,7 +102,13 @@ def watched(ray: ModuleType) -> Iterator[None]:
             raise lost from error
         raise
     finally:
+        _watches.remove(watch)
         watch.end()
+
+
+def cluster_lost() -> RankError | None:
+    """Return the error to raise if the cluster that this process watches is lost; None also if it watches none."""
+    return next((error for watch in _watches if (error := watch.lost()) is not None), None)
 
 
 def _listens(address: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlinf.distributed.config import DeadlinesConfig
 from rlinf.errors import ConfigError, did_you_mean
 from rlinf.options import option
 from rlinf.recipes.config import RecipeConfig
@@ -40,6 +41,9 @@ class QuestionRanksConfig:
     )
     num_threads: int | None = option(
         None, "CPU threads per rank; null: all cores divided by the ranks of a machine.", minimum=1
+    )
+    deadlines: DeadlinesConfig = option(
+        DeadlinesConfig(), "Seconds that the ranks may wait; an evaluation uses start, evaluate and save."
     )
 
 

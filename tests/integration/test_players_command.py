@@ -23,16 +23,17 @@ WORDS = [
     sys.executable, "-m", "rlinf", "train", "model=mlp", "env.tasks=[reach]", "env.cameras=[]", "rollout.num_envs=8",
     "env.max_episode_steps=3", "trainer.minibatch_size=12", "model.micro_batch_size=12", "trainer.max_steps=10000", "sft.max_steps=0",
     "evaluation.num_episodes=2", "evaluation.num_envs=2", "evaluation.num_videos_per_task=0", "evaluation.probe=false",
-    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1",
-    "cluster.start=ray", "cluster.placement=split", "cluster.num_players=2",
+    "tracking.tensorboard=false", "tracking.progress=false", "cluster.num_threads=1", "cluster.start=ray",
 ]  # fmt: skip
+PLAYERS = ["cluster.placement=split", "cluster.num_players=2"]
+RANKS = ["cluster.num_processes=2"]
 
 MARK = "RUN_OF_THIS_TEST"
 
 
-def start(folder: Path, mark: str) -> subprocess.Popen:
+def start(folder: Path, mark: str, *more: str) -> subprocess.Popen:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {MARK: mark}
-    words = [*WORDS, f"output_dir={folder / 'run'}"]
+    words = [*WORDS, *more, f"output_dir={folder / 'run'}"]
     return subprocess.Popen(
         words,
         env=kept,
@@ -44,19 +45,25 @@ def start(folder: Path, mark: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize(
-    ("number", "status"),
-    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)],
-    ids=["term", "int", "kill"],
+    ("more", "number", "status"),
+    [
+        (PLAYERS, signal.SIGTERM, 143),
+        (PLAYERS, signal.SIGINT, 130),
+        (PLAYERS, signal.SIGKILL, -9),
+        (RANKS, signal.SIGTERM, 143),
+        (RANKS, signal.SIGINT, 130),
+    ],
+    ids=["term", "int", "kill", "ranks-term", "ranks-int"],
 )
-def test_nothing_of_a_run_outlives_it(tmp_path, number, status):
+def test_nothing_of_a_run_outlives_it(tmp_path, more, number, status):
     mark = f"{MARK}={tmp_path}"
-    process = start(tmp_path, str(tmp_path))
+    process = start(tmp_path, str(tmp_path), *more)
     lines = []
     for line in process.stdout:
         lines.append(line)
         if line.startswith("eval before_rl"):
             break
-    assert len(processes_of(mark)) > 3, "".join(lines)  # control: Ray's daemons and the players
+    assert len(processes_of(mark)) > 3, "".join(lines)  # control: Ray's daemons, and the players or ranks
     process.send_signal(number)
     rest = process.communicate(timeout=120)[0]
     assert process.returncode == status, rest
@@ -75,4 +82,4 @@ def test_an_address_without_a_cluster_is_one_error(tmp_path, monkeypatch, addres
         address = address or f"127.0.0.1:{free.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ConfigError, match=f"RAY_ADDRESS is '{address}', .*unset it to start Ray on this machine"):
-            train(run_config(tmp_path, *WORDS[4:]))
+            train(run_config(tmp_path, *WORDS[4:], *PLAYERS))

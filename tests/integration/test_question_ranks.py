@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from rlinf.cli import main
-from rlinf.errors import EXIT_FAULT
+from rlinf.errors import EXIT_FAULT, RankError
 from rlinf.evaluation.answers import AnswerResult
 from rlinf.recipes.media import preview
 
@@ -45,6 +45,21 @@ def content(output: Path) -> dict:
     result = json.loads((output / "result.json").read_text())
     assert result.pop("wall_s") > 0
     return result
+
+
+def test_the_deadline_that_is_typed_holds_for_the_ranks(folder, monkeypatch):
+    """As the errors of a deadline say to type it."""
+    monkeypatch.chdir(folder)
+    launched = []
+
+    def launch(*arguments, deadlines):
+        launched.append(deadlines)
+        raise RankError("ranks are not what is tested")
+
+    monkeypatch.setattr("rlinf.commands.evaluate_questions.launch", launch)
+    for words in ([], ["cluster.deadlines.start=1800"]):
+        assert main(["evaluate", *WORDS, *TWO, *words, "output_dir=none"]) == EXIT_FAULT
+    assert [deadlines["start"] for deadlines in launched] == [900, 1800]
 
 
 def test_ranks_write_the_file_of_one(folder, monkeypatch, capfd):

@@ -7,8 +7,8 @@ import json
 import os
 import signal
 import threading
-import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,15 +16,16 @@ import torch
 from ray_clusters import patience
 from run_results import run_config, untimed_metrics, weights_of
 
+from rlinf.cluster.machine import Machine
 from rlinf.commands.train import train
 from rlinf.distributed.ray_ranks import RankPlaces
-from rlinf.errors import RankKilledError
+from rlinf.errors import ConfigError, RankError, RankKilledError
 from rlinf.evaluation.result import EvaluationResult
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
 SMALL = [
     "model=mlp", "env.tasks=[reach]", "env.cameras=[]", "rollout.num_envs=8", "rollout.num_chunks=3", "env.max_episode_steps=3",
-    "trainer.minibatch_size=12", "model.micro_batch_size=12", "trainer.max_steps=3", "trainer.eval_every=2",
+    "trainer.minibatch_size=12", "model.micro_batch_size=12", "trainer.max_steps=6", "trainer.eval_every=2",
     "trainer.save_every=1", "sft.max_steps=0", "evaluation.num_episodes=6", "evaluation.num_envs=4",
     "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
     "cluster.num_threads=1", "cluster.num_processes=2",
@@ -69,7 +70,7 @@ def check_equal(folder, other):
     """Compare two runs bit for bit: metrics, weights, evaluations."""
     lines, others = untimed_metrics(folder), untimed_metrics(other)
     assert len(lines) > 3 and lines == others
-    weights, other_weights = (weights_of(each, "rl_000003") for each in (folder, other))
+    weights, other_weights = (weights_of(each, "rl_000006") for each in (folder, other))
     assert weights.keys() == other_weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(tensor, other_weights[name]), name
@@ -120,19 +121,23 @@ def rank_pids(folder):
 @contextmanager
 def disturbed(folder, number, what):
     """Call ``what(pids)`` in a thread once the run in ``folder`` has a checkpoint of iteration ``number``."""
-    pids = {}
+    pids, over = {}, threading.Event()
 
     def disturb():
         while not (folder / "checkpoints" / f"rl_{number:06}").exists():
-            time.sleep(0.02)
+            if over.wait(0.02):
+                return
         pids.update(rank_pids(folder))
         what(pids)
 
-    thread = threading.Thread(target=disturb)
+    thread = threading.Thread(target=disturb, daemon=True)
     thread.start()
-    yield pids
-    thread.join(1)
-    assert not thread.is_alive() and sorted(pids) == [0, 1]
+    try:
+        yield pids
+    finally:
+        over.set()
+        thread.join(60)
+    assert sorted(pids) == [0, 1], "the run ended before it was disturbed"
 
 
 def test_a_rank_that_is_killed_starts_again_with_the_others_and_changes_nothing(runs, tmp_path, monkeypatch, caplog):
@@ -143,6 +148,47 @@ def test_a_rank_that_is_killed_starts_again_with_the_others_and_changes_nothing(
     assert "Rank 1 was killed by SIGKILL" in caplog.text and "start again from" in caplog.text
     assert "(1 of 20 times)" in caplog.text and "(2 of 20 times)" not in caplog.text
     assert not rank_pids(tmp_path) and not any(map(is_running, pids.values()))
+
+
+def test_a_rank_that_is_stopped_starts_again_with_the_others_and_changes_nothing(runs, tmp_path, monkeypatch, caplog):
+    """A busy machine may miss these short deadlines once more, which changes nothing either."""
+    monkeypatch.setenv("WANDB_NOTES", str(tmp_path))
+    short = [f"cluster.deadlines.{name}=20" for name in ("push", "rollout", "update", "save", "evaluate")]
+    with disturbed(tmp_path, 1, lambda pids: os.kill(pids[1], signal.SIGSTOP)) as pids:
+        train(run_config(tmp_path, *SMALL, *RAY, *short))
+    check_equal(tmp_path, runs("own", *SMALL))
+    assert "Rank 1 " in caplog.text and "start again from" in caplog.text
+    assert "was killed" not in caplog.text and "for more than 20 s" in caplog.text
+    assert not rank_pids(tmp_path) and not any(map(is_running, pids.values()))
+
+
+def test_a_rank_whose_folder_is_missing_ends_the_run_with_the_error_of_its_actor(tmp_path, monkeypatch, caplog):
+    start = RankPlaces.start
+
+    def elsewhere(self, *arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr("rlinf.distributed.ray_ranks.os.getcwd", lambda: f"{tmp_path}/nowhere")
+            return start(self, *arguments)
+
+    monkeypatch.setattr(RankPlaces, "start", elsewhere)
+    with pytest.raises(RankError, match="Rank 0 could not be run: FileNotFoundError: .*nowhere") as caught:
+        train(run_config(tmp_path / "run", *SMALL, *RAY))
+    assert not isinstance(caught.value, RankKilledError) and "start again" not in caplog.text
+
+
+def test_actors_of_a_start_that_fails_leave_their_places(one_on_each):
+    import ray
+
+    group = ray.util.placement_group([{"CPU": 1}] * 2)
+    try:
+        assert group.wait(60)
+        with pytest.raises(ConfigError, match="has no folder /nowhere"):
+            RankPlaces.of(group.id.hex(), "127.0.0.1", 60.0, partial(Machine.here([]).check_for_rank, ["/nowhere"]))
+        places = RankPlaces.of(group.id.hex(), "127.0.0.1", 60.0)  # nobody holds the places
+        for agent in places.agents:
+            ray.kill(agent)
+    finally:
+        ray.util.remove_placement_group(group)
 
 
 def test_a_loss_more_than_allowed_ends_the_run_with_its_cause(tmp_path, monkeypatch):

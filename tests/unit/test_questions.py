@@ -12,6 +12,7 @@ import pytest
 
 from rlinf.cli import main
 from rlinf.commands.evaluate_questions import find_model
+from rlinf.distributed.config import DeadlinesConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.evaluation.answers import AnswerResult
 from rlinf.evaluation.intervals import wilson_interval
@@ -343,6 +344,9 @@ def test_the_page_lists_every_key_with_its_default():
     fields = public_fields(QuestionsConfig)
     del fields["cluster"]
     fields |= {f"cluster.{name}": field for name, field in public_fields(QuestionRanksConfig).items()}
+    del fields["cluster.deadlines"]
+    deadlines = public_fields(DeadlinesConfig)
+    fields |= {f"cluster.deadlines.{name}": deadlines[name] for name in ("start", "evaluate", "save")}
     for name, field in fields.items():
         default = field.default if field.default is not MISSING else field.default_factory()
         shown = "required" if default == "" else f"`{override_text(default)}`"

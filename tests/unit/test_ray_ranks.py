@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlinf.cluster.machine import Machine
-from rlinf.distributed.ray_ranks import RankAgent
-from rlinf.errors import ConfigError
+from rlinf.distributed import ray_ranks
+from rlinf.distributed.ray_ranks import RankAgent, RemoteRank
+from rlinf.errors import ConfigError, RankKilledError
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
+
+
+PATH = [*sys.path, "/a_folder_of_plugins"]
 
 
 def work(source: str) -> bytes:
     """What the command sends to a rank that runs ``source``."""
-    return pickle.dumps((["a_folder_of_plugins"], pickle.dumps((exec, (source,)))))
+    return pickle.dumps((exec, (source,)))
 
 
 def told(agent: RankAgent, source: str, folder: Path, **environment: str) -> tuple[dict[int, str], int]:
     """Return what a rank writes to stdout (1) and stderr (2), and its exit status."""
-    *written, status = agent.run(work(source), environment, str(folder))
+    *written, status = agent.run(work(source), PATH, environment, str(folder))
     return {
         stream: b"".join(data for number, data in written if number == stream).decode() for stream in (1, 2)
     }, status
@@ -34,11 +44,11 @@ def told(agent: RankAgent, source: str, folder: Path, **environment: str) -> tup
 def test_output_and_exit_status_come_from_the_rank_with_its_own_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "17")
     source = (
-        "import os, sys; print(os.getcwd(), os.environ['RANK'], os.environ.get('OMP_NUM_THREADS'), sys.path[-1]); "
+        "import os, sys; print(os.getcwd(), os.environ['RANK'], os.environ.get('OMP_NUM_THREADS'), '/a_folder_of_plugins' in sys.path, sys.argv); "
         "print('a fault', file=sys.stderr); sys.exit(7)"
     )
     streams, status = told(RankAgent(), source, tmp_path, RANK="3")
-    assert streams == {1: f"{tmp_path} 3 None a_folder_of_plugins\n", 2: "a fault\n"} and status == 7
+    assert streams == {1: f"{tmp_path} 3 None True ['-c']\n", 2: "a fault\n"} and status == 7
     streams, _ = told(RankAgent(), "import os; print(os.environ['OMP_NUM_THREADS'])", tmp_path, OMP_NUM_THREADS="2")
     assert streams[1] == "2\n"
 
@@ -46,7 +56,7 @@ def test_output_and_exit_status_come_from_the_rank_with_its_own_environment(tmp_
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_reaches_the_rank(tmp_path, number):
     agent = RankAgent()
-    output = agent.run(work("import os, time; os.write(1, b'ready'); time.sleep(600)"), {}, str(tmp_path))
+    output = agent.run(work("import os, time; os.write(1, b'ready'); time.sleep(600)"), PATH, {}, str(tmp_path))
     assert next(output) == (1, b"ready")
     agent.signal(number)
     assert list(output) == [-number]
@@ -63,7 +73,7 @@ def test_a_child_that_keeps_the_output_open_does_not_hide_the_end_of_a_rank(tmp_
 AGENT = """
 import sys
 from rlinf.distributed.ray_ranks import RankAgent
-for told in RankAgent().run(bytes.fromhex(sys.argv[1]), {}, "."):
+for told in RankAgent().run(bytes.fromhex(sys.argv[1]), sys.path, {}, "."):
     print(told[1].decode(), flush=True)
 """
 
@@ -79,6 +89,137 @@ def test_a_rank_ends_with_its_actor(tmp_path):
     while rank.exists() and rank.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not rank.exists() or rank.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_rank_runs_the_code_of_the_command_and_not_what_lies_in_its_folder(tmp_path):
+    """The folder of the command holds another rlinf, which Python would take first."""
+    (tmp_path / "rlinf").mkdir()
+    (tmp_path / "rlinf" / "__init__.py").write_text("raise RuntimeError('another rlinf')")
+    source = "import rlinf; print(rlinf.__file__)"
+    streams, status = told(RankAgent(), source, tmp_path)
+    assert status == 0 and streams[1] == f"{Path(ray_ranks.__file__).parents[1] / '__init__.py'}\n"
+    *written, status = RankAgent().run(work(source), [str(tmp_path)], {}, str(tmp_path))
+    assert status == 1 and b"another rlinf" in b"".join(data for _, data in written), "control"
+
+
+class Agent:
+    """Has no process; what a rank tells is given."""
+
+    class signal:
+        remote = staticmethod(lambda number: None)
+
+
+def followed(monkeypatch, *told: object) -> RemoteRank:
+    """Return a rank that has told this (an exception: raised instead), once it is followed no longer."""
+
+    def get(told):
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    monkeypatch.setattr("ray.get", get)
+    rank = RemoteRank(Agent(), told)
+    rank._thread.join(60)
+    assert select.select([rank.sentinel], [], [], 0)[0] and not rank.is_alive()
+    return rank
+
+
+@needs_ray
+def test_a_full_disk_or_a_reader_that_has_gone_does_not_hide_the_end_of_a_rank(monkeypatch):
+    def write(stream, data):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("rlinf.distributed.ray_ranks._write", write)
+    rank = followed(monkeypatch, (1, b"lost"), (2, b"lost"), 7)
+    assert (rank.exitcode, rank.lost, rank.fault) == (7, None, None)
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("error", "exitcode", "lost", "fault"),
+    [
+        ("ActorDiedError()", -9, "The actor died unexpectedly before finishing this task", None),
+        (
+            "RayTaskError('run', 'trace\\nFileNotFoundError: no folder', OSError())",
+            1,
+            None,
+            "FileNotFoundError: no folder",
+        ),
+        ("ValueError('surprise')", -9, "ValueError: surprise", None),
+    ],
+)
+def test_whatever_ends_the_output_ends_the_rank(monkeypatch, error, exitcode, lost, fault):
+    import ray.exceptions
+
+    rank = followed(monkeypatch, (1, b""), eval(error, vars(ray.exceptions)))
+    assert (rank.exitcode, rank.lost, rank.fault) == (exitcode, lost, fault)
+    rank.join()
+    assert rank.exitcode == exitcode
+    silent = followed(monkeypatch, (1, b""))
+    assert silent.exitcode == -9 and silent.lost == "its actor has ended without a word"
+
+
+@needs_ray
+def test_two_threads_end_a_rank_once(monkeypatch):
+    """Closing the sentinel's other end twice would close a file of somebody else."""
+
+    class Slow(RemoteRank):
+        def __setattr__(self, name, value):
+            if name == "lost" and value is not None:
+                time.sleep(0.5)  # the other thread comes in between
+            super().__setattr__(name, value)
+
+    held = threading.Event()
+    monkeypatch.setattr("ray.get", lambda told: held.wait(60) and told)
+    rank, closed, close = Slow(Agent(), [3]), [], os.close
+    monkeypatch.setattr("rlinf.distributed.ray_ranks.os.close", lambda number: (closed.append(number), close(number)))
+    ends = [threading.Thread(target=rank._end, args=(-9, f"end {number}")) for number in range(2)]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join()
+    held.set()
+    rank._thread.join(60)
+    assert closed == [rank._writer] and rank.exitcode == -9
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("error", "raised", "words"),
+    [
+        ("ActorDiedError()", RankKilledError, "lost before it could start: The actor died unexpectedly"),
+        (
+            "ActorDiedError(RayTaskError('init', 'ImportError: rlinf', ImportError()))",
+            ConfigError,
+            "Install the same rlinf",
+        ),
+        ("GetTimeoutError()", ConfigError, "no room for 1 ranks for 5 s"),
+    ],
+)
+def test_a_loss_at_the_start_is_no_fault_of_the_installation(monkeypatch, error, raised, words):
+    import ray.exceptions
+
+    def get(*_, **__):
+        raise eval(error, vars(ray.exceptions))
+
+    monkeypatch.setattr("ray.get", get)
+    agent = types.SimpleNamespace(where=Agent.signal)
+    agent.where.remote = staticmethod(lambda *_: None)
+    with pytest.raises(raised, match=words):
+        ray_ranks._nodes_of([agent], 5.0, None)
+
+
+def test_a_device_of_egl_that_was_chosen_for_the_command_is_not_that_of_a_rank(tmp_path, monkeypatch):
+    sent = []
+    remote = types.SimpleNamespace(remote=lambda work, path, environment, folder: sent.append((path, environment)))
+    monkeypatch.setattr("rlinf.distributed.ray_ranks.RemoteRank", lambda agent, output: None)
+    monkeypatch.setenv("MUJOCO_EGL_DEVICE_ID", "2")
+    places = ray_ranks.RankPlaces("127.0.0.1", [types.SimpleNamespace(run=remote)], ["here"])
+    places.start(print, (), 1)
+    monkeypatch.setenv("RLINF_CHOSEN_EGL_DEVICE_ID", "2")
+    places.start(print, (), 1)
+    assert [environment.get("MUJOCO_EGL_DEVICE_ID") for _, environment in sent] == ["2", None]
+    assert all(os.path.isabs(entry) for path, _ in sent for entry in path)
 
 
 def test_a_machine_without_the_folders_or_with_other_software_takes_no_rank(tmp_path):

@@ -39,6 +39,38 @@ def test_a_machine_of_the_cluster_with_a_small_store_is_refused(monkeypatch):
     table = SimpleNamespace(placement_group_table=lambda group: {"bundles_to_node_id": {0: "one"}})
     monkeypatch.setitem(sys.modules, "ray.util", table)
     for room in (None, StoreRoom(GIB, "smaller=true")):
-        reservation._check_stores(ray, None, room)
+        reservation._check_stores(ray, [None], room)
     with pytest.raises(ConfigError, match=f"object-store-memory={GIB + 1}`, or set smaller=true"):
-        reservation._check_stores(ray, None, StoreRoom(GIB + 1, "smaller=true"))
+        reservation._check_stores(ray, [None], StoreRoom(GIB + 1, "smaller=true"))
+
+
+def test_the_machines_whose_stores_must_suffice_are_those_of_players_and_ranks(monkeypatch):
+    pytest.importorskip("ray", reason="not installed: ray; extra 'ray'")
+    tables = {"players": {0: "a", 1: "b"}, "ranks": {0: "c"}}
+    monkeypatch.setattr("ray.util.placement_group_table", lambda group: {"bundles_to_node_id": tables[group]})
+
+    def check(groups, small):
+        nodes = [
+            {
+                "NodeID": name,
+                "NodeManagerHostname": name,
+                "Resources": {"object_store_memory": GIB // (1 + (name == small))},
+            }
+            for name in ("a", "b", "c", "command", "unused")
+        ]
+        context = SimpleNamespace(get_node_id=lambda: "command")
+        reservation._check_stores(
+            SimpleNamespace(nodes=lambda: nodes, get_runtime_context=lambda: context),
+            groups,
+            StoreRoom(GIB, "smaller=true"),
+        )
+
+    for groups, refused, allowed in (
+        (["players"], ["a", "b", "command"], ["c", "unused"]),  # the ranks are on the machine of the command
+        (["players", "ranks"], ["a", "b", "c"], ["command", "unused"]),
+    ):
+        for name in refused:
+            with pytest.raises(ConfigError, match=f"store of objects has 512.* on {name}; required: 1"):
+                check(groups, name)
+        for name in allowed:
+            check(groups, name)

@@ -94,6 +94,7 @@ def launch(
     received: list[int] = []
     killed: list[str] = []
     faults: list[str] = []
+    hung: set[int] = set()
 
     def forward(number: int, _frame: object) -> None:
         kill = bool(received) and number == signal.SIGINT
@@ -133,16 +134,18 @@ def launch(
             # A rank inside a collective call cannot run its signal handler, so it is killed.
             for index, process in enumerate(processes):
                 process.join(1.0 if hangs else GRACE_S)
-                if hung := process.exitcode is None:
+                if process.exitcode is None:
+                    hung.add(index)
                     process.kill()
                     process.join()
-                if isinstance(process, RemoteRank) and process.fault:
-                    faults.append(f"Rank {index} could not be run: {process.fault}")
-                elif isinstance(process, RemoteRank) and process.lost:
-                    killed.append(f"Rank {index} was lost: {process.lost}")
-                elif process.exitcode < 0 and not hung:
-                    killed.append(f"Rank {index} was killed by {signal.Signals(-process.exitcode).name}")
             break
+        for index, process in enumerate(processes):
+            if isinstance(process, RemoteRank) and process.fault:
+                faults.append(f"Rank {index} could not be run: {process.fault}")
+            elif isinstance(process, RemoteRank) and process.lost:
+                killed.append(f"Rank {index} was lost: {process.lost}")
+            elif process.exitcode < 0 and index not in hung:
+                killed.append(f"Rank {index} was killed by {signal.Signals(-process.exitcode).name}")
         error = reported(store)
         if isinstance(error, (RLinfError, DeadlineError)):
             raise error

@@ -160,9 +160,8 @@ class RemoteRank:
                 if isinstance(told, int):
                     self._end(told)
                 else:
-                    with suppress(
-                        OSError
-                    ):  # nobody reads it, or its disk is full; the rank must be followed all the same
+                    # Where nobody reads it, or the disk is full, the rank must be followed all the same.
+                    with suppress(OSError):
                         _write(*told)
             self._end(-signal.SIGKILL, "its actor has ended without a word")
         except ray.exceptions.RayTaskError as error:

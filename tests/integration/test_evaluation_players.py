@@ -179,7 +179,7 @@ def test_nothing_outlives_the_command(tmp_path):
         time.sleep(0.05)
     assert len(processes_of(mark)) > 3, "control: Ray's daemons and the players"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 143
+    assert process.wait(300) in (143, -signal.SIGTERM), "either is 143 in a shell"
     deadline = time.monotonic() + 300
     while processes_of(mark) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -246,6 +246,7 @@ def test_folder_of_another_run_is_refused_for_training(finished, monkeypatch):
     validate(build(f"output_dir={finished}_2"))
     monkeypatch.setattr(validation, "check_start", lambda *_: None)
     monkeypatch.setattr("rlinf.preflight.folders.resolve_checkpoint", lambda folder: checkpoint)
+    monkeypatch.setattr("rlinf.preflight.offpolicy.resolve_checkpoint", lambda source: checkpoint)
     validate(build(f"output_dir={finished}", f"resume={finished}"))
     (finished.parent / "other" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="already holds a run"):

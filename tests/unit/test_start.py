@@ -111,7 +111,7 @@ def listening_addresses(port: int) -> set[str]:
 
 
 def test_the_store_of_ranks_that_are_started_here_listens_on_this_machine_only():
-    store = launch._local_store()
+    store = launch._store("127.0.0.1")
     assert listening_addresses(store.port) == {"0100007F"}
     other = dist.TCPStore("127.0.0.1", store.port, is_master=False)
     other.set("key", "value")

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,9 +24,11 @@ from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast, evaluation_mode
 from rlinf.preflight.placement import Placement
 from rlinf.rollout.policy_shell import PolicyShell
-from rlinf.rollout.vllm_policy import VllmPolicy
 from rlinf.seeding import derive_seed, seed_everything
 from rlinf.types import EpisodeResult, EpisodeSpec, RolloutBatch
+
+if TYPE_CHECKING:
+    from rlinf.rollout.vllm_policy import VllmPolicy
 
 
 class Player(PolicyCopy):
@@ -131,6 +133,8 @@ def _engine(config: RunConfig, model: ActionModel, placement: Placement) -> Vllm
             f"{found} in a player on {socket.gethostname()}; required with rollout.backend=vllm: no expandable segments, whose memory "
             "cannot be shared with the engine. Start Ray on that machine without the variable, or set rollout.backend=torch"
         )
+    from rlinf.rollout.vllm_policy import VllmPolicy  # with PEFT and transformers, which evaluation does not need
+
     policy = VllmPolicy(model, rollout.vllm, rollout.num_envs // placement.num_players, torch.get_num_threads())
     policy.engine.start()
     return policy

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import torch
+
 from rlinf.distributed.process_group import any_rank
 from rlinf.memory import memory_metrics
 from rlinf.training.session import Session
@@ -45,3 +47,27 @@ def _evaluate_if_due(session: Session, last: bool) -> bool:
     if tag is None or target is None:
         return False
     return any_rank(tag in evaluations and evaluations[tag]["success_rate"] >= target)
+
+
+class Clock:
+    """Seconds of the parts of an iteration."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        """Count the time since the last lap, what a GPU computes included, as time of this part."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.monotonic()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def total(self) -> float:
+        """Return the seconds of all laps."""
+        return sum(self.seconds.values())
+
+    def metrics(self) -> dict[str, float]:
+        """Return the seconds of each part as metrics."""
+        return {f"time/{name}_s": value for name, value in self.seconds.items()}

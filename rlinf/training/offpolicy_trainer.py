@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -26,7 +25,7 @@ from rlinf.offpolicy.learner import OffPolicyLearner
 from rlinf.offpolicy.replay import ReplayBuffer
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import derive_seed
-from rlinf.training.iterations import iterate
+from rlinf.training.iterations import Clock, iterate
 from rlinf.training.session import Session
 from rlinf.types import EpisodeResult, Observation
 
@@ -165,7 +164,7 @@ class OffPolicyTrainer:
 
     def iteration(self, step: int) -> dict[str, float]:
         """Play ``rollout.num_chunks`` policy calls of each env, and update in between; return metrics."""
-        state, clock = self.session.state, _Clock()
+        state, clock = self.session.state, Clock()
         before, updates = state.env_steps, _Means()
         episodes = _Episodes(self.env.num_envs, self.config.gamma)
         self._candidates = torch.Generator().manual_seed(derive_seed(self.session.config.seed, "candidates", step))
@@ -311,25 +310,6 @@ def largest_value(rewards: Sequence[float], gamma: float, is_cut: bool) -> float
         value = reward + gamma * value
         largest = max(largest, abs(value))
     return largest
-
-
-class _Clock:
-    """Seconds of the parts of an iteration."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now
-
-    def total(self) -> float:
-        return sum(self.seconds.values())
-
-    def metrics(self) -> dict[str, float]:
-        return {f"time/{name}_s": value for name, value in self.seconds.items()}
 
 
 class _Means:

@@ -28,7 +28,7 @@ from rlinf.preflight.derived import parity_gate
 from rlinf.rollout.collector import Collector
 from rlinf.rollout.parity import importance_ratios
 from rlinf.seeding import derive_seed
-from rlinf.training.iterations import iterate
+from rlinf.training.iterations import Clock, iterate
 from rlinf.training.minibatches import MinibatchPlan
 from rlinf.training.session import Session
 from rlinf.training.state import RolloutAhead
@@ -133,7 +133,7 @@ class RLTrainer:
     def iteration(self, step: int) -> dict[str, float]:
         """One iteration of reinforcement learning; returns its metrics."""
         config, state, algorithm = self.session.config, self.session.state, self.algorithm
-        clock, env_steps_before = _Clock(), state.env_steps
+        clock, env_steps_before = Clock(), state.env_steps
         self._issue_until(step, step)
         clock.lap("sync")
         batch = self._collect(step)
@@ -275,27 +275,6 @@ class RLTrainer:
     def _first_env(self, batch: RolloutBatch) -> int:
         blocks = self.collector.blocks
         return blocks.start * (batch.loss_mask.shape[1] // len(blocks))
-
-
-class _Clock:
-    """Seconds of the parts of an iteration."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.monotonic()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now
-
-    def total(self) -> float:
-        return sum(self.seconds.values())
-
-    def metrics(self) -> dict[str, float]:
-        return {f"time/{name}_s": value for name, value in self.seconds.items()}
 
 
 def means_of(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,24 @@ def patience() -> Iterator[None]:
         for name, value in SURROUNDINGS.items():
             patch.setenv(name, value)
         yield
+
+
+@contextmanager
+def two_machines() -> Iterator[Any]:
+    """Start two of Ray's daemons on this machine, of two CPUs each, and connect this process to the first."""
+    with patience():
+        import ray  # reads some of the variables
+        from ray.cluster_utils import Cluster
+
+        settings = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
+        cluster = Cluster(initialize_head=True, head_node_args=settings)
+        cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
+        ray.init(address=cluster.address)
+        try:
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
 
 def processes_of(mark: str) -> set[int]:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_results import untimed_metrics, weights_of
+from run_results import run_config, untimed_metrics, weights_of
+
+from rlinf.commands.train import train
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
 STATE = [
@@ -100,10 +102,15 @@ def test_a_loss_ends_the_run_with_its_cause_and_it_goes_on_bit_for_bit(tmp_path,
         time.sleep(0.2)
     assert not processes_of(mark)
     steps = max(saved_steps(run))
-    more = [*STATE, *SPLIT, f"cluster.num_processes={ranks}", f"trainer.max_steps={steps + 1}"]
-    for folder, resume in ((tmp_path / "whole", "null"), (run, run)):
-        command = [sys.executable, "-m", "rlinf", "train", *more, f"output_dir={folder}", f"resume={resume}"]
-        subprocess.run(command, env=kept, check=True, timeout=600)
+    # As many worker threads as there were players: calls of the policy with other rows round otherwise.
+    more = [
+        *STATE,
+        f"cluster.num_processes={ranks}",
+        f"rollout.num_lanes={2 // ranks}",
+        f"trainer.max_steps={steps + 1}",
+    ]
+    train(run_config(tmp_path / "whole", *more))
+    train(run_config(run, *more, f"resume={run}"))
     for name, tensor in weights_of(tmp_path / "whole", f"rl_{steps + 1:06d}").items():
         assert torch.equal(tensor, weights_of(run, f"rl_{steps + 1:06d}")[name]), name
     lines, others = untimed_metrics(run), untimed_metrics(tmp_path / "whole")

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ray_clusters import patience
+from ray_clusters import two_machines
 from ray_references import counted, is_freed
 from run_results import check_staleness, note_trained, run_config, untimed_metrics, weights_of
 
@@ -37,20 +37,9 @@ SPLIT = ["cluster.start=ray", "cluster.placement=split", "cluster.num_players=2"
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    """Two machines of two CPUs each, two of Ray's daemons on this one; this process is connected to the first."""
-    with patience():
-        import ray
-        from ray.cluster_utils import Cluster
-
-        settings = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
-        cluster = Cluster(initialize_head=True, head_node_args=settings)
-        cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
-        ray.init(address=cluster.address)
-        try:
-            yield cluster
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
+    """Two machines; this process is connected to the first."""
+    with two_machines() as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")

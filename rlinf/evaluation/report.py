@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from rlinf.evaluation.charts import SMALL, Interval, Series
 from rlinf.evaluation.report_data import REPORT_FILE, RunData, read_run
+from rlinf.evaluation.report_offpolicy import head_section
 from rlinf.evaluation.report_page import card, charts, comparisons, header, page, profile, texts, training_curves
 from rlinf.evaluation.report_tables import all_evaluations, headline, tasks, warnings
 from rlinf.evaluation.token_data import is_token_folder
@@ -37,7 +38,7 @@ def write_report(run_folder: str | os.PathLike) -> Path:
     data = read_run(run_folder)
     title = _title(data)
     parts = (
-        headline, warnings, _success_curves, tasks, _success_by_step, _comparison, all_evaluations, _gallery, _training_curves,
+        headline, warnings, _success_curves, tasks, _success_by_step, head_section, _comparison, all_evaluations, _gallery, _training_curves,
         _profile, _texts,
     )  # fmt: skip
     sections = [_header(title, data), *(part(data) for part in parts)]

@@ -20,6 +20,8 @@ from rlinf.tracking.tracker import read_metrics
 TAG_NAMES = {"after_sft": "after SFT", "before_rl": "before RL", "after_rl": "after RL"}
 
 COMPARISON_FILE, RESULT_FILE, REPORT_FILE, PROFILE_FOLDER = "compare.json", "result.json", "report.html", "profile"
+CORRECTIONS_FILE, CONTROLS_FILE = "corrections.json", "controls.json"
+"""Of an off-policy run: what the head changed in its last iteration, and what the frozen policy reaches without it."""
 CLOSING_TAGS = ("after_rl", "after_sft")
 """Names in ``eval/`` of a run's closing evaluation: after RL, or after cloning if the run only clones."""
 
@@ -47,6 +49,7 @@ class RunData:
         evaluations: From ``eval/<tag>/result.json`` (or ``result.json``), oldest first.
         summary: From ``summary.json``.
         comparison: From ``compare.json``, or else before against after RL, or None.
+        corrections, controls: From ``corrections.json`` and ``controls.json``; empty without one.
         traces: See ``traces_of``.
         config, manifest: Texts of ``config.yaml`` and ``manifest.json``, of the run or else of its newest checkpoint.
     """
@@ -56,6 +59,8 @@ class RunData:
     evaluations: list[Evaluation] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     comparison: dict[str, Any] | None = None
+    corrections: dict[str, Any] = field(default_factory=dict)
+    controls: list[dict[str, Any]] = field(default_factory=list)
     traces: list[str] = field(default_factory=list)
     config: str = ""
     manifest: str = ""
@@ -134,6 +139,9 @@ def read_run(folder: str | os.PathLike) -> RunData:
         raise CheckpointError(f"{folder} is not a run folder: it has {missing}.")
     if (folder / "summary.json").exists():
         data.summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    for name, file in (("corrections", CORRECTIONS_FILE), ("controls", CONTROLS_FILE)):
+        if (folder / file).exists():
+            setattr(data, name, json.loads((folder / file).read_text(encoding="utf-8")))
     if (folder / COMPARISON_FILE).exists():
         data.comparison = json.loads((folder / COMPARISON_FILE).read_text(encoding="utf-8"))
     else:

@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 from rlinf.evaluation.report_data import RunData
+from rlinf.evaluation.report_offpolicy import head_warnings
 from rlinf.evaluation.report_page import details, gain_tile, row, success_cell, table, tile, warning_card
 from rlinf.number_formats import format_p_value, format_points
 
@@ -65,7 +66,7 @@ def tasks(data: RunData) -> str:
 
 
 def warnings(data: RunData) -> str:
-    """Return the warnings of the newest evaluation and of the parity gate."""
+    """Return the warnings of the newest evaluation, of the parity gate, and of a head that noise equals."""
     lines = list(data.evaluations[-1].result.warnings) if data.evaluations else []
     checked = [line for line in data.lines if "rollout/parity_exceeded" in line]
     beyond = [line["step"] for line in checked if line["rollout/parity_exceeded"]]
@@ -74,7 +75,7 @@ def warnings(data: RunData) -> str:
             f"At {len(beyond)} of {len(checked)} iterations (the first: {beyond[0]}) rollout and trainer differed by more than the "
             "parity gate accepts; see the curve of the parity gap"
         )
-    return warning_card(lines)
+    return warning_card([*lines, *head_warnings(data)])
 
 
 def all_evaluations(data: RunData) -> str:

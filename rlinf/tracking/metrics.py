@@ -61,6 +61,11 @@ METRICS: dict[str, Metric] = {
         "Observations about which the frozen policy below a head was asked, each once, since the run began.",
         "observations",
     ),
+    "rollout/correction": Metric(
+        "Mean absolute difference of a number between the head without noise and the greedy action of the frozen policy, in halves "
+        "of the range of the env; not during the warm-up.",
+        "1",
+    ),
     "rollout/base_chosen": Metric("Share of actions for which the critics chose an uncorrected chunk (`edit`).", "1"),
     "rollout/transitions": Metric("Transitions in the replay buffer that can be drawn.", "transitions"),
     "train/loss": Metric("Total loss, mean over the minibatches of the iteration.", "1"),

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.checkpoints.checkpoint import TRAINER_FOLDER
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.distributed.deadlines import waiting
+from rlinf.distributed.process_group import rank
 from rlinf.envs.base import VectorEnv
 from rlinf.errors import CheckpointError
 from rlinf.models.embodiment.base import ActionModel
@@ -25,9 +26,10 @@ from rlinf.offpolicy.learner import OffPolicyLearner
 from rlinf.offpolicy.replay import ReplayBuffer
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import derive_seed
+from rlinf.training.corrections import Corrections
 from rlinf.training.iterations import Clock, iterate
 from rlinf.training.session import Session
-from rlinf.types import EpisodeResult, Observation
+from rlinf.types import EpisodeResult, EpisodeSpec, Observation
 
 logger = logging.getLogger("rlinf")
 
@@ -66,6 +68,7 @@ class OffPolicyTrainer:
         self.num_base_calls = 0  # observations of which the frozen policy was asked
         self.largest_return = 0.0  # discounted, in absolute value, from any step of an episode to its end
         self._warned: set[str] = set()
+        self._corrections = Corrections(env.task_names, env.action_dim)
         self._candidates = torch.Generator()  # of the sampled chunks of the frozen policy
         self._running = np.ones(env.num_envs, dtype=bool)  # the episode goes on after the last policy call
         self.policy: HeadedPolicy
@@ -168,20 +171,25 @@ class OffPolicyTrainer:
         before, updates = state.env_steps, _Means()
         episodes = _Episodes(self.env.num_envs, self.config.gamma)
         self._candidates = torch.Generator().manual_seed(derive_seed(self.session.config.seed, "candidates", step))
+        self._corrections = Corrections(self.env.task_names, self.env.action_dim)
         observation = self._reset(step)
         for uniforms in self._uniforms(step):
             features, chunks = self._observe(observation)
             clock.lap("rollout")
             self._update(updates)
             clock.lap("update")
-            observation = self._act(features, chunks, uniforms, episodes)
+            observation = self._act(observation, features, chunks, uniforms, episodes)
         running = np.flatnonzero(self._running)
         self._end(running, observation.select(running))  # what follows the last actions, valued like any other
         clock.lap("rollout")
         self._update(updates)
         clock.lap("update")
         self.largest_return = max(self.largest_return, episodes.largest_return)
+        self._corrections.gather()
+        if rank() == 0:
+            self._corrections.write(self.session.folder, step)
         metrics = episodes.metrics() | {f"train/{name}": value for name, value in updates.means().items()}
+        metrics |= self._corrections.metrics()
         metrics |= {
             "rollout/env_steps_total": state.env_steps,
             "rollout/base_calls_total": self.num_base_calls,
@@ -219,11 +227,16 @@ class OffPolicyTrainer:
         """Begin the first episode of each env in this iteration."""
         positions = np.zeros(self.env.num_envs, dtype=np.int64)
 
-        def following(row: int) -> Any:
+        def following(row: int) -> EpisodeSpec:
             positions[row] += 1
-            return self.sampler.spec(step, row, int(positions[row]))
+            return begun(row)
 
-        specs = [self.sampler.spec(step, row, 0) for row in range(self.env.num_envs)]
+        def begun(row: int) -> EpisodeSpec:
+            spec = self.sampler.spec(step, row, int(positions[row]))
+            self._corrections.begin(row, spec)
+            return spec
+
+        specs = [begun(row) for row in range(self.env.num_envs)]
         return self.env.reset(options={"episodes": specs, "next_episode": following})[0]
 
     def _uniforms(self, step: int) -> Tensor:
@@ -253,15 +266,19 @@ class OffPolicyTrainer:
             self.replay.observe(torch.as_tensor(rows), features, self.policy.normalize(chunks))
 
     @torch.no_grad()
-    def _act(self, features: Tensor, chunks: Tensor, uniforms: Tensor, episodes: _Episodes) -> Observation:
+    def _act(
+        self, observation: Observation, features: Tensor, chunks: Tensor, uniforms: Tensor, episodes: _Episodes
+    ) -> Observation:
         """Act in every env, and store what came of it; return the next observation."""
         state, head = self.session.state, self.policy.head
         base, uniforms = self.policy.normalize(chunks), uniforms.to(self.policy.device)
         if state.env_steps < self.config.warmup_env_steps:
             actions = head.compose(base, 2 * uniforms[:, : head.num_numbers] - 1)
+            self._corrections.pass_by()
         else:
             actions, chosen = self.policy.decide(features, base, normal(uniforms))
             episodes.add_choices(chosen, base.shape[1] if head.chooses else 0)
+            self._corrections.add(observation, base[:, 0], self.policy.decide(features, base, None)[0])
         values = self.learner.values(features, base, actions).cpu().numpy()
         chunk = self.env.chunk_step(self.policy.executed(chunks, actions).cpu().numpy())
         kept = np.setdiff1d(np.arange(self.env.num_envs), chunk.lost_env_ids)
@@ -269,6 +286,7 @@ class OffPolicyTrainer:
             torch.from_numpy(kept), actions[kept], torch.from_numpy(chunk.rewards[kept]),
             torch.from_numpy(chunk.executed[kept]), torch.from_numpy(chunk.terminated[kept]),
         )  # fmt: skip
+        self._corrections.begin_again(chunk.lost_env_ids)
         self._running = ~np.isin(np.arange(self.env.num_envs), [*chunk.final_env_ids, *chunk.lost_env_ids])
         cut = np.flatnonzero(chunk.truncated[chunk.final_env_ids])
         if len(cut):

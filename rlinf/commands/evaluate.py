@@ -44,12 +44,15 @@ from rlinf.evaluation.partial import PartialResults, num_kept, partial_files
 from rlinf.evaluation.report import write_report
 from rlinf.evaluation.report_data import COMPARISON_FILE, RESULT_FILE
 from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.sequential import rate_confidence_sequence
+from rlinf.evaluation.stopping import stop_rule
 from rlinf.files import write_text
 from rlinf.manifest import MANIFEST_FILE, Manifest
 from rlinf.models import build_policy
 from rlinf.models.base_weights import weights_digest
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.precision import autocast
+from rlinf.number_formats import format_interval
 from rlinf.options import to_mapping
 from rlinf.preflight.conditions import build_manifest
 from rlinf.preflight.placement import Placement
@@ -121,8 +124,10 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
         with waiting("start"):
             specs = episode_list(env, settings.split, settings.num_episodes)
             model, manifest, saved, warnings = open_policy(config, env)
+            before = None
             if baseline is not None:
-                _check_comparable(baseline, manifest, env, specs, config)
+                before = EvaluationResult.from_json(baseline / RESULT_FILE)
+                _check_comparable(baseline, before, manifest, env, specs, config)
             if settings.split == "train":
                 warnings.append(TRAINING_SPLIT)
                 _warn([TRAINING_SPLIT])
@@ -156,7 +161,12 @@ def _evaluate_rank(work: tuple[RunConfig, Reservation | None]) -> None:
                 num_ranks=world_size(),
                 together=lambda part: gather_objects(part()),
                 episodes=None if players is None else RemoteEpisodes(players, _most_envs(settings)),
+                stop=stop_rule(settings.stop_when, before, len(specs)),
+                look_every=_most_envs(settings),
             )
+            if settings.stop_when is not None:
+                result.stopping = {"stop_when": settings.stop_when, "num_planned": len(specs)}
+                result.warnings += _stopped(result)
             if is_first:
                 _write(config, result, partial.earlier_s, manifest, warnings, baseline)
     finally:
@@ -330,14 +340,35 @@ def _warn(warnings: Sequence[str]) -> None:
 
 
 def _check_comparable(
-    baseline: Path, manifest: Manifest, env: VectorEnv, specs: Sequence[EpisodeSpec], config: RunConfig
+    baseline: Path,
+    before: EvaluationResult,
+    manifest: Manifest,
+    env: VectorEnv,
+    specs: Sequence[EpisodeSpec],
+    config: RunConfig,
 ) -> None:
     """Raise now what a comparison would raise after hours of episodes."""
     allowed = config.evaluation.allow_mismatch
     check_conditions(baseline, manifest, allowed)
     rows = [EpisodeResult(spec, env.task_names[spec.task_id], False, 0.0, 0) for spec in specs]
     planned = EvaluationResult(rows, config.evaluation.greedy, config.rollout.temperature, config.seed)
-    compare(EvaluationResult.from_json(baseline / RESULT_FILE), planned, allowed)
+    compare(before, planned, allowed)
+    if before.stopping is not None and before.episodes < len(specs):
+        raise ConfigError(
+            f"evaluation.compare={baseline} ended after {before.episodes} of {before.stopping['num_planned']} episodes "
+            f"(evaluation.stop_when); required: a baseline with all {len(specs)}. Set evaluation.num_episodes={before.episodes}"
+        )
+
+
+def _stopped(result: EvaluationResult) -> list[str]:
+    """Say how an evaluation that could end early has ended, and which interval accounts for that."""
+    played, planned = result.episodes, result.stopping["num_planned"]
+    interval = format_interval(*rate_confidence_sequence(result.successes, played))
+    ended = f"ended after {played} of {planned} episodes" if played < planned else f"played all {planned} episodes"
+    return [
+        f"The evaluation {ended} with evaluation.stop_when={result.stopping['stop_when']}. The intervals of tasks and total do not "
+        f"account for an early end; the 95 % interval of the success rate that does is {interval}"
+    ]
 
 
 def conditions(

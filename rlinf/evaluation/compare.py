@@ -14,6 +14,8 @@ from rlinf.errors import ConfigError
 from rlinf.evaluation.answers import AnswerResult
 from rlinf.evaluation.intervals import paired_difference_interval
 from rlinf.evaluation.result import EvaluationResult, Success
+from rlinf.evaluation.sequential import LEVEL, difference_confidence_sequence, episodes_to_decide, sequential_p_value
+from rlinf.evaluation.stopping import episode_of
 from rlinf.manifest import Mismatch, refuse_mismatches
 from rlinf.number_formats import format_p_value, format_points
 
@@ -21,6 +23,7 @@ EPISODES = "episodes"
 """Name in ``evaluation.allow_mismatch`` that lets the lists of episodes differ."""
 QUESTIONS = "questions"
 """Name in ``evaluation.allow_mismatch`` that lets the lists of questions differ."""
+SEQUENTIAL_METHOD = "Sequential test of the episodes on which the two differ (Robbins 1970), two-sided: p-value and 95 % interval may be read at any moment"
 METHOD = "Exact conditional McNemar test, two-sided; 95 % interval of the paired difference: Newcombe 1998, method 10"
 
 
@@ -72,6 +75,39 @@ class Pairs:
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class SequentialPairs(Pairs):
+    """Pairs of an evaluation that could end early: interval and p-value hold whatever the moment.
+
+    Attributes:
+        signs: For each episode, in the order of the list, 1 if only the second policy succeeded, -1 if only the first, else 0.
+        num_planned: Episodes of the list.
+    """
+
+    signs: tuple[int, ...]
+    num_planned: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % confidence sequence of ``difference``."""
+        return difference_confidence_sequence(self.only_a, self.only_b, self.both + self.neither)
+
+    @property
+    def p_value(self) -> float:
+        """p-value of the sequential test."""
+        return sequential_p_value(self.signs, self.num_planned)
+
+    def forecast(self) -> str:
+        """Say what is decided, and otherwise about how many more episodes would decide."""
+        played = f"after {self.episodes} of {self.num_planned} episodes"
+        if self.p_value <= LEVEL:
+            return f"Decided {played}: {'b' if self.difference > 0 else 'a'} is better"
+        more = episodes_to_decide(self.signs, self.num_planned)
+        if more is None:
+            return f"Not decided {played}: the two differ too little for a forecast"
+        return f"Not decided {played}: about {more} more would decide, if the two go on to differ as so far"
+
+
 @dataclass
 class Comparison:
     """A paired comparison of two evaluations.
@@ -82,6 +118,7 @@ class Comparison:
         a, b: Names of the two, for tables.
         mismatches: Accepted differences of conditions.
         unit: What the pairs are: episodes or questions.
+        sequential: Pairs of all tasks, if one of the two evaluations could end early.
     """
 
     per_task: dict[str, Pairs]
@@ -90,25 +127,38 @@ class Comparison:
     b: str = "b"
     mismatches: list[str] = field(default_factory=list)
     unit: str = EPISODES
+    sequential: SequentialPairs | None = None
 
     @property
     def total(self) -> Pairs:
         """Pairs of all tasks together."""
+        if self.sequential is not None:
+            return self.sequential
         return Pairs(*map(sum, zip(*map(astuple, self.per_task.values()), strict=True)))
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON values."""
         return {
-            "a": self.a, "b": self.b, "method": METHOD, "total": self.total.as_dict(),
+            "a": self.a, "b": self.b, "method": self.method, "test": self.test, "total": self.total.as_dict(),
             "per_task": {task: pairs.as_dict() for task, pairs in self.per_task.items()},
             "num_unpaired": self.num_unpaired, "mismatches": self.mismatches, "unit": self.unit,
         }  # fmt: skip
+
+    @property
+    def method(self) -> str:
+        """How p-values and intervals are computed."""
+        return METHOD if self.sequential is None else SEQUENTIAL_METHOD
+
+    @property
+    def test(self) -> str:
+        """Name of the test."""
+        return "McNemar" if self.sequential is None else "sequential"
 
     def table(self) -> str:
         """Return a text table, one line per task and the total, and a sentence about the total."""
         rows = [*self.per_task.items(), ("total", self.total)]
         width = max(len(name) for name, _ in rows)
-        head = f"{'task'.ljust(width)}    a k/n    b k/n   b - a  only a  only b  p (McNemar)"
+        head = f"{'task'.ljust(width)}    a k/n    b k/n   b - a  only a  only b  p ({self.test})"
         lines = [f"a: {self.a}", f"b: {self.b}", head]
         for name, pairs in rows:
             lines.append(
@@ -116,7 +166,8 @@ class Comparison:
                 f"{pairs.only_a:>6}  {pairs.only_b:>6}  {format_p_value(pairs.p_value).removeprefix('p = ')}"
             )
         lines += [f"allowed by evaluation.allow_mismatch: {mismatch}" for mismatch in self.mismatches]
-        return "\n".join([*lines, self.verdict(), f"{METHOD}."])
+        lines += [f"{self.sequential.forecast()}."] if self.sequential is not None else []
+        return "\n".join([*lines, self.verdict(), f"{self.method}."])
 
     def verdict(self) -> str:
         """Return the total in one sentence."""
@@ -158,9 +209,30 @@ def compare(result_a: EvaluationResult, result_b: EvaluationResult, allow_mismat
     mismatches = refuse_mismatches(sampling_differences(result_a, result_b), allow_mismatch, sentence)
     first, second = _by_episode(result_a, "first"), _by_episode(result_b, "second")
     cure = "Evaluate both with the same env, evaluation.split and evaluation.num_episodes"
+    short = next((one for one in (result_b, result_a) if one.stopping is not None), None)
+    if short is not None and {episode_of(one) for one in short.results} <= first.keys() & second.keys():
+        allow_mismatch = [*allow_mismatch, EPISODES]  # it has the beginning of the other's list
     comparison = _pair(first, second, EPISODES, cure, allow_mismatch)
     comparison.mismatches = [str(one) for one in mismatches]
+    if short is not None:
+        order = [episode_of(one) for one in short.results if episode_of(one) in first and episode_of(one) in second]
+        _make_sequential(comparison, [(first[key], second[key]) for key in order], short.stopping["num_planned"])
     return comparison
+
+
+def _make_sequential(
+    comparison: Comparison, pairs: Sequence[tuple[tuple[str, bool], tuple[str, bool]]], num_planned: int
+) -> None:
+    """Let a comparison count ``pairs``, in the order of the list, by the test that may be read at any moment."""
+    signs: dict[str, list[int]] = {}
+    for (task, a), (_, b) in pairs:
+        signs.setdefault(task, []).append(b - a)
+    every = tuple(b - a for (_, a), (_, b) in pairs)
+    comparison.sequential = SequentialPairs(*astuple(comparison.total), every, num_planned)
+    comparison.per_task = {
+        task: SequentialPairs(*astuple(found), tuple(signs[task]), num_planned)
+        for task, found in comparison.per_task.items()
+    }
 
 
 def compare_answers(result_a: AnswerResult, result_b: AnswerResult, allow_mismatch: Sequence[str] = ()) -> Comparison:
@@ -212,10 +284,7 @@ def sampling_differences(result_a: EvaluationResult, result_b: EvaluationResult)
 
 def _by_episode(result: EvaluationResult, which: str) -> Outcomes:
     """Return outcomes by suite, task, initial state and seed, without ``task_id``, which depends on ``env.tasks``."""
-    found = {
-        (one.spec.suite, one.task, one.spec.init_state_id, one.spec.seed): (one.task, bool(one.success))
-        for one in result.results
-    }
+    found = {episode_of(one): (one.task, bool(one.success)) for one in result.results}
     if len(found) < len(result.results):
         rows = f"{len(result.results)} rows for {len(found)} episodes"
         raise ConfigError(f"The {which} result has {rows}; each must have been run once. Evaluate again")

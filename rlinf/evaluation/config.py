@@ -33,6 +33,11 @@ class EvaluationConfig:
     compare: str | None = option(
         None, "Folder of an earlier evaluation on the same episodes, to compare with pair by pair (McNemar's test)."
     )
+    stop_when: str | float | None = option(
+        None,
+        "End before the list does: 'decided', when a sequential paired test tells the policy from evaluation.compare; a number, "
+        "when the 95 % interval of the success rate that holds at any moment is at most so wide (0.1: 10 percentage points).",
+    )
     allow_mismatch: list[str] = option(
         [],
         "Manifest fields in which a checkpoint may differ from the present conditions, e.g. [env.max_episode_steps]; "

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -20,6 +21,7 @@ import torch
 
 from rlinf.errors import ConfigError
 from rlinf.evaluation.result import EvaluationResult
+from rlinf.evaluation.stopping import StopRule
 from rlinf.evaluation.video import write_video
 from rlinf.models.precision import evaluation_mode
 from rlinf.seeding import derive_seed
@@ -184,6 +186,8 @@ def evaluate_policy(
     num_ranks: int = 1,
     together: Callable[[Callable[[], Any]], list[Any]] = lambda part: [part()],
     episodes: Episodes | None = None,
+    stop: StopRule | None = None,
+    look_every: int | None = None,
 ) -> EvaluationResult:
     """Run every episode of a list once, and return the results in the order of ``specs``.
 
@@ -204,6 +208,9 @@ def evaluate_policy(
         rank, num_ranks: This process plays the ``share_of`` of the episodes.
         together: Runs a function on this rank and returns the results of all ranks, in rank order.
         episodes: Plays them elsewhere, with the same settings and weights; None: ``model`` plays in ``env``.
+        stop: Says after which number of first episodes the list ends. What was played beyond does not count, so the result depends
+            neither on ``look_every`` nor on who played what. None: the whole list.
+        look_every: Episodes that are played, over all ranks, before ``stop`` is asked again; None: as many as all envs play at once.
 
     Raises:
         ConfigError: ``specs`` is empty, or an episode does not end.
@@ -216,18 +223,23 @@ def evaluate_policy(
         episodes = LocalEpisodes(kind(model, env.task_names, greedy, temperature, seed), env)
     restarts_before = episodes.num_restarts
     found = {result.spec: result for result in known}
-    queue = share_of([spec for spec in specs if spec not in found], rank, num_ranks)
+    size = len(specs) if stop is None else look_every or env.num_envs * num_ranks
 
     with evaluation_mode(model):
-        found |= {
-            result.spec: result for played in together(lambda: episodes.play(queue, on_result)) for result in played
-        }
+        for first in range(0, len(specs), size):
+            queue = share_of([spec for spec in specs[first : first + size] if spec not in found], rank, num_ranks)
+            parts = together(partial(episodes.play, queue, on_result))
+            found |= {result.spec: result for played in parts for result in played}
+            count = stop.stop_at([found[spec] for spec in specs[: first + size]]) if stop is not None else None
+            if count is not None:
+                specs = specs[:count]
+                break
         evaluation = EvaluationResult([found[spec] for spec in specs], greedy, temperature, seed)
         if video_folder is not None:
             chosen = _chosen(evaluation.results, num_videos_per_task)
             mine = list(enumerate(chosen))[rank::num_ranks]
-            parts = together(lambda: episodes.record(mine, Path(video_folder), video_size))
-            recorded = sorted((item for part in parts for item in part), key=lambda item: item[0])
+            videos = together(lambda: episodes.record(mine, Path(video_folder), video_size))
+            recorded = sorted((item for part in videos for item in part), key=lambda item: item[0])
             evaluation.videos = [video for _, video, _ in recorded]
             changed = [episode for _, _, episode in recorded if episode]
             if changed:

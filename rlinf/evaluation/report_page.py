@@ -101,6 +101,7 @@ def comparisons(found: dict[str, Any] | None) -> str:
     if found is None:
         return ""
     unit = found.get("unit", "episodes")
+    p_value = f"p ({found.get('test', 'McNemar')})"
     rows = [row(task, _pair_cells(pairs)) for task, pairs in found["per_task"].items()]
     if len(rows) > 1:
         rows.append(row("all tasks", _pair_cells(found["total"]), "total"))
@@ -113,7 +114,7 @@ def comparisons(found: dict[str, Any] | None) -> str:
     return (
         f'<h2>Paired comparison</h2><div class="facts"><span>a <b>{escape(found["a"])}</b></span>'
         f"<span>b <b>{escape(found['b'])}</b></span></div>"
-        f"{table(('task', 'a', 'b', 'difference', 'only a', 'only b', 'p (McNemar)'), rows, 'card scroll')}"
+        f"{table(('task', 'a', 'b', 'difference', 'only a', 'only b', p_value), rows, 'card scroll')}"
         f'<p class="note">{escape(" ".join(note for note in notes if note))}</p>'
     )
 

@@ -56,6 +56,7 @@ class EvaluationResult:
         greedy: The most likely actions were taken; else they were sampled with ``temperature`` and ``seed``.
         wall_s: Duration in seconds, including videos.
         warnings: Caveats about the numbers: accepted differences of conditions, a simulator that has changed.
+        stopping: ``{"stop_when", "num_planned"}`` if the evaluation could end before its list did.
         videos: ``{"path", "task", "instruction", "success"}`` per MP4; paths are relative to the folder of
             ``result.json``.
     """
@@ -67,6 +68,7 @@ class EvaluationResult:
     wall_s: float = 0.0
     warnings: list[str] = field(default_factory=list)
     videos: list[dict[str, Any]] = field(default_factory=list)
+    stopping: dict[str, Any] | None = None
 
     @property
     def total(self) -> Success:
@@ -141,7 +143,12 @@ class EvaluationResult:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             results = [EpisodeResult(**{**row, "spec": EpisodeSpec(**row["spec"])}) for row in data["results"]]
             names = ("greedy", "temperature", "seed", "wall_s", "videos")
-            return cls(results, **{name: data[name] for name in names}, warnings=data.get("warnings", []))
+            return cls(
+                results,
+                **{name: data[name] for name in names},
+                warnings=data.get("warnings", []),
+                stopping=data.get("stopping"),
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is not an evaluation result ({type(error).__name__}: {error}).") from error
 

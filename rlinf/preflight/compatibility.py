@@ -17,6 +17,7 @@ from rlinf.data.formats import describe_dataset, image_columns, state_column
 from rlinf.engines.vllm_engine import check_temperature, require_vllm
 from rlinf.envs import ENVS
 from rlinf.errors import ConfigError, MissingDependencyError, did_you_mean
+from rlinf.evaluation.stopping import DECIDED
 from rlinf.options import override_text, public_fields, to_mapping
 from rlinf.preflight.folders import check_writable
 from rlinf.preflight.refuse import refuse
@@ -93,7 +94,19 @@ def check_demonstrator(config: RunConfig) -> None:
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """Check that there are enough different episodes, and that videos can be drawn."""
+    """Check that there are enough different episodes, that the rule that ends them can be met, and that videos can be drawn."""
+    stop_when, compare = config.evaluation.stop_when, config.evaluation.compare
+    given = f"evaluation.stop_when={stop_when}"
+    if isinstance(stop_when, str) and stop_when != DECIDED:
+        refuse(given, f"'{DECIDED}', or the width of an interval between 0 and 1", f"evaluation.stop_when={DECIDED}")
+    if stop_when == DECIDED and compare is None:
+        refuse(
+            f"{given} without a baseline",
+            "an earlier evaluation of the same episodes",
+            "evaluation.compare=<its folder>",
+        )
+    if isinstance(stop_when, float) and not 0 < stop_when < 1:
+        refuse(given, "a width between 0 and 1", "evaluation.stop_when=0.1")
     if config.evaluation.num_episodes is not None:
         _check_num_episodes(config, "evaluation")
     if config.evaluation.num_videos_per_task:

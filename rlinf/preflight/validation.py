@@ -413,6 +413,10 @@ def check_no_comparison(config: RunConfig, command: str) -> None:
     if compare is not None:
         later = f"evaluation.compare=null, and later run rlinf evaluate --compare {compare} <run folder>/eval/<tag>"
         refuse(f"evaluation.compare={compare} with `rlinf {command}`", "`rlinf evaluate`", later)
+    stop_when = config.evaluation.stop_when
+    if stop_when is not None:
+        found = f"evaluation.stop_when={stop_when} with `rlinf {command}`, whose evaluations all play the same list"
+        refuse(found, "`rlinf evaluate`", "evaluation.stop_when=null")
 
 
 def nearest_multiple(number: int, of: int) -> int:

@@ -435,6 +435,16 @@ def test_a_baseline_is_compared_with_episode_by_episode(quick, tmp_path, monkeyp
     assert "b - a = " in capsys.readouterr().out
     assert data["mismatches"] == ["greedy: saved true, present false"]
     assert "Paired comparison" in (tmp_path / "b" / "report.html").read_text()
+    evaluate(configured(quick, tmp_path / "short", evaluation={"stop_when": 0.8, "num_envs": 3}))
+    short = EvaluationResult.from_json(tmp_path / "short" / "result.json")
+    assert 1 < short.episodes < 9 and f"ended after {short.episodes} of 9 episodes" in short.warnings[-1]
+    evaluate(configured(quick, tmp_path / "same", evaluation=against | {"stop_when": "decided"}))
+    assert "Not decided after 9 of 9 episodes: the two differ too little" in capsys.readouterr().out
+    with pytest.raises(
+        ConfigError, match=f"ended after .* of 9 episodes.*Set evaluation.num_episodes={short.episodes}"
+    ):
+        values = {"compare": str(tmp_path / "short"), "allow_mismatch": ["episodes"]}
+        evaluate(configured(quick, tmp_path / "c", evaluation=values))
     monkeypatch.setattr(
         "rlinf.commands.evaluate.evaluate_policy", lambda *_, **__: pytest.fail("no episode may be run")
     )

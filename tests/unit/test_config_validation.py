@@ -260,6 +260,24 @@ def test_a_comparison_is_refused_where_it_would_be_left_out(command):
     ):
         validate(build("evaluation.compare=a"), command)
     validate(build("evaluation.compare=a"), "evaluate")
+    with pytest.raises(
+        ConfigError, match=rf"evaluation.stop_when=0.1 with `rlinf {command}`.* Set evaluation.stop_when=null"
+    ):
+        validate(build("evaluation.stop_when=0.1"), command)
+
+
+@pytest.mark.parametrize(
+    ("stop_when", "cure"),
+    [
+        ("decided", "evaluation.compare="),
+        ("decide", "evaluation.stop_when=decided"),
+        ("1.5", "evaluation.stop_when=0.1"),
+    ],
+)
+def test_a_rule_that_cannot_end_an_evaluation_is_refused(stop_when, cure):
+    with pytest.raises(ConfigError, match=f"evaluation.stop_when={stop_when}.* Set {cure}"):
+        validate(build(f"evaluation.stop_when={stop_when}"), "evaluate")
+    validate(build("evaluation.stop_when=0.2"), "evaluate")
 
 
 def test_float16_is_accepted_for_evaluation():

@@ -1,0 +1,182 @@
+"""Decide between two policies while their episodes are played: a paired test that may be read at any moment.
+
+A p-value of a fixed list that is read after every episode until it is small finds differences where there are none: with 200
+episodes, in up to one of five comparisons. The test here is made to be read so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+
+LEVEL = 0.05
+"""Probability, at most, that two equally good policies are ever told apart."""
+PRIOR = 3.0
+"""Both parameters of the beta distribution over the share of wins. Larger ones expect smaller differences."""
+MOST_MORE = 100_000
+"""Episodes beyond which no forecast is made."""
+
+
+def log_e_value(wins: float, differing: float) -> float:
+    """Return the logarithm of the e-value of ``wins`` of the second policy in ``differing`` episodes on which the two differ.
+
+    Robbins 1970 (Annals of Mathematical Statistics 41:1397), section 2, for coin tosses: the likelihood of the sequence, averaged
+    over a Beta(a, a) distribution of the share of wins, divided by its likelihood ``2^-d`` if neither policy is better:
+
+    ``E = 2^d B(a + w, a + d - w) / B(a, a)`` with ``a = PRIOR``. It is a martingale with mean 1 if neither is better.
+    """
+    return (
+        math.lgamma(PRIOR + wins)
+        + math.lgamma(PRIOR + differing - wins)
+        - math.lgamma(2 * PRIOR + differing)
+        - 2 * math.lgamma(PRIOR)
+        + math.lgamma(2 * PRIOR)
+        + differing * math.log(2)
+    )
+
+
+def crossing_probability(log_level: float, num_episodes: int) -> float:
+    """Return the probability that the e-value ever reaches a level within ``num_episodes`` if neither policy is better.
+
+    Exact: a symmetric random walk, stopped where it reaches the level. It is largest if the two differ on all episodes, which is
+    what is counted here. Ville's inequality, ``exp(-log_level)``, holds for any number of episodes and is larger.
+    """
+    gammas = np.array([math.lgamma(PRIOR + number) for number in range(num_episodes + 1)])
+    running, reached = np.ones(1), 0.0
+    for differing in range(1, num_episodes + 1):
+        halves = np.zeros(differing + 1)
+        halves[:-1] += running / 2
+        halves[1:] += running / 2
+        values = gammas[: differing + 1] + gammas[: differing + 1][::-1]
+        values += log_e_value(0, differing) - values[0]
+        beyond = values >= log_level - 1e-12
+        reached += halves[beyond].sum()
+        running = np.where(beyond, 0.0, halves)
+    return float(reached)
+
+
+@cache
+def log_threshold(num_episodes: int) -> float:
+    """Return the smallest level that equally good policies reach with a probability of at most ``LEVEL``."""
+    low, high = 0.0, math.log(1 / LEVEL)
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (low, middle) if crossing_probability(middle, num_episodes) <= LEVEL else (middle, high)
+    return high
+
+
+def log_e_values(signs: Sequence[int]) -> list[float]:
+    """Return the logarithm of the e-value after each episode; a sign is 1 (only the second policy succeeded), -1 or 0."""
+    wins = differing = 0
+    found = []
+    for sign in signs:
+        wins += sign > 0
+        differing += sign != 0
+        found.append(log_e_value(wins, differing))
+    return found
+
+
+def decided_at(signs: Sequence[int], num_episodes: int) -> int | None:
+    """Return after how many episodes of a list of ``num_episodes`` the test decides; None: not yet."""
+    threshold = log_threshold(num_episodes) - 1e-12
+    return next((1 + place for place, value in enumerate(log_e_values(signs)) if value >= threshold), None)
+
+
+def sequential_p_value(signs: Sequence[int], num_episodes: int) -> float:
+    """Return the two-sided p-value so far, which may be read after every episode of a list of ``num_episodes``.
+
+    It is the probability that equally good policies ever reach the largest e-value that was reached, so it never grows.
+    """
+    return min(1.0, crossing_probability(max([0.0, *log_e_values(signs)]), num_episodes))
+
+
+def episodes_to_decide(signs: Sequence[int], num_episodes: int) -> int | None:
+    """Return about how many more episodes would decide if the two go on to differ as so far; None: more than ``MOST_MORE``."""
+    wins, losses = sum(sign > 0 for sign in signs), sum(sign < 0 for sign in signs)
+    differing, threshold = wins + losses, log_threshold(num_episodes)
+    share, rate = (wins / differing, differing / len(signs)) if differing else (0.5, 0.0)
+
+    def decides(more: int) -> bool:
+        return log_e_value(wins + share * rate * more, differing + rate * more) >= threshold
+
+    if not decides(MOST_MORE):
+        return None
+    low, high = 0, MOST_MORE
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if decides(middle) else (middle, high)
+    return high
+
+
+def rate_confidence_sequence(successes: int, episodes: int) -> tuple[float, float]:
+    """Return an interval that contains the success rate after every episode at once, with a probability of at least 95 %.
+
+    Robbins 1970, section 2: all rates ``p`` at which ``B(1/2 + k, 1/2 + n - k) / B(1/2, 1/2)``, the likelihood of ``k`` successes in ``n``
+    episodes averaged over a Beta(1/2, 1/2) distribution, is less than ``1 / LEVEL`` times ``p^k (1 - p)^(n - k)``.
+    """
+
+    def log_likelihood(rate: float) -> float:
+        return _times_log(successes, rate) + _times_log(episodes - successes, 1 - rate)
+
+    least = _log_mixture(successes, episodes - successes) + math.log(LEVEL)
+    best = successes / episodes if episodes else 0.5
+    return _outermost(log_likelihood, least, best, 0.0), _outermost(log_likelihood, least, best, 1.0)
+
+
+def difference_confidence_sequence(only_first: int, only_second: int, same: int) -> tuple[float, float]:
+    """Return such an interval of the paired difference of two success rates, second minus first.
+
+    The mixture is that of a Dirichlet(1/2, 1/2, 1/2) distribution over the shares of the three outcomes. A difference is in the interval
+    if some shares with this difference are: its likelihood is the largest one of these shares.
+    """
+
+    def log_likelihood(difference: float) -> float:
+        less, more = (only_first, only_second) if difference >= 0 else (only_second, only_first)
+        share = _share_of_less(less, more, same, abs(difference))
+        rest = 1 - 2 * share - abs(difference)
+        return _times_log(less, share) + _times_log(more, share + abs(difference)) + _times_log(same, rest)
+
+    episodes = only_first + only_second + same
+    least = _log_mixture(only_first, only_second, same) + math.log(LEVEL)
+    best = (only_second - only_first) / episodes if episodes else 0.0
+    return _outermost(log_likelihood, least, best, -1.0), _outermost(log_likelihood, least, best, 1.0)
+
+
+def _share_of_less(less: int, more: int, same: int, difference: float) -> float:
+    """Return the most likely share ``x`` of an outcome if that of its opposite is ``x + difference``.
+
+    The zero of the derivative of ``less ln x + more ln(x + d) + same ln(1 - 2 x - d)``, a quadratic equation.
+    """
+    episodes = less + more + same
+    if not episodes:
+        return (1 - difference) / 3
+    linear = (1 - difference) * (less + more) - 2 * difference * (less + same)
+    root = math.sqrt(linear * linear + 8 * episodes * (1 - difference) * less * difference)
+    return min(max((linear + root) / (4 * episodes), 0.0), (1 - difference) / 2)
+
+
+def _log_mixture(*counts: int) -> float:
+    """Return the logarithm of the likelihood of counts, averaged over a Dirichlet distribution with parameters 1/2."""
+    parts = sum(math.lgamma(count + 0.5) - math.lgamma(0.5) for count in counts)
+    return parts + math.lgamma(len(counts) / 2) - math.lgamma(sum(counts) + len(counts) / 2)
+
+
+def _times_log(count: int, share: float) -> float:
+    """Return ``count ln(share)``, and 0 without a count."""
+    if not count:
+        return 0.0
+    return count * math.log(share) if share > 0 else -math.inf
+
+
+def _outermost(log_likelihood: Callable[[float], float], least: float, inside: float, end: float) -> float:
+    """Return the point next to ``end`` at which a likelihood that falls from ``inside`` to ``end`` is still ``least``."""
+    if log_likelihood(end) >= least:
+        return end
+    outside = end
+    for _ in range(50):
+        middle = (inside + outside) / 2
+        inside, outside = (middle, outside) if log_likelihood(middle) >= least else (inside, middle)
+    return outside

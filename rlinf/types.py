@@ -136,10 +136,13 @@ class Proposal(NamedTuple):
     Attributes:
         chunks: float32 ``[B, N, C, D]`` in env units; the first of the ``N`` candidates is the greedy one.
         features: float32 ``[B, F]``, what the model says about the observation.
+        sample: Draws further chunks ``[B, K, C, D]`` from uniforms ``[B, K, num_candidate_uniforms]``, without another pass over
+            images and prompt. It holds what that pass computed. None: not asked for.
     """
 
     chunks: Tensor
     features: Tensor
+    sample: Callable[[Tensor], Tensor] | None = None
 
 
 class ActionEvaluation(NamedTuple):

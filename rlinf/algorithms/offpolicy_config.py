@@ -15,13 +15,25 @@ class HeadConfig:
     name: str = option("residual", "Registered head: what it makes of the action of the frozen policy.")
     scale: float = option(
         1.0,
-        "Largest correction of a number of an action, in halves of the range of the env. What is missing to success must be smaller.",
+        "Largest correction of a number of an action, in halves of the range of the env: what is missing to success must be smaller. "
+        "Of the head `noise`, the largest noise, in standard deviations.",
         minimum=1e-6,
         maximum=2,
     )
     hidden_size: int = option(128, "Width of the hidden layers.", minimum=1)
     num_candidates: int = option(
         4, "N: chunks of the frozen policy, the greedy one and sampled ones, that the head `edit` reads.", minimum=1
+    )
+    reference_dropout: float = option(
+        0.5,
+        "Share of the rows of a loss in which the head `chunk` does not see the chunk of the frozen policy.",
+        minimum=0,
+        maximum=1,
+    )
+    reference_weight: float = option(
+        0.1,
+        "Weight of (a - b)^2, the distance to the chunk of the frozen policy, in the loss of the head `chunk`.",
+        minimum=0,
     )
     num_layers: int = option(2, "Hidden layers, each with layer normalisation.", minimum=1)
 

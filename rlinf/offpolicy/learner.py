@@ -42,7 +42,7 @@ class OffPolicyLearner(ABC):
         self.device = next(head.parameters()).device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "critics"))
-            critics = Critics(config.head, head.feature_dim, head.num_numbers, config.num_critics)
+            critics = Critics(config.head, head.num_critic_inputs, config.num_critics)
         self.critics = critics.to(self.device)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.generator = torch.Generator().manual_seed(derive_seed(seed, "learner"))

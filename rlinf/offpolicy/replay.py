@@ -41,8 +41,9 @@ class ReplayBuffer:
     Args:
         capacity: Observations over all envs; each env has ``capacity // num_envs`` slots.
         num_envs: Envs.
-        feature_dim, num_candidates, num_numbers, chunk_len: ``F``, ``N``, ``A = C * D`` and ``C``.
+        feature_dim, num_candidates, num_numbers, chunk_len: ``F``, ``N``, ``A`` (of an action of the head) and ``C``.
         seed: Of its own random numbers.
+        base_numbers: Numbers of a chunk of the frozen policy; None: ``num_numbers``.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ReplayBuffer:
         num_numbers: int,
         chunk_len: int,
         seed: int,
+        base_numbers: int | None = None,
     ) -> None:
         self.num_slots, self.num_envs = capacity // num_envs, num_envs
         if self.num_slots < 2:
@@ -64,7 +66,7 @@ class ReplayBuffer:
             )
         shape = (self.num_slots, num_envs)
         self.features = torch.zeros(*shape, feature_dim)
-        self.base = torch.zeros(*shape, num_candidates, num_numbers)
+        self.base = torch.zeros(*shape, num_candidates, num_numbers if base_numbers is None else base_numbers)
         self.actions = torch.zeros(*shape, num_numbers)
         self.rewards = torch.zeros(*shape, chunk_len)
         self.executed = torch.zeros(*shape, chunk_len, dtype=torch.bool)

@@ -37,7 +37,8 @@ class SAC(OffPolicyLearner):
     def head_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         base = self.head.trained_on(batch.base, self.generator)
         r, logprobs = self.head.draw(batch.features, base, self.normal_like(batch.actions))
-        values = self.values(batch.features, batch.base, self.head.compose(base, r))
+        actions = self.head.compose(base, r)
+        values = self.values(batch.features, batch.base, actions)
         alpha = self.log_alpha.detach().exp()
         entropy = -logprobs.detach().mean()
         self._step("alpha", self.log_alpha * (entropy - self.target_entropy))
@@ -47,7 +48,7 @@ class SAC(OffPolicyLearner):
             "at_bound": share_at_bound(r),
             "correction": r.detach().abs().mean(),
         }
-        return (alpha * logprobs - values).mean(), metrics
+        return (alpha * logprobs - values + self.head.penalty(batch.base, actions)).mean(), metrics
 
     def state_dict(self) -> dict[str, Tensor]:
         return super().state_dict() | {"log_alpha": self.log_alpha.detach()}

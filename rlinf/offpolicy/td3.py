@@ -34,5 +34,7 @@ class TD3(OffPolicyLearner):
     def head_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         base = self.head.trained_on(batch.base, self.generator)
         r = self.head.mode(batch.features, base)
-        values = self.values(batch.features, batch.base, self.head.compose(base, r))
-        return -values.mean(), {"at_bound": share_at_bound(r), "correction": r.detach().abs().mean()}
+        actions = self.head.compose(base, r)
+        values = self.values(batch.features, batch.base, actions)
+        loss = (self.head.penalty(batch.base, actions) - values).mean()
+        return loss, {"at_bound": share_at_bound(r), "correction": r.detach().abs().mean()}

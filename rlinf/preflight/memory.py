@@ -125,8 +125,8 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
 
 def replay_bytes(algorithm: OffPolicyConfig, model: Any) -> int:
     """Return the bytes of a replay buffer for a policy, which may be on the meta device."""
-    num_candidates = HEADS.get(algorithm.head.name).num_candidates_of(algorithm.head)
-    numbers = model.feature_dim + (num_candidates + 1) * model.action_dim * model.action_chunks_len
+    head, chunk_numbers = HEADS.get(algorithm.head.name), model.action_dim * model.action_chunks_len
+    numbers = model.feature_dim + head.num_candidates_of(algorithm.head) * chunk_numbers + head.num_numbers_of(model)
     return algorithm.replay_capacity * (4 * numbers + 5 * model.action_chunks_len + 2)
 
 

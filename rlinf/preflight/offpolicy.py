@@ -14,7 +14,7 @@ from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device
 from rlinf.envs import ENVS
 from rlinf.memory import main_memory_bytes
-from rlinf.models.embodiment.headed import has_head, head_settings
+from rlinf.models.embodiment.headed import check_steered, has_head, head_settings
 from rlinf.models.heads import HEADS
 from rlinf.options import closest, override_of, override_text
 from rlinf.preflight.memory import policy_on_meta_device, replay_bytes
@@ -50,6 +50,8 @@ def check_off_policy(config: RunConfig, algorithm: OffPolicyConfig, policy: tupl
     _check_run(config, name)
     _check_saved(config, algorithm)
     _check_learns(config, algorithm)
+    if policy is None:  # a hub id: its sizes are known when it is here
+        return
     model = policy_on_meta_device(config)
     _check_candidates(config, algorithm, model)
     _check_times(config, algorithm, model)
@@ -164,7 +166,8 @@ def _check_learns(config: RunConfig, algorithm: OffPolicyConfig) -> None:
 
 
 def _check_candidates(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> None:
-    """Check that the candidates of a head that reads several differ."""
+    """Check that the candidates of a head that reads several differ, and that a head that steers the policy has something to set."""
+    check_steered(algorithm.head, model)
     count = HEADS.get(algorithm.head.name).num_candidates_of(algorithm.head)
     if count > 1 and model.num_candidate_uniforms == 0:
         refuse(
@@ -195,8 +198,9 @@ def _check_times(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> N
 
 def update_seconds(algorithm: OffPolicyConfig, model: Any) -> float:
     """Return about how long an update of a head on ``model`` takes on one core."""
-    head, num_numbers = algorithm.head, model.action_dim * model.action_chunks_len
-    num_weights = head.hidden_size * (model.feature_dim + 2 * num_numbers + (head.num_layers - 1) * head.hidden_size)
+    head, chunk_numbers = algorithm.head, model.action_dim * model.action_chunks_len
+    num_inputs = model.feature_dim + chunk_numbers + HEADS.get(head.name).num_numbers_of(model)
+    num_weights = head.hidden_size * (num_inputs + (head.num_layers - 1) * head.hidden_size)
     return UPDATE_S + ROW_WEIGHT_S * algorithm.batch_size * (algorithm.num_critics + 1) * num_weights
 
 

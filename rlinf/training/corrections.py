@@ -48,7 +48,8 @@ class Correction:
 class Corrections:
     """The corrections of an iteration: the action of the head without noise minus the greedy one of the frozen policy.
 
-    All numbers are in halves of the range of the env. The iteration's own noise is not in them.
+    All numbers are in halves of the range of the env. The iteration's own noise is not in them, except for a head of noise: what the frozen
+    policy would say without it is not asked.
 
     Args:
         task_names: Of the env.

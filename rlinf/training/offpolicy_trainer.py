@@ -29,7 +29,7 @@ from rlinf.seeding import derive_seed
 from rlinf.training.corrections import Corrections
 from rlinf.training.iterations import Clock, iterate
 from rlinf.training.session import Session
-from rlinf.types import EpisodeResult, EpisodeSpec, Observation
+from rlinf.types import EpisodeResult, EpisodeSpec, Observation, Proposal
 
 logger = logging.getLogger("rlinf")
 
@@ -121,6 +121,7 @@ class OffPolicyTrainer:
             rollout.num_envs,
             feature_dim=head.feature_dim,
             num_candidates=head.num_candidates,
+            base_numbers=head.base_numbers,
             num_numbers=head.num_numbers,
             chunk_len=self.policy.action_chunks_len,
             seed=derive_seed(seed, "replay"),
@@ -174,11 +175,12 @@ class OffPolicyTrainer:
         self._corrections = Corrections(self.env.task_names, self.env.action_dim)
         observation = self._reset(step)
         for uniforms in self._uniforms(step):
-            features, chunks = self._observe(observation)
+            proposal = self._observe(observation)
             clock.lap("rollout")
             self._update(updates)
             clock.lap("update")
-            observation = self._act(observation, features, chunks, uniforms, episodes)
+            observation = self._act(observation, proposal, uniforms, episodes)
+            del proposal  # and with it what the policy computed of the images, before it sees the next ones
         running = np.flatnonzero(self._running)
         self._end(running, observation.select(running))  # what follows the last actions, valued like any other
         clock.lap("rollout")
@@ -245,7 +247,7 @@ class OffPolicyTrainer:
         shape = (self.session.config.rollout.num_chunks, self.env.num_envs, self.policy.head.num_noises)
         return torch.rand(shape, generator=generator).clamp_min_(torch.finfo(torch.float32).tiny)
 
-    def _propose(self, observation: Observation) -> tuple[Tensor, Tensor]:
+    def _propose(self, observation: Observation) -> Proposal:
         """Ask the frozen policy about each row, once."""
         self.num_base_calls += len(observation)
         uniforms = torch.rand(len(observation), self.policy.num_candidate_numbers, generator=self._candidates)
@@ -253,34 +255,43 @@ class OffPolicyTrainer:
         with self.autocast():
             return self.policy.propose_to_head(self.policy.preprocess(observation), uniforms)
 
-    def _observe(self, observation: Observation) -> tuple[Tensor, Tensor]:
-        """Store the observation of every env; return features ``[B, F]`` and chunks ``[B, N, C, D]`` of the frozen policy."""
-        features, chunks = self._propose(observation)
-        self.replay.observe(torch.arange(len(features)), features, self.policy.normalize(chunks))
-        return features, chunks
+    def _observe(self, observation: Observation) -> Proposal:
+        """Store the observation of every env; return what the frozen policy says of them."""
+        proposal = self._propose(observation)
+        rows = torch.arange(len(observation))
+        self.replay.observe(rows, proposal.features, self.policy.normalize(proposal.chunks))
+        return proposal
 
     def _end(self, rows: Sequence[int] | np.ndarray, observation: Observation) -> None:
         """Store the last observations of episodes that were cut, which no action follows."""
         if len(rows):
-            features, chunks = self._propose(observation)
-            self.replay.observe(torch.as_tensor(rows), features, self.policy.normalize(chunks))
+            proposal = self._propose(observation)
+            self.replay.observe(torch.as_tensor(rows), proposal.features, self.policy.normalize(proposal.chunks))
 
     @torch.no_grad()
     def _act(
-        self, observation: Observation, features: Tensor, chunks: Tensor, uniforms: Tensor, episodes: _Episodes
+        self, observation: Observation, proposal: Proposal, uniforms: Tensor, episodes: _Episodes
     ) -> Observation:
         """Act in every env, and store what came of it; return the next observation."""
         state, head = self.session.state, self.policy.head
-        base, uniforms = self.policy.normalize(chunks), uniforms.to(self.policy.device)
-        if state.env_steps < self.config.warmup_env_steps:
+        features, base = proposal.features, self.policy.normalize(proposal.chunks)
+        uniforms = uniforms.to(self.policy.device)
+        is_warm_up = state.env_steps < self.config.warmup_env_steps
+        if is_warm_up:
             actions = head.compose(base, 2 * uniforms[:, : head.num_numbers] - 1)
-            self._corrections.pass_by()
         else:
             actions, chosen = self.policy.decide(features, base, normal(uniforms))
             episodes.add_choices(chosen, base.shape[1] if head.chooses else 0)
-            self._corrections.add(observation, base[:, 0], self.policy.decide(features, base, None)[0])
         values = self.learner.values(features, base, actions).cpu().numpy()
-        chunk = self.env.chunk_step(self.policy.executed(chunks, actions).cpu().numpy())
+        with self.autocast():  # a head that steers lets the frozen policy go on
+            executed = self.policy.executed(proposal, actions)
+        if is_warm_up:
+            self._corrections.pass_by()
+        elif head.steers:  # without its noise, the policy would have to sample again
+            self._corrections.add(observation, base[:, 0], self.policy.normalize(executed.unsqueeze(1))[:, 0])
+        else:
+            self._corrections.add(observation, base[:, 0], self.policy.decide(features, base, None)[0])
+        chunk = self.env.chunk_step(executed.cpu().numpy())
         kept = np.setdiff1d(np.arange(self.env.num_envs), chunk.lost_env_ids)
         self.replay.act(
             torch.from_numpy(kept), actions[kept], torch.from_numpy(chunk.rewards[kept]),
@@ -292,7 +303,7 @@ class OffPolicyTrainer:
         if len(cut):
             self._end(chunk.final_env_ids[cut], chunk.final_observation.select(cut))
         num_steps = int(chunk.executed.sum())
-        if state.env_steps >= self.config.warmup_env_steps:
+        if not is_warm_up:
             self.owed += self.config.updates_per_env_step * num_steps
         state.env_steps += num_steps
         episodes.add(

@@ -59,7 +59,7 @@ def is_deterministic(policy):
 
 def test_shapes_are_known_before_a_batch(case, policy):
     feature_dim, rows = policy.feature_dim, len(case.observation)
-    chunks, features = propose(policy, case.observation)
+    chunks, features, _ = propose(policy, case.observation)
     chunk_shape = (policy.action_chunks_len, case.config.model.action_token_len)
     assert chunks.shape == (rows, NUM_CANDIDATES, *chunk_shape) and features.shape == (rows, feature_dim)
     assert chunks.dtype == features.dtype == torch.float32
@@ -68,7 +68,7 @@ def test_shapes_are_known_before_a_batch(case, policy):
 
 def test_the_first_candidate_is_the_greedy_action_bit_for_bit(case, policy):
     expected = greedy(policy, case.observation).actions
-    chunks, features = propose(policy, case.observation)
+    chunks, features, _ = propose(policy, case.observation)
     assert torch.equal(chunks[:, 0], expected)
     alone = policy.propose(policy.preprocess(case.observation))
     assert torch.equal(alone.chunks, expected[:, None]) and torch.equal(alone.features, features)
@@ -88,6 +88,36 @@ def test_uniforms_decide_the_other_candidates(case, policy):
             ).actions
             torch.testing.assert_close(first.chunks[:, 1 + index], drawn, atol=1e-5, rtol=1e-5)
             assert not torch.allclose(first.chunks[:, 1 + index], drawn.roll(1, 0), atol=1e-3), "control: another row's"
+
+
+def test_chunks_that_are_drawn_later_are_those_that_are_drawn_at_once(case, policy):
+    inputs, uniforms = policy.preprocess(case.observation), uniforms_for(policy, len(case.observation))
+    at_once = policy.propose(inputs, NUM_CANDIDATES, uniforms)
+    begun = policy.propose(inputs, resumable=True)
+    assert at_once.sample is None and torch.equal(begun.features, at_once.features)
+    assert torch.equal(begun.sample(uniforms), at_once.chunks[:, 1:])
+    one = begun.sample(uniforms[:, 1:2])[:, 0]  # again, and fewer
+    torch.testing.assert_close(one, at_once.chunks[:, 2], atol=1e-5, rtol=1e-5)
+    assert torch.equal(begun.chunks, at_once.chunks[:, :1]), "what is drawn later leaves the greedy chunk as it is"
+
+
+def test_noise_of_a_head_decides_a_chunk(case):
+    policy, rows = case.policy, len(case.observation)
+    begun, width = policy.propose(policy.preprocess(case.observation), resumable=True), policy.num_steering_numbers
+    noise = torch.linspace(-2, 2, rows * width).view(rows, width)
+    drawn = [
+        begun.sample(policy.steering_uniforms(each).unsqueeze(1)) for each in (noise, noise.clone(), -noise, 0 * noise)
+    ]
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2]) == is_deterministic(policy)
+    uniforms = policy.steering_uniforms(noise)
+    assert uniforms.shape == (rows, policy.num_candidate_uniforms) and ((uniforms > 0) & (uniforms < 1)).all()
+    normal = torch.distributions.Normal(0.0, 1.0).icdf(uniforms).reshape(rows, -1, max(1, width))
+    if width:
+        torch.testing.assert_close(
+            normal, noise.unsqueeze(1).expand_as(normal), atol=1e-4, rtol=1e-4
+        )  # of a flow, once for each action of the horizon
+    if case.config.model.model_type in ("mlp", "cnn"):
+        torch.testing.assert_close(drawn[3], begun.chunks)  # the median of a Gaussian is its mode
 
 
 def test_without_uniforms_candidates_come_from_the_global_generator(case, policy):
@@ -122,7 +152,8 @@ def test_images_and_prompt_are_read_once_however_many_candidates(case, policy):
     names = BACKBONES[case.config.model.model_type]
     hooks = [policy.get_submodule(name).register_forward_hook(count(name)) for name in names]
     try:
-        policy.propose(inputs, NUM_CANDIDATES, uniforms_for(policy, len(case.observation)))
+        proposal = policy.propose(inputs, NUM_CANDIDATES, uniforms_for(policy, len(case.observation)), resumable=True)
+        proposal.sample(uniforms_for(policy, len(case.observation), seed=1))
         proposing = dict(counts)
         counts.clear()
         policy.predict_action_batch(**inputs, do_sample=False)
@@ -170,7 +201,7 @@ def read_action(policy, observation, features):
 
 @torch.no_grad()
 def test_the_greedy_action_is_read_from_the_hidden_features(case):
-    chunks, features = propose(case.policy, case.observation)
+    chunks, features, _ = propose(case.policy, case.observation)
     torch.testing.assert_close(read_action(case.policy, case.observation, features), chunks[:, 0], atol=1e-5, rtol=1e-5)
     control = read_action(case.policy, case.observation, -features)
     assert (control - chunks[:, 0]).abs().max() > 1e-3, "control: other features give another action"

@@ -28,6 +28,7 @@ from rlinf.preflight.memory import estimate_memory, policy_on_meta_device, repla
 from rlinf.preflight.offpolicy import rounded_down, update_seconds
 from rlinf.preflight.validation import validate
 from rlinf.training.offpolicy_trainer import _Episodes, largest_value
+from rlinf.types import Proposal
 
 SMALL = [
     "model=mlp", "algorithm=sac", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
@@ -83,9 +84,9 @@ def test_the_frozen_policy_is_asked_once_about_each_observation_and_never_change
     """Env steps, the true last observations of episodes that the time limit cut, and those at the end of an iteration."""
     rows, real = [], MLPForRLActionPrediction._propose
 
-    def counted(self, inputs, uniforms):
+    def counted(self, inputs, samples):
         rows.append(len(inputs["state"]))
-        return real(self, inputs, uniforms)
+        return real(self, inputs, samples)
 
     run = build(config_of(tmp_path, "trainer.max_steps=2"))
     before = {name: tensor.clone() for name, tensor in run.session.worker.model.state_dict().items()}
@@ -133,7 +134,7 @@ def test_the_first_evaluation_equals_that_of_the_frozen_policy(tmp_path):
     )  # the control: a head that has learnt acts otherwise
 
 
-@pytest.mark.parametrize("head", ["residual", "direct", "edit"])
+@pytest.mark.parametrize("head", ["residual", "direct", "edit", "chunk", "noise"])
 def test_the_exported_policy_acts_as_the_trained_one(tmp_path, head):
     run = build(config_of(tmp_path / "run", "trainer.max_steps=2", f"algorithm.head.name={head}"))
     run.execute()
@@ -153,7 +154,10 @@ def test_the_exported_policy_acts_as_the_trained_one(tmp_path, head):
         rlinf.load_policy(tmp_path / "export")
 
 
-@pytest.mark.parametrize(("head", "wanted"), [("residual", [0.5, 0.2]), ("edit", [0.5, 0.2]), ("direct", [-0.5, 0.2])])
+@pytest.mark.parametrize(
+    ("head", "wanted"),
+    [("residual", [0.5, 0.2]), ("edit", [0.5, 0.2]), ("chunk", [0.5, 0.2]), ("direct", [-0.5, 0.2])],
+)
 def test_the_env_executes_what_the_buffer_stores_also_for_chunks_out_of_bounds(tmp_path, head, wanted):
     """Bounds -1 and 1, base (1.5, 0), r (-0.5, 0.2): the base counts as (1, 0)."""
     trainer = build(config_of(tmp_path, f"algorithm.head.name={head}")).rl
@@ -164,7 +168,35 @@ def test_the_env_executes_what_the_buffer_stores_also_for_chunks_out_of_bounds(t
     assert policy.action_low.tolist() == [-1, -1] and policy.action_high.tolist() == [1, 1]
     stored = policy.head.compose(policy.normalize(chunks), torch.tensor([[-0.5, 0.2]]))
     torch.testing.assert_close(stored, torch.tensor([wanted]))
-    torch.testing.assert_close(policy.executed(chunks, stored).flatten(1), stored)
+    torch.testing.assert_close(policy.executed(Proposal(chunks, torch.zeros(1, 1)), stored).flatten(1), stored)
+
+
+def test_a_head_of_noise_decides_what_the_frozen_policy_samples(tmp_path):
+    trainer = build(config_of(tmp_path, "algorithm.head.name=noise", "algorithm.head.scale=1.5")).rl
+    trainer._begin(trainer.session.worker.model)
+    policy, base = trainer.policy, trainer.policy.base
+    observation = random_observation(trainer.session.config, base, num_rows=5)
+    inputs = policy.preprocess(observation)
+    greedy = base.predict_action_batch(do_sample=False, **inputs).actions
+    started = policy.predict_action_batch(do_sample=False, **inputs).actions  # the median of a Gaussian is its mode
+    torch.testing.assert_close(started, greedy.clamp(policy.action_low, policy.action_high))
+    r = torch.rand(5, policy.head.num_numbers) * 2 - 1
+    executed = policy.executed(policy.propose_to_head(inputs, torch.empty(5, 0)), r)
+    wanted = base.predict_action_batch(uniforms=torch.special.ndtr(1.5 * r), **inputs).actions
+    torch.testing.assert_close(executed, wanted.clamp(policy.action_low, policy.action_high), atol=1e-5, rtol=1e-5)
+    assert (executed - started).abs().max() > 0.1
+    assert policy.propose_to_head(inputs, torch.empty(5, 0)).sample is not None
+    other = build(config_of(tmp_path / "residual")).rl
+    other._begin(other.session.worker.model)
+    assert other.policy.propose_to_head(inputs, torch.empty(5, 0)).sample is None, "memory of images is given back"
+
+
+def test_a_policy_without_random_numbers_has_no_noise_to_set(tmp_path, monkeypatch):
+    monkeypatch.setattr(MLPForRLActionPrediction, "num_candidate_uniforms", 0)
+    with pytest.raises(
+        ConfigError, match="draws none; required: a policy that samples.*Set algorithm.head.name=residual"
+    ):
+        config_of(tmp_path, "algorithm.head.name=noise")
 
 
 def test_another_buffer_is_refused_when_a_run_is_resumed(tmp_path):
@@ -393,7 +425,7 @@ def test_a_new_run_goes_on_with_the_critics_of_a_head_that_chooses(tmp_path):
         config_of(tmp_path / "two", *edit, source, "algorithm.num_critics=3")
     fewer = HeadConfig(hidden_size=16)
     with pytest.raises(CheckpointError, match="Set algorithm.num_critics=5"):
-        trainer.learner.begin_with(Critics(fewer, trainer.policy.head.feature_dim, 2, 5))
+        trainer.learner.begin_with(Critics(fewer, trainer.policy.head.num_critic_inputs, 5))
 
 
 def test_the_buffer_of_a_checkpoint_is_read_into_place(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import json
 import math
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,13 @@ from torch import nn
 
 from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig, TD3Config
 from rlinf.errors import NonFiniteError
+from rlinf.models.heads import HEADS
 from rlinf.models.heads.base import squashed_logprobs
+from rlinf.models.heads.chunk import ChunkHead
 from rlinf.models.heads.critic import Critics
 from rlinf.models.heads.direct import DirectHead
 from rlinf.models.heads.edit import EditHead
+from rlinf.models.heads.noise import NoiseHead
 from rlinf.models.heads.residual import ResidualHead
 from rlinf.offpolicy.replay import Batch
 from rlinf.offpolicy.sac import SAC
@@ -50,7 +54,7 @@ def a_learner(kind: type, seed: int = 0, deviation: float = 0.3, width: int = 8,
 
 def test_critics_are_networks_that_share_nothing():
     torch.manual_seed(0)
-    critics = Critics(HeadConfig(hidden_size=8, num_layers=2), F, A, num_critics=3)
+    critics = Critics(HeadConfig(hidden_size=8, num_layers=2), F + 2 * A, num_critics=3)
     for gain, shift in zip(critics.gains, critics.shifts, strict=True):
         nn.init.normal_(gain), nn.init.normal_(shift)
     batch = a_batch()
@@ -68,7 +72,7 @@ def test_critics_are_networks_that_share_nothing():
 
 def test_critics_compute_in_float32_also_under_autocast():
     torch.manual_seed(0)
-    critics, batch = Critics(HeadConfig(hidden_size=64), F, A, num_critics=2), a_batch()
+    critics, batch = Critics(HeadConfig(hidden_size=64), F + 2 * A, num_critics=2), a_batch()
     options = torch.rand(B, 8, A) * 2 - 1
     wanted = critics.of_options(batch.features, batch.base, options)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -261,6 +265,78 @@ def test_the_direct_head_reads_the_features_alone():
     features, one, other = torch.randn(4, F), torch.rand(4, 1, A), torch.rand(4, 1, A)
     assert torch.equal(head.options(features, one), head.options(features, other))
     assert not torch.equal(head.options(features, one), head.options(features + 1, one))
+
+
+def test_the_chunk_head_pays_for_what_it_changes_and_learns_to_act_without_the_reference():
+    settings = HeadConfig(name="chunk", hidden_size=8, scale=0.5, reference_dropout=0.25, reference_weight=0.3)
+    torch.manual_seed(0)
+    config, batch = TD3Config(head=settings), a_batch()
+    head = ChunkHead(settings, F, A, config.noise_std)
+    assert torch.equal(head.options(batch.features, batch.base)[:, 0], batch.base[:, 0])  # begins as the frozen policy
+    with torch.no_grad():
+        head.network[-1].weight.normal_()
+    learner = TD3(config, head, seed=1)
+    state = learner.generator.get_state()
+    loss, _ = learner.head_loss(batch)
+    learner.generator.set_state(state)
+    kept = torch.rand(B, generator=learner.generator) >= 0.25
+    assert 0 < kept.sum() < B
+    total = 0.0
+    for row in range(B):
+        b, features = batch.base[row : row + 1, 0], batch.features[row : row + 1]
+        seen = b if kept[row] else torch.zeros_like(b)
+        a = (seen + 0.5 * torch.tanh(head.network(torch.cat([features, seen], 1)))).clamp(-1, 1)
+        value = learner.critics(features, b, a).mean()  # the critics see what the loss asks about: the true reference
+        total = total - value + 0.3 * ((a - b) ** 2).sum()
+    torch.testing.assert_close(loss, total / B)
+    everything = ChunkHead(replace(settings, reference_dropout=0.0), F, A, config.noise_std)
+    assert torch.equal(everything.trained_on(batch.base, torch.Generator()), batch.base)
+
+
+def test_a_penalty_keeps_the_chunk_near_the_reference():
+    found = {}
+    for weight in (0.0, 10.0):
+        settings = HeadConfig(name="chunk", hidden_size=16, reference_weight=weight)
+        config, draw = TD3Config(head=settings, learning_rate=3e-3), torch.Generator().manual_seed(0)
+        torch.manual_seed(0)
+        head = ChunkHead(settings, F, A, config.noise_std)
+        learner, features, base = TD3(config, head, seed=1), torch.zeros(64, F), torch.zeros(64, 1, A)
+        for _ in range(150):
+            actions = 2 * torch.rand(64, A, generator=draw) - 1
+            rewards = 1 - (actions[:, 0] - 0.6).abs()
+            learner.update(Batch(features, base, actions, rewards, torch.zeros(64), features, base))
+        found[weight] = head.options(features, base)[0, 0, 0].item()
+    assert found[0.0] > 0.3 and abs(found[10.0]) < 0.1
+
+
+def test_noise_is_valued_as_it_is_and_may_have_another_width_than_a_chunk():
+    settings = HeadConfig(name="noise", hidden_size=8)
+    head = NoiseHead(settings, F, A, num_numbers=5)
+    r = torch.rand(B, 5) * 2 - 1
+    assert head.compose(torch.rand(B, 1, A), r) is r and head.num_critic_inputs == F + A + 5
+    learner, batch = SAC(SACConfig(head=settings), head, seed=1), a_batch()
+    batch.actions = r
+    assert learner.target_entropy == -2.5 and learner.next_actions(batch).shape == (B, 1, 5)
+    assert not learner.next_actions(batch).isnan().any() and torch.equal(
+        head.options(batch.features, batch.base), torch.zeros(B, 1, 5)
+    )
+    learner.update(batch)
+
+
+@pytest.mark.parametrize("name", list(HEADS))
+@pytest.mark.parametrize("kind", [SAC, TD3])
+def test_the_gradient_reaches_every_weight_of_a_head(kind, name):
+    config = kind.config_class(head=HeadConfig(name=name, hidden_size=8, num_candidates=1))
+    torch.manual_seed(0)
+    learner = kind(config, HEADS.get(name)(config.head, F, A, kind.noise_std(config)), seed=1)
+    for number in range(
+        4
+    ):  # the last layer begins at 0, and the others follow it; TD3 trains the head every second time
+        learner.update(a_batch(number))
+    grads = {key: parameter.grad for key, parameter in learner.head.named_parameters()}
+    assert all(grad is not None and bool(grad.abs().sum() > 0) for grad in grads.values()), grads
+    r = learner.head.mode(a_batch().features, a_batch().base)
+    assert (r.abs() < 1).all() and (r != 0).any()
 
 
 def test_settings_of_both_are_those_of_the_dataclasses():

@@ -127,7 +127,7 @@ def test_proposed_candidates_are_those_of_acting(zoo, family):
     model = zoo.policy(family)
     inputs, generator = model.preprocess(observe()), torch.Generator().manual_seed(6)
     uniforms = torch.rand(3, 2, NUM_TOKENS, generator=generator)
-    chunks, features = model.propose(inputs, 3, uniforms)
+    chunks, features, _ = model.propose(inputs, 3, uniforms)
     assert torch.equal(chunks[:, 0], model.predict_action_batch(**inputs, do_sample=False).actions)
     for index in range(2):
         drawn = model.predict_action_batch(**inputs, uniforms=uniforms[:, index]).actions

@@ -153,6 +153,18 @@ class ActionModel(Module, metaclass=ABCMeta):
         return self.num_logprobs
 
     @property
+    def num_steering_numbers(self) -> int:
+        """Numbers by which a head decides a candidate of ``propose`` (``steering_uniforms``)."""
+        return self.num_candidate_uniforms
+
+    def steering_uniforms(self, noise: Tensor) -> Tensor:
+        """Return the uniforms ``[B, num_candidate_uniforms]`` of noise ``[B, num_steering_numbers]``, in standard deviations.
+
+        The default has one number for each uniform: 0 is the median of what is sampled.
+        """
+        return torch.special.ndtr(noise.double()).float()
+
+    @property
     def feature_dim(self) -> int:
         """``F``, width of the features of ``propose``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement propose")
@@ -225,7 +237,14 @@ class ActionModel(Module, metaclass=ABCMeta):
     # -- optional: without them, a policy cannot be cloned, act through vLLM, or be the base of an off-policy head ----
 
     @torch.no_grad()
-    def propose(self, inputs: dict[str, Tensor], num_candidates: int = 1, uniforms: Tensor | None = None) -> Proposal:
+    def propose(
+        self,
+        inputs: dict[str, Tensor],
+        num_candidates: int = 1,
+        uniforms: Tensor | None = None,
+        *,
+        resumable: bool = False,
+    ) -> Proposal:
         """Return candidate chunks and features of each observation, from one pass over its images and prompt.
 
         The first candidate is that of ``predict_action_batch(do_sample=False)``, bit for bit. Under ``feature_kind=hidden``,
@@ -238,6 +257,7 @@ class ActionModel(Module, metaclass=ABCMeta):
             uniforms: float32 ``[B, N - 1, num_candidate_uniforms]`` in (0, 1). They decide the other candidates: token and
                 Gaussian policies draw by inverse transform sampling, a flow policy begins with this noise and adds no other.
                 None: drawn from torch's global generator. A policy that takes none repeats its greedy action.
+            resumable: Return ``Proposal.sample``, with which further chunks are drawn once the features are known.
         """
         shape = (len(inputs[self.main_input_name]), num_candidates - 1, self.num_candidate_uniforms)
         if num_candidates < 1:
@@ -249,10 +269,16 @@ class ActionModel(Module, metaclass=ABCMeta):
                 f"uniforms are {list(uniforms.shape)}; required: {list(shape)}, the rows, the candidates without the greedy one, "
                 f"and the random numbers that a candidate of {type(self).__name__} takes."
             )
-        return self._propose(inputs, uniforms.to(self.device))
+        chunks, features, sample = self._propose(inputs, num_candidates > 1 or resumable)
+        if sample is not None and num_candidates > 1:
+            chunks = torch.cat([chunks, sample(uniforms.to(self.device))], dim=1)
+        return Proposal(chunks, features, sample if resumable else None)
 
-    def _propose(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
-        """Implement ``propose``; ``uniforms [B, N - 1, num_candidate_uniforms]`` are on the model's device."""
+    def _propose(self, inputs: dict[str, Tensor], samples: bool) -> Proposal:
+        """Implement ``propose``: return the greedy chunk ``[B, 1, C, D]``, the features, and, if ``samples``, ``sample``.
+
+        ``sample`` takes uniforms on the model's device, and may be called several times.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not implement propose")
 
     def sft_loss(self, inputs: dict[str, Tensor], actions: Tensor, uniforms: Tensor | None = None) -> Tensor:

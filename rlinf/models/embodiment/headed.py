@@ -21,7 +21,7 @@ from rlinf.models.heads.base import Head
 from rlinf.models.heads.critic import Critics
 from rlinf.models.sampling import draw_uniforms
 from rlinf.options import from_mapping, override_text
-from rlinf.types import ActionEvaluation, ActionPrediction, Observation
+from rlinf.types import ActionEvaluation, ActionPrediction, Observation, Proposal
 
 HEAD_SETTINGS, HEAD_WEIGHTS = "head.json", "head.safetensors"
 """Files of a head, next to those of the policy that it learns on."""
@@ -105,7 +105,7 @@ class HeadedPolicy(ActionModel, nn.Module):
         return (self.head.num_candidates - 1) * self.base.num_candidate_uniforms
 
     @torch.no_grad()
-    def propose_to_head(self, inputs: dict[str, Tensor], uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    def propose_to_head(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
         """Ask the frozen policy once.
 
         Args:
@@ -113,12 +113,12 @@ class HeadedPolicy(ActionModel, nn.Module):
             uniforms: float32 ``[B, num_candidate_numbers]`` in (0, 1), of the sampled candidates.
 
         Returns:
-            Features float32 ``[B, F]``, and its chunks in env units, float32 ``[B, N, C, D]``.
+            Its chunks in env units and the features, float32; with ``sample`` for a head that steers.
         """
         count = self.head.num_candidates
         shape = (len(uniforms), count - 1, self.base.num_candidate_uniforms)
-        proposal = self.base.propose(inputs, count, uniforms.reshape(shape))
-        return proposal.features.float(), proposal.chunks.float()
+        chunks, features, sample = self.base.propose(inputs, count, uniforms.reshape(shape), resumable=self.head.steers)
+        return Proposal(chunks.float(), features.float(), sample)
 
     @torch.no_grad()
     def decide(self, features: Tensor, base: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -136,13 +136,18 @@ class HeadedPolicy(ActionModel, nn.Module):
         middle, half = self._middle_and_half()
         return ((chunks - middle) / half).clamp(-1.0, 1.0).flatten(2)
 
-    def executed(self, chunks: Tensor, actions: Tensor) -> Tensor:
-        """Return what the env executes for actions ``[B, C * D]`` of ``compose``: ``[B, C, D]`` in env units, within bounds.
+    @torch.no_grad()
+    def executed(self, proposal: Proposal, actions: Tensor) -> Tensor:
+        """Return what the env executes for actions ``[B, A]`` of ``compose``: ``[B, C, D]`` in env units, within bounds.
 
-        Where the head changes nothing, this is bit for bit the first chunk of the frozen policy, clipped to the bounds.
+        Where the head changes nothing, this is bit for bit the first chunk of the frozen policy, clipped to the bounds. For a head
+        that steers, the frozen policy goes on with the pass of ``propose_to_head`` and samples from ``actions``.
         """
-        greedy = self._within_bounds(chunks[:, 0])  # as ``normalize`` clips: changes are measured from there
-        change = (actions - self.normalize(chunks)[:, 0]).unflatten(1, greedy.shape[1:])
+        if self.head.steers:
+            uniforms = self.base.steering_uniforms(self.head.config.scale * actions)
+            return self._within_bounds(proposal.sample(uniforms.unsqueeze(1))[:, 0].float())
+        greedy = self._within_bounds(proposal.chunks[:, 0])  # as ``normalize`` clips: changes are measured from there
+        change = (actions - self.normalize(proposal.chunks)[:, 0]).unflatten(1, greedy.shape[1:])
         return self._within_bounds(greedy + self._middle_and_half()[1] * change)
 
     def _within_bounds(self, actions: Tensor) -> Tensor:
@@ -166,12 +171,12 @@ class HeadedPolicy(ActionModel, nn.Module):
             if uniforms is None:
                 uniforms = draw_uniforms(num_rows, self.num_uniforms, device=self.device)
             drawn, noise = uniforms[:, :split].to(self.device), normal(uniforms[:, split:].to(self.device))
-        features, chunks = self.propose_to_head(inputs, drawn)
-        base = self.normalize(chunks)
+        proposal = self.propose_to_head(inputs, drawn)
+        features, base = proposal.features, self.normalize(proposal.chunks)
         actions, _ = self.decide(features, base, noise)
         mean, log_std = self.head.outputs(features, base)
         logits = torch.stack([mean, torch.zeros_like(mean) if log_std is None else log_std], -1)
-        return ActionPrediction(self.executed(chunks, actions), actions, logits, features.new_zeros(num_rows))
+        return ActionPrediction(self.executed(proposal, actions), actions, logits, features.new_zeros(num_rows))
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         raise NotImplementedError("A policy with a head has no log-probabilities for policy gradients")
@@ -213,7 +218,7 @@ class HeadedPolicy(ActionModel, nn.Module):
             head = make_head(config, settings["feature_dim"], base, settings["noise_std"])
             critics = None
             if settings["num_critics"]:
-                critics = Critics(config, head.feature_dim, head.num_numbers, settings["num_critics"])
+                critics = Critics(config, head.num_critic_inputs, settings["num_critics"])
             policy = cls(base, head, weights["action_low"], weights["action_high"], critics)
             own = {name for name in policy.state_dict() if not name.startswith("base.")}
             if own != weights.keys():
@@ -240,7 +245,18 @@ def make_head(config: HeadConfig, feature_dim: int, base: ActionModel, noise_std
             f"algorithm.head.name is {override_text(config.name)!r}; required: one of {', '.join(HEADS)}. "
             "Set algorithm.head.name=residual"
         )
-    return HEADS.get(config.name)(config, feature_dim, base.action_dim * base.action_chunks_len, noise_std)
+    check_steered(config, base)
+    head = HEADS.get(config.name)
+    return head(config, feature_dim, base.action_dim * base.action_chunks_len, noise_std, head.num_numbers_of(base))
+
+
+def check_steered(config: HeadConfig, base: ActionModel) -> None:
+    """Raise ConfigError if a head sets the random numbers of a policy that draws none."""
+    if HEADS.get(config.name).steers and base.num_candidate_uniforms == 0:
+        raise ConfigError(
+            f"algorithm.head.name={config.name} sets the random numbers of the frozen policy, and {type(base).__name__} as configured draws "
+            "none; required: a policy that samples its actions. Set algorithm.head.name=residual"
+        )
 
 
 def normal(uniforms: Tensor) -> Tensor:

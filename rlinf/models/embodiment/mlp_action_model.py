@@ -158,15 +158,19 @@ class MLPForRLActionPrediction(CheckpointPolicy):
         """Width of the last hidden layer, or (``pooled``, without a prefix of several positions) of what the network reads."""
         return self.policy[-1 if self.feature_kind == "hidden" else 0].in_features
 
-    def _propose(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
+    def _propose(self, inputs: dict[str, Tensor], samples: bool) -> Proposal:
         encoded = self._features(**inputs)
         with without_autocast(encoded):
             hidden = self.policy[:-1](encoded.to(self.policy[0].weight.dtype))
-            mean = self.policy[-1](hidden).float().unsqueeze(1)
-        noise = torch.special.ndtri(uniforms.double()).to(mean)
-        drawn = torch.cat([mean, mean + self.log_std.float().exp() * noise], dim=1)
-        chunks = self.decode_actions(drawn.flatten(0, 1)).unflatten(0, drawn.shape[:2])
-        return Proposal(chunks, (hidden if self.feature_kind == "hidden" else encoded).float())
+            mean = self.policy[-1](hidden).float()
+
+        def sample(uniforms: Tensor) -> Tensor:
+            noise = torch.special.ndtri(uniforms.double()).to(mean)
+            drawn = mean.unsqueeze(1) + self.log_std.float().exp() * noise
+            return self.decode_actions(drawn.flatten(0, 1)).unflatten(0, drawn.shape[:2])
+
+        features = (hidden if self.feature_kind == "hidden" else encoded).float()
+        return Proposal(self.decode_actions(mean).unsqueeze(1), features, sample if samples else None)
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         """Log-densities float32 ``[B, A]``; the deviations in ``logits`` have the temperature in them already."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +23,32 @@ class Head(nn.Module):
     Args:
         config: Its settings.
         feature_dim: ``F``, features of an observation.
-        num_numbers: ``A``, numbers of a chunk.
+        base_numbers: Numbers of a chunk of the frozen policy.
         noise_std: Deviation of the noise with which it explores; None: it learns its own, as a Gaussian through tanh.
+        num_numbers: ``A``, numbers of ``r`` and of an action as the critics value it; None: ``base_numbers``.
 
     Attributes:
         chooses: There are several ``options``, among which the critics choose.
+        steers: Its actions are what the frozen policy samples from, and not what the env executes.
     """
 
     chooses: ClassVar[bool] = False
+    steers: ClassVar[bool] = False
 
-    def __init__(self, config: HeadConfig, feature_dim: int, num_numbers: int, noise_std: float | None = None) -> None:
+    def __init__(
+        self,
+        config: HeadConfig,
+        feature_dim: int,
+        base_numbers: int,
+        noise_std: float | None = None,
+        num_numbers: int | None = None,
+    ) -> None:
         super().__init__()
-        self.config, self.feature_dim, self.num_numbers, self.noise_std = config, feature_dim, num_numbers, noise_std
+        num_numbers = base_numbers if num_numbers is None else num_numbers
+        self.config, self.feature_dim, self.noise_std = config, feature_dim, noise_std
+        self.base_numbers, self.num_numbers = base_numbers, num_numbers
         num_outputs = num_numbers * (2 if noise_std is None else 1)
-        widths = [feature_dim + num_numbers] + [config.hidden_size] * config.num_layers
+        widths = [feature_dim + base_numbers] + [config.hidden_size] * config.num_layers
         self.network = perceptron(widths, num_outputs)
         with torch.no_grad():  # r is 0 at first
             self.network[-1].weight.zero_()
@@ -48,6 +60,16 @@ class Head(nn.Module):
     def num_candidates_of(cls, config: HeadConfig) -> int:
         """Return how many chunks of the frozen policy a head of these settings reads."""
         return 1
+
+    @classmethod
+    def num_numbers_of(cls, model: Any) -> int:
+        """Return ``A`` of a head on ``model``, a policy that may be on the meta device."""
+        return model.action_dim * model.action_chunks_len
+
+    @property
+    def num_critic_inputs(self) -> int:
+        """Numbers that a critic reads: features, the greedy chunk of the frozen policy, and an action."""
+        return self.feature_dim + self.base_numbers + self.num_numbers
 
     @property
     def num_candidates(self) -> int:
@@ -72,6 +94,10 @@ class Head(nn.Module):
     def trained_on(self, base: Tensor, generator: torch.Generator) -> Tensor:
         """Return the base chunks ``[B, N, A]`` with which a loss of the head is computed."""
         return base
+
+    def penalty(self, base: Tensor, actions: Tensor) -> Tensor:
+        """Return what the loss of the head adds for actions ``[B, A]`` at base chunks ``[B, N, A]``: one number for each row, ``[B]``."""
+        return actions.new_zeros(len(actions))
 
     @abstractmethod
     def compose(self, base: Tensor, r: Tensor) -> Tensor:

@@ -18,15 +18,14 @@ class Critics(nn.Module):
 
     Args:
         config: Widths, those of the head.
-        feature_dim: ``F``, features of an observation.
-        num_numbers: ``A``, numbers of a chunk.
+        num_inputs: Numbers that each reads: features, base action and action (``Head.num_critic_inputs``).
         num_critics: ``E``.
     """
 
-    def __init__(self, config: HeadConfig, feature_dim: int, num_numbers: int, num_critics: int) -> None:
+    def __init__(self, config: HeadConfig, num_inputs: int, num_critics: int) -> None:
         super().__init__()
         self.num_critics, width = num_critics, config.hidden_size
-        self.first = nn.Linear(feature_dim + 2 * num_numbers, num_critics * width)
+        self.first = nn.Linear(num_inputs, num_critics * width)
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         self.gains, self.shifts = nn.ParameterList(), nn.ParameterList()
         for number in range(config.num_layers):

@@ -223,22 +223,26 @@ class HfVlaForRLActionPrediction(TokenActionModel, PreTrainedModel):
             sequences = torch.cat([sequences, bins[:, None] + self.action_tokenizer.first_token], dim=1)
         return sequences, torch.stack(all_logits, 1), torch.stack(states, 1)
 
-    def _propose(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
-        others, num_samples = dict(inputs), uniforms.shape[1]
+    def _propose(self, inputs: dict[str, Tensor], samples: bool) -> Proposal:
+        others = dict(inputs)
         prompt = others.pop("input_ids")
         rest, cache, logits, prefix = self._prefill(prompt, others)
-        first, of_prompt = (logits, prefix[:, -1]), copy.deepcopy(cache) if num_samples else None
+        first, of_prompt = (logits, prefix[:, -1]), copy.deepcopy(cache) if samples else None
         sequences, _, states = self._continue(prompt, rest, cache, first, do_sample=False)
-        chunks = self.decode_actions(sequences).unsqueeze(1)
-        if of_prompt is not None:
-            of_prompt.batch_repeat_interleave(num_samples)
-            prompt, rest = self.vlm._expand_inputs_for_generation(num_samples, input_ids=prompt, **rest)
-            first = tuple(each.repeat_interleave(num_samples, dim=0) for each in first)
-            drawn, _, _ = self._continue(prompt, rest, of_prompt, first, True, uniforms=uniforms.flatten(0, 1))
-            chunks = torch.cat([chunks, self.decode_actions(drawn).unflatten(0, uniforms.shape[:2])], dim=1)
         if self.feature_kind == "hidden":
-            return Proposal(chunks, states.flatten(1).float())
-        return Proposal(chunks, masked_mean(prefix, inputs.get("attention_mask")))
+            features = states.flatten(1).float()
+        else:
+            features = masked_mean(prefix, inputs.get("attention_mask"))
+
+        def sample(uniforms: Tensor) -> Tensor:
+            times, repeated = uniforms.shape[1], copy.deepcopy(of_prompt)
+            repeated.batch_repeat_interleave(times)
+            prompts, expanded = self.vlm._expand_inputs_for_generation(times, input_ids=prompt, **rest)
+            begin = tuple(each.repeat_interleave(times, dim=0) for each in first)
+            drawn, _, _ = self._continue(prompts, expanded, repeated, begin, True, uniforms=uniforms.flatten(0, 1))
+            return self.decode_actions(drawn).unflatten(0, uniforms.shape[:2])
+
+        return Proposal(self.decode_actions(sequences).unsqueeze(1), features, sample if samples else None)
 
     # -- files ---------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -338,41 +339,47 @@ class OpenVLAForRLActionPrediction(TokenActionModel, CheckpointPolicy):
             bins.append(sample_tokens(logits[-1], do_sample, temperature, drawn))
         return torch.stack(bins, 1), torch.stack(logits, 1), torch.stack(states, 1)
 
-    def _propose(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
+    def _propose(self, inputs: dict[str, Tensor], samples: bool) -> Proposal:
         embeddings, key_mask = self._embed_prompt(**inputs)
         seen: list[Tensor] = []
         if self.config.action_decoding == "parallel":
             states = self._read_out(embeddings, key_mask, last_inputs=seen)
-            candidates = self._candidates(states, uniforms)
+            greedy, draw = self._greedy(states), partial(self._sampled, states)
         else:
-            candidates, states = self._decode_candidates(embeddings, key_mask, uniforms, last_inputs=seen)
+            prefilled = self._prefill(embeddings, key_mask, last_inputs=seen)
+            bins, _, states = self._continue(*prefilled, do_sample=False)
+            greedy = bins + self.action_tokenizer.first_token
+            draw = partial(self._decode_samples, *prefilled, embeddings.shape[1])
         if self.feature_kind == "hidden":
             features = states.flatten(1).float()
         else:
             prefix = self.language_model.model.norm(seen[0][:, : embeddings.shape[1]])
             features = masked_mean(prefix, key_mask)
-        chunks = self.decode_actions(candidates.flatten(0, 1)).unflatten(0, candidates.shape[:2])
-        return Proposal(chunks, features)
 
-    def _candidates(self, states: Tensor, uniforms: Tensor) -> Tensor:
-        """Tokens ``[B, N, A]`` of parallel decoding: the greedy ones, and those of ``uniforms [B, N - 1, A]``."""
-        logits = self._bin_logits(states).unsqueeze(1)
-        sampled = sample_tokens(logits.expand(-1, uniforms.shape[1], -1, -1), True, uniforms=uniforms)
-        return torch.cat([logits.argmax(-1), sampled], dim=1) + self.action_tokenizer.first_token
+        def sample(uniforms: Tensor) -> Tensor:
+            drawn = draw(uniforms)
+            return self.decode_actions(drawn.flatten(0, 1)).unflatten(0, drawn.shape[:2])
 
-    def _decode_candidates(
-        self, embeddings: Tensor, key_mask: Tensor | None, uniforms: Tensor, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens as ``_candidates``, decoded one after the other behind one prompt, and the greedy ones' states ``[B, A, H]``."""
-        cache, key_mask, first = self._prefill(embeddings, key_mask, **options)
-        greedy, _, states = self._continue(cache, key_mask, first, do_sample=False)
-        candidates, num_samples = greedy.unsqueeze(1), uniforms.shape[1]
-        if num_samples:
-            key_mask = None if key_mask is None else key_mask.repeat_interleave(num_samples, dim=0)
-            cache, first = cache.repeated(num_samples, embeddings.shape[1]), first.repeat_interleave(num_samples, dim=0)
-            sampled, _, _ = self._continue(cache, key_mask, first, do_sample=True, uniforms=uniforms.flatten(0, 1))
-            candidates = torch.cat([candidates, sampled.unflatten(0, uniforms.shape[:2])], dim=1)
-        return candidates + self.action_tokenizer.first_token, states
+        return Proposal(self.decode_actions(greedy).unsqueeze(1), features, sample if samples else None)
+
+    def _greedy(self, states: Tensor) -> Tensor:
+        """Tokens ``[B, A]`` of parallel decoding."""
+        return self._bin_logits(states).argmax(-1) + self.action_tokenizer.first_token
+
+    def _sampled(self, states: Tensor, uniforms: Tensor) -> Tensor:
+        """Tokens ``[B, K, A]`` of parallel decoding for ``uniforms [B, K, A]``."""
+        logits = self._bin_logits(states).unsqueeze(1).expand(-1, uniforms.shape[1], -1, -1)
+        return sample_tokens(logits, True, uniforms=uniforms) + self.action_tokenizer.first_token
+
+    def _decode_samples(
+        self, cache: KVCache, key_mask: Tensor | None, first: Tensor, prompt_len: int, uniforms: Tensor
+    ) -> Tensor:
+        """Tokens as ``_sampled``, decoded one after the other behind one prompt of ``prompt_len`` positions."""
+        times = uniforms.shape[1]
+        key_mask = None if key_mask is None else key_mask.repeat_interleave(times, dim=0)
+        cache, first = cache.repeated(times, prompt_len), first.repeat_interleave(times, dim=0)
+        bins, _, _ = self._continue(cache, key_mask, first, do_sample=True, uniforms=uniforms.flatten(0, 1))
+        return bins.unflatten(0, uniforms.shape[:2]) + self.action_tokenizer.first_token
 
     def forward(
         self,

@@ -166,14 +166,19 @@ class OpenVLAOFTForRLActionPrediction(OpenVLAForRLActionPrediction):
         """The L1 head takes none."""
         return 0 if self.action_head is not None else super().num_candidate_uniforms
 
-    def _candidates(self, states: Tensor, uniforms: Tensor) -> Tensor:
-        """As the base class; of the L1 head, normalised actions instead of tokens, ``N`` times the same."""
+    def _greedy(self, states: Tensor) -> Tensor:
+        """As the base class; of the L1 head, normalised actions instead of tokens."""
         if self.action_head is not None:
-            return self.action_head(states).flatten(1).unsqueeze(1).expand(-1, 1 + uniforms.shape[1], -1)
-        tokens = super()._candidates(states, uniforms)
+            return self.action_head(states).flatten(1)
         if self.config.greedy_over_vocabulary:
-            tokens[:, 0] = self.language_model.lm_head(states).argmax(-1)
-        return tokens
+            return self.language_model.lm_head(states).argmax(-1)
+        return super()._greedy(states)
+
+    def _sampled(self, states: Tensor, uniforms: Tensor) -> Tensor:
+        """As the base class; of the L1 head, its one action, ``K`` times."""
+        if self.action_head is not None:
+            return self._greedy(states).unsqueeze(1).expand(-1, uniforms.shape[1], -1)
+        return super()._sampled(states, uniforms)
 
     def rollout_logprobs(self, prediction: ActionPrediction, temperature: float = 1.0) -> Tensor:
         """Log-probabilities float32 ``[B, A]`` of sampled tokens; see ``ActionModel.rollout_logprobs``."""

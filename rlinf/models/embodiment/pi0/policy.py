@@ -152,6 +152,15 @@ class Pi0ForRLActionPrediction(Pi0Network):
         return self._chunk_size
 
     @property
+    def num_steering_numbers(self) -> int:
+        """Those of one action, padding included: a head sets the same noise for all actions of the horizon, as DSRL does for pi0."""
+        return self.config.action_dim
+
+    def steering_uniforms(self, noise: Tensor) -> Tensor:
+        """Repeat the noise ``[B, num_steering_numbers]`` of an action over the horizon."""
+        return super().steering_uniforms(noise.repeat(1, self.config.action_horizon))
+
+    @property
     def feature_dim(self) -> int:
         """The expert's outputs for the executed actions one after the other, or a state of the language model."""
         hidden = self.action_chunks_len * self.config.expert["width"]
@@ -297,19 +306,21 @@ class Pi0ForRLActionPrediction(Pi0Network):
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(GREEDY_NOISE_SEED))
         return noise.to(self.device).expand(num_rows, -1, -1)
 
-    def _propose(self, inputs: dict[str, Tensor], uniforms: Tensor) -> Proposal:
+    def _propose(self, inputs: dict[str, Tensor], samples: bool) -> Proposal:
         prefix, state = self.encode_prefix(**inputs), inputs.get("state")
-        num_rows, num_samples = uniforms.shape[:2]
-        chain, output = self._euler(prefix, state, self._greedy_noise(num_rows))
-        chunks = self._chunk(chain).unsqueeze(1)
-        if num_samples:
-            noise = standard_normal(uniforms.flatten(0, 1)).view(-1, *chain.shape[1:])
-            state = None if state is None else state.repeat_interleave(num_samples, dim=0)
-            sampled = self._chunk(self._euler(prefix.repeated(num_samples), state, noise)[0])
-            chunks = torch.cat([chunks, sampled.unflatten(0, uniforms.shape[:2])], dim=1)
+        chain, output = self._euler(prefix, state, self._greedy_noise(len(inputs["input_ids"])))
         if self.feature_kind == "hidden":
-            return Proposal(chunks, output[:, : self.action_chunks_len].flatten(1).float())
-        return Proposal(chunks, masked_mean(self.language_model.norm(prefix.states), prefix.mask))
+            features = output[:, : self.action_chunks_len].flatten(1).float()
+        else:
+            features = masked_mean(self.language_model.norm(prefix.states), prefix.mask)
+
+        def sample(uniforms: Tensor) -> Tensor:
+            times, noise = uniforms.shape[1], standard_normal(uniforms.flatten(0, 1)).view(-1, *chain.shape[1:])
+            states = None if state is None else state.repeat_interleave(times, dim=0)
+            drawn = self._euler(prefix.repeated(times), states, noise)[0]
+            return self._chunk(drawn).unflatten(0, uniforms.shape[:2])
+
+        return Proposal(self._chunk(chain).unsqueeze(1), features, sample if samples else None)
 
     def _euler(self, prefix: Prefix, state: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
         """Denoise ``x [B, horizon, action_dim]`` without further noise; also the expert's outputs ``[B, horizon, width]`` of the last step."""

@@ -269,9 +269,7 @@ class OffPolicyTrainer:
             self.replay.observe(torch.as_tensor(rows), proposal.features, self.policy.normalize(proposal.chunks))
 
     @torch.no_grad()
-    def _act(
-        self, observation: Observation, proposal: Proposal, uniforms: Tensor, episodes: _Episodes
-    ) -> Observation:
+    def _act(self, observation: Observation, proposal: Proposal, uniforms: Tensor, episodes: _Episodes) -> Observation:
         """Act in every env, and store what came of it; return the next observation."""
         state, head = self.session.state, self.policy.head
         features, base = proposal.features, self.policy.normalize(proposal.chunks)

@@ -60,6 +60,11 @@ class OffPolicyConfig(AnyAlgorithmConfig):
     warmup_env_steps: int = option(
         1024, "First env steps, which the head plays at random; no update is made before.", minimum=0
     )
+    overlap: bool = option(
+        False,
+        "Update in a thread while the envs play. A policy call is then made without the updates that the env steps of the call before "
+        "have earned; results do not depend on how long anything takes.",
+    )
     critic_only_updates: int = option(0, "First updates, which train the critics alone.", minimum=0)
     replay_capacity: int = option(
         100_000, "Observations that the buffer holds over all envs; the oldest are replaced.", minimum=1

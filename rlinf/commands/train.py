@@ -34,7 +34,6 @@ from rlinf.distributed.deferred import deferred_parameters
 from rlinf.distributed.launch import launch
 from rlinf.distributed.parallel import (
     Parallel,
-    choose_sharding,
     empty_copy,
     make_parallel,
     rank_memory_bytes,
@@ -59,7 +58,8 @@ from rlinf.files import locked_folder
 from rlinf.models import build_policy
 from rlinf.models.deferred import check_read, how_read
 from rlinf.models.lora import trained_names
-from rlinf.options import cured_by_settings, override_text, to_mapping
+from rlinf.options import override_text, to_mapping
+from rlinf.preflight.derived import learns_head, sharding_choice
 from rlinf.preflight.placement import Placement, ranks_by_ray
 from rlinf.rollout.policy_shell import PolicyShell
 from rlinf.rollout.vllm_policy import VllmPolicy
@@ -104,7 +104,7 @@ class Run:
                 with waiting("start"):
                     self.rl.wait_until_ready()
                 if rank() == 0:
-                    of_ranks = "" if isinstance(self.rl, OffPolicyTrainer) else " of each rank"
+                    of_ranks = "" if isinstance(self.rl, OffPolicyTrainer) and world_size() == 1 else " of each rank"
                     print(f"rollouts: played by {self.rl.played_by()}{of_ranks}", flush=True)
             if self.sft is not None:
                 self.sft.fit()
@@ -188,7 +188,7 @@ def _rl_trainer(session: Session, env: VectorEnv, players: Players | None) -> RL
         return None
     algorithm = ALGORITHMS.get(config.algorithm.name)
     if isinstance(config.algorithm, OffPolicyConfig):
-        env = env_maker(config, local_world_size())(config.rollout.num_envs, auto_reset=True)
+        env = env_maker(config, local_world_size())(config.rollout.num_envs // world_size(), auto_reset=True)
         return OffPolicyTrainer(session, env, episode_sampler(config, env), algorithm, worker.autocast)
     collector = make_collector(config, env, session.sync.rollout_model, worker.autocast, players)
     return RLTrainer(session, collector, algorithm(config.algorithm))
@@ -242,7 +242,8 @@ def _policy(
     """Build the policy, or load the one that is resumed or begun with, whose conditions must fit."""
     source, trainer = resumed_from or config.init_from, config.trainer
     # Ranks that share the weights read them once it is known who holds what.
-    deferred = trainer.sharding == "fsdp2" or trainer.cpu_offload or (trainer.sharding == "auto" and world_size() > 1)
+    may_shard = trainer.sharding == "auto" and world_size() > 1 and not learns_head(config)
+    deferred = trainer.sharding == "fsdp2" or trainer.cpu_offload or may_shard
     if source is None:
         return build_policy(config, statistics_of_env(config, env, dataset), deferred=deferred)
     # A new run may go on in another env or precision; a resumed one may not.
@@ -260,9 +261,7 @@ def _on_ranks(
     """Replicate or shard the policy, and make what plays: the policy itself, or copies that the first push fills."""
     trainer, rollout = config.trainer, config.rollout
     memory = -int(*maximum(-rank_memory_bytes(device, local_world_size())))  # of the poorest rank
-    with cured_by_settings("trainer"):
-        asked = {"cpu_offload": trainer.cpu_offload, "shard_size": trainer.shard_size}
-        choice = choose_sharding(trainer.sharding, model, world_size(), memory, **asked)
+    choice = sharding_choice(config, model, world_size(), memory)
     if rank() == 0:
         print(f"{choice}; {how_read(model)}" if choice.sharded else choice, flush=True)
     sources = deferred_parameters(model)
@@ -273,7 +272,9 @@ def _on_ranks(
     shell = None if reservation is None else PolicyShell.of(model)
     # Where players have the copies, that of a rank describes the policy and holds no numbers.
     rollout_model = empty_copy(model, device if shell is None else "meta") if choice.sharded else model
-    parallel = make_parallel(model, device, choice.sharded, **asked)
+    parallel = make_parallel(
+        model, device, choice.sharded, shard_size=trainer.shard_size, cpu_offload=trainer.cpu_offload
+    )
     checkpoints.on_every_rank(lambda: check_read(model, sources), "read the weights")
     generator: VllmPolicy | Players | None = None
     if shell is not None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch import nn
+
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.config.schema import RunConfig
+from rlinf.distributed.parallel import Choice, choose_sharding
+from rlinf.options import cured_by_settings
 from rlinf.rollout.parity import MAX_GAP, ParityGate
 
 
@@ -56,6 +60,22 @@ def derive(config: RunConfig) -> DerivedNumbers:
         env_steps=max_env_steps * trainer.max_steps,
         sft_micro_batches_per_rank=math.ceil(config.sft.batch_size // ranks / config.model.micro_batch_size),
     )
+
+
+def learns_head(config: RunConfig) -> bool:
+    """Return whether the run trains a head on a policy that is frozen then."""
+    return isinstance(config.algorithm, OffPolicyConfig) and config.trainer.max_steps > 0
+
+
+def sharding_choice(config: RunConfig, model: nn.Module, num_ranks: int, memory_bytes: int) -> Choice:
+    """Choose how the ranks of a run hold its policy: as ``choose_sharding`` says, but whole where a head learns on it."""
+    trainer = config.trainer
+    if trainer.sharding == "auto" and learns_head(config):
+        return Choice(False, "a head learns on the whole policy")
+    with cured_by_settings("trainer"):
+        return choose_sharding(
+            trainer.sharding, model, num_ranks, memory_bytes, cpu_offload=trainer.cpu_offload, shard_size=trainer.shard_size
+        )  # fmt: skip
 
 
 def format_derived(config: RunConfig) -> str:

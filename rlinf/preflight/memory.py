@@ -10,7 +10,7 @@ import torch
 
 from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.config.schema import RunConfig
-from rlinf.distributed.parallel import StateBytes, choose_sharding, rank_memory_bytes
+from rlinf.distributed.parallel import StateBytes, rank_memory_bytes
 from rlinf.distributed.process_group import resolve_device
 from rlinf.engines.weight_handle import BUCKET_BYTES
 from rlinf.engines.weight_transfer import manifest_of
@@ -19,7 +19,7 @@ from rlinf.models import entry_for, get_model
 from rlinf.models.config import ModelConfig
 from rlinf.models.heads import HEADS
 from rlinf.number_formats import format_bytes
-from rlinf.options import cured_by_settings
+from rlinf.preflight.derived import sharding_choice
 from rlinf.preflight.placement import Placement
 
 NOT_COUNTED = (
@@ -89,8 +89,7 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
     parameters = [(p.numel(), p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
     trainer, ranks = config.trainer, config.cluster.num_processes
     memory = rank_memory_bytes(resolve_device(config.cluster.device, 1), ranks)
-    with cured_by_settings("trainer"):
-        choice = choose_sharding(trainer.sharding, model, ranks, memory, cpu_offload=trainer.cpu_offload)
+    choice = sharding_choice(config, model, ranks, memory)
     state = StateBytes.of(model, (trainer.shard_size or ranks) if choice.sharded else None)
     all_bytes = sum(size for _, size, _ in parameters)
     kept = state.gradients if choice.sharded else sum(size for _, size, trained in parameters if trained)

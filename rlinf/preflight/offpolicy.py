@@ -12,6 +12,7 @@ from rlinf.checkpoints.checkpoint import has_policy, policy_folder, read_loop_st
 from rlinf.checkpoints.saved_config import read_saved_config
 from rlinf.config.schema import RunConfig
 from rlinf.distributed.process_group import resolve_device
+from rlinf.distributed.start import started_here
 from rlinf.envs import ENVS
 from rlinf.memory import main_memory_bytes
 from rlinf.models.embodiment.headed import check_steered, has_head, head_settings
@@ -74,12 +75,16 @@ def check_no_head(config: RunConfig) -> None:
 
 
 def _check_run(config: RunConfig, name: str) -> None:
-    """Check that the run is one process that plays and trains, with a frozen policy of whole weights."""
+    """Check that each rank plays and trains in one process, with a frozen policy of whole weights."""
     cluster, rollout = config.cluster, config.rollout
     for key, value, wanted, required in (
-        ("cluster.num_processes", cluster.num_processes, 1, "one process, which holds the replay buffer"),
         ("cluster.placement", cluster.placement, "colocated", "rollouts in the process that trains"),
-        ("cluster.max_staleness", cluster.max_staleness, 0, "actions with the present weights"),
+        (
+            "cluster.max_staleness",
+            cluster.max_staleness,
+            0,
+            "no rollouts ahead; algorithm.overlap=true updates while the envs play",
+        ),
         ("rollout.worker_processes", rollout.worker_processes, 0, "rollouts in the process that trains"),
         (
             "rollout.backend",
@@ -216,13 +221,15 @@ def _check_replay(config: RunConfig, algorithm: OffPolicyConfig, model: Any) -> 
         found = f"algorithm.replay_capacity={capacity} for rollout.num_envs={num_envs}"
         refuse(found, "2 observations or more for each env", f"algorithm.replay_capacity={1000 * num_envs}")
     on_cpu = resolve_device(config.cluster.device, 1) == "cpu"
-    policy = sum(each.numel() * each.element_size() for each in model.parameters()) if on_cpu else 0
-    size, available = replay_bytes(algorithm, model), LARGEST_SHARE * main_memory_bytes()
+    ranks = started_here(config.cluster.num_processes)  # each has the whole buffer
+    policy = ranks * sum(each.numel() * each.element_size() for each in model.parameters()) if on_cpu else 0
+    size, available = ranks * replay_bytes(algorithm, model), LARGEST_SHARE * main_memory_bytes()
     if policy + size > available:
         fitting = int(max(0, available - policy) / size * capacity)
         refuse(
             f"algorithm.replay_capacity={capacity} observations take {size / 1e9:.1f} GB"
-            + (f", and the policy {policy / 1e9:.1f} GB" if on_cpu else ""),
+            + (f", and the policy {policy / 1e9:.1f} GB" if on_cpu else "")
+            + (f", in {ranks} ranks" if ranks > 1 else ""),
             f"at most {available / 1e9:.1f} GB, {LARGEST_SHARE:.0%} of the memory of this machine",
             f"algorithm.replay_capacity={fitting}"
             if fitting >= 2 * num_envs

@@ -103,6 +103,7 @@ def validate(config: RunConfig, command: str = "train") -> DerivedNumbers:
         check_evaluation_players(config)
     if command == "train" and config.trainer.max_steps > 0:
         if isinstance(config.algorithm, OffPolicyConfig):
+            check_blocks(config)
             check_off_policy(config, config.algorithm, policy)
             check_whole_episodes(config)
         else:

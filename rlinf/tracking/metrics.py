@@ -42,7 +42,10 @@ METRICS: dict[str, Metric] = {
         "Iterations of training between the weights that played the rollout and those before its update; at most `cluster.max_staleness`.",
         "iterations",
     ),
-    "rollout/staleness_updates": Metric("The same in optimiser steps.", "updates"),
+    "rollout/staleness_updates": Metric(
+        "The same in optimiser steps. Of a head: the most updates that the weights of an action lacked (`algorithm.overlap`).",
+        "updates",
+    ),
     "rollout/value_gap_max": Metric(
         "Largest |rollout value - trainer value| before the update, in shares of the largest value (of 1, where all are smaller).",
         "1",

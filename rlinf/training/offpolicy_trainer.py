@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -16,9 +18,10 @@ from rlinf.algorithms.offpolicy_config import OffPolicyConfig
 from rlinf.checkpoints.checkpoint import TRAINER_FOLDER
 from rlinf.checkpoints.trainer_state import read_entries, read_tensors
 from rlinf.distributed.deadlines import waiting
-from rlinf.distributed.process_group import rank
+from rlinf.distributed.process_group import gather_objects, rank, world_size
+from rlinf.distributed.sums import own_blocks
 from rlinf.envs.base import VectorEnv
-from rlinf.errors import CheckpointError
+from rlinf.errors import CheckpointError, RLinfError
 from rlinf.models.embodiment.base import ActionModel
 from rlinf.models.embodiment.headed import HeadedPolicy, check_bounds, make_head, normal
 from rlinf.models.heads.direct import DirectHead
@@ -27,6 +30,7 @@ from rlinf.offpolicy.replay import ReplayBuffer
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import derive_seed
 from rlinf.training.corrections import Corrections
+from rlinf.training.envs_of_ranks import Outcome, Said, joined
 from rlinf.training.iterations import Clock, iterate
 from rlinf.training.session import Session
 from rlinf.types import EpisodeResult, EpisodeSpec, Observation, Proposal
@@ -43,9 +47,13 @@ class OffPolicyTrainer:
     Every iteration begins with fresh episodes, so that a checkpoint need not hold simulators. An episode that still runs at the end of
     an iteration is cut: its last observation is stored, and the critic values it.
 
+    Every rank plays its share of the envs and learns of all: what came of a policy call is joined, and then each rank does the same with
+    equal numbers. With ``algorithm.overlap``, a thread makes the updates that are owed while the envs play the next policy call, whose
+    actions were chosen before. So what is played and learnt does not depend on how fast either is.
+
     Args:
         session: The run.
-        env: Where it plays, with auto-reset.
+        env: Where this rank plays, with auto-reset.
         sampler: Chooses episodes.
         make_learner: Makes the learner of a head: the class of the algorithm.
         autocast: Makes the context in which the frozen policy computes.
@@ -68,9 +76,12 @@ class OffPolicyTrainer:
         self.num_base_calls = 0  # observations of which the frozen policy was asked
         self.largest_return = 0.0  # discounted, in absolute value, from any step of an episode to its end
         self._warned: set[str] = set()
+        num_envs = session.config.rollout.num_envs
+        self._own = own_blocks(num_envs, rank(), world_size())  # envs of this rank
         self._corrections = Corrections(env.task_names, env.action_dim)
-        self._candidates = torch.Generator()  # of the sampled chunks of the frozen policy
-        self._running = np.ones(env.num_envs, dtype=bool)  # the episode goes on after the last policy call
+        self._seen: Observation  # by the envs of this rank, at present
+        self._proposal: Proposal | None = None  # what the frozen policy says of that
+        self._updating = ThreadPoolExecutor(1, "update") if self.config.overlap else None
         self.policy: HeadedPolicy
         self.learner: OffPolicyLearner
         self.replay: ReplayBuffer
@@ -93,11 +104,13 @@ class OffPolicyTrainer:
         """Do nothing: simulators start with the first episode."""
 
     def played_by(self) -> str:
-        """Return in words what plays."""
-        return "the thread that updates"
+        """Return in words what plays the envs of a rank."""
+        return "the thread that updates" if self._updating is None else "a thread next to the one that updates"
 
     def close(self) -> None:
-        """Close the env."""
+        """Wait for the updates that are under way, and close the env."""
+        if self._updating is not None:
+            self._updating.shutdown(cancel_futures=True)
         self.env.close()
 
     def _begin(self, model: ActionModel) -> None:
@@ -168,39 +181,58 @@ class OffPolicyTrainer:
 
     def iteration(self, step: int) -> dict[str, float]:
         """Play ``rollout.num_chunks`` policy calls of each env, and update in between; return metrics."""
-        state, clock = self.session.state, Clock()
-        before, updates = state.env_steps, _Means()
-        episodes = _Episodes(self.env.num_envs, self.config.gamma)
-        self._candidates = torch.Generator().manual_seed(derive_seed(self.session.config.seed, "candidates", step))
+        state, clock, num_calls = self.session.state, Clock(), self.session.config.rollout.num_chunks
+        before, updates, staleness = state.env_steps, _Means(), 0
+        episodes = _Episodes(self.session.config.rollout.num_envs, self.config.gamma)
         self._corrections = Corrections(self.env.task_names, self.env.action_dim)
-        observation = self._reset(step)
-        for uniforms in self._uniforms(step):
-            proposal = self._observe(observation)
+        said = self._begin_episodes(step)
+        for call, uniforms in enumerate(self._uniforms(step)):
+            self._observe(said)
             clock.lap("rollout")
-            self._update(updates)
-            clock.lap("update")
-            observation = self._act(observation, proposal, uniforms, episodes)
-            del proposal  # and with it what the policy computed of the images, before it sees the next ones
-        running = np.flatnonzero(self._running)
-        self._end(running, observation.select(running))  # what follows the last actions, valued like any other
+            if self._updating is None:
+                self._update(updates)
+                clock.lap("update")
+            actions, greedy = self._decide(said, uniforms, episodes)
+            played = self.learner.num_updates
+            under_way = None if self._updating is None else self._updating.submit(self._update, updates)
+            outcome = self._play(step, call, actions, greedy, is_last=call + 1 == num_calls)
+            clock.lap("rollout")
+            if under_way is not None:
+                under_way.result()
+                clock.lap("update")
+                staleness = max(staleness, self.learner.num_updates - played)
+            self._store(actions, outcome, episodes)
+            said = outcome.following
+        self._observe(said)  # what follows the last actions, valued like any other
         clock.lap("rollout")
         self._update(updates)
         clock.lap("update")
+        self._check_equal_on_ranks()
         self.largest_return = max(self.largest_return, episodes.largest_return)
         self._corrections.gather()
-        if rank() == 0:
-            self._corrections.write(self.session.folder, step)
         metrics = episodes.metrics() | {f"train/{name}": value for name, value in updates.means().items()}
         metrics |= self._corrections.metrics()
         metrics |= {
             "rollout/env_steps_total": state.env_steps,
             "rollout/base_calls_total": self.num_base_calls,
             "rollout/transitions": self.replay.num_transitions,
+            "rollout/staleness_updates": staleness,
             "train/updates_total": self.learner.num_updates,
             "throughput/env_steps_per_s": (state.env_steps - before) / clock.total(),
         }
-        self._warn(metrics)
+        if rank() == 0:
+            self._corrections.write(self.session.folder, step)
+            self._warn(metrics)
         return metrics | clock.metrics()
+
+    def _check_equal_on_ranks(self) -> None:
+        """Raise RLinfError on all ranks unless they have equal heads: they have all made the same updates."""
+        weights = torch.cat([parameter.detach().flatten().cpu() for parameter in self.policy.head.parameters()])
+        if len(set(gather_objects(zlib.crc32(weights.numpy().tobytes())))) > 1:
+            raise RLinfError(
+                "The heads of the ranks are no longer equal: the same updates have other roundings on other processors. Use machines "
+                "or GPUs of one kind, or set cluster.num_processes=1"
+            )
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
         """Say once what is wrong with the critics or the scale of the head."""
@@ -225,89 +257,131 @@ class OffPolicyTrainer:
             logger.warning("%s", text)
             self._warned.add(name)
 
-    def _reset(self, step: int) -> Observation:
+    def _begin_episodes(self, step: int) -> Said:
         """Begin the first episode of each env in this iteration."""
-        positions = np.zeros(self.env.num_envs, dtype=np.int64)
+        first, positions = self._own.start, np.zeros(len(self._own), dtype=np.int64)
 
         def following(row: int) -> EpisodeSpec:
             positions[row] += 1
             return begun(row)
 
         def begun(row: int) -> EpisodeSpec:
-            spec = self.sampler.spec(step, row, int(positions[row]))
+            spec = self.sampler.spec(step, first + row, int(positions[row]))
             self._corrections.begin(row, spec)
             return spec
 
-        specs = [begun(row) for row in range(self.env.num_envs)]
-        return self.env.reset(options={"episodes": specs, "next_episode": following})[0]
+        specs = [begun(row) for row in range(len(self._own))]
+        self._seen = self.env.reset(options={"episodes": specs, "next_episode": following})[0]
+        rows = np.arange(len(specs))
+        self._proposal = self._propose(self._seen, rows, "candidates", step, 0)
+        return joined(gather_objects(self._said(rows, self._proposal)))
 
     def _uniforms(self, step: int) -> Tensor:
-        """Draw the random numbers of the actions of an iteration in (0, 1): float32 ``[T, B, num_noises]``."""
-        generator = torch.Generator().manual_seed(derive_seed(self.session.config.seed, "actions", step))
-        shape = (self.session.config.rollout.num_chunks, self.env.num_envs, self.policy.head.num_noises)
+        """Draw the random numbers of the actions of an iteration: float32 ``[T, B, num_noises]``."""
+        rollout = self.session.config.rollout
+        return self._draw(rollout.num_chunks, rollout.num_envs, self.policy.head.num_noises, purpose=("actions", step))
+
+    def _draw(self, *shape: int, purpose: tuple[str | int, ...]) -> Tensor:
+        """Draw float32 numbers in (0, 1), the same on all ranks."""
+        generator = torch.Generator().manual_seed(derive_seed(self.session.config.seed, *purpose))
         return torch.rand(shape, generator=generator).clamp_min_(torch.finfo(torch.float32).tiny)
 
-    def _propose(self, observation: Observation) -> Proposal:
-        """Ask the frozen policy about each row, once."""
-        self.num_base_calls += len(observation)
-        uniforms = torch.rand(len(observation), self.policy.num_candidate_numbers, generator=self._candidates)
-        uniforms = uniforms.clamp_min_(torch.finfo(torch.float32).tiny).to(self.policy.device)
+    def _propose(self, observation: Observation, rows: np.ndarray, *purpose: str | int) -> Proposal | None:
+        """Ask the frozen policy, once, about observations of this rank's envs ``rows``; None: there are none.
+
+        ``purpose`` is that of the random numbers of its candidates.
+        """
+        if not len(rows):
+            return None
+        shape = (self.session.config.rollout.num_envs, self.policy.num_candidate_numbers)
+        uniforms = self._draw(*shape, purpose=purpose)[self._own.start + rows].to(self.policy.device)
         with self.autocast():
             return self.policy.propose_to_head(self.policy.preprocess(observation), uniforms)
 
-    def _observe(self, observation: Observation) -> Proposal:
-        """Store the observation of every env; return what the frozen policy says of them."""
-        proposal = self._propose(observation)
-        rows = torch.arange(len(observation))
-        self.replay.observe(rows, proposal.features, self.policy.normalize(proposal.chunks))
-        return proposal
+    def _said(self, rows: np.ndarray, proposal: Proposal | None) -> Said:
+        """Return what other ranks are told of a proposal for this rank's envs ``rows``."""
+        policy, envs = self.policy, torch.from_numpy(self._own.start + rows)
+        if proposal is None:
+            chunks = torch.empty(0, policy.head.num_candidates, policy.action_chunks_len, policy.action_dim)
+            return Said(envs, torch.empty(0, policy.head.feature_dim), chunks)
+        return Said(envs, proposal.features.cpu(), proposal.chunks.cpu())
 
-    def _end(self, rows: Sequence[int] | np.ndarray, observation: Observation) -> None:
-        """Store the last observations of episodes that were cut, which no action follows."""
-        if len(rows):
-            proposal = self._propose(observation)
-            self.replay.observe(torch.as_tensor(rows), proposal.features, self.policy.normalize(proposal.chunks))
+    def _observe(self, said: Said) -> None:
+        """Store observations. Those of an episode that was cut are followed by no action."""
+        if len(said.envs):
+            self.num_base_calls += len(said.envs)
+            self.replay.observe(said.envs, said.features, self.policy.normalize(said.chunks.to(self.policy.device)))
+
+    def _is_warm_up(self) -> bool:
+        return self.session.state.env_steps < self.config.warmup_env_steps
 
     @torch.no_grad()
-    def _act(self, observation: Observation, proposal: Proposal, uniforms: Tensor, episodes: _Episodes) -> Observation:
-        """Act in every env, and store what came of it; return the next observation."""
-        state, head = self.session.state, self.policy.head
-        features, base = proposal.features, self.policy.normalize(proposal.chunks)
-        uniforms = uniforms.to(self.policy.device)
-        is_warm_up = state.env_steps < self.config.warmup_env_steps
-        if is_warm_up:
+    def _decide(self, said: Said, uniforms: Tensor, episodes: _Episodes) -> tuple[Tensor, Tensor]:
+        """Return the actions ``[B, A]`` of all envs, in halves of the range of the env, and those without noise."""
+        device, head = self.policy.device, self.policy.head
+        features, uniforms = said.features.to(device), uniforms.to(device)
+        base = self.policy.normalize(said.chunks.to(device))
+        greedy, _ = self.policy.decide(features, base, None)
+        if self._is_warm_up():
             actions = head.compose(base, 2 * uniforms[:, : head.num_numbers] - 1)
         else:
             actions, chosen = self.policy.decide(features, base, normal(uniforms))
             episodes.add_choices(chosen, base.shape[1] if head.chooses else 0)
-        values = self.learner.values(features, base, actions).cpu().numpy()
+        if episodes.values is None:
+            episodes.values = self.learner.values(features, base, actions).cpu().numpy()
+        return actions, greedy
+
+    @waiting("rollout")
+    def _play(self, step: int, call: int, actions: Tensor, greedy: Tensor, is_last: bool) -> Outcome:
+        """Act in the envs of this rank, and ask about what they show then; return what came of it in the envs of all ranks.
+
+        After the last policy call of an iteration, only episodes that go on are asked about.
+        """
+        own = slice(self._own.start, self._own.stop)
         with self.autocast():  # a head that steers lets the frozen policy go on
-            executed = self.policy.executed(proposal, actions)
-        if is_warm_up:
-            self._corrections.pass_by()
-        elif head.steers:  # without its noise, the policy would have to sample again
-            self._corrections.add(observation, base[:, 0], self.policy.normalize(executed.unsqueeze(1))[:, 0])
-        else:
-            self._corrections.add(observation, base[:, 0], self.policy.decide(features, base, None)[0])
+            executed = self.policy.executed(self._proposal, actions[own])
+        self._note_corrections(executed, greedy[own])
+        self._proposal = None  # and with it what the policy computed of the images, before it sees the next ones
         chunk = self.env.chunk_step(executed.cpu().numpy())
-        kept = np.setdiff1d(np.arange(self.env.num_envs), chunk.lost_env_ids)
-        self.replay.act(
-            torch.from_numpy(kept), actions[kept], torch.from_numpy(chunk.rewards[kept]),
-            torch.from_numpy(chunk.executed[kept]), torch.from_numpy(chunk.terminated[kept]),
-        )  # fmt: skip
         self._corrections.begin_again(chunk.lost_env_ids)
-        self._running = ~np.isin(np.arange(self.env.num_envs), [*chunk.final_env_ids, *chunk.lost_env_ids])
-        cut = np.flatnonzero(chunk.truncated[chunk.final_env_ids])
-        if len(cut):
-            self._end(chunk.final_env_ids[cut], chunk.final_observation.select(cut))
-        num_steps = int(chunk.executed.sum())
+        self._seen, rows = chunk.observation, np.arange(len(self._own))
+        if is_last:
+            rows = np.setdiff1d(rows, [*chunk.final_env_ids, *chunk.lost_env_ids])
+            self._seen = self._seen.select(rows)
+        self._proposal = self._propose(self._seen, rows, "candidates", step, call + 1)
+        cut, envs, last = chunk.truncated[chunk.final_env_ids], self._own.start, None
+        if cut.any():
+            seen = chunk.final_observation.select(np.flatnonzero(cut))
+            last = self._propose(seen, chunk.final_env_ids[cut], "last candidates", step, call)
+        outcome = Outcome(
+            chunk.rewards, chunk.executed, chunk.terminated, chunk.final_env_ids + envs, cut, chunk.episodes,
+            chunk.lost_env_ids + envs, self._said(chunk.final_env_ids[cut], last), self._said(rows, self._proposal),
+        )  # fmt: skip
+        return joined(gather_objects(outcome))
+
+    def _note_corrections(self, executed: Tensor, greedy: Tensor) -> None:
+        """Note what the head changes in the envs of this rank: without its noise, unless the policy would have to sample again."""
+        if self._is_warm_up():
+            self._corrections.pass_by()
+            return
+        base = self.policy.normalize(self._proposal.chunks)[:, 0]
+        changed = self.policy.normalize(executed.unsqueeze(1))[:, 0] if self.policy.head.steers else greedy
+        self._corrections.add(self._seen, base, changed)
+
+    def _store(self, actions: Tensor, outcome: Outcome, episodes: _Episodes) -> None:
+        """Store what was done and what came of it."""
+        state, is_warm_up = self.session.state, self._is_warm_up()
+        kept = np.setdiff1d(np.arange(len(actions)), outcome.lost)
+        self.replay.act(
+            torch.from_numpy(kept), actions[kept], torch.from_numpy(outcome.rewards[kept]),
+            torch.from_numpy(outcome.executed[kept]), torch.from_numpy(outcome.terminated[kept]),
+        )  # fmt: skip
+        self._observe(outcome.last)
+        num_steps = int(outcome.executed.sum())
         if not is_warm_up:
             self.owed += self.config.updates_per_env_step * num_steps
         state.env_steps += num_steps
-        episodes.add(
-            values, chunk.rewards, chunk.executed, chunk.final_env_ids, chunk.episodes, chunk.lost_env_ids, cut
-        )
-        return chunk.observation
+        episodes.add(outcome)
 
     def _update(self, updates: _Means) -> None:
         """Make the updates that are owed."""
@@ -361,7 +435,7 @@ class _Episodes:
         self.gamma, self.results = gamma, list[EpisodeResult]()
         self.calibration = list[tuple[float, float]]()  # value of the first action, discounted return
         self._first = np.ones(num_envs, dtype=bool)  # the first episode still runs
-        self._values: np.ndarray | None = None
+        self.values: np.ndarray | None = None  # of the first actions
         self._returns, self._powers = np.zeros(num_envs), np.ones(num_envs)
         self.num_lost = 0
         self.largest_return = 0.0  # of all episodes that ended, as ``largest_value`` counts it
@@ -375,31 +449,24 @@ class _Episodes:
         if num_candidates:
             self._choices.append(chosen < num_candidates)
 
-    def add(
-        self, values: np.ndarray, rewards: np.ndarray, executed: np.ndarray, ended: np.ndarray,
-        episodes: Sequence[EpisodeResult], lost: np.ndarray, cut: np.ndarray,
-    ) -> None:  # fmt: skip
-        """Add a policy call: values ``[B]`` of its actions, rewards and executed ``[B, C]``, and the episodes that ended.
-
-        ``cut`` are the positions in ``ended`` of those that a time limit ended.
-        """
-        self._values = values if self._values is None else self._values
+    def add(self, outcome: Outcome) -> None:
+        """Add what came of a policy call."""
+        rewards, executed, ended, lost = outcome.rewards, outcome.executed, outcome.ended, outcome.lost
         for column in range(rewards.shape[1]):
             self._returns += self._powers * rewards[:, column]
             self._powers *= np.where(executed[:, column], self.gamma, 1.0)
         for row, done in enumerate(executed):
             self._rewards[row] += rewards[row, done].tolist()
-        for position, row in enumerate(ended):
-            largest = largest_value(self._rewards[row], self.gamma, is_cut=position in cut)
-            self.largest_return = max(self.largest_return, largest)
+        for row, is_cut in zip(ended, outcome.cut, strict=True):
+            self.largest_return = max(self.largest_return, largest_value(self._rewards[row], self.gamma, is_cut))
         for row in (*ended, *lost):
             self._rewards[row] = []
         self.num_lost += len(lost)
         self._first[lost] = False
-        for row, episode in zip(ended, episodes, strict=True):
+        for row, episode in zip(ended, outcome.episodes, strict=True):
             if self._first[row]:
                 self.results.append(episode)
-                self.calibration.append((float(self._values[row]), float(self._returns[row])))
+                self.calibration.append((float(self.values[row]), float(self._returns[row])))
         self._first[ended] = False
 
     def metrics(self) -> dict[str, float]:

@@ -5,56 +5,30 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from offpolicy_runs import SMALL, all_tensors, config_of
 from run_results import metrics_of, run_config, untimed_metrics
 from safetensors.torch import load_file
 
 import rlinf
 from rlinf.algorithms.offpolicy_config import HeadConfig, SACConfig
-from rlinf.checkpoints.trainer_state import read_entries, read_tensors
+from rlinf.checkpoints.trainer_state import read_tensors
 from rlinf.cluster.envs import env_maker
 from rlinf.commands.export import export, random_observation
 from rlinf.commands.train import build, train
-from rlinf.config.schema import RunConfig
 from rlinf.errors import CheckpointError, ConfigError
 from rlinf.models.embodiment.mlp_action_model import MLPForRLActionPrediction
 from rlinf.models.heads.critic import Critics
 from rlinf.preflight.memory import estimate_memory, policy_on_meta_device, replay_bytes
 from rlinf.preflight.offpolicy import rounded_down, update_seconds
 from rlinf.preflight.validation import validate
+from rlinf.training.envs_of_ranks import Outcome
 from rlinf.training.offpolicy_trainer import _Episodes, largest_value
 from rlinf.types import Proposal
-
-SMALL = [
-    "model=mlp", "algorithm=sac", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
-    "rollout.num_envs=4", "rollout.num_chunks=10", "trainer.max_steps=4", "evaluation.num_episodes=8", "evaluation.num_envs=8",
-    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
-    "cluster.num_threads=1",
-    "algorithm.warmup_env_steps=30", "algorithm.batch_size=16", "algorithm.replay_capacity=100", "algorithm.head.hidden_size=16",
-]  # fmt: skip
-
-
-def config_of(folder: Path, *overrides: str) -> RunConfig:
-    config = run_config(folder, *SMALL, *overrides)
-    validate(config)
-    return config
-
-
-def all_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return everything of a checkpoint that is a tensor: policy, head, critics, optimisers, buffer, generators."""
-    folder = checkpoint / "trainer_state"
-    held = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in read_entries(folder).items()}
-    read_tensors(folder, held)
-    return (
-        held
-        | load_file(checkpoint / "model" / "model.safetensors")
-        | load_file(checkpoint / "model" / "head.safetensors")
-    )
 
 
 @pytest.mark.parametrize(("kind", "head"), [("sac", "residual"), ("td3", "residual"), ("sac", "edit")])
@@ -224,7 +198,8 @@ def test_another_buffer_is_refused_when_a_run_is_resumed(tmp_path):
         (["algorithm.learning_rate=0"], "Set algorithm.learning_rate=0.0005"),
         (["algorithm.tau=0"], "Set algorithm.tau=0.01"),
         (["algorithm.warmup_env_steps=160"], "run of at most 160 env steps.*Set algorithm.warmup_env_steps=40"),
-        (["cluster.num_processes=2"], "Set cluster.num_processes=1"),
+        (["cluster.num_processes=3"], "rollout.num_envs=4; required: a multiple of cluster.num_processes=3"),
+        (["cluster.max_staleness=1"], "algorithm.overlap=true updates while the envs play. Set cluster.max_staleness=0"),
         (["rollout.worker_processes=2"], "Set rollout.worker_processes=0"),
         (["trainer.sharding=fsdp2"], "Set trainer.sharding=replicate"),
         (["model.is_lora=true"], "freezes the policy"),
@@ -333,9 +308,11 @@ def test_critics_that_expect_more_than_episodes_with_one_reward_are_named(tmp_pa
     episodes = _Episodes(2, gamma=0.95)
     one, nothing, ran = np.array([[0.0, 1.0]] * 2), np.zeros((2, 2)), np.ones((2, 2), dtype=bool)
     episode = SimpleNamespace(success=True, episode_return=1.0, num_env_steps=4)
-    episodes.add(np.zeros(2), nothing, ran, np.array([], int), [], np.array([], int), np.array([], int))
+    episodes.values = np.zeros(2)
+    none = np.array([], int)
+    episodes.add(Outcome(nothing, ran, None, none, none, [], none, None, None))
     assert episodes.largest_return == 0
-    episodes.add(np.zeros(2), one, ran, np.array([1]), [episode], np.array([0]), np.array([], int))
+    episodes.add(Outcome(one, ran, None, np.array([1]), np.array([False]), [episode], none, None, None))
     trainer.largest_return = max(trainer.largest_return, episodes.largest_return)
     trainer._warn({"train/q_mean": 1.9})
     assert trainer.largest_return == 1 and not caplog.records

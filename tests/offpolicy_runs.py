@@ -1,0 +1,39 @@
+"""Small runs of a head that learns off-policy, and what their checkpoints hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from run_results import run_config
+from safetensors.torch import load_file
+
+from rlinf.checkpoints.trainer_state import read_entries, read_tensors
+from rlinf.config.schema import RunConfig
+from rlinf.preflight.validation import validate
+
+SMALL = [
+    "model=mlp", "algorithm=sac", "env=tabletop", "env.tasks=[reach]", "env.cameras=[]", "env.max_episode_steps=8",
+    "rollout.num_envs=4", "rollout.num_chunks=10", "trainer.max_steps=4", "evaluation.num_episodes=8", "evaluation.num_envs=8",
+    "evaluation.num_videos_per_task=0", "evaluation.probe=false", "tracking.tensorboard=false", "tracking.progress=false",
+    "cluster.num_threads=1",
+    "algorithm.warmup_env_steps=30", "algorithm.batch_size=16", "algorithm.replay_capacity=100", "algorithm.head.hidden_size=16",
+]  # fmt: skip
+
+
+def config_of(folder: Path, *overrides: str) -> RunConfig:
+    config = run_config(folder, *SMALL, *overrides)
+    validate(config)
+    return config
+
+
+def all_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return everything of a checkpoint that is a tensor: policy, head, critics, optimisers, buffer, generators."""
+    folder = checkpoint / "trainer_state"
+    held = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in read_entries(folder).items()}
+    read_tensors(folder, held)
+    return (
+        held
+        | load_file(checkpoint / "model" / "model.safetensors")
+        | load_file(checkpoint / "model" / "head.safetensors")
+    )

@@ -122,11 +122,25 @@ class PolicyChecker:
     @torch.no_grad()
     def torch_checks(self) -> list[Check]:
         """Run all checks of the policy in torch; only the first one, on which the others build, if it fails."""
+        if not self.model.has_logprobs:
+            return self.acting_checks()
         checks = [self.type_check()]
         if checks[0].passed:
             checks += [*self.rollout_checks(self.model, "torch"), self.transform_check(), *self.score_checks()]
             checks += [*self.input_checks(), *self.training_checks()]
         return checks
+
+    def acting_checks(self) -> list[Check]:
+        """Check a policy without log-probabilities: the shape of its actions, independent rows, draws that repeat."""
+        actions, model = self.act(self.model, self.mixed)[1].actions, self.model
+        shape = (NUM_ROWS, model.action_chunks_len, len(self.action_range))
+        passed = actions.shape == shape and actions.dtype == torch.float32 and bool(actions.isfinite().all())
+        found = f"{str(actions.dtype).removeprefix('torch.')} {list(actions.shape)}"
+        detail = "as promised" if passed else f"{found}; required: finite float32 {list(shape)}"
+        checks = [Check("torch: shapes, number formats", passed, detail)]
+        if passed:
+            checks += [*self.row_checks(model, "torch"), *self.repeat_checks(model, "torch")]
+        return [*checks, Check("torch: log-probabilities", None, "it has none: nothing is compared with a score")]
 
     def type_check(self) -> Check:
         """Check the shapes and number formats that ``ActionModel`` promises, and that ``decode_actions``, if any, repeats the actions."""

@@ -30,7 +30,7 @@ def head_section(data: RunData) -> str:
 
 
 def warmup_success(lines: Sequence[dict[str, Any]], algorithm: dict[str, Any]) -> Success | None:
-    """Return the success of the frozen policy and uniform noise, which the warm-up of a run has played; None without one.
+    """Return the success of the frozen policy and uniform noise, in the whole iterations of the warm-up; None without any.
 
     Args:
         lines: Of ``metrics.jsonl``.

@@ -29,6 +29,7 @@ from rlinf.offpolicy.learner import OffPolicyLearner
 from rlinf.offpolicy.replay import ReplayBuffer
 from rlinf.rollout.sampler import EpisodeSampler
 from rlinf.seeding import derive_seed
+from rlinf.training.controls import evaluate_controls, note_warmup
 from rlinf.training.corrections import Corrections
 from rlinf.training.envs_of_ranks import Outcome, Said, joined
 from rlinf.training.iterations import Clock, iterate
@@ -76,6 +77,7 @@ class OffPolicyTrainer:
         self.num_base_calls = 0  # observations of which the frozen policy was asked
         self.largest_return = 0.0  # discounted, in absolute value, from any step of an episode to its end
         self._warned: set[str] = set()
+        self._is_noted = False  # what the warm-up has shown
         num_envs = session.config.rollout.num_envs
         self._own = own_blocks(num_envs, rank(), world_size())  # envs of this rank
         self._corrections = Corrections(env.task_names, env.action_dim)
@@ -96,6 +98,9 @@ class OffPolicyTrainer:
         session.take_over(self.policy)
         session.before_save = self._tensors
         session.evaluate_once("before_rl")
+        if self.config.controls:
+            evaluate_controls(session, self.policy.base, self.config.head.scale)
+            session.stop_if_asked()
         session.sync.push(state.policy_version)
         iterate(session, self.iteration)
         session.evaluate_once("after_rl")
@@ -183,6 +188,9 @@ class OffPolicyTrainer:
         """Play ``rollout.num_chunks`` policy calls of each env, and update in between; return metrics."""
         state, clock, num_calls = self.session.state, Clock(), self.session.config.rollout.num_chunks
         before, updates, staleness = state.env_steps, _Means(), 0
+        if not self._is_noted and before >= self.config.warmup_env_steps:
+            self._is_noted = True
+            note_warmup(self.session)
         episodes = _Episodes(self.session.config.rollout.num_envs, self.config.gamma)
         self._corrections = Corrections(self.env.task_names, self.env.action_dim)
         said = self._begin_episodes(step)

@@ -10,6 +10,7 @@ from rlinf.envs import make_env
 from rlinf.envs.tabletop.config import TabletopConfig
 from rlinf.evaluation.controls import ShiftedPolicy, best_offset, evaluate_noise, plane_offsets
 from rlinf.evaluation.evaluator import evaluate_policy
+from rlinf.training.controls import constant_offsets, is_easy
 from rlinf.types import ActionPrediction
 
 NUM_EPISODES = 24
@@ -90,3 +91,20 @@ def test_offsets_lie_on_circles_of_the_first_two_numbers():
     assert offsets.shape == (16, 7) and not offsets[:, 2:].any()
     np.testing.assert_allclose(np.linalg.norm(offsets, axis=1), [0.5] * 8 + [1.0] * 8)
     assert len({tuple(row) for row in offsets.round(6)}) == 16
+
+
+def test_constants_are_tried_in_every_direction_of_the_plane_and_along_each_other_number():
+    assert constant_offsets(1, [0.5]) == [(0.5,), (-0.5,)]
+    assert constant_offsets(2, [0.5]) == plane_offsets(2, [0.5])
+    found = np.array(constant_offsets(4, [0.5, 1.0]))
+    assert found.shape == (2 * 8 + 2 * 4, 4) and np.allclose(
+        np.linalg.norm(found, axis=1), [0.5] * 8 + [1.0] * 8 + [0.5, 0.5, 1, 1] * 2
+    )
+    assert [-0.5, 0, 0, 0] in np.round(found, 6).tolist() and [0, 0, 0, -1.0] in found.tolist()
+
+
+@pytest.mark.parametrize(
+    ("before", "control", "easy"), [(0.29, 0.725, True), (0.29, 0.6, False), (0.095, 0.27, False), (0.9, 0.96, True)]
+)
+def test_a_gap_is_easy_if_a_control_closes_half_of_it(before, control, easy):
+    assert is_easy(before, control) is easy

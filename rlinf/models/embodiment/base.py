@@ -42,6 +42,7 @@ class ActionModel(Module, metaclass=ABCMeta):
             their own.
         lora_exclude_modules: Regular expression of modules that never get an adapter, because no gradient reaches them.
         processor: Prompts and images to tensors; set by ``build_policy``.
+        has_logprobs: Actions have log-probabilities, so policy gradients can train it.
         predicts_values: ``ActionPrediction.values`` are what ``evaluate_actions`` gives for the same sample.
         float32_modules: First parts of the names of modules that stay float32 under ``model.precision=bf16``: heads.
         feature_kind: Which features ``propose`` returns, ``hidden`` or ``pooled`` (``model.features``).
@@ -52,6 +53,7 @@ class ActionModel(Module, metaclass=ABCMeta):
     lora_target_modules: ClassVar[tuple[str, ...] | str] = ()
     trained_in_full: ClassVar[tuple[str, ...]] = ("value_head",)
     lora_exclude_modules: ClassVar[str | None] = None
+    has_logprobs: ClassVar[bool] = True
     predicts_values: ClassVar[bool] = True
     float32_modules: ClassVar[tuple[str, ...]] = ("value_head",)
     vllm_adapter: ClassVar[str | None] = None

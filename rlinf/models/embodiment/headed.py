@@ -37,6 +37,7 @@ class HeadedPolicy(ActionModel, nn.Module):
         critics: They choose among the options of a head that has several; None: for other heads.
     """
 
+    has_logprobs: ClassVar[bool] = False
     predicts_values: ClassVar[bool] = False
     value_head = None
 

@@ -1,0 +1,102 @@
+"""What the frozen policy reaches without any learning: noise and constant corrections as large as those of the head."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+
+from rlinf.distributed.process_group import rank
+from rlinf.evaluation.controls import ShiftedPolicy, best_offset, evaluate_noise, plane_offsets
+from rlinf.evaluation.evaluator import episode_list, evaluate_policy
+from rlinf.evaluation.report_data import CONTROLS_FILE
+from rlinf.evaluation.report_offpolicy import warmup_success
+from rlinf.evaluation.result import Success
+from rlinf.files import write_text
+from rlinf.models.embodiment.base import ActionModel
+from rlinf.number_formats import format_interval
+from rlinf.options import to_mapping
+from rlinf.tracking.tracker import read_metrics
+from rlinf.training.session import Session
+
+logger = logging.getLogger("rlinf")
+
+NUM_SELECTION_EPISODES = 32
+"""Training episodes on which each constant correction is tried."""
+
+SHARES = (0.25, 0.5, 1.0)
+"""Sizes of the constant corrections, in shares of the scale of the head."""
+
+
+def evaluate_controls(session: Session, base: ActionModel, scale: float) -> None:
+    """Evaluate noise of up to ``scale`` and half of it, and the best constant correction, and write ``controls.json``.
+
+    The constant is chosen on training episodes. A resumed run that has the file does not repeat this.
+    """
+    path, env, settings = session.folder / CONTROLS_FILE, session.evaluator.env, session.config.evaluation
+    if path.exists():
+        return
+    held_out = episode_list(env, settings.split, settings.num_episodes)
+    training = env.episode_specs("train")[:NUM_SELECTION_EPISODES]
+    found: list[tuple[str, Success]] = []
+    try:
+        with session.evaluator.autocast():
+            for bound in (scale / 2, scale):
+                result = evaluate_noise(base, env, held_out, bound, session.config.seed)
+                found.append((f"uniform noise of up to {bound:g}", result.total))
+            offsets = constant_offsets(env.action_dim, [scale * share for share in SHARES])
+            chosen, _ = best_offset(base, env, training, offsets)
+            moved = ShiftedPolicy(base, env.action_low, env.action_high, chosen)
+            words = ", ".join(f"{number:+.2f}" for number in chosen)
+            name = f"the constant correction ({words}), the best of {len(offsets)} on {len(training)} training episodes"
+            found.append((name, evaluate_policy(moved, env, held_out).total))
+    finally:
+        env.offload()
+    if rank() == 0:
+        write_text(path, json.dumps([{"name": name, **success.as_dict()} for name, success in found], indent=1))
+        for name, success in found:
+            session.progress.note(f"control, nothing learnt: {name}: {_words(success)}")
+        name, best = max(found, key=lambda each: each[1].success_rate)
+        _warn_if_easy(session, name, best)
+
+
+def note_warmup(session: Session) -> None:
+    """Say what the warm-up has shown: the success of the frozen policy and noise."""
+    if rank() > 0:
+        return
+    success = warmup_success(read_metrics(session.folder), to_mapping(session.config.algorithm))
+    if success is not None:
+        session.progress.note(
+            f"warm-up, nothing learnt: the frozen policy and noise: {_words(success)}, training episodes"
+        )
+        _warn_if_easy(session, "noise in the warm-up", success)
+
+
+def constant_offsets(action_dim: int, lengths: Sequence[float]) -> list[tuple[float, ...]]:
+    """Return vectors ``[D]``: eight directions in the plane of the first two numbers, and both of each other number."""
+    offsets, first = (plane_offsets(action_dim, lengths), 2) if action_dim > 1 else ([], 0)
+    signed = [sign * length for length in lengths for sign in (1, -1)]
+    return offsets + [
+        tuple(number if index == axis else 0.0 for index in range(action_dim))
+        for axis in range(first, action_dim)
+        for number in signed
+    ]
+
+
+def is_easy(before: float, control: float) -> bool:
+    """Return whether a control closes half of the gap between the frozen policy's success rate and 1."""
+    return control - before >= (1 - before) / 2
+
+
+def _warn_if_easy(session: Session, name: str, success: Success) -> None:
+    before = session.state.evaluations.get("before_rl")
+    if before is not None and is_easy(before["success_rate"], success.success_rate):
+        logger.warning(
+            "%s reaches %s where the frozen policy reaches %.1f %%: most of this gap needs no learning. What a head adds is its "
+            "success above that (docs/offpolicy.md)",
+            name, success, 100 * before["success_rate"],
+        )  # fmt: skip
+
+
+def _words(success: Success) -> str:
+    return f"{success} (95 % {format_interval(*success.interval, ' - ')})"

@@ -23,13 +23,17 @@ def iterate(session: Session, iteration: Callable[[int], dict[str, float]]) -> N
     reached = _evaluate_if_due(session, last=state.step == config.max_steps)
     session.stop_if_asked()
     while state.step < config.max_steps and not reached:
-        start = time.monotonic()
+        start, cpu_start = time.monotonic(), time.process_time()
         step = state.step
         with session.profile_window.step("rl", step):
             metrics = iteration(step)
         state.train_wall_s += time.monotonic() - start
         state.step += 1
-        metrics |= {"time/total_s": state.train_wall_s, **memory_metrics()}
+        metrics |= {
+            "time/total_s": state.train_wall_s,
+            "time/cpu_s": time.process_time() - cpu_start,
+            **memory_metrics(),
+        }
         last = state.step == config.max_steps
         session.progress.update(
             "rl", state.step, config.max_steps, success_rate=metrics.get("rollout/success_rate"),

@@ -1,0 +1,363 @@
+"""Race of methods from one cloned checkpoint: success on held-out episodes against env steps, seconds of a processor and passes of the policy.
+
+Four gaps, each with a clone of its own (``quickstart``, ``quickstart_turned``, ``quickstart_precise``, ``quickstart_two_headed``). PPO and GRPO
+train the whole policy. The others freeze it and train a head. Controls learn no correction: the clone itself, uniform noise around its
+actions, the best constant of a grid (chosen on training episodes), and the best of eight of its own chunks by learned critics.
+
+    python benchmarks/race.py [--gaps quickstart_turned ...] [--methods residual ppo ...] [--seeds 0 1 2 3 4] [--output FOLDER] [overrides ...]
+
+Each (gap, method, seed) is a run folder in ``FOLDER/<gap>/``. What is there is kept, so a race that was stopped, or run in parts, goes on with
+the same command. ``table.md`` and ``race.png`` in the folder show all runs that are in it. Overrides belong to every run: give another FOLDER
+with them. ``--without-runs`` only makes the table and the picture. Needs matplotlib.
+
+Seconds are those of the processor in training, without evaluations. A pass is an observation that went through the policy: to act, to be
+scored, or to be trained on. A seed needs as many env steps for 90 % as its first evaluation of at least 90 % says. The interval of a mean over
+seeds is Student's, that of a single seed Wilson's. ``ours`` and ``peer`` are the median env steps of ``residual`` and PPO to 90 % on the first
+gap in which both reach it. Seeds 0 and 1 chose settings; the table marks them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import yaml
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+import rlinf
+from rlinf.commands.train import train
+from rlinf.config.compose import compose_config
+from rlinf.config.schema import RunConfig, build_config
+from rlinf.envs import make_env
+from rlinf.evaluation.controls import ShiftedPolicy, best_offset, evaluate_noise, plane_offsets
+from rlinf.evaluation.evaluator import episode_list, evaluate_policy
+from rlinf.evaluation.intervals import mean_interval, wilson_interval
+from rlinf.files import locked_folder, write_text
+from rlinf.preflight.validation import validate
+from rlinf.tracking.tracker import read_metrics
+
+TARGET = 0.9
+SETTING_SEEDS = (0, 1)
+CONTROLS = "controls.json"
+NOISES, NOISE_SEEDS = (0.5, 1.0), range(5)
+LENGTHS, NUM_TRAINING_EPISODES = (0.25, 0.5, 1.0), 50
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What the clone lacks: an experiment, and the env steps of a run with a head and of one of the whole policy."""
+
+    head_steps: int
+    policy_steps: int
+
+
+GAPS = {
+    "quickstart": Gap(4_096, 61_440),
+    "quickstart_turned": Gap(12_288, 81_920),
+    "quickstart_precise": Gap(32_768, 81_920),
+    "quickstart_two_headed": Gap(12_288, 61_440),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """Overrides of a gap's experiment, env steps of an iteration, and between two evaluations."""
+
+    overrides: tuple[str, ...]
+    iteration_steps: int
+    evaluation_steps: int
+
+
+def _head(algorithm: str, name: str, *more: str) -> Method:
+    own = (
+        f"algorithm={algorithm}",
+        f"algorithm.head.name={name}",
+        "rollout.num_envs=32",
+        "env.reward_mode=sparse",
+        *more,
+    )
+    return Method(own, 32 * 16, 2_048)
+
+
+METHODS = {
+    "ppo": Method((), 64 * 16, 4_096),
+    "grpo": Method(
+        ("algorithm=grpo", "rollout.num_envs=128", "rollout.group_size=8", "trainer.minibatch_size=256"),
+        128 * 16,
+        4_096,
+    ),
+    "residual": _head("sac", "residual"),
+    "residual_td3": _head("td3", "residual"),
+    "edit": _head("sac", "edit"),
+    "direct": _head("sac", "direct"),
+    "noise": _head("sac", "noise"),
+    "chunk": _head("td3", "chunk"),
+    # Corrections of nothing: the critics choose among the chunks of the clone.
+    "best_of_8": _head("sac", "edit", "algorithm.head.num_candidates=8", "algorithm.head.scale=1e-6"),
+}
+
+
+@dataclass
+class Point:
+    """An evaluation: env steps, successes of episodes, and what training had cost until then."""
+
+    env_steps: int
+    successes: int
+    episodes: int
+    cpu_s: float
+    passes: int
+
+    @property
+    def rate(self) -> float:
+        return self.successes / self.episodes
+
+
+def make_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
+    """Compose and check the configuration of a run."""
+    common = ["evaluation.num_videos_per_task=0", "tracking.tensorboard=false", "cluster.num_threads=1"]
+    config = build_config(compose_config([*common, *overrides]))
+    config.output_dir = str(folder)
+    validate(config)
+    return config
+
+
+def finished(folder: Path) -> bool:
+    """Return whether a run ended; remove what one that was stopped has left.
+
+    Raises:
+        ConfigError: It is still running.
+    """
+    if not (folder / "summary.json").exists() and folder.exists():
+        with locked_folder(folder):
+            shutil.rmtree(folder)
+    return folder.exists()
+
+
+def run(folder: Path, overrides: Sequence[str]) -> None:
+    """Train, unless it is done."""
+    if not finished(folder):
+        train(make_config(folder, overrides))
+
+
+def curve(folder: Path) -> list[Point]:
+    """Return the evaluations of a run of RL."""
+    epochs = yaml.safe_load((folder / "config.yaml").read_text())["algorithm"].get("update_epochs")
+    cpu_s, calls, points = 0.0, 0, []
+    for line in read_metrics(folder):
+        if line["phase"] == "rl":
+            cpu_s += line.get("time/cpu_s", 0.0)
+            calls = int(line.get("rollout/base_calls_total", calls))
+        if line["phase"] == "rl" and "eval/success_rate" in line:
+            steps = int(line["rollout/env_steps_total"])
+            passes = calls if epochs is None else steps * (2 + epochs)
+            points.append(Point(steps, int(line["eval/successes"]), int(line["eval/episodes"]), cpu_s, passes))
+    return points
+
+
+def clone(folder: Path, gap: str, overrides: Sequence[str]) -> Path:
+    """Clone the demonstrator of a gap, unless it is done; return the run folder."""
+    run(folder / gap / "clone", [f"experiment={gap}", "seed=0", *overrides, "trainer.max_steps=0"])
+    return folder / gap / "clone"
+
+
+def race(folder: Path, gap: str, method: str, seed: int, overrides: Sequence[str]) -> None:
+    """Train by a method from the clone of a gap."""
+    kind, source = METHODS[method], clone(folder, gap, overrides)
+    steps = GAPS[gap].policy_steps if method in ("ppo", "grpo") else GAPS[gap].head_steps
+    run(
+        folder / gap / f"{method}_seed{seed}",
+        [
+            f"experiment={gap}", f"seed={seed}", "sft.max_steps=0", f"init_from={source}", *kind.overrides,
+            f"trainer.max_steps={steps // kind.iteration_steps}",
+            f"trainer.eval_every={kind.evaluation_steps // kind.iteration_steps}", *overrides,
+        ],
+    )  # fmt: skip
+
+
+def controls(folder: Path, gap: str, overrides: Sequence[str]) -> None:
+    """Evaluate what learns nothing, unless it is done."""
+    output = folder / gap / CONTROLS
+    if output.exists():
+        return
+    policy = rlinf.load_policy(clone(folder, gap, overrides), device="cpu")
+    evaluation, env = policy.config.evaluation, make_env(policy.config.env, policy.config.evaluation.num_envs)
+    held_out = episode_list(env, "eval", evaluation.num_episodes)
+    found = {"base": [evaluate_policy(policy.model, env, held_out)]}
+    for noise in NOISES:
+        found[f"uniform noise {noise:g}"] = [
+            evaluate_noise(policy.model, env, held_out, noise, seed) for seed in NOISE_SEEDS
+        ]
+    training = episode_list(env, "train", min(NUM_TRAINING_EPISODES, evaluation.num_episodes))
+    offset, _ = best_offset(policy.model, env, training, plane_offsets(env.action_dim, LENGTHS))
+    moved = ShiftedPolicy(policy.model, env.action_low, env.action_high, offset)
+    found[f"best constant ({', '.join(f'{number:.2g}' for number in offset)})"] = [
+        evaluate_policy(moved, env, held_out)
+    ]
+    env.close()
+    counts = {name: [(one.successes, one.episodes) for one in results] for name, results in found.items()}
+    write_text(output, json.dumps(counts, indent=1))
+
+
+def interval(counts: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
+    """Return mean success and its 95 % interval of runs with (successes, episodes) each."""
+    rates = [successes / episodes for successes, episodes in counts]
+    if len(rates) == 1:
+        return (rates[0], *wilson_interval(*counts[0]))
+    mean, low, high = mean_interval(rates)
+    return mean, max(low, 0.0), min(high, 1.0)
+
+
+def to_target(points: Sequence[Point]) -> Point | None:
+    """Return the first evaluation that reaches the target."""
+    return next((point for point in points if point.rate >= TARGET), None)
+
+
+def median_to_target(curves: Sequence[Sequence[Point]], cost: str) -> float | None:
+    """Return the median cost to the target over seeds; None: half of them or more did not reach it."""
+    reached = [to_target(points) for points in curves]
+    value = statistics.median(float("inf") if point is None else getattr(point, cost) for point in reached)
+    return None if value == float("inf") else value
+
+
+def runs_of(folder: Path, gap: str) -> dict[str, dict[int, list[Point]]]:
+    """Return the curves of the finished runs of a gap: method, seed, evaluations."""
+    found: dict[str, dict[int, list[Point]]] = {}
+    for method in METHODS:
+        for run_folder in sorted((folder / gap).glob(f"{method}_seed*")):
+            if (run_folder / "summary.json").exists():
+                found.setdefault(method, {})[int(run_folder.name.rpartition("_seed")[2])] = curve(run_folder)
+    return found
+
+
+def table(gap: str, counts: dict[str, list[tuple[int, int]]], runs: dict[str, dict[int, list[Point]]]) -> list[str]:
+    """Return the rows of a gap in Markdown; ``counts`` are those of the controls."""
+    noise = max((interval(each) for name, each in counts.items() if "noise" in name), default=(1.0, 1.0, 1.0))
+    rows = [
+        f"| {gap} | seeds | env steps | success (95 %) | above noise | env steps to 90 % | processor s to 90 % | processor s | passes |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, each in counts.items():
+        rows.append(f"| {name} | {len(each)} | 0 | {percents(interval(each))} | | | | | |")
+    for method, by_seed in runs.items():
+        curves, last = list(by_seed.values()), [points[-1] for points in by_seed.values()]
+        success = interval([(point.successes, point.episodes) for point in last])
+        steps, cpu_s, passes = (
+            statistics.mean(getattr(point, key) for point in last) for key in ("env_steps", "cpu_s", "passes")
+        )
+        costs = [median_to_target(curves, key) for key in ("env_steps", "cpu_s")]
+        reached = " | ".join("not reached" if cost is None else f"{cost:,.0f}" for cost in costs)
+        seeds = ", ".join(f"{seed}{'*' if seed in SETTING_SEEDS else ''}" for seed in by_seed)
+        above = "yes" if success[1] > noise[2] else "no"
+        rows.append(
+            f"| {method} | {seeds} | {steps:,.0f} | {percents(success)} | {above} | {reached} | {cpu_s:,.0f} | {passes:,.0f} |"
+        )
+    return [*rows, ""]
+
+
+def percents(values: tuple[float, float, float]) -> str:
+    mean, low, high = (100 * value for value in values)
+    return f"{mean:.1f} % ({low:.1f} - {high:.1f})"
+
+
+def mean_curve(by_seed: dict[int, list[Point]]) -> list[tuple[float, float]]:
+    """Return mean env steps and mean success of each evaluation that all seeds have."""
+    columns = zip(*by_seed.values(), strict=False)
+    return [
+        (statistics.mean(point.env_steps for point in points), statistics.mean(point.rate for point in points))
+        for points in columns
+    ]
+
+
+def curve_rows(gap: str, runs: dict[str, dict[int, list[Point]]]) -> list[str]:
+    """Return the mean success of each evaluation in Markdown."""
+    rows = [f"| {gap} | env steps: mean success in % |", "|---|---|"]
+    for method, by_seed in runs.items():
+        rows.append(
+            f"| {method} | {', '.join(f'{steps:,.0f}: {100 * rate:.1f}' for steps, rate in mean_curve(by_seed))} |"
+        )
+    return [*rows, ""]
+
+
+def draw(output: Path, gaps: dict[str, tuple[dict, dict]]) -> None:
+    """Draw success against env steps, a panel for each gap; lines are means over seeds, dots are seeds."""
+    figure, axes = plt.subplots(1, len(gaps), figsize=(5.2 * len(gaps), 4.4), sharey=True, squeeze=False)
+    colours = dict(zip(METHODS, plt.get_cmap("tab10").colors, strict=False))
+    for axis, (gap, (counts, runs)) in zip(axes[0], gaps.items(), strict=True):
+        for name, each in counts.items():
+            mean, style = interval(each)[0], ":" if "noise" in name else "--"
+            axis.axhline(100 * mean, color="0.6", linestyle=style, linewidth=1)
+            axis.annotate(
+                name, (1.0, 100 * mean), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7
+            )
+        for method, by_seed in runs.items():
+            steps, rates = zip(*mean_curve(by_seed), strict=True)
+            axis.plot(steps, [100 * rate for rate in rates], color=colours[method], label=f"{method} ({len(by_seed)})")
+            for points in by_seed.values():
+                axis.plot(
+                    [point.env_steps for point in points], [100 * point.rate for point in points], ".",
+                    color=colours[method], markersize=3, alpha=0.5,
+                )  # fmt: skip
+        axis.set_xscale("symlog", linthresh=1_000)
+        axis.set(title=gap, xlabel="env steps", ylim=(0, 102), xlim=(0, None))
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7, loc="lower right", title="method (seeds)", title_fontsize=7)
+    axes[0][0].set_ylabel("success on held-out episodes, %")
+    figure.tight_layout()
+    figure.savefig(output, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gaps", nargs="+", choices=GAPS, default=list(GAPS))
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    parser.add_argument("--output", type=Path, default=Path("outputs/race"))
+    parser.add_argument("--without-runs", action="store_true", help="only make the table and the picture")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of all runs")
+    options = parser.parse_args()
+    if not options.without_runs:
+        for gap in options.gaps:
+            controls(options.output, gap, options.overrides)
+        for seed in options.seeds:
+            for gap in options.gaps:
+                for method in options.methods:
+                    race(options.output, gap, method, seed, options.overrides)
+    found = {}
+    for gap in GAPS:
+        held, runs = options.output / gap / CONTROLS, runs_of(options.output, gap)
+        if held.exists() or runs:
+            found[gap] = (json.loads(held.read_text()) if held.exists() else {}, runs)
+    rows = [row for gap, (counts, runs) in found.items() for row in table(gap, counts, runs)]
+    rows += ["`*`: this seed chose settings.", ""]
+    rows += [row for gap, (_, runs) in found.items() for row in curve_rows(gap, runs)]
+    print("\n".join(rows))
+    print(f"table: {write_text(options.output / 'table.md', chr(10).join(rows))}")
+    draw(options.output / "race.png", found)
+    print(f"picture: {options.output / 'race.png'}")
+    print(json.dumps(summary(found)))
+
+
+def summary(found: dict[str, tuple[dict, dict]]) -> dict[str, object]:
+    """Return the result: the median env steps of ``residual`` and PPO to the target."""
+    sizes = {gap: {method: len(each) for method, each in runs.items()} for gap, (_, runs) in found.items()}
+    result: dict[str, object] = {"name": "race", "ours": None, "peer": None, "ratio": None, "unit": "env steps to 90 %"}
+    for gap, (_, runs) in found.items():
+        ours, peer = (
+            median_to_target(list(runs.get(name, {}).values()) or [[]], "env_steps") for name in ("residual", "ppo")
+        )
+        if ours and peer:
+            result |= {"ours": ours, "peer": peer, "ratio": round(peer / ours, 2), "gap": gap}
+            break
+    return result | {"seeds": sizes}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The race of methods (``benchmarks/race.py``): what it reads from runs, what it calls better, and that it goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed (scripts/setup.sh --sims)")
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import race
+
+TINY = [
+    "sft.num_demonstrations=4",
+    "sft.max_steps=1",
+    "trainer.max_steps=1",
+    "evaluation.num_episodes=2",
+    "rollout.num_chunks=4",
+]
+TINY_HEAD = (
+    "rollout.num_envs=2",
+    "algorithm.warmup_env_steps=4",
+    "algorithm.batch_size=4",
+    "algorithm.head.hidden_size=8",
+)
+
+
+def write_run(folder, rates, *, algorithm="{name: sac}", env_steps=1024):
+    """Write what ``race`` reads of a run with 50 episodes at 0, 1, ... iterations."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"algorithm: {algorithm}\n")
+    lines = []
+    for number, rate in enumerate(rates):
+        steps = number * env_steps
+        if number:
+            costs = {"time/cpu_s": 2.0, "rollout/base_calls_total": steps + 10}
+            lines.append({"step": number - 1, "phase": "rl", "time_s": number, **costs})
+        found = {"eval/success_rate": rate, "eval/successes": round(50 * rate), "eval/episodes": 50}
+        lines.append({"step": number, "phase": "rl", "time_s": number, **found, "rollout/env_steps_total": steps})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "summary.json").write_text("{}")
+
+
+def test_costs_of_an_evaluation_are_those_of_the_training_before_it(tmp_path):
+    write_run(tmp_path / "head", [0.3, 0.92, 0.96])
+    write_run(tmp_path / "whole", [0.3, 0.92], algorithm="{name: ppo, update_epochs: 3}")
+    first, second, last = race.curve(tmp_path / "head")
+    assert (first.env_steps, first.cpu_s, first.passes) == (0, 0.0, 0)
+    assert (last.env_steps, last.cpu_s, last.passes, last.successes) == (2048, 4.0, 2058, 48)
+    assert race.to_target([first, second, last]) is second
+    assert race.curve(tmp_path / "whole")[1].passes == 1024 * 5, "to act, to be scored, and three epochs"
+
+
+def test_a_method_is_above_noise_if_its_interval_is(tmp_path):
+    for seed, last in enumerate((0.94, 0.96, 0.92)):
+        write_run(tmp_path / "quickstart" / f"residual_seed{seed}", [0.3, last])
+        write_run(tmp_path / "quickstart" / f"edit_seed{seed}", [0.3, last - 0.2 * (seed == 0)])
+        write_run(tmp_path / "quickstart" / f"ppo_seed{seed}", [0.3, 0.5, 0.5, 0.9], algorithm="{update_epochs: 1}")
+    write_run(tmp_path / "quickstart" / "ppo_seed3", [0.3, 0.5], algorithm="{update_epochs: 1}")
+    (tmp_path / "quickstart" / "ppo_seed3" / "summary.json").unlink()  # it was stopped
+    runs = race.runs_of(tmp_path, "quickstart")
+    assert {method: sorted(by_seed) for method, by_seed in runs.items()} == {
+        "ppo": [0, 1, 2], "residual": [0, 1, 2], "edit": [0, 1, 2]
+    }  # fmt: skip
+    rows = {
+        row.split(" | ")[0]: row
+        for row in race.table("quickstart", {"uniform noise 1": [(39, 50), (41, 50), (40, 50)]}, runs)
+    }
+    # 94 % and s = 2 points over three seeds: 94 +- 4.303 * 2 / sqrt(3); noise 80 +- the same
+    assert "| 94.0 % (89.0 - 99.0) | yes | 1,024 | 2 | 2 |" in rows["| residual"]
+    assert "0*, 1*, 2" in rows["| residual"]
+    assert "| 87.3 % (" in rows["| edit"] and "| no | 1,024 |" in rows["| edit"], "control: a wide interval"
+    assert "80.0 % (75.0 - 85.0)" in rows["| uniform noise 1"]
+    result = race.summary({"quickstart": ({}, runs)})
+    assert (result["ours"], result["peer"], result["ratio"], result["gap"]) == (1024, 3072, 3.0, "quickstart")
+
+
+def test_half_of_the_seeds_that_do_not_arrive_are_no_median():
+    there, not_there = race.Point(5, 90, 100, 1.0, 5), race.Point(5, 89, 100, 1.0, 5)
+    assert race.median_to_target([[there], [there], [not_there]], "env_steps") == 5
+    assert race.median_to_target([[there], [not_there]], "env_steps") is None
+    assert race.summary({"quickstart": ({}, {})})["ratio"] is None
+
+
+def test_a_race_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
+    folder, method = tmp_path, race.METHODS["residual"]
+    monkeypatch.setitem(race.METHODS, "residual", replace(method, overrides=(*method.overrides, *TINY_HEAD)))
+    command = [
+        "race",
+        "--gaps",
+        "quickstart_two_headed",
+        "--methods",
+        "residual",
+        "--seeds",
+        "0",
+        "--output",
+        str(folder),
+    ]
+    monkeypatch.setattr(sys, "argv", [*command, *TINY])
+    monkeypatch.setattr(race, "LENGTHS", (0.5,))
+    monkeypatch.setattr(race, "NOISE_SEEDS", range(2))
+    race.main()
+    left = folder / "quickstart_two_headed" / "residual_seed0"
+    counts = json.loads((left.parent / race.CONTROLS).read_text())
+    assert [len(each) for each in counts.values()] == [1, 2, 2, 1]
+    assert (folder / "race.png").read_bytes()[1:4] == b"PNG"
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["seeds"] == {"quickstart_two_headed": {"residual": 1}}
+    assert race.curve(left)[-1].cpu_s > 0
+    trained = []
+    monkeypatch.setattr(race, "train", lambda config: trained.append(Path(config.output_dir).name))
+    race.main()
+    assert trained == [], "everything is there"
+    (left / "summary.json").unlink()
+    race.race(folder, "quickstart_two_headed", "residual", 0, TINY)
+    assert trained == ["residual_seed0"] and not left.exists(), "what a stopped run has left is in the way of a new one"

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
-import yaml
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -36,7 +35,6 @@ import rlinf
 from rlinf.commands.train import train
 from rlinf.config.compose import compose_config
 from rlinf.config.schema import RunConfig, build_config
-from rlinf.envs import make_env
 from rlinf.evaluation.controls import ShiftedPolicy, best_offset, evaluate_noise, plane_offsets
 from rlinf.evaluation.evaluator import episode_list, evaluate_policy
 from rlinf.evaluation.intervals import mean_interval, wilson_interval
@@ -48,6 +46,7 @@ TARGET = 0.9
 SETTING_SEEDS = (0, 1)
 CONTROLS = "controls.json"
 NOISES, NOISE_SEEDS = (0.5, 1.0), range(5)
+PASSES_OF_TRAINING = 3  # of an observation of PPO and GRPO, whose experiments make one epoch
 LENGTHS, NUM_TRAINING_EPISODES = (0.25, 0.5, 1.0), 50
 
 
@@ -149,15 +148,15 @@ def run(folder: Path, overrides: Sequence[str]) -> None:
 
 def curve(folder: Path) -> list[Point]:
     """Return the evaluations of a run of RL."""
-    epochs = yaml.safe_load((folder / "config.yaml").read_text())["algorithm"].get("update_epochs")
-    cpu_s, calls, points = 0.0, 0, []
-    for line in read_metrics(folder):
+    lines, cpu_s, calls, points = read_metrics(folder), 0.0, 0, []
+    frozen = any("rollout/base_calls_total" in line for line in lines)
+    for line in lines:
         if line["phase"] == "rl":
             cpu_s += line.get("time/cpu_s", 0.0)
-            calls = int(line.get("rollout/base_calls_total", calls))
+            calls = line.get("rollout/base_calls_total", calls)
         if line["phase"] == "rl" and "eval/success_rate" in line:
             steps = int(line["rollout/env_steps_total"])
-            passes = calls if epochs is None else steps * (2 + epochs)
+            passes = int(calls) if frozen else PASSES_OF_TRAINING * steps
             points.append(Point(steps, int(line["eval/successes"]), int(line["eval/episodes"]), cpu_s, passes))
     return points
 
@@ -188,7 +187,8 @@ def controls(folder: Path, gap: str, overrides: Sequence[str]) -> None:
     if output.exists():
         return
     policy = rlinf.load_policy(clone(folder, gap, overrides), device="cpu")
-    evaluation, env = policy.config.evaluation, make_env(policy.config.env, policy.config.evaluation.num_envs)
+    evaluation = policy.config.evaluation
+    env = rlinf.make_env(policy.config.env, evaluation.num_envs)
     held_out = episode_list(env, "eval", evaluation.num_episodes)
     found = {"base": [evaluate_policy(policy.model, env, held_out)]}
     for noise in NOISES:

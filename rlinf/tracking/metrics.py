@@ -139,6 +139,7 @@ METRICS: dict[str, Metric] = {
     "time/data_wait_s": Metric("Waiting for the rows of a step of behaviour cloning, mean of the steps logged.", "s"),
     "time/sync_s": Metric("Bringing new weights to the rollout workers.", "s"),
     "time/eval_s": Metric("Evaluation.", "s"),
+    "time/cpu_s": Metric("Processor time of an iteration, of all threads of the process of rank 0.", "s"),
     "time/total_s": Metric("Training time since the run began (demonstrations, cloning, RL), no evaluation.", "s"),
     "throughput/env_steps_per_s": Metric("Env steps / time of rollout, log-probs, update and sync.", "env steps/s"),
     "throughput/samples_per_s": Metric("Policy calls trained on / time/update_s.", "samples/s"),

@@ -22,7 +22,7 @@ rollout/lost_episodes rollout/env_steps_total train/loss train/policy_loss train
 train/clip_fraction train/explained_variance train/grad_norm train/learning_rate train/kl_to_reference
 train/advantage_mean train/return_mean sft/loss sft/entropy sft/learning_rate sft/grad_norm eval/success_rate
 eval/successes eval/episodes eval/interval_low eval/interval_high time/rollout_s time/logprob_s time/update_s
-time/sync_s time/data_wait_s time/eval_s time/total_s throughput/env_steps_per_s throughput/samples_per_s throughput/data_wait_fraction memory/rss_gib
+time/sync_s time/data_wait_s time/eval_s time/cpu_s time/total_s throughput/env_steps_per_s throughput/samples_per_s throughput/data_wait_fraction memory/rss_gib
 memory/cuda_gib
 rollout/reward_mean rollout/reward_std rollout/completion_length_mean rollout/completion_length_max rollout/truncated_fraction
 rollout/replaced_groups train/preference_accuracy train/preference_chosen train/preference_rejected train/preference_margin
